@@ -1,0 +1,41 @@
+# Everything a developer types. `make demo` and `make test` work as the first command in a fresh clone:
+# they make .venv with what constraints.txt pins, and need nothing but Python 3.10 or newer.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check format bench clean
+
+demo: .venv/core
+	$(BIN)/penstock show 1f1b --ranks 4 --microbatches 8
+	$(BIN)/penstock show zbv --ranks 4 --microbatches 8
+	@echo "A schedule that hangs, and why:"
+	$(BIN)/penstock check examples/deadlock.csv || true
+
+test: .venv/dev
+	$(BIN)/python -m pytest -n auto -q
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/dev
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format --quiet .
+
+bench: .venv/dev
+	$(BIN)/python benchmarks/plan.py
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+.venv/core: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Penstock needs Python 3.10 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+.venv/dev: .venv/core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,42 @@
+"""Penstock: pipeline-parallel training schedules, designed, proved, shown and run."""
+
+from penstock.action import Action, Kind, Overlap, parse_action
+from penstock.errors import (
+    ActionError,
+    BuildError,
+    FormatError,
+    PenstockError,
+    PlacementError,
+    ScheduleError,
+)
+from penstock.families import Family, build, families, register
+from penstock.formats import read
+from penstock.lowering import lower
+from penstock.placement import Placement
+from penstock.schedule import Schedule
+from penstock.validation import Violation, validate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Action",
+    "ActionError",
+    "BuildError",
+    "Family",
+    "FormatError",
+    "Kind",
+    "Overlap",
+    "PenstockError",
+    "Placement",
+    "PlacementError",
+    "Schedule",
+    "ScheduleError",
+    "Violation",
+    "build",
+    "families",
+    "lower",
+    "parse_action",
+    "read",
+    "register",
+    "validate",
+]

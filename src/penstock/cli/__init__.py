@@ -1,0 +1,71 @@
+"""The command line: argv in, text out. One module per word.
+
+Exit codes: 0 it is as it should be, 1 the schedule is bad, 2 the command was used wrongly.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from penstock import __version__
+from penstock.cli.check import check
+from penstock.cli.list import list_families
+from penstock.cli.show import show
+from penstock.errors import FormatError, PenstockError, ScheduleError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="penstock",
+    help="Pipeline-parallel training schedules: build, show and prove them.",
+    epilog="Start with: penstock show 1f1b --ranks 4 --microbatches 8",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+app.command("list")(list_families)
+app.command("show")(show)
+app.command("check")(check)
+
+
+def _print_version(asked: bool) -> None:  # noqa: FBT001 -- typer calls it so
+    if asked:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options that stand before the word."""
+
+
+def main() -> None:
+    """Run a command; a user's mistake gets a clear message and never a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" for it
+    try:
+        app()
+    except (FormatError, ScheduleError) as error:
+        _fail(str(error), 1)
+    except PenstockError as error:
+        _fail(str(error), 2)
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"penstock: {message}", err=True)
+    sys.exit(code)

@@ -1,0 +1,35 @@
+"""The families of schedules: one file for each idea, and the registry that finds them by name.
+
+To add one, write a function that takes ranks, microbatches and stages_per_rank and gives a `Schedule`,
+and put `@register("its-name", "one line on it")` above it.
+"""
+
+# importing a family registers it; the order of the imports is the order of `penstock list`
+from penstock.families.gpipe import forward_only, gpipe, looped_bfs  # isort: skip
+from penstock.families.one_f_one_b import eager_1f1b, one_f_one_b  # isort: skip
+from penstock.families.interleaved import interleaved_1f1b, interleaved_zero_bubble  # isort: skip
+from penstock.families.zero_bubble import zb_h1, zb_h2  # isort: skip
+from penstock.families.zbv import zbv  # isort: skip
+from penstock.families.v_memory import v_half, v_min  # isort: skip
+from penstock.families.dualpipev import dualpipev  # isort: skip
+from penstock.families.registry import Family, build, families, register
+
+__all__ = [
+    "Family",
+    "build",
+    "dualpipev",
+    "eager_1f1b",
+    "families",
+    "forward_only",
+    "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "looped_bfs",
+    "one_f_one_b",
+    "register",
+    "v_half",
+    "v_min",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+]

@@ -1,0 +1,66 @@
+"""All forwards, then all backwards: GPipe, Looped BFS, and the forward half alone.
+
+    penstock show gpipe -p 3 -m 4
+
+    time    0              5              10             15
+    rank 0  F0 F1 F2 F3 ·  ·  ·  ·  ·  ·  B0─── B1─── B2─── B3───
+    rank 1  ·  F0 F1 F2 F3 ·  ·  ·  B0─── B1─── B2─── B3─── ·  ·
+    rank 2  ·  ·  F0 F1 F2 F3 B0─── B1─── B2─── B3─── ·  ·  ·  ·
+
+Legend: p ranks, m microbatches, v stages per rank; F, B the time of one stage's forward and backward.
+
+    makespan  (m + p - 1)(F + B)                     GPipe
+              m·v(F + B) + (p - 1)(F + B)            Looped BFS, m >= p
+    memory    m live activations on every rank       GPipe
+              m·v                                    Looped BFS
+"""
+
+from __future__ import annotations
+
+from penstock.action import Kind
+from penstock.families.registry import register
+from penstock.families.rows import each
+from penstock.placement import Placement
+from penstock.schedule import Schedule
+
+__all__ = ["forward_only", "gpipe", "looped_bfs"]
+
+
+@register("gpipe", "all forwards, then all backwards; holds every activation", stages_per_rank=1)
+def gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """All forwards, then all backwards."""
+    ks = range(microbatches)
+    rows = [each(Kind.F, stage, ks) + each(Kind.B, stage, ks) for stage in range(ranks)]
+    return Schedule.from_codes(rows, Placement.loop(ranks, stages_per_rank), microbatches, "gpipe")
+
+
+@register(
+    "looped-bfs",
+    "breadth first: every microbatch through one local stage before the next; few unshards with FSDP",
+)
+def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """Local stage by local stage all forwards, then back through them all backwards, last microbatch first."""
+    placement = Placement.loop(ranks, stages_per_rank)
+    ks = range(microbatches)
+    rows: list[list[int]] = []
+    for stages in placement.stages_of_rank:
+        forwards = [code for stage in stages for code in each(Kind.F, stage, ks)]
+        backwards = [code for stage in reversed(stages) for code in each(Kind.B, stage, reversed(ks))]
+        rows.append(forwards + backwards)
+    return Schedule.from_codes(rows, placement, microbatches, "looped-bfs")
+
+
+@register("forward-only", "inference: forwards only, local stage by local stage", default_stages_per_rank=1)
+def forward_only(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """Rounds of `ranks` microbatches, each round through all local stages: the forwards of interleaved 1F1B."""
+    placement = Placement.loop(ranks, stages_per_rank)
+    rows = [
+        [
+            code
+            for start in range(0, microbatches, ranks)
+            for stage in stages
+            for code in each(Kind.F, stage, range(start, min(start + ranks, microbatches)))
+        ]
+        for stages in placement.stages_of_rank
+    ]
+    return Schedule.from_codes(rows, placement, microbatches, "forward-only")

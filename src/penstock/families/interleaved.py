@@ -1,0 +1,87 @@
+"""Interleaved: several stages per rank in a loop, so that filling the pipeline takes short steps.
+
+    penstock show interleaved-1f1b -p 2 -m 4 -v 2
+
+    time    0                   5                   10                  15                  20
+    rank 0  0F0 0F1 2F0 2F1 0F2 ·   2B0──── 0F3 2B1──── 2F2 0B0──── 2F3 0B1──── ·   2B2──── ·   2B3──── 0B2─
+    rank 1  ·   1F0 1F1 3F0 3B0──── 3F1 3B1──── 1F2 1B0──── 1F3 1B1──── 3F2 3B2──── 3F3 3B3──── 1B2──── 1B3─
+
+    time    24  25
+    rank 0  ─── 0B3────
+    rank 1  ─── ·   ·
+
+Microbatches go in rounds of g: a round passes the first local stage, then the second, and so on.
+
+Legend: p ranks, r this rank, v stages per rank, m microbatches, M = m·v forwards on each rank, c a hop;
+F, B, W the forward, input-gradient and weight-gradient time of all of a rank's stages together.
+
+    round     g = m / max(1, m div p); where that is no whole number, the next larger m that has one is
+              built and the microbatches beyond m are left out
+    warm-up   min((v - 1)g + 2(p - 1 - r), M)        interleaved 1F1B
+              min((v - 1)g +  (p - 1 - r), M)        interleaved zero bubble
+    makespan  m(F + B + W) + (p - 1)(F + B + W)/v + (2pv - 2)c     interleaved 1F1B, p | m
+              one third of that bubble at F = B = W                interleaved zero bubble
+    memory    warm-up + 1 live activations           interleaved 1F1B
+              about p·v                              interleaved zero bubble
+"""
+
+from __future__ import annotations
+
+from penstock.action import Kind
+from penstock.families.registry import register
+from penstock.families.rows import delayed_weights, each, keep_microbatches, one_by_one
+from penstock.placement import Placement
+from penstock.schedule import Schedule
+
+__all__ = ["interleaved_1f1b", "interleaved_zero_bubble"]
+
+
+@register("interleaved-1f1b", "1F1B over several stages per rank: a v times smaller bubble, more messages")
+def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """Warm up, then one forward and one backward in turn, then the backwards that are left."""
+    placement = Placement.loop(ranks, stages_per_rank)
+    built, per_round = _rounds(ranks, microbatches)
+    rows = []
+    for rank, stages in enumerate(placement.stages_of_rank):
+        forwards = _in_rounds(Kind.F, stages, built, per_round)
+        backwards = _in_rounds(Kind.B, stages[::-1], built, per_round)
+        warmup = min((stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank), len(forwards))
+        steady = len(forwards) - warmup
+        row = forwards[:warmup] + one_by_one(forwards[warmup:], backwards) + backwards[steady:]
+        rows.append(keep_microbatches(row, microbatches))
+    return Schedule.from_codes(rows, placement, microbatches, "interleaved-1f1b")
+
+
+@register(
+    "interleaved-zero-bubble",
+    "interleaved 1F1B with split backward: weight gradients fill the bubble",
+)
+def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """Warm up half as deep, then F and I in turn; rank r puts each W off by r backwards."""
+    placement = Placement.loop(ranks, stages_per_rank)
+    built, per_round = _rounds(ranks, microbatches)
+    rows = []
+    for rank, stages in enumerate(placement.stages_of_rank):
+        forwards = _in_rounds(Kind.F, stages, built, per_round)
+        inputs = _in_rounds(Kind.I, stages[::-1], built, per_round)
+        weights = _in_rounds(Kind.W, stages[::-1], built, per_round)
+        warmup = min((stages_per_rank - 1) * per_round + ranks - 1 - rank, len(forwards))
+        row = forwards[:warmup] + delayed_weights(forwards[warmup:], inputs, weights, delay=rank)
+        rows.append(keep_microbatches(row, microbatches))
+    return Schedule.from_codes(rows, placement, microbatches, "interleaved-zero-bubble")
+
+
+def _rounds(ranks: int, microbatches: int) -> tuple[int, int]:
+    """How many microbatches to build for, and how many of them make a round."""
+    while microbatches % max(1, microbatches // ranks):
+        microbatches += 1
+    return microbatches, microbatches // max(1, microbatches // ranks)
+
+
+def _in_rounds(kind: Kind, stages: tuple[int, ...], microbatches: int, per_round: int) -> list[int]:
+    return [
+        code
+        for start in range(0, microbatches, per_round)
+        for stage in stages
+        for code in each(kind, stage, range(start, start + per_round))
+    ]

@@ -1,0 +1,52 @@
+"""1F1B: after a short warm-up, one forward and one backward in turn, so few activations are held.
+
+    penstock show 1f1b -p 3 -m 5
+
+    time    0              5              10             15             20
+    rank 0  F0 F1 F2 ·  ·  ·  ·  B0─── F3 B1─── F4 B2─── ·  B3─── ·  B4───
+    rank 1  ·  F0 F1 ·  ·  B0─── F2 B1─── F3 B2─── F4 B3─── ·  B4─── ·  ·
+    rank 2  ·  ·  F0 B0─── F1 B1─── F2 B2─── F3 B3─── F4 B4─── ·  ·  ·  ·
+
+Legend: p ranks, r this rank, m microbatches; F, B the time of a stage's forward and backward, c of a hop.
+
+    warm-up   min(m, p - r)  forwards              1F1B
+              min(m, 2(p - 1 - r) + 1)             eager 1F1B
+    makespan  (m + p - 1)(F + B), c = 0            both
+              + c(2m(p - 1)/p + 2(p - 2)), p | m   1F1B pays latency in every round; eager hides it
+    memory    p - r live activations               1F1B
+              2(p - r) - 1                         eager 1F1B
+"""
+
+from __future__ import annotations
+
+from penstock.action import Kind
+from penstock.families.registry import register
+from penstock.families.rows import each, one_by_one
+from penstock.placement import Placement
+from penstock.schedule import Schedule
+
+__all__ = ["eager_1f1b", "one_f_one_b"]
+
+
+@register("1f1b", "one forward, one backward in turn; holds at most p activations", stages_per_rank=1)
+def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """Warm up with as many forwards as there are ranks from here on."""
+    rows = [_row(stage, ranks - stage, microbatches) for stage in range(ranks)]
+    return Schedule.from_codes(rows, Placement.loop(ranks, stages_per_rank), microbatches, "1f1b")
+
+
+@register(
+    "eager-1f1b", "1F1B with a deeper warm-up that hides latency; up to 2p - 1 activations", stages_per_rank=1
+)
+def eager_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """Warm up twice as deep: a message may take as long as a step without holding anybody up."""
+    rows = [_row(stage, 2 * (ranks - 1 - stage) + 1, microbatches) for stage in range(ranks)]
+    return Schedule.from_codes(rows, Placement.loop(ranks, stages_per_rank), microbatches, "eager-1f1b")
+
+
+def _row(stage: int, warmup: int, microbatches: int) -> list[int]:
+    forwards = each(Kind.F, stage, range(microbatches))
+    backwards = each(Kind.B, stage, range(microbatches))
+    warmup = min(warmup, microbatches)
+    steady = microbatches - warmup
+    return forwards[:warmup] + one_by_one(backwards, forwards[warmup:]) + backwards[steady:]

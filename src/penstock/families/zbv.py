@@ -1,0 +1,75 @@
+"""ZB-V: two stages per rank placed as a V, split backward, 1F1B's memory, no bubble at F = B = W.
+
+    penstock show zbv -p 2 -m 4
+
+    time    0                   5                   10                  15                  20
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+    rank 1  ·   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3
+
+    time    24
+    rank 0  ·
+    rank 1  1W3
+
+Legend: p ranks, r this rank, a = stage r, b = stage 2p - 1 - r, m microbatches.
+
+    span      6m units at F = B = W = 1, c = 0 and m >= 2p - 1: every rank works without a break
+    memory    2p live activations of half-rank stages: as much as 1F1B holds
+"""
+
+from __future__ import annotations
+
+from penstock.families.registry import register
+from penstock.families.rows import Row, keep_microbatches
+from penstock.placement import Placement
+from penstock.schedule import Schedule
+
+__all__ = ["zbv"]
+
+
+@register(
+    "zbv",
+    "V placement with split backward: no bubble at equal costs, 1F1B's memory",
+    stages_per_rank=2,
+    aliases=("zb-v", "ZBVZeroBubble"),
+)
+def zbv(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """Built for at least 2p - 1 microbatches, which fill the V; those beyond m are left out."""
+    built = max(2 * ranks - 1, microbatches)
+    rows = [keep_microbatches(_row(ranks, rank, built), microbatches) for rank in range(ranks)]
+    return Schedule.from_codes(rows, Placement.v(ranks, stages_per_rank), microbatches, "zbv")
+
+
+def _row(p: int, r: int, n: int) -> list[int]:
+    a, b = r, 2 * p - 1 - r
+    row = Row()
+    # Fill: microbatches go down the V, and come back up
+    for _ in range(2 * (p - r) - 1):
+        row.F(a)
+    for _ in range(r):
+        row.F(b)
+        row.F(a)
+    for _ in range(p - r):
+        row.F(b)
+        row.I(b)
+        row.W(b)
+    # Steady: one microbatch in, one out
+    for i in range(n - p):
+        if 2 * p - r - 1 + i < n:
+            row.F(a)
+        row.I(a)
+        row.W(a)
+        row.F(b)
+        row.I(b)
+        row.W(b)
+    # Drain: first what others wait for, then the weights put off meanwhile
+    for _ in range(r):
+        row.I(a)
+        row.I(b)
+    for _ in range(p - r):
+        row.I(a)
+        row.W(a)
+    for _ in range(r):
+        row.W(b)
+    for _ in range(r):
+        row.W(a)
+    return row.codes

@@ -1,0 +1,59 @@
+"""Zero bubble with one stage per rank: the backward is split, and weight gradients fill what 1F1B idles.
+
+    penstock show zb-h1 -p 3 -m 6
+
+    time    0              5              10             15
+    rank 0  F0 F1 F2 ·  ·  I0 W0 F3 I1 W1 F4 I2 W2 F5 I3 W3 I4 W4 I5 W5
+    rank 1  ·  F0 F1 ·  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 F5 I4 W3 I5 W4 W5
+    rank 2  ·  ·  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 F5 I5 W3 W4 W5
+
+    penstock show zb-h2 -p 3 -m 6
+
+    time    0              5              10             15
+    rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 ·  ·
+    rank 1  ·  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 ·
+    rank 2  ·  ·  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+
+Legend: p ranks, r this rank, m microbatches; F, B, W the time of forward, input and weight gradient, c of a
+hop between ranks; span is the longest time any rank is at work, from its own first to its own last step.
+
+    warm-up   p - 1 - r forwards; W is put off by r backwards            ZB-H1
+              2(p - 1 - r) forwards; W is put off by 2r backwards        ZB-H2
+    span      m(F + B + W) + (p - 1)(F + B - W) + 4(p - 1)c              ZB-H1
+              m(F + B + W) + (p - 1)(F + B - 2W) + 2(p - 1)c             ZB-H2
+    memory    p live activations                                         ZB-H1
+              2p - 1                                                     ZB-H2
+"""
+
+from __future__ import annotations
+
+from penstock.action import Kind
+from penstock.families.registry import register
+from penstock.families.rows import delayed_weights, each
+from penstock.placement import Placement
+from penstock.schedule import Schedule
+
+__all__ = ["zb_h1", "zb_h2"]
+
+
+@register(
+    "zb-h1",
+    "split backward at 1F1B's memory: a third of its bubble",
+    stages_per_rank=1,
+)
+def zb_h1(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """1F1B's depth; rank r puts each W off by r backwards, so all ranks hold p activations."""
+    rows = [_row(stage, ranks - 1 - stage, stage, microbatches) for stage in range(ranks)]
+    return Schedule.from_codes(rows, Placement.loop(ranks, stages_per_rank), microbatches, "zb-h1")
+
+
+@register("zb-h2", "split backward at twice 1F1B's memory: next to no bubble", stages_per_rank=1)
+def zb_h2(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """Twice ZB-H1's depth: 2p - 1 activations on all ranks."""
+    rows = [_row(stage, 2 * (ranks - 1 - stage), 2 * stage, microbatches) for stage in range(ranks)]
+    return Schedule.from_codes(rows, Placement.loop(ranks, stages_per_rank), microbatches, "zb-h2")
+
+
+def _row(stage: int, warmup: int, delay: int, microbatches: int) -> list[int]:
+    forwards, inputs, weights = (each(kind, stage, range(microbatches)) for kind in (Kind.F, Kind.I, Kind.W))
+    return forwards[:warmup] + delayed_weights(forwards[warmup:], inputs, weights, delay)

@@ -1,0 +1,52 @@
+"""Lowering: named passes that turn a compute schedule into one a runtime can walk.
+
+    compute schedule  --add-sharding-->  --add-reduce-grad-->  --add-communication-->  lowered schedule
+
+`split-backward`, `merge-backward` and `defer-receives` are there to be put in where they are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.lowering.backward import MergeBackward, SplitBackward
+from penstock.lowering.communication import AddCommunication
+from penstock.lowering.passes import Pass
+from penstock.lowering.receives import DeferReceives
+from penstock.lowering.reduction import AddGradReduction
+from penstock.lowering.sharding import AddSharding
+from penstock.schedule import Schedule
+from penstock.validation import faults_in_steps, refusal
+
+__all__ = [
+    "DEFAULT_PASSES",
+    "AddCommunication",
+    "AddGradReduction",
+    "AddSharding",
+    "DeferReceives",
+    "MergeBackward",
+    "Pass",
+    "SplitBackward",
+    "lower",
+]
+
+DEFAULT_PASSES: tuple[Pass, ...] = (AddSharding(), AddGradReduction(), AddCommunication())
+
+
+def lower(
+    schedule: Schedule,
+    passes: Sequence[Pass] = DEFAULT_PASSES,
+    trace: Callable[[str, Schedule], object] | None = None,
+) -> Schedule:
+    """Run the passes one after another: by default add sharding, gradient reduction and communication.
+
+    `trace` is called with the name of each pass and the schedule after it. A schedule with faults is refused
+    with all of them.
+    """
+    if faults := faults_in_steps(schedule):
+        raise refusal(schedule, faults)
+    for step in passes:
+        schedule = step(schedule)
+        if trace is not None:
+            trace(step.name, schedule)
+    return schedule

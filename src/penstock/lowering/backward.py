@@ -1,0 +1,62 @@
+"""Split every backward into I and W, or merge I and W that stand side by side.
+
+split-backward    0F0 0B0         ->  0F0 0I0 0W0
+                  (0F1;1B0)OVERLAP_F_B  ->  (0F1;1I0)OVERLAP_F_B 1W0
+merge-backward    the reverse; an I with something between it and its W stays as it is
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from penstock.action import JOINED, Kind, code_of
+from penstock.columns import kinds_in
+from penstock.lowering.passes import Pass, arrange
+from penstock.schedule import Schedule
+
+__all__ = ["MergeBackward", "SplitBackward"]
+
+_B_TO_I = code_of(Kind.I, 0) - code_of(Kind.B, 0)
+_I_TO_W = code_of(Kind.W, 0) - code_of(Kind.I, 0)
+
+
+@dataclass(frozen=True)
+class SplitBackward(Pass):
+    """Every B becomes I and W."""
+
+    name: ClassVar[str] = "split-backward"
+
+    def __call__(self, schedule: Schedule) -> Schedule:
+        """The schedule with I W in place of B."""
+        columns = schedule.columns
+        whole = columns.of_kind(Kind.B)
+        code = np.where(whole, columns.code + _B_TO_I, columns.code)
+        place = np.arange(len(code))
+        rows = arrange(
+            schedule.num_ranks,
+            np.concatenate((columns.part_rank, columns.part_rank[whole])),
+            np.concatenate((place, place[whole])),
+            np.concatenate((code, (code[whole] & ~JOINED) + _I_TO_W)),
+        )
+        return schedule.with_rows(rows)
+
+
+@dataclass(frozen=True)
+class MergeBackward(Pass):
+    """Every I that is followed at once by its own W becomes B."""
+
+    name: ClassVar[str] = "merge-backward"
+
+    def __call__(self, schedule: Schedule) -> Schedule:
+        """The schedule with B in place of I W."""
+        rows = []
+        for row in schedule.columns.rows:
+            merged = kinds_in(row) == Kind.I.number
+            merged[:-1] &= (row[:-1] & ~JOINED) + _I_TO_W == row[1:]
+            merged[-1:] = False
+            dropped = np.concatenate(([False], merged[:-1]))[: len(row)]
+            rows.append(np.where(merged, row - _B_TO_I, row)[~dropped])
+        return schedule.with_rows(rows)

@@ -1,0 +1,99 @@
+"""Move receives from where the value is sent to where it is used, so that none holds up work it is not for.
+
+    as add-communication leaves it    0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2RECV_F1 2F0 2F1
+    defer-receives                    0F0 0SEND_F0 0F1 2RECV_F0 0SEND_F1 2RECV_F1 2F0 2F1
+    ... past sends                    0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2F0 2RECV_F1 2F1
+
+Moving past compute alone leaves the order of a rank's messages as it is, and with it every proof that no
+wait closes a cycle. Moving past sends goes further, but then two ranks may each have a send in front of the
+receive that the other waits for: that is safe only where every directed channel has a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.action import JOINED, KIND_MASK, KIND_SHIFT, STAGE_SHIFT, Kind, code_of
+from penstock.columns import Ints
+from penstock.errors import ScheduleError
+from penstock.lowering.passes import Pass
+from penstock.schedule import Schedule
+
+__all__ = ["DeferReceives"]
+
+_RECV_F, _RECV_B = Kind.RECV_F.number, Kind.RECV_B.number
+_NEIGHBOUR = {Kind.SEND_F.number: +1, _RECV_F: -1, Kind.SEND_B.number: -1, _RECV_B: +1}
+_TO_RECEIVE = {
+    kind.number: code_of(receive, 0) - code_of(kind, 0)
+    for kind, receive in ((Kind.F, Kind.RECV_F), (Kind.I, Kind.RECV_B), (Kind.B, Kind.RECV_B))
+}
+
+
+@dataclass(frozen=True)
+class DeferReceives(Pass):
+    """Receive as late as possible: just before the first use, or before the next send where that comes first.
+
+    With `past_sends`, receives pass sends too, except that a lower rank receives from a higher one before it
+    sends to it. Either way a channel's receives stay in the order of its sends.
+    """
+
+    past_sends: bool = False
+    name: ClassVar[str] = "defer-receives"
+
+    def __call__(self, schedule: Schedule) -> Schedule:
+        """The schedule with its receives moved."""
+        if not schedule.columns.has_communication and schedule.num_ranks > 1:
+            raise ScheduleError(f"{self.name}: the schedule has no receives; run add-communication first")
+        return schedule.with_rows(
+            [self._row(schedule, rank, row) for rank, row in enumerate(schedule.columns.rows)]
+        )
+
+    def _row(self, schedule: Schedule, rank: int, row: Ints) -> list[int]:
+        hosts = schedule.placement.stage_to_rank
+        held = _HeldBack()
+        out: list[int] = []
+        codes = row.tolist()
+        for code, following in zip(codes, [*codes[1:], 0]):
+            kind, stage = code >> KIND_SHIFT & KIND_MASK, code >> STAGE_SHIFT
+            if kind in _NEIGHBOUR:
+                peer = hosts[stage + _NEIGHBOUR[kind]]
+                queue = peer if self.past_sends else 0
+                if kind in (_RECV_F, _RECV_B):
+                    held.hold(queue, code)
+                    continue
+                if rank < peer or not self.past_sends:
+                    out += held.release_all(queue)
+            elif not code & JOINED:
+                pair = (code, following & ~JOINED) if following & JOINED else (code,)
+                for part in pair:
+                    out += held.release_through(part + _TO_RECEIVE.get(part >> KIND_SHIFT & KIND_MASK, 0))
+            out.append(code)
+        return out
+
+
+class _HeldBack:
+    """Receives that are not written down yet, in queues that keep their order."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, deque[int]] = {}
+        self._queue_of: dict[int, deque[int]] = {}
+
+    def hold(self, queue: int, code: int) -> None:
+        """Put one at the end of a queue."""
+        self._queue_of[code] = self._queues.setdefault(queue, deque())
+        self._queue_of[code].append(code)
+
+    def release_all(self, queue: int) -> list[int]:
+        """Take all out of a queue."""
+        waiting = self._queues.get(queue)
+        return self.release_through(waiting[-1]) if waiting else []
+
+    def release_through(self, code: int) -> list[int]:
+        """Take this one out of its queue, and all that stand before it; nothing if it is not held."""
+        released: list[int] = []
+        while code in self._queue_of:
+            released.append(self._queue_of[code].popleft())
+            del self._queue_of[released[-1]]
+        return released

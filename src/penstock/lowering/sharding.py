@@ -1,0 +1,86 @@
+"""Put in UNSHARD and RESHARD, so that only the stages needed soon hold whole parameters.
+
+Before each step the stages to hold are the first few distinct ones that this rank works on from there.
+With `max_active_stages` = 2, for stages 0, 1, 2 on one rank:
+
+    0F0 1F0 2F0 2B0 1B0 0B0
+    0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 2RESHARD 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from penstock.action import Kind
+from penstock.columns import Bools, Columns, Ints, codes_of
+from penstock.errors import ScheduleError
+from penstock.lowering.passes import Pass, arrange, refuse_if_present
+from penstock.schedule import Schedule
+
+__all__ = ["AddSharding"]
+
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class AddSharding(Pass):
+    """Hold the next `max_active_stages` stages, and no others, unsharded.
+
+    An overlapped pair counts as one look ahead: where it is the last to fit, both of its stages are held.
+    """
+
+    max_active_stages: int = 3
+    name: ClassVar[str] = "add-sharding"
+
+    def __post_init__(self) -> None:
+        if self.max_active_stages < 1:
+            raise ScheduleError(f"max_active_stages must be at least 1 (given {self.max_active_stages})")
+
+    def __call__(self, schedule: Schedule) -> Schedule:
+        """The schedule with RESHARD and UNSHARD before the steps where what to hold changes."""
+        refuse_if_present(schedule, self.name, Kind.UNSHARD, Kind.RESHARD)
+        columns = schedule.columns
+        # sort keys: at each slot first RESHARD, then UNSHARD, then the step itself
+        ranks, keys, codes = [columns.part_rank], [columns.slot * 3 + 2], [columns.code]
+        for rank, stages in enumerate(columns.placement.stages_of_rank):
+            next_use = _next_uses(columns, rank, np.array(stages))
+            held = _held(next_use, self.max_active_stages)
+            never_held = np.zeros((len(stages), 1), dtype=np.bool_)
+            before, after = np.hstack((never_held, held)), np.hstack((held, never_held))
+            for phase, kind, switched in (
+                (0, Kind.RESHARD, before & ~after),
+                (1, Kind.UNSHARD, after & ~before),
+            ):
+                slot, which = np.nonzero(switched.T)
+                if kind is Kind.UNSHARD:
+                    soonest = np.lexsort((next_use[which, slot], slot))
+                    slot, which = slot[soonest], which[soonest]
+                ranks.append(np.full(len(slot), rank))
+                keys.append((columns.slot_bounds[rank] + slot) * 3 + phase)
+                codes.append(codes_of(kind, np.array(stages)[which]))
+        rows = arrange(schedule.num_ranks, *map(np.concatenate, (ranks, keys, codes)))
+        return schedule.with_rows(rows)
+
+
+def _next_uses(columns: Columns, rank: int, stages: Ints) -> Ints:
+    """Per stage and slot of a rank: twice the slot that next works on the stage, odd for a pair's second."""
+    first, last = columns.slot_bounds[rank : rank + 2]
+    parts = slice(*columns.part_bounds[rank : rank + 2])
+    slot = columns.slot[parts] - first
+    second = np.concatenate(([False], slot[1:] == slot[:-1]))[: len(slot)]
+    next_use = np.full((len(stages), last - first), _NEVER)
+    which = np.searchsorted(stages, columns.stage[parts])
+    # written backwards, so that of two uses in one slot the first counts
+    next_use[which[::-1], slot[::-1]] = (2 * slot + second)[::-1]
+    return np.minimum.accumulate(next_use[:, ::-1], axis=1)[:, ::-1]
+
+
+def _held(next_use: Ints, max_active_stages: int) -> Bools:
+    """Per stage and slot: whether the stage is among the next `max_active_stages` to be used."""
+    nth = min(max_active_stages, len(next_use)) - 1
+    limit = np.partition(next_use, nth, axis=0)[nth]
+    held: Bools = (next_use // 2 <= limit // 2) & (next_use != _NEVER)
+    return held

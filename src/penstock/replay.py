@@ -1,0 +1,97 @@
+"""The one clock: run every rank's list in order, each step as early as its inputs allow.
+
+Lowering, deadlock proofs and pictures all ask the same question, "what happens when every rank walks
+its list and waits where it must?", and differ only in the numbers they put on a step and on a wait:
+
+    end(i) = max(end(step before i on its rank), max over inputs d of i: end(d) + lag) + duration(i)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.columns import Columns, Ints
+
+__all__ = ["Inputs", "Replay", "replay"]
+
+_NOT_YET = -1
+_NONE = -1
+_SEVERAL = -2
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What each slot waits for on other ranks: the slot that makes it, and the lag until it is there."""
+
+    one: list[int]
+    """Per slot: the slot it waits for, or none, or a sign to look into `several`."""
+    lag: list[int]
+    several: dict[int, list[tuple[int, int]]]
+    """The waits of slots that have more than one, such as overlapped pairs."""
+
+    @classmethod
+    def of(cls, num_slots: int, producer: Ints, consumer: Ints, lag: Ints) -> Inputs:
+        """From pairs of slots, in no particular order."""
+        one = np.full(num_slots, _NONE, dtype=np.int64)
+        lags = np.zeros(num_slots, dtype=np.int64)
+        one[consumer] = producer
+        lags[consumer] = lag
+        several: dict[int, list[tuple[int, int]]] = {}
+        overwritten = np.unique(consumer[one[consumer] != producer])
+        if overwritten.size:
+            for i in np.flatnonzero(np.isin(consumer, overwritten)).tolist():
+                several.setdefault(int(consumer[i]), []).append((int(producer[i]), int(lag[i])))
+            one[overwritten] = _SEVERAL
+        return cls(one.tolist(), lags.tolist(), several)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """When each slot ends, -1 for those never reached, and the slot each rank is stuck at, if any."""
+
+    ends: list[int]
+    stuck: dict[int, int]
+
+
+def replay(columns: Columns, inputs: Inputs, durations: Sequence[int], starts: Sequence[int]) -> Replay:
+    """Run it. `durations` are per slot, `starts` the clock of each rank at the beginning."""
+    one, lag, several = inputs.one, inputs.lag, inputs.several
+    ends = [_NOT_YET] * len(one)
+    bounds = columns.slot_bounds.tolist()
+    position = bounds[:-1]
+    clock = list(starts)
+    waiting: dict[int, list[int]] = {}
+    ready = list(range(len(clock)))
+    while ready:
+        rank = ready.pop()
+        now = clock[rank]
+        i = position[rank]
+        for i in range(i, bounds[rank + 1]):  # noqa: B020 -- i ends where the rank stops
+            d = one[i]
+            if d >= 0:
+                there = ends[d]
+                if there < 0:
+                    waiting.setdefault(d, []).append(rank)
+                    break
+                there += lag[i]
+                if there > now:  # noqa: PLR1730 -- max() would double the time of this loop
+                    now = there
+            elif d == _SEVERAL:
+                missing = [d for d, _ in several[i] if ends[d] < 0]
+                if missing:
+                    waiting.setdefault(missing[0], []).append(rank)
+                    break
+                now = max(now, *(ends[d] + late for d, late in several[i]))
+            now += durations[i]
+            ends[i] = now
+            if i in waiting:
+                ready += waiting.pop(i)
+        else:
+            i = bounds[rank + 1]
+        position[rank] = i
+        clock[rank] = now
+    stuck = {r: i for r, i in enumerate(position) if i < bounds[r + 1]}
+    return Replay(ends, stuck)

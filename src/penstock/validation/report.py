@@ -1,0 +1,50 @@
+"""Violations as text for a person: what, where, why, what to try, and the place marked in the lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.errors import ScheduleError
+from penstock.schedule import Schedule
+from penstock.validation.violation import Violation, slot_at
+
+__all__ = ["refusal", "report"]
+
+_AROUND = 4
+
+
+def report(schedule: Schedule, violations: Sequence[Violation]) -> str:
+    """All of them, each followed by the steps around the place it names."""
+    return "\n".join("\n".join([str(violation), *_excerpt(schedule, violation)]) for violation in violations)
+
+
+def refusal(schedule: Schedule, violations: Sequence[Violation]) -> ScheduleError:
+    """The error to raise when a schedule has faults and cannot be used."""
+    count = f"{len(violations)} fault{'s' * (len(violations) != 1)}"
+    return ScheduleError(f"{schedule.name} has {count}\n{report(schedule, violations)}")
+
+
+def _excerpt(schedule: Schedule, violation: Violation) -> list[str]:
+    """One line for each rank that is named, the named steps in square brackets."""
+    marked: dict[int, set[int]] = {}
+    if violation.rank is not None and violation.step is not None:
+        marked.setdefault(violation.rank, set()).add(violation.step)
+    for wait in violation.cycle:
+        marked.setdefault(wait.rank, set()).add(wait.step)
+        marked.setdefault(wait.for_rank, set()).add(wait.for_step)
+    width = len(str(schedule.num_ranks - 1))
+    return [
+        f"    rank {rank:>{width}} | {_line(schedule, rank, steps)}" for rank, steps in sorted(marked.items())
+    ]
+
+
+def _line(schedule: Schedule, rank: int, steps: set[int]) -> str:
+    first, last = schedule.columns.slot_bounds[rank : rank + 2].tolist()
+    begin, end = max(min(steps) - _AROUND, 0), min(max(steps) + _AROUND + 1, last - first)
+    words: list[str] = []
+    for step in range(begin, end):
+        far = min(abs(step - mark) for mark in steps) > _AROUND
+        text = "..." if far else str(slot_at(schedule.columns, first + step)[2])
+        if not (far and words[-1:] == ["..."]):
+            words.append(f"[{text}]" if step in steps else text)
+    return " ".join(["..."] * (begin > 0) + words + ["..."] * (end < last - first))

@@ -1,0 +1,67 @@
+"""Rules on UNSHARD, RESHARD and REDUCE_GRAD; each applies when the schedule has such steps at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.action import Kind
+from penstock.columns import Columns
+from penstock.validation.violation import Violation, part_at, violation_at
+
+__all__ = ["reduced_once", "unsharded_when_used"]
+
+
+def unsharded_when_used(columns: Columns) -> Iterator[Violation]:
+    """A stage computes only between UNSHARD and RESHARD, and nothing is gathered or let go in vain."""
+    if not columns.has(Kind.UNSHARD, Kind.RESHARD):
+        return
+    relevant = np.flatnonzero(
+        columns.sound & (columns.is_compute | columns.of_kind(Kind.UNSHARD, Kind.RESHARD))
+    )
+    order = relevant[np.argsort(columns.stage[relevant], kind="stable")]
+    stage = columns.stage[order]
+    unshard, reshard = (columns.kind[order] == k.number for k in (Kind.UNSHARD, Kind.RESHARD))
+    switch = unshard | reshard
+    here = np.arange(len(order))
+    opens = np.concatenate(([True], stage[1:] != stage[:-1]))
+    closes = np.append(opens[1:], True)
+    # the last switch before each entry, if it is of the same stage
+    latest = np.concatenate(([-1], np.maximum.accumulate(np.where(switch, here, -1))[:-1]))
+    first = np.maximum.accumulate(np.where(opens, here, 0))
+    whole = (latest >= first) & unshard[latest]
+    next_switches = np.append(switch[1:], True) | closes
+    for faulty, code, message, suggestion in (
+        (~switch & ~whole, "compute-while-sharded", "the stage is not unsharded here", "UNSHARD it before"),
+        (unshard & whole, "double-unshard", "the stage is unsharded already", "drop one UNSHARD"),
+        (unshard & next_switches, "unused-unshard", "nothing uses the stage before it is let go", "drop it"),
+        (reshard & ~whole, "reshard-without-unshard", "the stage is not unsharded here", "drop it"),
+        (closes & (unshard | (~switch & whole)), "left-unsharded", "the stage is never let go", "add RESHARD"),
+    ):
+        for part in order[faulty].tolist():
+            yield violation_at(columns, part, code, message, suggestion)
+
+
+def reduced_once(columns: Columns) -> Iterator[Violation]:
+    """Every stage's gradients are reduced once, when all of them are there."""
+    if not columns.has(Kind.REDUCE_GRAD):
+        return
+    last = np.full(columns.placement.num_stages, -1, dtype=np.int64)
+    backwards = np.flatnonzero(columns.of_kind(Kind.B, Kind.W) & columns.sound)
+    last[columns.stage[backwards]] = backwards
+    reduced = columns.at(Kind.REDUCE_GRAD)[:, 0]
+    for stage, (end, reduce) in enumerate(zip(last.tolist(), reduced.tolist())):
+        if reduce < 0 <= end:
+            message = f"stage {stage} has backwards but no REDUCE_GRAD, while other stages have one"
+            rank = columns.placement.stage_to_rank[stage]
+            yield Violation("missing-reduce-grad", message, "add it after the stage's last backward", rank)
+        elif end < 0 <= reduce:
+            message = "the stage has no backward whose gradients could be reduced"
+            yield violation_at(columns, reduce, "needless-reduce-grad", message, "drop it")
+        elif columns.slot[reduce] < columns.slot[end] and reduce >= 0:
+            _, step, action = part_at(columns, end)
+            message = f"the stage's last backward, {action} at step {step}, comes after it"
+            yield violation_at(
+                columns, reduce, "reduce-before-last-backward", message, f"move it behind {action}"
+            )

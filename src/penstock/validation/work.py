@@ -1,0 +1,171 @@
+"""Rules on the work itself: ids in range, right rank, everything exactly once, local order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from penstock.action import Kind
+from penstock.columns import Bools, Columns, Ints
+from penstock.validation.violation import Violation, part_at, violation_at
+
+__all__ = ["complete", "known_ids", "no_duplicates", "order_on_rank", "right_rank"]
+
+
+def known_ids(columns: Columns) -> Iterator[Violation]:
+    """Stages and microbatches exist."""
+    stages, microbatches = columns.placement.num_stages, columns.microbatches
+    for part in np.flatnonzero(columns.stage >= stages).tolist():
+        yield violation_at(
+            columns,
+            part,
+            "stage-out-of-range",
+            f"there is no stage {columns.stage[part]}: the placement has stages 0 to {stages - 1}",
+            "correct the stage number, or give a placement that has this stage",
+        )
+    for part in np.flatnonzero(columns.microbatch >= microbatches).tolist():
+        yield violation_at(
+            columns,
+            part,
+            "microbatch-out-of-range",
+            f"there is no microbatch {columns.microbatch[part]}: they are 0 to {microbatches - 1}",
+            "correct the microbatch number, or give the schedule more microbatches",
+        )
+
+
+def right_rank(columns: Columns) -> Iterator[Violation]:
+    """A stage is worked on by its own rank only."""
+    for part in np.flatnonzero(columns.known & ~columns.sound).tolist():
+        rank, _, action = part_at(columns, part)
+        host = columns.placement.stage_to_rank[action.stage]
+        yield violation_at(
+            columns,
+            part,
+            "wrong-rank",
+            f"stage {action.stage} lives on rank {host}, not on rank {rank}",
+            f"move it to rank {host}, or change the placement",
+        )
+
+
+def no_duplicates(columns: Columns) -> Iterator[Violation]:
+    """Nothing is done twice; only UNSHARD and RESHARD may come again."""
+    once = columns.sound & ~columns.of_kind(Kind.UNSHARD, Kind.RESHARD)
+    cells = columns.placement.num_stages * columns.microbatches
+    key = columns.kind * cells + columns.cell
+    counts = np.bincount(key[once], minlength=1)
+    if counts.max() <= 1:
+        return
+    seen: dict[int, int] = {}
+    for part in np.flatnonzero(once & (counts[np.where(once, key, 0)] > 1)).tolist():
+        first = seen.setdefault(int(key[part]), part)
+        if first != part:
+            _, step, action = part_at(columns, first)
+            yield violation_at(
+                columns,
+                part,
+                "duplicate-action",
+                f"{action} is done twice on this rank: first at step {step}",
+                "drop one of the two, or correct its number",
+            )
+
+
+def complete(columns: Columns) -> Iterator[Violation]:
+    """Every stage does every microbatch: forward, and unless nothing is ever trained, backward."""
+    f, i, w, b = (_present(columns, kind) for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
+    yield from _per_stage(
+        columns,
+        ~f,
+        "missing-forward",
+        "has no forward (F) of",
+        "add it; every stage forwards every microbatch once",
+    )
+    if not columns.has(Kind.I, Kind.W, Kind.B):
+        return
+    yield from _per_stage(
+        columns,
+        ~(b | i | w),
+        "missing-backward",
+        "has no backward of",
+        "add B, or I and W; or drop all backwards",
+    )
+    yield from _per_stage(
+        columns,
+        i & ~w & ~b,
+        "missing-weight-gradient",
+        "has I but no W of",
+        "add the W after its I, or make the I a B",
+    )
+    yield from _per_stage(
+        columns,
+        w & ~i & ~b,
+        "missing-input-gradient",
+        "has W but no I of",
+        "add the I before its W, or make the W a B",
+    )
+    yield from _per_stage(
+        columns,
+        b & (i | w),
+        "mixed-backward",
+        "has both B and I or W of",
+        "use B, or I and W, for one microbatch of a stage, not both",
+    )
+
+
+def _present(columns: Columns, kind: Kind) -> Bools:
+    """Per stage and microbatch: whether it is there at all, be it on the wrong rank."""
+    found = np.zeros(columns.placement.num_stages * columns.microbatches, dtype=np.bool_)
+    found[columns.cell[columns.of_kind(kind) & columns.known]] = True
+    return found.reshape(-1, columns.microbatches)
+
+
+def _per_stage(columns: Columns, faulty: Bools, code: str, what: str, suggestion: str) -> Iterator[Violation]:
+    for stage in np.flatnonzero(faulty.any(axis=1)).tolist():
+        numbers = ranges(np.flatnonzero(faulty[stage]).tolist())
+        rank = columns.placement.stage_to_rank[stage]
+        yield Violation(code, f"stage {stage} {what} microbatch {numbers}", suggestion, rank)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0-3, 5, 7-8`: whole numbers in ascending order, runs as first and last."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+_ORDER = {
+    "forward": ("backward-before-forward", "comes before the forward it needs"),
+    "input gradient": ("weight-before-input", "comes before the input gradient (I) it needs"),
+    "activation": ("used-before-computed", "comes before the activation it needs"),
+    "gradient": ("used-before-computed", "comes before the gradient it needs"),
+}
+
+
+def order_on_rank(columns: Columns) -> Iterator[Violation]:
+    """What a rank makes itself, it makes before it uses it."""
+    for what, producer, consumer in (*columns.within_stage, *columns.between_stages):
+        late = _not_before(columns, producer, consumer)
+        for maker, user in zip(producer[late].tolist(), consumer[late].tolist()):
+            rank, step, action = part_at(columns, maker)
+            code, text = _ORDER[what]
+            if columns.slot[maker] == columns.slot[user]:
+                code, text = "overlap-dependent", "runs as one step with the action it needs"
+            yield violation_at(
+                columns,
+                user,
+                code,
+                f"it {text}, {action} at step {step} of rank {rank}",
+                f"move it behind {action}",
+            )
+
+
+def _not_before(columns: Columns, producer: Ints, consumer: Ints) -> Bools:
+    """Where both are there, on one rank, and the producer does not come first."""
+    there = (producer >= 0) & (consumer >= 0)
+    made, used = columns.slot[producer], columns.slot[consumer]
+    late: Bools = there & (columns.rank[made] == columns.rank[used]) & (made >= used)
+    return late

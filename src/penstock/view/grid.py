@@ -1,0 +1,164 @@
+"""A schedule as a grid of characters: over time for compute schedules, list by list for lowered ones.
+
+    time    0           5
+    rank 0  F0 F1 ·  ·  ·  B0─── B1───        one row per rank, time from left to right, B two units long
+    rank 1  ·  F0 B0─── F1 B1───
+
+    step  rank 0    rank 1                    one column per rank, steps from top to bottom
+       0  0UNSHARD  1UNSHARD
+       1  0F0       1RECV_F0
+
+What does not fit into the width goes on below, in further panels. Colour only repeats what the text says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+import numpy as np
+from rich.text import Text
+
+from penstock.action import Kind, Step
+from penstock.replay import Inputs, replay
+from penstock.schedule import Schedule
+
+__all__ = ["UNITS", "grid", "unit_time"]
+
+UNITS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
+"""How long a part takes in the picture; a pair takes the sum of its parts, everything else nothing."""
+
+_STYLES = {
+    Kind.F: "black on bright_blue",
+    Kind.I: "black on bright_cyan",
+    Kind.W: "black on bright_green",
+    Kind.B: "black on bright_yellow",
+    Kind.OVERLAP_F_B: "black on bright_magenta",
+    Kind.UNSHARD: "dim",
+    Kind.RESHARD: "dim",
+    Kind.REDUCE_GRAD: "bold",
+}
+
+
+def grid(schedule: Schedule, width: int = 80) -> Text:
+    """The picture, at most `width` characters wide where that is possible at all."""
+    lines = None
+    if schedule.level == "compute":
+        lines = _over_time(schedule, width)
+    return Text("\n").join(lines if lines is not None else _by_step(schedule, width))
+
+
+def unit_time(schedule: Schedule) -> tuple[list[int], list[int]] | None:
+    """When each slot starts and ends at unit costs and free hops; None if the ranks block each other."""
+    columns = schedule.columns
+    units = np.array([UNITS.get(kind, 0) for kind in Kind])
+    durations = np.bincount(columns.slot, weights=units[columns.kind], minlength=schedule.num_steps)
+    lasts = durations.astype(np.int64).tolist()
+    producer, consumer = columns.crossings
+    inputs = Inputs.of(schedule.num_steps, producer, consumer, np.zeros_like(producer))
+    done = replay(columns, inputs, lasts, [0] * schedule.num_ranks)
+    if done.stuck:
+        return None
+    return [end - last for end, last in zip(done.ends, lasts)], done.ends
+
+
+# --- over time -------------------------------------------------------------------------------------
+
+
+def _over_time(schedule: Schedule, width: int) -> Iterator[Text] | None:
+    times = unit_time(schedule)
+    if times is None:
+        return None
+    starts, ends = times
+    steps = [step for row in schedule.ranks for step in row]
+    with_stage = schedule.num_stages > schedule.num_ranks
+    texts = [_cell_text(step, with_stage=with_stage) for step in steps]
+    cell = max([2] + [-(-(len(text) + 1) // (end - start)) for text, start, end in zip(texts, starts, ends)])
+    return _time_panels(schedule, width, cell, list(zip(steps, texts, starts, ends)))
+
+
+def _time_panels(
+    schedule: Schedule, width: int, cell: int, drawn: list[tuple[Step, str, int, int]]
+) -> Iterator[Text]:
+    length = max((end for *_, end in drawn), default=0)
+    bounds = schedule.columns.slot_bounds.tolist()
+    label = max(len(f"rank {schedule.num_ranks - 1}"), len("time")) + 2
+    rows = [_cells(drawn[begin:end], length, cell) for begin, end in pairwise(bounds)]
+    per_panel = max((width - label) // cell, 1)
+    for begin in range(0, length, per_panel):
+        if begin:
+            yield Text()
+        units = range(begin, min(begin + per_panel, length))
+        yield Text("time".ljust(label) + _ruler(units, cell), style="dim")
+        for rank, cells in enumerate(rows):
+            line = Text(f"rank {rank}".ljust(label))
+            for unit in units:
+                line.append_text(cells[unit])
+            line.rstrip()
+            yield line
+
+
+def _cell_text(step: Step, *, with_stage: bool) -> str:
+    return "+".join(str(part) if with_stage else f"{part.kind}{part.microbatch}" for part in step.parts)
+
+
+def _cells(drawn: Iterable[tuple[Step, str, int, int]], length: int, cell: int) -> list[Text]:
+    """One text per unit of time: a step's name, a line as long as it lasts, a dot where the rank is idle."""
+    cells = [Text("·".ljust(cell), style="dim")] * length
+    for step, text, start, end in drawn:
+        whole = text.ljust((end - start) * cell - 1, "─")
+        for unit in range(start, end):
+            piece = whole[(unit - start) * cell : (unit - start + 1) * cell]
+            cells[unit] = Text(piece, style=_STYLES[step.kind]).append(
+                " " * (cell - len(piece)), style="default on default"
+            )
+    return cells
+
+
+def _ruler(units: range, cell: int) -> str:
+    every = 5 if cell * 5 > len(str(units.stop)) + 1 else 10
+    line = ""
+    for unit in units:
+        if unit % every == 0 or unit == units.start:
+            line = line.ljust((unit - units.start) * cell)
+            if not line or line.endswith(" "):
+                line += f"{unit} "
+    return line.rstrip()
+
+
+# --- list by list ----------------------------------------------------------------------------------
+
+
+def _by_step(schedule: Schedule, width: int) -> Iterator[Text]:
+    columns = [[str(step) for step in row] for row in schedule.ranks]
+    widths = [max([len(f"rank {rank}"), *map(len, column)]) + 2 for rank, column in enumerate(columns)]
+    height = max(map(len, columns))
+    label = max(len("step"), len(str(height - 1))) + 2
+    for n, ranks in enumerate(_panels(widths, width - label)):
+        if n:
+            yield Text()
+        head = "".join(f"rank {rank}".ljust(widths[rank]) for rank in ranks)
+        yield Text(("step".ljust(label) + head).rstrip(), style="dim")
+        for step in range(height):
+            line = Text(str(step).rjust(label - 2) + "  ")
+            for rank in ranks:
+                text, kind = "", None
+                if step < len(columns[rank]):
+                    text, kind = columns[rank][step], schedule.ranks[rank][step].kind
+                line.append(text, style=_STYLES.get(kind, "") if kind else "")
+                line.append(" " * (widths[rank] - len(text)))
+            line.rstrip()
+            yield line
+
+
+def _panels(widths: list[int], width: int) -> list[list[int]]:
+    """The ranks that fit side by side; at least one in each panel."""
+    panels: list[list[int]] = [[]]
+    used = 0
+    for rank, needed in enumerate(widths):
+        if panels[-1] and used + needed - 2 > width:
+            panels.append([])
+            used = 0
+        panels[-1].append(rank)
+        used += needed
+    return panels

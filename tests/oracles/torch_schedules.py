@@ -1,0 +1,73 @@
+"""torch's own schedules as text, made without any process: what ours are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.pipelining import schedules
+
+torch_schedules: Any = schedules  # private functions whose types we do not follow
+Rows = list[list[str]]
+
+
+class Recorder:
+    """A stage that computes nothing and writes down what a schedule asks of it."""
+
+    def __init__(self, stage: int, stages: int, ranks: int, log: list[str]) -> None:
+        self.stage_index, self.num_stages = stage, stages
+        self.group_size, self.group_rank = ranks, stage % ranks
+        self.is_first, self.is_last = stage == 0, stage == stages - 1
+        self.submod, self.has_backward = None, True
+        self.log = log
+
+    def forward_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
+        self.log.append(f"{self.stage_index}F{microbatch}")
+
+    def backward_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
+        self.log.append(f"{self.stage_index}B{microbatch}")
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 -- it stands in for a class we do not own
+        return lambda *_, **__: []
+
+
+def running_order(name: str, ranks: int, microbatches: int) -> Rows:
+    """What a single-stage schedule of torch does when it runs, rank by rank."""
+    rows: Rows = []
+    for rank in range(ranks):
+        log: list[str] = []
+        stage = Recorder(rank, ranks, ranks, log)
+        schedule = torch_schedules.get_schedule_class(name)(stage, microbatches)
+        schedule._has_backward = True
+        schedule._initialize_stage = lambda *_, **__: None
+        schedule._step_microbatches([()] * microbatches, [{}] * microbatches, None, None)
+        rows.append(log)
+    return rows
+
+
+def built(name: str, ranks: int, stages_per_rank: int, microbatches: int, **options: bool) -> Any:  # noqa: ANN401
+    """A schedule object of torch; raises ValueError where torch refuses the numbers."""
+    stages = [Recorder(leg * ranks, ranks * stages_per_rank, ranks, []) for leg in range(stages_per_rank)]
+    return torch_schedules.get_schedule_class(name)(stages, microbatches, loss_fn=lambda *_: None, **options)
+
+
+def as_rows(order: dict[int, list[Any]]) -> Rows:
+    """Actions as text, idle slots left out."""
+    return [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
+
+
+def as_order(rows: Rows) -> dict[int, list[Any]]:
+    """Text as torch's actions."""
+    return {rank: [torch_schedules._Action.from_str(text) for text in row] for rank, row in enumerate(rows)}
+
+
+def lowered(rows: Rows, stage_to_rank: dict[int, int], microbatches: int, *, defer: bool = False) -> Rows:
+    """What torch's passes make of a compute order."""
+    num_stages = len(stage_to_rank)
+    order = {
+        rank: torch_schedules._add_reduce_grad(torch_schedules._add_unshard_reshard(actions), microbatches)
+        for rank, actions in as_order(rows).items()
+    }
+    order = torch_schedules._add_send_recv(order, lambda stage: stage_to_rank[stage], num_stages)
+    if defer:
+        order = torch_schedules._defer_recv_ops(order, lambda stage: stage_to_rank[stage])
+    return as_rows(order)
