@@ -25,7 +25,7 @@ format: .venv/dev
 	$(BIN)/ruff format --quiet .
 
 bench: .venv/dev
-	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python -m benchmarks.plan
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

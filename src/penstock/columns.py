@@ -128,6 +128,11 @@ class Columns:
         return self.rank[self.slot]
 
     @cached_property
+    def slot_or_none(self) -> Ints:
+        """The slot of a part, also for part -1, which stands for a missing one and has slot -1."""
+        return np.append(self.slot, -1)
+
+    @cached_property
     def is_compute(self) -> Bools:
         """Per part: whether it is F, I, W or B."""
         return _IS_COMPUTE[self.kind]
@@ -165,6 +170,14 @@ class Columns:
         return np.bincount(self.kind, minlength=len(_KINDS)) > 0
 
     @cached_property
+    def _sound_by_kind(self) -> list[Ints]:
+        """Per kind: its sound parts in ascending order."""
+        parts = np.flatnonzero(self.sound)
+        kinds = self.kind[parts].astype(np.int8)  # sorts in linear time
+        counts = np.bincount(kinds, minlength=len(_KINDS))
+        return np.split(parts[np.argsort(kinds, kind="stable")], np.cumsum(counts)[:-1])
+
+    @cached_property
     def only_compute(self) -> bool:
         """Whether there are only F, I, W, B and overlapped pairs."""
         return bool(_IS_COMPUTE[self._present.nonzero()[0]].all())
@@ -188,7 +201,7 @@ class Columns:
 
     def at(self, kind: Kind) -> Ints:
         """Per stage and microbatch: the first sound part of this kind, -1 where there is none."""
-        parts = np.flatnonzero(self.of_kind(kind) & self.sound)[::-1]
+        parts = self._sound_by_kind[kind.number][::-1]
         first = np.full(self.placement.num_stages * self.microbatches, -1, dtype=np.int64)
         first[self.cell[parts]] = parts  # the last write wins, and the first part is written last
         return first.reshape(self.placement.num_stages, self.microbatches)

@@ -60,21 +60,22 @@ def replay(columns: Columns, inputs: Inputs, durations: Sequence[int], starts: S
     """Run it. `durations` are per slot, `starts` the clock of each rank at the beginning."""
     one, lag, several = inputs.one, inputs.lag, inputs.several
     ends = [_NOT_YET] * len(one)
+    rank_of = columns.rank.tolist()
     bounds = columns.slot_bounds.tolist()
     position = bounds[:-1]
     clock = list(starts)
-    waiting: dict[int, list[int]] = {}
+    waiting_for: list[list[tuple[int, int]]] = [[] for _ in clock]  # per rank: who waits for which slot of it
     ready = list(range(len(clock)))
     while ready:
         rank = ready.pop()
         now = clock[rank]
-        i = position[rank]
-        for i in range(i, bounds[rank + 1]):  # noqa: B020 -- i ends where the rank stops
+        i, stop = position[rank], bounds[rank + 1]
+        while i < stop:
             d = one[i]
             if d >= 0:
                 there = ends[d]
                 if there < 0:
-                    waiting.setdefault(d, []).append(rank)
+                    waiting_for[rank_of[d]].append((d, rank))
                     break
                 there += lag[i]
                 if there > now:  # noqa: PLR1730 -- max() would double the time of this loop
@@ -82,16 +83,16 @@ def replay(columns: Columns, inputs: Inputs, durations: Sequence[int], starts: S
             elif d == _SEVERAL:
                 missing = [d for d, _ in several[i] if ends[d] < 0]
                 if missing:
-                    waiting.setdefault(missing[0], []).append(rank)
+                    waiting_for[rank_of[missing[0]]].append((missing[0], rank))
                     break
                 now = max(now, *(ends[d] + late for d, late in several[i]))
             now += durations[i]
             ends[i] = now
-            if i in waiting:
-                ready += waiting.pop(i)
-        else:
-            i = bounds[rank + 1]
+            i += 1
         position[rank] = i
         clock[rank] = now
+        if waiting_for[rank]:
+            ready += [other for slot, other in waiting_for[rank] if slot < i]
+            waiting_for[rank] = [wait for wait in waiting_for[rank] if wait[0] >= i]
     stuck = {r: i for r, i in enumerate(position) if i < bounds[r + 1]}
     return Replay(ends, stuck)

@@ -33,7 +33,7 @@ def validate(schedule: Schedule, sends: str = MODELS[-1]) -> list[Violation]:
     """Every fault of the schedule; an empty list when it is right. Never raises for a bad schedule.
 
     `sends` is the strictest way of sending to prove it deadlock-free for: `rendezvous` unless said, which
-    covers all; `shared-stream`, `edge-streams` or `buffered` ask for less.
+    covers all; `edge-streams` asks for no more than a stream for every ordered pair of ranks.
     """
     if sends not in MODELS:
         raise ScheduleError(f"no way of sending is called {sends!r}; there are {', '.join(MODELS)}")

@@ -119,7 +119,7 @@ def delivered_in_time(messages: Messages) -> Iterator[Violation]:
     """A value is sent after it is made, and received before it is used."""
     columns = messages.columns
     send, receive, producer, consumer = messages.send, messages.receive, messages.producer, messages.consumer
-    slot = columns.slot
+    slot = columns.slot_or_none
     early = (send >= 0) & ((producer < 0) | (slot[send] <= slot[producer]))
     for i in np.flatnonzero(early).tolist():
         if producer[i] < 0:

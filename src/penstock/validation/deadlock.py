@@ -1,14 +1,17 @@
 """Whether the ranks can wait for each other in a cycle, under four ways of sending.
 
-    buffered        a send never waits; a step waits for the sends of what it needs
-    edge-streams    messages move in the background, a message needs its send and its receive to be
+    buffered        a send never waits; a step waits until what it needs is sent
+    edge-streams    messages move in the background: a message moves once its send and its receive are
                     reached, and those of one channel (ordered pair of ranks) move one after the other
     shared-stream   the same, but all messages of a rank, in and out, move one after the other in the order
                     of its list, as on one communicator
     rendezvous      a send holds up its rank until the receive is reached, and a receive until the send is
 
-Each waits wherever the one before it waits, and more. So a schedule that is safe under `rendezvous` is safe
-under all four, which is decided first and fast; a schedule that is not is tried from the top.
+Two and two of them block alike. With a stream per edge a step waits for a receive that stands before it in
+its own list, and for messages that the sender sends before the one it needs: in the end, for the send, as if
+it were buffered. And what a rank held up by a message keeps back are its later messages, which on a shared
+stream are behind that message just the same. The second two wait wherever the first two wait, and more. So a
+schedule that is safe under `rendezvous` is safe under all four, and that is decided first, and fast.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ MODELS = ("buffered", "edge-streams", "shared-stream", "rendezvous")
 
 
 _LIST = "it comes earlier in the list"
+_AHEAD = "it is ahead of it in the rank's one stream"
 
 
 class Waits(NamedTuple):
@@ -55,11 +59,13 @@ def no_deadlock(messages: Messages, models: Sequence[str] = MODELS) -> Iterator[
         return
     if messages.in_order and _all_meet(messages):
         return
-    # on a channel that mixes up its messages, only the first model says anything real
-    for i, model in enumerate(models if messages.in_order else models[:1]):
-        if cycle := _find_cycle(num_nodes, _message_graph(messages, model)):
-            yield _violation(columns, MODELS[i:], cycle)
-            return
+    if cycle := _find_cycle(num_nodes, _sends_graph(messages)):
+        yield _violation(columns, MODELS, cycle)
+        return
+    # on a channel that mixes up its messages, a shared stream says nothing real
+    on_streams = messages.in_order and not set(models).isdisjoint(MODELS[2:])
+    if on_streams and (cycle := _find_cycle(num_nodes, _stream_graph(messages))):
+        yield _violation(columns, MODELS[2:], cycle)
 
 
 def _data_flows(columns: Columns) -> bool:
@@ -113,42 +119,34 @@ def _data_graph(columns: Columns) -> list[Waits]:
     return [_lists(columns), Waits(producer, consumer, producer, consumer, "it needs what this computes")]
 
 
-def _message_graph(messages: Messages, model: str) -> list[Waits]:
+def _sends_graph(messages: Messages) -> list[Waits]:
+    """`buffered`: a step waits for the sends of what it needs."""
+    columns = messages.columns
+    there = np.flatnonzero(messages.paired & (messages.consumer >= 0))
+    send, consumer = columns.slot[messages.send[there]], columns.slot[messages.consumer[there]]
+    return [_lists(columns), Waits(send, consumer, send, consumer, "it needs what this sends")]
+
+
+def _stream_graph(messages: Messages) -> list[Waits]:
+    """`shared-stream`: a step waits for its messages, a message for both ends and for those ahead of it."""
     columns = messages.columns
     there = np.flatnonzero(messages.paired)
     node = len(columns.rank) + there
     send, receive = columns.slot[messages.send[there]], columns.slot[messages.receive[there]]
     used = messages.consumer[there] >= 0
     consumer = columns.slot[messages.consumer[there][used]]
-    graph = [_lists(columns)]
-    if model == "buffered":
-        return [*graph, Waits(send[used], consumer, send[used], consumer, "it needs what this sends")]
-    graph += [
+    slot, stream = np.concatenate((send, receive)), np.concatenate((node, node))
+    order = np.argsort(slot)
+    slot, stream = slot[order], stream[order]
+    same = columns.rank[slot[1:]] == columns.rank[slot[:-1]]
+    ahead = Waits(stream[:-1][same], stream[1:][same], slot[:-1][same], slot[1:][same], _AHEAD)
+    return [
+        _lists(columns),
         Waits(send, node, send, receive, "a receive completes only with its send"),
         Waits(receive, node, receive, send, "a send completes only with its receive"),
         Waits(node[used], consumer, receive[used], consumer, "it needs what this receives"),
+        ahead,
     ]
-    if model == "rendezvous":
-        for slot in (send, receive):
-            inner = slot[slot + 1 < len(columns.rank)]
-            inner_node = node[slot + 1 < len(columns.rank)]
-            same = columns.rank[inner] == columns.rank[inner + 1]
-            graph.append(Waits(inner_node[same], inner[same] + 1, inner[same], inner[same] + 1, _LIST))
-        return graph
-    source, target = messages.source[there], messages.target[there]
-    if model == "edge-streams":
-        channel = source * columns.placement.num_ranks + target
-        return [*graph, _stream(channel, send, node, "it is ahead of it between these two ranks")]
-    rank, slot, twice = (np.concatenate(ends) for ends in ((source, target), (send, receive), (node, node)))
-    return [*graph, _stream(rank, slot, twice, "it is ahead of it in the rank's one stream")]
-
-
-def _stream(stream: Ints, slot: Ints, node: Ints, why: str) -> Waits:
-    """Messages of one stream wait for the one before them."""
-    order = np.lexsort((slot, stream))
-    slot, node, stream = slot[order], node[order], stream[order]
-    same = stream[1:] == stream[:-1]
-    return Waits(node[:-1][same], node[1:][same], slot[:-1][same], slot[1:][same], why)
 
 
 def _find_cycle(num_nodes: int, graph: list[Waits]) -> list[tuple[int, int, str]]:

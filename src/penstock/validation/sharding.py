@@ -59,7 +59,7 @@ def reduced_once(columns: Columns) -> Iterator[Violation]:
         elif end < 0 <= reduce:
             message = "the stage has no backward whose gradients could be reduced"
             yield violation_at(columns, reduce, "needless-reduce-grad", message, "drop it")
-        elif columns.slot[reduce] < columns.slot[end] and reduce >= 0:
+        elif reduce >= 0 and columns.slot[reduce] < columns.slot[end]:
             _, step, action = part_at(columns, end)
             message = f"the stage's last backward, {action} at step {step}, comes after it"
             yield violation_at(

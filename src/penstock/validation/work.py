@@ -165,7 +165,7 @@ def order_on_rank(columns: Columns) -> Iterator[Violation]:
 
 def _not_before(columns: Columns, producer: Ints, consumer: Ints) -> Bools:
     """Where both are there, on one rank, and the producer does not come first."""
-    there = (producer >= 0) & (consumer >= 0)
-    made, used = columns.slot[producer], columns.slot[consumer]
-    late: Bools = there & (columns.rank[made] == columns.rank[used]) & (made >= used)
+    made, used = columns.slot_or_none[producer], columns.slot_or_none[consumer]
+    late: Bools = (used >= 0) & (made >= used)
+    late[late] = columns.rank[made[late]] == columns.rank[used[late]]
     return late

@@ -1,0 +1,1 @@
+"""Measurements beside the rival, in one run, with the ratio printed."""

@@ -1,0 +1,112 @@
+"""Promise: wherever torch's constructors accept the numbers, our orders and lowered lists are torch's.
+
+Idle slots aside. torch prints a wrong order for 1F1B's last rank, so its single-stage schedules are compared
+by what they do when they run. Which of several stages is resharded first is arbitrary in torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import penstock
+from penstock import Schedule
+from penstock.lowering import AddCommunication, AddGradReduction, AddSharding, DeferReceives, lower
+
+pytest.importorskip("torch", reason="torch is the oracle of this file")
+
+from tests.oracles import torch_schedules as torch
+
+RANKS = range(1, 9)
+STAGES_PER_RANK = range(1, 5)
+MICROBATCHES = range(1, 25)
+SINGLE = ("GPipe", "1F1B")
+MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def rows_of(schedule: Schedule) -> torch.Rows:
+    return [[str(step) for step in row] for row in schedule.ranks]
+
+
+def reshards_sorted(rows: torch.Rows) -> torch.Rows:
+    """Runs of RESHARD in one order: torch takes them from a set."""
+    return [
+        [
+            text
+            for is_reshard, run in itertools.groupby(row, key=lambda text: text.endswith("RESHARD"))
+            for text in (sorted(run) if is_reshard else run)
+        ]
+        for row in rows
+    ]
+
+
+def assert_lowered_alike(schedule: Schedule) -> None:
+    stage_to_rank = dict(enumerate(schedule.placement.stage_to_rank))
+    theirs = torch.lowered(rows_of(schedule), stage_to_rank, schedule.microbatches)
+    assert reshards_sorted(rows_of(lower(schedule))) == reshards_sorted(theirs)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_stage_schedules_run_in_torchs_order(name: str, ranks: int) -> None:
+    accepted = 0
+    for microbatches in MICROBATCHES:
+        try:
+            theirs = torch.running_order(name, ranks, microbatches)
+        except ValueError:
+            continue
+        accepted += 1
+        ours = penstock.build(name, ranks=ranks, microbatches=microbatches)
+        assert rows_of(ours) == theirs
+        assert_lowered_alike(ours)
+    assert accepted >= len(MICROBATCHES) - ranks
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", MULTI)
+def test_multi_stage_schedules_are_torchs(name: str, ranks: int) -> None:
+    accepted = 0
+    for stages_per_rank, microbatches in itertools.product(STAGES_PER_RANK, MICROBATCHES):
+        try:
+            theirs = torch.built(name, ranks, stages_per_rank, microbatches)
+        except ValueError:
+            continue
+        accepted += 1
+        ours = penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+        assert rows_of(ours) == torch.as_rows(theirs.pipeline_order)
+        lowered = torch.as_rows(theirs.pipeline_order_with_comms)
+        assert reshards_sorted(rows_of(lower(ours))) == reshards_sorted(lowered)
+    assert accepted >= len(MICROBATCHES) - 2 * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", MULTI)
+def test_receives_deferred_past_sends_are_torchs_wherever_torch_keeps_the_channels_in_order(
+    name: str, ranks: int
+) -> None:
+    passes = (AddSharding(), AddGradReduction(), AddCommunication(), DeferReceives(past_sends=True))
+    for stages_per_rank, microbatches in itertools.product((1, 2, 3), (1, 2, 4, 6, 8, 12)):
+        try:
+            theirs = torch.as_rows(
+                torch.built(
+                    name, ranks, stages_per_rank, microbatches, defer_pp_recv=True
+                ).pipeline_order_with_comms
+            )
+        except ValueError:
+            continue
+        compute = penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+        ours = lower(compute, passes)
+        assert penstock.validate(ours, sends="edge-streams") == []
+        in_torch = penstock.validate(Schedule(theirs, compute.placement, microbatches), sends="edge-streams")
+        if not in_torch:
+            assert reshards_sorted(rows_of(ours)) == reshards_sorted(theirs)
+        else:
+            assert {violation.code for violation in in_torch} == {"channel-order"}
+
+
+def test_torchs_own_deferral_mixes_up_a_channel() -> None:
+    """Rank 0 sends 0SEND_F2 to rank 1 before 3SEND_B0; rank 1 would take the second for the first."""
+    theirs = torch.built("ZBVZeroBubble", 2, 2, 3, defer_pp_recv=True).pipeline_order_with_comms
+    found = penstock.validate(Schedule(torch.as_rows(theirs)), sends="edge-streams")
+    assert [str(violation.action) for violation in found if violation.code == "channel-order"] == ["2RECV_B0"]

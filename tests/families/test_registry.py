@@ -1,0 +1,119 @@
+"""Promises of the registry: names are found however they are spelled, bad numbers are all named at once."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+import pytest
+
+import penstock
+from penstock import BuildError, Placement, Schedule
+from penstock.families import registry
+
+TORCH_NAMES = {
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved-1f1b",
+    "GPipe": "gpipe",
+    "LoopedBFS": "looped-bfs",
+    "InterleavedZeroBubble": "interleaved-zero-bubble",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
+}
+
+
+@pytest.fixture
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(registry, "_BY_KEY", dict(registry._BY_KEY))
+    registry._load_plugins.cache_clear()
+    yield
+    registry._load_plugins.cache_clear()
+
+
+def test_the_families_of_the_plan_are_there_with_a_line_on_each() -> None:
+    known = penstock.families()
+    assert list(known) == [
+        "gpipe",
+        "looped-bfs",
+        "forward-only",
+        "1f1b",
+        "eager-1f1b",
+        "interleaved-1f1b",
+        "interleaved-zero-bubble",
+        "zb-h1",
+        "zb-h2",
+        "zbv",
+        "v-half",
+        "v-min",
+        "dualpipev",
+    ]
+    assert all(20 < len(family.summary) < 100 for family in known.values())
+
+
+@pytest.mark.parametrize(("theirs", "ours"), TORCH_NAMES.items())
+def test_torchs_names_work(theirs: str, ours: str) -> None:
+    made = penstock.build(theirs.upper(), ranks=2, microbatches=4)
+    assert made == penstock.build(ours, ranks=2, microbatches=4)
+    assert made.name == ours
+
+
+@pytest.mark.parametrize("name", ["ZB-H1", "zb_h1", "zbh1", "Zb H1"])
+def test_case_dashes_underscores_and_blanks_do_not_matter(name: str) -> None:
+    assert penstock.build(name, ranks=2, microbatches=2).name == "zb-h1"
+
+
+def test_an_unknown_name_gets_the_nearest_known_one() -> None:
+    with pytest.raises(
+        BuildError, match=r"no family is called 'interleave-1f1b'; did you mean interleaved-1f1b\?"
+    ):
+        penstock.build("interleave-1f1b", ranks=2, microbatches=2)
+
+
+def test_all_bad_numbers_are_named_at_once() -> None:
+    with pytest.raises(BuildError) as caught:
+        penstock.build("1f1b", ranks=0, microbatches=-3, stages_per_rank=2)
+    message = str(caught.value)
+    assert "ranks must be a whole number of at least 1 (given 0)" in message
+    assert "microbatches must be a whole number of at least 1 (given -3)" in message
+    assert "1f1b has 1 stage per rank (given 2); any number works with looped-bfs" in message
+
+
+@pytest.mark.parametrize("wrong", ["4", 2.0, None, True])
+def test_numbers_are_whole_numbers(wrong: object) -> None:
+    with pytest.raises(BuildError, match="ranks must be a whole number"):
+        penstock.build("gpipe", ranks=wrong, microbatches=2)  # type: ignore[arg-type]
+
+
+def one_by_one(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """Each microbatch through all ranks and back before the next."""
+    rows = [[f"{r}{kind}{k}" for k in range(microbatches) for kind in "FB"] for r in range(ranks)]
+    return Schedule(rows, Placement.loop(ranks, stages_per_rank), microbatches, "one-by-one")
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_family_of_ones_own_takes_one_decorator() -> None:
+    penstock.register("one-by-one", "each microbatch alone", stages_per_rank=1)(one_by_one)
+    made = penstock.build("OneByOne", ranks=3, microbatches=2)
+    assert penstock.validate(made) == []
+    assert penstock.families()["one-by-one"].summary == "each microbatch alone"
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_name_that_is_taken_is_refused_and_nothing_is_registered() -> None:
+    with pytest.raises(BuildError, match="taken by zbv"):
+        penstock.register("mine", "a line", aliases=("ZB_V",))(one_by_one)
+    assert "mine" not in penstock.families()
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_package_is_found_through_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EntryPoint:
+        def load(self) -> None:
+            penstock.register("from-a-package", "a line on it", stages_per_rank=1)(one_by_one)
+
+    def entry_points(*, group: str) -> list[EntryPoint]:
+        return [EntryPoint()] if group == "penstock.families" else []
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    assert penstock.build("from_a_package", ranks=2, microbatches=1).num_ranks == 2

@@ -1,0 +1,197 @@
+"""Each rule by its smallest example: the code, the place, and what stands around it."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock
+from penstock import Placement, Schedule, ScheduleError, Violation
+from penstock.validation import MODELS, report
+
+RIGHT = "0F0 0SEND_F0 0RECV_B0 0B0 | 1RECV_F0 1F0 1B0 1SEND_B0"
+
+MIXED_UP = (
+    "0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1 | 1RECV_F1 1RECV_F0 1F0 1F1 1B0 1B1 1SEND_B0 1SEND_B1"
+)
+
+# text, code, rank, step, action; two stages on two ranks, one microbatch unless the text has more
+EXAMPLES = [
+    ("2F0 0F0 0B0 | 1F0 1B0", "stage-out-of-range", 0, 0, "2F0"),
+    ("0F0 0F1 0B0 | 1F0 1B0", "microbatch-out-of-range", 0, 1, "0F1"),
+    ("0F0 0B0 1F0 | 1B0", "wrong-rank", 0, 2, "1F0"),
+    ("0F0 0F0 0B0 | 1F0 1B0", "duplicate-action", 0, 1, "0F0"),
+    ("0B0 | 1F0 1B0", "missing-forward", 0, None, None),
+    ("0F0 | 1F0 1B0", "missing-backward", 0, None, None),
+    ("0F0 0I0 | 1F0 1B0", "missing-weight-gradient", 0, None, None),
+    ("0F0 0W0 | 1F0 1B0", "missing-input-gradient", 0, None, None),
+    ("0F0 0I0 0W0 0B0 | 1F0 1B0", "mixed-backward", 0, None, None),
+    ("0B0 0F0 | 1F0 1B0", "backward-before-forward", 0, 0, "0B0"),
+    ("0F0 0W0 0I0 | 1F0 1B0", "weight-before-input", 0, 1, "0W0"),
+    ("1F0 0F0 1B0 0B0", "used-before-computed", 0, 0, "1F0"),
+    ("0F0 1F0 0B0 1B0", "used-before-computed", 0, 2, "0B0"),
+    ("0F0 (1F0;1B0)OVERLAP_F_B 0B0", "overlap-dependent", 0, 1, "1B0"),
+    ("0F0 0SEND_F0 0RECV_B0 0B0 | 1F0 1B0 1SEND_B0", "unmatched-send", 0, 1, "0SEND_F0"),
+    ("0F0 0RECV_B0 0B0 | 1RECV_F0 1F0 1B0 1SEND_B0", "unmatched-receive", 1, 0, "1RECV_F0"),
+    ("0F0 0SEND_F0 0B0 | 1RECV_F0 1F0 1B0", "missing-message", 0, 2, "0B0"),
+    (f"{RIGHT} 1SEND_F0", "needless-message", 1, 4, "1SEND_F0"),
+    ("0SEND_F0 0F0 0RECV_B0 0B0 | 1RECV_F0 1F0 1B0 1SEND_B0", "send-before-compute", 0, 0, "0SEND_F0"),
+    ("0F0 0SEND_F0 0RECV_B0 0B0 | 1F0 1RECV_F0 1B0 1SEND_B0", "used-before-received", 1, 0, "1F0"),
+    (
+        MIXED_UP,
+        "channel-order",
+        1,
+        0,
+        "1RECV_F1",
+    ),
+    ("0F0 0UNSHARD 0B0 0RESHARD | 1UNSHARD 1F0 1B0 1RESHARD", "compute-while-sharded", 0, 0, "0F0"),
+    ("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD | 1UNSHARD 1F0 1B0 1RESHARD", "double-unshard", 0, 2, "0UNSHARD"),
+    (
+        "0UNSHARD 0RESHARD 0UNSHARD 0F0 0B0 0RESHARD | 1UNSHARD 1F0 1B0 1RESHARD",
+        "unused-unshard",
+        0,
+        0,
+        "0UNSHARD",
+    ),
+    (
+        "0UNSHARD 0F0 0B0 0RESHARD 0RESHARD | 1UNSHARD 1F0 1B0 1RESHARD",
+        "reshard-without-unshard",
+        0,
+        4,
+        "0RESHARD",
+    ),
+    ("0UNSHARD 0F0 0B0 | 1UNSHARD 1F0 1B0 1RESHARD", "left-unsharded", 0, 2, "0B0"),
+    ("0F0 0B0 | 1F0 1B0 1REDUCE_GRAD", "missing-reduce-grad", 0, None, None),
+    ("0F0 0REDUCE_GRAD | 1F0", "needless-reduce-grad", 0, 1, "0REDUCE_GRAD"),
+    ("0F0 0REDUCE_GRAD 0B0 | 1F0 1B0 1REDUCE_GRAD", "reduce-before-last-backward", 0, 1, "0REDUCE_GRAD"),
+    ("0F0 0B0 0F1 0B1 | 1F1 1B1 1F0 1B0", "deadlock", 0, 1, "0B0"),
+]
+
+
+def parsed(text: str) -> Schedule:
+    ranks = text.count("|") + 1
+    placement = Placement.loop(ranks, 2 // ranks)
+    microbatches = 2 if "F1" in text and "1F1" in text else 1
+    return Schedule.parse(text, placement, microbatches)
+
+
+@pytest.mark.parametrize(("text", "code", "rank", "step", "action"), EXAMPLES)
+def test_each_fault_is_named_at_its_place(
+    text: str, code: str, rank: int, step: int | None, action: str | None
+) -> None:
+    found = [v for v in penstock.validate(parsed(text)) if v.code == code]
+    assert found, penstock.validate(parsed(text))
+    violation = found[0]
+    assert (violation.rank, violation.step) == (rank, step)
+    assert (None if violation.action is None else str(violation.action)) == action
+    assert violation.message[-1] not in ".,;"
+    assert violation.suggestion
+
+
+def test_every_code_of_the_docs_has_an_example_here() -> None:
+    """The list in docs/check.md is what these examples produce."""
+    with open("docs/check.md", encoding="utf-8") as file:  # noqa: PTH123 -- one line of reading
+        documented = {line.split("`")[1] for line in file if line.startswith("| `")}
+    assert documented >= {code for _, code, *_ in EXAMPLES}
+
+
+def test_a_right_schedule_has_no_faults() -> None:
+    assert penstock.validate(Schedule.parse(RIGHT)) == []
+
+
+def test_all_faults_come_at_once() -> None:
+    found = penstock.validate(Schedule.parse("0F0 0F0 5F0 0B1 | 1F0", Placement.loop(2), 2))
+    assert {violation.code for violation in found} >= {
+        "stage-out-of-range",
+        "duplicate-action",
+        "missing-forward",
+        "missing-backward",
+    }
+
+
+@pytest.mark.parametrize("rows", [[[]], [[], []]])
+def test_a_schedule_without_a_single_step_is_judged_too(rows: list[list[str]]) -> None:
+    found = penstock.validate(Schedule(rows, Placement.loop(len(rows)), 1))
+    assert {violation.code for violation in found} == {"missing-forward"}
+
+
+def test_forward_only_schedules_are_right() -> None:
+    assert penstock.validate(Schedule.parse("0F0 0F1 | 1F0 1F1")) == []
+
+
+def test_a_deadlock_that_torch_accepts_is_reported_with_its_cycle() -> None:
+    schedule = Schedule.parse("0F0 0B0 0F1 0B1 | 1F1 1B1 1F0 1B0")
+    found = penstock.validate(schedule)
+    first, *rest = report(schedule, found).split("\n")
+    assert first == (
+        "error[deadlock] rank 0, step 1, 0B0: ranks 0 and 1 wait for each other in a cycle, "
+        "under every way of sending"
+    )
+    assert rest == [
+        "  rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3): it needs what this computes",
+        "  rank 1, step 0: 1F1 waits for 0F1 (rank 0, step 2): it needs what this computes",
+        "  try: on rank 1, move 1B0 before 1F1",
+        "    rank 0 | 0F0 [0B0] [0F1] 0B1",
+        "    rank 1 | [1F1] 1B1 1F0 [1B0]",
+    ]
+    assert found[0].models == MODELS
+
+
+ONE_STREAM = (
+    "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 | 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
+)
+
+
+def test_a_deadlock_on_one_stream_is_none_with_a_stream_per_edge() -> None:
+    schedule = Schedule.parse(ONE_STREAM)
+    (violation,) = penstock.validate(schedule)
+    assert violation.models == ("shared-stream", "rendezvous")
+    assert violation.suggestion == "on rank 0, move 0RECV_B0 before 0SEND_F1"
+    assert penstock.validate(schedule, sends="edge-streams") == []
+    text = report(schedule, [violation])
+    assert "0RECV_B0 waits for 0SEND_F1 (rank 0, step 3): it is ahead of it in the rank's one stream" in text
+    assert "rank 0 | 0F0 0SEND_F0 0F1 [0SEND_F1] [0RECV_B0] 0B0 0RECV_B1 0B1" in text
+
+
+def test_moving_what_the_report_suggests_opens_the_cycle() -> None:
+    mended = ONE_STREAM.replace("0SEND_F1 0RECV_B0", "0RECV_B0 0SEND_F1")
+    assert penstock.validate(Schedule.parse(mended)) == []
+
+
+def test_an_unknown_way_of_sending_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="no way of sending is called 'nccl'; there are buffered"):
+        penstock.validate(Schedule.parse(RIGHT), sends="nccl")
+
+
+def test_a_long_list_is_shown_only_around_the_fault() -> None:
+    schedule = Schedule.parse(" ".join(f"0F{k}" for k in range(20)) + " 0F19")
+    (violation,) = penstock.validate(schedule)
+    assert report(schedule, [violation]).split("\n")[-1] == "    rank 0 | ... 0F16 0F17 0F18 0F19 [0F19]"
+
+
+# the hand-made schedules that the project was started from, each in a few lines
+SEEDS = {
+    "V-shaped": "0F0 3F0 3B0 0B0 | 1F0 2F0 2B0 1B0",
+    "unbalanced": "0F0 1F0 4F0 4B0 1B0 0B0 | 2F0 3F0 3B0 2B0",
+    "with W": "0F0 0F1 2F0 2F1 2I0 2W0 0I0 2I1 0W0 0I1 2W1 0W1 | "
+    "1F0 1F1 3F0 3I0 3F1 1I0 3I1 3W0 1I1 1W0 3W1 1W1",
+    "reordered B": "0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1 | "
+    "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1B1 1SEND_B0 1SEND_B1",
+}
+
+
+@pytest.mark.parametrize("text", SEEDS.values(), ids=SEEDS)
+def test_the_hand_made_schedules_of_the_seeds_are_right(text: str) -> None:
+    schedule = Schedule.parse(text)
+    assert penstock.validate(schedule) == []
+    if schedule.level == "compute":
+        assert penstock.validate(penstock.lower(schedule)) == []
+
+
+def test_the_stages_of_the_seeds_are_where_they_were() -> None:
+    stages = [Schedule.parse(text).placement.stages_of_rank for text in SEEDS.values()]
+    assert stages == [((0, 3), (1, 2)), ((0, 1, 4), (2, 3)), ((0, 2), (1, 3)), ((0,), (1,))]
+
+
+def test_a_violation_reads_like_a_compilers() -> None:
+    violation = Violation("some-code", "what is wrong", "what to do", 1, 2, penstock.parse_action("3F4"))
+    assert str(violation) == "error[some-code] rank 1, step 2, 3F4: what is wrong\n  try: what to do"
