@@ -22,6 +22,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from penstock.errors import ActionError
+from penstock.given import whole_number
 
 __all__ = ["MAX_ID", "Action", "Kind", "Overlap", "Step", "parse_action"]
 
@@ -90,9 +91,15 @@ class Action:
         if (self.microbatch is not None) != self.kind.has_microbatch:
             needs = "needs a microbatch" if self.kind.has_microbatch else "has no microbatch"
             raise ActionError(str(self), 0, f"{self.kind} {needs}")
-        for name, number in (("stage", self.stage), ("microbatch", self.microbatch or 0)):
-            if not 0 <= number <= MAX_ID:
+        for name in ("stage", "microbatch"):
+            number = getattr(self, name)
+            if number is None:
+                continue
+            whole = number if type(number) is int else whole_number(number)
+            if whole is None or not 0 <= whole <= MAX_ID:
                 raise ActionError(str(self), 0, f"{name} {number} is not in 0..{MAX_ID}")
+            if whole is not number:
+                object.__setattr__(self, name, whole)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
@@ -163,6 +170,8 @@ def _parse_part(text: str, part: str, offset: int) -> Action:
 
 
 def _parse_overlap(text: str) -> Overlap:
+    if "(" in text[1:]:
+        raise ActionError(text, text.index("(", 1), "a pair cannot stand within a pair")
     inside, closing, tail = text[1:].partition(")")
     if not closing:
         raise ActionError(text, len(text), "the '(' is never closed")

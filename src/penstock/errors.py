@@ -38,6 +38,9 @@ class ActionError(PenstockError):
         self.position = position
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
+        return type(self), (self.text, self.position, self.reason)
+
 
 class PlacementError(PenstockError):
     """A mapping of stages to ranks that cannot be."""
@@ -54,6 +57,9 @@ class FormatError(PenstockError):
         super().__init__("\n".join(f"{source}: {fault}" for fault in faults))
         self.source = source
         self.faults = tuple(faults)
+
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
+        return type(self), (self.source, self.faults)
 
 
 class ScheduleError(PenstockError):

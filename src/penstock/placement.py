@@ -12,10 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from penstock.errors import PlacementError
+from penstock.given import printable, whole_number
 
-__all__ = ["Placement"]
+__all__ = ["MAX_STAGES", "Placement"]
+
+MAX_STAGES = 1 << 20
+"""More stages than anybody means."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,15 @@ class Placement:
     stage_to_rank: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stage_to_rank", tuple(int(rank) for rank in self.stage_to_rank))
+        given = tuple(self.stage_to_rank)
+        hosts = tuple(rank for rank in map(whole_number, given) if rank is not None)
+        if len(hosts) != len(given):
+            raise PlacementError(f"ranks are whole numbers (given {printable(repr(given))})")
+        object.__setattr__(self, "stage_to_rank", hosts)
         if not self.stage_to_rank:
             raise PlacementError("a placement needs at least one stage")
         if negative := [s for s, rank in enumerate(self.stage_to_rank) if rank < 0]:
-            raise PlacementError(f"ranks are numbered from 0: stages {negative} have a negative rank")
+            raise PlacementError(f"ranks are numbered from 0: stages {negative[:4]} have a negative rank")
         used = set(self.stage_to_rank)
         if len(used) <= max(used):
             # name a few only: a single huge rank number must not make a huge message
@@ -56,10 +65,16 @@ class Placement:
         """From the stages of each rank: `Placement.custom({0: [0, 1, 4], 1: [2, 3]})`."""
         items = stages_of_rank.items() if isinstance(stages_of_rank, Mapping) else enumerate(stages_of_rank)
         hosts: dict[int, list[int]] = {}
+        faults: list[str] = []
         for rank, stages in items:
-            for stage in stages:
+            hosted = list(stages)
+            if not hosted:
+                faults.append(f"rank {rank} hosts no stage")
+            for stage in hosted:
                 hosts.setdefault(stage, []).append(rank)
-        faults = [f"stage {s} is on ranks {r}" for s, r in sorted(hosts.items()) if len(r) > 1]
+        faults += [f"stage {s} is on ranks {r}" for s, r in sorted(hosts.items()) if len(r) > 1]
+        if negative := sorted(stage for stage in hosts if stage < 0):
+            faults.append(f"stages are numbered from 0 (given {_some(negative)})")
         if holes := sorted(set(range(len(hosts))) - set(hosts)):
             faults.append(f"stages are numbered from 0 without holes, but {_some(holes)} are on no rank")
         if faults:
@@ -96,6 +111,9 @@ class Placement:
 def _check(**counts: int) -> None:
     if faults := [f"{name} must be at least 1 (given {n})" for name, n in counts.items() if n < 1]:
         raise PlacementError("; ".join(faults))
+    if prod(counts.values()) > MAX_STAGES:
+        given = " and ".join(f"{name} {n}" for name, n in counts.items())
+        raise PlacementError(f"there are at most {MAX_STAGES} stages (given {given})")
 
 
 def _some(numbers: Sequence[int]) -> str:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from penstock.action import Action, Step, decode, encode, parse_action
+from penstock.action import Action, Overlap, Step, decode, encode, parse_action
 from penstock.columns import Columns
 from penstock.errors import ScheduleError
+from penstock.given import whole_number
 from penstock.placement import Placement
 
 if TYPE_CHECKING:
@@ -26,13 +27,13 @@ __all__ = ["Schedule"]
 
 _SMALL = 1_000_000  # of stages times microbatches: memory is set aside for each, so it must be believable
 
-Rows: TypeAlias = Sequence[Iterable[Step | str]]
+Rows: TypeAlias = Sequence[str | Iterable[Step | str]]
 
 
 class Schedule:
     """One list of steps per rank.
 
-    `ranks` are the steps of each rank, as actions or as their texts. What is not given is inferred: the
+    `ranks` are the steps of each rank: actions or their texts, or one text with blanks between. What is not given is inferred: the
     rank of a stage is the one that works on it most, `microbatches` is one more than the highest number.
     Two schedules are equal when placement, microbatches and steps are; the name is only a label.
     """
@@ -50,12 +51,12 @@ class Schedule:
         microbatches: int | None = None,
         name: str = "custom",
     ) -> None:
-        rows = [[parse_action(s) if isinstance(s, str) else s for s in row] for row in ranks]
+        rows = [[_as_step(step) for step in (row.split() if isinstance(row, str) else row)] for row in ranks]
         parts = [(rank, part) for rank, row in enumerate(rows) for step in row for part in step.parts]
         if placement is None:
             placement = _infer_placement(parts, len(rows))
         if microbatches is None:
-            microbatches = _infer_microbatches(part for _, part in parts)
+            microbatches = _infer_microbatches(parts)
         codes = [np.fromiter(encode(row), dtype=np.int64) for row in rows]
         self._fill(codes, placement, microbatches, name)
 
@@ -74,8 +75,10 @@ class Schedule:
             raise ScheduleError(
                 f"the placement has {placement.num_ranks} ranks, but {len(rows)} lists of steps are given"
             )
-        if microbatches < 1:
-            raise ScheduleError(f"a schedule needs at least 1 microbatch (given {microbatches})")
+        whole = whole_number(microbatches)
+        if whole is None or whole < 1:
+            raise ScheduleError(f"a schedule needs at least 1 microbatch (given {microbatches!r})")
+        microbatches = whole
         num_parts = sum(map(len, rows))
         if placement.num_stages * microbatches > 16 * num_parts + _SMALL:
             raise ScheduleError(
@@ -88,6 +91,9 @@ class Schedule:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Schedule does not change: cannot set {name!r}; make a new one instead")
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Schedule does not change: cannot delete {name!r}")
+
     @classmethod
     def parse(
         cls,
@@ -97,8 +103,7 @@ class Schedule:
         name: str = "custom",
     ) -> Schedule:
         """From text: `Schedule.parse("0F0 0B0 | 1F0 1B0")`, ranks parted by `|` or by line breaks."""
-        rows = [row.split() for row in text.strip().replace("|", "\n").split("\n")]
-        return cls(rows, placement, microbatches, name)
+        return cls(text.strip().replace("|", "\n").split("\n"), placement, microbatches, name)
 
     def renamed(self, name: str) -> Schedule:
         """The same schedule under another name."""
@@ -161,31 +166,40 @@ class Schedule:
         return "\n".join(" ".join(map(str, row)) for row in self.ranks)
 
 
+def _as_step(step: object) -> Step:
+    if isinstance(step, str):
+        return parse_action(step)
+    if isinstance(step, Action | Overlap):
+        return step
+    raise ScheduleError(f"a step is an action, an overlapped pair or the text of one (given {step!r})")
+
+
 def _infer_placement(parts: Sequence[tuple[int, Action]], num_ranks: int) -> Placement:
     """Put each stage on the rank that works on it most; one that nobody works on, beside the one before it."""
-    counts = Counter((part.stage, rank) for rank, part in parts)
-    highest = max((stage for stage, _ in counts), default=0)
-    if highest >= max(len(parts), 1):
-        raise ScheduleError(
-            f"stage {highest} is named, but {len(parts)} actions cannot cover stages 0 to {highest}: "
-            "stages are numbered from 0 without holes"
-        )
+    highest = _highest("stage", [(rank, part, part.stage) for rank, part in parts])
     votes: list[Counter[int]] = [Counter() for _ in range(highest + 1)]
-    for (stage, rank), count in counts.items():
-        votes[stage][rank] = count
+    for rank, part in parts:
+        votes[part.stage][rank] += 1
     hosts: list[int] = []
     for vote in votes:
         hosts.append(max(vote, key=lambda rank: (vote[rank], -rank)) if vote else (hosts or [0])[-1])
     if idle := sorted(set(range(num_ranks)) - set(hosts)):
-        raise ScheduleError(f"ranks {idle} have no stage of their own: every rank must work on one")
+        shown = ", ".join(map(str, idle[:4])) + ", ..." * (len(idle) > 4)
+        raise ScheduleError(f"rank {shown}: it has no stage of its own, but every rank must work on one")
     return Placement(tuple(hosts))
 
 
-def _infer_microbatches(parts: Iterable[Action]) -> int:
-    numbers = [part.microbatch for part in parts if part.microbatch is not None]
-    if max(numbers, default=0) >= max(len(numbers), 1):
+def _infer_microbatches(parts: Sequence[tuple[int, Action]]) -> int:
+    named = [(rank, part, part.microbatch) for rank, part in parts if part.microbatch is not None]
+    return _highest("microbatch", named) + 1
+
+
+def _highest(what: str, named: Sequence[tuple[int, Action, int]]) -> int:
+    """The highest number that is named, if there are actions enough to reach it without holes."""
+    rank, part, highest = max(named, key=lambda entry: entry[2], default=(0, None, 0))
+    if highest >= max(len(named), 1):
         raise ScheduleError(
-            f"microbatch {max(numbers)} is named, but {len(numbers)} actions cannot cover "
-            f"microbatches 0 to {max(numbers)}: they are numbered from 0 without holes"
+            f"rank {rank}: {part} names {what} {highest}, but {len(named)} actions cannot cover numbers 0 to "
+            f"{highest}, and there are no holes in the numbers"
         )
-    return max(numbers, default=0) + 1
+    return highest

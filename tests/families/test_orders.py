@@ -30,7 +30,7 @@ def span(schedule: Schedule, f: int, i: int, w: int, hop: int) -> int:
     """The longest time from a rank's first start to its last end."""
     columns = schedule.columns
     cost = np.array([{Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: i + w}.get(kind, 0) for kind in Kind])
-    durations = np.bincount(columns.slot, weights=cost[columns.kind]).astype(np.int64).tolist()
+    durations: list[int] = np.bincount(columns.slot, weights=cost[columns.kind]).astype(np.int64).tolist()
     producer, consumer = columns.crossings
     inputs = Inputs.of(schedule.num_steps, producer, consumer, np.full(len(producer), hop))
     ends = replay(columns, inputs, durations, [0] * schedule.num_ranks).ends

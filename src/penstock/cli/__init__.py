@@ -6,7 +6,7 @@ Exit codes: 0 it is as it should be, 1 the schedule is bad, 2 the command was us
 from __future__ import annotations
 
 import io
-import os
+import signal
 import sys
 from typing import Annotated, NoReturn
 
@@ -18,7 +18,7 @@ from penstock.cli.list import list_families
 from penstock.cli.show import show
 from penstock.errors import FormatError, PenstockError, ScheduleError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "command", "main"]
 
 app = typer.Typer(
     name="penstock",
@@ -49,6 +49,13 @@ def _options(
     """Options that stand before the word."""
 
 
+def command() -> None:
+    """What the shell starts: as `main`, but a reader that has seen enough, such as head, ends it quietly."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    main()
+
+
 def main() -> None:
     """Run a command; a user's mistake gets a clear message and never a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -59,9 +66,6 @@ def main() -> None:
         _fail(str(error), 1)
     except PenstockError as error:
         _fail(str(error), 2)
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.files import read_schedule
 from penstock.errors import FormatError
-from penstock.formats import read
 from penstock.schedule import Schedule
 from penstock.validation import MODELS, Violation, report, validate
 
@@ -27,7 +27,7 @@ def check(
 ) -> None:
     """Check a schedule: every rule, and deadlock under every way of sending.
 
-    Exit code 0 when it is right, 1 when it is not, 2 when it cannot be read at all.
+    Exit code 0 when it is right, 1 when it is not or is no schedule, 2 when there is no such file.
 
     Examples:
       penstock check mine.csv
@@ -37,7 +37,7 @@ def check(
     if sends not in MODELS:
         raise typer.BadParameter(f"--sends is one of {', '.join(MODELS)} (given {sends})")
     try:
-        schedule = read(file)
+        schedule = read_schedule(file)
     except FormatError as error:
         if not as_json:
             raise

@@ -12,8 +12,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock.cli.files import read_schedule
 from penstock.families import build
-from penstock.formats import dumps, read, write_text
+from penstock.formats import dumps, write_text
+from penstock.given import printable
 from penstock.lowering import lower
 from penstock.schedule import Schedule
 from penstock.validation import validate
@@ -94,13 +96,14 @@ def _format_of(asked: Format | None, output: Path | None) -> Format:
 
 
 def _is_file(schedule: str) -> bool:
-    return Path(schedule).suffix.lower() in (".csv", ".json") or "/" in schedule
+    path = Path(schedule)
+    return path.suffix.lower() in (".csv", ".json") or "/" in schedule or (path.suffix != "" and path.exists())
 
 
 def _from_file(path: str, numbers: dict[str, int | None]) -> Schedule:
     if given := [option for option, number in numbers.items() if number is not None]:
         raise typer.BadParameter(f"{path} is a file and has its own numbers; drop {' and '.join(given)}")
-    return read(path)
+    return read_schedule(Path(path))
 
 
 def _from_family(name: str, numbers: dict[str, int | None]) -> Schedule:
@@ -114,11 +117,11 @@ def _from_family(name: str, numbers: dict[str, int | None]) -> Schedule:
 
 def _picture(schedule: Schedule, width: int) -> Text:
     counted = (
-        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages "
+        f"{printable(schedule.name)}: {schedule.num_ranks} ranks, {schedule.num_stages} stages "
         f"({schedule.placement.style}), {schedule.microbatches} microbatches, {schedule.level}"
     )
     below = ""
-    if schedule.level == "compute" and (times := unit_time(schedule)):
+    if schedule.level == "compute" and schedule.num_steps and (times := unit_time(schedule)):
         starts, ends = times
         length, work = max(ends), sum(ends) - sum(starts)
         idle = 1 - work / (length * schedule.num_ranks)

@@ -8,9 +8,13 @@ from difflib import get_close_matches
 from functools import cache
 
 from penstock.errors import BuildError
+from penstock.given import whole_number
 from penstock.schedule import Schedule
 
 __all__ = ["Family", "build", "families", "register"]
+
+MAX_WORK = 1 << 24
+"""Stages times microbatches of the largest schedule that is built."""
 
 Builder = Callable[[int, int, int], Schedule]
 
@@ -80,7 +84,7 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
             ("microbatches", microbatches),
             ("stages_per_rank", 1 if stages_per_rank is None else stages_per_rank),
         )
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1
+        if (whole_number(value) or 0) < 1
     ]
     fixed = family.stages_per_rank
     if fixed is not None and stages_per_rank not in (None, fixed):
@@ -91,7 +95,11 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
         )
     if faults:
         raise BuildError("; ".join(faults))
-    return family.builder(ranks, microbatches, stages_per_rank or fixed or family.default_stages_per_rank)
+    legs = stages_per_rank or fixed or family.default_stages_per_rank
+    if ranks * legs * microbatches > MAX_WORK:
+        given = f"{ranks} ranks, {legs} stages per rank, {microbatches} microbatches"
+        raise BuildError(f"stages times microbatches can be at most {MAX_WORK} (given {given})")
+    return family.builder(ranks, microbatches, legs)
 
 
 def _key(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import ScheduleError
+from penstock.given import printable
 from penstock.schedule import Schedule
 from penstock.validation.violation import Violation, slot_at
 
@@ -21,7 +22,7 @@ def report(schedule: Schedule, violations: Sequence[Violation]) -> str:
 def refusal(schedule: Schedule, violations: Sequence[Violation]) -> ScheduleError:
     """The error to raise when a schedule has faults and cannot be used."""
     count = f"{len(violations)} fault{'s' * (len(violations) != 1)}"
-    return ScheduleError(f"{schedule.name} has {count}\n{report(schedule, violations)}")
+    return ScheduleError(f"{printable(schedule.name)} has {count}\n{report(schedule, violations)}")
 
 
 def _excerpt(schedule: Schedule, violation: Violation) -> list[str]:

@@ -43,7 +43,7 @@ _STYLES = {
 def grid(schedule: Schedule, width: int = 80) -> Text:
     """The picture, at most `width` characters wide where that is possible at all."""
     lines = None
-    if schedule.level == "compute":
+    if schedule.level == "compute" and schedule.num_steps:
         lines = _over_time(schedule, width)
     return Text("\n").join(lines if lines is not None else _by_step(schedule, width))
 

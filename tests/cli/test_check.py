@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import penstock
+from tests.cli.conftest import Run
+
+DEADLOCK = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
+ANSWER = {"file", "valid", "ranks", "stages", "microbatches", "level", "violations"}
+VIOLATION = {"code", "rank", "step", "action", "message", "suggestion", "models", "cycle"}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path) -> None:
+    (tmp_path / "right.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    (tmp_path / "dead.csv").write_text(DEADLOCK)
+    (tmp_path / "wrong.csv").write_text("0B0,0F0\n1F0,1F0\n")
+    (tmp_path / "malformed.csv").write_text("0F0,zz\n1F0x,,\n")
+    (tmp_path / "malformed.json").write_text('{"version": 2}')
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0\x00F\x000\x00")
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "folder.csv").mkdir()
+    penstock.lower(penstock.build("zbv", ranks=2, microbatches=2)).write(tmp_path / "lowered.json")
+
+
+# --- right -----------------------------------------------------------------------------------------
+
+
+def test_a_right_schedule_ends_with_0_and_says_what_was_proved(run: Run) -> None:
+    answer = run("check", "right.csv")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out == (
+        "right.csv: right (2 ranks, 2 stages, 2 microbatches, 8 steps, compute); "
+        "no deadlock with sends buffered, edge-streams, shared-stream, rendezvous\n"
+    )
+
+
+def test_a_lowered_schedule_can_be_checked_for_weaker_sends(run: Run) -> None:
+    answer = run("check", "lowered.json", "--sends", "edge-streams")
+    assert answer.code == 0
+    assert answer.out.endswith("lowered); no deadlock with sends buffered, edge-streams\n")
+
+
+def test_right_in_json_has_the_documented_keys(run: Run) -> None:
+    answer = run("check", "right.csv", "--json")
+    assert answer.code == 0
+    assert set(answer.json) == ANSWER
+    assert answer.json["valid"] is True
+    assert answer.json["violations"] == []
+    assert (answer.json["file"], answer.json["ranks"], answer.json["level"]) == ("right.csv", 2, "compute")
+
+
+# --- wrong -----------------------------------------------------------------------------------------
+
+
+def test_a_deadlock_ends_with_1_and_shows_the_cycle_in_the_lists(run: Run) -> None:
+    answer = run("check", "dead.csv")
+    assert answer.code == 1
+    assert answer.out.startswith("error[deadlock] rank 0, step 1, 0B0: ranks 0 and 1 wait for each other")
+    assert "  rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3): " in answer.out
+    assert "  try: " in answer.out
+    assert "    rank 0 | 0F0 [0B0] [0F1] 0B1\n" in answer.out
+    assert answer.out.endswith("\ndead.csv: 1 fault\n")
+
+
+def test_all_faults_are_told_at_once(run: Run) -> None:
+    answer = run("check", "wrong.csv")
+    assert answer.code == 1
+    for code in ("backward-before-forward", "duplicate-action", "missing-backward"):
+        assert f"error[{code}]" in answer.out
+    assert answer.out.endswith("wrong.csv: 3 faults\n")
+
+
+def test_wrong_in_json_has_the_documented_keys_and_places(run: Run) -> None:
+    answer = run("check", "dead.csv", "--json")
+    assert answer.code == 1
+    assert set(answer.json) == ANSWER
+    assert answer.json["valid"] is False
+    (violation,) = answer.json["violations"]
+    assert set(violation) == VIOLATION
+    assert (violation["code"], violation["rank"], violation["step"]) == ("deadlock", 0, 1)
+    assert violation["action"] == "0B0"
+    for wait in violation["cycle"]:
+        assert set(wait) == {"rank", "step", "action", "waits_for", "why"}
+        assert set(wait["waits_for"]) == {"rank", "step", "action"}
+
+
+# --- unreadable ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "lines"),
+    [
+        ("malformed.csv", ["malformed.csv: row 1, column 2: 'zz'", "malformed.csv: row 2, column 1: '1F0x'"]),
+        ("malformed.json", ["malformed.json: version: it must be 1", "malformed.json: ranks: missing"]),
+        ("bytes.csv", ["bytes.csv: byte 0 is not UTF-8 text"]),
+        ("empty.csv", ["empty.csv: it is empty"]),
+    ],
+)
+def test_a_malformed_file_ends_with_1_and_names_every_place(file: str, lines: list[str], run: Run) -> None:
+    answer = run("check", file)
+    assert (answer.code, answer.out) == (1, "")
+    assert all(line in answer.err for line in lines)
+
+
+@pytest.mark.parametrize("file", ["malformed.csv", "malformed.json", "bytes.csv", "empty.csv"])
+def test_a_malformed_file_in_json_is_not_valid_and_says_why(file: str, run: Run) -> None:
+    answer = run("check", file, "--json")
+    assert (answer.code, answer.err) == (1, "")
+    assert set(answer.json) == {"file", "valid", "unreadable", "violations"}
+    assert answer.json["valid"] is False
+    assert answer.json["unreadable"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["missing.csv"], "missing.csv: No such file or directory"),
+        (["missing.csv", "--json"], "missing.csv: No such file or directory"),
+        (["folder.csv"], "folder.csv: Is a directory"),
+        (["right.csv", "--sends", "pigeons"], "--sends is one of buffered, edge-streams, shared-stream"),
+        (["1f1b"], "it is .csv or .json"),
+        (["notes.txt"], "it is .csv or .json"),
+    ],
+)
+def test_bad_usage_ends_with_2(words: list[str], says: str, run: Run) -> None:
+    answer = run("check", *words)
+    assert (answer.code, answer.out) == (2, "")
+    assert says in answer.said

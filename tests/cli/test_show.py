@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import penstock
+from tests.cli.conftest import Run
+
+SMALL = ("show", "1f1b", "--ranks", 2, "--microbatches", 2)
+CSV = "0F0,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n"
+DEADLOCK = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
+
+PICTURE = """\
+1f1b: 2 ranks, 2 stages (loop), 2 microbatches, compute
+
+time    0              5
+rank 0  F0 F1 ·  ·  B0─── ·  B1───
+rank 1  ·  F0 B0─── F1 B1─── ·  ·
+
+9 units of time (F, I, W: 1, B: 2, hops free), 33.3% of it idle
+"""
+
+
+# --- what is printed -------------------------------------------------------------------------------
+
+
+def test_a_family_is_shown_over_time_with_its_numbers(run: Run) -> None:
+    answer = run(*SMALL)
+    assert (answer.code, answer.out, answer.err) == (0, PICTURE, "")
+
+
+def test_a_lowered_schedule_is_shown_as_lists(run: Run) -> None:
+    answer = run(*SMALL, "--lowered")
+    assert answer.code == 0
+    assert "2 microbatches, lowered\n\nstep  rank 0        rank 1\n" in answer.out
+    assert "   2  0SEND_F0      1F0\n" in answer.out
+
+
+@pytest.mark.parametrize("family", penstock.families())
+def test_every_family_can_be_shown(family: str, run: Run) -> None:
+    for more in ((), ("--lowered",)):
+        answer = run("show", family, "-p", 3, "-m", 4, *more)
+        assert (answer.code, answer.err) == (0, "")
+        assert answer.out.startswith(f"{family}: 3 ranks")
+
+
+def test_stages_per_rank_can_be_chosen_where_the_family_leaves_it_open(run: Run) -> None:
+    assert "2 ranks, 6 stages" in run("show", "interleaved-1f1b", "-p", 2, "-m", 4, "-v", 3).out
+    answer = run(*SMALL, "-v", 3)
+    assert answer.code == 2
+    assert "1f1b has 1 stage per rank (given 3)" in answer.err
+
+
+def test_csv_and_json_are_printed_as_they_would_be_written(run: Run, tmp_path: Path) -> None:
+    for form in ("csv", "json"):
+        printed = run(*SMALL, "--format", form).out
+        assert run(*SMALL, "-o", f"small.{form}").code == 0
+        assert (tmp_path / f"small.{form}").read_bytes().decode() == printed
+    assert run(*SMALL, "-f", "csv").out == CSV
+    assert set(run(*SMALL, "-f", "json").json) == {
+        "format",
+        "version",
+        "name",
+        "microbatches",
+        "level",
+        "stage_to_rank",
+        "ranks",
+    }
+
+
+def test_the_picture_is_as_wide_as_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("list")
+    monkeypatch.setenv("COLUMNS", "40")
+    picture = run("show", "1f1b", "-p", 4, "-m", 8).out.split("\n\n", 1)[1].rpartition("\n\n")[0]
+    assert max(map(len, picture.splitlines())) in range(36, 41)
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+def test_a_file_is_shown_and_made_into_another_format(run: Run, tmp_path: Path) -> None:
+    assert run(*SMALL, "-o", "mine.csv").out == ""
+    assert run("show", "mine.csv").out == PICTURE.replace("1f1b:", "mine:")
+    assert run("show", "mine.csv", "-o", "mine.json").code == 0
+    assert json.loads((tmp_path / "mine.json").read_text())["name"] == "mine"
+    assert run("show", "mine.json", "--format", "csv").out == CSV
+
+
+def test_a_picture_goes_to_a_file_without_colour(run: Run, tmp_path: Path) -> None:
+    assert run(*SMALL, "-o", "picture.txt", "--format", "grid").code == 0
+    assert (tmp_path / "picture.txt").read_text(encoding="utf-8") == PICTURE
+
+
+def test_a_file_with_faults_is_shown_and_ends_with_1(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "dead.csv").write_text(DEADLOCK)
+    answer = run("show", "dead.csv")
+    assert answer.code == 1
+    assert "   1  0B0     1B1\n" in answer.out
+    assert answer.said == "penstock: dead.csv has faults (1): penstock check dead.csv"
+
+
+def test_a_file_with_faults_is_not_lowered(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "dead.csv").write_text(DEADLOCK)
+    answer = run("show", "dead.csv", "--lowered", "-o", "lowered.csv")
+    assert answer.code == 1
+    assert "error[deadlock]" in answer.err
+    assert not (tmp_path / "lowered.csv").exists()
+
+
+def test_a_file_without_any_step_is_shown_like_any_other(run: Run, tmp_path: Path) -> None:
+    empty = penstock.Schedule([[]], penstock.Placement.loop(1), 1)
+    empty.write(tmp_path / "empty.json")
+    assert run("show", "empty.json").code == 1
+
+
+def test_the_name_in_a_file_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+    penstock.build("1f1b", ranks=1, microbatches=1).renamed("\x1b[2J\n").write(tmp_path / "x.json")
+    assert "\x1b" not in run("show", "x.json").out
+
+
+# --- bad usage -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["1f1c", "-p", 2, "-m", 2], "no family is called '1f1c'; did you mean 1f1b?"),
+        (["interleaved", "-p", 2, "-m", 2], "did you mean interleaved-1f1b?"),
+        (["zebra-horse", "-p", 2, "-m", 2], "known: gpipe, looped-bfs,"),
+        (["1f1b"], "say --ranks and --microbatches, as in: penstock show 1f1b --ranks 4 --microbatches 8"),
+        (["1f1b", "-p", 2], "to build 1f1b, say --microbatches,"),
+        (["1f1b", "-m", 2], "to build 1f1b, say --ranks,"),
+        (
+            ["1f1b", "-p", 0, "-m", -1],
+            "ranks must be a whole number of at least 1 (given 0); microbatches must",
+        ),
+        (["1f1b", "-p", "two", "-m", 2], "'--ranks'"),
+        (["1f1b", "-p", 2, "-m", 2, "-f", "xml"], "'--format'"),
+        (
+            ["1f1b", "-p", 2, "-m", 2, "-o", "x.csv", "-f", "json"],
+            "--format json does not go with the file x.csv",
+        ),
+        (["1f1b", "-p", 2, "-m", 2, "-o", "x.json", "-f", "grid"], "--format grid does not go with"),
+        (["1f1b", "-p", 2, "-m", 2, "-o", "x.txt"], "x.txt ends neither in .csv nor in .json; say --format"),
+        (["x.csv", "-p", 2, "-m", 2], "is a file and has its own numbers; drop --ranks and --microbatches"),
+        (["x.csv", "-v", 2], "is a file and has its own numbers; drop --stages-per-rank"),
+        (["x.csv"], "x.csv: No such file or directory"),
+        (["folder/x"], "the ending (none) is not known; it is .csv or .json"),
+        (["folder/x.xml"], "the ending .xml is not known; it is .csv or .json"),
+    ],
+)
+def test_bad_usage_ends_with_2_and_says_what_to_do(words: list[object], says: str, run: Run) -> None:
+    answer = run("show", *words)
+    assert answer.code == 2
+    assert says in answer.said
+    assert answer.out == ""
+
+
+def test_a_file_that_is_there_is_taken_for_a_file_whatever_its_ending(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text(CSV)
+    assert "it is .csv or .json" in run("show", "notes.txt").said
+
+
+def test_numbers_nobody_means_are_bad_usage(run: Run) -> None:
+    assert run("show", "interleaved-1f1b", "-p", 2, "-m", 2, "-v", 10**18).code == 2
+
+
+def test_a_folder_that_is_not_there_is_named(run: Run) -> None:
+    answer = run(*SMALL, "-o", "folder/mine.csv")
+    assert answer.code == 2
+    assert "No such file or directory" in answer.said
+    assert "mine.csv" in answer.said
+    assert ".tmp" not in answer.said
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    for words in ((*SMALL, "-o", "folder.csv"), ("show", "folder.csv")):
+        answer = run(*words)
+        assert answer.code == 2
+        assert "folder.csv: Is a directory" in answer.said

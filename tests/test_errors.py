@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import penstock
+from penstock import errors
+from penstock.errors import ActionError, BuildError, FormatError, PenstockError, PlacementError, ScheduleError
+
+ONE_OF_EACH = (
+    ActionError("1X0", 1, "no kind of action stands here"),
+    PlacementError("a placement needs at least one stage"),
+    BuildError("no family is called '1f1c'"),
+    FormatError("mine.csv", ["row 1, column 2: wrong", "row 3: wrong too"]),
+    ScheduleError("a schedule needs at least 1 microbatch"),
+)
+
+
+@pytest.mark.parametrize("error", ONE_OF_EACH, ids=lambda error: type(error).__name__)
+def test_every_error_is_caught_as_penstock_error_and_as_value_error(error: PenstockError) -> None:
+    assert isinstance(error, PenstockError)
+    assert isinstance(error, ValueError)
+
+
+def test_the_tree_in_the_docstring_names_every_error_and_no_other() -> None:
+    assert errors.__doc__ is not None
+    drawn = {word for word in errors.__doc__.split() if word.endswith("Error")}
+    assert drawn == set(errors.__all__)
+    assert {type(error).__name__ for error in ONE_OF_EACH} | {"PenstockError"} == drawn
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_is_a_public_name(name: str) -> None:
+    assert getattr(penstock, name) is getattr(errors, name)
+
+
+def test_an_action_error_says_text_reason_and_position() -> None:
+    error = ActionError("1X0", 1, "no kind of action stands here")
+    assert str(error) == "'1X0' is not an action: no kind of action stands here (at position 1)"
+    assert (error.text, error.position, error.reason) == ("1X0", 1, "no kind of action stands here")
+
+
+def test_an_action_error_shows_only_the_beginning_of_a_long_text() -> None:
+    error = ActionError("9" * 10_000, 0, "the stage number is too large")
+    assert len(str(error)) < 200
+    assert error.text == "9" * 10_000
+
+
+def test_a_format_error_has_one_line_for_each_fault_and_every_line_names_the_file() -> None:
+    error = FormatError("mine.csv", ["row 1, column 2: wrong", "row 3: wrong too"])
+    assert str(error).splitlines() == ["mine.csv: row 1, column 2: wrong", "mine.csv: row 3: wrong too"]
+    assert error.faults == ("row 1, column 2: wrong", "row 3: wrong too")
+    assert error.source == "mine.csv"
+
+
+@pytest.mark.parametrize("error", ONE_OF_EACH, ids=lambda error: type(error).__name__)
+def test_an_error_reaches_another_process_as_it_was(error: PenstockError) -> None:
+    there = pickle.loads(pickle.dumps(error))  # noqa: S301 -- our own bytes
+    assert type(there) is type(error)
+    assert str(there) == str(error)
+    assert vars(there) == vars(error)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+DOCUMENTED = {
+    # values
+    "Action",
+    "Kind",
+    "Overlap",
+    "Placement",
+    "Schedule",
+    "Family",
+    "Violation",
+    # verbs
+    "build",
+    "families",
+    "lower",
+    "parse_action",
+    "read",
+    "register",
+    "validate",
+    # errors
+    "ActionError",
+    "BuildError",
+    "FormatError",
+    "PenstockError",
+    "PlacementError",
+    "ScheduleError",
+}
+
+
+def test_the_public_names_are_exactly_the_documented_ones() -> None:
+    assert set(penstock.__all__) == DOCUMENTED
+    assert len(penstock.__all__) == len(DOCUMENTED)
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTED))
+def test_every_public_name_is_there_and_has_a_docstring(name: str) -> None:
+    doc = getattr(penstock, name).__doc__
+    assert doc
+    assert not doc.startswith(f"{name}(")  # what a dataclass writes for itself
+
+
+def test_everything_else_that_can_be_seen_is_a_module_or_private() -> None:
+    modules = {path.stem for path in Path(penstock.__file__).parent.iterdir()}
+    seen = {name for name in vars(penstock) if not name.startswith("_")}
+    assert seen - modules <= DOCUMENTED
+
+
+def test_the_version_is_a_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", penstock.__version__)
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(penstock.__file__).parent / "py.typed").exists()
