@@ -33,8 +33,9 @@ Rows: TypeAlias = Sequence[str | Iterable[Step | str]]
 class Schedule:
     """One list of steps per rank.
 
-    `ranks` are the steps of each rank: actions or their texts, or one text with blanks between. What is not given is inferred: the
-    rank of a stage is the one that works on it most, `microbatches` is one more than the highest number.
+    `ranks` are the steps of each rank: actions or their texts, or one text with blanks between. What is not
+    given is inferred: the rank of a stage is the one that works on it most, `microbatches` is one more than
+    the highest number.
     Two schedules are equal when placement, microbatches and steps are; the name is only a label.
     """
 
