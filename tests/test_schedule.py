@@ -210,7 +210,7 @@ def test_as_many_lists_as_ranks_are_needed(ranks: int) -> None:
 
 @pytest.mark.parametrize("microbatches", [0, -1, -(10**30)])
 def test_at_least_one_microbatch_is_needed(microbatches: int) -> None:
-    with pytest.raises(ScheduleError, match="at least 1 microbatch"):
+    with pytest.raises(ScheduleError, match="microbatches must be a whole number of at least 1"):
         Schedule.parse("0F0", microbatches=microbatches)
 
 

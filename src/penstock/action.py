@@ -22,7 +22,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from penstock.errors import ActionError
-from penstock.given import whole_number
+from penstock.given import printable, whole_number
 
 __all__ = ["MAX_ID", "Action", "Kind", "Overlap", "Step", "parse_action"]
 
@@ -97,7 +97,8 @@ class Action:
                 continue
             whole = number if type(number) is int else whole_number(number)
             if whole is None or not 0 <= whole <= MAX_ID:
-                raise ActionError(str(self), 0, f"{name} {number} is not in 0..{MAX_ID}")
+                reason = f"{name} {printable(repr(number))} is not in 0..{MAX_ID}"
+                raise ActionError(str(self), 0, reason)
             if whole is not number:
                 object.__setattr__(self, name, whole)
 
@@ -118,6 +119,8 @@ class Overlap:
     backward: Action
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.forward, Action) and isinstance(self.backward, Action)):
+            raise ActionError(str(self), 0, "an overlap is made of two actions")
         if self.forward.kind is not Kind.F:
             raise ActionError(str(self), 1, "the first part of an overlap is a forward (F)")
         if self.backward.kind not in (Kind.B, Kind.I):

@@ -78,7 +78,7 @@ class Schedule:
             )
         whole = whole_number(microbatches)
         if whole is None or whole < 1:
-            raise ScheduleError(f"a schedule needs at least 1 microbatch (given {microbatches!r})")
+            raise ScheduleError(f"microbatches must be a whole number of at least 1 (given {microbatches!r})")
         microbatches = whole
         num_parts = sum(map(len, rows))
         if placement.num_stages * microbatches > 16 * num_parts + _SMALL:

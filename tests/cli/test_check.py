@@ -33,7 +33,7 @@ def test_a_right_schedule_ends_with_0_and_says_what_was_proved(run: Run) -> None
     assert (answer.code, answer.err) == (0, "")
     assert answer.out == (
         "right.csv: right (2 ranks, 2 stages, 2 microbatches, 8 steps, compute); "
-        "no deadlock with sends buffered, edge-streams, shared-stream, rendezvous\n"
+        "no deadlock with sends buffered, edge-streams, pair-streams, shared-stream, rendezvous\n"
     )
 
 
@@ -120,7 +120,7 @@ def test_a_malformed_file_in_json_is_not_valid_and_says_why(file: str, run: Run)
         (["missing.csv"], "missing.csv: No such file or directory"),
         (["missing.csv", "--json"], "missing.csv: No such file or directory"),
         (["folder.csv"], "folder.csv: Is a directory"),
-        (["right.csv", "--sends", "pigeons"], "--sends is one of buffered, edge-streams, shared-stream"),
+        (["right.csv", "--sends", "pigeons"], "--sends is one of buffered, edge-streams, pair-streams"),
         (["1f1b"], "it is .csv or .json"),
         (["notes.txt"], "it is .csv or .json"),
     ],

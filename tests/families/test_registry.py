@@ -36,11 +36,11 @@ def test_the_families_of_the_plan_are_there_with_a_line_on_each() -> None:
     assert list(known) == [
         "gpipe",
         "looped-bfs",
-        "forward-only",
         "1f1b",
         "eager-1f1b",
         "interleaved-1f1b",
         "interleaved-zero-bubble",
+        "forward-only",
         "zb-h1",
         "zb-h2",
         "zbv",

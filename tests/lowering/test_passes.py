@@ -115,7 +115,7 @@ def test_receives_past_sends_can_hang_on_one_stream_and_the_proof_says_so() -> N
     lowered = DeferReceives(past_sends=True)(lower(penstock.build("1f1b", ranks=2, microbatches=4)))
     (violation,) = penstock.validate(lowered)
     assert violation.code == "deadlock"
-    assert violation.models == ("shared-stream", "rendezvous")
+    assert violation.models == ("pair-streams", "shared-stream", "rendezvous")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -163,11 +163,31 @@ def test_a_look_ahead_of_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("text", "code"),
-    [("0F0 0B0 0F1 0B1 | 1F1 1B1 1F0 1B0", "deadlock"), ("0F0 0F0 0B0 | 1F0", "duplicate-action")],
+    [
+        ("0F0 0B0 0F1 0B1 | 1F1 1B1 1F0 1B0", "deadlock"),
+        ("0F0 0F0 0B0 | 1F0", "duplicate-action"),
+    ],
 )
 def test_a_schedule_with_faults_is_refused_with_its_report(text: str, code: str) -> None:
-    with pytest.raises(ScheduleError, match=rf"error\[{code}\]"):
-        lower(Schedule.parse(text))
+    for passes in (DEFAULT_PASSES, (AddSharding(),), ()):
+        with pytest.raises(ScheduleError, match=rf"error\[{code}\]"):
+            lower(Schedule.parse(text), passes)
+
+
+def test_a_receive_behind_its_use_is_refused_and_not_lost() -> None:
+    schedule = Schedule.parse("0F0 0SEND_F0 | 1F0 1RECV_F0")
+    with pytest.raises(ScheduleError, match=r"error\[used-before-received\]"):
+        lower(schedule, [DeferReceives()])
+    with pytest.raises(ScheduleError, match=r"error\[used-before-received\]"):
+        DeferReceives()(schedule)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sharding_may_come_after_communication(name: str) -> None:
+    schedule = penstock.build(name, ranks=2, microbatches=4)
+    for most in (1, 2, 3):
+        passes = (AddGradReduction(), AddCommunication(), AddSharding(most))
+        assert penstock.validate(lower(schedule, passes)) == []
 
 
 def test_lowering_works_on_uneven_placements() -> None:

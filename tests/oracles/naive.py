@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 Rows = Sequence[Sequence[str]]
-MODELS = ("buffered", "edge-streams", "shared-stream", "rendezvous")
+MODELS = ("buffered", "edge-streams", "pair-streams", "shared-stream", "rendezvous")
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,8 @@ class Judge:
                         can = end in done
                     elif model == "edge-streams":
                         can = end in there and self._first_of_channel(part, queue, there)
+                    elif model == "pair-streams":
+                        can = end in there and self._first_of_pair(part, queue, there)
                     else:
                         can = queue[0] == part and bool(there) and there[0] == end
                     if can:
@@ -196,6 +198,13 @@ class Judge:
         sends = [p for p in queue if p.kind[:4] == "SEND" and self.hosts[self.other_end(p).stage] == target]
         receives = [p for p in there if p.kind[:4] == "RECV" and self.hosts[self.other_end(p).stage] == source]
         return sends[0] == part and receives[0] == end
+
+    def _first_of_pair(self, part: Part, queue: list[Part], there: list[Part]) -> bool:
+        end = self.other_end(part)
+        target, source = self.hosts[end.stage], self.hosts[part.stage]
+        here = [p for p in queue if self.hosts[self.other_end(p).stage] == target]
+        yonder = [p for p in there if self.hosts[self.other_end(p).stage] == source]
+        return here[0] == part and yonder[0] == end
 
     def is_right(self) -> bool:
         return (

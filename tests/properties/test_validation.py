@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,6 +106,7 @@ def test_a_deadlock_is_reported_for_exactly_the_ways_of_sending_under_which_the_
         assert hanging == (found[0].models if found else ())
         for violation in found:
             assert_is_cycle(schedule, violation)
+            assert_suggestion_helps(schedule, violation)
 
 
 def assert_is_cycle(schedule: Schedule, violation: penstock.Violation) -> None:
@@ -116,3 +118,19 @@ def assert_is_cycle(schedule: Schedule, violation: penstock.Violation) -> None:
         assert str(schedule.ranks[wait.for_rank][wait.for_step]) == str(wait.for_action)
         assert wait.for_rank == then.rank
         assert then.step <= wait.for_step
+
+
+def assert_suggestion_helps(schedule: Schedule, violation: penstock.Violation) -> None:
+    """A move that is suggested makes the schedule right, or breaks nothing and says that more is to be done."""
+    move = re.fullmatch(
+        r"on rank (\d+), move (\S+) (before|behind) (\S+)(, then see what is left)?", violation.suggestion
+    )
+    if move is None:
+        assert violation.suggestion == "change the order of one of these ranks"
+        return
+    rows = [[str(step) for step in row] for row in schedule.ranks]
+    row = rows[int(move[1])]
+    row.remove(move[2])
+    row.insert(row.index(move[4]) + (move[3] == "behind"), move[2])
+    left = {v.code for v in penstock.validate(Schedule(rows, schedule.placement, schedule.microbatches))}
+    assert left <= ({"deadlock"} if move[5] else set())

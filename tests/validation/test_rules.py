@@ -6,6 +6,7 @@ import pytest
 
 import penstock
 from penstock import Placement, Schedule, ScheduleError, Violation
+from penstock.lowering import DeferReceives
 from penstock.validation import MODELS, report
 
 RIGHT = "0F0 0SEND_F0 0RECV_B0 0B0 | 1RECV_F0 1F0 1B0 1SEND_B0"
@@ -129,7 +130,7 @@ def test_a_deadlock_that_torch_accepts_is_reported_with_its_cycle() -> None:
     assert rest == [
         "  rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3): it needs what this computes",
         "  rank 1, step 0: 1F1 waits for 0F1 (rank 0, step 2): it needs what this computes",
-        "  try: on rank 1, move 1B0 before 1F1",
+        "  try: on rank 0, move 0F1 before 0B0",
         "    rank 0 | 0F0 [0B0] [0F1] 0B1",
         "    rank 1 | [1F1] 1B1 1F0 [1B0]",
     ]
@@ -144,11 +145,11 @@ ONE_STREAM = (
 def test_a_deadlock_on_one_stream_is_none_with_a_stream_per_edge() -> None:
     schedule = Schedule.parse(ONE_STREAM)
     (violation,) = penstock.validate(schedule)
-    assert violation.models == ("shared-stream", "rendezvous")
+    assert violation.models == ("pair-streams", "shared-stream", "rendezvous")
     assert violation.suggestion == "on rank 0, move 0RECV_B0 before 0SEND_F1"
     assert penstock.validate(schedule, sends="edge-streams") == []
     text = report(schedule, [violation])
-    assert "0RECV_B0 waits for 0SEND_F1 (rank 0, step 3): it is ahead of it in the rank's one stream" in text
+    assert "0RECV_B0 waits for 0SEND_F1 (rank 0, step 3): it is ahead of it in their stream" in text
     assert "rank 0 | 0F0 0SEND_F0 0F1 [0SEND_F1] [0RECV_B0] 0B0 0RECV_B1 0B1" in text
 
 
@@ -160,6 +161,43 @@ def test_moving_what_the_report_suggests_opens_the_cycle() -> None:
 def test_an_unknown_way_of_sending_is_refused() -> None:
     with pytest.raises(ScheduleError, match="no way of sending is called 'nccl'; there are buffered"):
         penstock.validate(Schedule.parse(RIGHT), sends="nccl")
+
+
+def test_work_of_swapped_ranks_is_on_the_wrong_rank_and_nothing_raises() -> None:
+    lowered = penstock.lower(penstock.build("1f1b", ranks=2, microbatches=2))
+    found = penstock.validate(Schedule(lowered.ranks[::-1], lowered.placement, 2))
+    assert {violation.code for violation in found} == {"wrong-rank"}
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("0UNSHARD 0F0 0RESHARD 0UNSHARD", ["unused-unshard"]),
+        ("0UNSHARD 0UNSHARD 0F0 0RESHARD", ["double-unshard"]),
+        ("0F0 0SEND_F0 | 1F0 1RECV_F0", ["used-before-received"]),
+    ],
+)
+def test_one_mistake_is_called_one_fault(text: str, codes: list[str]) -> None:
+    assert [violation.code for violation in penstock.validate(Schedule.parse(text))] == codes
+
+
+def test_the_shortest_cycle_is_shown() -> None:
+    lowered = penstock.lower(penstock.build("interleaved-1f1b", ranks=8, microbatches=16))
+    (violation,) = penstock.validate(DeferReceives(past_sends=True)(lowered))
+    assert len(violation.cycle) == 4
+
+
+def test_of_many_faults_alike_the_report_shows_the_first_and_counts_the_rest() -> None:
+    schedule = Schedule.parse(" ".join(["0F0"] * 31))
+    text = report(schedule, penstock.validate(schedule))
+    assert text.count("is done twice") == 20
+    assert text.endswith("error[duplicate-action]: 10 more of these")
+
+
+def test_missing_microbatches_are_named_in_one_short_line() -> None:
+    schedule = Schedule.parse(" ".join(f"0F{k}" for k in range(0, 100, 2)), Placement.loop(1), 100)
+    (violation,) = penstock.validate(schedule)
+    assert violation.message.endswith("microbatch 1, 3, 5, 7, 9, 11, 13, 15, ... (50 such runs)")
 
 
 def test_a_long_list_is_shown_only_around_the_fault() -> None:

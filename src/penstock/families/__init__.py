@@ -5,9 +5,9 @@ and put `@register("its-name", "one line on it")` above it.
 """
 
 # importing a family registers it; the order of the imports is the order of `penstock list`
-from penstock.families.gpipe import forward_only, gpipe, looped_bfs  # isort: skip
+from penstock.families.gpipe import gpipe, looped_bfs  # isort: skip
 from penstock.families.one_f_one_b import eager_1f1b, one_f_one_b  # isort: skip
-from penstock.families.interleaved import interleaved_1f1b, interleaved_zero_bubble  # isort: skip
+from penstock.families.interleaved import forward_only, interleaved_1f1b, interleaved_zero_bubble  # isort: skip
 from penstock.families.zero_bubble import zb_h1, zb_h2  # isort: skip
 from penstock.families.zbv import zbv  # isort: skip
 from penstock.families.v_memory import v_half, v_min  # isort: skip

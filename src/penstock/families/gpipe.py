@@ -1,4 +1,4 @@
-"""All forwards, then all backwards: GPipe, Looped BFS, and the forward half alone.
+"""All forwards, then all backwards: GPipe and Looped BFS.
 
     penstock show gpipe -p 3 -m 4
 
@@ -23,7 +23,7 @@ from penstock.families.rows import each
 from penstock.placement import Placement
 from penstock.schedule import Schedule
 
-__all__ = ["forward_only", "gpipe", "looped_bfs"]
+__all__ = ["gpipe", "looped_bfs"]
 
 
 @register("gpipe", "all forwards, then all backwards; holds every activation", stages_per_rank=1)
@@ -48,19 +48,3 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
         backwards = [code for stage in reversed(stages) for code in each(Kind.B, stage, reversed(ks))]
         rows.append(forwards + backwards)
     return Schedule.from_codes(rows, placement, microbatches, "looped-bfs")
-
-
-@register("forward-only", "inference: forwards only, local stage by local stage", default_stages_per_rank=1)
-def forward_only(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Rounds of `ranks` microbatches, each round through all local stages: the forwards of interleaved 1F1B."""
-    placement = Placement.loop(ranks, stages_per_rank)
-    rows = [
-        [
-            code
-            for start in range(0, microbatches, ranks)
-            for stage in stages
-            for code in each(Kind.F, stage, range(start, min(start + ranks, microbatches)))
-        ]
-        for stages in placement.stages_of_rank
-    ]
-    return Schedule.from_codes(rows, placement, microbatches, "forward-only")

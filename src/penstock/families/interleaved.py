@@ -22,7 +22,7 @@ F, B, W the forward, input-gradient and weight-gradient time of all of a rank's 
     makespan  m(F + B + W) + (p - 1)(F + B + W)/v + (2pv - 2)c     interleaved 1F1B, p | m
               one third of that bubble at F = B = W                interleaved zero bubble
     memory    warm-up + 1 live activations           interleaved 1F1B
-              about p·v                              interleaved zero bubble
+              p·v where p divides m, else more       interleaved zero bubble
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.families.rows import delayed_weights, each, keep_microbatches, one
 from penstock.placement import Placement
 from penstock.schedule import Schedule
 
-__all__ = ["interleaved_1f1b", "interleaved_zero_bubble"]
+__all__ = ["forward_only", "interleaved_1f1b", "interleaved_zero_bubble"]
 
 
 @register("interleaved-1f1b", "1F1B over several stages per rank: a v times smaller bubble, more messages")
@@ -69,6 +69,18 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int)
         row = forwards[:warmup] + delayed_weights(forwards[warmup:], inputs, weights, delay=rank)
         rows.append(keep_microbatches(row, microbatches))
     return Schedule.from_codes(rows, placement, microbatches, "interleaved-zero-bubble")
+
+
+@register("forward-only", "inference: the forwards of interleaved 1F1B", default_stages_per_rank=1)
+def forward_only(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """Round after round through all local stages; nothing is held."""
+    placement = Placement.loop(ranks, stages_per_rank)
+    built, per_round = _rounds(ranks, microbatches)
+    rows = [
+        keep_microbatches(_in_rounds(Kind.F, stages, built, per_round), microbatches)
+        for stages in placement.stages_of_rank
+    ]
+    return Schedule.from_codes(rows, placement, microbatches, "forward-only")
 
 
 def _rounds(ranks: int, microbatches: int) -> tuple[int, int]:

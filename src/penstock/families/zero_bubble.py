@@ -19,8 +19,8 @@ hop between ranks; span is the longest time any rank is at work, from its own fi
 
     warm-up   p - 1 - r forwards; W is put off by r backwards            ZB-H1
               2(p - 1 - r) forwards; W is put off by 2r backwards        ZB-H2
-    span      m(F + B + W) + (p - 1)(F + B - W) + 4(p - 1)c              ZB-H1
-              m(F + B + W) + (p - 1)(F + B - 2W) + 2(p - 1)c             ZB-H2
+    span      m(F + B + W) + (p - 1)(F + B - W) + 4(p - 1)c              ZB-H1, m >= 2p
+              m(F + B + W) + (p - 1)(F + B - 2W) + 2(p - 1)c             ZB-H2, m >= 2p
     memory    p live activations                                         ZB-H1
               2p - 1                                                     ZB-H2
 """

@@ -16,7 +16,7 @@ from penstock.lowering.receives import DeferReceives
 from penstock.lowering.reduction import AddGradReduction
 from penstock.lowering.sharding import AddSharding
 from penstock.schedule import Schedule
-from penstock.validation import faults_in_steps, refusal
+from penstock.validation import faults_in_steps, refusal, validate
 
 __all__ = [
     "DEFAULT_PASSES",
@@ -43,7 +43,9 @@ def lower(
     `trace` is called with the name of each pass and the schedule after it. A schedule with faults is refused
     with all of them.
     """
-    if faults := faults_in_steps(schedule):
+    # add-communication finds a deadlock by itself, so it need not be looked for twice
+    found_later = not schedule.columns.has_communication and AddCommunication() in passes
+    if faults := faults_in_steps(schedule) if found_later else validate(schedule, sends="edge-streams"):
         raise refusal(schedule, faults)
     for step in passes:
         schedule = step(schedule)

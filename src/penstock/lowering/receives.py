@@ -20,6 +20,7 @@ from penstock.columns import Ints
 from penstock.errors import ScheduleError
 from penstock.lowering.passes import Pass
 from penstock.schedule import Schedule
+from penstock.validation import refusal, validate
 
 __all__ = ["DeferReceives"]
 
@@ -36,7 +37,7 @@ class DeferReceives(Pass):
     """Receive as late as possible: just before the first use, or before the next send where that comes first.
 
     With `past_sends`, receives pass sends too, except that a lower rank receives from a higher one before it
-    sends to it. Either way a channel's receives stay in the order of its sends.
+    sends to it, as torch does it. Either way a channel's receives stay in the order of its sends.
     """
 
     past_sends: bool = False
@@ -58,7 +59,7 @@ class DeferReceives(Pass):
         for code, following in zip(codes, [*codes[1:], 0]):
             kind, stage = code >> KIND_SHIFT & KIND_MASK, code >> STAGE_SHIFT
             if kind in _NEIGHBOUR:
-                peer = hosts[stage + _NEIGHBOUR[kind]]
+                peer = hosts[min(max(stage + _NEIGHBOUR[kind], 0), len(hosts) - 1)]
                 queue = peer if self.past_sends else 0
                 if kind in (_RECV_F, _RECV_B):
                     held.hold(queue, code)
@@ -70,6 +71,8 @@ class DeferReceives(Pass):
                 for part in pair:
                     out += held.release_through(part + _TO_RECEIVE.get(part >> KIND_SHIFT & KIND_MASK, 0))
             out.append(code)
+        if held:
+            raise refusal(schedule, validate(schedule))
         return out
 
 
@@ -79,6 +82,9 @@ class _HeldBack:
     def __init__(self) -> None:
         self._queues: dict[int, deque[int]] = {}
         self._queue_of: dict[int, deque[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._queue_of)
 
     def hold(self, queue: int, code: int) -> None:
         """Put one at the end of a queue."""

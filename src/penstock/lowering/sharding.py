@@ -68,7 +68,8 @@ class AddSharding(Pass):
 def _next_uses(columns: Columns, rank: int, stages: Ints) -> Ints:
     """Per stage and slot of a rank: twice the slot that next works on the stage, odd for a pair's second."""
     first, last = columns.slot_bounds[rank : rank + 2]
-    parts = slice(*columns.part_bounds[rank : rank + 2])
+    parts = np.arange(*columns.part_bounds[rank : rank + 2])
+    parts = parts[columns.is_compute[parts] | columns.of_kind(Kind.REDUCE_GRAD)[parts]]
     slot = columns.slot[parts] - first
     second = np.concatenate(([False], slot[1:] == slot[:-1]))[: len(slot)]
     next_use = np.full((len(stages), last - first), _NEVER)

@@ -6,6 +6,8 @@ in `validate`. Rules on communication, sharding and reduction apply where the sc
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.errors import ScheduleError
 from penstock.schedule import Schedule
 from penstock.validation.communication import Messages, channel_order, delivered_in_time, sent_and_received
@@ -13,6 +15,7 @@ from penstock.validation.deadlock import MODELS, no_deadlock
 from penstock.validation.report import refusal, report
 from penstock.validation.sharding import reduced_once, unsharded_when_used
 from penstock.validation.violation import Violation, Wait
+from penstock.validation.way_out import way_out
 from penstock.validation.work import complete, known_ids, no_duplicates, order_on_rank, right_rank
 
 __all__ = ["MODELS", "Violation", "Wait", "faults_in_steps", "refusal", "report", "validate"]
@@ -37,10 +40,20 @@ def validate(schedule: Schedule, sends: str = MODELS[-1]) -> list[Violation]:
     """
     if sends not in MODELS:
         raise ScheduleError(f"no way of sending is called {sends!r}; there are {', '.join(MODELS)}")
+    models = MODELS[: MODELS.index(sends) + 1]
+    return [
+        replace(fault, suggestion=way_out(schedule, fault, lambda other: _find_all(other, models)))
+        if fault.cycle
+        else fault
+        for fault in _find_all(schedule, models)
+    ]
+
+
+def _find_all(schedule: Schedule, models: tuple[str, ...]) -> list[Violation]:
     messages = Messages.of(schedule.columns)
     found = faults_in_steps(schedule)
     found += [violation for rule in _RULES_ON_MESSAGES for violation in rule(messages)]
-    return found + list(no_deadlock(messages, MODELS[: MODELS.index(sends) + 1]))
+    return found + list(no_deadlock(messages, models))
 
 
 def faults_in_steps(schedule: Schedule) -> list[Violation]:

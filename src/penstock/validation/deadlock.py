@@ -1,21 +1,24 @@
-"""Whether the ranks can wait for each other in a cycle, under four ways of sending.
+"""Whether the ranks can wait for each other in a cycle, under five ways of sending.
 
     buffered        a send never waits; a step waits until what it needs is sent
     edge-streams    messages move in the background: a message moves once its send and its receive are
                     reached, and those of one channel (ordered pair of ranks) move one after the other
+    pair-streams    the same, but the messages between two ranks, both ways, move one after the other, as on
+                    one communicator for each pair
     shared-stream   the same, but all messages of a rank, in and out, move one after the other in the order
-                    of its list, as on one communicator
+                    of its list, as on one communicator for all
     rendezvous      a send holds up its rank until the receive is reached, and a receive until the send is
 
-Two and two of them block alike. With a stream per edge a step waits for a receive that stands before it in
-its own list, and for messages that the sender sends before the one it needs: in the end, for the send, as if
-it were buffered. And what a rank held up by a message keeps back are its later messages, which on a shared
-stream are behind that message just the same. The second two wait wherever the first two wait, and more. So a
-schedule that is safe under `rendezvous` is safe under all four, and that is decided first, and fast.
+Each waits wherever the one before it waits. The first two block alike: with a stream per edge a step waits for
+a receive that stands before it in its own list, and for messages that the sender sends before the one it
+needs, so in the end for the send, as if it were buffered. The last two block alike: what a rank held up by a
+message keeps back are its later messages, which on a shared stream are behind that message just the same. So a
+schedule that is safe under `rendezvous` is safe under all, and that is decided first, and fast.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,11 +32,10 @@ from penstock.validation.violation import Violation, Wait, slot_at
 
 __all__ = ["MODELS", "no_deadlock"]
 
-MODELS = ("buffered", "edge-streams", "shared-stream", "rendezvous")
+MODELS = ("buffered", "edge-streams", "pair-streams", "shared-stream", "rendezvous")
 
 
 _LIST = "it comes earlier in the list"
-_AHEAD = "it is ahead of it in the rank's one stream"
 
 
 class Waits(NamedTuple):
@@ -62,10 +64,13 @@ def no_deadlock(messages: Messages, models: Sequence[str] = MODELS) -> Iterator[
     if cycle := _find_cycle(num_nodes, _sends_graph(messages)):
         yield _violation(columns, MODELS, cycle)
         return
-    # on a channel that mixes up its messages, a shared stream says nothing real
-    on_streams = messages.in_order and not set(models).isdisjoint(MODELS[2:])
-    if on_streams and (cycle := _find_cycle(num_nodes, _stream_graph(messages))):
-        yield _violation(columns, MODELS[2:], cycle)
+    for model in ("pair-streams", "shared-stream"):
+        # on a channel that mixes up its messages, a stream says nothing real
+        if messages.in_order and not set(models).isdisjoint(later := MODELS[MODELS.index(model) :]):
+            graph = _stream_graph(messages, pairs=model == "pair-streams")
+            if cycle := _find_cycle(num_nodes, graph):
+                yield _violation(columns, later, cycle)
+                return
 
 
 def _data_flows(columns: Columns) -> bool:
@@ -127,25 +132,29 @@ def _sends_graph(messages: Messages) -> list[Waits]:
     return [_lists(columns), Waits(send, consumer, send, consumer, "it needs what this sends")]
 
 
-def _stream_graph(messages: Messages) -> list[Waits]:
-    """`shared-stream`: a step waits for its messages, a message for both ends and for those ahead of it."""
+def _stream_graph(messages: Messages, *, pairs: bool) -> list[Waits]:
+    """A step waits for its messages, a message for both ends and for those ahead of it in its streams."""
     columns = messages.columns
     there = np.flatnonzero(messages.paired)
     node = len(columns.rank) + there
     send, receive = columns.slot[messages.send[there]], columns.slot[messages.receive[there]]
-    used = messages.consumer[there] >= 0
-    consumer = columns.slot[messages.consumer[there][used]]
-    slot, stream = np.concatenate((send, receive)), np.concatenate((node, node))
-    order = np.argsort(slot)
-    slot, stream = slot[order], stream[order]
-    same = columns.rank[slot[1:]] == columns.rank[slot[:-1]]
-    ahead = Waits(stream[:-1][same], stream[1:][same], slot[:-1][same], slot[1:][same], _AHEAD)
+    consumer = columns.slot_or_none[messages.consumer[there]]
+    used = consumer > receive  # a use before the receive is another fault
+    source, target = messages.source[there], messages.target[there]
+    slot, moved = np.concatenate((send, receive)), np.concatenate((node, node))
+    stream = np.concatenate((source, target)) * columns.placement.num_ranks
+    if pairs:
+        stream += np.concatenate((target, source))
+    order = np.lexsort((slot, stream))
+    slot, moved, stream = slot[order], moved[order], stream[order]
+    same = stream[1:] == stream[:-1]
+    ahead = "it is ahead of it in their stream" if pairs else "it is ahead of it in the rank's one stream"
     return [
         _lists(columns),
         Waits(send, node, send, receive, "a receive completes only with its send"),
         Waits(receive, node, receive, send, "a send completes only with its receive"),
-        Waits(node[used], consumer, receive[used], consumer, "it needs what this receives"),
-        ahead,
+        Waits(node[used], consumer[used], receive[used], consumer[used], "it needs what this receives"),
+        Waits(moved[:-1][same], moved[1:][same], slot[:-1][same], slot[1:][same], ahead),
     ]
 
 
@@ -171,15 +180,47 @@ def _find_cycle(num_nodes: int, graph: list[Waits]) -> list[tuple[int, int, str]
     if len(free) == num_nodes:
         return []
     # walk against the waits; a rank's own list comes first in `arriving`, which leads to where it is stuck
-    node = next(n for n, count in enumerate(missing) if count)
+    stuck = [[e for e in edges if missing[before[e]]] if missing[n] else [] for n, edges in enumerate(arriving)]
+    node = next(n for n, edges in enumerate(stuck) if edges)
     path: list[int] = []
     seen: dict[int, int] = {}
     while node not in seen:
         seen[node] = len(path)
-        edge = next(e for e in arriving[node] if missing[before[e]])
-        path.append(edge)
-        node = before[edge]
-    return [(waiter[e], awaited[e], why[e]) for e in path[seen[node] :] if why[e] != _LIST]
+        path.append(stuck[node][0])
+        node = before[path[-1]]
+    cycle = [e for e in path[seen[node] :] if why[e] != _LIST]
+    for e in cycle[:_TRIES]:
+        shorter = [e for e in _way_back(after[e], before, after, stuck, why) if why[e] != _LIST]
+        cycle = min(cycle, shorter, key=len)
+    return [(waiter[e], awaited[e], why[e]) for e in cycle]
+
+
+_TRIES = 8
+
+
+def _way_back(
+    start: int, before: list[int], after: list[int], stuck: list[list[int]], why: list[str]
+) -> list[int]:
+    """The way from a node against the waits back to it that leaves a list least often."""
+    came_by: dict[int, int] = {}
+    queue = deque([(start, -1)])
+    while queue:
+        node, edge = queue.popleft()
+        if edge >= 0:
+            if node in came_by:
+                continue
+            came_by[node] = edge
+            if node == start:
+                break
+        for e in stuck[node]:
+            if why[e] == _LIST:
+                queue.appendleft((before[e], e))
+            else:
+                queue.append((before[e], e))
+    way: list[int] = [came_by[start]]
+    while after[way[-1]] != start:
+        way.append(came_by[after[way[-1]]])
+    return way[::-1]
 
 
 def _violation(columns: Columns, models: tuple[str, ...], cycle: list[tuple[int, int, str]]) -> Violation:
@@ -197,20 +238,10 @@ def _violation(columns: Columns, models: tuple[str, ...], cycle: list[tuple[int,
     return Violation(
         "deadlock",
         f"rank{'s' * (len(ranks) > 1)} {named} wait for each other in a cycle, {extent}",
-        _way_out(waits),
+        "change the order of one of these ranks",
         waits[0].rank,
         waits[0].step,
         waits[0].action,
         waits,
         models,
     )
-
-
-def _way_out(waits: tuple[Wait, ...]) -> str:
-    """A move that opens the cycle: what is awaited before what keeps its rank from getting there."""
-    for wait, then in zip(waits, waits[1:] + waits[:1]):
-        if wait.rank == wait.for_rank and wait.for_step < wait.step:
-            return f"on rank {wait.rank}, move {wait.action} before {wait.for_action}"
-        if wait.for_rank == then.rank and then.step < wait.for_step:
-            return f"on rank {then.rank}, move {wait.for_action} before {then.action}"
-    return "change the order of one of the ranks"

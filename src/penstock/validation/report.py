@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from penstock.errors import ScheduleError
@@ -12,11 +13,21 @@ from penstock.validation.violation import Violation, slot_at
 __all__ = ["refusal", "report"]
 
 _AROUND = 4
+_MOST_ALIKE = 20
 
 
 def report(schedule: Schedule, violations: Sequence[Violation]) -> str:
-    """All of them, each followed by the steps around the place it names."""
-    return "\n".join("\n".join([str(violation), *_excerpt(schedule, violation)]) for violation in violations)
+    """All of them, each followed by the steps around the place it names; of many alike, the first ones."""
+    counts = Counter(violation.code for violation in violations)
+    shown: Counter[str] = Counter()
+    lines: list[str] = []
+    for violation in violations:
+        shown[violation.code] += 1
+        if shown[violation.code] <= _MOST_ALIKE:
+            lines += [str(violation), *_excerpt(schedule, violation)]
+        elif shown[violation.code] == counts[violation.code]:
+            lines.append(f"error[{violation.code}]: {counts[violation.code] - _MOST_ALIKE} more of these")
+    return "\n".join(lines)
 
 
 def refusal(schedule: Schedule, violations: Sequence[Violation]) -> ScheduleError:

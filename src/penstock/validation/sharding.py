@@ -20,6 +20,8 @@ def unsharded_when_used(columns: Columns) -> Iterator[Violation]:
     relevant = np.flatnonzero(
         columns.sound & (columns.is_compute | columns.of_kind(Kind.UNSHARD, Kind.RESHARD))
     )
+    if not relevant.size:
+        return
     order = relevant[np.argsort(columns.stage[relevant], kind="stable")]
     stage = columns.stage[order]
     unshard, reshard = (columns.kind[order] == k.number for k in (Kind.UNSHARD, Kind.RESHARD))
@@ -31,13 +33,13 @@ def unsharded_when_used(columns: Columns) -> Iterator[Violation]:
     latest = np.concatenate(([-1], np.maximum.accumulate(np.where(switch, here, -1))[:-1]))
     first = np.maximum.accumulate(np.where(opens, here, 0))
     whole = (latest >= first) & unshard[latest]
-    next_switches = np.append(switch[1:], True) | closes
+    let_go_next = np.append(reshard[1:], True) | closes
     for faulty, code, message, suggestion in (
         (~switch & ~whole, "compute-while-sharded", "the stage is not unsharded here", "UNSHARD it before"),
         (unshard & whole, "double-unshard", "the stage is unsharded already", "drop one UNSHARD"),
-        (unshard & next_switches, "unused-unshard", "nothing uses the stage before it is let go", "drop it"),
+        (unshard & let_go_next, "unused-unshard", "nothing uses the stage before it is let go", "drop it"),
         (reshard & ~whole, "reshard-without-unshard", "the stage is not unsharded here", "drop it"),
-        (closes & (unshard | (~switch & whole)), "left-unsharded", "the stage is never let go", "add RESHARD"),
+        (closes & ~switch & whole, "left-unsharded", "the stage is never let go", "add RESHARD"),
     ):
         for part in order[faulty].tolist():
             yield violation_at(columns, part, code, message, suggestion)

@@ -126,6 +126,9 @@ def _per_stage(columns: Columns, faulty: Bools, code: str, what: str, suggestion
         yield Violation(code, f"stage {stage} {what} microbatch {numbers}", suggestion, rank)
 
 
+_MOST_RUNS = 8
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """`0-3, 5, 7-8`: whole numbers in ascending order, runs as first and last."""
     runs: list[list[int]] = []
@@ -134,7 +137,8 @@ def ranges(numbers: Iterable[int]) -> str:
             runs[-1][1:] = [n]
         else:
             runs.append([n])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    shown = ", ".join("-".join(map(str, run)) for run in runs[:_MOST_RUNS])
+    return shown + f", ... ({len(runs)} such runs)" * (len(runs) > _MOST_RUNS)
 
 
 _ORDER = {
