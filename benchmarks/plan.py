@@ -1,9 +1,10 @@
-"""Build, lower and validate large schedules, beside torch's constructors, which build and lower.
+"""Build, lower, validate and simulate large schedules, beside torch, which builds, lowers and dry-runs.
 
-    python -m benchmarks.plan            about two minutes; needs the extra `torch`
+    python -m benchmarks.plan            about three minutes; needs the extra `torch`
 
 Both run in this process, one after the other, each several times; the best of each is taken. torch validates
-less in its time (counts and per-stage order), Penstock proves every rule and the absence of deadlock.
+less in its time (counts and per-stage order) and its dry run counts unit steps; Penstock proves every rule and
+the absence of deadlock, and simulates real costs with memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from tests.oracles import torch_schedules
 
 import penstock
+from penstock.simulator import Engine
 
 
 class Instance(NamedTuple):
@@ -69,9 +71,38 @@ def seconds(instance: Instance) -> dict[str, float]:
     }
 
 
+COSTS = penstock.Costs(forward=10, backward_input=11, backward_weight=9, latency=0.5, activation=3)
+
+
+def print_simulation(instance: Instance) -> None:
+    """Everything from nothing to a timeline with memory, and torch's way to its count of steps."""
+    _, name, ranks, stages_per_rank, microbatches = instance
+
+    def ours() -> None:
+        schedule = penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+        assert penstock.simulate(penstock.lower(schedule), COSTS).peak_memory
+
+    def theirs() -> None:
+        built = torch_schedules.built(instance.theirs, ranks, stages_per_rank, microbatches)
+        assert torch_schedules.dry_run(built)
+
+    mine, rival = timed(ours, 3), timed(theirs, 1)
+    print(f"{instance!s:<56}{mine:>10.3f}{rival:>11.2f}{rival / mine:>7.1f}x")
+
+
+def print_rate() -> None:
+    """How many simulations a second, of a schedule that is new each time and of one with new costs."""
+    schedule = penstock.build("zb-h1", ranks=8, microbatches=32)
+    engine = Engine(schedule, COSTS)
+    fresh = timed(lambda: Engine(schedule.with_rows(schedule.columns.rows), COSTS).run(), 200)
+    again = timed(engine.run, 200)
+    rates = f"{1 / fresh:,.0f} new, {1 / again:,.0f} run again"
+    print(f"simulations a second, p=8 m=32, {schedule.num_steps} steps: {rates}")
+
+
 def main() -> None:
-    """Print the table, then how both grow with the number of microbatches."""
-    logging.disable(logging.INFO)
+    """Print the tables: planning, growth with the number of microbatches, simulation."""
+    logging.disable(logging.WARNING)
     print(f"{'schedule':<42}{'lowered steps':>14}{'ours (s)':>10}{'torch (s)':>11}{'ratio':>8}")
     for instance in INSTANCES:
         t = seconds(instance)
@@ -87,6 +118,10 @@ def main() -> None:
         full = seconds(instance)
         grown = [full[who] / half[who] for who in ("ours", "torch")]
         print(f"{instance!s:<42}{grown[0]:>9.1f}x{grown[1]:>15.1f}x")
+    print(f"\n{'build, lower, validate, simulate':<56}{'ours (s)':>10}{'torch (s)':>11}{'ratio':>8}")
+    for instance in (INSTANCES[0], INSTANCES[2]):
+        print_simulation(instance)
+    print_rate()
 
 
 if __name__ == "__main__":

@@ -64,3 +64,8 @@ def run(command: str, width: int) -> str:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path: Path) -> None:
+    run(f"penstock show zbv -p 4 -m 8 --lowered -o {tmp_path / 'zbv.svg'}", 80)
+    assert (tmp_path / "zbv.svg").read_bytes() == (ROOT / "docs" / "zbv.svg").read_bytes()

@@ -6,7 +6,16 @@ import pytest
 
 import penstock
 from penstock import errors
-from penstock.errors import ActionError, BuildError, FormatError, PenstockError, PlacementError, ScheduleError
+from penstock.errors import (
+    ActionError,
+    BuildError,
+    CostsError,
+    FormatError,
+    MissingExtraError,
+    PenstockError,
+    PlacementError,
+    ScheduleError,
+)
 
 ONE_OF_EACH = (
     ActionError("1X0", 1, "no kind of action stands here"),
@@ -14,6 +23,8 @@ ONE_OF_EACH = (
     BuildError("no family is called '1f1c'"),
     FormatError("mine.csv", ["row 1, column 2: wrong", "row 3: wrong too"]),
     ScheduleError("a schedule needs at least 1 microbatch"),
+    CostsError("forward: it must be 0 or more"),
+    MissingExtraError("PNG needs Pillow"),
 )
 
 

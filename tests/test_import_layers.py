@@ -25,6 +25,11 @@ LAYERS = (
     {"formats", "replay", "families"},
     {"validation"},
     {"lowering"},
+    {"costs"},
+    {"bounds", "presets", "walk"},
+    {"timeline"},
+    {"simulator", "why"},
+    {"jitter", "comparison"},
     {"view"},
     {"penstock"},  # __init__.py, which only gathers names
     {"cli"},

@@ -14,6 +14,8 @@ DOCUMENTED = {
     "Overlap",
     "Placement",
     "Schedule",
+    "Costs",
+    "Timeline",
     "Family",
     "Violation",
     # verbs
@@ -23,11 +25,14 @@ DOCUMENTED = {
     "parse_action",
     "read",
     "register",
+    "simulate",
     "validate",
     # errors
     "ActionError",
     "BuildError",
+    "CostsError",
     "FormatError",
+    "MissingExtraError",
     "PenstockError",
     "PlacementError",
     "ScheduleError",

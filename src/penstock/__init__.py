@@ -1,10 +1,13 @@
 """Penstock: pipeline-parallel training schedules, designed, proved, shown and run."""
 
 from penstock.action import Action, Kind, Overlap, parse_action
+from penstock.costs import Costs
 from penstock.errors import (
     ActionError,
     BuildError,
+    CostsError,
     FormatError,
+    MissingExtraError,
     PenstockError,
     PlacementError,
     ScheduleError,
@@ -14,6 +17,8 @@ from penstock.formats import read
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedule import Schedule
+from penstock.simulator import simulate
+from penstock.timeline import Timeline
 from penstock.validation import Violation, validate
 
 __version__ = "0.1.0"
@@ -22,15 +27,19 @@ __all__ = [
     "Action",
     "ActionError",
     "BuildError",
+    "Costs",
+    "CostsError",
     "Family",
     "FormatError",
     "Kind",
+    "MissingExtraError",
     "Overlap",
     "PenstockError",
     "Placement",
     "PlacementError",
     "Schedule",
     "ScheduleError",
+    "Timeline",
     "Violation",
     "build",
     "families",
@@ -38,5 +47,6 @@ __all__ = [
     "parse_action",
     "read",
     "register",
+    "simulate",
     "validate",
 ]

@@ -37,10 +37,11 @@ from penstock.action import (
 )
 from penstock.placement import Placement
 
-__all__ = ["Bools", "Columns", "Ints", "Need", "codes_of", "kinds_in"]
+__all__ = ["Bools", "Columns", "Floats", "Ints", "Need", "codes_of", "kinds_in"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
+Floats: TypeAlias = npt.NDArray[np.float64]
 
 _KINDS = tuple(Kind)
 _IS_COMPUTE = np.array([kind.is_compute for kind in Kind])

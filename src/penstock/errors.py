@@ -5,7 +5,9 @@
     ├── PlacementError           a mapping of stages to ranks that cannot be
     ├── BuildError               a family that is unknown, or numbers it cannot be built for
     ├── FormatError              a file that is not a schedule, with every fault and its place
-    └── ScheduleError            a schedule that cannot be made, lowered or run as it stands
+    ├── ScheduleError            a schedule that cannot be made, lowered or run as it stands
+    ├── CostsError               costs that cannot be, or that do not fit a schedule
+    └── MissingExtraError        something that needs an optional dependency which is not installed
 
 All of them are `ValueError`s too: each is about a value somebody gave.
 """
@@ -17,7 +19,9 @@ from collections.abc import Sequence
 __all__ = [
     "ActionError",
     "BuildError",
+    "CostsError",
     "FormatError",
+    "MissingExtraError",
     "PenstockError",
     "PlacementError",
     "ScheduleError",
@@ -64,3 +68,11 @@ class FormatError(PenstockError):
 
 class ScheduleError(PenstockError):
     """A schedule that cannot be made, lowered or run as it stands."""
+
+
+class CostsError(PenstockError):
+    """Costs that cannot be, or that do not fit a schedule."""
+
+
+class MissingExtraError(PenstockError):
+    """Something that needs an optional dependency which is not installed."""

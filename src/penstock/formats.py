@@ -28,7 +28,7 @@ from penstock.given import printable
 from penstock.placement import Placement
 from penstock.schedule import Schedule
 
-__all__ = ["dumps", "format_of", "read", "reads", "write", "write_text"]
+__all__ = ["dumps", "format_of", "read", "reads", "write", "write_bytes", "write_text"]
 
 _FORMAT, _VERSION = "penstock-schedule", 1
 _KEYS = ("format", "version", "name", "microbatches", "level", "stage_to_rank", "ranks")
@@ -82,15 +82,20 @@ def dumps(schedule: Schedule, file_format: str) -> str:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Put a text into a file at once: a reader sees the old file or the new one, never a part."""
+    """Put a text into a file at once, as `write_bytes` does."""
+    write_bytes(text.encode("utf-8"), path)
+
+
+def write_bytes(content: bytes, path: Path) -> None:
+    """Put it into a file at once: a reader sees the old file or the new one, never a part."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():  # a pipe or a device has no old content to keep
-        target.write_text(text, encoding="utf-8", newline="")
+        target.write_bytes(content)
         return
     beside = target.with_name(f".{token_hex(8)}.tmp")
     try:
-        with beside.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with beside.open("xb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():

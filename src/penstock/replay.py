@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.columns import Columns, Ints
+from penstock.columns import Columns, Floats, Ints
 
 __all__ = ["Inputs", "Replay", "replay"]
 
@@ -28,22 +28,22 @@ class Inputs:
 
     one: list[int]
     """Per slot: the slot it waits for, or none, or a sign to look into `several`."""
-    lag: list[int]
-    several: dict[int, list[tuple[int, int]]]
+    lag: list[float]
+    several: dict[int, list[tuple[int, float]]]
     """The waits of slots that have more than one, such as overlapped pairs."""
 
     @classmethod
-    def of(cls, num_slots: int, producer: Ints, consumer: Ints, lag: Ints) -> Inputs:
+    def of(cls, num_slots: int, producer: Ints, consumer: Ints, lag: Ints | Floats) -> Inputs:
         """From pairs of slots, in no particular order."""
         one = np.full(num_slots, _NONE, dtype=np.int64)
-        lags = np.zeros(num_slots, dtype=np.int64)
+        lags = np.zeros(num_slots, dtype=lag.dtype)
         one[consumer] = producer
         lags[consumer] = lag
-        several: dict[int, list[tuple[int, int]]] = {}
-        overwritten = np.unique(consumer[one[consumer] != producer])
+        several: dict[int, list[tuple[int, float]]] = {}
+        overwritten = np.flatnonzero(np.bincount(consumer, minlength=num_slots) > 1)
         if overwritten.size:
             for i in np.flatnonzero(np.isin(consumer, overwritten)).tolist():
-                several.setdefault(int(consumer[i]), []).append((int(producer[i]), int(lag[i])))
+                several.setdefault(int(consumer[i]), []).append((int(producer[i]), lag[i].item()))
             one[overwritten] = _SEVERAL
         return cls(one.tolist(), lags.tolist(), several)
 
@@ -52,14 +52,14 @@ class Inputs:
 class Replay:
     """When each slot ends, -1 for those never reached, and the slot each rank is stuck at, if any."""
 
-    ends: list[int]
+    ends: list[float]
     stuck: dict[int, int]
 
 
-def replay(columns: Columns, inputs: Inputs, durations: Sequence[int], starts: Sequence[int]) -> Replay:
+def replay(columns: Columns, inputs: Inputs, durations: Sequence[float], starts: Sequence[float]) -> Replay:
     """Run it. `durations` are per slot, `starts` the clock of each rank at the beginning."""
     one, lag, several = inputs.one, inputs.lag, inputs.several
-    ends = [_NOT_YET] * len(one)
+    ends: list[float] = [_NOT_YET] * len(one)
     rank_of = columns.rank.tolist()
     bounds = columns.slot_bounds.tolist()
     position = bounds[:-1]

@@ -143,7 +143,7 @@ def test_the_name_in_a_file_cannot_steer_the_terminal(run: Run, tmp_path: Path) 
             "--format json does not go with the file x.csv",
         ),
         (["1f1b", "-p", 2, "-m", 2, "-o", "x.json", "-f", "grid"], "--format grid does not go with"),
-        (["1f1b", "-p", 2, "-m", 2, "-o", "x.txt"], "x.txt ends neither in .csv nor in .json; say --format"),
+        (["1f1b", "-p", 2, "-m", 2, "-o", "x.txt"], "x.txt does not end in .csv, .json, .svg, .png or .html;"),
         (["x.csv", "-p", 2, "-m", 2], "is a file and has its own numbers; drop --ranks and --microbatches"),
         (["x.csv", "-v", 2], "is a file and has its own numbers; drop --stages-per-rank"),
         (["x.csv"], "x.csv: No such file or directory"),

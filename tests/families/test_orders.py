@@ -8,34 +8,22 @@ import pkgutil
 import re
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 import penstock
-from penstock import Kind, Schedule
-from penstock.replay import Inputs, replay
-from penstock.view.grid import grid, unit_time
+from penstock import Costs, Kind, Schedule, simulate
+from penstock.view.grid import grid
 from tests.oracles.naive import MODELS, Judge
 
 FAMILIES = penstock.families()
 
 
-def length(schedule: Schedule) -> int:
-    times = unit_time(schedule)
-    assert times is not None
-    return max(times[1])
+def length(schedule: Schedule) -> float:
+    return simulate(schedule).makespan
 
 
-def span(schedule: Schedule, f: int, i: int, w: int, hop: int) -> int:
-    """The longest time from a rank's first start to its last end."""
-    columns = schedule.columns
-    cost = np.array([{Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: i + w}.get(kind, 0) for kind in Kind])
-    durations: list[int] = np.bincount(columns.slot, weights=cost[columns.kind]).astype(np.int64).tolist()
-    producer, consumer = columns.crossings
-    inputs = Inputs.of(schedule.num_steps, producer, consumer, np.full(len(producer), hop))
-    ends = replay(columns, inputs, durations, [0] * schedule.num_ranks).ends
-    bounds: list[int] = columns.slot_bounds.tolist()
-    return max(ends[b - 1] - (ends[a] - durations[a]) for a, b in itertools.pairwise(bounds))
+def span(schedule: Schedule, f: float, i: float, w: float, hop: float) -> float:
+    return simulate(schedule, Costs(forward=f, backward_input=i, backward_weight=w, latency=hop)).span
 
 
 def peaks(schedule: Schedule) -> list[int]:

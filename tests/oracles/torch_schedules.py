@@ -60,6 +60,21 @@ def as_order(rows: Rows) -> dict[int, list[Any]]:
     return {rank: [torch_schedules._Action.from_str(text) for text in row] for rank, row in enumerate(rows)}
 
 
+UNKNOWN_TO_ITS_SIMULATOR = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+
+
+def dry_run(schedule: Any) -> int:  # noqa: ANN401
+    """How many unit steps torch's simulator counts, without the steps it does not know."""
+    known = {
+        rank: [action for action in actions if not str(action).endswith(UNKNOWN_TO_ITS_SIMULATOR)]
+        for rank, actions in schedule.pipeline_order_with_comms.items()
+    }
+    steps = torch_schedules._simulate_comms_compute(
+        known, lambda stage: schedule.stage_index_to_group_rank[stage], schedule._num_stages
+    )
+    return max(map(len, steps.values()))
+
+
 def lowered(rows: Rows, stage_to_rank: dict[int, int], microbatches: int, *, defer: bool = False) -> Rows:
     """What torch's passes make of a compute order."""
     num_stages = len(stage_to_rank)

@@ -14,15 +14,18 @@ import typer
 
 from penstock import __version__
 from penstock.cli.check import check
+from penstock.cli.compare import compare
 from penstock.cli.list import list_families
 from penstock.cli.show import show
+from penstock.cli.simulate import simulate
+from penstock.cli.trace import trace
 from penstock.errors import FormatError, PenstockError, ScheduleError
 
 __all__ = ["app", "command", "main"]
 
 app = typer.Typer(
     name="penstock",
-    help="Pipeline-parallel training schedules: build, show and prove them.",
+    help="Pipeline-parallel training schedules: build, prove, simulate and show them.",
     epilog="Start with: penstock show 1f1b --ranks 4 --microbatches 8",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -31,6 +34,9 @@ app = typer.Typer(
 app.command("list")(list_families)
 app.command("show")(show)
 app.command("check")(check)
+app.command("simulate")(simulate)
+app.command("compare")(compare)
+app.command("trace")(trace)
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 -- typer calls it so

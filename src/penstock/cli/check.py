@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.files import read_schedule
+from penstock.cli.source import checked_sends, read_schedule
 from penstock.errors import FormatError
 from penstock.schedule import Schedule
 from penstock.validation import MODELS, Violation, report, validate
@@ -34,8 +34,7 @@ def check(
       penstock check mine.json --json
       penstock check deferred.csv --sends edge-streams
     """
-    if sends not in MODELS:
-        raise typer.BadParameter(f"--sends is one of {', '.join(MODELS)} (given {sends})")
+    checked_sends(sends)
     try:
         schedule = read_schedule(file)
     except FormatError as error:

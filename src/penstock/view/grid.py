@@ -23,17 +23,17 @@ from penstock.action import Kind, Step
 from penstock.replay import Inputs, replay
 from penstock.schedule import Schedule
 
-__all__ = ["UNITS", "grid", "unit_time"]
+__all__ = ["STYLES", "UNITS", "cell_text", "grid", "unit_time"]
 
 UNITS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
 """How long a part takes in the picture; a pair takes the sum of its parts, everything else nothing."""
 
-_STYLES = {
+STYLES = {
     Kind.F: "black on bright_blue",
-    Kind.I: "black on bright_cyan",
-    Kind.W: "black on bright_green",
-    Kind.B: "black on bright_yellow",
-    Kind.OVERLAP_F_B: "black on bright_magenta",
+    Kind.I: "black on bright_magenta",
+    Kind.W: "black on bright_yellow",
+    Kind.B: "black on dark_orange",
+    Kind.OVERLAP_F_B: "black on bright_cyan",
     Kind.UNSHARD: "dim",
     Kind.RESHARD: "dim",
     Kind.REDUCE_GRAD: "bold",
@@ -59,7 +59,8 @@ def unit_time(schedule: Schedule) -> tuple[list[int], list[int]] | None:
     done = replay(columns, inputs, lasts, [0] * schedule.num_ranks)
     if done.stuck:
         return None
-    return [end - last for end, last in zip(done.ends, lasts)], done.ends
+    ends = [int(end) for end in done.ends]
+    return [end - last for end, last in zip(ends, lasts)], ends
 
 
 # --- over time -------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def _over_time(schedule: Schedule, width: int) -> Iterator[Text] | None:
     starts, ends = times
     steps = [step for row in schedule.ranks for step in row]
     with_stage = schedule.num_stages > schedule.num_ranks
-    texts = [_cell_text(step, with_stage=with_stage) for step in steps]
+    texts = [cell_text(step, with_stage=with_stage) for step in steps]
     cell = max([2] + [-(-(len(text) + 1) // (end - start)) for text, start, end in zip(texts, starts, ends)])
     return _time_panels(schedule, width, cell, list(zip(steps, texts, starts, ends)))
 
@@ -98,7 +99,8 @@ def _time_panels(
             yield line
 
 
-def _cell_text(step: Step, *, with_stage: bool) -> str:
+def cell_text(step: Step, *, with_stage: bool) -> str:
+    """The name of a step in a picture: with its stage, or without it where the row says it."""
     return "+".join(str(part) if with_stage else f"{part.kind}{part.microbatch}" for part in step.parts)
 
 
@@ -109,7 +111,7 @@ def _cells(drawn: Iterable[tuple[Step, str, int, int]], length: int, cell: int) 
         whole = text.ljust((end - start) * cell - 1, "─")
         for unit in range(start, end):
             piece = whole[(unit - start) * cell : (unit - start + 1) * cell]
-            cells[unit] = Text(piece, style=_STYLES[step.kind]).append(
+            cells[unit] = Text(piece, style=STYLES[step.kind]).append(
                 " " * (cell - len(piece)), style="default on default"
             )
     return cells
@@ -145,7 +147,7 @@ def _by_step(schedule: Schedule, width: int) -> Iterator[Text]:
                 text, kind = "", None
                 if step < len(columns[rank]):
                     text, kind = columns[rank][step], schedule.ranks[rank][step].kind
-                line.append(text, style=_STYLES.get(kind, "") if kind else "")
+                line.append(text, style=STYLES.get(kind, "") if kind else "")
                 line.append(" " * (widths[rank] - len(text)))
             line.rstrip()
             yield line

@@ -1,0 +1,157 @@
+"""Run a schedule at given costs: when does each step start and end, when does each message move?
+
+Every rank walks its list. A compute step waits for the rank's compute stream, for the messages it needs and for
+its stage to be unsharded. UNSHARD, RESHARD and REDUCE_GRAD go one after the other on the rank's collective
+stream. A message moves when the way of sending (`penstock.validation.deadlock`) lets it:
+
+    posted (send, receive)  ->  begins when its stream is free  ->  arrives after bytes/bandwidth + latency
+
+A buffered channel is free again once it has taken the bytes, a stream only once the message has arrived. A
+compute schedule is run as if each value were sent when it is made and received at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.action import Kind
+from penstock.columns import Floats
+from penstock.costs import Costs
+from penstock.errors import ScheduleError
+from penstock.lowering import AddCommunication
+from penstock.replay import Inputs, replay
+from penstock.schedule import Schedule
+from penstock.timeline import Timeline
+from penstock.validation import MODELS, refusal, validate
+from penstock.validation.communication import Messages
+from penstock.walk import Run, Walk
+
+__all__ = ["Engine", "simulate"]
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    sends: str = MODELS[0],
+    blocking_receives: bool = False,
+) -> Timeline:
+    """The timeline of one iteration. A schedule with faults is refused with the validator's report.
+
+    `sends` is how sends behave, `buffered` unless said. With `blocking_receives`, a receive that is reached
+    before its message arrives holds up its rank: work behind it that is not for this message waits too.
+    """
+    if faults := validate(schedule, sends):
+        raise refusal(schedule, faults)
+    engine = Engine(schedule, costs or Costs(), sends=sends, blocking_receives=blocking_receives)
+    return Timeline(engine.schedule, engine.costs, engine.run(), engine.run)
+
+
+class Engine:
+    """A right schedule and its costs made ready to be run, once or many times."""
+
+    def __init__(
+        self, schedule: Schedule, costs: Costs, *, sends: str = MODELS[0], blocking_receives: bool = False
+    ) -> None:
+        if sends not in MODELS:
+            raise ScheduleError(f"no way of sending is called {sends!r}; there are {', '.join(MODELS)}")
+        follows_messages = costs.bandwidth is not None or sends != MODELS[0] or blocking_receives
+        follows_messages |= not schedule.columns.only_compute and _collectives_take_time(costs)
+        if follows_messages and not schedule.columns.has_communication and schedule.num_ranks > 1:
+            schedule = AddCommunication()(schedule)
+        self.schedule, self.costs = schedule, costs
+        self.durations = _durations(schedule, costs)
+        columns = schedule.columns
+        self._walk: Walk | None = None
+        if follows_messages:
+            messages = Messages.of(columns)
+            taken, latency = _message_costs(schedule, costs)
+            self._walk = Walk(columns, taken, latency, messages, sends, blocking=blocking_receives)
+        else:
+            producer, consumer = columns.crossings
+            self._lag = _hops(schedule, costs)
+            self._inputs = Inputs.of(schedule.num_steps, producer, consumer, self._lag)
+
+    def run(self, starts: Sequence[float] | None = None, durations: Sequence[float] | None = None) -> Run:
+        """One iteration, from these clocks of the ranks on, with these durations of the steps."""
+        starts = [0] * self.schedule.num_ranks if starts is None else starts
+        durations = self.durations if durations is None else durations
+        if self._walk is not None:
+            return self._walk.run(starts, durations)
+        ends = np.array(replay(self.schedule.columns, self._inputs, durations, starts).ends, dtype=np.float64)
+        return Run(self._starts(ends, starts), ends, None)
+
+    def _starts(self, ends: Floats, starts: Sequence[float]) -> Floats:
+        """When each slot began: when the one before it and its inputs were there, to the last bit."""
+        columns = self.schedule.columns
+        begun = np.concatenate(([0.0], ends))[:-1]
+        first = columns.slot_bounds[:-1]
+        there = first < columns.slot_bounds[1:]
+        begun[first[there]] = np.array(starts, dtype=np.float64)[there]
+        producer, consumer = columns.crossings
+        np.maximum.at(begun, consumer, ends[producer] + self._lag)
+        return begun
+
+
+def _durations(schedule: Schedule, costs: Costs) -> list[float]:
+    """Seconds per slot."""
+    columns, stages = schedule.columns, schedule.num_stages
+    table = np.zeros((len(Kind), stages))
+    for kind, name in (
+        (Kind.F, "forward"),
+        (Kind.I, "backward_input"),
+        (Kind.W, "backward_weight"),
+        (Kind.UNSHARD, "unshard"),
+        (Kind.RESHARD, "reshard"),
+        (Kind.REDUCE_GRAD, "reduce_grad"),
+    ):
+        table[kind.number] = costs.per_stage(name, stages)
+    table[Kind.B.number] = costs.full_backward(stages)
+    part = table[columns.kind, columns.stage]
+    slot = columns.slot
+    total = np.bincount(slot, weights=part, minlength=schedule.num_steps)
+    second = np.concatenate(([False], slot[1:] == slot[:-1]))[: len(slot)]
+    if second.any():
+        pairs = slot[second]
+        longer = np.maximum(part[second], part[np.flatnonzero(second) - 1])
+        overlapped = longer + costs.overlap_factor * (total[pairs] - longer)
+        total[pairs] = overlapped if costs.overlap is None else costs.overlap
+    if costs.launch_overhead:
+        total[slot[columns.is_compute & ~second]] += costs.launch_overhead
+    seconds: list[float] = total.tolist()
+    return seconds
+
+
+def _collectives_take_time(costs: Costs) -> bool:
+    values = (np.asarray(getattr(costs, name)) for name in ("unshard", "reshard", "reduce_grad"))
+    return any(bool(np.any(value > 0)) for value in values)
+
+
+def _hops(schedule: Schedule, costs: Costs) -> Floats:
+    """The latency of each pair of `crossings`."""
+    _, latency = _message_costs(schedule, costs)
+    columns = schedule.columns
+    there = np.concatenate([(n.producer >= 0) & (n.consumer >= 0) for n in columns.between_stages]).ravel()
+    feeds, fed = columns.edges
+    apart = np.repeat(np.tile(columns.hosts[feeds] != columns.hosts[fed], 2), columns.microbatches)
+    hops: Floats = latency[there[apart]]
+    return hops
+
+
+def _message_costs(schedule: Schedule, costs: Costs) -> tuple[Floats, Floats]:
+    """Per message, in the order of `Messages`: how long its channel takes the bytes, and the latency."""
+    columns, stages = schedule.columns, schedule.num_stages
+    feeds, fed = columns.edges
+    apart = columns.hosts[feeds] != columns.hosts[fed]
+    latency = np.array(costs.per_edge("latency", stages), dtype=np.float64)[apart]
+    taken = np.zeros(2 * len(latency))
+    if costs.bandwidth is not None:
+        speed = np.array(costs.per_edge("bandwidth", stages))[apart]
+        both = [
+            np.array(costs.per_edge(f"{value}_message", stages))[apart] for value in ("activation", "gradient")
+        ]
+        taken = np.concatenate([size / speed for size in both])
+    m = columns.microbatches
+    return np.repeat(taken, m), np.repeat(np.tile(latency, 2), m)

@@ -1,0 +1,206 @@
+"""Timelines as one HTML page that needs nothing else: zoom, pan, hover, keys, dark and light.
+
+The page is `page/page.html` with style, scripts and data put in. The data is JSON in columns, so that
+the browser has as many numbers to read and as few objects to make as possible; the scripts draw them.
+
+    steps      what is drawn as a box or a mark: compute, collectives, and messages that held up their rank
+    pairs      the second halves of overlapped steps
+    messages   what crosses ranks           needs   what stays on one
+    gaps       idle stretches and why       path    the steps of the critical path
+    memory     per rank, one entry for each change
+
+Steps are numbered as they are drawn, not by slot. -1 stands for "none".
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import TypeAlias
+
+import numpy as np
+
+from penstock.action import Kind
+from penstock.columns import Bools, Ints
+from penstock.timeline import Event, Memory, Timeline
+from penstock.why import critical_path, gaps
+
+__all__ = ["html"]
+
+_SCRIPTS = ("data.js", "draw.js", "light.js", "point.js", "keys.js")
+"""Parts of one script, in this order."""
+
+Record: TypeAlias = dict[str, object]
+
+
+def html(timelines: Sequence[Timeline], title: str = "penstock") -> str:
+    """One page with a panel for each timeline, on one axis of time."""
+    page, style = _asset("page.html"), _asset("page.css")
+    script = "\n".join(map(_asset, _SCRIPTS))
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    data = {"kinds": [kind.value for kind in Kind], "timelines": [_record(timeline) for timeline in timelines]}
+    return Template(page).substitute(
+        title=escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+        policy=policy,
+        style=style,
+        script=script,
+        data=_safe_json(data),
+    )
+
+
+def _asset(name: str) -> str:
+    return files("penstock.view").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """How a Content-Security-Policy names an inline script or style."""
+    return "sha256-" + b64encode(sha256(text.encode()).digest()).decode()
+
+
+def _safe_json(data: Record) -> str:
+    """ASCII, without the three characters that mean something in HTML, which JSON has only inside strings."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
+
+
+def _numbers(values: Sequence[float]) -> list[float]:
+    """The same numbers, whole ones without their `.0`."""
+    return [int(value) if float(value).is_integer() else value for value in values]
+
+
+# --- one timeline ----------------------------------------------------------------------------------
+
+
+def _record(timeline: Timeline) -> Record:
+    schedule = timeline.schedule
+    shown = _shown(timeline)
+    number = np.where(shown, np.cumsum(shown) - 1, -1)
+    return {
+        "name": schedule.name,
+        "ranks": schedule.num_ranks,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.microbatches,
+        "stages_of_rank": [list(stages) for stages in schedule.placement.stages_of_rank],
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "period": timeline.period,
+        "bubble": timeline.bubble_rate,
+        "bounds": np.concatenate(([0], np.cumsum(shown)))[schedule.columns.slot_bounds].tolist(),
+        "steps": _steps(timeline, shown),
+        "pairs": _pairs(timeline, number),
+        "messages": _messages(timeline, number),
+        "needs": _needs(timeline, number),
+        "path": [n for event in critical_path(timeline) if (n := int(number[event.slot])) >= 0],
+        "gaps": _gaps(timeline, number),
+        "memory": [_memory(memory) for memory in timeline.memory],
+    }
+
+
+def _shown(timeline: Timeline) -> Bools:
+    """Per slot: whether it is drawn. Sends and receives are drawn as messages, unless they took time."""
+    columns = timeline.schedule.columns
+    shown = timeline.end > timeline.start
+    shown[columns.slot[~columns.is_communication]] = True
+    return shown
+
+
+def _steps(timeline: Timeline, shown: Bools) -> Record:
+    columns = timeline.schedule.columns
+    kind, stage, microbatch = (np.zeros(len(shown), dtype=np.int64) for _ in range(3))
+    first, second = _halves(timeline)
+    for column, per_part in ((kind, columns.kind), (stage, columns.stage), (microbatch, columns.microbatch)):
+        column[columns.slot[first]] = per_part[first]
+    kind[columns.slot[second]] = Kind.OVERLAP_F_B.number
+    return {
+        "kind": kind[shown].tolist(),
+        "stage": stage[shown].tolist(),
+        "microbatch": microbatch[shown].tolist(),
+        "start": _numbers(timeline.start[shown].tolist()),
+        "end": _numbers(timeline.end[shown].tolist()),
+    }
+
+
+def _pairs(timeline: Timeline, number: Ints) -> Record:
+    columns = timeline.schedule.columns
+    _, second = _halves(timeline)
+    return {
+        "step": number[columns.slot[second]].tolist(),
+        "kind": columns.kind[second].tolist(),
+        "stage": columns.stage[second].tolist(),
+        "microbatch": columns.microbatch[second].tolist(),
+    }
+
+
+def _halves(timeline: Timeline) -> tuple[Ints, Ints]:
+    """The parts that open a step, and those that are the second half of an overlapped one."""
+    slot = timeline.schedule.columns.slot
+    opens = np.diff(slot, prepend=-1) > 0
+    return np.flatnonzero(opens), np.flatnonzero(~opens)
+
+
+def _messages(timeline: Timeline, number: Ints) -> Record:
+    messages = timeline.messages
+    return {
+        "gradient": [int(message.kind == "gradient") for message in messages],
+        "stage": [message.stage for message in messages],
+        "microbatch": [message.microbatch for message in messages],
+        "producer": number[[message.producer for message in messages]].tolist() if messages else [],
+        "consumer": number[[message.consumer for message in messages]].tolist() if messages else [],
+        "begin": _numbers([message.begin for message in messages]),
+        "arrival": _numbers([message.arrival for message in messages]),
+        "size": _numbers([message.size for message in messages]),
+    }
+
+
+def _needs(timeline: Timeline, number: Ints) -> Record:
+    """What a step needs of its own rank: within a stage, and between stages that live together."""
+    columns = timeline.schedule.columns
+    all_needs = (*columns.within_stage, *columns.between_stages)
+    producer, consumer = (
+        columns.slot_or_none[np.concatenate([getattr(need, side).ravel() for need in all_needs])]
+        for side in ("producer", "consumer")
+    )
+    there = (producer >= 0) & (consumer >= 0) & (producer != consumer)
+    producer, consumer = producer[there], consumer[there]
+    together = columns.rank[producer] == columns.rank[consumer]
+    return {"producer": number[producer[together]].tolist(), "consumer": number[consumer[together]].tolist()}
+
+
+def _gaps(timeline: Timeline, number: Ints) -> Record:
+    found = gaps(timeline)
+    index = {(m.kind, m.stage, m.microbatch): i for i, m in enumerate(timeline.messages)}
+    waits = [(m.kind, m.stage, m.microbatch) if (m := gap.message) else None for gap in found]
+    return {
+        "rank": [gap.rank for gap in found],
+        "start": _numbers([gap.start for gap in found]),
+        "end": _numbers([gap.end for gap in found]),
+        "reason": [gap.reason for gap in found],
+        "before": [_number(gap.before, number) for gap in found],
+        "blame": [_number(gap.blame, number) for gap in found],
+        "message": [-1 if key is None else index[key] for key in waits],
+    }
+
+
+def _number(event: Event | None, number: Ints) -> int:
+    return -1 if event is None else int(number[event.slot])
+
+
+def _memory(memory: Memory) -> Record:
+    """The changes only; an instant at which memory goes up and down again has an entry for each."""
+    changes = np.diff(memory.total, prepend=memory.fixed) != 0
+    return {
+        "fixed": memory.fixed,
+        "peak": memory.peak,
+        "times": _numbers(memory.times[changes].tolist()),
+        "total": _numbers(memory.total[changes].tolist()),
+    }

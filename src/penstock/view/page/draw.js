@@ -1,0 +1,290 @@
+// What is always drawn: steps, messages, memory.
+
+// --- drawing: colours and sizes --------------------------------------------------------------------
+
+let colour = {};
+const widths = new Map();
+
+// Reads the colours of the theme from the style.
+function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  const names = "page ink soft line track held activation gradient memory peak accent on-box".split(" ");
+  const valueOf = (name) => style.getPropertyValue(`--${name}`).trim();
+  colour = Object.fromEntries([...names, ...data.kinds].map((name) => [name, valueOf(name)]));
+  colour.font = style.getPropertyValue("--font");
+  for (const panel of panels) panel.fills = new Map();
+}
+
+// Gives a step's colour; the later stages of a rank are lighter.
+function fillOf(panel, step) {
+  const kind = panel.steps.kind[step], stage = panel.steps.stage[step];
+  const key = kind * 1e6 + stage;
+  if (!panel.fills.has(key)) panel.fills.set(key, lighter(colour[data.kinds[kind]], chunkOf(panel, step)));
+  return panel.fills.get(key);
+}
+
+// Gives how far along its rank's stages a step's stage is, from 0 to 1.
+function chunkOf(panel, step) {
+  const stages = panel.stages_of_rank[panel.rankOf[step]];
+  return stages.length > 1 ? Math.max(0, stages.indexOf(panel.steps.stage[step])) / (stages.length - 1) : 0;
+}
+
+// Mixes a colour "#rrggbb" with up to two fifths of white.
+function lighter(hex, share) {
+  const mix = (at) => Math.round(parseInt(hex.slice(at, at + 2), 16) * (1 - 0.42 * share) + 255 * 0.42 * share);
+  return hex.startsWith("#") ? `rgb(${mix(1)} ${mix(3)} ${mix(5)})` : hex;
+}
+
+// Chooses the heights of a row by the number of ranks: marks, box, message lane, memory strip, space.
+function sizesFor(ranks) {
+  const choices = [[8, [4, 24, 5, 15, 8]], [64, [3, 13, 2, 7, 3]], [Infinity, [2, 7, 1, 4, 2]]];
+  const [marks, box, lane, memory, space] = choices.find(([most]) => ranks <= most)[1];
+  return { marks, box, lane, memory, pitch: marks + box + lane + memory + space };
+}
+
+// Gives the y of the parts of a rank's row.
+function rowAt(panel, rank) {
+  const { marks, box, lane, memory, pitch } = panel.sizes, top = rank * pitch + 2;
+  const below = top + marks + box + 1;
+  return { marks: top, box: top + marks, lane: below, memory: below + lane, bottom: below + lane + memory };
+}
+
+// Makes a canvas as fine as the screen, within what browsers can hold, and gives its context.
+function prepare(canvas, width, height) {
+  const ratio = Math.min(layout.ratio, 16000 / Math.max(width, height));
+  const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== w || canvas.height !== h) [canvas.width, canvas.height] = [w, h];
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return context;
+}
+
+// Gives the first and last rank whose rows can be seen, with half a screen to spare.
+function visibleRanks(panel) {
+  const top = panel.plot.getBoundingClientRect().top, spare = innerHeight / 2;
+  const first = Math.floor((-spare - top) / panel.sizes.pitch);
+  const last = Math.ceil((innerHeight + spare - top) / panel.sizes.pitch);
+  return [Math.max(0, first), Math.min(panel.ranks - 1, last)];
+}
+
+// Calls `visit(item)` for those of a list, sorted by start and by end, that can be seen.
+function eachVisible(items, startOf, endOf, visit) {
+  let index = firstWhere(items.length, (i) => endOf(items[i]) >= state.start);
+  for (; index < items.length && startOf(items[index]) <= timeAt(layout.width); index++) visit(items[index]);
+}
+
+// --- drawing: the base -----------------------------------------------------------------------------
+
+const BUCKET = 5; // pixels of time that share a stack
+
+// Tells whether steps are too narrow for boxes, so that shares of time are drawn instead.
+function isDense(panel) {
+  return panel.meanStep * ((layout.width - layout.gutter) / (state.end - state.start)) < 2.5;
+}
+
+// Draws everything of a panel that does not depend on the pointer.
+function drawBase(panel) {
+  const context = prepare(panel.base, layout.width, panel.height);
+  const [first, last] = visibleRanks(panel);
+  for (let rank = first; rank <= last; rank++) {
+    drawTrack(context, panel, rank);
+    if (isDense(panel)) drawShares(context, panel, rank);
+    else {
+      drawBoxes(context, panel, rank);
+      drawMessages(context, panel, rank);
+    }
+    drawCollectives(context, panel, rank);
+    drawMemory(context, panel, rank);
+    drawRankName(context, panel, rank);
+  }
+  drawEnd(context, panel);
+}
+
+// Draws the ground on which idle time is seen.
+function drawTrack(context, panel, rank) {
+  const y = rowAt(panel, rank);
+  const from = Math.max(layout.gutter, xOf(0)), to = Math.min(layout.width, xOf(panel.makespan));
+  context.fillStyle = colour.track;
+  if (to > from) context.fillRect(from, y.box, to - from, panel.sizes.box);
+}
+
+// Draws the name of the rank, and its peak, over whatever reaches into the margin.
+function drawRankName(context, panel, rank) {
+  const y = rowAt(panel, rank), wide = layout.gutter > 44;
+  context.clearRect(0, y.marks - 1, layout.gutter, panel.sizes.pitch);
+  context.fillStyle = colour.soft;
+  context.font = `${Math.min(12, panel.sizes.box + 1)}px ${colour.font}`;
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  context.fillText(wide ? `rank ${rank}` : `${rank}`, layout.gutter - 8, y.box + panel.sizes.box / 2 + 0.5);
+  if (panel.sizes.memory < 10 || !panel.memory[rank].peak) return;
+  context.font = `10px ${colour.font}`;
+  context.fillStyle = colour.peak;
+  context.fillText(bytes(panel.memory[rank].peak), layout.gutter - 8, y.bottom - 5, layout.gutter - 10);
+}
+
+// Marks where the panel's makespan ends.
+function drawEnd(context, panel) {
+  const x = Math.round(xOf(panel.makespan)) + 0.5;
+  if (x < layout.gutter || panel.makespan === 0) return;
+  context.strokeStyle = colour.soft;
+  context.setLineDash([3, 3]);
+  context.beginPath();
+  context.moveTo(x, 0);
+  context.lineTo(x, panel.height);
+  context.stroke();
+  context.setLineDash([]);
+}
+
+// Draws a box for each step; of those narrower than a pixel, one for each pixel.
+function drawBoxes(context, panel, rank) {
+  const { start, end } = panel.steps, row = panel.rows[rank], y = rowAt(panel, rank);
+  for (const stream of [row.held, row.compute]) {
+    let covered = -Infinity;
+    eachVisible(stream, (s) => start[s], (s) => end[s], (step) => {
+      if (xOf(end[step]) - covered < 1) return;
+      covered = Math.max(xOf(end[step]), xOf(start[step]) + 1);
+      drawBox(context, panel, step, y);
+    });
+  }
+}
+
+// Draws one step with its number, if that fits.
+function drawBox(context, panel, step, y) {
+  const x = Math.max(layout.gutter - 4, xOf(panel.steps.start[step]));
+  const width = Math.min(layout.width + 4, xOf(panel.steps.end[step])) - x;
+  const held = !COMPUTE.includes(panel.steps.kind[step]);
+  context.fillStyle = held ? colour.held : fillOf(panel, step);
+  const shown = Math.max(1, width > 4 ? width - 1 : width);
+  if (held) context.fillRect(x, y.box + panel.sizes.box / 2 - 1, shown, 2);
+  else context.fillRect(x, y.box, shown, panel.sizes.box);
+  if (!held && width > 7 && panel.sizes.box > 9) drawLabel(context, panel, step, x, shown, y);
+}
+
+// Writes into a box the longest kind of label that fits all of its panel, if it fits this box too.
+function drawLabel(context, panel, step, x, width, y) {
+  context.font = `${panel.sizes.box > 18 ? 11.5 : 9.5}px ${colour.font}`;
+  const pair = Number(panel.pairOf.has(step)), room = xOf(panel.shortest[pair]) - xOf(0) - 3;
+  const level = panel.longest[pair].findIndex((text) => widthOf(context, text) <= room);
+  const label = labelsOf(panel, step).at(level);
+  if (widthOf(context, label) + 2 > width) return;
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  context.fillStyle = colour["on-box"];
+  context.fillText(label, x + width / 2, y.box + panel.sizes.box / 2 + 0.5);
+}
+
+// Measures a text, each only once.
+function widthOf(context, text) {
+  const key = context.font + text;
+  if (!widths.has(key)) widths.set(key, context.measureText(text).width);
+  return widths.get(key);
+}
+
+// Draws, for each few pixels of time, how much of it went to each kind, as a stack.
+function drawShares(context, panel, rank) {
+  const { start, end, kind } = panel.steps, y = rowAt(panel, rank), width = timeAt(BUCKET) - timeAt(0);
+  const spent = new Float64Array(data.kinds.length);
+  let bucket = Math.floor(state.start / width);
+  const from = bucket * width;
+  const moveTo = (next) => {
+    const left = bucket * width, right = Math.min(left + width, panel.makespan);
+    if (next !== bucket) drawStack(context, spent, left, right - left, y.box, panel.sizes.box);
+    bucket = next;
+  };
+  eachVisible(panel.rows[rank].compute, (s) => start[s], (s) => end[s], (step) => {
+    for (let t = Math.max(start[step], from); t < end[step];) {
+      const at = Math.floor(t / width + 1e-9), until = Math.min(end[step], (at + 1) * width);
+      if (at > bucket) moveTo(at);
+      spent[kind[step]] += until - t;
+      if (until <= t) break;
+      t = until;
+    }
+  });
+  moveTo(-1);
+}
+
+// Draws one stack and empties it.
+function drawStack(context, spent, from, width, top, height) {
+  const x = xOf(from), right = xOf(from + width);
+  let bottom = top + height;
+  for (const kind of COMPUTE) {
+    const part = (spent[kind] / width) * height;
+    if (part > 0 && right > layout.gutter) {
+      context.fillStyle = colour[data.kinds[kind]];
+      context.fillRect(x, bottom - part, right - x + 0.3, part);
+    }
+    bottom -= part;
+  }
+  spent.fill(0);
+}
+
+// Draws the marks of UNSHARD, RESHARD and REDUCE_GRAD above the boxes.
+function drawCollectives(context, panel, rank) {
+  const { start, end, kind } = panel.steps, y = rowAt(panel, rank);
+  let covered = -Infinity;
+  eachVisible(panel.rows[rank].collective, (s) => start[s], (s) => end[s], (step) => {
+    const x = xOf(start[step]), width = Math.max(2, xOf(end[step]) - x);
+    if (x + width - covered < 1) return;
+    covered = x + width;
+    context.fillStyle = colour[data.kinds[kind[step]]];
+    context.fillRect(x, y.marks, width, panel.sizes.marks - 1);
+  });
+}
+
+// Draws the messages that a rank receives as bars below its boxes, from begin to arrival.
+function drawMessages(context, panel, rank) {
+  const { begin, arrival, gradient } = panel.messages, lane = panel.lanes[rank], y = rowAt(panel, rank);
+  let index = firstWhere(lane.length, (i) => begin[lane[i]] >= state.start - panel.longestMessage);
+  let covered = -Infinity;
+  for (; index < lane.length && begin[lane[index]] <= timeAt(layout.width); index++) {
+    const x = xOf(begin[lane[index]]), width = Math.max(1, xOf(arrival[lane[index]]) - x);
+    if (x + width - covered < 1) continue;
+    covered = x + width;
+    context.fillStyle = gradient[lane[index]] ? colour.gradient : colour.activation;
+    context.fillRect(x, y.lane, width, Math.max(1, panel.sizes.lane - 2));
+  }
+}
+
+// Draws what a rank holds over time as a stepped area, and its peak.
+function drawMemory(context, panel, rank) {
+  const { times, total, fixed, peak } = panel.memory[rank], y = rowAt(panel, rank);
+  if (MOST_HELD <= 0) return;
+  const yOf = (amount) => y.bottom - (amount / MOST_HELD) * (panel.sizes.memory - 1);
+  const right = Math.min(layout.width, xOf(panel.makespan));
+  const first = firstWhere(times.length, (i) => times[i] >= state.start);
+  context.fillStyle = colour.memory;
+  context.beginPath();
+  context.moveTo(layout.gutter, y.bottom);
+  const held = traceMemory(context, panel.memory[rank], first, right, yOf, first ? total[first - 1] : fixed);
+  context.lineTo(right, yOf(held));
+  context.lineTo(right, y.bottom);
+  if (right > layout.gutter) context.fill();
+  if (peak > 0) drawPeak(context, panel, rank, yOf(peak));
+}
+
+// Traces the steps of the area; a pixel with many changes shows the most of them. Gives what is held last.
+function traceMemory(context, { times, total }, first, right, yOf, held) {
+  const stepTo = (x, amount) => {
+    context.lineTo(x, yOf(held));
+    context.lineTo(x, yOf((held = amount)));
+  };
+  stepTo(layout.gutter, held);
+  for (let i = first; i < times.length && xOf(times[i]) <= right; i++) {
+    const x = xOf(times[i]);
+    let most = total[i];
+    while (i + 1 < times.length && xOf(times[i + 1]) - x < 1) most = Math.max(most, total[++i]);
+    stepTo(x, most);
+    if (total[i] !== most) stepTo(Math.min(x + 1, right), total[i]);
+  }
+  return held;
+}
+
+// Marks the first time at which a rank holds the most.
+function drawPeak(context, panel, rank, y) {
+  const { times, total, peak } = panel.memory[rank];
+  const x = xOf(times[total.indexOf(peak)] ?? 0);
+  context.fillStyle = colour.peak;
+  if (x >= layout.gutter && x <= layout.width) context.fillRect(x, y - 1, panel.sizes.memory > 10 ? 10 : 6, 2);
+}

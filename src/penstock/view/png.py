@@ -1,0 +1,97 @@
+"""A picture as PNG, drawn by Pillow at twice the size of the SVG.
+
+The letters are those that come with Pillow, so that the same timelines give the same picture on every machine,
+also on one without fonts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+from penstock.errors import MissingExtraError
+from penstock.timeline import Timeline
+from penstock.view.palette import Area, Box, Label, Line, Mark, Picture, Style
+from penstock.view.picture import picture
+
+if TYPE_CHECKING:  # Pillow is an extra
+    from PIL.ImageDraw import ImageDraw
+    from PIL.ImageFont import FreeTypeFont, ImageFont
+
+__all__ = ["png"]
+
+SCALE = 2
+MOST_PIXELS = 100_000_000
+"""A picture that would have more is drawn at the size of the SVG."""
+
+_ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
+
+
+def png(timelines: Sequence[Timeline]) -> bytes:
+    """The timelines one below the other on one axis of time, as the bytes of a PNG file."""
+    try:
+        from PIL import Image, ImageDraw  # noqa: PLC0415 -- an extra
+    except ImportError:
+        raise MissingExtraError(
+            "PNG pictures are drawn by Pillow, which is not installed: pip install 'penstock[view]' "
+            "(SVG pictures need nothing)"
+        ) from None
+    drawn = picture(timelines)
+    scale = SCALE if drawn.width * drawn.height * SCALE**2 <= MOST_PIXELS else 1
+    image = Image.new("RGB", (drawn.width * scale, drawn.height * scale), "#ffffff")
+    pen = _Pen(ImageDraw.Draw(image), drawn, scale)
+    for group in drawn.groups:
+        for mark in group.marks:
+            pen.draw(mark)
+    file = BytesIO()
+    image.save(file, "PNG", dpi=(96 * scale, 96 * scale))
+    return file.getvalue()
+
+
+class _Pen:
+    """Draws marks in whole pixels."""
+
+    def __init__(self, canvas: ImageDraw, drawn: Picture, scale: int) -> None:
+        self.canvas, self.styles, self.scale = canvas, drawn.styles, scale
+
+    def draw(self, mark: Mark) -> None:
+        style = self.styles[mark.style]
+        if isinstance(mark, Box):
+            self._box(mark, style)
+        elif isinstance(mark, Label):
+            self._label(mark, style)
+        elif isinstance(mark, Line):
+            ends = [(self._px(mark.x), self._px(mark.y)), (self._px(mark.to_x), self._px(mark.to_y))]
+            self.canvas.line(ends, fill=style.stroke, width=max(round(style.stroke_width * self.scale), 1))
+        else:
+            self._area(mark, style)
+
+    def _px(self, value: float) -> int:
+        return round(value * self.scale)
+
+    def _box(self, box: Box, style: Style) -> None:
+        """Neighbours share the pixel of their border."""
+        left, top, right, bottom = (self._px(v) for v in (box.x, box.y, box.x + box.width, box.y + box.height))
+        if style.stroke == "none":
+            right, bottom = max(right - 1, left), max(bottom - 1, top)
+            self.canvas.rectangle((left, top, right, bottom), fill=style.fill)
+        else:
+            self.canvas.rectangle((left, top, right, bottom), fill=style.fill, outline=style.stroke)
+
+    def _area(self, area: Area, style: Style) -> None:
+        self.canvas.polygon([(self._px(x), self._px(y)) for x, y in area.points], fill=style.fill)
+
+    def _label(self, label: Label, style: Style) -> None:
+        font = _font(style.size * self.scale)
+        x, y, anchor = self._px(label.x), self._px(label.y), _ANCHORS[style.anchor]
+        for shift in range(self.scale if style.bold else 1):
+            self.canvas.text((x + shift / 2, y), label.text, fill=style.fill, font=font, anchor=anchor)
+
+
+@cache
+def _font(size: float) -> FreeTypeFont | ImageFont:
+    from PIL import ImageFont  # noqa: PLC0415 -- an extra
+
+    return ImageFont.load_default(size)

@@ -1,0 +1,86 @@
+"""A picture as SVG: one group for each rank, one class for each style, plain rectangles and text.
+
+The same timelines give the same bytes. Class names begin with `penstock-`, so that a page can hold the picture
+beside its own styles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from xml.sax.saxutils import escape
+
+from penstock.timeline import Timeline
+from penstock.view.palette import Area, Box, Group, Label, Line, Mark, Picture, Style
+from penstock.view.picture import picture
+
+__all__ = ["svg"]
+
+FONT = "Helvetica,Arial,sans-serif"
+
+
+def svg(timelines: Sequence[Timeline]) -> str:
+    """The timelines one below the other on one axis of time, as a standalone SVG document."""
+    return "\n".join(_document(picture(timelines))) + "\n"
+
+
+def _document(drawn: Picture) -> Iterator[str]:
+    size = f'width="{drawn.width}" height="{drawn.height}" viewBox="0 0 {drawn.width} {drawn.height}"'
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">'
+    yield f"<title>{escape(drawn.title)}</title>"
+    used = {mark.style for group in drawn.groups for mark in group.marks}
+    rules = [f".{_class(name)}{{{_rule(style)}}}" for name, style in drawn.styles.items() if name in used]
+    yield "<style>\n" + "\n".join(rules) + "\n</style>"
+    yield f'<rect width="{drawn.width}" height="{drawn.height}" fill="#fff"/>'
+    for group in drawn.groups:
+        yield from _group(group)
+    yield "</svg>"
+
+
+def _class(name: str) -> str:
+    return f"penstock-{name}"
+
+
+def _rule(style: Style) -> str:
+    if style.size:
+        weight = ";font-weight:bold" if style.bold else ""
+        return f"fill:{style.fill};font-size:{style.size}px;text-anchor:{style.anchor}{weight}"
+    border = "" if style.stroke == "none" else f";stroke:{style.stroke};stroke-width:{style.stroke_width}"
+    return f"fill:{style.fill}{border}"
+
+
+def _group(group: Group) -> Iterator[str]:
+    yield f"<g><title>{escape(group.name)}</title>"
+    for style, marks in groupby(group.marks, key=attrgetter("style")):
+        yield f'<g class="{_class(style)}">' + "".join(map(_element, marks)) + "</g>"
+    yield "</g>"
+
+
+def _element(mark: Mark) -> str:
+    n = _number
+    if isinstance(mark, Box):
+        _, x, y, width, height = mark
+        return f'<rect x="{n(x)}" y="{n(y)}" width="{n(width)}" height="{n(height)}"/>'
+    if isinstance(mark, Label):
+        return f'<text x="{n(mark.x)}" y="{n(mark.y)}">{escape(mark.text)}</text>'
+    if isinstance(mark, Line):
+        return f'<path d="M{n(mark.x)} {n(mark.y)}L{n(mark.to_x)} {n(mark.to_y)}"/>'
+    return f'<path d="{_outline(mark)}"/>'
+
+
+def _outline(area: Area) -> str:
+    (x, y), *rest = area.points
+    path = [f"M{_number(x)} {_number(y)}"]
+    for to_x, to_y in rest:
+        if to_x != x:
+            path.append(f"H{_number(to_x)}")
+        if to_y != y:
+            path.append(f"V{_number(to_y)}")
+        x, y = to_x, to_y
+    return "".join(path) + "Z"
+
+
+def _number(value: float) -> str:
+    """To a hundredth of a pixel."""
+    return format(round(value, 2), ".8g")
