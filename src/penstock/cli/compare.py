@@ -57,7 +57,7 @@ def compare(
       penstock compare mine.csv other.csv --json
     """
     names = schedules or [name for name in families() if name != "forward-only"]
-    counts: list[int | None] = [*(microbatches or [None])]
+    counts: list[int | None] = list(microbatches) if microbatches else [None]
     wanted = [(name, m) for name in names for m in ([None] if is_file(name) else counts)]
     known, rows = costs_from(costs), list[Row]()
     with Progress(
