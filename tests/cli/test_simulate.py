@@ -72,6 +72,17 @@ def test_compare_without_names_takes_all_families(run: Run) -> None:
     rows = run("compare", "-p", 2, "-m", 4, "-v", 3, "--json").json
     assert len(rows) == 12
     assert {row["name"]: row["stages"] for row in rows}["interleaved-1f1b"] == 6
+    rows = run("compare", "Interleaved1F1B", "1F1B", "-p", 2, "-m", 4, "-v", 3, "--json").json
+    assert [row["stages"] for row in rows] == [6, 2]
+
+
+def test_compare_draws_all_on_one_axis(run: Run, tmp_path: Path) -> None:
+    assert run("compare", "1f1b", "zb-h1", "-p", 2, "-m", 2, "-o", "both.html").code == 0
+    page = (tmp_path / "both.html").read_text()
+    assert '"name":"1f1b"' in page
+    assert '"name":"zb-h1"' in page
+    answer = run("compare", "1f1b", "-p", 2, "-m", 2, "-o", "both.txt")
+    assert (answer.code, answer.out) == (2, "")
 
 
 def test_compare_needs_numbers_for_families(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from penstock.cli.show import draw
 from penstock.cli.source import (
     CostsFrom,
     Ranks,
@@ -22,9 +24,11 @@ from penstock.cli.source import (
     is_file,
     schedule_from,
 )
-from penstock.comparison import Row
-from penstock.comparison import compare as compare_all
-from penstock.families import families
+from penstock.comparison import Row, row_of
+from penstock.families import families, find
+from penstock.formats import write_bytes
+from penstock.simulator import simulate
+from penstock.timeline import Timeline
 from penstock.validation import MODELS
 
 __all__ = ["compare"]
@@ -44,6 +48,10 @@ def compare(
     stages_per_rank: StagesPerRank = None,
     costs: CostsFrom = None,
     sends: Sends = MODELS[0],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Draw them on one axis: .svg, .png or .html."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """Compare schedules: makespan, span, period, bubble, memory, communication, gap to the bound.
@@ -54,24 +62,36 @@ def compare(
     Examples:
       penstock compare 1f1b zb-h1 zb-h2 -p 8 -m 24 --costs zb-h4096-p8-m24
       penstock compare -p 4 -m 8 -m 16 -m 32
+      penstock compare 1f1b zb-h1 -p 4 -m 8 -o both.html
       penstock compare mine.csv other.csv --json
     """
+    picture = _picture_of(output)
     names = schedules or [name for name in families() if name != "forward-only"]
     counts: list[int | None] = list(microbatches) if microbatches else [None]
     wanted = [(name, m) for name in names for m in ([None] if is_file(name) else counts)]
-    known, rows = costs_from(costs), list[Row]()
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal
-    ) as bar:
+    known, how, timelines = costs_from(costs), checked_sends(sends), list[Timeline]()
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         for name, m in bar.track(wanted, description="simulating"):
-            own_legs = is_file(name) or (name in families() and families()[name].stages_per_rank is not None)
+            # a family with its own number of stages goes beside those that take the number asked for
+            own_legs = is_file(name) or find(name).stages_per_rank is not None
             legs = None if own_legs and len(names) > 1 else stages_per_rank
             made = schedule_from(name, None if is_file(name) else ranks, m, legs)
-            rows += compare_all(made, costs=known, sends=checked_sends(sends))
+            timelines.append(simulate(made, known, sends=how))
+    if output is not None and picture is not None:
+        write_bytes(draw(picture, timelines), output)
+    rows = [row_of(timeline) for timeline in timelines]
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         Console(highlight=False, width=max(shutil.get_terminal_size().columns, 100)).print(_table(rows))
+
+
+def _picture_of(output: Path | None) -> str | None:
+    ending = output.suffix.lower()[1:] if output is not None else ""
+    if output is not None and ending not in ("svg", "png", "html"):
+        raise typer.BadParameter(f"{output} does not end in .svg, .png or .html")
+    return ending or None
 
 
 def _table(rows: list[Row]) -> Table:

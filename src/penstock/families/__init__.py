@@ -12,7 +12,7 @@ from penstock.families.zero_bubble import zb_h1, zb_h2  # isort: skip
 from penstock.families.zbv import zbv  # isort: skip
 from penstock.families.v_memory import v_half, v_min  # isort: skip
 from penstock.families.dualpipev import dualpipev  # isort: skip
-from penstock.families.registry import Family, build, families, register
+from penstock.families.registry import Family, build, families, find, register
 
 __all__ = [
     "Family",
@@ -20,6 +20,7 @@ __all__ = [
     "dualpipev",
     "eager_1f1b",
     "families",
+    "find",
     "forward_only",
     "gpipe",
     "interleaved_1f1b",

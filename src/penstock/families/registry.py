@@ -11,7 +11,7 @@ from penstock.errors import BuildError
 from penstock.given import whole_number
 from penstock.schedule import Schedule
 
-__all__ = ["Family", "build", "families", "register"]
+__all__ = ["Family", "build", "families", "find", "register"]
 
 MAX_WORK = 1 << 24
 """Stages times microbatches of the largest schedule that is built."""
@@ -76,7 +76,7 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
     Names are matched without case, dashes or underscores, and torch's names work: `build("ZBVZeroBubble",
     ranks=4, microbatches=8)`. `stages_per_rank` is for the families that leave it open.
     """
-    family = _find(name)
+    family = find(name)
     faults = [
         f"{what} must be a whole number of at least 1 (given {value!r})"
         for what, value in (
@@ -106,7 +106,8 @@ def _key(name: str) -> str:
     return "".join(c for c in name.lower() if c not in "-_ ")
 
 
-def _find(name: str) -> Family:
+def find(name: str) -> Family:
+    """The family of this name, however it is spelled."""
     family = _BY_KEY.get(_key(name))
     if family is None:
         _load_plugins()
