@@ -12,7 +12,14 @@ import pytest
 
 import penstock
 from penstock import Schedule
-from penstock.lowering import AddCommunication, AddGradReduction, AddSharding, DeferReceives, lower
+from penstock.lowering import (
+    AddCommunication,
+    AddGradReduction,
+    AddSharding,
+    DeferReceives,
+    MergeBackward,
+    lower,
+)
 
 pytest.importorskip("torch", reason="torch is the oracle of this file")
 
@@ -103,6 +110,20 @@ def test_receives_deferred_past_sends_are_torchs_wherever_torch_keeps_the_channe
             assert reshards_sorted(rows_of(ours)) == reshards_sorted(theirs)
         else:
             assert {violation.code for violation in in_torch} == {"channel-order"}
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_backwards_are_merged_as_torch_merges_them(name: str) -> None:
+    for ranks, microbatches in itertools.product((1, 2, 3, 4, 8), (1, 2, 4, 8, 12)):
+        schedule = penstock.build(name, ranks=ranks, microbatches=microbatches)
+        assert rows_of(MergeBackward()(schedule)) == torch.merged(rows_of(schedule))
+
+
+def test_torchs_own_deferral_hangs_on_one_communicator() -> None:
+    theirs = torch.built("Interleaved1F1B", 2, 1, 2, defer_pp_recv=True).pipeline_order_with_comms
+    (violation,) = penstock.validate(Schedule(torch.as_rows(theirs)))
+    assert violation.code == "deadlock"
+    assert violation.models == ("pair-streams", "shared-stream", "rendezvous")
 
 
 def test_torchs_own_deferral_mixes_up_a_channel() -> None:

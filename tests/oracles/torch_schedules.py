@@ -75,6 +75,11 @@ def dry_run(schedule: Any) -> int:  # noqa: ANN401
     return max(map(len, steps.values()))
 
 
+def merged(rows: Rows) -> Rows:
+    """What torch's pass makes of I and W side by side."""
+    return as_rows({rank: torch_schedules._merge_bw(row) for rank, row in as_order(rows).items()})
+
+
 def lowered(rows: Rows, stage_to_rank: dict[int, int], microbatches: int, *, defer: bool = False) -> Rows:
     """What torch's passes make of a compute order."""
     num_stages = len(stage_to_rank)
