@@ -29,7 +29,7 @@ LAYERS = (
     {"bounds", "presets", "walk"},
     {"timeline"},
     {"simulator", "why"},
-    {"jitter", "comparison"},
+    {"jitter", "comparison", "search"},
     {"view"},
     {"penstock"},  # __init__.py, which only gathers names
     {"cli"},

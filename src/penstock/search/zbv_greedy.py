@@ -1,0 +1,221 @@
+"""ZB-V for given costs: a greedy that places weight gradients where a rank would otherwise wait.
+
+Rank r holds stage a = r on the way down and b = 2p - 1 - r on the way up. One pass goes in four phases:
+
+1. Fill. Each rank takes one F(a); then, from the last rank up, a rank lets further microbatches in, through all
+   ranks above it, for as long as they end before its first F(b) can start, and takes that F(b).
+2. Level. Down the ranks, each takes forwards, a and b in turn, until it has as many as the rank above.
+3. Rounds, 2m of them. Each rank does one input gradient, then at most one forward, of the deeper of its stages
+   (I(a), F(b)) whenever its input is made already. Before either, W put off go where they fit whole into the
+   wait; one more goes in though it delays the rank, if waiting would make its idle time more than allowed.
+4. Drain. The W left.
+
+Allowed is the worst idle time of any rank so far. A further pass also allows a rank what it stayed below the
+worst in the pass before; passes repeat while the worst gets better. That is done with and without the delaying
+W before F and before I(b), and the best of the four is taken. These are the rules by which Qi et al. (2024,
+"Zero Bubble Pipeline Parallelism") made their ZB-V tables, which come out to the last digit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from itertools import product
+
+from penstock.action import Kind, code_of
+from penstock.costs import Costs
+from penstock.errors import BuildError, CostsError
+from penstock.families.rows import keep_microbatches
+from penstock.placement import Placement
+from penstock.schedule import Schedule
+
+__all__ = ["zbv_greedy"]
+
+
+def zbv_greedy(ranks: int, microbatches: int, costs: Costs, memory_limit: float | None = None) -> Schedule:
+    """The schedule for stages that all cost the same; `memory_limit` is in bytes of activations per rank.
+
+    Without a limit each rank may hold 2p activations, which is the least that works. Fewer than p microbatches
+    are planned as p, and those beyond m left out.
+    """
+    if ranks < 1 or microbatches < 1:
+        raise BuildError(f"ranks and microbatches must be at least 1 (given {ranks} and {microbatches})")
+    work = _Work.of(ranks, max(ranks, microbatches), costs, memory_limit)
+    rows: list[list[int]] = []
+    least = math.inf
+    for eager_input, eager_forward in product((True, False), repeat=2):
+        spare, worst = [0.0] * ranks, math.inf
+        while True:
+            going = _Pass(work, spare)
+            going.run(eager_input=eager_input, eager_forward=eager_forward)
+            if going.worst < least:
+                rows, least = going.rows, going.worst
+            if going.worst >= worst:
+                break
+            spare, worst = [going.worst - idle for idle in going.idle], going.worst
+    kept = [keep_microbatches(row, microbatches) for row in rows]
+    return Schedule.from_codes(kept, Placement.v(ranks, 2), microbatches, "zbv-greedy")
+
+
+@dataclass(frozen=True)
+class _Work:
+    ranks: int
+    microbatches: int
+    seconds: dict[Kind, float]
+    hop: float
+    memory: dict[Kind, float]
+    """What a step takes, or gives back."""
+    limit: float
+
+    @classmethod
+    def of(cls, ranks: int, microbatches: int, costs: Costs, limit: float | None) -> _Work:
+        names = (
+            "forward",
+            "backward_input",
+            "backward_weight",
+            "latency",
+            "activation",
+            "activation_freed_by_input",
+        )
+        values = [getattr(costs, name) for name in names]
+        if uneven := [name for name, value in zip(names, values) if isinstance(value, tuple)]:
+            raise CostsError(f"{', '.join(uneven)}: zbv-greedy is for stages that all cost the same")
+        f, i, w, hop, held, freed = values
+        least = 2 * ranks * held
+        if limit is not None and limit < least:
+            raise BuildError(
+                f"zbv-greedy needs room for {2 * ranks} activations, {least} bytes (given {limit})"
+            )
+        memory = {Kind.F: held, Kind.I: -freed, Kind.W: freed - held}
+        return cls(
+            ranks,
+            microbatches,
+            {Kind.F: f, Kind.I: i, Kind.W: w},
+            hop,
+            memory,
+            least if limit is None else limit,
+        )
+
+
+class _Pass:
+    """One pass over the four phases."""
+
+    def __init__(self, work: _Work, spare: list[float]) -> None:
+        self.work, self.spare, self.p, self.m = work, spare, work.ranks, work.microbatches
+        self.rows: list[list[int]] = [[] for _ in range(self.p)]
+        stages = range(2 * self.p)
+        self.ends: dict[tuple[Kind, int], list[float]] = {(k, s): [] for k in work.seconds for s in stages}
+        self.clock, self.held = [0.0] * self.p, [0.0] * self.p
+        self.idle, self.worst = [0.0] * self.p, 0.0  # from a rank's first forward on
+        self.put_off: list[deque[int]] = [deque() for _ in range(self.p)]  # stages whose W is to come
+
+    def run(self, *, eager_input: bool, eager_forward: bool) -> None:
+        """Fill, level, rounds, drain."""
+        self._fill()
+        self._level()
+        for _ in range(2 * self.m):
+            up = [r for r in range(self.p) if self._goes_up(r)]
+            for r in reversed(up):
+                self._take_filled(Kind.I, r, eager=True)
+            for r in range(self.p):
+                if r not in up:
+                    self._take_filled(Kind.I, 2 * self.p - 1 - r, eager=eager_input)
+            for r in range(self.p):
+                stage = self._next_forward(r)
+                if stage is not None:
+                    self._take_filled(Kind.F, stage, eager=eager_forward)
+        for r in range(self.p):
+            while self.put_off[r]:
+                self._take_weight(r)
+
+    def _fill(self) -> None:
+        f, room = self.work.seconds[Kind.F], self.work.memory[Kind.F]
+        for r in range(self.p):
+            self._take(Kind.F, r)
+        for r in reversed(range(self.p)):
+            due = self._arrival(Kind.F, 2 * self.p - 1 - r) or 0.0
+            while (
+                self.clock[r] + f <= due
+                and self.held[r] + (2 + 2 * r) * room <= self.work.limit
+                and self._count(Kind.F, r) < self.m - r
+            ):
+                for above in range(r + 1):
+                    self._take(Kind.F, above)
+            self._take(Kind.F, 2 * self.p - 1 - r)
+
+    def _level(self) -> None:
+        on_b = False  # whose turn it is goes on from rank to rank
+        for r in range(1, self.p):
+            b = 2 * self.p - 1 - r
+            above_a, above_b = self._count(Kind.F, r - 1), self._count(Kind.F, b + 1)
+            while (
+                self._count(Kind.F, r) + self._count(Kind.F, b) < above_a + above_b
+                or self._count(Kind.F, b) <= above_b < self.m
+            ):
+                for below in reversed(range(r, self.p)):
+                    stage = 2 * self.p - 1 - below if on_b else below
+                    if self._count(Kind.F, stage) < self.m:
+                        self._take(Kind.F, stage)
+                on_b = not on_b
+
+    def _goes_up(self, r: int) -> bool:
+        """Whether this round's input gradient on rank r is I(a), not I(b)."""
+        done_a, done_b = self._count(Kind.I, r), self._count(Kind.I, 2 * self.p - 1 - r)
+        return done_a < done_b and (done_b == self.m or self._arrival(Kind.I, r) is not None)
+
+    def _next_forward(self, r: int) -> int | None:
+        a, b = r, 2 * self.p - 1 - r
+        done_a, done_b = self._count(Kind.F, a), self._count(Kind.F, b)
+        if done_b == self.m:
+            return None
+        if done_b == done_a:
+            return a
+        if self._arrival(Kind.F, b) is not None:
+            return b
+        return a if done_a < self.m and self._arrival(Kind.F, a) is not None else None
+
+    def _take_filled(self, kind: Kind, stage: int, *, eager: bool) -> None:
+        """Take a step, with W before it where they make room, fit into the wait, or keep the idle time down."""
+        r = self._rank(stage)
+        pending, w = self.put_off[r], self.work.seconds[Kind.W]
+        while pending and self.held[r] + self.work.memory[kind] > self.work.limit:
+            self._take_weight(r)
+        arrival = self._arrival(kind, stage) or 0.0
+        while pending and self.clock[r] + w <= arrival:
+            self._take_weight(r)
+        if eager and pending and self.idle[r] + arrival - self.clock[r] > max(self.worst, self.spare[r]):
+            self._take_weight(r)
+        self._take(kind, stage)
+
+    def _take_weight(self, r: int) -> None:
+        self._take(Kind.W, self.put_off[r].popleft())
+
+    def _take(self, kind: Kind, stage: int) -> None:
+        r, microbatch, arrival = self._rank(stage), self._count(kind, stage), self._arrival(kind, stage)
+        assert arrival is not None
+        assert microbatch < self.m
+        self.held[r] += self.work.memory[kind]
+        start = max(self.clock[r], arrival)
+        if self.rows[r]:
+            self.idle[r] += start - self.clock[r]
+            self.worst = max(self.worst, self.idle[r])
+        self.clock[r] = start + self.work.seconds[kind]
+        self.ends[kind, stage].append(self.clock[r])
+        self.rows[r].append(code_of(kind, stage, microbatch))
+        if kind is Kind.I:
+            self.put_off[r].append(stage)
+
+    def _arrival(self, kind: Kind, stage: int) -> float | None:
+        """When the next input is there: 0 if it comes from no other rank, None if it is not made yet."""
+        source = stage + {Kind.F: -1, Kind.I: 1, Kind.W: 0}[kind]
+        if not 0 <= source < 2 * self.p or self._rank(source) == self._rank(stage):
+            return 0.0
+        ends, microbatch = self.ends[kind, source], self._count(kind, stage)
+        return ends[microbatch] + self.work.hop if microbatch < len(ends) else None
+
+    def _rank(self, stage: int) -> int:
+        return min(stage, 2 * self.p - 1 - stage)
+
+    def _count(self, kind: Kind, stage: int) -> int:
+        return len(self.ends[kind, stage])
