@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock import Costs, Placement, simulate
-from penstock.bounds import Work, bounds, preemptive
+from penstock.bounds import Work, bounds, bounds_of, preemptive
 from penstock.comparison import compare
 
 UNITS = Costs(
@@ -50,6 +50,22 @@ def test_1f1b_is_proved_optimal_for_whole_backwards_and_free_hops() -> None:
         timeline = simulate(schedule)
         assert timeline.bound.seconds == timeline.makespan
         assert timeline.gap == 0
+
+
+@pytest.mark.parametrize(
+    ("costs", "m"),
+    [
+        (Costs(forward=(0.1, 10), backward=(100, 10), launch_overhead=1), 5),
+        (Costs(forward=(1, 10), backward=(100, 10), activation=0.7), 3),
+        (Costs(forward=(1, 10), backward=(100, 10), activation=0.1), 3),
+    ],
+)
+def test_warm_up_counts_launching_and_does_not_lose_room_to_rounding(costs: Costs, m: int) -> None:
+    first = [f"0F{k}" for k in range(m)] + [f"0B{k}" for k in range(m)]
+    schedule = penstock.Schedule([first, [f"1{kind}{k}" for k in range(m) for kind in "FB"]])
+    timeline = simulate(schedule, costs)
+    for bound in bounds_of(schedule, costs, max(timeline.peak_memory)):
+        assert bound.seconds <= timeline.makespan + 1e-9
 
 
 def test_a_tight_memory_limit_binds() -> None:

@@ -35,8 +35,11 @@ def test_a_list_needs_one_entry_for_each_stage_or_edge() -> None:
 @pytest.mark.parametrize(
     ("costs", "fault"),
     [
-        ({"forward": -1}, "forward: it must be 0 or more and finite"),
-        ({"forward": float("nan")}, "forward: it must be 0 or more and finite"),
+        ({"forward": -1}, "forward: it must be from 0 to 1e"),
+        ({"forward": 10**400}, "forward: it must be from 0 to 1e"),
+        ({"forward": 1e308}, "forward: it must be from 0 to 1e"),
+        ({"activation_freed_by_input": 2}, "activation_freed_by_input: it cannot be more than activation"),
+        ({"forward": float("nan")}, "forward: it must be from 0 to 1e"),
         ({"forward": "1"}, "forward: it must be a number or a list of them"),
         ({"forward": True}, "forward: it must be a number"),
         ({"forward": ()}, "forward: the list is empty"),

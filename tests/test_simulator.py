@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock import Costs, Kind, Schedule, ScheduleError, simulate
+from penstock import Costs, CostsError, Kind, Schedule, ScheduleError, simulate
 from penstock.bounds import bounds_of
 from penstock.lowering import DeferReceives
 from penstock.presets import preset
@@ -162,6 +162,25 @@ def test_a_schedule_with_faults_is_refused_with_its_report() -> None:
         simulate(hanging, sends="shared-stream")
 
 
+def test_a_value_counts_from_its_send_wherever_that_stands() -> None:
+    late = Schedule.parse("0F0 0F1 0SEND_F0 0SEND_F1 | 1RECV_F0 1F0 1RECV_F1 1F1")
+    for bandwidth in (None, 1e9):
+        costs = Costs(forward=(10, 1), latency=1, bandwidth=bandwidth)
+        assert simulate(late, costs).makespan == 23
+
+
+def test_receives_that_block_can_stop_what_sends_do_not_and_that_is_said() -> None:
+    schedule = Schedule.parse("0F0 0RECV_B0 0SEND_F0 0B0 | 1RECV_F0 1F0 1B0 1SEND_B0")
+    assert simulate(schedule).makespan == 6
+    with pytest.raises(ScheduleError, match="rank 0 at step 1, 0RECV_B0; rank 1 at step 0, 1RECV_F0"):
+        simulate(schedule, blocking_receives=True)
+
+
+def test_lists_of_the_wrong_length_are_found_before_anything_is_run() -> None:
+    with pytest.raises(CostsError, match="parameters: it has 3 entries, but the schedule has 2 stages"):
+        simulate(TINY, Costs(parameters=(1, 2, 3)))
+
+
 # --- laws, for any schedule and any costs ----------------------------------------------------------
 
 seeds = st.integers(min_value=0, max_value=2**32)
@@ -224,7 +243,7 @@ def test_the_fast_way_and_the_full_walk_agree(seed: int) -> None:
         latency=tuple(rng.choice((0, 1, 2)) for _ in range(stages - 1)) or 0,
     )
     fast = simulate(schedule, costs)
-    walked = simulate(schedule, Costs(**{**vars(costs), "bandwidth": 1e30}))
+    walked = simulate(schedule, Costs(**{**vars(costs), "bandwidth": 1e18}))
     compute = walked.is_compute
     assert np.array_equal(fast.end[fast.is_compute], walked.end[compute])
     assert np.array_equal(fast.start[fast.is_compute], walked.start[compute])

@@ -44,6 +44,20 @@ def test_a_receive_that_holds_up_other_work_is_named() -> None:
     assert (held.message.stage, held.message.microbatch) == (1, 0)
 
 
+def test_a_send_that_holds_up_its_rank_is_named_with_the_receiver() -> None:
+    text = "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 | 1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2"
+    timeline = simulate(Schedule.parse(text), Costs(forward=(1, 100)), sends="rendezvous")
+    held = next(gap for gap in gaps(timeline) if gap.reason == "blocked send")
+    assert held.blame is not None
+    assert (held.blame.rank, str(held.blame.step)) == (1, "1RECV_F1")
+
+
+def test_the_critical_path_follows_the_channel_not_what_waits_behind_it() -> None:
+    timeline = simulate(Schedule.parse("0F0 0F1 0F2 | 1F0 1F1 1F2"), Costs(bandwidth=1, activation_message=10))
+    path = [str(event.step) for event in critical_path(timeline) if event.step.kind.is_compute]
+    assert path == ["0F0", "1F2"]
+
+
 def test_waiting_for_parameters_is_named() -> None:
     lowered = penstock.lower(Schedule.parse("0F0 0B0"))
     assert [gap.reason for gap in gaps(simulate(lowered, Costs(unshard=4)))] == ["unshard"]

@@ -36,6 +36,9 @@ from penstock.schedule import Schedule
 __all__ = ["Bound", "Work", "bounds", "bounds_of"]
 
 
+_ROUNDING = 1e-9
+
+
 @dataclass(frozen=True, order=True)
 class Bound:
     """No order of the work can have a makespan below `seconds`."""
@@ -247,8 +250,9 @@ def _warm_up(work: Work, limit: float) -> list[Bound]:
     for rank, own in enumerate(work.placement.stages_of_rank):
         if len(own) == 1 and size[own[0]]:
             s = own[0]
-            room = min(int(limit / size[s]), work.microbatches)
-            idle = max(0.0, _lifetimes(work)[s] - work.passing[s] - room * work.forward[s])
+            room = min(int(limit / size[s] + _ROUNDING), work.microbatches)
+            forward = work.costs.per_stage("forward", work.placement.num_stages)[s] + work.costs.launch_overhead
+            idle = max(0.0, _lifetimes(work)[s] - work.passing[s] - room * forward)
             total = work.heads["F"][s] + sum(job[1] for job in work.jobs(rank)) + idle
             because = f"rank {rank} has room for {room} activations until a gradient is back"
             found.append(Bound(total, "warm-up", because))

@@ -13,7 +13,6 @@ In a file, JSON or TOML, the keys are the names below with the unit behind them:
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -33,6 +32,8 @@ else:  # the same under its name before it was taken into Python
 __all__ = ["Cost", "Costs"]
 
 Cost: TypeAlias = float | tuple[float, ...]
+
+_MOST = 1e18  # more seconds or bytes than anybody means
 
 
 def _cost(default: float | None, unit: str, per: str) -> Any:  # noqa: ANN401 -- a dataclass field
@@ -87,8 +88,20 @@ class Costs:
             faults.append(f"overlap_factor: it must be from 0 to 1 (given {self.overlap_factor})")
         if not faults and self.bandwidth is not None and min(_as_tuple(self.bandwidth)) <= 0:
             faults.append("bandwidth: it must be more than 0")
+        if not faults:
+            freed, held = _as_tuple(self.activation_freed_by_input), _as_tuple(self.activation)
+            if (len(freed) == len(held) and any(f > h for f, h in zip(freed, held))) or max(freed) > max(held):
+                faults.append("activation_freed_by_input: it cannot be more than activation")
         if faults:
             raise CostsError("; ".join(faults))
+
+    def check_lengths(self, num_stages: int) -> None:
+        """Refuse lists that do not have one entry for each stage or edge of a schedule."""
+        for entry in fields(self):
+            if entry.metadata["per"] == "stage":
+                self.per_stage(entry.name, num_stages)
+            elif entry.metadata["per"] == "edge":
+                self.per_edge(entry.name, num_stages)
 
     def per_stage(self, name: str, num_stages: int) -> list[float]:
         """One entry for each stage."""
@@ -190,6 +203,11 @@ def _times(value: Cost | None, factor: float) -> Cost | None:
     return tuple(x * factor for x in value) if isinstance(value, tuple) else value * factor
 
 
+def _shown(number: float) -> str:
+    # a whole number can have more digits than Python is willing to print
+    return printable(repr(number)) if abs(number) < _MOST or number != number else "more"  # noqa: PLR0124 -- nan
+
+
 def _fault(value: object, *, many: bool, optional: bool) -> str | None:
     if value is None and optional:
         return None
@@ -200,8 +218,8 @@ def _fault(value: object, *, many: bool, optional: bool) -> str | None:
             return (
                 f"it must be a number{' or a list of them' if many else ''} (given {printable(repr(number))})"
             )
-        if not (math.isfinite(number) and number >= 0):
-            return f"it must be 0 or more and finite (given {printable(repr(number))})"
+        if not 0 <= number <= _MOST:
+            return f"it must be from 0 to {_MOST:g} (given {_shown(number)})"
     return None
 
 

@@ -11,7 +11,7 @@ from penstock.columns import Floats
 from penstock.costs import Costs
 from penstock.errors import CostsError
 from penstock.schedule import Schedule
-from penstock.simulator import Engine
+from penstock.simulator import Engine, finished
 from penstock.validation import MODELS, refusal, validate
 
 __all__ = ["Spread", "jitter"]
@@ -42,12 +42,13 @@ def jitter(
     runs: int = 200,
     seed: int = 0,
     sends: str = MODELS[0],
+    blocking_receives: bool = False,
 ) -> Spread:
     """Simulate `runs` times, each step longer or shorter by chance.
 
     A step takes its cost times a random factor of mean 1 and standard deviation `noise` (log-normal), and times
-    the factor of its rank in `stragglers`: `{3: 1.2}` makes rank 3 a fifth slower. The same seed gives the same
-    answer.
+    the factor of its rank in `stragglers`: `{3: 1.2}` makes rank 3 a fifth slower. Messages do not vary. The
+    same seed gives the same answer.
     """
     stragglers = dict(stragglers or {})
     if not 0 <= noise <= 1:
@@ -58,7 +59,8 @@ def jitter(
         raise CostsError(f"stragglers: ranks are 0 to {schedule.num_ranks - 1}, factors above 0 (see {wrong})")
     if faults := validate(schedule, sends):
         raise refusal(schedule, faults)
-    engine = Engine(schedule, costs or Costs(), sends=sends)
+    engine = Engine(schedule, costs or Costs(), sends=sends, blocking_receives=blocking_receives)
+    finished(engine, engine.run())
     slowness = np.array([stragglers.get(rank, 1.0) for rank in range(schedule.num_ranks)])
     usual = np.array(engine.durations) * slowness[engine.schedule.columns.rank]
     rng = np.random.default_rng(seed)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.action import Kind
-from penstock.columns import Floats
+from penstock.columns import Floats, Ints
 from penstock.costs import Costs
 from penstock.errors import ScheduleError
 from penstock.lowering import AddCommunication
@@ -46,7 +46,27 @@ def simulate(
     if faults := validate(schedule, sends):
         raise refusal(schedule, faults)
     engine = Engine(schedule, costs or Costs(), sends=sends, blocking_receives=blocking_receives)
-    return Timeline(engine.schedule, engine.costs, engine.run(), engine.run)
+    return Timeline(engine.schedule, engine.costs, finished(engine, engine.run()), engine.run)
+
+
+def finished(engine: Engine, run: Run) -> Run:
+    """The run, if every rank reached its end; receives that block can stop what sends alone do not."""
+    stuck = np.flatnonzero(run.end < 0)
+    if not stuck.size:
+        return run
+    columns = engine.schedule.columns
+    heads = {int(columns.rank[slot]): int(slot) for slot in stuck[::-1]}  # the first of each rank stays
+    where = [
+        f"rank {rank} at step {slot - int(columns.slot_bounds[rank])}, "
+        f"{engine.schedule.ranks[rank][slot - int(columns.slot_bounds[rank])]}"
+        for rank, slot in sorted(heads.items())
+    ]
+    raise ScheduleError(
+        "with receives that block, the ranks wait for each other: "
+        + "; ".join(where)
+        + "; defer the receives, "
+        "or let them wait only where they are used"
+    )
 
 
 class Engine:
@@ -62,6 +82,7 @@ class Engine:
         if follows_messages and not schedule.columns.has_communication and schedule.num_ranks > 1:
             schedule = AddCommunication()(schedule)
         self.schedule, self.costs = schedule, costs
+        costs.check_lengths(schedule.num_stages)
         self.durations = _durations(schedule, costs)
         columns = schedule.columns
         self._walk: Walk | None = None
@@ -70,9 +91,8 @@ class Engine:
             taken, latency = _message_costs(schedule, costs)
             self._walk = Walk(columns, taken, latency, messages, sends, blocking=blocking_receives)
         else:
-            producer, consumer = columns.crossings
-            self._lag = _hops(schedule, costs)
-            self._inputs = Inputs.of(schedule.num_steps, producer, consumer, self._lag)
+            self._producer, self._consumer, self._lag = _waits(schedule, costs)
+            self._inputs = Inputs.of(schedule.num_steps, self._producer, self._consumer, self._lag)
 
     def run(self, starts: Sequence[float] | None = None, durations: Sequence[float] | None = None) -> Run:
         """One iteration, from these clocks of the ranks on, with these durations of the steps."""
@@ -90,8 +110,7 @@ class Engine:
         first = columns.slot_bounds[:-1]
         there = first < columns.slot_bounds[1:]
         begun[first[there]] = np.array(starts, dtype=np.float64)[there]
-        producer, consumer = columns.crossings
-        np.maximum.at(begun, consumer, ends[producer] + self._lag)
+        np.maximum.at(begun, self._consumer, ends[self._producer] + self._lag)
         return begun
 
 
@@ -129,15 +148,13 @@ def _collectives_take_time(costs: Costs) -> bool:
     return any(bool(np.any(value > 0)) for value in values)
 
 
-def _hops(schedule: Schedule, costs: Costs) -> Floats:
-    """The latency of each pair of `crossings`."""
+def _waits(schedule: Schedule, costs: Costs) -> tuple[Ints, Ints, Floats]:
+    """Which slot waits for which, and the latency between: for the send, or without sends for what makes it."""
+    columns, messages = schedule.columns, Messages.of(schedule.columns)
     _, latency = _message_costs(schedule, costs)
-    columns = schedule.columns
-    there = np.concatenate([(n.producer >= 0) & (n.consumer >= 0) for n in columns.between_stages]).ravel()
-    feeds, fed = columns.edges
-    apart = np.repeat(np.tile(columns.hosts[feeds] != columns.hosts[fed], 2), columns.microbatches)
-    hops: Floats = latency[there[apart]]
-    return hops
+    source = messages.send if columns.has_communication else messages.producer
+    there = (source >= 0) & (messages.consumer >= 0)
+    return columns.slot[source[there]], columns.slot[messages.consumer[there]], latency[there]
 
 
 def _message_costs(schedule: Schedule, costs: Costs) -> tuple[Floats, Floats]:

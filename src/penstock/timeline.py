@@ -20,12 +20,13 @@ from penstock.action import Kind, Step
 from penstock.bounds import Bound, bounds_of
 from penstock.columns import Bools, Floats
 from penstock.costs import Costs
+from penstock.errors import CostsError
 from penstock.schedule import Schedule
 from penstock.walk import Run
 
 __all__ = ["Event", "Memory", "Message", "Timeline"]
 
-_ROUNDING = 1e-12
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Message:
     target: int
     producer: int
     consumer: int
+    sent: int
+    """The slot of its SEND, or of what makes it where nothing is sent."""
+    received: int
+    """The slot of its RECV, or of what uses it where nothing is received."""
     begin: float
     arrival: float
     size: float
@@ -153,8 +158,9 @@ class Timeline:
 
     def bubble(self, by: str = "makespan") -> float:
         """The share of `makespan`, `span` or `period` in which the mean rank does not compute."""
-        whole = {"makespan": self.makespan, "span": self.span}.get(by)
-        whole = self.period if whole is None else whole
+        if by not in ("makespan", "span", "period"):
+            raise CostsError(f"a bubble is by makespan, span or period (given {by!r})")
+        whole: float = getattr(self, by)
         return 1 - sum(self.busy) / len(self.busy) / whole if whole else 0.0
 
     @property
@@ -171,7 +177,7 @@ class Timeline:
     def gap(self) -> float:
         """How much longer than the bound, as a share of it; 0 is a proof that nothing is faster."""
         gap = self.makespan / self.bound.seconds - 1 if self.bound.seconds else 0.0
-        return gap if gap > _ROUNDING else 0.0
+        return 0.0 if abs(gap) < _ROUNDING else gap
 
     # --- steps and messages ------------------------------------------------------------------------
 
@@ -197,16 +203,20 @@ class Timeline:
         found = []
         for need, value in zip(columns.between_stages, ("activation", "gradient")):
             size = self.costs.per_edge(f"{value}_message", stages)
+            feeds, fed = columns.edges
+            sends = columns.at(Kind.SEND_F)[feeds] if value == "activation" else columns.at(Kind.SEND_B)[fed]
+            receives = columns.at(Kind.RECV_F)[fed] if value == "activation" else columns.at(Kind.RECV_B)[feeds]
             for edge, k in np.argwhere((need.producer >= 0) & (need.consumer >= 0)).tolist():
                 producer, consumer = (int(columns.slot[side[edge, k]]) for side in need[1:])
                 source, target = int(columns.rank[producer]), int(columns.rank[consumer])
                 if source != target:
-                    ready = float(self.end[producer])
+                    sent = int(columns.slot[sends[edge, k]]) if sends[edge, k] >= 0 else producer
+                    received = int(columns.slot[receives[edge, k]]) if receives[edge, k] >= 0 else consumer
+                    ready = float(self.end[sent])
                     begin, arrival = arrivals.get((value, edge, k), (ready, ready + latency[edge]))
                     stage = edge if value == "activation" else edge + 1
-                    found.append(
-                        Message(value, stage, k, source, target, producer, consumer, begin, arrival, size[edge])
-                    )
+                    slots = (producer, consumer, sent, received)
+                    found.append(Message(value, stage, k, source, target, *slots, begin, arrival, size[edge]))
         return tuple(found)
 
     def _arrivals(self) -> dict[tuple[str, int, int], tuple[float, float]]:

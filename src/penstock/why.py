@@ -22,7 +22,7 @@ class Gap:
     start: float
     end: float
     reason: str
-    """`warm-up`, `activation`, `gradient`, `link`, `blocked receive`, `unshard` or `drain`."""
+    """`warm-up`, `activation`, `gradient`, `link`, `blocked receive`, `blocked send`, `unshard` or `drain`."""
     before: Event | None
     """The step that comes after the gap."""
     message: Message | None
@@ -71,12 +71,14 @@ def _gap(timeline: Timeline, rank: int, now: float, slot: int, *, warm_up: bool)
     if late is None or late.arrival < event.start:
         held_up = _held_up_by(timeline, slot)
     if held_up is not None:
-        return Gap(rank, now, event.start, "blocked receive", event, held_up, timeline.event(held_up.producer))
+        sends = held_up.source == rank
+        blame = timeline.event(held_up.received if sends else held_up.producer)
+        return Gap(rank, now, event.start, f"blocked {'send' if sends else 'receive'}", event, held_up, blame)
     if late is None or late.arrival < event.start:
         # what is left to wait for is the collective stream
         return Gap(rank, now, event.start, "unshard", event, None, None)
     blame = timeline.event(late.producer)
-    reason = "link" if blame.end <= now else late.kind
+    reason = "link" if late.arrival - max(blame.end, now) > blame.end - now else late.kind
     return Gap(rank, now, event.start, "warm-up" if warm_up else reason, event, late, blame)
 
 
@@ -93,7 +95,7 @@ def _held_up_by(timeline: Timeline, slot: int) -> Message | None:
 
 
 def _message_of(timeline: Timeline, event: Event) -> Message | None:
-    (part,) = event.step.parts
+    part = event.step.parts[0]
     if not part.kind.is_communication:
         return None
     value = "activation" if part.kind in (Kind.SEND_F, Kind.RECV_F) else "gradient"
@@ -106,24 +108,50 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
     """The steps that decide the makespan, first to last: each starts when what it waited for was there."""
     if not timeline.schedule.num_steps:
         return ()
-    slot = int(timeline.end.argmax())
-    path = [slot]
-    columns = timeline.schedule.columns
-    while timeline.start[slot] > 0:
-        start = float(timeline.start[slot])
-        before = slot - 1
-        same_rank = before >= 0 and columns.rank[before] == columns.rank[slot]
-        arrived = [m for m in timeline.inputs.get(slot, ()) if m.arrival == start]
-        if same_rank and timeline.end[before] == start:
-            slot = before
-        elif arrived:
-            slot = arrived[0].producer
-        else:
-            ended = [
-                i for i in range(int(columns.slot_bounds[columns.rank[slot]]), slot) if timeline.end[i] == start
-            ]
-            if not ended:
-                break
-            slot = ended[-1]
+    slot: int | None = int(timeline.end.argmax())
+    path: list[int] = []
+    while slot is not None and slot not in path[-2:]:
         path.append(slot)
+        slot = _cause(timeline, slot)
     return tuple(timeline.event(slot) for slot in reversed(path))
+
+
+def _cause(timeline: Timeline, slot: int) -> int | None:
+    """The slot that let this one end, if a message held it up, or else start; None at the beginning."""
+    start, columns = float(timeline.start[slot]), timeline.schedule.columns
+    if not timeline.is_compute[slot] and timeline.end[slot] > start:
+        message = _message_of(timeline, timeline.event(slot))
+        sender = slot if message is None else _sender(timeline, message)
+        if sender != slot:
+            return sender
+    if start == 0:
+        return None
+    before = slot - 1
+    if before >= 0 and columns.rank[before] == columns.rank[slot] and timeline.end[before] == start:
+        return before
+    for message in timeline.inputs.get(slot, ()):
+        if message.arrival == start:
+            return _sender(timeline, message)
+    first = int(columns.slot_bounds[columns.rank[slot]])
+    return next((i for i in reversed(range(first, slot)) if timeline.end[i] == start), None)
+
+
+def _sender(timeline: Timeline, message: Message) -> int:
+    """The slot that let a message begin: its own send, its receive, or the send of one ahead of it."""
+    seen: set[int] = set()
+    while True:
+        seen.add(id(message))
+        if timeline.end[message.sent] == message.begin or timeline.start[message.sent] == message.begin:
+            return message.sent
+        if timeline.start[message.received] == message.begin:
+            return message.received
+        ahead = [
+            other
+            for other in timeline.messages
+            if id(other) not in seen
+            and {other.source, other.target} & {message.source, message.target}
+            and other.begin < message.begin <= other.arrival
+        ]
+        if not ahead:
+            return message.sent
+        message = max(ahead, key=lambda other: other.begin)

@@ -38,7 +38,7 @@ def test_bad_costs_and_ways_of_sending_are_bad_usage(run: Run, tmp_path: Path) -
     for words, says, code in (
         (["--costs", "fast"], "--costs is a .json or .toml file, or one of zb-h2304-p8-m24", 2),
         (["--costs", "missing.json"], "missing.json: No such file or directory", 2),
-        (["--costs", "bad.json"], "bad.json: forward: not a key of costs; they are forward_seconds", 1),
+        (["--costs", "bad.json"], "bad.json: forward: not a key of costs; they are forward_seconds", 2),
         (["--sends", "pigeons"], "--sends is one of buffered", 2),
         (["--jitter", "7"], "noise: it must be from 0 to 1", 2),
     ):

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from penstock.cli.show import draw
 from penstock.cli.source import (
@@ -27,6 +28,7 @@ from penstock.cli.source import (
 from penstock.comparison import Row, row_of
 from penstock.families import families, find
 from penstock.formats import write_bytes
+from penstock.given import printable
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
 from penstock.validation import MODELS
@@ -109,5 +111,5 @@ def _table(rows: list[Row]) -> Table:
             f"{row.bound:g}",
             f"{row.gap:.1%}",
         )
-        table.add_row(row.name, *map(str, numbers), *times, *rest)
+        table.add_row(Text(printable(row.name)), *map(str, numbers), *times, *rest)
     return table

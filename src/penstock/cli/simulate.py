@@ -68,7 +68,7 @@ def simulate(
     )
     spread = None
     if noise is not None:
-        found = jitter(made, costs_from(costs), noise=noise, sends=sends)
+        found = jitter(made, costs_from(costs), noise=noise, sends=sends, blocking_receives=blocking_receives)
         spread = {f"p{q}": found.quantile(q / 100) for q in (5, 50, 95)}
     if as_json:
         typer.echo(json.dumps(_answer(timeline, spread), indent=2))
@@ -93,7 +93,7 @@ def _answer(timeline: Timeline, spread: dict[str, float] | None) -> dict[str, An
 
 def _print(timeline: Timeline, spread: dict[str, float] | None) -> None:
     width = shutil.get_terminal_size().columns
-    console = Console(highlight=False, width=width)
+    console = Console(highlight=False, markup=False, width=width)
     console.print(terminal(timeline, width), soft_wrap=True)
     console.print()
     for name, value in (("makespan", timeline.makespan), ("span", timeline.span), ("period", timeline.period)):

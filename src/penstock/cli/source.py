@@ -88,7 +88,10 @@ def costs_from(source: str | None) -> Costs:
     if source is None:
         return Costs()
     if Path(source).suffix.lower() in (".json", ".toml"):
-        return Costs.read(source)
+        try:
+            return Costs.read(source)
+        except FormatError as error:
+            raise typer.BadParameter(str(error)) from None
     if source not in presets():
         what = f"--costs is a .json or .toml file, or one of {', '.join(presets())} (given {source})"
         raise typer.BadParameter(what)
