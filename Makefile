@@ -9,6 +9,7 @@ BIN := .venv/bin
 demo: .venv/core
 	$(BIN)/penstock show 1f1b --ranks 4 --microbatches 8
 	$(BIN)/penstock show zbv --ranks 4 --microbatches 8
+	$(BIN)/penstock compare 1f1b zb-h1 zb-h2 -p 8 -m 24 --costs zb-h4096-p8-m24
 	@echo "A schedule that hangs, and why:"
 	$(BIN)/penstock check examples/deadlock.csv || true
 

@@ -76,6 +76,13 @@ def test_compare_without_names_takes_all_families(run: Run) -> None:
     assert [row["stages"] for row in rows] == [6, 2]
 
 
+def test_compare_of_files_alone_takes_no_numbers(run: Run, tmp_path: Path) -> None:
+    penstock.build("1f1b", ranks=2, microbatches=2).write(tmp_path / "a.csv")
+    answer = run("compare", "a.csv", "-p", 4)
+    assert (answer.code, answer.out) == (2, "")
+    assert "files have their own numbers" in answer.said
+
+
 def test_compare_draws_all_on_one_axis(run: Run, tmp_path: Path) -> None:
     assert run("compare", "1f1b", "zb-h1", "-p", 2, "-m", 2, "-o", "both.html").code == 0
     page = (tmp_path / "both.html").read_text()

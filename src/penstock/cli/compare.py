@@ -69,6 +69,10 @@ def compare(
     """
     picture = _picture_of(output)
     names = schedules or [name for name in families() if name != "forward-only"]
+    if all(map(is_file, names)) and (ranks or microbatches or stages_per_rank):
+        raise typer.BadParameter(
+            "files have their own numbers; drop --ranks, --microbatches and --stages-per-rank"
+        )
     counts: list[int | None] = list(microbatches) if microbatches else [None]
     wanted = [(name, m) for name in names for m in ([None] if is_file(name) else counts)]
     known, how, timelines = costs_from(costs), checked_sends(sends), list[Timeline]()
