@@ -227,6 +227,13 @@ class Columns:
         return stages[:-1], stages[1:]
 
     @cached_property
+    def apart(self) -> Bools:
+        """Per edge: whether its two stages are on different ranks, so that values have to be sent."""
+        feeds, fed = self.edges
+        apart: Bools = self.hosts[feeds] != self.hosts[fed]
+        return apart
+
+    @cached_property
     def between_stages(self) -> tuple[Need, Need]:
         """Activations and gradients, one row per edge and one entry per microbatch."""
         feeds, fed = self.edges

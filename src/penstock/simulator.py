@@ -160,8 +160,7 @@ def _waits(schedule: Schedule, costs: Costs) -> tuple[Ints, Ints, Floats]:
 def _message_costs(schedule: Schedule, costs: Costs) -> tuple[Floats, Floats]:
     """Per message, in the order of `Messages`: how long its channel takes the bytes, and the latency."""
     columns, stages = schedule.columns, schedule.num_stages
-    feeds, fed = columns.edges
-    apart = columns.hosts[feeds] != columns.hosts[fed]
+    apart = columns.apart
     latency = np.array(costs.per_edge("latency", stages), dtype=np.float64)[apart]
     taken = np.zeros(2 * len(latency))
     if costs.bandwidth is not None:

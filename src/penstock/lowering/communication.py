@@ -44,9 +44,7 @@ class AddCommunication(Pass):
         moment = _moments(schedule)
         # sort keys: at each moment the step itself (0), then the messages of its first and second part
         ranks, keys, codes = [columns.part_rank], [moment[columns.slot] * 4], [columns.code]
-        feeds, fed = columns.edges
-        apart = columns.hosts[feeds] != columns.hosts[fed]
-        feeds, fed = feeds[apart], fed[apart]
+        feeds, fed = (stages[columns.apart] for stages in columns.edges)
         activations, gradients = columns.forward[feeds], columns.input_gradient[fed]
         for send, recv, made, source, target in (
             (Kind.SEND_F, Kind.RECV_F, activations, feeds, fed),

@@ -37,9 +37,8 @@ class Messages:
     @classmethod
     def of(cls, columns: Columns) -> Messages:
         """What the edges between stages on different ranks call for."""
-        feeds, fed = columns.edges
-        apart = columns.hosts[feeds] != columns.hosts[fed]
-        feeds, fed = feeds[apart], fed[apart]
+        apart = columns.apart
+        feeds, fed = (stages[apart] for stages in columns.edges)
         activation, gradient = columns.between_stages
         ends = [
             (columns.at(Kind.SEND_F)[feeds], columns.at(Kind.SEND_B)[fed]),
