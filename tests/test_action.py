@@ -101,7 +101,7 @@ def test_an_action_that_cannot_be_is_refused_at_construction(
 
 
 @pytest.mark.parametrize("number", [True, 1.5, "1"])
-def test_a_number_that_is_not_whole_is_refused_at_construction(number: Any) -> None:  # noqa: ANN401
+def test_a_number_that_is_not_whole_is_refused_at_construction(number: Any) -> None:
     with pytest.raises(ActionError):
         Action(Kind.F, number, 0)
     with pytest.raises(ActionError):
@@ -109,7 +109,7 @@ def test_a_number_that_is_not_whole_is_refused_at_construction(number: Any) -> N
 
 
 @pytest.mark.parametrize("kind_of_int", [np.int32, np.int64, np.uint8])
-def test_whole_numbers_of_numpy_mean_what_they_say(kind_of_int: Any) -> None:  # noqa: ANN401
+def test_whole_numbers_of_numpy_mean_what_they_say(kind_of_int: Any) -> None:
     action = Action(Kind.F, kind_of_int(5), kind_of_int(3))
     assert list(decode(encode([action]))) == [Action(Kind.F, 5, 3)]
 

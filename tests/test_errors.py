@@ -8,13 +8,17 @@ import penstock
 from penstock import errors
 from penstock.errors import (
     ActionError,
+    BatchError,
     BuildError,
     CostsError,
     FormatError,
     MissingExtraError,
+    PartitionError,
     PenstockError,
+    PipelineError,
     PlacementError,
     ScheduleError,
+    StepFailedError,
 )
 
 ONE_OF_EACH = (
@@ -25,6 +29,10 @@ ONE_OF_EACH = (
     ScheduleError("a schedule needs at least 1 microbatch"),
     CostsError("forward: it must be 0 or more"),
     MissingExtraError("PNG needs Pillow"),
+    PartitionError("no module is called 'layers.9'"),
+    BatchError("3 rows cannot be shared by 4 microbatches"),
+    PipelineError("the schedule is for 4 ranks, but the process group has 2"),
+    StepFailedError("step 3 failed on rank 1", 1, "1F0", 1, 0, "exception", "Traceback ..."),
 )
 
 

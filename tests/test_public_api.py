@@ -29,13 +29,17 @@ DOCUMENTED = {
     "validate",
     # errors
     "ActionError",
+    "BatchError",
     "BuildError",
     "CostsError",
     "FormatError",
     "MissingExtraError",
+    "PartitionError",
     "PenstockError",
+    "PipelineError",
     "PlacementError",
     "ScheduleError",
+    "StepFailedError",
 }
 
 

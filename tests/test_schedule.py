@@ -158,7 +158,7 @@ def test_other_steps_numbers_or_placements_are_other_schedules(other: object) ->
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])  # noqa: S301
-def test_a_copy_is_the_same_schedule(duplicate: Any) -> None:  # noqa: ANN401
+def test_a_copy_is_the_same_schedule(duplicate: Any) -> None:
     schedule = penstock.build("zbv", ranks=2, microbatches=2)
     again = duplicate(schedule)
     assert again == schedule
@@ -215,13 +215,13 @@ def test_at_least_one_microbatch_is_needed(microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("microbatches", [True, 1.5, "2"], ids=repr)
-def test_microbatches_that_are_not_a_whole_number_are_refused(microbatches: Any) -> None:  # noqa: ANN401
+def test_microbatches_that_are_not_a_whole_number_are_refused(microbatches: Any) -> None:
     with pytest.raises(ScheduleError):
         Schedule.parse("0F0", microbatches=microbatches)
 
 
 @pytest.mark.parametrize("step", [None, 1, ("0", "F", "0")], ids=repr)
-def test_a_step_that_is_neither_action_nor_text_is_refused(step: Any) -> None:  # noqa: ANN401
+def test_a_step_that_is_neither_action_nor_text_is_refused(step: Any) -> None:
     with pytest.raises(PenstockError):
         Schedule([["0F0", step]])
 

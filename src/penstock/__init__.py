@@ -4,13 +4,17 @@ from penstock.action import Action, Kind, Overlap, parse_action
 from penstock.costs import Costs
 from penstock.errors import (
     ActionError,
+    BatchError,
     BuildError,
     CostsError,
     FormatError,
     MissingExtraError,
+    PartitionError,
     PenstockError,
+    PipelineError,
     PlacementError,
     ScheduleError,
+    StepFailedError,
 )
 from penstock.families import Family, build, families, register
 from penstock.formats import read
@@ -26,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "ActionError",
+    "BatchError",
     "BuildError",
     "Costs",
     "CostsError",
@@ -34,11 +39,14 @@ __all__ = [
     "Kind",
     "MissingExtraError",
     "Overlap",
+    "PartitionError",
     "PenstockError",
+    "PipelineError",
     "Placement",
     "PlacementError",
     "Schedule",
     "ScheduleError",
+    "StepFailedError",
     "Timeline",
     "Violation",
     "build",

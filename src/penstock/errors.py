@@ -7,9 +7,13 @@
     ├── FormatError              a file that is not a schedule, with every fault and its place
     ├── ScheduleError            a schedule that cannot be made, lowered or run as it stands
     ├── CostsError               costs that cannot be, or that do not fit a schedule
-    └── MissingExtraError        something that needs an optional dependency which is not installed
+    ├── MissingExtraError        something that needs an optional dependency which is not installed
+    ├── PartitionError           a model that cannot be cut into stages as asked
+    ├── BatchError               a batch that cannot be cut into microbatches, or outputs that cannot be merged
+    ├── PipelineError            stages, schedule and ranks that do not fit together
+    └── StepFailedError          a step that failed on some rank: the same report on every rank
 
-All of them are `ValueError`s too: each is about a value somebody gave.
+All of them are `ValueError`s too, because nearly each is about a value somebody gave.
 """
 
 from __future__ import annotations
@@ -18,13 +22,17 @@ from collections.abc import Sequence
 
 __all__ = [
     "ActionError",
+    "BatchError",
     "BuildError",
     "CostsError",
     "FormatError",
     "MissingExtraError",
+    "PartitionError",
     "PenstockError",
+    "PipelineError",
     "PlacementError",
     "ScheduleError",
+    "StepFailedError",
 ]
 
 
@@ -76,3 +84,46 @@ class CostsError(PenstockError):
 
 class MissingExtraError(PenstockError):
     """Something that needs an optional dependency which is not installed."""
+
+
+class PartitionError(PenstockError):
+    """A model that cannot be cut into stages as asked."""
+
+
+class BatchError(PenstockError):
+    """A batch that cannot be cut into microbatches, or outputs that cannot be merged."""
+
+
+class PipelineError(PenstockError):
+    """Stages, schedule and ranks that do not fit together."""
+
+
+class StepFailedError(PenstockError):
+    """A step that failed on some rank; every rank raises it with the same report.
+
+    `rank` is where it began, `action` what that rank was doing, `stage` and `microbatch` are that action's,
+    where it has them; `kind` is `exception`, `timeout` or `lost`; `details` is the original traceback.
+    """
+
+    def __init__(
+        self,
+        report: str,
+        rank: int | None = None,
+        action: str | None = None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        kind: str = "exception",
+        details: str = "",
+    ) -> None:
+        super().__init__(report)
+        self.report = report
+        self.rank = rank
+        self.action = action
+        self.stage = stage
+        self.microbatch = microbatch
+        self.kind = kind
+        self.details = details
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        given = (self.report, self.rank, self.action, self.stage, self.microbatch, self.kind, self.details)
+        return type(self), given

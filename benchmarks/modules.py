@@ -1,0 +1,164 @@
+"""Stages to measure with: some that sleep, some that do nothing, some that compute."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from penstock.runtime.deferral import Deferral
+
+__all__ = ["Block", "Scale", "Sleeping", "SleepingForTorch", "SleepingRule", "measure_split"]
+
+
+class Sleeping(nn.Module):
+    """A layer whose F, I and W take this many seconds each, and no processor."""
+
+    def __init__(self, nap: float) -> None:
+        super().__init__()
+        self.nap = nap
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Slept.apply(x, self.weight, self.nap)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Slept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, nap: float) -> Tensor:
+        time.sleep(nap)
+        ctx.nap = nap
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        time.sleep(2 * ctx.nap)
+        return gradient * weight, (gradient * x).sum(0), None
+
+
+class SleepingRule:
+    """How the backward of `Sleeping` comes apart."""
+
+    weights = ("weight",)
+
+    def forward(self, layer: Sleeping, x: Tensor, *weights: Tensor | None) -> Tensor:
+        time.sleep(layer.nap)
+        return x * weights[0]  # type: ignore[operator]
+
+    def input_gradient(self, layer: Sleeping, _x: Tensor, weights: Any, gradient: Tensor) -> Tensor:
+        time.sleep(layer.nap)
+        return gradient.mul(weights[0])
+
+    def weight_gradients(
+        self, layer: Sleeping, x: Tensor, _weights: Any, gradient: Tensor, _wanted: Any
+    ) -> tuple[Tensor]:
+        time.sleep(layer.nap)
+        return ((gradient * x).sum(0),)
+
+
+class SleepingForTorch(nn.Module):
+    """The same for a backward that is split along the graph: one node for the input, one for the weight."""
+
+    def __init__(self, nap: float) -> None:
+        super().__init__()
+        self.nap = nap
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.nap)
+        y: Tensor = _SleepsBack.apply(x, self.nap) * _SleepsBack.apply(self.weight, self.nap)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _SleepsBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, nap: float) -> Tensor:
+        ctx.nap = nap
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.nap)
+        return gradient, None
+
+
+class Scale(nn.Module):
+    """As good as nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = (
+            part.view(rows, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norms[0](x)).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        update: Tensor = self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+        return x + update
+
+
+def measure_split(tell: Callable[..., None]) -> None:
+    """(I + W) / B of two transformer blocks: ours by deferring, torch's by walking the graph."""
+    torch.set_num_threads(1)
+    print("split (one process)\n  (I + W) / B of two transformer blocks, 4 x 64 tokens")
+    tell("width", "penstock", "torch")
+    for width in (128, 256, 512):
+        torch.manual_seed(0)
+        module = nn.Sequential(Block(width), Block(width))
+        x = torch.randn(4, 64, width, requires_grad=True)
+        gradient = torch.randn(4, 64, width)
+        ways = (_whole, _deferred, _walked)
+        times = [[way(module, x, gradient) for way in ways] for _ in range(25)][5:]
+        full, mine, other = (statistics.median(column) for column in zip(*times))
+        tell(width, mine / full, other / full)
+
+
+def _whole(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
+    output = module(x)
+    begin = time.perf_counter()
+    output.backward(gradient)
+    return time.perf_counter() - begin
+
+
+def _deferred(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
+    deferral = Deferral(module)
+    with deferral.installed():
+        output = module(x)
+        begin = time.perf_counter()
+        with deferral.put_aside() as jobs:
+            output.backward(gradient)
+        jobs.run()
+        return time.perf_counter() - begin
+
+
+def _walked(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
+    output = module(x)
+    begin = time.perf_counter()
+    _, groups = stage_backward_input([output], [gradient], [x], module.parameters())
+    stage_backward_weight(module.parameters(), groups)
+    return time.perf_counter() - begin

@@ -1,0 +1,173 @@
+"""How well steps are orchestrated: Penstock and torch.distributed.pipelining, same modules, same run.
+
+    python -m benchmarks.runtime [sleep] [empty] [transformer] [split]
+
+Stages that sleep measure orchestration alone, so more ranks than cores run honestly. Times are medians of
+steps, each step as long as its slowest rank; ratios are to torch's, or to what the simulator says.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as rival
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
+
+import penstock
+from benchmarks import modules
+from penstock.runtime import Pipeline, register_layer
+
+STEPS = 7
+RIVALS = {
+    "gpipe": rival.ScheduleGPipe,
+    "1f1b": rival.Schedule1F1B,
+    "interleaved-1f1b": rival.ScheduleInterleaved1F1B,
+    "looped-bfs": rival.ScheduleLoopedBFS,
+    "interleaved-zero-bubble": rival.ScheduleInterleavedZeroBubble,
+    "zbv": rival.ScheduleZBVZeroBubble,
+    "dualpipev": rival.ScheduleDualPipeV,
+}
+SINGLE = ("gpipe", "1f1b")
+Make = Callable[[int], nn.Module]
+Table = list[tuple[Any, ...]]
+
+
+def schedule_of(name: str, ranks: int, microbatches: int) -> penstock.Schedule:
+    given = {"stages_per_rank": 2} if "interleaved" in name or "looped" in name else {}
+    return penstock.build(name, ranks=ranks, microbatches=microbatches, **given)
+
+
+def ours(
+    schedule: penstock.Schedule, make: Callable[[int], nn.Module], x: Tensor, y: Tensor
+) -> Callable[[], Any]:
+    own = schedule.placement.stages_of_rank[dist.get_rank()]
+    pipeline = Pipeline([make(stage) for stage in own], schedule, loss=nn.functional.mse_loss)
+    return lambda: pipeline.step(x, target=y)
+
+
+def theirs(name: str, schedule: penstock.Schedule, make: Make, x: Tensor, y: Tensor) -> Callable[[], Any]:
+    own = schedule.placement.stages_of_rank[dist.get_rank()]
+    count, device = schedule.num_stages, torch.device("cpu")
+    stages: Any = [rival.PipelineStage(make(stage), stage, count, device) for stage in own]
+    runner: Any = RIVALS[name](
+        stages[0] if name in SINGLE else stages, schedule.microbatches, loss_fn=nn.functional.mse_loss
+    )
+    first, last = 0 in own, count - 1 in own
+    given = {"target": y} if last else {}
+
+    def step() -> None:
+        runner.step(*((x,) if first else ()), losses=[] if last else None, **given)
+
+    return step
+
+
+def seconds(step: Callable[[], Any], steps: int = STEPS) -> float:
+    """The median over steps of the slowest rank."""
+    taken = []
+    for _ in range(steps + 2):
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        taken.append(float(took))
+    return statistics.median(taken[2:])
+
+
+# --- stages that sleep -----------------------------------------------------------------------------
+
+
+def sleeping(tell: Callable[..., None]) -> None:
+    """F = I = W = 10 ms: how much longer than the simulator's makespan a step takes."""
+    m, nap = 8, 0.010
+    tell("schedule", "simulated", "penstock", "over", "torch", "over", "torch / penstock")
+    for name in RIVALS:
+        schedule = schedule_of(name, dist.get_world_size(), m)
+        costs = penstock.Costs(forward=nap, backward_input=nap, backward_weight=nap)
+        ideal = penstock.simulate(schedule, costs).makespan
+        x = torch.zeros(m, 4, requires_grad=True)  # so that the first stage has an input gradient too
+        y = torch.zeros(m, 4)
+        mine = seconds(ours(schedule, lambda _: modules.Sleeping(nap), x, y))
+        other = seconds(theirs(name, schedule, lambda _: modules.SleepingForTorch(nap), x, y))
+        tell(name, ideal, mine, mine / ideal - 1, other, other / ideal - 1, other / mine)
+
+
+def empty(tell: Callable[..., None]) -> None:
+    """Stages that do nothing: microseconds for each action, communication and compute."""
+    m = 16
+    tell("schedule", "actions", "penstock us", "torch us", "penstock / torch")
+    for name in RIVALS:
+        schedule = schedule_of(name, dist.get_world_size(), m)
+        actions = max(map(len, penstock.lower(schedule).ranks))
+        x, y = torch.zeros(m, 4, requires_grad=True), torch.zeros(m, 4)
+        mine = seconds(ours(schedule, lambda _: modules.Scale(), x, y), 30) / actions
+        other = seconds(theirs(name, schedule, lambda _: modules.Scale(), x, y), 30) / actions
+        tell(name, actions, mine * 1e6, other * 1e6, mine / other)
+
+
+def transformer(tell: Callable[..., None]) -> None:
+    """Real compute, one thread a rank."""
+    m, width = 8, 256
+    tell("schedule", "penstock s", "torch s", "torch / penstock")
+    for name in RIVALS:
+        schedule = schedule_of(name, dist.get_world_size(), m)
+        x, y = torch.randn(m * 2, 64, width), torch.randn(m * 2, 64, width)
+
+        def make(_: int, blocks: int = 8 // schedule.num_stages) -> nn.Module:
+            return nn.Sequential(*(modules.Block(width) for _ in range(blocks)))
+
+        mine_step = ours(schedule, make, x, y)
+        other_step = theirs(name, schedule, make, x, y)
+        pairs = [(seconds(mine_step, 3), seconds(other_step, 3)) for _ in range(3)]
+        mine, other = (statistics.median(column) for column in zip(*pairs))
+        tell(name, mine, other, other / mine)
+
+
+# --- processes -------------------------------------------------------------------------------------
+
+PARTS = {"sleep": (sleeping, 4), "empty": (empty, 4), "transformer": (transformer, 2)}
+
+
+def worker(rank: int, ranks: int, port: int, part: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    register_layer(modules.Sleeping, modules.SleepingRule())
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    dist.init_process_group("gloo")
+    PARTS[part][0](_row if rank == 0 else lambda *_: None)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _row(*cells: Any) -> None:
+    print("  " + "  ".join(_cell(cell) for cell in cells), flush=True)
+
+
+def _cell(cell: Any) -> str:
+    return f"{cell:>16.3f}" if isinstance(cell, float) else f"{cell!s:>24}"
+
+
+def main() -> None:
+    for part in sys.argv[1:] or [*PARTS, "split"]:
+        if part == "split":
+            modules.measure_split(_row)
+            continue
+        print(f"{part} ({PARTS[part][1]} ranks)\n  {PARTS[part][0].__doc__}")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ranks = PARTS[part][1]
+        start_processes(worker, (ranks, port, part), ranks, start_method="spawn")  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The connections of one pipeline: what messages travel on, made and warmed up before the first step.
+
+    on a CPU   one gloo group for all ranks; every message has a tag of its own, so none waits behind another
+    elsewhere  one NCCL communicator for every directed edge (a communicator is a queue), and the gloo group
+               for what the host must know before the data is there
+
+The groups are made directly on the job's store under a name that is used once, not registered with
+torch.distributed: a registered group needs all ranks of the world to be made, and its name comes again.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from penstock.errors import PipelineError
+
+__all__ = ["DATA", "EDGE_DATA", "FLAG", "HEADER", "Links"]
+
+# what a tag is for: the message itself, the announcement of another layout, the data in it, a flag of its own
+EDGE_DATA, HEADER, DATA, FLAG = range(4)
+_LANES = 4
+_CONTROL_TAG = 2**31 - 1024  # above every tag of a message
+_used: dict[tuple[int, ...], str] = {}  # the last name under which these ranks met
+
+
+class _Group(Protocol):
+    """What we use of a group; torch's own types do not say."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work: ...
+    def barrier(self) -> dist.Work: ...
+    def abort(self) -> None: ...
+
+
+class Links:
+    """The groups, and messages of plain tensors on them. Peers are ranks of the pipeline, not of the world."""
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        rank: int,
+        channels: Sequence[tuple[int, int, int]],
+        microbatches: int,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
+        self.device = device
+        self._microbatches = microbatches
+        base = _world_store()
+        name = _meeting_name(base, tuple(members), rank, timeout)
+        self._store = PrefixStore(name, base)
+        gloo: Any = dist.ProcessGroupGloo
+        self._group: _Group = gloo(PrefixStore("gloo", self._store), rank, len(members), timeout)
+        self._edges: dict[int, _Group] = {}
+        self.one_group = one_group_is_enough(device)
+        """Whether all messages go through the one group, and flags with the data."""
+        if not self.one_group:
+            self._connect_edges(rank, channels, timeout)
+        self.barrier()
+        if rank == 0:
+            base.delete_key(_meeting_key(members))
+
+    def _connect_edges(self, rank: int, channels: Sequence[tuple[int, int, int]], timeout: timedelta) -> None:
+        """A communicator per directed edge. All ranks take the edges in one order, so none waits in a cycle."""
+        for number, source, target in channels:
+            if rank not in (source, target):
+                continue
+            store = PrefixStore(f"edge/{number}", self._store)
+            self._edges[number] = edge = edge_group(self.device, store, int(rank == target), timeout)
+            token = torch.zeros(1, device=self.device)
+            (edge.send([token], 1, 0) if rank == source else edge.recv([token], 0, 0)).wait()
+
+    def tag(self, channel: int, microbatch: int, lane: int) -> int:
+        """One tag for each thing that can be under way; those of eval follow those of training."""
+        return (channel * 2 * self._microbatches + microbatch) * _LANES + lane
+
+    def send(self, tensor: Tensor, peer: int, channel: int, tag: int) -> dist.Work:
+        """Data from this rank's device."""
+        edge = self._edges.get(channel)
+        return self._group.send([tensor], peer, tag) if edge is None else edge.send([tensor], 1, tag)
+
+    def receive(self, tensor: Tensor, peer: int, channel: int, tag: int) -> dist.Work:
+        """Data to this rank's device."""
+        edge = self._edges.get(channel)
+        return self._group.recv([tensor], peer, tag) if edge is None else edge.recv([tensor], 0, tag)
+
+    def send_host(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Numbers from the host."""
+        return self._group.send([tensor], peer, tag)
+
+    def receive_host(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Numbers to the host."""
+        return self._group.recv([tensor], peer, tag)
+
+    def control_tag(self, purpose: int) -> int:
+        """A tag, and one after it, for something that is not a message of the schedule."""
+        return _CONTROL_TAG + 2 * purpose
+
+    def send_control(self, tensor: Tensor, peer: int, purpose: int) -> dist.Work:
+        """Results, clocks."""
+        return self._group.send([tensor], peer, self.control_tag(purpose))
+
+    def receive_control(self, tensor: Tensor, peer: int, purpose: int) -> dist.Work:
+        """The other end of `send_control`."""
+        return self._group.recv([tensor], peer, self.control_tag(purpose))
+
+    def all_gather(self, tensor: Tensor, ranks: int) -> list[Tensor]:
+        """Every rank's tensor, all of the same shape."""
+        found = [torch.empty_like(tensor) for _ in range(ranks)]
+        self._group.allgather([found], [tensor]).wait()
+        return found
+
+    @property
+    def store(self) -> Store:
+        """A connection of its own to the key-value store of the job, for this pipeline's keys."""
+        return _cloned(self._store)
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the pipeline."""
+        self._group.barrier().wait()
+
+    def close(self) -> None:
+        """Hang up: whoever waits for this rank is woken up by that, at once.
+
+        gloo closes its connections when the last reference to the group and to its pending messages is gone, so
+        the caller must have dropped those messages. Communicators of devices are aborted.
+        """
+        for edge in self._edges.values():
+            edge.abort()
+        self._edges.clear()
+        del self._group
+
+
+def one_group_is_enough(device: torch.device) -> bool:
+    """Whether messages with different tags pass each other in a group, as they do in gloo."""
+    return device.type == "cpu"
+
+
+def edge_group(device: torch.device, store: Store, side: int, timeout: timedelta) -> _Group:
+    """A group of two for one directed edge: side 0 sends, side 1 receives."""
+    if not (device.type == "cuda" and dist.is_nccl_available()):
+        raise PipelineError(f"a pipeline runs on CPUs (gloo) and CUDA devices (NCCL), not on {device}")
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout  # noqa: SLF001 -- it has no other name
+    group: _Group = nccl(store, side, 2, options)
+    return group
+
+
+def _world_store() -> Store:
+    """A connection of its own to the job's store."""
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    return _cloned(world.get_group_store())
+
+
+def _cloned(store: Any) -> Store:
+    """The same store over another connection: one connection answers one question at a time."""
+    clone: Store = store.clone()
+    return clone
+
+
+def _meeting_key(members: Sequence[int]) -> str:
+    return "penstock/" + "-".join(map(str, members))
+
+
+def _meeting_name(store: Store, members: tuple[int, ...], rank: int, timeout: timedelta) -> str:
+    """A name under which these ranks have never met: the first of them makes it up, the others read it."""
+    key = _meeting_key(members)
+    if rank == 0:
+        name = f"{key}/{uuid.uuid4().hex}"
+        store.set(key, name)
+    else:
+        end = time.monotonic() + timeout.total_seconds()
+        while True:
+            store.wait([key], timeout)
+            name = store.get(key).decode() if store.check([key]) else ""
+            if name and name != _used.get(members):
+                break
+            if time.monotonic() > end:
+                raise PipelineError(
+                    f"rank 0 of the pipeline did not connect within {timeout.total_seconds():g} s"
+                )
+            time.sleep(0.01)
+    _used[members] = name
+    return name

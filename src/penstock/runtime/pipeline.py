@@ -1,0 +1,350 @@
+"""`Pipeline`: the stages of this rank, a schedule, and a process group, ready to train and to evaluate.
+
+Every rank of the group makes one, with the same schedule, and calls `step` and `eval` in the same order:
+
+    schedule = penstock.build("1f1b", ranks=2, microbatches=8)
+    pipeline = Pipeline(split(model, at=["4"]), schedule, loss=cross_entropy)
+    for x, y in batches:
+        result = pipeline.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.action import Kind
+from penstock.errors import PipelineError
+from penstock.runtime import setup
+from penstock.runtime.buffers import Pool
+from penstock.runtime.failure import cause_of, failed
+from penstock.runtime.microbatches import Batcher, Splitter
+from penstock.runtime.profile import Profile, Recorder
+from penstock.runtime.program import CustomFunction, Program, StoppedError
+from penstock.runtime.result import StepResult
+from penstock.runtime.stage import Live, Stage, StepInputs
+from penstock.runtime.watch import Cause
+from penstock.runtime.wiring import Plan, Wiring
+from penstock.schedule import Schedule
+
+__all__ = ["Pipeline"]
+
+_LOSSES = 0  # the purpose of the control message with the losses
+
+
+class Pipeline:
+    """This rank's part of a pipeline.
+
+    `stages`      the modules of this rank's stages in the order of the stages, or a mapping from the number of
+                  a stage to its module, which may name all stages, as `split` does: each rank takes its own
+    `schedule`    a family's name, a `.csv` or `.json` file, or a `Schedule`, lowered or not
+    `microbatches`  how many; needed with a family's name
+    `loss`        called with the last stage's output and, if there is one, the target; gives one number
+    `tokens`      counts the tokens of a microbatch's target; the loss is then weighted by them
+    `group`       a process group or one dimension of a DeviceMesh; all ranks unless given
+    `device`      where the messages are; that of the first parameter unless given
+    `split`, `merge`  how arguments come apart and outputs go together, see `Batcher`
+    `functions`   called in place of actions of a kind, see `Custom`
+    `check_finite`  fail at the first number that is not finite, and name where it arose
+    `timeout`     seconds that a rank waits for another
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+        schedule: Schedule | str | PathLike[str],
+        *,
+        microbatches: int | None = None,
+        loss: Callable[..., Tensor] | None = None,
+        tokens: Callable[[Any], int] | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        split: Mapping[int | str, int | Splitter] | None = None,
+        merge: int | Splitter = 0,
+        functions: Mapping[Kind | str, CustomFunction] | None = None,
+        check_finite: bool = False,
+        timeout: float = 300,
+    ) -> None:
+        members, rank = setup.members_of(group)
+        self.schedule = setup.lowered(setup.chosen_schedule(schedule, stages, len(members), microbatches))
+        """The schedule that runs, with all its communication."""
+        self.rank = rank
+        """This rank's number in the pipeline."""
+        modules = setup.modules_of_rank(stages, self.schedule, rank)
+        chosen = torch.device(device) if device is not None else setup.device_of(modules.values())
+        self._plan = Plan(
+            self.schedule, rank, members, chosen, timedelta(seconds=timeout), setup.functions_by_kind(functions)
+        )
+        self._loss, self._tokens, self._checks = loss, tokens, check_finite
+        self._batcher = Batcher(self.schedule.microbatches, split, merge)
+        self._live = Live()
+        self._modules = modules
+        self._steps = 0
+        self._wiring: Wiring | None = None
+        self._recorder: Recorder | None = None
+        self._connect()
+
+    # --- what users call ---------------------------------------------------------------------------
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Forward and backward of one batch: gradients are added to the parameters' `.grad`.
+
+        `args` matter on the rank of the first stage, `target` on that of the last, keyword arguments on every
+        stage of the rank they are given on. A list is taken as ready microbatches. Every rank may be given all.
+        """
+        if not torch.is_grad_enabled():
+            raise PipelineError("step() computes gradients, but they are switched off here; use eval()")
+        if self.schedule.columns.has(Kind.B, Kind.I):
+            if self._loss is None and self._has_last:
+                raise PipelineError("step() needs a loss: give `loss=` to Pipeline, or use eval()")
+            with ExitStack() as installed:
+                for stage in self._stages.values():
+                    if stage.deferral is not None:
+                        installed.enter_context(stage.deferral.installed())
+                return self._run("step", args, kwargs, target, return_outputs=return_outputs)
+        return self.eval(*args, target=target, return_outputs=return_outputs, **kwargs)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Forward of one batch, with the modules in eval mode; with a target, the loss too.
+
+        It builds no graph and changes no gradient, no buffer and no random state.
+        """
+        with torch.no_grad(), _evaluating(self._modules.values()), _kept_random_state(self._plan.device):
+            return self._run("eval", args, kwargs, target, return_outputs=return_outputs)
+
+    @contextmanager
+    def profile(self) -> Iterator[Profile]:
+        """Record the steps inside: their timelines, on every rank, and the costs that follow from them."""
+        if self._recorder is not None:
+            raise PipelineError("this pipeline is being profiled already")
+        self._recorder = Recorder(self._connect())
+        try:
+            yield self._recorder.profile
+        finally:
+            self._recorder = None
+
+    @property
+    def modules(self) -> Mapping[int, nn.Module]:
+        """The modules of this rank by the number of their stage."""
+        return self._modules
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages, each once: what to give to an optimizer."""
+        return iter(dict.fromkeys(p for module in self._modules.values() for p in module.parameters()))
+
+    @property
+    def peak_live_activations(self) -> int:
+        """The most microbatches' activations this rank held at once in its last step."""
+        return self._live.peak
+
+    @property
+    def peak_buffers(self) -> int:
+        """The most message buffers this rank used at once in its last step."""
+        return self._pool.peak
+
+    def close(self) -> None:
+        """Hang up. The pipeline connects again when it is used again."""
+        if self._wiring is not None:
+            wiring, self._wiring = self._wiring, None
+            wiring.close()
+
+    # --- running -----------------------------------------------------------------------------------
+
+    @property
+    def _has_last(self) -> bool:
+        return self.schedule.num_stages - 1 in self._modules
+
+    def _connect(self) -> Wiring:
+        """Make channels and programs; all ranks do this together."""
+        if self._wiring is not None:
+            return self._wiring
+        splitting = setup.split_stages(self.schedule)
+        self._pool = Pool(self._plan.device)
+        count = self.schedule.num_stages
+        self._stages = {
+            index: Stage(
+                index, count, module, self._live, self._pool, splits=index in splitting, checks=self._checks
+            )
+            for index, module in self._modules.items()
+        }
+        if self._has_last:
+            self._stages[count - 1].loss = self._loss
+        wiring = Wiring(self._plan, self._stages, self._pool)
+        if wiring.watch is not None:
+            try:
+                setup.refuse_disagreement(self.schedule, wiring.watch, self._plan.timeout)
+            except PipelineError:
+                wiring.close()
+                raise
+        self._wiring = wiring
+        weakref.finalize(self, wiring.close)
+        return wiring
+
+    def _run(
+        self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: object, *, return_outputs: bool
+    ) -> StepResult:
+        inputs = self._inputs(mode, args, kwargs, target, keep_outputs=return_outputs)
+        wiring = self._connect()
+        self._steps += 1
+        self._live.now = self._live.peak = self._pool.peak = 0
+        for stage in self._stages.values():
+            stage.begin(inputs)
+        program = wiring.begin(mode)
+        try:
+            share = _Losses(wiring, self.schedule, self._stages.get(self.schedule.num_stages - 1), inputs)
+            if self._recorder is not None:
+                self._recorder(program)
+            else:
+                program.run()
+            losses = share.everywhere()
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, the other ranks must know
+            self._fail(error, wiring, program)
+        finally:
+            wiring.end()
+        timeline = None if self._recorder is None else self._recorder.gathered(wiring, program)
+        outputs = None
+        if return_outputs and self._has_last:
+            found = self._stages[self.schedule.num_stages - 1].outputs
+            outputs = self._batcher.merged([found[microbatch] for microbatch in sorted(found)])
+        return StepResult(*losses, outputs=outputs, timeline=timeline)
+
+    def _inputs(
+        self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: object, *, keep_outputs: bool
+    ) -> StepInputs:
+        """The batch in microbatches, and how much each counts."""
+        m = self.schedule.microbatches
+        split_args, split_kwargs = self._batcher.arguments(args if 0 in self._modules else (), kwargs)
+        targets = None if target is None or not self._has_last else self._batcher.target(target)
+        weights = [1 / m] * m
+        if self._tokens is not None and targets is not None:
+            counts = [int(self._tokens(part)) for part in targets]
+            if sum(counts) <= 0 or min(counts) < 0:
+                raise PipelineError(
+                    f"the microbatches' targets have {counts} tokens: there is nothing to weigh"
+                )
+            weights = [count / sum(counts) for count in counts]
+        return StepInputs(
+            split_args, split_kwargs, targets, weights, training=mode == "step", keep_outputs=keep_outputs
+        )
+
+    def _fail(self, error: BaseException, wiring: Wiring, program: Program) -> None:
+        """Tell the others, hang up, and raise what all ranks raise."""
+        self._wiring = None
+        watch = wiring.watch
+        if watch is None:
+            wiring.close()
+            raise error
+        try:
+            cause = self._cause(error, wiring, program)
+            watch.tell_status()
+        except (RuntimeError, dist.DistError) as lost:  # the store is gone, and with it the rank that has it
+            wiring.close()
+            raise failed(_lost_store(self._steps, lost), {}, self._schedules(wiring)) from error
+        if program.waiting or isinstance(error, StoppedError):
+            traceback.clear_frames(
+                error.__traceback__
+            )  # they hold on to messages, and these to the connections
+        wiring.close()
+        statuses = watch.statuses(1.0)
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        own = error if cause.rank == self.rank and cause.kind == "exception" else None
+        raise failed(cause, statuses, self._schedules(wiring)) from own
+
+    def _cause(self, error: BaseException, wiring: Wiring, program: Program) -> Cause:
+        watch = wiring.watch
+        assert watch is not None
+        mine = cause_of(error, program, self.rank, self._steps, wiring.waits_for(program))
+        if isinstance(error, StoppedError) or mine.kind == "lost":
+            found = watch.wait_for_cause()
+            if found is not None:
+                return found
+        return watch.tell(mine)
+
+    def _schedules(self, wiring: Wiring) -> dict[str, Schedule]:
+        return {mode: program.schedule for mode, program in wiring.programs.items()}
+
+
+class _Losses:
+    """The losses of a step on their way from the last stage's rank to all others."""
+
+    def __init__(self, wiring: Wiring, schedule: Schedule, last: Stage | None, inputs: StepInputs) -> None:
+        self._last, self._inputs = last, inputs
+        self._links, self._m = wiring.links, schedule.microbatches
+        source = schedule.placement.stage_to_rank[-1]
+        self._numbers = torch.zeros(1 + 2 * self._m, dtype=torch.float64)
+        self._receiving: list[dist.Work] = []
+        self._others = [rank for rank in range(schedule.num_ranks) if rank != source]
+        if last is None and self._links is not None:
+            self._receiving = [self._links.receive_control(self._numbers, source, _LOSSES)]
+
+    def everywhere(self) -> tuple[float | None, Tensor | None]:
+        """The loss of the step and of every microbatch, the same on every rank."""
+        numbers, m = self._numbers, self._m
+        if self._last is not None:
+            found = self._last.losses
+            if found:
+                numbers[0] = 1
+                numbers[1 : 1 + m] = torch.stack(
+                    [found[i].reshape(()).to(torch.float64) for i in range(m)]
+                ).cpu()
+                numbers[1 + m :] = torch.tensor(self._inputs.weights, dtype=torch.float64)
+            if self._links is not None:
+                for work in [self._links.send_control(numbers, rank, _LOSSES) for rank in self._others]:
+                    work.wait()
+        for work in self._receiving:
+            work.wait()
+        if not numbers[0]:
+            return None, None
+        losses, weights = numbers[1 : 1 + m], numbers[1 + m :]
+        return float((losses * weights).sum()), losses
+
+
+def _lost_store(step: int, error: BaseException) -> Cause:
+    message = f"the connection to the job's store broke, so the process that hosts it is gone ({error})"
+    return Cause(-1, "lost", step, "?", None, None, message, "")
+
+
+@contextmanager
+def _evaluating(modules: Any) -> Iterator[None]:
+    """All submodules in eval mode, and back as each was."""
+    training = [part for module in modules for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextmanager
+def _kept_random_state(device: torch.device) -> Iterator[None]:
+    """Whatever draws random numbers inside leaves no trace outside."""
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        yield

@@ -1,0 +1,184 @@
+"""What `Pipeline` is made from, checked before anything is connected: schedule, stages, ranks, functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import penstock
+from penstock.action import Kind
+from penstock.errors import PipelineError
+from penstock.families import build
+from penstock.formats import dumps, read
+from penstock.lowering import lower
+from penstock.runtime.program import CustomFunction
+from penstock.runtime.watch import Watch
+from penstock.schedule import Schedule
+from penstock.validation import refusal, validate
+
+__all__ = [
+    "chosen_schedule",
+    "device_of",
+    "functions_by_kind",
+    "lowered",
+    "members_of",
+    "modules_of_rank",
+    "refuse_disagreement",
+    "split_stages",
+]
+
+_WAYS_OF_SENDING = "edge-streams"  # what our channels promise: none waits behind another
+
+
+def members_of(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[list[int], int]:
+    """The ranks of the pipeline as the world numbers them, and this rank's number among them."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise PipelineError(
+                f"a mesh of {group.ndim} dimensions is given ({', '.join(group.mesh_dim_names or ())}); "
+                'a pipeline is one of them, such as mesh["pp"]'
+            )
+        group = group.get_group()
+    if not dist.is_initialized():
+        if group is not None:
+            raise PipelineError("the group belongs to no process group that is initialized")
+        return [0], 0
+    members = dist.get_process_group_ranks(group)
+    return members, members.index(dist.get_rank())
+
+
+def chosen_schedule(
+    schedule: Schedule | str | PathLike[str],
+    stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+    ranks: int,
+    microbatches: int | None,
+) -> Schedule:
+    """The schedule that was given, read or named; refused if it does not fit the ranks."""
+    if isinstance(schedule, str) and Path(schedule).suffix not in (".csv", ".json"):
+        if microbatches is None:
+            raise PipelineError(
+                f'"{schedule}" is a family of schedules: say for how many microbatches= to build it'
+            )
+        schedule = _built(schedule, stages, ranks, microbatches)
+    elif not isinstance(schedule, Schedule):
+        schedule = read(schedule)
+    if schedule.num_ranks != ranks:
+        raise PipelineError(
+            f"the schedule {schedule.name} is for {schedule.num_ranks} ranks, but the process group has {ranks}"
+        )
+    if microbatches is not None and schedule.microbatches != microbatches:
+        raise PipelineError(
+            f"the schedule {schedule.name} is for {schedule.microbatches} microbatches, but microbatches="
+            f"{microbatches} is asked for"
+        )
+    return schedule
+
+
+def _built(
+    name: str, stages: Sequence[nn.Module] | Mapping[int, nn.Module], ranks: int, microbatches: int
+) -> Schedule:
+    """A family, with as many stages per rank as were given."""
+    whole_model = isinstance(stages, Mapping) and sorted(stages) == list(range(len(stages)))
+    count, rest = divmod(len(stages), ranks) if whole_model and len(stages) >= ranks else (len(stages), 0)
+    if rest:
+        raise PipelineError(
+            f"{len(stages)} stages cannot be shared evenly by {ranks} ranks; "
+            f"give {count * ranks} or {(count + 1) * ranks}, or a Schedule with a placement of its own"
+        )
+    plain = build(name, ranks=ranks, microbatches=microbatches)
+    if plain.num_stages == count * ranks:
+        return plain
+    return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=count)
+
+
+def lowered(schedule: Schedule) -> Schedule:
+    """With communication, and proved to run on our channels."""
+    if schedule.level == "compute":
+        schedule = lower(schedule)
+    if faults := validate(schedule, _WAYS_OF_SENDING):
+        raise refusal(schedule, faults)
+    return schedule
+
+
+def modules_of_rank(
+    stages: Sequence[nn.Module] | Mapping[int, nn.Module], schedule: Schedule, rank: int
+) -> dict[int, nn.Module]:
+    """The modules of this rank by stage."""
+    own = schedule.placement.stages_of_rank[rank]
+    if isinstance(stages, Mapping):
+        if missing := [stage for stage in own if stage not in stages]:
+            raise PipelineError(
+                f"rank {rank} has stages {_listed(own)}, but stage {_listed(missing)} is not given"
+            )
+        return {stage: stages[stage] for stage in own}
+    if len(stages) != len(own):
+        raise PipelineError(
+            f"{len(stages)} stage modules are given, but rank {rank} has {len(own)} stages of schedule "
+            f"{schedule.name}: stage {_listed(own)}; a mapping from stage to module may name all stages"
+        )
+    return dict(zip(own, stages))
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """Where the first parameter is; a CPU if there is none."""
+    for module in modules:
+        for parameter in module.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+def functions_by_kind(functions: Mapping[Kind | str, CustomFunction] | None) -> dict[Kind, CustomFunction]:
+    """The user's functions; sends and receives have none, because both ends must agree."""
+    found: dict[Kind, CustomFunction] = {}
+    for given, function in (functions or {}).items():
+        kind = given if isinstance(given, Kind) else next((k for k in Kind if k.value == given), None)
+        allowed = [k.value for k in Kind if not k.is_communication]
+        if kind is None or kind.is_communication:
+            raise PipelineError(f"no function can take the place of {given!r}; only of {', '.join(allowed)}")
+        found[kind] = function
+    return found
+
+
+def split_stages(schedule: Schedule) -> set[int]:
+    """The stages whose backward is ever split."""
+    columns = schedule.columns
+    return set(columns.stage[columns.of_kind(Kind.I)].tolist())
+
+
+def refuse_disagreement(schedule: Schedule, watch: Watch, timeout: timedelta) -> None:
+    """Every rank must have the same schedule and version, or steps would hang."""
+    mine: dict[str, Any] = {
+        "version": penstock.__version__,
+        "torch": torch.__version__,
+        "microbatches": schedule.microbatches,
+        "stages": schedule.num_stages,
+        "name of the schedule": schedule.name,
+        "steps of the schedule": hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[
+            :12
+        ],
+    }
+    everyone = [json.loads(text) for text in watch.agree("about", json.dumps(mine), timeout)]
+    faults = []
+    for what in mine:
+        said: dict[Any, list[int]] = {}
+        for rank, about in enumerate(everyone):
+            said.setdefault(about.get(what), []).append(rank)
+        if len(said) > 1 and what != "name of the schedule":
+            parts = [f"rank {_listed(ranks)}: {value}" for value, ranks in said.items()]
+            faults.append(f"  {what}: {'; '.join(parts)}")
+    if faults:
+        raise PipelineError("the ranks of the pipeline do not agree:\n" + "\n".join(faults))

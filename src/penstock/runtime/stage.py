@@ -1,0 +1,279 @@
+"""One stage at work: its forward, backward, input gradient and weight gradient for each microbatch.
+
+What a microbatch leaves behind between its actions is one `_Record`:
+
+    F   inputs (leaves of the graph), roots (where the graph ends), the buffer the inputs look into
+    B   uses it up
+    I   uses up all but the weight gradients that were put aside
+    W   uses those up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.errors import PipelineError
+from penstock.runtime.buffers import Buffer, Pool
+from penstock.runtime.channels import Parcel
+from penstock.runtime.deferral import Deferral, Jobs
+from penstock.runtime.values import Leaves, Structure, flatten, unflatten
+
+__all__ = ["Live", "Stage", "StepInputs"]
+
+Loss = Callable[..., Tensor]
+
+
+class Live:
+    """How many microbatches' activations a rank holds, and the most it held at once."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+
+    def add(self) -> None:
+        """One more."""
+        self.now += 1
+        self.peak = max(self.peak, self.now)
+
+    def remove(self) -> None:
+        """One less."""
+        self.now -= 1
+
+
+class StepInputs:
+    """What one call of `step` or `eval` hands to the stages of a rank, one entry per microbatch."""
+
+    def __init__(
+        self,
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[Mapping[str, Any]],
+        targets: Sequence[Any] | None,
+        weights: Sequence[float],
+        *,
+        training: bool,
+        keep_outputs: bool,
+    ) -> None:
+        self.args, self.kwargs, self.targets, self.weights = args, kwargs, targets, weights
+        self.training, self.keep_outputs = training, keep_outputs
+
+
+class _Record:
+    """What is kept of a microbatch between its forward and the end of its backward."""
+
+    __slots__ = ("buffer", "inputs", "jobs", "roots", "shapes")
+
+    def __init__(self, buffer: Buffer | None, inputs: list[Tensor]) -> None:
+        self.buffer = buffer
+        self.inputs = inputs
+        self.roots: list[GradientEdge | Tensor] = []
+        self.shapes: list[torch.Size] = []
+        self.jobs: Jobs | None = None
+
+
+class Stage:
+    """A module and its place in the pipeline.
+
+    `take` and `take_gradient` give what other stages made of a microbatch; they are set where stages are wired.
+    """
+
+    take: Callable[[int], Parcel]
+    take_gradient: Callable[[int], Parcel]
+
+    def __init__(
+        self, index: int, count: int, module: nn.Module, live: Live, pool: Pool, *, splits: bool, checks: bool
+    ) -> None:
+        self.index, self.module = index, module
+        self.is_first, self.is_last = index == 0, index == count - 1
+        self.deferral = Deferral(module) if splits else None
+        self.loss: Loss | None = None
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Any] = {}
+        self._live, self._pool, self._checks = live, pool, checks
+        self._step: StepInputs
+        self._records: dict[int, _Record] = {}
+        self._made: dict[int, tuple[Leaves, Structure]] = {}
+        self._gradients: dict[int, tuple[Leaves, Structure]] = {}
+        self._looked_for_shared = False
+
+    def begin(self, step: StepInputs) -> None:
+        """Get ready for a step; whatever a failed one left behind goes."""
+        self._step = step
+        for kept in (self._records, self._made, self._gradients, self.losses, self.outputs):
+            kept.clear()
+
+    # --- forward -----------------------------------------------------------------------------------
+
+    def forward(self, microbatch: int) -> None:
+        """F."""
+        step = self._step
+        if self.is_first:
+            record, args = _Record(None, []), step.args[microbatch]
+        else:
+            record, args = self._received(self.take(microbatch), training=step.training)
+        output = self.module(*args, **step.kwargs[microbatch])
+        del args
+        leaves, structure = flatten(output)
+        if self._checks:
+            self._refuse_not_finite(leaves, "its output")
+        if self.is_last:
+            self._finish(microbatch, output, record)
+        else:
+            self._made[microbatch] = leaves, structure
+            if step.training:
+                kept = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+                # an edge keeps the graph but not the numbers, which are gone once they are sent
+                record.roots = [get_gradient_edge(leaf) for leaf in kept]
+                record.shapes = [leaf.shape for leaf in kept]
+                self._look_for_shared(kept)
+                del kept
+        if step.training:
+            self._live.add()
+            self._records[microbatch] = record
+        elif record.buffer is not None:
+            del leaves, output
+            self._pool.give(record.buffer)
+
+    def _look_for_shared(self, roots: list[Tensor]) -> None:
+        """Once: which weights are used outside of their layers too, so that they are not put aside."""
+        if self.deferral is not None and not self._looked_for_shared:
+            self._looked_for_shared = True
+            self.deferral.find_shared(roots)
+
+    def _received(self, parcel: Parcel, *, training: bool) -> tuple[_Record, tuple[Any, ...]]:
+        """The arguments for the module, and the leaves among them that gradients are wanted for."""
+        inputs = []
+        if training:
+            for leaf, wanted in zip(parcel.leaves, parcel.differentiable):
+                if wanted:
+                    inputs.append(leaf.requires_grad_())
+        value = unflatten(parcel.structure, parcel.leaves)
+        return _Record(parcel.buffer, inputs), value if type(value) is tuple else (value,)
+
+    def _finish(self, microbatch: int, output: object, record: _Record) -> None:
+        """The end of the last stage: the loss, and the output if somebody asked for it."""
+        step = self._step
+        if self.loss is not None and (step.training or step.targets is not None):
+            given = () if step.targets is None else (step.targets[microbatch],)
+            loss = self.loss(output, *given)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                shown = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise PipelineError(f"the loss function must return a tensor with one number, it gave {shown}")
+            if self._checks:
+                self._refuse_not_finite([loss], "its loss")
+            self.losses[microbatch] = loss.detach()
+            if step.training and loss.requires_grad:
+                record.roots = [loss]
+                self._look_for_shared([loss])
+        if step.keep_outputs:
+            leaves, structure = flatten(output)
+            kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self.outputs[microbatch] = unflatten(structure, kept)
+
+    def made(self, microbatch: int) -> tuple[Leaves, Structure]:
+        """What forward made, for the rank of the next stage."""
+        return self._made.pop(microbatch)
+
+    def hand_over(self, microbatch: int) -> Parcel:
+        """What forward made, for the next stage on this same rank: no copy, but a graph of its own."""
+        leaves, structure = self._made.pop(microbatch)
+        differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        apart = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return Parcel(apart, structure, differentiable, None)
+
+    # --- backward ----------------------------------------------------------------------------------
+
+    def backward(self, microbatch: int) -> None:
+        """B."""
+        record = self._records.pop(microbatch)
+        self._run_backward(microbatch, record)
+        self._let_go(record)
+
+    def backward_input(self, microbatch: int) -> None:
+        """I."""
+        assert self.deferral is not None, "the schedule splits this stage's backward"
+        record = self._records[microbatch]
+        with self.deferral.put_aside() as record.jobs:
+            self._run_backward(microbatch, record)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W."""
+        record = self._records.pop(microbatch)
+        assert record.jobs is not None, "the validator saw I before W"
+        record.jobs.run()
+        record.jobs = None
+        self._let_go(record)
+
+    def _run_backward(self, microbatch: int, record: _Record) -> None:
+        buffer = None
+        if self.is_last:
+            # the gradient starts here, and here alone it is scaled
+            gradients: Leaves = [
+                torch.full_like(root, self._step.weights[microbatch])
+                for root in record.roots
+                if isinstance(root, Tensor)
+            ]
+        else:
+            gradients, _, _, buffer = self.take_gradient(microbatch)
+            self._compare_shapes(record, gradients)
+        there = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        if there:
+            roots: Any = [record.roots[place] for place in there]
+            torch.autograd.backward(roots, [gradients[place] for place in there])
+            del roots
+        del gradients
+        record.roots = []
+        if buffer is not None:
+            self._pool.give(buffer)
+        if not self.is_first:
+            found = [leaf.grad for leaf in record.inputs]
+            if self._checks:
+                self._refuse_not_finite(found, "the gradient of its input")
+            for leaf in record.inputs:
+                leaf.grad = None
+            self._gradients[microbatch] = flatten(tuple(found))
+        record.inputs = []
+
+    def _let_go(self, record: _Record) -> None:
+        self._live.remove()
+        if record.buffer is not None:
+            self._pool.give(record.buffer)
+
+    def _compare_shapes(self, record: _Record, gradients: Leaves) -> None:
+        """A gradient must look like the output it is for."""
+        came = [None if gradient is None else gradient.shape for gradient in gradients]
+        if len(came) != len(record.shapes) or any(
+            there is not None and there != made for there, made in zip(came, record.shapes)
+        ):
+            raise PipelineError(
+                f"stage {self.index + 1} sent gradients of shapes {_shown(came)} to stage {self.index}, whose "
+                f"outputs that require gradients have shapes {_shown(record.shapes)}"
+            )
+
+    def gradient(self, microbatch: int) -> tuple[Leaves, Structure]:
+        """What backward made for the rank of the stage before."""
+        return self._gradients.pop(microbatch)
+
+    def hand_back(self, microbatch: int) -> Parcel:
+        """What backward made, for the stage before on this same rank."""
+        leaves, structure = self._gradients.pop(microbatch)
+        return Parcel(leaves, structure, [], None)
+
+    def _refuse_not_finite(self, leaves: Sequence[Any], what: str) -> None:
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+                continue
+            if not bool(torch.isfinite(leaf).all()):
+                bad = int((~torch.isfinite(leaf)).sum())
+                raise PipelineError(
+                    f"stage {self.index}: {bad} of {leaf.numel()} numbers in {what} (tensor {place}, shape "
+                    f"{list(leaf.shape)}) are not finite"
+                )
+
+
+def _shown(shapes: Sequence[torch.Size | None]) -> str:
+    return ", ".join("none" if shape is None else str(list(shape)) for shape in shapes) or "none at all"

@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.runtime.partition import split
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(2, 2)
+
+
+def model() -> nn.Sequential:
+    layers = nn.Sequential(linear(), nn.Sequential(linear(), nn.BatchNorm1d(2)), linear(), linear())
+    return nn.Sequential(OrderedDict(embed=linear(), layers=layers, head=linear()))
+
+
+def run(parts: dict[int, nn.Module], *given: object) -> Any:
+    """As a pipeline does: a tuple goes on as positional arguments, anything else as the one argument."""
+    value: Any = given
+    for part in parts.values():
+        value = part(*value) if type(value) is tuple else part(value)
+    return value
+
+
+def module_names(part: nn.Module) -> list[str]:
+    """The modules of a part that are no containers."""
+    every = part.named_modules(remove_duplicate=False)
+    return [name for name, module in every if not isinstance(module, nn.Sequential)]
+
+
+def refusal(model: nn.Module, at: list[str]) -> str:
+    with pytest.raises(PartitionError) as caught:
+        split(model, at)
+    return str(caught.value)
+
+
+class Apply(nn.Module):
+    """Any function as a module."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+
+class Block(nn.Module):
+    """No Sequential, though it holds two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear()
+        self.rest = nn.Sequential(linear(), linear())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.rest(self.first(x)) + x
+        return out
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self[0](x) + x
+        return out
+
+
+# --- what a split gives ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at", "stages"),
+    [
+        (
+            ["layers"],
+            [["embed"], ["layers.0", "layers.1.0", "layers.1.1", "layers.2", "layers.3", "head"]],
+        ),
+        (
+            ["layers.0", "head"],
+            [["embed"], ["layers.0", "layers.1.0", "layers.1.1", "layers.2", "layers.3"], ["head"]],
+        ),
+        (
+            ["layers.1.1", "layers.3"],
+            [["embed", "layers.0", "layers.1.0"], ["layers.1.1", "layers.2"], ["layers.3", "head"]],
+        ),
+        (
+            ["layers.1", "layers.1.1", "layers.2"],
+            [["embed", "layers.0"], ["layers.1.0"], ["layers.1.1"], ["layers.2", "layers.3", "head"]],
+        ),
+    ],
+    ids=str,
+)
+def test_each_name_is_the_first_module_of_a_new_stage(at: list[str], stages: list[list[str]]) -> None:
+    assert [module_names(part) for part in split(model(), at).values()] == stages
+
+
+def nestings() -> st.SearchStrategy[nn.Sequential]:
+    leaf = st.builds(linear) | st.builds(nn.Tanh)
+    sequential = st.recursive(
+        leaf, lambda inside: st.lists(inside, min_size=1, max_size=4).map(lambda some: nn.Sequential(*some))
+    )
+    return st.lists(sequential, min_size=2, max_size=4).map(lambda some: nn.Sequential(*some))
+
+
+@settings(deadline=None)  # the first run of a torch kernel takes long
+@given(nestings(), st.data())
+def test_stages_one_after_the_other_are_the_model(whole: nn.Sequential, data: st.DataObject) -> None:
+    later = module_names(whole)[1:]
+    at = [name for name in later if data.draw(st.booleans(), label=name)]
+    parts = split(whole, at)
+    assert len(parts) == len(at) + 1
+    x = torch.rand(3, 2)
+    assert torch.equal(run(parts, x), whole(x))
+    together = {
+        name: tensor for part in parts.values() for name, tensor in part.state_dict(keep_vars=True).items()
+    }
+    state = whole.state_dict(keep_vars=True)
+    assert sum(len(part.state_dict()) for part in parts.values()) == len(state)
+    assert {name: id(tensor) for name, tensor in together.items()} == {
+        name: id(tensor) for name, tensor in state.items()
+    }
+
+
+def test_gradients_arrive_in_the_parameters_of_the_model() -> None:
+    whole = model()
+    run(split(whole, ["layers.2"]), torch.rand(3, 2)).sum().backward()
+    assert all(parameter.grad is not None for parameter in whole.parameters())
+
+
+def test_containers_that_are_not_cut_stay_the_same_objects() -> None:
+    whole = model()
+    first, second = split(whole, ["layers.2"]).values()
+    assert first.get_submodule("layers.1") is whole.get_submodule("layers.1")
+    assert second.get_submodule("head") is whole.get_submodule("head")
+
+
+def test_stages_keep_which_modules_are_in_training() -> None:
+    whole = model().eval()
+    whole.get_submodule("layers.1.1").train()
+    parts = split(whole, ["layers.1.1", "layers.3"])
+    training = {name: module.training for part in parts.values() for name, module in part.named_modules()}
+    assert {name for name, flag in training.items() if flag} == {"layers.1.1"}
+
+
+def test_without_a_name_the_model_is_the_one_stage() -> None:
+    whole = Block()
+    assert split(whole, []) == {0: whole}
+
+
+def test_stages_can_be_copied_and_pickled() -> None:
+    x = torch.rand(3, 2)
+    whole = model().eval()
+    parts = split(whole, ["layers.1.1", "head"])
+    assert torch.equal(run(copy.deepcopy(parts), x), whole(x))
+    assert torch.equal(run(pickle.loads(pickle.dumps(parts)), x), whole(x))  # noqa: S301
+
+
+def test_children_may_have_any_name() -> None:
+    whole = nn.Sequential(
+        OrderedDict((name, linear()) for name in ("last", "given", "value", "first", "places"))
+    )
+    assert len(split(whole, ["given", "first"])) == 3
+
+
+def test_subclasses_of_sequential_that_keep_its_forward_are_cut_too() -> None:
+    class Layers(nn.Sequential):
+        pass
+
+    assert len(split(nn.Sequential(linear(), Layers(linear(), linear())), ["1.1"])) == 2
+
+
+def test_a_module_without_state_may_run_in_two_stages() -> None:
+    relu = nn.ReLU()
+    whole = nn.Sequential(linear(), relu, linear(), relu)
+    x = torch.rand(3, 2)
+    assert torch.equal(run(split(whole, ["2", "3"]), x), whole(x))
+
+
+# --- tuples between stages -------------------------------------------------------------------------
+
+Named = namedtuple("Named", ["only"])  # noqa: PYI024
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x, x + 1),
+        lambda x: (x,),
+        lambda x: ((x,),),
+        lambda x: ((x, x),),
+        lambda _x: (),
+        lambda x: [x],
+        lambda x: {"x": x},
+        Named,
+        lambda _x: None,
+    ],
+    ids=["pair", "1-tuple", "nested 1-tuple", "pair in tuple", "empty", "list", "dict", "named", "none"],
+)
+def test_the_next_stage_gets_the_very_value_that_sequential_hands_on(function: Callable[[Any], Any]) -> None:
+    seen: list[Any] = []
+
+    def look(value: object) -> object:
+        seen.append(value)
+        return value
+
+    whole = nn.Sequential(Apply(function), Apply(look), Apply(lambda x: x))
+    x = torch.rand(2)
+    whole(x)
+    run(split(whole, ["1"]), x)
+    run(split(whole, ["1", "2"]), x)
+    alone, cut, cut_twice = seen
+    assert type(alone) is type(cut) is type(cut_twice)
+    assert str(alone) == str(cut) == str(cut_twice)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: (x,), lambda x: (x, x), lambda x: x], ids=["1-tuple", "pair", "x"]
+)
+def test_the_last_stage_gives_the_very_output_of_the_model(function: Callable[[Any], Any]) -> None:
+    whole = nn.Sequential(nn.Identity(), Apply(function))
+    x = torch.rand(2)
+    assert str(run(split(whole, ["1"]), x)) == str(whole(x))
+
+
+def test_a_pair_travels_as_two_arguments() -> None:
+    first, _ = split(nn.Sequential(Apply(lambda x: (x, x)), nn.Identity()), ["1"]).values()
+    assert len(first(torch.rand(2))) == 2
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [Block(), Residual(linear(), linear())], ids=lambda m: type(m).__name__)
+def test_models_with_a_forward_of_their_own_are_refused_with_the_ways_out(whole: nn.Module) -> None:
+    message = refusal(whole, ["1"])
+    assert type(whole).__name__ in message
+    assert "pass them to Pipeline" in message
+    assert "put the children into an nn.Sequential" in message
+
+
+def test_a_forward_set_on_one_model_alone_is_a_forward_of_its_own() -> None:
+    whole = model()
+    whole.forward = lambda x: x  # type: ignore[method-assign]
+    assert "has a forward() of its own" in refusal(whole, ["layers"])
+
+
+def test_unknown_names_come_with_names_like_them() -> None:
+    assert "no module 'layer.2' in the model: did you mean 'layers.2'" in refusal(model(), ["layer.2"])
+    message = refusal(model(), ["zzz"])
+    assert "stages can begin at 'embed', 'layers', 'layers.0', 'layers.1', 'layers.1.0'" in message
+    assert "no module ''" in refusal(model(), [""])
+    assert "no module 3" in refusal(model(), [3])  # type: ignore[list-item]
+
+
+def test_names_out_of_order_come_with_the_right_order() -> None:
+    message = refusal(model(), ["layers.2", "head", "layers.1.1"])
+    assert "in the order of the model: 'layers.1.1', 'layers.2', 'head'" in message
+
+
+def test_duplicates_are_refused_also_under_two_names() -> None:
+    assert "'head' is named twice" in refusal(model(), ["head", "head"])
+    assert "'layers.0' begins where 'layers' begins" in refusal(model(), ["layers", "layers.0"])
+
+
+@pytest.mark.parametrize("name", ["0", "0.0", "0.0.0"])
+def test_the_very_first_module_is_no_place_to_cut(name: str) -> None:
+    whole = nn.Sequential(nn.Sequential(nn.Sequential(linear()), linear()), linear())
+    assert f"{name!r} is the very first module" in refusal(whole, [name])
+
+
+def test_nothing_but_a_sequential_is_cut_inside() -> None:
+    whole = nn.Sequential(linear(), Block(), Residual(linear(), linear()))
+    message = refusal(whole, ["1.first", "1.rest.1", "2.1"])
+    assert "'1.first' is inside '1', a Block" in message
+    assert "'1.rest.1' is inside '1', a Block" in message
+    assert "'2.1' is inside '2', a Residual" in message
+
+
+def test_a_text_in_place_of_a_list_of_names_is_refused() -> None:
+    with pytest.raises(PartitionError, match=r"write \['layers'\]"):
+        split(model(), "layers")
+
+
+def test_every_fault_is_told_at_once() -> None:
+    whole = model()
+    whole.register_forward_hook(lambda *_: None)
+    message = refusal(whole, ["head", "nowhere", "embed", "head", "layers.0", "embed.x"])
+    for fault in ("'nowhere'", "'embed.x'", "very first", "named twice", "order of the model", "has hooks"):
+        assert fault in message
+
+
+def test_tied_weights_in_two_stages_are_refused_with_both_names() -> None:
+    whole = model()
+    whole.get_submodule("head").weight = whole.get_submodule("embed").weight
+    message = refusal(whole, ["layers.1", "layers.3"])
+    assert "'embed.weight' in stage 0 and 'head.weight' in stage 2" in message
+    assert "Tied weights across stages are not supported by split() yet" in message
+
+
+def test_a_module_with_state_in_two_stages_is_refused() -> None:
+    norm = nn.BatchNorm1d(2, affine=False)
+    message = refusal(nn.Sequential(norm, linear(), norm), ["1"])
+    assert "'0.running_mean' in stage 0 and '2.running_mean' in stage 1" in message
+
+
+def test_of_many_tied_weights_only_some_are_named() -> None:
+    block = nn.Sequential(*(linear() for _ in range(10)))
+    assert "and 12 more" in refusal(nn.Sequential(block, block), ["1"])
+
+
+def test_tied_weights_in_one_stage_are_fine() -> None:
+    shared = linear()
+    _, second = split(nn.Sequential(linear(), shared, shared), ["1"]).values()
+    assert list(second.state_dict()) == ["1.weight", "1.bias", "2.weight", "2.bias"]
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda module: module.register_forward_hook(lambda *_: None),
+        lambda module: module.register_forward_pre_hook(lambda *_: None),
+        lambda module: module.register_full_backward_hook(lambda *_: None),
+        lambda module: module.register_full_backward_pre_hook(lambda *_: None),
+        lambda module: module.register_state_dict_post_hook(lambda *_: None),
+        lambda module: module.register_state_dict_pre_hook(lambda *_: None),
+        lambda module: module.register_load_state_dict_pre_hook(lambda *_: None),
+        lambda module: module.register_load_state_dict_post_hook(lambda *_: None),
+    ],
+    ids=range(8),
+)
+def test_containers_with_hooks_are_not_cut(register: Callable[[nn.Module], object]) -> None:
+    whole = model()
+    register(whole.get_submodule("layers"))
+    assert "the container 'layers' is cut and has hooks" in refusal(whole, ["layers.2"])
+    assert len(split(whole, ["layers", "head"])) == 3
+
+
+def test_hooks_of_the_model_itself_are_not_lost_silently() -> None:
+    whole = model()
+    whole.register_forward_pre_hook(lambda *_: None)
+    assert "the model itself is cut and has hooks" in refusal(whole, ["head"])
+
+
+def test_containers_with_state_of_their_own_are_not_cut() -> None:
+    class Counting(nn.Sequential):
+        def get_extra_state(self) -> Tensor:
+            return torch.zeros(())
+
+    whole = model()
+    whole.get_submodule("layers").register_buffer("steps", torch.zeros(()))
+    assert "the container 'layers' is cut and has parameters, buffers" in refusal(whole, ["layers.2"])
+    assert "the model itself is cut and has parameters" in refusal(Counting(linear(), linear()), ["1"])
+    assert len(split(whole, ["layers"])) == 2
