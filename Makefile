@@ -14,7 +14,7 @@ demo: .venv/core
 	$(BIN)/penstock check examples/deadlock.csv || true
 
 test: .venv/dev
-	$(BIN)/python -m pytest -n auto -q
+	$(BIN)/python -m pytest -n auto --dist loadgroup -q
 
 check: .venv/dev
 	$(BIN)/ruff check .
@@ -27,6 +27,7 @@ format: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python -m benchmarks.plan
+	$(BIN)/python -m benchmarks.runtime
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -35,7 +35,7 @@ class Answer:
         return " ".join(re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯│─]", " ", self.err).split())
 
     @property
-    def json(self) -> Any:  # noqa: ANN401 -- whatever the answer is
+    def json(self) -> Any:
         return json.loads(self.out)
 
 

@@ -26,7 +26,7 @@ class Recorder:
     def backward_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
         self.log.append(f"{self.stage_index}B{microbatch}")
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 -- it stands in for a class we do not own
+    def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: []
 
 
@@ -44,7 +44,7 @@ def running_order(name: str, ranks: int, microbatches: int) -> Rows:
     return rows
 
 
-def built(name: str, ranks: int, stages_per_rank: int, microbatches: int, **options: bool) -> Any:  # noqa: ANN401
+def built(name: str, ranks: int, stages_per_rank: int, microbatches: int, **options: bool) -> Any:
     """A schedule object of torch; raises ValueError where torch refuses the numbers."""
     stages = [Recorder(leg * ranks, ranks * stages_per_rank, ranks, []) for leg in range(stages_per_rank)]
     return torch_schedules.get_schedule_class(name)(stages, microbatches, loss_fn=lambda *_: None, **options)
@@ -63,7 +63,7 @@ def as_order(rows: Rows) -> dict[int, list[Any]]:
 UNKNOWN_TO_ITS_SIMULATOR = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 
 
-def dry_run(schedule: Any) -> int:  # noqa: ANN401
+def dry_run(schedule: Any) -> int:
     """How many unit steps torch's simulator counts, without the steps it does not know."""
     known = {
         rank: [action for action in actions if not str(action).endswith(UNKNOWN_TO_ITS_SIMULATOR)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,8 +85,15 @@ def test_a_tree_keeps_its_classes_its_keys_and_their_order() -> None:
     assert there["a"].doubled == 4
 
 
-def test_an_ordered_dict_crosses_as_one_leaf() -> None:
-    assert crossed(OrderedDict(a=1)) == OrderedDict(a=1)
+@pytest.mark.parametrize("value", [OrderedDict(a=1), defaultdict(list, a=[1]), torch.Size([2]), -0.0], ids=repr)
+def test_classes_of_their_own_cross_as_they_are(value: object) -> None:
+    assert repr(crossed(value)) == repr(value)
+
+
+def test_strides_cross() -> None:
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert crossed(image).stride() == image.stride()
+    assert torch.equal(crossed(image), image)
 
 
 def test_which_tensors_want_gradients_is_part_of_the_layout() -> None:
@@ -115,15 +122,27 @@ def test_values_that_differ_do_not_share_a_layout(one: object, other: object) ->
     assert Layout(describe(*flatten(one))).matches(describe(*flatten(one)))
 
 
-class Contrary:
+class Mutable:
+    def __init__(self, state: object) -> None:
+        self.state = state
+
     def __eq__(self, other: object) -> bool:
         raise RuntimeError("cannot be compared")
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_what_cannot_be_compared_never_matches() -> None:
-    assert not Layout(describe(*flatten(Contrary()))).matches(describe(*flatten(Contrary())))
+def test_an_object_that_was_changed_has_another_layout() -> None:
+    value = Mutable(1)
+    layout = Layout(describe(*flatten(value)))
+    assert layout.matches(describe(*flatten(value)))
+    value.state = 2
+    assert not layout.matches(describe(*flatten(value)))
+
+
+def test_an_object_that_hides_a_tensor_with_a_gradient_is_refused() -> None:
+    with pytest.raises(PipelineError, match="requires a gradient is inside of an object"):
+        describe(*flatten(Mutable(torch.ones(2, requires_grad=True))))
 
 
 def test_tensors_start_behind_the_prelude_and_on_even_places() -> None:
@@ -134,7 +153,7 @@ def test_tensors_start_behind_the_prelude_and_on_even_places() -> None:
 
 def test_a_value_that_cannot_be_pickled_is_refused_with_what_can_cross() -> None:
     with pytest.raises(PipelineError, match=r"cannot be pickled.*hand on tensors, numbers"):
-        Layout(describe(*flatten(lambda: None))).dumps()
+        describe(*flatten(lambda: None))
 
 
 def test_a_sparse_tensor_is_refused_with_a_way_out() -> None:

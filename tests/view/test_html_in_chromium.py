@@ -61,7 +61,7 @@ class Browser:
             "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
         )
 
-    def ask(self, expression: str) -> Any:  # noqa: ANN401 -- whatever JavaScript gives
+    def ask(self, expression: str) -> Any:
         return self.driver.execute_script(f"return {expression}")
 
     @property
@@ -228,7 +228,7 @@ def test_over_the_names_of_the_ranks_the_wheel_is_the_pages(browser: Browser) ->
 @pytest.mark.parametrize(
     "back", [lambda b: b.press("0"), lambda b: b.click("fit"), lambda b: b.point((900, 430), clicks=2)]
 )
-def test_fit_shows_everything_again(browser: Browser, back: Any) -> None:  # noqa: ANN401 -- a deed
+def test_fit_shows_everything_again(browser: Browser, back: Any) -> None:
     browser.press("+", "+")
     assert browser.view != browser.fit
     back(browser)
@@ -381,7 +381,7 @@ def test_a_selected_step_is_brought_into_view(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("toggle", [lambda b: b.press("c"), lambda b: b.click("critical")])
-def test_the_critical_path_can_be_switched(browser: Browser, toggle: Any) -> None:  # noqa: ANN401 -- a deed
+def test_the_critical_path_can_be_switched(browser: Browser, toggle: Any) -> None:
     pressed = "document.getElementById('critical').getAttribute('aria-pressed')"
     for on in (True, False):
         toggle(browser)
@@ -392,7 +392,7 @@ def test_the_critical_path_can_be_switched(browser: Browser, toggle: Any) -> Non
 
 
 @pytest.mark.parametrize("toggle", [lambda b: b.press("d"), lambda b: b.click("theme")])
-def test_dark_and_light_can_be_switched(browser: Browser, toggle: Any) -> None:  # noqa: ANN401 -- a deed
+def test_dark_and_light_can_be_switched(browser: Browser, toggle: Any) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     assert browser.ask("penstock.theme") == "light"
     light = browser.ask(ground)

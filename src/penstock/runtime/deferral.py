@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PipelineError
 from penstock.runtime.layer_rules import LayerRule, Tensors, register_layer, rule_of
@@ -276,7 +276,9 @@ def _hand_on(weight: Tensor, stand_in: Tensor) -> None:
 
 def _leaves_below(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
     """The leaves whose gradients a backward from these would accumulate."""
-    to_visit: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    to_visit: list[Any] = [
+        (get_gradient_edge(root) if isinstance(root, Tensor) else root).node for root in roots
+    ]
     seen: set[Any] = {None}
     while to_visit:
         node = to_visit.pop()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -56,19 +57,29 @@ class Links:
     ) -> None:
         self.device = device
         self._microbatches = microbatches
-        base = _world_store()
-        name = _meeting_name(base, tuple(members), rank, timeout)
-        self._store = PrefixStore(name, base)
-        gloo: Any = dist.ProcessGroupGloo
-        self._group: _Group = gloo(PrefixStore("gloo", self._store), rank, len(members), timeout)
-        self._edges: dict[int, _Group] = {}
         self.one_group = one_group_is_enough(device)
         """Whether all messages go through the one group, and flags with the data."""
-        if not self.one_group:
-            self._connect_edges(rank, channels, timeout)
-        self.barrier()
-        if rank == 0:
-            base.delete_key(_meeting_key(members))
+        self._edges: dict[int, _Group] = {}
+        base = _world_store("meet")
+        try:
+            name = _meeting_name(base, tuple(members), rank, timeout)
+            self._store = PrefixStore(name, base)
+            self.watched_store: Store = PrefixStore(name, _world_store("watch"))
+            """Where ranks tell each other what they do, over another connection."""
+            gloo: Any = dist.ProcessGroupGloo
+            self._group: _Group = gloo(PrefixStore("gloo", self._store), rank, len(members), timeout)
+            if not self.one_group:
+                self._connect_edges(rank, channels, timeout)
+            self.barrier()
+        except RuntimeError as error:
+            raise PipelineError(
+                f"rank {rank} of the pipeline could not connect with the others (world ranks "
+                f"{', '.join(map(str, members))}) within {timeout.total_seconds():g} s: every rank must make "
+                f"the pipeline, and none may have died ({str(error).splitlines()[0]})"
+            ) from error
+        finally:
+            if rank == 0:
+                base.delete_key(_meeting_key(members))
 
     def _connect_edges(self, rank: int, channels: Sequence[tuple[int, int, int]], timeout: timedelta) -> None:
         """A communicator per directed edge. All ranks take the edges in one order, so none waits in a cycle."""
@@ -120,10 +131,12 @@ class Links:
         self._group.allgather([found], [tensor]).wait()
         return found
 
-    @property
-    def store(self) -> Store:
-        """A connection of its own to the key-value store of the job, for this pipeline's keys."""
-        return _cloned(self._store)
+    def agree(self, name: str, mine: str, rank: int, ranks: int, timeout: timedelta) -> list[str]:
+        """What every rank says under this name, in the order of the ranks."""
+        self._store.set(f"{name}/{rank}", mine)
+        keys = [f"{name}/{other}" for other in range(ranks)]
+        self._store.wait(keys, timeout)
+        return [self._store.get(key).decode() for key in keys]
 
     def barrier(self) -> None:
         """Wait for all ranks of the pipeline."""
@@ -157,17 +170,17 @@ def edge_group(device: torch.device, store: Store, side: int, timeout: timedelta
     return group
 
 
-def _world_store() -> Store:
-    """A connection of its own to the job's store."""
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is initialized"
-    return _cloned(world.get_group_store())
+_connections: dict[str, tuple[weakref.ref[Any], Store]] = {}
 
 
-def _cloned(store: Any) -> Store:
-    """The same store over another connection: one connection answers one question at a time."""
-    clone: Store = store.clone()
-    return clone
+def _world_store(purpose: str) -> Store:
+    """A connection of its own to the job's store, made once: one connection answers one question at a time."""
+    world: Any = dist.group.WORLD
+    made_for, store = _connections.get(purpose, (None, None))
+    if made_for is None or store is None or made_for() is not world:
+        store = world.get_group_store().clone()
+        _connections[purpose] = weakref.ref(world), store
+    return store
 
 
 def _meeting_key(members: Sequence[int]) -> str:

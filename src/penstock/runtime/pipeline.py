@@ -15,10 +15,10 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.action import Kind
-from penstock.errors import PipelineError
+from penstock.errors import PenstockError, PipelineError
 from penstock.runtime import setup
 from penstock.runtime.buffers import Pool
 from penstock.runtime.failure import cause_of, failed
@@ -35,13 +35,14 @@ from penstock.runtime.profile import Profile, Recorder
 from penstock.runtime.program import CustomFunction, Program, StoppedError
 from penstock.runtime.result import StepResult
 from penstock.runtime.stage import Live, Stage, StepInputs
-from penstock.runtime.watch import Cause
+from penstock.runtime.watch import Cause, Status
 from penstock.runtime.wiring import Plan, Wiring
 from penstock.schedule import Schedule
 
 __all__ = ["Pipeline"]
 
 _LOSSES = 0  # the purpose of the control message with the losses
+_TELL_WITHIN = 1.0  # seconds that ranks have to say what they were doing
 
 
 class Pipeline:
@@ -113,8 +114,6 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise PipelineError("step() computes gradients, but they are switched off here; use eval()")
         if self.schedule.columns.has(Kind.B, Kind.I):
-            if self._loss is None and self._has_last:
-                raise PipelineError("step() needs a loss: give `loss=` to Pipeline, or use eval()")
             with ExitStack() as installed:
                 for stage in self._stages.values():
                     if stage.deferral is not None:
@@ -170,6 +169,7 @@ class Pipeline:
         """Hang up. The pipeline connects again when it is used again."""
         if self._wiring is not None:
             wiring, self._wiring = self._wiring, None
+            self._finalizer.detach()
             wiring.close()
 
     # --- running -----------------------------------------------------------------------------------
@@ -194,48 +194,54 @@ class Pipeline:
         if self._has_last:
             self._stages[count - 1].loss = self._loss
         wiring = Wiring(self._plan, self._stages, self._pool)
-        if wiring.watch is not None:
+        if wiring.links is not None:
             try:
-                setup.refuse_disagreement(self.schedule, wiring.watch, self._plan.timeout)
+                setup.refuse_disagreement(self._plan, wiring.links)
             except PipelineError:
                 wiring.close()
                 raise
         self._wiring = wiring
-        weakref.finalize(self, wiring.close)
+        self._finalizer = weakref.finalize(self, wiring.close)
         return wiring
 
     def _run(
         self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: object, *, return_outputs: bool
     ) -> StepResult:
-        inputs = self._inputs(mode, args, kwargs, target, keep_outputs=return_outputs)
         wiring = self._connect()
         self._steps += 1
         self._live.now = self._live.peak = self._pool.peak = 0
-        for stage in self._stages.values():
-            stage.begin(inputs)
-        program = wiring.begin(mode)
+        program = wiring.begin(mode, self._steps)
+        last = self._stages.get(self.schedule.num_stages - 1)
+        losses = _Losses(wiring, self.schedule, last)
         try:
-            share = _Losses(wiring, self.schedule, self._stages.get(self.schedule.num_stages - 1), inputs)
+            inputs = self._inputs(mode, args, kwargs, target, keep_outputs=return_outputs)
+            for stage in self._stages.values():
+                stage.begin(inputs)
+            losses.begin()
             if self._recorder is not None:
                 self._recorder(program)
             else:
                 program.run()
-            losses = share.everywhere()
+            program.finish()
+            found = losses.everywhere(inputs.weights)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, the other ranks must know
+            losses.drop()
             self._fail(error, wiring, program)
         finally:
             wiring.end()
         timeline = None if self._recorder is None else self._recorder.gathered(wiring, program)
         outputs = None
-        if return_outputs and self._has_last:
-            found = self._stages[self.schedule.num_stages - 1].outputs
-            outputs = self._batcher.merged([found[microbatch] for microbatch in sorted(found)])
-        return StepResult(*losses, outputs=outputs, timeline=timeline)
+        if return_outputs and last is not None:
+            outputs = self._batcher.merged([last.outputs[i] for i in range(self.schedule.microbatches)])
+            last.outputs.clear()
+        return StepResult(*found, outputs=outputs, timeline=timeline)
 
     def _inputs(
         self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: object, *, keep_outputs: bool
     ) -> StepInputs:
         """The batch in microbatches, and how much each counts."""
+        if mode == "step" and self._loss is None and self._has_last:
+            raise PipelineError("step() needs a loss: give `loss=` to Pipeline, or use eval()")
         m = self.schedule.microbatches
         split_args, split_kwargs = self._batcher.arguments(args if 0 in self._modules else (), kwargs)
         targets = None if target is None or not self._has_last else self._batcher.target(target)
@@ -251,82 +257,93 @@ class Pipeline:
             split_args, split_kwargs, targets, weights, training=mode == "step", keep_outputs=keep_outputs
         )
 
-    def _fail(self, error: BaseException, wiring: Wiring, program: Program) -> None:
+    def _fail(self, error: BaseException, wiring: Wiring, program: Program) -> NoReturn:
         """Tell the others, hang up, and raise what all ranks raise."""
         self._wiring = None
         watch = wiring.watch
         if watch is None:
-            wiring.close()
             raise error
-        try:
-            cause = self._cause(error, wiring, program)
+        schedules = {mode: each.schedule for mode, each in wiring.programs.items()}
+        cause = self._cause(error, wiring, program)
+        with suppress(RuntimeError):  # the store may be gone by now, but the cause is known
             watch.tell_status()
-        except (RuntimeError, dist.DistError) as lost:  # the store is gone, and with it the rank that has it
-            wiring.close()
-            raise failed(_lost_store(self._steps, lost), {}, self._schedules(wiring)) from error
-        if program.waiting or isinstance(error, StoppedError):
+        if program.communicates:
             traceback.clear_frames(
                 error.__traceback__
             )  # they hold on to messages, and these to the connections
+        self._finalizer.detach()
         wiring.close()
-        statuses = watch.statuses(1.0)
-        if isinstance(error, KeyboardInterrupt):
+        statuses: dict[int, Status] = {}
+        with suppress(RuntimeError):
+            statuses = watch.statuses(_TELL_WITHIN)
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, PenstockError) and program.at < 0):
             raise error
         own = error if cause.rank == self.rank and cause.kind == "exception" else None
-        raise failed(cause, statuses, self._schedules(wiring)) from own
+        raise failed(cause, statuses, schedules) from own
 
     def _cause(self, error: BaseException, wiring: Wiring, program: Program) -> Cause:
+        """What somebody wrote down, or what went wrong here."""
         watch = wiring.watch
         assert watch is not None
         mine = cause_of(error, program, self.rank, self._steps, wiring.waits_for(program))
-        if isinstance(error, StoppedError) or mine.kind == "lost":
-            found = watch.wait_for_cause()
-            if found is not None:
-                return found
-        return watch.tell(mine)
-
-    def _schedules(self, wiring: Wiring) -> dict[str, Schedule]:
-        return {mode: program.schedule for mode, program in wiring.programs.items()}
+        try:
+            if isinstance(error, StoppedError) or mine.kind == "lost":
+                found = watch.wait_for_cause()
+                if found is not None:
+                    return found
+            return watch.tell(mine)
+        except RuntimeError:
+            known = watch.cause or (mine if mine.kind == "exception" else None)
+            return known or _lost_store(self._steps)
 
 
 class _Losses:
     """The losses of a step on their way from the last stage's rank to all others."""
 
-    def __init__(self, wiring: Wiring, schedule: Schedule, last: Stage | None, inputs: StepInputs) -> None:
-        self._last, self._inputs = last, inputs
-        self._links, self._m = wiring.links, schedule.microbatches
-        source = schedule.placement.stage_to_rank[-1]
+    def __init__(self, wiring: Wiring, schedule: Schedule, last: Stage | None) -> None:
+        self._links, self._last, self._m = wiring.links, last, schedule.microbatches
+        self._source = schedule.placement.stage_to_rank[-1]
+        self._others = [rank for rank in range(schedule.num_ranks) if rank != self._source]
         self._numbers = torch.zeros(1 + 2 * self._m, dtype=torch.float64)
-        self._receiving: list[dist.Work] = []
-        self._others = [rank for rank in range(schedule.num_ranks) if rank != source]
-        if last is None and self._links is not None:
-            self._receiving = [self._links.receive_control(self._numbers, source, _LOSSES)]
+        self._under_way: list[dist.Work] = []
 
-    def everywhere(self) -> tuple[float | None, Tensor | None]:
+    def begin(self) -> None:
+        """Get ready to receive them."""
+        if self._last is None and self._links is not None:
+            self._under_way = [self._links.receive_control(self._numbers, self._source, _LOSSES)]
+
+    def everywhere(self, weights: Sequence[float]) -> tuple[float | None, Tensor | None]:
         """The loss of the step and of every microbatch, the same on every rank."""
         numbers, m = self._numbers, self._m
         if self._last is not None:
-            found = self._last.losses
-            if found:
+            if found := self._last.losses:
                 numbers[0] = 1
                 numbers[1 : 1 + m] = torch.stack(
                     [found[i].reshape(()).to(torch.float64) for i in range(m)]
                 ).cpu()
-                numbers[1 + m :] = torch.tensor(self._inputs.weights, dtype=torch.float64)
+                numbers[1 + m :] = torch.tensor(weights, dtype=torch.float64)
             if self._links is not None:
-                for work in [self._links.send_control(numbers, rank, _LOSSES) for rank in self._others]:
-                    work.wait()
-        for work in self._receiving:
+                self._under_way = [self._links.send_control(numbers, rank, _LOSSES) for rank in self._others]
+        for work in self._under_way:
             work.wait()
         if not numbers[0]:
             return None, None
-        losses, weights = numbers[1 : 1 + m], numbers[1 + m :]
-        return float((losses * weights).sum()), losses
+        losses, shares = numbers[1 : 1 + m], numbers[1 + m :]
+        counted = shares > 0  # the mean over no tokens is not a number, and counts for nothing
+        return float((losses[counted] * shares[counted]).sum()), losses
+
+    def drop(self) -> None:
+        """Let go of messages under way, which hold on to the connections."""
+        self._under_way = []
+        self._links = None
 
 
-def _lost_store(step: int, error: BaseException) -> Cause:
-    message = f"the connection to the job's store broke, so the process that hosts it is gone ({error})"
-    return Cause(-1, "lost", step, "?", None, None, message, "")
+def _lost_store(step: int) -> Cause:
+    message = (
+        "the connection to the job's key-value store broke, so the process that hosts it is gone: rank 0 of "
+        "the world, or the agent of torchrun"
+    )
+    return Cause(-1, "lost", step, "", None, None, message, "")
 
 
 @contextmanager

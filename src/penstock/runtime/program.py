@@ -27,7 +27,7 @@ __all__ = ["Call", "Custom", "CustomFunction", "Program", "forward_part"]
 
 Mark = TypeVar("Mark")
 WAIT, RELEASE, WORK = range(3)
-_AHEAD = 4  # sends of one channel whose end nothing tells of
+_AHEAD = 4  # sends of one channel that may be under way where sends may wait
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,13 @@ CustomFunction = Callable[[Custom], None]
 
 
 class Call(NamedTuple):
-    """Something to do: the place in the rank's list, what it is for, and the call."""
+    """Something to do: the place in the rank's list, what it is, and the call."""
 
     place: int
     what: int
     run: Callable[[], None]
+    about: Action | None = None
+    """What waits for a message, or the send whose end is waited for."""
 
 
 class Wires(NamedTuple):
@@ -69,9 +71,10 @@ class Program:
     def __init__(self, schedule: Schedule, rank: int, wires: Wires, *, sends_may_wait: bool) -> None:
         self.schedule, self.rank = schedule, rank
         self.steps = schedule.ranks[rank]
-        self.place = 0
-        """The place in the list that is being worked on."""
-        self.waiting = False
+        self.at = -1
+        """The call at hand: -1 before the first, behind the last while the losses are shared."""
+        self.part = 0
+        """Which part of an overlapped pair is being worked on."""
         self.stop = False
         """Set by another thread when the step has failed elsewhere."""
         self._wires = wires
@@ -85,31 +88,36 @@ class Program:
         for place, step in enumerate(self.steps):
             for part in step.parts:
                 if (inbox := self._needs(part)) is not None and part.microbatch is not None:
-                    yield Call(place, WAIT, partial(inbox.wait, part.microbatch))
-            yield from (Call(place, RELEASE, self._release(send)) for send in free.at.get(place, ()))
+                    yield Call(place, WAIT, partial(inbox.wait, part.microbatch), part)
+            yield from (self._release(place, send) for send in free.at.get(place, ()))
             if (work := self._work(step)) is not None:
                 yield Call(place, WORK, work)
-        yield from (Call(len(self.steps) - 1, RELEASE, self._release(send)) for send in free.at_end)
+        yield from (self._release(len(self.steps) - 1, send) for send in free.at_end)
 
     def _releases(self, *, sends_may_wait: bool) -> Releases:
         """When the buffers of sends are free.
 
-        Where nothing tells, a send waits for the fourth before it on its channel, if the schedule is proved to
-        run even when every send waits; else all wait at the end.
+        Where the schedule is proved to run even when every send waits, at most four of a channel are under way:
+        the next one waits for the first of them. Else a send is waited for where it is certain, or at the end.
         """
         if self.schedule.num_ranks == 1:
             return Releases({}, [])
-        free = releases(self.schedule, self.rank)
+        certain = releases(self.schedule, self.rank)
         if not sends_may_wait:
-            return free
-        queues: dict[tuple[Kind, int], list[int]] = {}
-        for send in free.at_end:
+            return certain
+        release_at = {send: place for place, sends in certain.at.items() for send in sends}
+        under_way: dict[tuple[Kind, int], list[int]] = {}
+        for send in sorted([*release_at, *certain.at_end]):
             (action,) = self.steps[send].parts
-            queue = queues.setdefault((action.kind, action.stage), [])
+            queue = under_way.setdefault((action.kind, action.stage), [])
+            queue[:] = [earlier for earlier in queue if release_at.get(earlier, send) >= send]
+            if len(queue) == _AHEAD:
+                release_at[queue.pop(0)] = send
             queue.append(send)
-            if len(queue) > _AHEAD:
-                free.at.setdefault(send, []).append(queue.pop(0))
-        return Releases(free.at, [send for queue in queues.values() for send in queue])
+        found = Releases({}, [send for send in certain.at_end if send not in release_at])
+        for send, place in release_at.items():
+            found.at.setdefault(place, []).append(send)
+        return found
 
     def _needs(self, part: Action) -> Inbox | None:
         """The channel whose message this part waits for."""
@@ -119,10 +127,11 @@ class Program:
             return self._wires.inboxes.get((Kind.RECV_B, part.stage))
         return None
 
-    def _release(self, place: int) -> Callable[[], None]:
-        (send,) = self.steps[place].parts
+    def _release(self, place: int, earlier: int) -> Call:
+        (send,) = self.steps[earlier].parts
         assert send.microbatch is not None
-        return partial(self._wires.outboxes[send.kind, send.stage].release, send.microbatch)
+        outbox = self._wires.outboxes[send.kind, send.stage]
+        return Call(place, RELEASE, partial(outbox.release, send.microbatch), send)
 
     def _work(self, step: Step) -> Callable[[], None] | None:
         """The call for a step, None when there is nothing to do."""
@@ -134,17 +143,28 @@ class Program:
         return partial(function, Custom(step, self._wires.stages, work or _nothing))
 
     def _overlap(self, step: Overlap) -> Callable[[], None]:
-        works = [self._work(part) or _nothing for part in step.parts]
+        works = [self._noted(number, self._work(part)) for number, part in enumerate(step.parts)]
 
         def one_after_the_other() -> None:
             for work in works:
                 work()
+            self.part = 0
 
         if (function := self._wires.functions.get(Kind.OVERLAP_F_B)) is None:
             return one_after_the_other
         stages = self._wires.stages
         parts = tuple(Custom(part, stages, work) for part, work in zip(step.parts, works))
         return partial(function, Custom(step, stages, one_after_the_other, parts))
+
+    def _noted(self, number: int, work: Callable[[], None] | None) -> Callable[[], None]:
+        """The work of a part of a pair, which is then known to be at hand."""
+
+        def noted() -> None:
+            self.part = number
+            if work is not None:
+                work()
+
+        return noted
 
     def _builtin(self, action: Action) -> Callable[[], None] | None:
         wires, kind, microbatch = self._wires, action.kind, action.microbatch
@@ -163,15 +183,49 @@ class Program:
         }
         return partial(work[kind], microbatch) if microbatch is not None and kind in work else None
 
+    # --- where it stands ---------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before the first call."""
+        self.at, self.part = -1, 0
+
+    def finish(self) -> None:
+        """Behind the last call."""
+        self.at = len(self._calls)
+
+    @property
+    def call(self) -> Call | None:
+        """The call at hand, if it stands at one."""
+        return self._calls[self.at] if 0 <= self.at < len(self._calls) else None
+
+    @property
+    def place(self) -> int:
+        """The place in the list that is being worked on: -1 before the first."""
+        if self.at >= len(self._calls):
+            return len(self.steps) - 1
+        return self._calls[self.at].place if self.at >= 0 else -1
+
+    @property
+    def finished(self) -> bool:
+        """Whether all is done but to share the losses."""
+        return self.at >= len(self._calls)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether what is at hand sends, receives or waits for a message."""
+        call = self.call
+        if call is None:
+            return self.finished
+        return call.what != WORK or self.steps[call.place].parts[0].kind.is_communication
+
     # --- running -----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """One step. Raises what a call raises, with `place` standing where that was."""
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 -- the only way to ask
             return self._run_named()
-        for place, what, call in self._calls:
-            self.place = place
-            self.waiting = what == WAIT
+        for at, (_, _, call, _) in enumerate(self._calls):
+            self.at = at
             if self.stop:
                 raise StoppedError
             call()
@@ -179,8 +233,8 @@ class Program:
 
     def _run_named(self) -> None:
         """The same, with a profiler's range around each action."""
-        for place, what, call in self._calls:
-            self.place, self.waiting = place, what == WAIT
+        for at, (place, _, call, _) in enumerate(self._calls):
+            self.at = at
             if self.stop:
                 raise StoppedError
             with _range(self.names[place]):
@@ -191,8 +245,8 @@ class Program:
         nothing = now()
         marks = [(nothing, nothing)] * len(self.steps)
         done = 0
-        for place, what, call in self._calls:
-            self.place, self.waiting = place, what == WAIT
+        for at, (place, what, call, _) in enumerate(self._calls):
+            self.at = at
             if self.stop:
                 raise StoppedError
             if what != WORK:

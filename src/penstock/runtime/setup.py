@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +19,9 @@ from penstock.errors import PipelineError
 from penstock.families import build
 from penstock.formats import dumps, read
 from penstock.lowering import lower
+from penstock.runtime.links import Links
 from penstock.runtime.program import CustomFunction
-from penstock.runtime.watch import Watch
+from penstock.runtime.wiring import Plan
 from penstock.schedule import Schedule
 from penstock.validation import refusal, validate
 
@@ -159,26 +158,31 @@ def split_stages(schedule: Schedule) -> set[int]:
     return set(columns.stage[columns.of_kind(Kind.I)].tolist())
 
 
-def refuse_disagreement(schedule: Schedule, watch: Watch, timeout: timedelta) -> None:
+def refuse_disagreement(plan: Plan, links: Links) -> None:
     """Every rank must have the same schedule and version, or steps would hang."""
-    mine: dict[str, Any] = {
-        "version": penstock.__version__,
-        "torch": torch.__version__,
+    schedule, ranks = plan.schedule, len(plan.members)
+    steps = hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[:12]
+    mine = {
+        "version of penstock": penstock.__version__,
+        "version of torch": torch.__version__,
         "microbatches": schedule.microbatches,
         "stages": schedule.num_stages,
-        "name of the schedule": schedule.name,
-        "steps of the schedule": hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[
-            :12
-        ],
+        "schedule": [steps, schedule.name],
     }
-    everyone = [json.loads(text) for text in watch.agree("about", json.dumps(mine), timeout)]
+    texts = links.agree("about", json.dumps(mine), plan.rank, ranks, plan.timeout)
+    everyone = [json.loads(text) for text in texts]
     faults = []
     for what in mine:
-        said: dict[Any, list[int]] = {}
+        said: dict[str, list[int]] = {}
         for rank, about in enumerate(everyone):
-            said.setdefault(about.get(what), []).append(rank)
-        if len(said) > 1 and what != "name of the schedule":
-            parts = [f"rank {_listed(ranks)}: {value}" for value, ranks in said.items()]
+            said.setdefault(json.dumps(about.get(what)), []).append(rank)
+        distinct = {json.dumps(about["schedule"][0]) for about in everyone} if what == "schedule" else set(said)
+        if len(distinct) > 1:
+            parts = [f"rank {_listed(ranks)}: {_said(json.loads(value))}" for value, ranks in said.items()]
             faults.append(f"  {what}: {'; '.join(parts)}")
     if faults:
         raise PipelineError("the ranks of the pipeline do not agree:\n" + "\n".join(faults))
+
+
+def _said(value: object) -> str:
+    return f"{value[1]} ({value[0]})" if isinstance(value, list) else str(value)

@@ -75,6 +75,19 @@ class _Record:
         self.jobs: Jobs | None = None
 
 
+class _Entrance(torch.autograd.Function):
+    """The way into a stage: what comes out can be changed in place, which leaves of a graph cannot."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # an input that was not used has no gradient, not zeros
+        return tuple([each.detach() for each in inputs])
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
+
+
 class Stage:
     """A module and its place in the pipeline.
 
@@ -99,6 +112,7 @@ class Stage:
         self._made: dict[int, tuple[Leaves, Structure]] = {}
         self._gradients: dict[int, tuple[Leaves, Structure]] = {}
         self._looked_for_shared = False
+        self._on_device = pool.device.type != "cpu"
 
     def begin(self, step: StepInputs) -> None:
         """Get ready for a step; whatever a failed one left behind goes."""
@@ -115,7 +129,7 @@ class Stage:
             record, args = _Record(None, []), step.args[microbatch]
         else:
             record, args = self._received(self.take(microbatch), training=step.training)
-        output = self.module(*args, **step.kwargs[microbatch])
+        output = self._called(args, step.kwargs[microbatch])
         del args
         leaves, structure = flatten(output)
         if self._checks:
@@ -129,7 +143,6 @@ class Stage:
                 # an edge keeps the graph but not the numbers, which are gone once they are sent
                 record.roots = [get_gradient_edge(leaf) for leaf in kept]
                 record.shapes = [leaf.shape for leaf in kept]
-                self._look_for_shared(kept)
                 del kept
         if step.training:
             self._live.add()
@@ -138,19 +151,37 @@ class Stage:
             del leaves, output
             self._pool.give(record.buffer)
 
-    def _look_for_shared(self, roots: list[Tensor]) -> None:
-        """Once: which weights are used outside of their layers too, so that they are not put aside."""
-        if self.deferral is not None and not self._looked_for_shared:
-            self._looked_for_shared = True
-            self.deferral.find_shared(roots)
+    def _called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the module gives. The first time that weights are put aside, it is also looked for weights that
+        are used outside of their layers; if there are any, that forward is undone and done again without them.
+        """
+        if self.deferral is None or self._looked_for_shared or not self._step.training:
+            return self.module(*args, **kwargs)
+        self._looked_for_shared = True
+        state = torch.get_rng_state(), [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        on_device = torch.get_device_module(self._pool.device).get_rng_state() if self._on_device else None
+        output = self.module(*args, **kwargs)
+        roots = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not self.deferral.find_shared(roots):
+            return output
+        del output, roots
+        torch.set_rng_state(state[0])
+        if on_device is not None:
+            torch.get_device_module(self._pool.device).set_rng_state(on_device)
+        with torch.no_grad():
+            for buffer, before in state[1]:
+                buffer.copy_(before)
+        return self.module(*args, **kwargs)
 
     def _received(self, parcel: Parcel, *, training: bool) -> tuple[_Record, tuple[Any, ...]]:
         """The arguments for the module, and the leaves among them that gradients are wanted for."""
-        inputs = []
+        inputs: list[Tensor] = []
         if training:
-            for leaf, wanted in zip(parcel.leaves, parcel.differentiable):
-                if wanted:
-                    inputs.append(leaf.requires_grad_())
+            wanted = [place for place, wanted in enumerate(parcel.differentiable) if wanted]
+            inputs = [parcel.leaves[place].requires_grad_() for place in wanted]
+            if inputs:
+                for place, entered in zip(wanted, _Entrance.apply(*inputs)):  # type: ignore[no-untyped-call]
+                    parcel.leaves[place] = entered
         value = unflatten(parcel.structure, parcel.leaves)
         return _Record(parcel.buffer, inputs), value if type(value) is tuple else (value,)
 
@@ -168,7 +199,6 @@ class Stage:
             self.losses[microbatch] = loss.detach()
             if step.training and loss.requires_grad:
                 record.roots = [loss]
-                self._look_for_shared([loss])
         if step.keep_outputs:
             leaves, structure = flatten(output)
             kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -211,20 +241,18 @@ class Stage:
     def _run_backward(self, microbatch: int, record: _Record) -> None:
         buffer = None
         if self.is_last:
-            # the gradient starts here, and here alone it is scaled
-            gradients: Leaves = [
-                torch.full_like(root, self._step.weights[microbatch])
-                for root in record.roots
-                if isinstance(root, Tensor)
-            ]
+            # the gradient starts here, and here alone it is scaled; a microbatch without tokens has none
+            weight = self._step.weights[microbatch]
+            roots = [root for root in record.roots if isinstance(root, Tensor)]
+            gradients: Leaves = [torch.full_like(root, weight) if weight else None for root in roots]
         else:
             gradients, _, _, buffer = self.take_gradient(microbatch)
             self._compare_shapes(record, gradients)
         there = [place for place, gradient in enumerate(gradients) if gradient is not None]
         if there:
-            roots: Any = [record.roots[place] for place in there]
-            torch.autograd.backward(roots, [gradients[place] for place in there])
-            del roots
+            ends: Any = [record.roots[place] for place in there]
+            torch.autograd.backward(ends, [gradients[place] for place in there])
+            del ends
         del gradients
         record.roots = []
         if buffer is not None:
@@ -240,6 +268,10 @@ class Stage:
 
     def _let_go(self, record: _Record) -> None:
         self._live.remove()
+        if self._checks:
+            named = list(self.module.named_parameters())
+            for name, parameter in named:
+                self._refuse_not_finite([parameter.grad], f"the gradient of {name}")
         if record.buffer is not None:
             self._pool.give(record.buffer)
 

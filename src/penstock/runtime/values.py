@@ -5,14 +5,16 @@ else. A layout says the shape of the tree, the shape and type of each tensor, an
 
     value   (hidden, {"mask": None, "step": 3})
     leaves  [hidden, None, 3]
-    layout  structure, [(shape, dtype, requires_grad), None, 3]
+    layout  structure, [(shape, dtype, requires_grad, strides), None, 3]
     bytes   | prelude | hidden ... |
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -43,16 +45,17 @@ def flatten(value: object) -> tuple[Leaves, Structure]:
 
 def _structure(value: Any, leaves: Leaves) -> Structure:
     kind = type(value)
-    if kind is tuple or kind is list:
-        return kind.__name__, kind, None, tuple(_structure(item, leaves) for item in value)
-    if kind is dict:
-        return "dict", dict, tuple(value), tuple(_structure(item, leaves) for item in value.values())
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return "named", kind, None, tuple(_structure(item, leaves) for item in value)
+    if isinstance(value, (tuple, list)):
+        what = "fields" if hasattr(kind, "_fields") else "items"
+        return what, kind, None, tuple([_structure(item, leaves) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
-        inside = tuple(_structure(getattr(value, name), leaves) for name in names)
-        return "dataclass", kind, names, inside
+        names = [field.name for field in dataclasses.fields(value)]
+        names += [name for name in getattr(value, "__dict__", ()) if name not in names]
+        inside = tuple([_structure(getattr(value, name), leaves) for name in names])
+        return "dataclass", kind, tuple(names), inside
+    if isinstance(value, dict):
+        made_of = (kind, value.default_factory) if isinstance(value, defaultdict) else kind
+        return "dict", made_of, tuple(value), tuple([_structure(item, leaves) for item in value.values()])
     leaves.append(value)
     return None
 
@@ -67,23 +70,23 @@ def _built(structure: Structure, leaf: Callable[[], Any]) -> Any:
         return leaf()
     kind, made_of, names, inside = structure
     items = [_built(part, leaf) for part in inside]
-    if kind == "list":
-        return items
-    if kind == "tuple":
-        return tuple(items)
-    if kind == "dict":
-        return dict(zip(names, items))
-    if kind == "named":
+    if kind == "items":
+        return items if made_of is list else made_of(items)
+    if kind == "fields":
         return made_of(*items)
-    return _dataclass(made_of, dict(zip(names, items)))
+    pairs = dict(zip(names, items))
+    if kind == "dict":
+        return made_of[0](made_of[1], pairs) if isinstance(made_of, tuple) else made_of(pairs)
+    return _dataclass(made_of, pairs)
 
 
 def _dataclass(made_of: Any, values: dict[str, object]) -> object:
-    """An instance with these fields, also those its __init__ does not take."""
-    made = made_of(**{f.name: values[f.name] for f in dataclasses.fields(made_of) if f.init})
-    for field in dataclasses.fields(made_of):
-        if not field.init:
-            object.__setattr__(made, field.name, values[field.name])
+    """As it was, without running its __init__ again, which may want other arguments or change what it gets."""
+    if issubclass(made_of, dict):  # it has its entries twice, as fields and as items
+        return made_of(**values)
+    made = object.__new__(made_of)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
     return made
 
 
@@ -92,14 +95,56 @@ Key: TypeAlias = tuple[Structure, tuple[Any, ...]]
 
 def describe(leaves: Sequence[Any], structure: Structure) -> Key:
     """What a layout is made from; two values with equal keys can use each other's layout."""
-    return structure, tuple(
-        [
-            (leaf.shape, leaf.dtype, leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else ("value", type(leaf), leaf)
-            for leaf in leaves
-        ]
-    )
+    return structure, tuple([_entry(leaf) for leaf in leaves])
+
+
+_PLAIN = frozenset({type(None), bool, int, str, bytes})
+
+
+def _entry(leaf: Any) -> tuple[Any, ...]:
+    """Of a tensor, what it looks like; of anything else, what is equal only if the leaf is the same."""
+    if isinstance(leaf, Tensor):
+        strides = None if leaf.is_contiguous() or not _is_dense(leaf) else leaf.stride()
+        return leaf.shape, leaf.dtype, leaf.requires_grad, strides
+    if type(leaf) in _PLAIN:
+        return "value", type(leaf), leaf
+    return "pickled", _pickled(leaf)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its numbers fill a row of memory without holes, in whatever order."""
+    room = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1 and stride != room:
+            return False
+        room *= size
+    return True
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses what would lose its gradient on the way."""
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise PipelineError(
+                "a tensor that requires a gradient is inside of an object that cannot be taken apart; hand "
+                "it on by itself, or in a tuple, list, dict or dataclass"
+            )
+        return NotImplemented
+
+
+def _pickled(leaf: object) -> bytes:
+    text = io.BytesIO()
+    try:
+        _Pickler(text).dump(leaf)
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise PipelineError(
+            f"a value of type {type(leaf).__name__} cannot cross to another rank, because it cannot be pickled "
+            f"({error}); hand on tensors, numbers, texts, None, and tuples, lists, dicts, dataclasses of them"
+        ) from error
+    return text.getvalue()
 
 
 class Layout:
@@ -111,64 +156,53 @@ class Layout:
         self.differentiable: list[bool] = []
         """Per leaf: whether a gradient comes back for it."""
         self._plain: Leaves = []
-        self._tensors: list[tuple[int, int, int, torch.dtype, torch.Size]] = []
+        self._objects: list[tuple[int, bytes]] = []
+        self._tensors: list[tuple[int, int, int, torch.dtype, torch.Size, Any]] = []
         end = PRELUDE
         for place, entry in enumerate(entries):
-            if entry[0] == "value":
-                self._plain.append(entry[2])
-                self.differentiable.append(False)
-                continue
-            shape, dtype, requires_grad = entry
-            size = shape.numel() * dtype.itemsize
-            self._tensors.append((place, end, end + size, dtype, shape))
-            self._plain.append(None)
-            self.differentiable.append(requires_grad)
-            end += -(-size // _ALIGNED) * _ALIGNED
+            tensor = not isinstance(entry[0], str)
+            self._plain.append(entry[2] if entry[0] == "value" else None)
+            self.differentiable.append(tensor and entry[2])
+            if tensor:
+                shape, dtype, _, strides = entry
+                size = shape.numel() * dtype.itemsize
+                self._tensors.append((place, end, end + size, dtype, shape, strides))
+                end += -(-size // _ALIGNED) * _ALIGNED
+            elif entry[0] == "pickled":
+                self._objects.append((place, entry[1]))
         self.nbytes = end
 
     def matches(self, key: Key) -> bool:
-        """Whether a value with this key has this layout; what cannot be compared does not match."""
-        try:
-            return bool(self.key == key)
-        except Exception:  # noqa: BLE001 -- a leaf may compare in any way it likes
-            return False
+        """Whether a value with this key has this layout."""
+        return bool(self.key == key)
 
     def write(self, buffer: Tensor, leaves: Sequence[Any]) -> None:
         """Copy the tensors into their places; they may be of any strides."""
-        for place, start, end, dtype, shape in self._tensors:
-            buffer[start:end].view(dtype).view(shape).copy_(leaves[place].detach())
+        for place, start, end, dtype, shape, strides in self._tensors:
+            _view(buffer[start:end], dtype, shape, strides).copy_(leaves[place].detach())
 
     def read(self, buffer: Tensor) -> Leaves:
         """The leaves; tensors look into the buffer."""
         leaves = list(self._plain)
-        for place, start, end, dtype, shape in self._tensors:
-            leaves[place] = buffer[start:end].view(dtype).view(shape)
+        for place, text in self._objects:
+            leaves[place] = pickle.loads(text)  # noqa: S301 -- from a rank of our own job, never from a file
+        for place, start, end, dtype, shape, strides in self._tensors:
+            leaves[place] = _view(buffer[start:end], dtype, shape, strides)
         return leaves
 
     def dumps(self) -> bytes:
         """To be told to another rank of the same job."""
-        try:
-            return pickle.dumps(self.key)
-        except Exception as error:
-            raise PipelineError(
-                f"a value that crosses to another rank cannot be pickled ({error}); hand on tensors, numbers, "
-                "texts, None, and tuples, lists, dicts and dataclasses of them"
-            ) from error
+        return _pickled(self.key)
 
     @classmethod
     def loads(cls, text: bytes) -> Layout:
         """As another rank of the same job told it."""
         return cls(pickle.loads(text))  # noqa: S301 -- from a rank of our own job, never from a file
 
-    def __str__(self) -> str:
-        return ", ".join(
-            repr(entry[2]) if entry[0] == "value" else f"{_name(entry[1])}{list(entry[0])}"
-            for entry in self.key[1]
-        )
 
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _view(row: Tensor, dtype: torch.dtype, shape: torch.Size, strides: Any) -> Tensor:
+    numbers = row.view(dtype)
+    return numbers.view(shape) if strides is None else numbers.as_strided(shape, strides)
 
 
 def refuse_unsendable(leaves: Sequence[Any], where: str) -> None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -47,6 +46,8 @@ class Status:
 
     mode: str
     """`step` or `eval`, or `outside` when it is in neither."""
+    step: int
+    """The number of the call it is in, or was in last."""
     place: int
     waits: str
 
@@ -124,14 +125,6 @@ class Watch:
                     break
             time.sleep(0.02)
         return {int(key.split("/")[1]): Status(**json.loads(text)) for key, text in texts.items()}
-
-    def agree(self, name: str, mine: str, timeout: timedelta) -> list[str]:
-        """What every rank says under this name, in the order of the ranks."""
-        with self._lock:
-            self._store.set(f"{name}/{self._rank}", mine)
-            keys = [f"{name}/{rank}" for rank in range(self._ranks)]
-            self._store.wait(keys, timeout)
-            return [self._store.get(key).decode() for key in keys]
 
     def end(self) -> None:
         """Look no more."""

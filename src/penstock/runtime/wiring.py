@@ -17,7 +17,7 @@ from penstock.action import Kind
 from penstock.runtime.buffers import Pool
 from penstock.runtime.channels import Inbox, Outbox
 from penstock.runtime.links import Links
-from penstock.runtime.program import CustomFunction, Program, Wires, forward_part
+from penstock.runtime.program import WORK, CustomFunction, Program, Wires, forward_part
 from penstock.runtime.stage import Stage
 from penstock.runtime.watch import Status, Watch
 from penstock.schedule import Schedule
@@ -51,6 +51,8 @@ class Wiring:
         self.plan, self.pool = plan, pool
         self._stages = stages
         self.mode = "outside"
+        self.step = 0
+        """The number of the step or eval at hand."""
         self.links: Links | None = None
         self.watch: Watch | None = None
         self._outboxes: dict[tuple[Kind, int], Outbox] = {}
@@ -69,7 +71,7 @@ class Wiring:
         }
         if self.links is not None:
             ranks = len(plan.members)
-            self.watch = Watch(self.links.store, plan.rank, ranks, self.status, self.stop)
+            self.watch = Watch(self.links.watched_store, plan.rank, ranks, self.status, self.stop)
 
     def _add_channel(self, number: int, source: int, target: int) -> None:
         """This rank's end of a channel, if it has one. Channel 2s leads up from stage s, 2s + 1 down to it."""
@@ -100,14 +102,14 @@ class Wiring:
             elif above is not None:
                 stage.take_gradient = above.hand_back
 
-    def begin(self, mode: str) -> Program:
+    def begin(self, mode: str, step: int) -> Program:
         """Set the channels to training or eval, and give the calls for it."""
         first = 0 if mode == "step" else self.plan.schedule.microbatches
         for end in (*self._outboxes.values(), *self._inboxes.values()):
             end.mode = first
-        self.mode = mode
+        self.mode, self.step = mode, step
         program = self.programs[mode]
-        program.place, program.waiting = 0, False
+        program.begin()
         return program
 
     def end(self) -> None:
@@ -123,9 +125,9 @@ class Wiring:
     def status(self) -> Status:
         """What this rank is doing."""
         if self.mode == "outside":
-            return Status("outside", 0, "")
+            return Status("outside", self.step, 0, "")
         program = self.programs[self.mode]
-        return Status(self.mode, program.place, self.waits_for(program) if program.waiting else "")
+        return Status(self.mode, self.step, program.place, self.waits_for(program))
 
     def message_sizes(self) -> dict[tuple[Kind, int], int]:
         """Bytes of the largest message of each outbox, as far as anything was sent."""
@@ -135,16 +137,20 @@ class Wiring:
         }
 
     def waits_for(self, program: Program) -> str:
-        """In words: the message that the step at hand waits for, and who sends it."""
-        found = []
-        placement = self.plan.schedule.placement.stage_to_rank
-        for part in program.steps[program.place].parts:
-            if part.kind is Kind.F and (Kind.RECV_F, part.stage) in self._inboxes:
-                found.append(f"{part.stage - 1}F{part.microbatch} from rank {placement[part.stage - 1]}")
-            elif (Kind.RECV_B, part.stage) in self._inboxes and part.kind in (Kind.B, Kind.I):
-                above = part.stage + 1
-                found.append(f"the gradient of {above}B{part.microbatch} from rank {placement[above]}")
-        return " or ".join(found)
+        """In words: the message that the rank waits for, and from or to whom; empty when it computes."""
+        hosts, call = self.plan.schedule.placement.stage_to_rank, program.call
+        if call is None:
+            return f"the losses from rank {hosts[-1]}" if program.finished else ""
+        part = call.about if call.what != WORK else program.steps[call.place].parts[0]
+        assert part is not None, "whatever waits says for what"
+        below, above = part.stage - 1, part.stage + 1
+        if part.kind.is_send:
+            return f"{part} to be received by rank {hosts[above if part.kind is Kind.SEND_F else below]}"
+        if call.what == WORK:
+            return ""
+        if part.kind is Kind.F:
+            return f"the output of {below}F{part.microbatch} from rank {hosts[below]}"
+        return f"the gradient of {above}F{part.microbatch}'s input from rank {hosts[above]}"
 
     def close(self) -> None:
         """Hang up; see `Links.close` for why everything under way is dropped first."""
