@@ -1,6 +1,6 @@
 """How well steps are orchestrated: Penstock and torch.distributed.pipelining, same modules, same run.
 
-    python -m benchmarks.runtime [sleep] [empty] [transformer] [split]
+    python -m benchmarks.runtime [sleep] [empty] [alone] [transformer] [split]
 
 Stages that sleep measure orchestration alone, so more ranks than cores run honestly. Times are medians of
 steps, each step as long as its slowest rank; ratios are to torch's, or to what the simulator says.
@@ -8,6 +8,7 @@ steps, each step as long as its slowest rank; ratios are to torch's, or to what 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import statistics
@@ -70,17 +71,18 @@ def theirs(name: str, schedule: penstock.Schedule, make: Make, x: Tensor, y: Ten
     return step
 
 
-def seconds(step: Callable[[], Any], steps: int = STEPS) -> float:
-    """The median over steps of the slowest rank."""
-    taken = []
+def seconds(*runners: Callable[[], Any], steps: int = STEPS) -> list[float]:
+    """Of each runner, the median over its steps of the slowest rank. They take turns, step by step."""
+    taken: list[list[float]] = [[] for _ in runners]
     for _ in range(steps + 2):
-        dist.barrier()
-        begin = time.perf_counter()
-        step()
-        took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        taken.append(float(took))
-    return statistics.median(taken[2:])
+        for runner, times in zip(runners, taken):
+            dist.barrier()
+            begin = time.perf_counter()
+            runner()
+            took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            times.append(float(took))
+    return [statistics.median(times[2:]) for times in taken]
 
 
 # --- stages that sleep -----------------------------------------------------------------------------
@@ -96,8 +98,10 @@ def sleeping(tell: Callable[..., None]) -> None:
         ideal = penstock.simulate(schedule, costs).makespan
         x = torch.zeros(m, 4, requires_grad=True)  # so that the first stage has an input gradient too
         y = torch.zeros(m, 4)
-        mine = seconds(ours(schedule, lambda _: modules.Sleeping(nap), x, y))
-        other = seconds(theirs(name, schedule, lambda _: modules.SleepingForTorch(nap), x, y))
+        mine, other = seconds(
+            ours(schedule, lambda _: modules.Sleeping(nap), x, y),
+            theirs(name, schedule, lambda _: modules.SleepingForTorch(nap), x, y),
+        )
         tell(name, ideal, mine, mine / ideal - 1, other, other / ideal - 1, other / mine)
 
 
@@ -109,9 +113,48 @@ def empty(tell: Callable[..., None]) -> None:
         schedule = schedule_of(name, dist.get_world_size(), m)
         actions = max(map(len, penstock.lower(schedule).ranks))
         x, y = torch.zeros(m, 4, requires_grad=True), torch.zeros(m, 4)
-        mine = seconds(ours(schedule, lambda _: modules.Scale(), x, y), 30) / actions
-        other = seconds(theirs(name, schedule, lambda _: modules.Scale(), x, y), 30) / actions
-        tell(name, actions, mine * 1e6, other * 1e6, mine / other)
+        mine, other = seconds(
+            ours(schedule, lambda _: modules.Scale(), x, y),
+            theirs(name, schedule, lambda _: modules.Scale(), x, y),
+            steps=40,
+        )
+        tell(name, actions, mine / actions * 1e6, other / actions * 1e6, mine / other)
+
+
+def alone(tell: Callable[..., None]) -> None:
+    """The same on one rank, without messages: microseconds an action takes beyond bare autograd."""
+    m = 16
+    tell("schedule", "actions", "bare autograd us", "penstock adds us", "torch adds us", "penstock / torch")
+    for name in RIVALS:
+        schedule = schedule_of(name, 1, m)
+        actions = max(map(len, penstock.lower(schedule).ranks))
+        x, y = torch.zeros(m, 4, requires_grad=True), torch.zeros(m, 4)
+        floor, mine, other = seconds(
+            bare([modules.Scale() for _ in range(schedule.num_stages)], x, y, m),
+            ours(schedule, lambda _: modules.Scale(), x, y),
+            theirs(name, schedule, lambda _: modules.Scale(), x, y),
+            steps=100,
+        )
+        mine, other = mine - floor, other - floor
+        tell(name, actions, *(each / actions * 1e6 for each in (floor, mine, other)), mine / other)
+
+
+def bare(stages: list[nn.Module], x: Tensor, y: Tensor, m: int) -> Callable[[], Any]:
+    """Forward and backward, microbatch by microbatch and stage by stage, and nothing else."""
+
+    def step() -> None:
+        for rows, target in zip(x.chunk(m), y.chunk(m)):
+            ends, value = [], rows
+            for stage in stages:
+                entered = value if value is rows else value.detach().requires_grad_()
+                value = stage(entered)
+                ends.append((entered, value))
+            loss = nn.functional.mse_loss(value, target)
+            torch.autograd.backward(loss, torch.full_like(loss, 1 / m))
+            for (entered, _), (_, output) in zip(ends[:0:-1], ends[-2::-1]):
+                torch.autograd.backward(output, entered.grad)
+
+    return step
 
 
 def transformer(tell: Callable[..., None]) -> None:
@@ -125,19 +168,17 @@ def transformer(tell: Callable[..., None]) -> None:
         def make(_: int, blocks: int = 8 // schedule.num_stages) -> nn.Module:
             return nn.Sequential(*(modules.Block(width) for _ in range(blocks)))
 
-        mine_step = ours(schedule, make, x, y)
-        other_step = theirs(name, schedule, make, x, y)
-        pairs = [(seconds(mine_step, 3), seconds(other_step, 3)) for _ in range(3)]
-        mine, other = (statistics.median(column) for column in zip(*pairs))
+        mine, other = seconds(ours(schedule, make, x, y), theirs(name, schedule, make, x, y), steps=25)
         tell(name, mine, other, other / mine)
 
 
 # --- processes -------------------------------------------------------------------------------------
 
-PARTS = {"sleep": (sleeping, 4), "empty": (empty, 4), "transformer": (transformer, 2)}
+PARTS = {"sleep": (sleeping, 4), "empty": (empty, 4), "alone": (alone, 1), "transformer": (transformer, 2)}
 
 
 def worker(rank: int, ranks: int, port: int, part: str) -> None:
+    ctypes.CDLL(None).prctl(29, 1)  # PR_SET_TIMERSLACK: naps end when they should, not up to 50 us later
     torch.set_num_threads(1)
     torch.manual_seed(0)
     register_layer(modules.Sleeping, modules.SleepingRule())

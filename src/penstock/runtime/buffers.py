@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.values import PRELUDE
+from penstock.runtime.values import PRELUDE, Layout
 
 __all__ = ["Buffer", "Pool"]
 
@@ -18,12 +18,14 @@ _KEPT_STEPS = 2  # a buffer that nobody took for so many steps is let go
 class Buffer:
     """A row of bytes; `bytes_` is the part that the current message uses."""
 
-    __slots__ = ("_flag", "bytes_", "last_step", "row")
+    __slots__ = ("_flag", "_layout", "_views", "bytes_", "last_step", "row")
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.row = torch.empty(capacity, dtype=torch.uint8, device=device)
         self.bytes_ = self.row
         self.last_step = 0
+        self._layout: Layout | None = None
+        self._views: list[Tensor] = []
         # on a CPU the flag is written and read in place; elsewhere it travels by itself
         self._flag: Any = self.row[:8].numpy().view("int64") if device.type == "cpu" else None
         self.flag = 0
@@ -44,11 +46,17 @@ class Buffer:
             self.bytes_ = self.row[:nbytes]
         return self
 
+    def views(self, layout: Layout) -> list[Tensor]:
+        """The tensors of a layout in these bytes, kept for the next message of the same layout."""
+        if self._layout is not layout:
+            self._layout, self._views = layout, layout.views(self.row)
+        return self._views
+
     @property
     def holders(self) -> int:
         """How many tensors look at these bytes, besides this buffer's own."""
         storage = self.row.untyped_storage()
-        own = 2 + (self._flag is not None) + (self.bytes_ is not self.row)
+        own = 2 + (self._flag is not None) + (self.bytes_ is not self.row) + len(self._views)
         return int(torch._C._storage_Use_Count(storage._cdata)) - own  # noqa: SLF001
 
 
@@ -77,7 +85,8 @@ class Pool:
         """Back for the next message, unless someone still looks at its bytes: then it is theirs."""
         self.in_use -= 1
         if buffer.holders == 0:
-            buffer.flag = 0
+            if buffer.flag:
+                buffer.flag = 0
             self._free[len(buffer.row)].append(buffer)
 
     def end_step(self) -> None:

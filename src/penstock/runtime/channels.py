@@ -67,21 +67,20 @@ class Outbox(_End):
     def send(self, microbatch: int) -> None:
         """Send the value of this microbatch; returns at once."""
         leaves, structure = self._source(microbatch)
-        key = describe(leaves, structure)
-        slot = self.mode + microbatch
-        layout = self.expected[slot]
-        if layout is not None and layout.matches(key):
+        layout = self.expected[self.mode + microbatch]
+        if layout is not None and layout.fits(leaves, structure):
             buffer = self.pool.take(layout.nbytes)
-            layout.write(buffer.bytes_, leaves)
+            layout.write(buffer.views(layout), leaves)
             sent = self._post(buffer, microbatch, 0)
         else:
             refuse_unsendable(leaves, self.what)
-            sent = self._announced(Layout(key), leaves, microbatch)
+            sent = self._announced(Layout(describe(leaves, structure)), leaves, microbatch)
         self._under_way[microbatch] = sent
 
     def _post(self, buffer: Buffer, microbatch: int, flag: int) -> list[_Sent]:
         tags = self._tags[self.mode + microbatch]
-        buffer.flag = flag
+        if flag:  # it is down in every buffer of the pool
+            buffer.flag = flag
         sent: list[_Sent] = [(self.links.send(buffer.bytes_, self.peer, self.number, tags[EDGE_DATA]), buffer)]
         if not self.links.one_group:
             number = torch.tensor([flag])
@@ -97,7 +96,7 @@ class Outbox(_End):
         flagged = self._post(filler, microbatch, len(header))
         told = self.links.send_host(header, self.peer, tags[HEADER])
         buffer = self.pool.take(layout.nbytes)
-        layout.write(buffer.bytes_, leaves)
+        layout.write(buffer.views(layout), leaves)
         sent = self.links.send(buffer.bytes_, self.peer, self.number, tags[DATA])
         return [*flagged, (told, header), (sent, buffer)]
 
@@ -157,4 +156,4 @@ class Inbox(_End):
     def take(self, microbatch: int) -> Parcel:
         """The value that `wait` waited for; whoever takes it gives its buffer back."""
         layout, buffer = self._arrived.pop(microbatch)
-        return Parcel(layout.read(buffer.bytes_), layout.structure, layout.differentiable, buffer)
+        return Parcel(layout.read(buffer.views(layout)), layout.structure, layout.differentiable, buffer)

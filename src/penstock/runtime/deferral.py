@@ -112,7 +112,8 @@ class _Deferred:
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """In place of the layer's own, which it falls back on where W cannot do all of its weights."""
         layer = self.layer
-        if len(inputs) == 1 and not named and type(inputs[0]) is Tensor and torch.is_grad_enabled():
+        deferrable = len(inputs) == 1 and not named and type(inputs[0]) is Tensor and torch.is_grad_enabled()
+        if deferrable and self.deferral.engaged:
             weights = [getattr(layer, name) for name in self.rule.weights]
             stand_ins = self.deferral.stand_ins_for(weights)
             if stand_ins is not None:
@@ -163,6 +164,8 @@ class Deferral:
 
     def __init__(self, module: nn.Module) -> None:
         self._deferred: list[_Deferred] = []
+        self.engaged = True
+        """Whether layers run as nodes while installed; not for a microbatch whose backward is whole."""
         self.compiled: tuple[str, ...] = ()
         """The names of the compiled modules in the stage, which are left alone."""
         self._find(module, "", set())

@@ -12,6 +12,7 @@ Every rank of the group makes one, with the same schedule, and calls `step` and 
 
 from __future__ import annotations
 
+import logging
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from penstock.schedule import Schedule
 
 __all__ = ["Pipeline"]
 
+_log = logging.getLogger("penstock")
 _LOSSES = 0  # the purpose of the control message with the losses
 _TELL_WITHIN = 1.0  # seconds that ranks have to say what they were doing
 
@@ -182,15 +184,16 @@ class Pipeline:
         """Make channels and programs; all ranks do this together."""
         if self._wiring is not None:
             return self._wiring
-        splitting = setup.split_stages(self.schedule)
+        split = setup.split_microbatches(self.schedule)
         self._pool = Pool(self._plan.device)
         count = self.schedule.num_stages
         self._stages = {
             index: Stage(
-                index, count, module, self._live, self._pool, splits=index in splitting, checks=self._checks
+                index, count, module, self._live, self._pool, split=split.get(index, ()), checks=self._checks
             )
             for index, module in self._modules.items()
         }
+        self._say_what_is_compiled()
         if self._has_last:
             self._stages[count - 1].loss = self._loss
         wiring = Wiring(self._plan, self._stages, self._pool)
@@ -203,6 +206,14 @@ class Pipeline:
         self._wiring = wiring
         self._finalizer = weakref.finalize(self, wiring.close)
         return wiring
+
+    def _say_what_is_compiled(self) -> None:
+        for index, stage in self._stages.items():
+            if stage.deferral is not None and stage.deferral.compiled and not self._steps:
+                names = ", ".join(name or "all of it" for name in stage.deferral.compiled)
+                _log.warning(
+                    "stage %d: I computes the weight gradients of compiled modules too: %s", index, names
+                )
 
     def _run(
         self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: object, *, return_outputs: bool

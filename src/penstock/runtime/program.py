@@ -27,7 +27,7 @@ __all__ = ["Call", "Custom", "CustomFunction", "Program", "forward_part"]
 
 Mark = TypeVar("Mark")
 WAIT, RELEASE, WORK = range(3)
-_AHEAD = 4  # sends of one channel that may be under way where sends may wait
+_AHEAD = 8  # sends of one channel that may be under way where sends may wait
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Program:
     def _releases(self, *, sends_may_wait: bool) -> Releases:
         """When the buffers of sends are free.
 
-        Where the schedule is proved to run even when every send waits, at most four of a channel are under way:
-        the next one waits for the first of them. Else a send is waited for where it is certain, or at the end.
+        Where the schedule is proved to run even when every send waits, at most eight of a channel are under
+        way: the next one waits for the first. Else a send is waited for where it is certain, or at the end.
         """
         if self.schedule.num_ranks == 1:
             return Releases({}, [])

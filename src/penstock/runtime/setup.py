@@ -33,7 +33,7 @@ __all__ = [
     "members_of",
     "modules_of_rank",
     "refuse_disagreement",
-    "split_stages",
+    "split_microbatches",
 ]
 
 _WAYS_OF_SENDING = "edge-streams"  # what our channels promise: none waits behind another
@@ -152,10 +152,14 @@ def functions_by_kind(functions: Mapping[Kind | str, CustomFunction] | None) -> 
     return found
 
 
-def split_stages(schedule: Schedule) -> set[int]:
-    """The stages whose backward is ever split."""
+def split_microbatches(schedule: Schedule) -> dict[int, set[int]]:
+    """Per stage: the microbatches whose backward is split."""
     columns = schedule.columns
-    return set(columns.stage[columns.of_kind(Kind.I)].tolist())
+    which = columns.of_kind(Kind.I)
+    found: dict[int, set[int]] = {}
+    for stage, microbatch in zip(columns.stage[which].tolist(), columns.microbatch[which].tolist()):
+        found.setdefault(stage, set()).add(microbatch)
+    return found
 
 
 def refuse_disagreement(plan: Plan, links: Links) -> None:

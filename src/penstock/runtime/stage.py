@@ -10,7 +10,7 @@ What a microbatch leaves behind between its actions is one `_Record`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from penstock.errors import PipelineError
 from penstock.runtime.buffers import Buffer, Pool
 from penstock.runtime.channels import Parcel
 from penstock.runtime.deferral import Deferral, Jobs
+from penstock.runtime.undo import Undo
 from penstock.runtime.values import Leaves, Structure, flatten, unflatten
 
 __all__ = ["Live", "Stage", "StepInputs"]
@@ -89,7 +90,7 @@ class _Entrance(torch.autograd.Function):
 
 
 class Stage:
-    """A module and its place in the pipeline.
+    """A module and its place in the pipeline; `split` are the microbatches whose backward is split.
 
     `take` and `take_gradient` give what other stages made of a microbatch; they are set where stages are wired.
     """
@@ -98,11 +99,20 @@ class Stage:
     take_gradient: Callable[[int], Parcel]
 
     def __init__(
-        self, index: int, count: int, module: nn.Module, live: Live, pool: Pool, *, splits: bool, checks: bool
+        self,
+        index: int,
+        count: int,
+        module: nn.Module,
+        live: Live,
+        pool: Pool,
+        *,
+        split: Collection[int],
+        checks: bool,
     ) -> None:
         self.index, self.module = index, module
         self.is_first, self.is_last = index == 0, index == count - 1
-        self.deferral = Deferral(module) if splits else None
+        self.deferral = Deferral(module) if split else None
+        self._split = split
         self.loss: Loss | None = None
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
@@ -111,8 +121,9 @@ class Stage:
         self._records: dict[int, _Record] = {}
         self._made: dict[int, tuple[Leaves, Structure]] = {}
         self._gradients: dict[int, tuple[Leaves, Structure]] = {}
-        self._looked_for_shared = False
-        self._on_device = pool.device.type != "cpu"
+        self._tried: set[bool] = set()
+        """Whether a forward in training, with its backward split or not, has shown how this module is run."""
+        self._changes_inputs = False
 
     def begin(self, step: StepInputs) -> None:
         """Get ready for a step; whatever a failed one left behind goes."""
@@ -125,12 +136,12 @@ class Stage:
     def forward(self, microbatch: int) -> None:
         """F."""
         step = self._step
-        if self.is_first:
-            record, args = _Record(None, []), step.args[microbatch]
-        else:
-            record, args = self._received(self.take(microbatch), training=step.training)
-        output = self._called(args, step.kwargs[microbatch])
-        del args
+        parcel = None if self.is_first else self.take(microbatch)
+        splits = microbatch in self._split
+        if self.deferral is not None:
+            self.deferral.engaged = splits
+        call = self._call if splits in self._tried or not step.training else self._first_call
+        record, output = call(microbatch, parcel)
         leaves, structure = flatten(output)
         if self._checks:
             self._refuse_not_finite(leaves, "its output")
@@ -151,39 +162,47 @@ class Stage:
             del leaves, output
             self._pool.give(record.buffer)
 
-    def _called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the module gives. The first time that weights are put aside, it is also looked for weights that
-        are used outside of their layers; if there are any, that forward is undone and done again without them.
-        """
-        if self.deferral is None or self._looked_for_shared or not self._step.training:
-            return self.module(*args, **kwargs)
-        self._looked_for_shared = True
-        state = torch.get_rng_state(), [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        on_device = torch.get_device_module(self._pool.device).get_rng_state() if self._on_device else None
-        output = self.module(*args, **kwargs)
-        roots = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not self.deferral.find_shared(roots):
-            return output
-        del output, roots
-        torch.set_rng_state(state[0])
-        if on_device is not None:
-            torch.get_device_module(self._pool.device).set_rng_state(on_device)
-        with torch.no_grad():
-            for buffer, before in state[1]:
-                buffer.copy_(before)
-        return self.module(*args, **kwargs)
-
-    def _received(self, parcel: Parcel, *, training: bool) -> tuple[_Record, tuple[Any, ...]]:
-        """The arguments for the module, and the leaves among them that gradients are wanted for."""
+    def _call(self, microbatch: int, parcel: Parcel | None) -> tuple[_Record, Any]:
+        """Run the module on what the stage before made, or on the batch."""
+        step = self._step
+        if parcel is None:
+            return _Record(None, []), self.module(*step.args[microbatch], **step.kwargs[microbatch])
         inputs: list[Tensor] = []
-        if training:
+        if step.training:
             wanted = [place for place, wanted in enumerate(parcel.differentiable) if wanted]
             inputs = [parcel.leaves[place].requires_grad_() for place in wanted]
-            if inputs:
+            if self._changes_inputs and inputs:
                 for place, entered in zip(wanted, _Entrance.apply(*inputs)):  # type: ignore[no-untyped-call]
                     parcel.leaves[place] = entered
         value = unflatten(parcel.structure, parcel.leaves)
-        return _Record(parcel.buffer, inputs), value if type(value) is tuple else (value,)
+        args = value if type(value) is tuple else (value,)
+        return _Record(parcel.buffer, inputs), self.module(*args, **step.kwargs[microbatch])
+
+    def _first_call(self, microbatch: int, parcel: Parcel | None) -> tuple[_Record, Any]:
+        """The first forward of its kind, done again if it shows that it must be done otherwise.
+
+        A stage that changes its inputs in place needs an entrance. Weights that are used outside of their
+        layers too cannot be put aside.
+        """
+        undo = Undo(self.module, self._pool.device)
+        again = None
+        if parcel is not None:
+            copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in parcel.leaves]
+            again = parcel._replace(leaves=copies)
+        try:
+            record, output = self._call(microbatch, parcel)
+        except RuntimeError as error:
+            if parcel is None or "leaf Variable that requires grad" not in str(error):
+                raise
+            self._changes_inputs = True
+            undo.undo()
+            return self._first_call(microbatch, again)
+        self._tried.add(microbatch in self._split)
+        roots = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if self.deferral is None or microbatch not in self._split or not self.deferral.find_shared(roots):
+            return record, output
+        undo.undo()
+        return self._call(microbatch, again)
 
     def _finish(self, microbatch: int, output: object, record: _Record) -> None:
         """The end of the last stage: the loss, and the output if somebody asked for it."""
@@ -220,6 +239,8 @@ class Stage:
     def backward(self, microbatch: int) -> None:
         """B."""
         record = self._records.pop(microbatch)
+        if self.deferral is not None:
+            self.deferral.engaged = False
         self._run_backward(microbatch, record)
         self._let_go(record)
 
@@ -227,6 +248,7 @@ class Stage:
         """I."""
         assert self.deferral is not None, "the schedule splits this stage's backward"
         record = self._records[microbatch]
+        self.deferral.engaged = True
         with self.deferral.put_aside() as record.jobs:
             self._run_backward(microbatch, record)
 

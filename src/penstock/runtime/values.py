@@ -157,7 +157,7 @@ class Layout:
         """Per leaf: whether a gradient comes back for it."""
         self._plain: Leaves = []
         self._objects: list[tuple[int, bytes]] = []
-        self._tensors: list[tuple[int, int, int, torch.dtype, torch.Size, Any]] = []
+        self._tensors: list[tuple[Any, ...]] = []
         end = PRELUDE
         for place, entry in enumerate(entries):
             tensor = not isinstance(entry[0], str)
@@ -171,23 +171,35 @@ class Layout:
             elif entry[0] == "pickled":
                 self._objects.append((place, entry[1]))
         self.nbytes = end
+        lonely = self.structure is None and not isinstance(entries[0][0], str) and entries[0][3] is None
+        self._one_tensor = entries[0][:3] if lonely else None
 
-    def matches(self, key: Key) -> bool:
-        """Whether a value with this key has this layout."""
-        return bool(self.key == key)
+    def fits(self, leaves: Sequence[Any], structure: Structure) -> bool:
+        """Whether a value has this layout."""
+        if self._one_tensor and structure is None:
+            leaf = leaves[0]
+            if type(leaf) is Tensor and leaf.is_contiguous():  # what nearly every stage hands on
+                return bool(self._one_tensor == (leaf.shape, leaf.dtype, leaf.requires_grad))
+        return bool(self.key == describe(leaves, structure))
 
-    def write(self, buffer: Tensor, leaves: Sequence[Any]) -> None:
+    def views(self, row: Tensor) -> list[Tensor]:
+        """The tensors in a row of bytes."""
+        return [_view(row[start:end], *looks) for _, start, end, *looks in self._tensors]
+
+    def write(self, views: Sequence[Tensor], leaves: Sequence[Any]) -> None:
         """Copy the tensors into their places; they may be of any strides."""
-        for place, start, end, dtype, shape, strides in self._tensors:
-            _view(buffer[start:end], dtype, shape, strides).copy_(leaves[place].detach())
+        for view, (place, *_) in zip(views, self._tensors):
+            view.copy_(leaves[place].detach())
 
-    def read(self, buffer: Tensor) -> Leaves:
-        """The leaves; tensors look into the buffer."""
+    def read(self, views: Sequence[Tensor]) -> Leaves:
+        """The leaves; tensors look into the row of bytes."""
         leaves = list(self._plain)
         for place, text in self._objects:
             leaves[place] = pickle.loads(text)  # noqa: S301 -- from a rank of our own job, never from a file
-        for place, start, end, dtype, shape, strides in self._tensors:
-            leaves[place] = _view(buffer[start:end], dtype, shape, strides)
+        for view, (place, *_) in zip(views, self._tensors):
+            leaves[place] = (
+                view.data
+            )  # unlike detach(), it can be changed in place without its neighbours knowing
         return leaves
 
     def dumps(self) -> bytes:
