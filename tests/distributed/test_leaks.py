@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import penstock
 from penstock.runtime import Pipeline
 from tests.distributed.faults import (
     Fault,
@@ -26,7 +27,7 @@ from tests.distributed.faults import (
 )
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.xdist_group("failures")
+pytestmark = pytest.mark.xdist_group("leaks")
 
 STEPS = 200
 SLACK = 3 * 2**20  # bytes; what allocators and caches move by
@@ -74,10 +75,9 @@ def run_long(family: str, way: str) -> tuple[tuple[int, int, int], tuple[int, in
 @pytest.mark.parametrize(
     ("family", "way"),
     [
-        ("1f1b", "steps"),
         ("interleaved-1f1b", "step and eval"),
         ("zbv", "changing shapes"),
-        ("dualpipev", "steps"),
+        *((family, "steps") for family in penstock.families() if family != "forward-only"),
     ],
 )
 def test_steps_leave_nothing_behind(leaking_pool: Pool, family: str, way: str) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from penstock.errors import BatchError
-from penstock.runtime.microbatches import REPLICATE, Batcher, Splitter, register_splitter
+from penstock.runtime.microbatches import Batcher
+from penstock.runtime.splitters import REPLICATE, Splitter, register_splitter
 
 
 def rows(count: int, *more: int) -> Tensor:

@@ -31,11 +31,15 @@ from penstock.errors import PenstockError, PipelineError
 from penstock.runtime import setup
 from penstock.runtime.buffers import Pool
 from penstock.runtime.failure import cause_of, failed
-from penstock.runtime.microbatches import Batcher, Splitter
+from penstock.runtime.losses import Losses
+from penstock.runtime.microbatches import Batcher
 from penstock.runtime.profile import Profile, Recorder
 from penstock.runtime.program import CustomFunction, Program, StoppedError
+from penstock.runtime.records import Live, StepInputs
 from penstock.runtime.result import StepResult
-from penstock.runtime.stage import Live, Stage, StepInputs
+from penstock.runtime.splitters import Splitter
+from penstock.runtime.stage import Stage
+from penstock.runtime.states import evaluating, kept_random_state
 from penstock.runtime.watch import Cause, Status
 from penstock.runtime.wiring import Plan, Wiring
 from penstock.schedule import Schedule
@@ -43,7 +47,6 @@ from penstock.schedule import Schedule
 __all__ = ["Pipeline"]
 
 _log = logging.getLogger("penstock")
-_LOSSES = 0  # the purpose of the control message with the losses
 _TELL_WITHIN = 1.0  # seconds that ranks have to say what they were doing
 
 
@@ -134,7 +137,7 @@ class Pipeline:
 
         It builds no graph and changes no gradient, no buffer and no random state.
         """
-        with torch.no_grad(), _evaluating(self._modules.values()), _kept_random_state(self._plan.device):
+        with torch.no_grad(), evaluating(self._modules.values()), kept_random_state(self._plan.device):
             return self._run("eval", args, kwargs, target, return_outputs=return_outputs)
 
     @contextmanager
@@ -211,9 +214,8 @@ class Pipeline:
         for index, stage in self._stages.items():
             if stage.deferral is not None and stage.deferral.compiled and not self._steps:
                 names = ", ".join(name or "all of it" for name in stage.deferral.compiled)
-                _log.warning(
-                    "stage %d: I computes the weight gradients of compiled modules too: %s", index, names
-                )
+                text = "stage %d: the weight gradients of compiled modules are computed in I, not in W: %s"
+                _log.warning(text, index, names)
 
     def _run(
         self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: object, *, return_outputs: bool
@@ -223,7 +225,7 @@ class Pipeline:
         self._live.now = self._live.peak = self._pool.peak = 0
         program = wiring.begin(mode, self._steps)
         last = self._stages.get(self.schedule.num_stages - 1)
-        losses = _Losses(wiring, self.schedule, last)
+        losses = Losses(wiring, self.schedule, last)
         try:
             inputs = self._inputs(mode, args, kwargs, target, keep_outputs=return_outputs)
             for stage in self._stages.values():
@@ -308,71 +310,9 @@ class Pipeline:
             return known or _lost_store(self._steps)
 
 
-class _Losses:
-    """The losses of a step on their way from the last stage's rank to all others."""
-
-    def __init__(self, wiring: Wiring, schedule: Schedule, last: Stage | None) -> None:
-        self._links, self._last, self._m = wiring.links, last, schedule.microbatches
-        self._source = schedule.placement.stage_to_rank[-1]
-        self._others = [rank for rank in range(schedule.num_ranks) if rank != self._source]
-        self._numbers = torch.zeros(1 + 2 * self._m, dtype=torch.float64)
-        self._under_way: list[dist.Work] = []
-
-    def begin(self) -> None:
-        """Get ready to receive them."""
-        if self._last is None and self._links is not None:
-            self._under_way = [self._links.receive_control(self._numbers, self._source, _LOSSES)]
-
-    def everywhere(self, weights: Sequence[float]) -> tuple[float | None, Tensor | None]:
-        """The loss of the step and of every microbatch, the same on every rank."""
-        numbers, m = self._numbers, self._m
-        if self._last is not None:
-            if found := self._last.losses:
-                numbers[0] = 1
-                numbers[1 : 1 + m] = torch.stack(
-                    [found[i].reshape(()).to(torch.float64) for i in range(m)]
-                ).cpu()
-                numbers[1 + m :] = torch.tensor(weights, dtype=torch.float64)
-            if self._links is not None:
-                self._under_way = [self._links.send_control(numbers, rank, _LOSSES) for rank in self._others]
-        for work in self._under_way:
-            work.wait()
-        if not numbers[0]:
-            return None, None
-        losses, shares = numbers[1 : 1 + m], numbers[1 + m :]
-        counted = shares > 0  # the mean over no tokens is not a number, and counts for nothing
-        return float((losses[counted] * shares[counted]).sum()), losses
-
-    def drop(self) -> None:
-        """Let go of messages under way, which hold on to the connections."""
-        self._under_way = []
-        self._links = None
-
-
 def _lost_store(step: int) -> Cause:
     message = (
         "the connection to the job's key-value store broke, so the process that hosts it is gone: rank 0 of "
         "the world, or the agent of torchrun"
     )
     return Cause(-1, "lost", step, "", None, None, message, "")
-
-
-@contextmanager
-def _evaluating(modules: Any) -> Iterator[None]:
-    """All submodules in eval mode, and back as each was."""
-    training = [part for module in modules for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
-
-
-@contextmanager
-def _kept_random_state(device: torch.device) -> Iterator[None]:
-    """Whatever draws random numbers inside leaves no trace outside."""
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        yield

@@ -1,6 +1,6 @@
 """One stage at work: its forward, backward, input gradient and weight gradient for each microbatch.
 
-What a microbatch leaves behind between its actions is one `_Record`:
+What a microbatch leaves behind between its actions is one `Record`:
 
     F   inputs (leaves of the graph), roots (where the graph ends), the buffer the inputs look into
     B   uses it up
@@ -10,83 +10,24 @@ What a microbatch leaves behind between its actions is one `_Record`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import PipelineError
-from penstock.runtime.buffers import Buffer, Pool
+from penstock.runtime.buffers import Pool
 from penstock.runtime.channels import Parcel
-from penstock.runtime.deferral import Deferral, Jobs
-from penstock.runtime.undo import Undo
+from penstock.runtime.deferral import Deferral
+from penstock.runtime.records import Entrance, Live, Record, StepInputs
+from penstock.runtime.states import Undo
 from penstock.runtime.values import Leaves, Structure, flatten, unflatten
 
-__all__ = ["Live", "Stage", "StepInputs"]
+__all__ = ["Stage"]
 
 Loss = Callable[..., Tensor]
-
-
-class Live:
-    """How many microbatches' activations a rank holds, and the most it held at once."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self.peak = 0
-
-    def add(self) -> None:
-        """One more."""
-        self.now += 1
-        self.peak = max(self.peak, self.now)
-
-    def remove(self) -> None:
-        """One less."""
-        self.now -= 1
-
-
-class StepInputs:
-    """What one call of `step` or `eval` hands to the stages of a rank, one entry per microbatch."""
-
-    def __init__(
-        self,
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[Mapping[str, Any]],
-        targets: Sequence[Any] | None,
-        weights: Sequence[float],
-        *,
-        training: bool,
-        keep_outputs: bool,
-    ) -> None:
-        self.args, self.kwargs, self.targets, self.weights = args, kwargs, targets, weights
-        self.training, self.keep_outputs = training, keep_outputs
-
-
-class _Record:
-    """What is kept of a microbatch between its forward and the end of its backward."""
-
-    __slots__ = ("buffer", "inputs", "jobs", "roots", "shapes")
-
-    def __init__(self, buffer: Buffer | None, inputs: list[Tensor]) -> None:
-        self.buffer = buffer
-        self.inputs = inputs
-        self.roots: list[GradientEdge | Tensor] = []
-        self.shapes: list[torch.Size] = []
-        self.jobs: Jobs | None = None
-
-
-class _Entrance(torch.autograd.Function):
-    """The way into a stage: what comes out can be changed in place, which leaves of a graph cannot."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # an input that was not used has no gradient, not zeros
-        return tuple([each.detach() for each in inputs])
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradients
 
 
 class Stage:
@@ -118,7 +59,7 @@ class Stage:
         self.outputs: dict[int, Any] = {}
         self._live, self._pool, self._checks = live, pool, checks
         self._step: StepInputs
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, Record] = {}
         self._made: dict[int, tuple[Leaves, Structure]] = {}
         self._gradients: dict[int, tuple[Leaves, Structure]] = {}
         self._tried: set[bool] = set()
@@ -162,23 +103,23 @@ class Stage:
             del leaves, output
             self._pool.give(record.buffer)
 
-    def _call(self, microbatch: int, parcel: Parcel | None) -> tuple[_Record, Any]:
+    def _call(self, microbatch: int, parcel: Parcel | None) -> tuple[Record, Any]:
         """Run the module on what the stage before made, or on the batch."""
         step = self._step
         if parcel is None:
-            return _Record(None, []), self.module(*step.args[microbatch], **step.kwargs[microbatch])
+            return Record(None, []), self.module(*step.args[microbatch], **step.kwargs[microbatch])
         inputs: list[Tensor] = []
         if step.training:
             wanted = [place for place, wanted in enumerate(parcel.differentiable) if wanted]
             inputs = [parcel.leaves[place].requires_grad_() for place in wanted]
             if self._changes_inputs and inputs:
-                for place, entered in zip(wanted, _Entrance.apply(*inputs)):  # type: ignore[no-untyped-call]
+                for place, entered in zip(wanted, Entrance.apply(*inputs)):  # type: ignore[no-untyped-call]
                     parcel.leaves[place] = entered
         value = unflatten(parcel.structure, parcel.leaves)
         args = value if type(value) is tuple else (value,)
-        return _Record(parcel.buffer, inputs), self.module(*args, **step.kwargs[microbatch])
+        return Record(parcel.buffer, inputs), self.module(*args, **step.kwargs[microbatch])
 
-    def _first_call(self, microbatch: int, parcel: Parcel | None) -> tuple[_Record, Any]:
+    def _first_call(self, microbatch: int, parcel: Parcel | None) -> tuple[Record, Any]:
         """The first forward of its kind, done again if it shows that it must be done otherwise.
 
         A stage that changes its inputs in place needs an entrance. Weights that are used outside of their
@@ -204,7 +145,7 @@ class Stage:
         undo.undo()
         return self._call(microbatch, again)
 
-    def _finish(self, microbatch: int, output: object, record: _Record) -> None:
+    def _finish(self, microbatch: int, output: object, record: Record) -> None:
         """The end of the last stage: the loss, and the output if somebody asked for it."""
         step = self._step
         if self.loss is not None and (step.training or step.targets is not None):
@@ -260,7 +201,7 @@ class Stage:
         record.jobs = None
         self._let_go(record)
 
-    def _run_backward(self, microbatch: int, record: _Record) -> None:
+    def _run_backward(self, microbatch: int, record: Record) -> None:
         buffer = None
         if self.is_last:
             # the gradient starts here, and here alone it is scaled; a microbatch without tokens has none
@@ -288,7 +229,7 @@ class Stage:
             self._gradients[microbatch] = flatten(tuple(found))
         record.inputs = []
 
-    def _let_go(self, record: _Record) -> None:
+    def _let_go(self, record: Record) -> None:
         self._live.remove()
         if self._checks:
             named = list(self.module.named_parameters())
@@ -297,7 +238,7 @@ class Stage:
         if record.buffer is not None:
             self._pool.give(record.buffer)
 
-    def _compare_shapes(self, record: _Record, gradients: Leaves) -> None:
+    def _compare_shapes(self, record: Record, gradients: Leaves) -> None:
         """A gradient must look like the output it is for."""
         came = [None if gradient is None else gradient.shape for gradient in gradients]
         if len(came) != len(record.shapes) or any(

@@ -11,10 +11,8 @@ else. A layout says the shape of the tree, the shape and type of each tensor, an
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import pickle
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
+from penstock.runtime.trees import closed, opened
 
 __all__ = ["PRELUDE", "Layout", "Leaves", "Structure", "describe", "flatten", "unflatten"]
 
@@ -31,7 +30,7 @@ PRELUDE = 64
 _ALIGNED = 64
 
 Structure: TypeAlias = Any
-"""None for a leaf, else (what it is, the class, its names, the structures inside)."""
+"""None for a leaf, else its node and the structures of its children."""
 Leaves: TypeAlias = list[Any]
 
 
@@ -43,21 +42,13 @@ def flatten(value: object) -> tuple[Leaves, Structure]:
     return leaves, _structure(value, leaves)
 
 
-def _structure(value: Any, leaves: Leaves) -> Structure:
-    kind = type(value)
-    if isinstance(value, (tuple, list)):
-        what = "fields" if hasattr(kind, "_fields") else "items"
-        return what, kind, None, tuple([_structure(item, leaves) for item in value])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        names += [name for name in getattr(value, "__dict__", ()) if name not in names]
-        inside = tuple([_structure(getattr(value, name), leaves) for name in names])
-        return "dataclass", kind, tuple(names), inside
-    if isinstance(value, dict):
-        made_of = (kind, value.default_factory) if isinstance(value, defaultdict) else kind
-        return "dict", made_of, tuple(value), tuple([_structure(item, leaves) for item in value.values()])
-    leaves.append(value)
-    return None
+def _structure(value: object, leaves: Leaves) -> Structure:
+    tree = opened(value)
+    if tree is None:
+        leaves.append(value)
+        return None
+    node, children = tree
+    return node, tuple([_structure(child, leaves) for child in children])
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
@@ -68,26 +59,8 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
 def _built(structure: Structure, leaf: Callable[[], Any]) -> Any:
     if structure is None:
         return leaf()
-    kind, made_of, names, inside = structure
-    items = [_built(part, leaf) for part in inside]
-    if kind == "items":
-        return items if made_of is list else made_of(items)
-    if kind == "fields":
-        return made_of(*items)
-    pairs = dict(zip(names, items))
-    if kind == "dict":
-        return made_of[0](made_of[1], pairs) if isinstance(made_of, tuple) else made_of(pairs)
-    return _dataclass(made_of, pairs)
-
-
-def _dataclass(made_of: Any, values: dict[str, object]) -> object:
-    """As it was, without running its __init__ again, which may want other arguments or change what it gets."""
-    if issubclass(made_of, dict):  # it has its entries twice, as fields and as items
-        return made_of(**values)
-    made = object.__new__(made_of)
-    for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
+    node, inside = structure
+    return closed(node, [_built(part, leaf) for part in inside])
 
 
 Key: TypeAlias = tuple[Structure, tuple[Any, ...]]

@@ -1,0 +1,141 @@
+"""Promise: one rank alone, without a process group, is a pipeline like any other."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import penstock
+from penstock.errors import PipelineError
+from penstock.runtime import Pipeline, split
+
+M = 4
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [nn.Linear(4, 4), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+def plain(whole: nn.Module) -> list[Tensor]:
+    x, y = batch()
+    for rows, target in zip(x.chunk(M), y.chunk(M)):
+        torch.autograd.backward(mse_loss(whole(rows), target) / M)
+    return gradients(whole)
+
+
+@pytest.mark.parametrize("family", ["1F1B", "GPipe", "interleaved-1f1b", "InterleavedZeroBubble", "looped-bfs"])
+def test_a_family_is_built_by_its_name_for_the_stages_given(family: str) -> None:
+    whole = model()
+    wanted = plain(copy.deepcopy(whole))
+    single = family in ("1F1B", "GPipe")
+    stages = split(whole, at=[] if single else ["2", "4"])
+    pipeline = Pipeline(stages, family, microbatches=M, loss=mse_loss)
+    x, y = batch()
+    pipeline.step(x, target=y)
+    assert pipeline.schedule.num_stages == len(stages)
+    assert all(torch.allclose(*pair, rtol=1e-6) for pair in zip(gradients(whole), wanted, strict=True))
+
+
+@pytest.mark.parametrize("ending", ["csv", "json"])
+def test_a_schedule_is_read_from_a_file(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"mine.{ending}"
+    penstock.build("zb-h1", ranks=1, microbatches=M).write(path)
+    whole = model()
+    wanted = plain(copy.deepcopy(whole))
+    pipeline = Pipeline([whole], path, loss=mse_loss)
+    pipeline.step(*batch()[:1], target=batch()[1])
+    assert all(map(torch.equal, gradients(whole), wanted))
+
+
+def test_every_action_is_a_range_of_the_profiler_and_only_then() -> None:
+    pipeline = Pipeline([model()], "zb-h1", microbatches=2, loss=mse_loss)
+    x, y = batch()
+    pipeline.step(x, target=y)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        pipeline.step(x, target=y)
+    seen = {event.key for event in profiler.key_averages() if event.key.startswith("PP:")}
+    assert seen == {f"PP:0{kind}{microbatch}" for kind in "FIW" for microbatch in (0, 1)}
+
+
+def test_that_compiled_modules_are_left_whole_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    whole = model()
+    whole[0].compile(backend="eager")
+    wanted = plain(copy.deepcopy(whole))
+    with caplog.at_level(logging.WARNING, "penstock"):
+        pipeline = Pipeline([whole], "zb-h1", microbatches=M, loss=mse_loss)
+        for _ in range(2):
+            pipeline.step(*batch()[:1], target=batch()[1])
+    assert [record.message for record in caplog.records] == [
+        "stage 0: the weight gradients of compiled modules are computed in I, not in W: 0"
+    ]
+    assert all(torch.allclose(g, 2 * w) for g, w in zip(gradients(whole), wanted, strict=True))
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.outputs: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_of_the_first_stage_i_computes_no_weight_gradient_and_w_computes_all() -> None:
+    whole = Both()
+    found: list[tuple[str, bool]] = []
+
+    def look(custom: Any) -> None:
+        custom.run()
+        found.append((str(custom.action), whole.layer.weight.grad is not None))
+
+    functions: dict[Any, Any] = {"I": look, "W": look}
+    pipeline = Pipeline([whole], "zb-h1", microbatches=1, loss=mse_loss, functions=functions)
+    pipeline.step(*batch()[:1], target=batch()[1])
+    assert found == [("0I0", False), ("0W0", True)]
+
+
+def test_an_exception_comes_out_as_it_is() -> None:
+    def bad(_output: Tensor, _target: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    pipeline = Pipeline([model()], "1f1b", microbatches=M, loss=bad)
+    with pytest.raises(KeyError, match="mine"):
+        pipeline.step(*batch()[:1], target=batch()[1])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"schedule": "1f1b", "microbatches": None}, "say for how many microbatches="),
+        ({"functions": {"SEND_F": print}}, "no function can take the place of 'SEND_F'"),
+        ({"functions": {"Q": print}}, "only of F, I, W, B"),
+        ({"schedule": penstock.build("1f1b", ranks=2, microbatches=M)}, "is for 2 ranks, but .* has 1"),
+        ({"schedule": penstock.build("1f1b", ranks=1, microbatches=8)}, "8 microbatches, but microbatches=4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(given: dict[str, Any], said: str) -> None:
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": M, "loss": mse_loss} | given
+    with pytest.raises(PipelineError, match=said):
+        Pipeline([model()], **options)
