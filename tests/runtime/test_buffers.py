@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.runtime.buffers import Pool
+from penstock.runtime.values import Layout, describe, flatten
 
 
 @pytest.fixture
@@ -49,6 +50,20 @@ def test_a_buffer_is_free_once_nobody_looks(pool: Pool) -> None:
     assert first.holders == 1
     del seen
     assert first.holders == 0
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, 3), torch.ones(4), (torch.ones(2, 3).T, torch.ones(1, 2), 3)])
+def test_a_buffer_whose_tensors_were_read_and_let_go_is_taken_again(pool: Pool, value: object) -> None:
+    leaves, structure = flatten(value)
+    layout = Layout(describe(leaves, structure))
+    first = pool.take(layout.nbytes)
+    for _ in range(3):
+        layout.write(first.views(layout), leaves)
+        read = layout.read(first.views(layout))
+        assert first.holders == sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        del read
+        pool.give(first)
+        assert pool.take(layout.nbytes) is first
 
 
 def test_the_flag_is_down_when_a_buffer_comes_back(pool: Pool) -> None:

@@ -12,23 +12,24 @@ from penstock.runtime.values import PRELUDE, Layout
 
 __all__ = ["Buffer", "Pool"]
 
+_KEPT_LAYOUTS = 4  # of one buffer: outputs and gradients take turns
 _KEPT_STEPS = 2  # a buffer that nobody took for so many steps is let go
 
 
 class Buffer:
     """A row of bytes; `bytes_` is the part that the current message uses."""
 
-    __slots__ = ("_flag", "_layout", "_views", "bytes_", "last_step", "row")
+    __slots__ = ("_flag", "_own", "_views", "bytes_", "last_step", "row")
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.row = torch.empty(capacity, dtype=torch.uint8, device=device)
         self.bytes_ = self.row
         self.last_step = 0
-        self._layout: Layout | None = None
-        self._views: list[Tensor] = []
+        self._views: dict[Layout, list[Tensor]] = {}
         # on a CPU the flag is written and read in place; elsewhere it travels by itself
         self._flag: Any = self.row[:8].numpy().view("int64") if device.type == "cpu" else None
         self.flag = 0
+        self._own = self._users()
 
     @property
     def flag(self) -> int:
@@ -41,23 +42,30 @@ class Buffer:
             self._flag[0] = value
 
     def resized(self, nbytes: int) -> Buffer:
-        """The same buffer for a message of this length."""
+        """The same buffer for a message of this length; nobody else may look at it."""
         if len(self.bytes_) != nbytes:
             self.bytes_ = self.row[:nbytes]
+            self._own = self._users()
         return self
 
     def views(self, layout: Layout) -> list[Tensor]:
-        """The tensors of a layout in these bytes, kept for the next message of the same layout."""
-        if self._layout is not layout:
-            self._layout, self._views = layout, layout.views(self.row)
-        return self._views
+        """The tensors of a layout in these bytes, kept for the next message; nobody else may look at it yet."""
+        views = self._views.get(layout)
+        if views is None:
+            if len(self._views) == _KEPT_LAYOUTS:
+                self._views.clear()
+            views = self._views[layout] = layout.views(self.row)
+            self._own = self._users()
+        return views
+
+    def _users(self) -> int:
+        """How many tensors use these bytes, this buffer's own among them."""
+        return int(torch._C._storage_Use_Count(self.row.untyped_storage()._cdata))  # noqa: SLF001
 
     @property
     def holders(self) -> int:
         """How many tensors look at these bytes, besides this buffer's own."""
-        storage = self.row.untyped_storage()
-        own = 2 + (self._flag is not None) + (self.bytes_ is not self.row) + len(self._views)
-        return int(torch._C._storage_Use_Count(storage._cdata)) - own  # noqa: SLF001
+        return self._users() - self._own
 
 
 class Pool:

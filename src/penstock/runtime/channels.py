@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.runtime.buffers import Buffer, Pool, tensor_of
 from penstock.runtime.links import DATA, EDGE_DATA, FLAG, HEADER, Links
-from penstock.runtime.values import PRELUDE, Layout, Leaves, Structure, describe, refuse_unsendable
+from penstock.runtime.values import PRELUDE, Layout, Leaves, Structure, describe, layout_of, refuse_unsendable
 
 __all__ = ["Inbox", "Outbox", "Parcel"]
 
@@ -74,7 +74,7 @@ class Outbox(_End):
             sent = self._post(buffer, microbatch, 0)
         else:
             refuse_unsendable(leaves, self.what)
-            sent = self._announced(Layout(describe(leaves, structure)), leaves, microbatch)
+            sent = self._announced(layout_of(describe(leaves, structure)), leaves, microbatch)
         self._under_way[microbatch] = sent
 
     def _post(self, buffer: Buffer, microbatch: int, flag: int) -> list[_Sent]:

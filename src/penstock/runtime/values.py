@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from penstock.errors import PipelineError
 from penstock.runtime.trees import closed, opened
 
-__all__ = ["PRELUDE", "Layout", "Leaves", "Structure", "describe", "flatten", "unflatten"]
+__all__ = ["PRELUDE", "Layout", "Leaves", "Structure", "describe", "flatten", "layout_of", "unflatten"]
 
 PRELUDE = 64
 """Bytes before the first tensor; the first eight say whether what follows has another layout than expected."""
@@ -179,10 +180,16 @@ class Layout:
         """To be told to another rank of the same job."""
         return _pickled(self.key)
 
-    @classmethod
-    def loads(cls, text: bytes) -> Layout:
+    @staticmethod
+    def loads(text: bytes) -> Layout:
         """As another rank of the same job told it."""
-        return cls(pickle.loads(text))  # noqa: S301 -- from a rank of our own job, never from a file
+        return layout_of(pickle.loads(text))  # noqa: S301 -- from a rank of our own job, never from a file
+
+
+@lru_cache(maxsize=256)
+def layout_of(key: Key) -> Layout:
+    """The layout of values with this key: the same one each time, so that buffers know it again."""
+    return Layout(key)
 
 
 def _view(row: Tensor, dtype: torch.dtype, shape: torch.Size, strides: Any) -> Tensor:
