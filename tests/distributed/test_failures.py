@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.runtime import Pipeline
+from penstock.errors import StepFailedError
+from penstock.runtime import Custom, Pipeline
+from tests.distributed.conftest import Pools
 from tests.distributed.faults import Fault, Told, attempt, bench, strikes
 from tests.distributed.pool import Pool
 
@@ -545,3 +549,53 @@ def test_after_a_rank_connected_alone_all_connect_together(failing_pool: Pool, r
     failing_pool.stop()
     told = failing_pool.run(connect_later, rank, seconds=8)
     assert [each.error for each in told] == [""] * 4, told
+
+
+# --- Ctrl-C while a message is waited for -------------------------------------------------------------
+
+
+def press_while_waiting() -> str:
+    """Rank 0 is interrupted while it waits for rank 1, which takes a nap."""
+    x, y = torch.randn(2, 4, 4)
+    naps = [0.0]
+
+    def slow(custom: Custom) -> None:
+        time.sleep(naps[0])
+        custom.run()
+
+    functions: dict[Any, Any] = {"B": slow} if dist.get_rank() == 1 else {}
+    stages = {stage: nn.Linear(4, 4) for stage in range(2)}
+    with Pipeline(stages, "1f1b", microbatches=2, loss=mse_loss, functions=functions, timeout=10) as pipeline:
+        naps[0] = 0.4
+        try:
+            if dist.get_rank() == 0:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            pipeline.step(x, target=y)
+            pipeline.step(x, target=y)
+        except BaseException as error:  # noqa: BLE001 -- an interrupt is what is looked for
+            told = type(error).__name__
+        naps[0] = 0.0
+        pipeline.step(x, target=y)  # all ranks are in step again
+    return told
+
+
+def test_ctrl_c_while_waiting_is_told_to_all_and_the_next_step_works(pools: Pools) -> None:
+    assert pools(2).run(press_while_waiting) == ["KeyboardInterrupt", "StepFailedError"]
+
+
+def merge_unequal() -> str:
+    stages = {stage: nn.Linear(4, 4) for stage in range(2)}
+    rows = [torch.ones(1, 2, 4), torch.ones(1, 3, 4)]
+    with Pipeline(stages, "1f1b", microbatches=2, loss=mse_loss, timeout=10) as pipeline:
+        try:
+            pipeline.eval(rows, return_outputs=True)
+        except StepFailedError as error:
+            return f"{error.rank}: {error}"
+    return "nothing"
+
+
+def test_outputs_that_cannot_be_merged_are_told_to_all(pools: Pools) -> None:
+    told = pools(2).run(merge_unequal)
+    assert told[0] == told[1]
+    assert told[0].startswith("1: ")
+    assert "outputs are merged along dimension 0 and agree in all others" in told[0]

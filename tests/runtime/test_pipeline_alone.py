@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.errors import PipelineError
-from penstock.runtime import Pipeline, split
+from penstock.runtime import REPLICATE, Pipeline, split
 
 M = 4
 
@@ -116,6 +116,104 @@ def test_of_the_first_stage_i_computes_no_weight_gradient_and_w_computes_all() -
     assert found == [("0I0", False), ("0W0", True)]
 
 
+class Dropped(nn.Module):
+    """A parametrization that draws random numbers."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return nn.functional.dropout(weight, 0.5)
+
+
+def test_a_computed_weight_is_computed_once_for_each_forward() -> None:
+    found = []
+    for family in ("1f1b", "zb-h1"):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        nn.utils.parametrize.register_parametrization(layer, "weight", Dropped(), unsafe=True)
+        pipeline = Pipeline([layer], family, microbatches=M, loss=mse_loss)
+        torch.manual_seed(1)
+        found.append(
+            (pipeline.step(*batch()[:1], target=batch()[1]).loss, *map(Tensor.tolist, gradients(layer)))
+        )
+    assert found[0] == found[1]
+
+
+class InPlace(nn.Module):
+    """Changes its input in place, and keeps it for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x.sub_(0.5))
+        return y
+
+
+@pytest.mark.parametrize("family", ["gpipe", "1f1b", "zb-h1"])
+def test_the_first_stage_may_change_its_input_in_place(family: str) -> None:
+    torch.manual_seed(0)
+    whole = InPlace()
+    wanted = plain(copy.deepcopy(whole))
+    pipeline = Pipeline([whole], family, microbatches=M, loss=mse_loss)
+    pipeline.step(*batch()[:1], target=batch()[1])
+    assert all(map(torch.equal, gradients(whole), wanted))
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.vmap(self.layer)(x)
+        return y
+
+
+def test_vmap_over_a_layer_works_under_a_split_backward() -> None:
+    torch.manual_seed(0)
+    whole = Mapped()
+    wanted = plain(copy.deepcopy(whole))
+    Pipeline([whole], "zb-h1", microbatches=M, loss=mse_loss).step(*batch()[:1], target=batch()[1])
+    assert all(torch.allclose(*pair) for pair in zip(gradients(whole), wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "said"),
+    [
+        (lambda output, target: mse_loss(output, target).detach(), batch()[1], "the loss has no gradient"),
+        (mse_loss, None, "called without a target, because this call got none"),
+        (lambda output, _: output, batch()[1], "must return a tensor with one number"),
+    ],
+)
+def test_a_loss_that_trains_nothing_is_refused(loss: Any, target: Any, said: str) -> None:
+    pipeline = Pipeline([model()], "1f1b", microbatches=M, loss=loss)
+    with pytest.raises(PipelineError, match=said):
+        pipeline.step(batch()[0], target=target)
+
+
+def test_a_microbatch_without_tokens_passes_the_check_for_finite_numbers() -> None:
+    whole = nn.Linear(4, 3)
+    targets = torch.tensor([0, 1, -100, -100, 2, 0, 1, 2])
+    pipeline = Pipeline(
+        [whole],
+        "1f1b",
+        microbatches=M,
+        loss=nn.functional.cross_entropy,
+        tokens=lambda part: int((part != -100).sum()),
+        check_finite=True,
+    )
+    result = pipeline.step(batch()[0], target=targets)
+    wanted = nn.functional.cross_entropy(whole(batch()[0]), targets)
+    assert result.loss == pytest.approx(wanted.item())
+
+
+def test_outputs_that_do_not_go_together_can_be_had_as_a_list() -> None:
+    with Pipeline([model()], "1f1b", microbatches=2, loss=mse_loss, merge=REPLICATE) as pipeline:
+        outputs = pipeline.eval([torch.ones(1, 4), torch.ones(3, 4)], return_outputs=True).outputs
+    assert [len(output) for output in outputs] == [1, 3]
+    assert repr(pipeline) == "<Pipeline 1f1b: rank 0 of 1, stage 0>"
+
+
 def test_an_exception_comes_out_as_it_is() -> None:
     def bad(_output: Tensor, _target: Tensor) -> Tensor:
         raise KeyError("mine")
@@ -129,6 +227,8 @@ def test_an_exception_comes_out_as_it_is() -> None:
     ("given", "said"),
     [
         ({"schedule": "1f1b", "microbatches": None}, "say for how many microbatches="),
+        ({"timeout": 0}, "a timeout is a number of seconds above 0"),
+        ({"schedule": None}, "a schedule is a family's name"),
         ({"functions": {"SEND_F": print}}, "no function can take the place of 'SEND_F'"),
         ({"functions": {"Q": print}}, "only of F, I, W, B"),
         ({"schedule": penstock.build("1f1b", ranks=2, microbatches=M)}, "is for 2 ranks, but .* has 1"),
@@ -139,3 +239,13 @@ def test_what_does_not_fit_is_refused(given: dict[str, Any], said: str) -> None:
     options: dict[str, Any] = {"schedule": "1f1b", "microbatches": M, "loss": mse_loss} | given
     with pytest.raises(PipelineError, match=said):
         Pipeline([model()], **options)
+
+
+def test_one_module_is_not_a_list_of_stages() -> None:
+    with pytest.raises(PipelineError, match=r"`stages` is one module: .* as \[module\], or what split"):
+        Pipeline(model(), "1f1b", microbatches=M, loss=mse_loss)  # type: ignore[arg-type]
+
+
+def test_modules_without_memory_are_refused() -> None:
+    with pytest.raises(PipelineError, match=r"on the meta device: .*to_empty"):
+        Pipeline([model().to("meta")], "1f1b", microbatches=M, loss=mse_loss)

@@ -113,12 +113,23 @@ class _Deferred:
         """In place of the layer's own, which it falls back on where W cannot do all of its weights."""
         layer = self.layer
         deferrable = len(inputs) == 1 and not named and type(inputs[0]) is Tensor and torch.is_grad_enabled()
-        if deferrable and self.deferral.engaged:
-            weights = [getattr(layer, name) for name in self.rule.weights]
-            stand_ins = self.deferral.stand_ins_for(weights)
-            if stand_ins is not None:
+        if deferrable and self.deferral.engaged and not _in_a_transform():
+            weights = self.weights()
+            stand_ins = None if weights is None else self.deferral.stand_ins_for(weights)
+            if weights is not None and stand_ins is not None:
                 return _LayerNode.apply(inputs[0], self, weights, *stand_ins)  # type: ignore[no-untyped-call]
         return type(layer).forward(layer, *inputs, **named)
+
+    def weights(self) -> list[Tensor | None] | None:
+        """Its parameters; None if one is computed, by a parametrization, which must not be asked twice."""
+        parameters = self.layer._parameters  # noqa: SLF001 -- what is in there is no property
+        names = self.rule.weights
+        return [parameters[name] for name in names] if all(name in parameters for name in names) else None
+
+
+def _in_a_transform() -> bool:
+    """Whether vmap or another transform of torch.func is at work, which looks into nodes."""
+    return torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001
 
 
 class _LayerNode(torch.autograd.Function):
@@ -146,7 +157,8 @@ class _LayerNode(torch.autograd.Function):
             return (None,) * len(needed)
         if torch.is_grad_enabled():
             raise PipelineError(
-                "a backward through deferred layers cannot be differentiated: drop create_graph=True"
+                "a split backward cannot itself be differentiated: drop create_graph=True, or use a schedule "
+                "with a whole backward, such as 1f1b"
             )
         x, *weights = ctx.saved_tensors
         leaves = tuple([leaf if wanted else None for leaf, wanted in zip(ctx.leaves, needed[3:])])

@@ -179,7 +179,9 @@ def _parts_along(value: Value, dim: int, count: int, where: str) -> list[Value]:
     if (splitter := splitter_of(value)) is not None:
         return _parts_by(splitter, value, count, where)
     if is_cut(value):
-        return [value.narrow(dim, first, size) for first, size in bounds(value.size(dim), count)]
+        parts = [value.narrow(dim, first, size) for first, size in bounds(value.size(dim), count)]
+        # views share a count of their changes in place; `data` has one of its own, and no gradient
+        return parts if value.requires_grad else [part.data for part in parts]
     if (tree := opened(value)) is None:
         return [value] * count
     node, children = tree

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from os import PathLike
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,8 @@ class Pipeline:
         check_finite: bool = False,
         timeout: float = 300,
     ) -> None:
+        if not timeout > 0:
+            raise PipelineError(f"a timeout is a number of seconds above 0 (given {timeout!r})")
         members, rank = setup.members_of(group)
         self.schedule = setup.lowered(setup.chosen_schedule(schedule, stages, len(members), microbatches))
         """The schedule that runs, with all its communication."""
@@ -116,8 +118,6 @@ class Pipeline:
         `args` matter on the rank of the first stage, `target` on that of the last, keyword arguments on every
         stage of the rank they are given on. A list is taken as ready microbatches. Every rank may be given all.
         """
-        if not torch.is_grad_enabled():
-            raise PipelineError("step() computes gradients, but they are switched off here; use eval()")
         if self.schedule.columns.has(Kind.B, Kind.I):
             with ExitStack() as installed:
                 for stage in self._stages.values():
@@ -169,6 +169,16 @@ class Pipeline:
     def peak_buffers(self) -> int:
         """The most message buffers this rank used at once in its last step."""
         return self._pool.peak
+
+    def __enter__(self) -> Pipeline:  # noqa: PYI034 -- Self comes with Python 3.11
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        own = ", ".join(map(str, self._modules))
+        return f"<Pipeline {self.schedule.name}: rank {self.rank} of {self.schedule.num_ranks}, stage {own}>"
 
     def close(self) -> None:
         """Hang up. The pipeline connects again when it is used again."""
@@ -235,24 +245,26 @@ class Pipeline:
                 self._recorder(program)
             else:
                 program.run()
+            outputs = None
+            if return_outputs and last is not None:
+                outputs = self._batcher.merged([last.outputs[i] for i in range(self.schedule.microbatches)])
+                last.outputs.clear()
             program.finish()
             found = losses.everywhere(inputs.weights)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, the other ranks must know
-            losses.drop()
-            self._fail(error, wiring, program)
+            failure = self._told(error, wiring, program, losses)
+            raise failure from failure.__cause__
         finally:
             wiring.end()
         timeline = None if self._recorder is None else self._recorder.gathered(wiring, program)
-        outputs = None
-        if return_outputs and last is not None:
-            outputs = self._batcher.merged([last.outputs[i] for i in range(self.schedule.microbatches)])
-            last.outputs.clear()
         return StepResult(*found, outputs=outputs, timeline=timeline)
 
     def _inputs(
         self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: object, *, keep_outputs: bool
     ) -> StepInputs:
         """The batch in microbatches, and how much each counts."""
+        if mode == "step" and not torch.is_grad_enabled():
+            raise PipelineError("step() computes gradients, but they are switched off here; use eval()")
         if mode == "step" and self._loss is None and self._has_last:
             raise PipelineError("step() needs a loss: give `loss=` to Pipeline, or use eval()")
         m = self.schedule.microbatches
@@ -270,29 +282,43 @@ class Pipeline:
             split_args, split_kwargs, targets, weights, training=mode == "step", keep_outputs=keep_outputs
         )
 
-    def _fail(self, error: BaseException, wiring: Wiring, program: Program) -> NoReturn:
-        """Tell the others, hang up, and raise what all ranks raise."""
+    def _told(self, error: BaseException, wiring: Wiring, program: Program, losses: Losses) -> BaseException:
+        """Tell the others and hang up; gives what to raise.
+
+        A Ctrl-C that came while a message was waited for is raised only now, perhaps in the midst of this.
+        """
+        while True:
+            try:
+                losses.drop()
+                return self._failure(error, wiring, program)
+            except KeyboardInterrupt as pressed:  # noqa: PERF203 -- it is pressed once or twice
+                error = pressed
+
+    def _failure(self, error: BaseException, wiring: Wiring, program: Program) -> BaseException:
         self._wiring = None
         watch = wiring.watch
         if watch is None:
-            raise error
+            return error
         schedules = {mode: each.schedule for mode, each in wiring.programs.items()}
         cause = self._cause(error, wiring, program)
         with suppress(RuntimeError):  # the store may be gone by now, but the cause is known
             watch.tell_status()
         if program.communicates:
-            traceback.clear_frames(
-                error.__traceback__
-            )  # they hold on to messages, and these to the connections
+            # frames hold on to messages, and those to the connections
+            traceback.clear_frames(error.__traceback__)
         self._finalizer.detach()
         wiring.close()
         statuses: dict[int, Status] = {}
         with suppress(RuntimeError):
             statuses = watch.statuses(_TELL_WITHIN)
-        if isinstance(error, KeyboardInterrupt) or (isinstance(error, PenstockError) and program.at < 0):
-            raise error
-        own = error if cause.rank == self.rank and cause.kind == "exception" else None
-        raise failed(cause, statuses, schedules) from own
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            return error
+        if isinstance(error, PenstockError) and program.at < 0:
+            return error
+        report = failed(cause, statuses, schedules)
+        if cause.rank == self.rank and cause.kind == "exception":
+            report.__cause__ = error
+        return report
 
     def _cause(self, error: BaseException, wiring: Wiring, program: Program) -> Cause:
         """What somebody wrote down, or what went wrong here."""

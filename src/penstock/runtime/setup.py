@@ -53,6 +53,11 @@ def members_of(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[list[int],
             raise PipelineError("the group belongs to no process group that is initialized")
         return [0], 0
     members = dist.get_process_group_ranks(group)
+    if dist.get_rank() not in members:
+        raise PipelineError(
+            f"rank {dist.get_rank()} of the world is not in the group of this pipeline, which has world ranks "
+            f"{_listed(members)}: only its members make the pipeline"
+        )
     return members, members.index(dist.get_rank())
 
 
@@ -63,6 +68,16 @@ def chosen_schedule(
     microbatches: int | None,
 ) -> Schedule:
     """The schedule that was given, read or named; refused if it does not fit the ranks."""
+    if isinstance(stages, nn.Module):
+        raise PipelineError(
+            "`stages` is one module: give a list with a module for each stage of this rank, as [module], or "
+            "what split() makes of it"
+        )
+    if not isinstance(schedule, Schedule | str | PathLike):
+        raise PipelineError(
+            "a schedule is a family's name, a .csv or .json file or a Schedule "
+            f"(given {type(schedule).__name__})"
+        )
     if isinstance(schedule, str) and Path(schedule).suffix not in (".csv", ".json"):
         if microbatches is None:
             raise PipelineError(
@@ -136,6 +151,11 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
     """Where the first parameter is; a CPU if there is none."""
     for module in modules:
         for parameter in module.parameters():
+            if parameter.is_meta:
+                raise PipelineError(
+                    "the modules of this rank are on the meta device: give them memory with "
+                    "module.to_empty(device=...) and initialise them first"
+                )
             return parameter.device
     return torch.device("cpu")
 

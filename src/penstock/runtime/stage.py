@@ -62,9 +62,8 @@ class Stage:
         self._records: dict[int, Record] = {}
         self._made: dict[int, tuple[Leaves, Structure]] = {}
         self._gradients: dict[int, tuple[Leaves, Structure]] = {}
-        self._tried: set[bool] = set()
-        """Whether a forward in training, with its backward split or not, has shown how this module is run."""
-        self._changes_inputs = False
+        self._tried = False
+        """Whether a forward has shown which weights can be put aside."""
 
     def begin(self, step: StepInputs) -> None:
         """Get ready for a step; whatever a failed one left behind goes."""
@@ -81,7 +80,7 @@ class Stage:
         splits = microbatch in self._split
         if self.deferral is not None:
             self.deferral.engaged = splits
-        call = self._call if splits in self._tried or not step.training else self._first_call
+        call = self._first_call if splits and step.training and not self._tried else self._call
         record, output = call(microbatch, parcel)
         leaves, structure = flatten(output)
         if self._checks:
@@ -112,7 +111,7 @@ class Stage:
         if step.training:
             wanted = [place for place, wanted in enumerate(parcel.differentiable) if wanted]
             inputs = [parcel.leaves[place].requires_grad_() for place in wanted]
-            if self._changes_inputs and inputs:
+            if inputs:
                 for place, entered in zip(wanted, Entrance.apply(*inputs)):  # type: ignore[no-untyped-call]
                     parcel.leaves[place] = entered
         value = unflatten(parcel.structure, parcel.leaves)
@@ -120,27 +119,21 @@ class Stage:
         return Record(parcel.buffer, inputs), self.module(*args, **step.kwargs[microbatch])
 
     def _first_call(self, microbatch: int, parcel: Parcel | None) -> tuple[Record, Any]:
-        """The first forward of its kind, done again if it shows that it must be done otherwise.
+        """The first forward whose weight gradients are put aside.
 
-        A stage that changes its inputs in place needs an entrance. Weights that are used outside of their
-        layers too cannot be put aside.
+        It shows which weights are used outside of their layers too, and so cannot be; if there are any, it is
+        undone and done again.
         """
+        assert self.deferral is not None, "the backward of this microbatch is split"
         undo = Undo(self.module, self._pool.device)
         again = None
         if parcel is not None:
             copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in parcel.leaves]
             again = parcel._replace(leaves=copies)
-        try:
-            record, output = self._call(microbatch, parcel)
-        except RuntimeError as error:
-            if parcel is None or "leaf Variable that requires grad" not in str(error):
-                raise
-            self._changes_inputs = True
-            undo.undo()
-            return self._first_call(microbatch, again)
-        self._tried.add(microbatch in self._split)
+        record, output = self._call(microbatch, parcel)
+        self._tried = True
         roots = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if self.deferral is None or microbatch not in self._split or not self.deferral.find_shared(roots):
+        if not self.deferral.find_shared(roots):
             return record, output
         undo.undo()
         return self._call(microbatch, again)
@@ -149,20 +142,37 @@ class Stage:
         """The end of the last stage: the loss, and the output if somebody asked for it."""
         step = self._step
         if self.loss is not None and (step.training or step.targets is not None):
-            given = () if step.targets is None else (step.targets[microbatch],)
-            loss = self.loss(output, *given)
+            loss = self._loss_of(output, microbatch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 shown = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise PipelineError(f"the loss function must return a tensor with one number, it gave {shown}")
-            if self._checks:
+            if self._checks and step.weights[microbatch]:
                 self._refuse_not_finite([loss], "its loss")
             self.losses[microbatch] = loss.detach()
             if step.training and loss.requires_grad:
                 record.roots = [loss]
+            elif step.training and any(isinstance(x, Tensor) and x.requires_grad for x in flatten(output)[0]):
+                raise PipelineError(
+                    "the loss has no gradient, though the output it is computed from has: nothing would be "
+                    "trained; do not detach it, and give it a type with fractions"
+                )
         if step.keep_outputs:
             leaves, structure = flatten(output)
             kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self.outputs[microbatch] = unflatten(structure, kept)
+
+    def _loss_of(self, output: object, microbatch: int) -> Any:
+        targets = self._step.targets
+        assert self.loss is not None
+        if targets is not None:
+            return self.loss(output, targets[microbatch])
+        try:
+            return self.loss(output)
+        except TypeError as error:
+            raise PipelineError(
+                f"the loss function was called without a target, because this call got none ({error}): give "
+                "target= on the rank of the last stage"
+            ) from error
 
     def made(self, microbatch: int) -> tuple[Leaves, Structure]:
         """What forward made, for the rank of the next stage."""

@@ -82,7 +82,7 @@ def _entry(leaf: Any) -> tuple[Any, ...]:
         return leaf.shape, leaf.dtype, leaf.requires_grad, strides
     if type(leaf) in _PLAIN:
         return "value", type(leaf), leaf
-    return "pickled", _pickled(leaf)
+    return "pickled", _pickled(leaf, f"a value of type {type(leaf).__name__}")
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -107,7 +107,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _pickled(leaf: object) -> bytes:
+def _pickled(leaf: object, what: str) -> bytes:
     text = io.BytesIO()
     try:
         _Pickler(text).dump(leaf)
@@ -115,8 +115,9 @@ def _pickled(leaf: object) -> bytes:
         raise
     except Exception as error:
         raise PipelineError(
-            f"a value of type {type(leaf).__name__} cannot cross to another rank, because it cannot be pickled "
-            f"({error}); hand on tensors, numbers, texts, None, and tuples, lists, dicts, dataclasses of them"
+            f"{what} cannot cross to another rank, because it cannot be pickled ({error}); hand on tensors, "
+            "numbers, texts, None, and tuples, lists, dicts and dataclasses of them, and define classes at the "
+            "top of a module"
         ) from error
     return text.getvalue()
 
@@ -178,7 +179,7 @@ class Layout:
 
     def dumps(self) -> bytes:
         """To be told to another rank of the same job."""
-        return _pickled(self.key)
+        return _pickled(self.key, "a value of a class of its own")
 
     @staticmethod
     def loads(text: bytes) -> Layout:
