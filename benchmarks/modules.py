@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -136,6 +138,50 @@ def measure_split(tell: Callable[..., None]) -> None:
         times = [[way(module, x, gradient) for way in ways] for _ in range(25)][5:]
         full, mine, other = (statistics.median(column) for column in zip(*times))
         tell(width, mine / full, other / full)
+    tell("MiB held, 8 microbatches", *(_in_a_process(_peak_of_split, way) for way in (_put_aside, _walk_apart)))
+
+
+def _in_a_process(measure: Callable[..., float], *given: Any) -> float:
+    """A peak of memory is that of a whole process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, given)
+
+
+def _peak_of_split(way: Callable[..., None]) -> float:
+    """MiB that F, I and then W of 8 microbatches hold at once, at width 512, beyond one of them."""
+    torch.set_num_threads(1)
+    module = nn.Sequential(Block(512), Block(512))
+    peaks = []
+    for count in (1, 8):
+        way(
+            module, [torch.randn(4, 64, 512, requires_grad=True) for _ in range(count)], torch.randn(4, 64, 512)
+        )
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    return peaks[1] - peaks[0]
+
+
+def _put_aside(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> None:
+    deferral = Deferral(module)
+    put_aside = []
+    with deferral.installed():
+        outputs = [module(x) for x in inputs]
+        inputs.clear()
+        while outputs:
+            with deferral.put_aside() as jobs:
+                torch.autograd.backward(outputs.pop(0), gradient)
+            put_aside.append(jobs)
+        for jobs in put_aside:
+            jobs.run()
+
+
+def _walk_apart(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> None:
+    outputs = [module(x) for x in inputs]
+    groups = []
+    while outputs:
+        parts = stage_backward_input([outputs.pop(0)], [gradient], [inputs.pop(0)], module.parameters())
+        groups.append(parts[1])
+    while groups:
+        stage_backward_weight(module.parameters(), groups.pop(0))
 
 
 def _whole(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
