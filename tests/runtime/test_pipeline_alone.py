@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.errors import PipelineError
+from penstock.errors import BatchError, PipelineError
 from penstock.runtime import REPLICATE, Pipeline, split
 
 M = 4
@@ -249,3 +249,35 @@ def test_one_module_is_not_a_list_of_stages() -> None:
 def test_modules_without_memory_are_refused() -> None:
     with pytest.raises(PipelineError, match=r"on the meta device: .*to_empty"):
         Pipeline([model().to("meta")], "1f1b", microbatches=M, loss=mse_loss)
+
+
+def test_a_profile_of_one_stage_has_costs_without_links() -> None:
+    pipeline = Pipeline([model()], "zb-h1", microbatches=2, loss=mse_loss)
+    with pipeline.profile() as profile:
+        with pytest.raises(PipelineError, match="nothing was recorded"):
+            _ = profile.timeline
+        pipeline.step(*batch()[:1], target=batch()[1])
+    assert profile.costs.bandwidth is None
+    assert penstock.simulate(profile.timeline.schedule, profile.costs).makespan > 0
+
+
+@pytest.mark.parametrize("how", ["closed", "failed"])
+def test_after_a_new_connection_weight_gradients_are_put_aside_as_before(how: str) -> None:
+    whole = Both()
+    weights_in_i: list[bool] = []
+
+    def look(custom: Any) -> None:
+        custom.run()
+        weights_in_i.append(whole.layer.weight.grad is not None)
+
+    functions: dict[Any, Any] = {"I": look}
+    pipeline = Pipeline([whole], "zb-h1", microbatches=1, loss=mse_loss, functions=functions)
+    if how == "closed":
+        pipeline.close()
+    else:
+        with pytest.raises(BatchError):
+            pipeline.step(torch.ones(0, 4), target=batch()[1])
+    for _ in range(2):
+        pipeline.step(*batch()[:1], target=batch()[1])
+        whole.zero_grad()
+    assert weights_in_i == [False, False]

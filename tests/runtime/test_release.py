@@ -21,7 +21,7 @@ FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev", "zb-h2")
 def used_messages(schedule: Schedule) -> list[tuple[int, int]]:
     """The slots of send and consumer of every message."""
     messages = Messages.of(schedule.columns)
-    there = messages.paired & (messages.consumer >= 0)
+    there = messages.used
     slot = schedule.columns.slot
     return list(zip(slot[messages.send[there]].tolist(), slot[messages.consumer[there]].tolist()))
 

@@ -117,14 +117,6 @@ class Links:
         """A tag, and one after it, for something that is not a message of the schedule."""
         return _CONTROL_TAG + 2 * purpose
 
-    def send_control(self, tensor: Tensor, peer: int, purpose: int) -> dist.Work:
-        """Results, clocks."""
-        return self._group.send([tensor], peer, self.control_tag(purpose))
-
-    def receive_control(self, tensor: Tensor, peer: int, purpose: int) -> dist.Work:
-        """The other end of `send_control`."""
-        return self._group.recv([tensor], peer, self.control_tag(purpose))
-
     def all_gather(self, tensor: Tensor, ranks: int) -> list[Tensor]:
         """Every rank's tensor, all of the same shape."""
         found = [torch.empty_like(tensor) for _ in range(ranks)]

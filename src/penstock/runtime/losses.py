@@ -22,6 +22,7 @@ class Losses:
 
     def __init__(self, wiring: Wiring, schedule: Schedule, last: Stage | None) -> None:
         self._links, self._last, self._m = wiring.links, last, schedule.microbatches
+        self._tag = 0 if wiring.links is None else wiring.links.control_tag(_LOSSES)
         self._source = schedule.placement.stage_to_rank[-1]
         self._others = [rank for rank in range(schedule.num_ranks) if rank != self._source]
         self._numbers = torch.zeros(1 + 2 * self._m, dtype=torch.float64)
@@ -30,7 +31,7 @@ class Losses:
     def begin(self) -> None:
         """Get ready to receive them."""
         if self._last is None and self._links is not None:
-            self._under_way = [self._links.receive_control(self._numbers, self._source, _LOSSES)]
+            self._under_way = [self._links.receive_host(self._numbers, self._source, self._tag)]
 
     def everywhere(self, weights: Sequence[float]) -> tuple[float | None, Tensor | None]:
         """The loss of the step and of every microbatch, the same on every rank."""
@@ -43,7 +44,7 @@ class Losses:
                 ).cpu()
                 numbers[1 + m :] = torch.tensor(weights, dtype=torch.float64)
             if self._links is not None:
-                self._under_way = [self._links.send_control(numbers, rank, _LOSSES) for rank in self._others]
+                self._under_way = [self._links.send_host(numbers, rank, self._tag) for rank in self._others]
         for work in self._under_way:
             work.wait()
         if not numbers[0]:

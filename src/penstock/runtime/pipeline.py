@@ -118,13 +118,14 @@ class Pipeline:
         `args` matter on the rank of the first stage, `target` on that of the last, keyword arguments on every
         stage of the rank they are given on. A list is taken as ready microbatches. Every rank may be given all.
         """
-        if self.schedule.columns.has(Kind.B, Kind.I):
-            with ExitStack() as installed:
-                for stage in self._stages.values():
-                    if stage.deferral is not None:
-                        installed.enter_context(stage.deferral.installed())
-                return self._run("step", args, kwargs, target, return_outputs=return_outputs)
-        return self.eval(*args, target=target, return_outputs=return_outputs, **kwargs)
+        if not self.schedule.columns.has(Kind.B, Kind.I):
+            return self.eval(*args, target=target, return_outputs=return_outputs, **kwargs)
+        self._connect()  # a new connection comes with new stages
+        with ExitStack() as installed:
+            for stage in self._stages.values():
+                if stage.deferral is not None:
+                    installed.enter_context(stage.deferral.installed())
+            return self._run("step", args, kwargs, target, return_outputs=return_outputs)
 
     def eval(
         self,
@@ -296,6 +297,7 @@ class Pipeline:
 
     def _failure(self, error: BaseException, wiring: Wiring, program: Program) -> BaseException:
         self._wiring = None
+        self._finalizer.detach()
         watch = wiring.watch
         if watch is None:
             return error
@@ -306,7 +308,6 @@ class Pipeline:
         if program.communicates:
             # frames hold on to messages, and those to the connections
             traceback.clear_frames(error.__traceback__)
-        self._finalizer.detach()
         wiring.close()
         statuses: dict[int, Status] = {}
         with suppress(RuntimeError):

@@ -26,6 +26,7 @@ import torch
 from penstock.action import Kind
 from penstock.columns import Floats
 from penstock.costs import Costs
+from penstock.errors import PipelineError
 from penstock.runtime.links import Links
 from penstock.runtime.program import Program
 from penstock.runtime.wiring import Wiring
@@ -68,7 +69,7 @@ class Profile:
     def timeline(self) -> Timeline:
         """The step in the middle by length."""
         if not self.timelines:
-            raise IndexError("nothing was recorded: call step() or eval() inside `with pipeline.profile()`")
+            raise PipelineError("nothing was recorded: call step() or eval() inside `with pipeline.profile()`")
         return sorted(self.timelines, key=lambda timeline: timeline.makespan)[(len(self.timelines) - 1) // 2]
 
     @property
@@ -159,9 +160,9 @@ def _compared_clocks(links: Links | None, rank: int, ranks: int) -> Clocks:
     for other in range(1, ranks):
         if rank == other:
             for _ in range(_ROUNDS):
-                links.receive_control(token, 0, _CLOCK).wait()
+                links.receive_host(token, 0, links.control_tag(_CLOCK)).wait()
                 token[0], token[1] = perf_counter_ns(), _machine()
-                links.send_control(token, 0, _CLOCK).wait()
+                links.send_host(token, 0, links.control_tag(_CLOCK)).wait()
         elif rank == 0:
             found[other] = _asked(links, other, token)
     offsets = _all_gathered(links, found, [ranks] * ranks)[0] / 1e9
@@ -169,11 +170,11 @@ def _compared_clocks(links: Links | None, rank: int, ranks: int) -> Clocks:
 
 
 def _asked(links: Links, other: int, token: torch.Tensor) -> tuple[int, int]:
-    answers = []
+    answers, tag = [], links.control_tag(_CLOCK)
     for _ in range(_ROUNDS):
         begin = perf_counter_ns()
-        links.send_control(token, other, _CLOCK).wait()
-        links.receive_control(token, other, _CLOCK).wait()
+        links.send_host(token, other, tag).wait()
+        links.receive_host(token, other, tag).wait()
         end = perf_counter_ns()
         answers.append((end - begin, int(token[0]) - (begin + end) // 2))
     if int(token[1]) == _machine() != -1:
@@ -251,8 +252,7 @@ def _derived(schedule: Schedule, times: Floats, sizes: Any, network: LinkCosts) 
     forward = _per_stage(schedule, middle, Kind.F, ())
     whole = _per_stage(schedule, middle, Kind.B, forward)
     halves = tuple(seconds / 2 for seconds in whole)
-    apart = {None}.isdisjoint(network.bandwidth) or any(speed for speed in network.bandwidth)
-    fastest = max((speed for speed in network.bandwidth if speed), default=None)
+    measured = [speed for speed in network.bandwidth if speed]
     return Costs(
         forward=forward,
         backward_input=_per_stage(schedule, middle, Kind.I, halves),
@@ -260,7 +260,7 @@ def _derived(schedule: Schedule, times: Floats, sizes: Any, network: LinkCosts) 
         backward=whole if any(kind is Kind.B for kind, _ in middle) else None,
         launch_overhead=other / compute if compute else 0.0,
         latency=network.latency or 0.0,
-        bandwidth=tuple(speed or fastest or 1.0 for speed in network.bandwidth) if apart else None,
+        bandwidth=tuple(speed or max(measured) for speed in network.bandwidth) if measured else None,
         activation_message=tuple(sizes[:-1, 0].tolist()) or 0.0,
         gradient_message=tuple(sizes[1:, 1].tolist()) or 0.0,
     )
@@ -282,7 +282,7 @@ def _per_stage(
 def _moved(schedule: Schedule, times: Floats, costs: Costs) -> Moved | None:
     """When messages left and arrived: after the latency and the bytes, at the latest when they were used."""
     messages = Messages.of(schedule.columns)
-    there = messages.paired & (messages.consumer >= 0)
+    there = messages.used
     if not there.any():
         return None
     slot = schedule.columns.slot

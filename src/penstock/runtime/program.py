@@ -8,10 +8,9 @@ An action becomes: waits for the messages it needs, releases of sends that are c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -220,24 +219,25 @@ class Program:
 
     # --- running -----------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """One step. Raises what a call raises, with `place` standing where that was."""
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 -- the only way to ask
-            return self._run_named()
-        for at, (_, _, call, _) in enumerate(self._calls):
+    def _walk(self) -> Iterator[Call]:
+        """The calls, one after the other, until the step is found to have failed elsewhere."""
+        for at, call in enumerate(self._calls):
             self.at = at
             if self.stop:
                 raise StoppedError
-            call()
-        return None
+            yield call
 
-    def _run_named(self) -> None:
-        """The same, with a profiler's range around each action."""
-        for at, (place, _, call, _) in enumerate(self._calls):
-            self.at = at
-            if self.stop:
-                raise StoppedError
-            with _range(self.names[place]):
+    def run(self) -> None:
+        """One step. Raises what a call raises, with `place` standing where that was.
+
+        With a profiler on, every action is a range of it.
+        """
+        named = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 -- the only way to ask
+        for place, _, call, _ in self._walk():
+            if named:
+                with torch.profiler.record_function(self.names[place]):
+                    call()
+            else:
                 call()
 
     def run_timed(self, now: Callable[[], Mark]) -> list[tuple[Mark, Mark]]:
@@ -245,10 +245,7 @@ class Program:
         nothing = now()
         marks = [(nothing, nothing)] * len(self.steps)
         done = 0
-        for at, (place, what, call, _) in enumerate(self._calls):
-            self.at = at
-            if self.stop:
-                raise StoppedError
+        for place, what, call, _ in self._walk():
             if what != WORK:
                 call()
                 continue
@@ -264,10 +261,6 @@ class Program:
 
 class StoppedError(Exception):
     """The step failed on another rank."""
-
-
-def _range(name: str) -> AbstractContextManager[Any]:
-    return torch.profiler.record_function(name)
 
 
 def _nothing() -> None:

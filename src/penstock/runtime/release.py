@@ -36,7 +36,7 @@ def releases(schedule: Schedule, rank: int) -> Releases:
     """For a right schedule with all its sends and receives."""
     columns = schedule.columns
     messages = Messages.of(columns)
-    there = messages.paired & (messages.consumer >= 0)
+    there = messages.used
     sends, consumers = columns.slot[messages.send[there]], columns.slot[messages.consumer[there]]
     first = int(columns.slot_bounds[rank])
     known = _known(schedule, sends, consumers, rank)

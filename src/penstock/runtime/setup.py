@@ -184,29 +184,25 @@ def split_microbatches(schedule: Schedule) -> dict[int, set[int]]:
 
 def refuse_disagreement(plan: Plan, links: Links) -> None:
     """Every rank must have the same schedule and version, or steps would hang."""
-    schedule, ranks = plan.schedule, len(plan.members)
+    schedule = plan.schedule
     steps = hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[:12]
-    mine = {
-        "version of penstock": penstock.__version__,
-        "version of torch": torch.__version__,
-        "microbatches": schedule.microbatches,
-        "stages": schedule.num_stages,
-        "schedule": [steps, schedule.name],
+    mine = {  # what is compared, and how it is told
+        "version of penstock": (penstock.__version__, penstock.__version__),
+        "version of torch": (torch.__version__, torch.__version__),
+        "microbatches": (schedule.microbatches, schedule.microbatches),
+        "stages": (schedule.num_stages, schedule.num_stages),
+        "schedule": (steps, f"{schedule.name} ({steps})"),
     }
-    texts = links.agree("about", json.dumps(mine), plan.rank, ranks, plan.timeout)
+    texts = links.agree("about", json.dumps(mine), plan.rank, len(plan.members), plan.timeout)
     everyone = [json.loads(text) for text in texts]
     faults = []
     for what in mine:
-        said: dict[str, list[int]] = {}
-        for rank, about in enumerate(everyone):
-            said.setdefault(json.dumps(about.get(what)), []).append(rank)
-        distinct = {json.dumps(about["schedule"][0]) for about in everyone} if what == "schedule" else set(said)
-        if len(distinct) > 1:
-            parts = [f"rank {_listed(ranks)}: {_said(json.loads(value))}" for value, ranks in said.items()]
+        answers = [about.get(what, (None, None)) for about in everyone]
+        if len({compared for compared, _ in answers}) > 1:
+            said: dict[object, list[int]] = {}
+            for rank, (_, told) in enumerate(answers):
+                said.setdefault(told, []).append(rank)
+            parts = [f"rank {_listed(ranks)}: {told}" for told, ranks in said.items()]
             faults.append(f"  {what}: {'; '.join(parts)}")
     if faults:
         raise PipelineError("the ranks of the pipeline do not agree:\n" + "\n".join(faults))
-
-
-def _said(value: object) -> str:
-    return f"{value[1]} ({value[0]})" if isinstance(value, list) else str(value)

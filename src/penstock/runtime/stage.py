@@ -86,11 +86,13 @@ class Stage:
         if self._checks:
             self._refuse_not_finite(leaves, "its output")
         if self.is_last:
-            self._finish(microbatch, output, record)
+            self._finish(microbatch, output, leaves, record)
+            if step.keep_outputs:
+                self.outputs[microbatch] = unflatten(structure, _detached(leaves))
         else:
             self._made[microbatch] = leaves, structure
             if step.training:
-                kept = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+                kept = _differentiable(leaves)
                 # an edge keeps the graph but not the numbers, which are gone once they are sent
                 record.roots = [get_gradient_edge(leaf) for leaf in kept]
                 record.shapes = [leaf.shape for leaf in kept]
@@ -132,34 +134,30 @@ class Stage:
             again = parcel._replace(leaves=copies)
         record, output = self._call(microbatch, parcel)
         self._tried = True
-        roots = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not self.deferral.find_shared(roots):
+        if not self.deferral.find_shared(_differentiable(flatten(output)[0])):
             return record, output
         undo.undo()
         return self._call(microbatch, again)
 
-    def _finish(self, microbatch: int, output: object, record: Record) -> None:
-        """The end of the last stage: the loss, and the output if somebody asked for it."""
+    def _finish(self, microbatch: int, output: object, leaves: Leaves, record: Record) -> None:
+        """The end of the last stage: the loss, if there is one to compute."""
         step = self._step
-        if self.loss is not None and (step.training or step.targets is not None):
-            loss = self._loss_of(output, microbatch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                shown = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise PipelineError(f"the loss function must return a tensor with one number, it gave {shown}")
-            if self._checks and step.weights[microbatch]:
-                self._refuse_not_finite([loss], "its loss")
-            self.losses[microbatch] = loss.detach()
-            if step.training and loss.requires_grad:
-                record.roots = [loss]
-            elif step.training and any(isinstance(x, Tensor) and x.requires_grad for x in flatten(output)[0]):
-                raise PipelineError(
-                    "the loss has no gradient, though the output it is computed from has: nothing would be "
-                    "trained; do not detach it, and give it a type with fractions"
-                )
-        if step.keep_outputs:
-            leaves, structure = flatten(output)
-            kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self.outputs[microbatch] = unflatten(structure, kept)
+        if self.loss is None or not (step.training or step.targets is not None):
+            return
+        loss = self._loss_of(output, microbatch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise PipelineError(f"the loss function must return a tensor with one number, it gave {shown}")
+        if self._checks and step.weights[microbatch]:
+            self._refuse_not_finite([loss], "its loss")
+        self.losses[microbatch] = loss.detach()
+        if step.training and loss.requires_grad:
+            record.roots = [loss]
+        elif step.training and _differentiable(leaves):
+            raise PipelineError(
+                "the loss has no gradient, though the output it is computed from has: nothing would be "
+                "trained; do not detach it, and give it a type with fractions"
+            )
 
     def _loss_of(self, output: object, microbatch: int) -> Any:
         targets = self._step.targets
@@ -182,8 +180,7 @@ class Stage:
         """What forward made, for the next stage on this same rank: no copy, but a graph of its own."""
         leaves, structure = self._made.pop(microbatch)
         differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        apart = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Parcel(apart, structure, differentiable, None)
+        return Parcel(_detached(leaves), structure, differentiable, None)
 
     # --- backward ----------------------------------------------------------------------------------
 
@@ -242,8 +239,7 @@ class Stage:
     def _let_go(self, record: Record) -> None:
         self._live.remove()
         if self._checks:
-            named = list(self.module.named_parameters())
-            for name, parameter in named:
+            for name, parameter in self.module.named_parameters():
                 self._refuse_not_finite([parameter.grad], f"the gradient of {name}")
         if record.buffer is not None:
             self._pool.give(record.buffer)
@@ -278,6 +274,14 @@ class Stage:
                     f"stage {self.index}: {bad} of {leaf.numel()} numbers in {what} (tensor {place}, shape "
                     f"{list(leaf.shape)}) are not finite"
                 )
+
+
+def _differentiable(leaves: Leaves) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _detached(leaves: Leaves) -> Leaves:
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _shown(shapes: Sequence[torch.Size | None]) -> str:

@@ -172,9 +172,8 @@ class Layout:
         for place, text in self._objects:
             leaves[place] = pickle.loads(text)  # noqa: S301 -- from a rank of our own job, never from a file
         for view, (place, *_) in zip(views, self._tensors):
-            leaves[place] = (
-                view.data
-            )  # unlike detach(), it can be changed in place without its neighbours knowing
+            # unlike detach(), it can be changed in place without its neighbours knowing
+            leaves[place] = view.data
         return leaves
 
     def dumps(self) -> bytes:

@@ -102,10 +102,14 @@ class Wiring:
             elif above is not None:
                 stage.take_gradient = above.hand_back
 
+    @property
+    def _ends(self) -> tuple[Outbox | Inbox, ...]:
+        return (*self._outboxes.values(), *self._inboxes.values())
+
     def begin(self, mode: str, step: int) -> Program:
         """Set the channels to training or eval, and give the calls for it."""
         first = 0 if mode == "step" else self.plan.schedule.microbatches
-        for end in (*self._outboxes.values(), *self._inboxes.values()):
+        for end in self._ends:
             end.mode = first
         self.mode, self.step = mode, step
         program = self.programs[mode]
@@ -158,7 +162,7 @@ class Wiring:
             self.watch.end()
         links, self.links = self.links, None
         if links is not None:
-            for end in (*self._outboxes.values(), *self._inboxes.values()):
+            for end in self._ends:
                 end.drop()
             links.close()
 

@@ -60,6 +60,11 @@ class Messages:
         return (self.send >= 0) & (self.receive >= 0)
 
     @cached_property
+    def used(self) -> Bools:
+        """Which of them are sent, received and used."""
+        return self.paired & (self.consumer >= 0)
+
+    @cached_property
     def in_order(self) -> bool:
         """Whether every channel receives in the order it sends."""
         return not self.overtaken[0].size
