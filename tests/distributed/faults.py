@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,9 +29,11 @@ from penstock.runtime.channels import Inbox, Outbox
 from penstock.schedule import Schedule
 
 __all__ = [
+    "SOON",
     "Bench",
     "Fault",
     "Told",
+    "assert_one_report",
     "attempt",
     "bench",
     "children",
@@ -39,6 +42,7 @@ __all__ = [
     "resident",
     "schedule_of",
     "settled",
+    "show",
     "strikes",
     "watchers",
 ]
@@ -46,6 +50,8 @@ __all__ = [
 WIDTH = 4
 ROWS = 2  # of a microbatch
 _STAGES: Mapping[str, Mapping[str, int]] = {"interleaved-1f1b": {"stages_per_rank": 2}}
+
+SOON = 5  # seconds
 
 
 @dataclass(frozen=True)
@@ -326,3 +332,18 @@ def children() -> list[str]:
         for task in Path("/proc/self/task").iterdir()
         for child in (task / "children").read_text(encoding="ascii").split()
     ]
+
+
+def show(report: str) -> None:
+    """Put a report into what pytest shows of a test."""
+    sys.stdout.write(report + "\n")
+
+
+def assert_one_report(told: list[Told], within: float = SOON) -> None:
+    """All ranks raised the same, and soon after the fault."""
+    assert [each.error for each in told] == ["StepFailedError"] * len(told), told
+    assert len({each.where for each in told}) == 1, [each.where for each in told]
+    assert len({each.text for each in told}) == 1, [each.text for each in told]
+    struck = max(each.struck for each in told)
+    for each in told:
+        assert each.calls > 1 or (each.at - struck if struck else each.seconds) < within, each

@@ -1,10 +1,8 @@
+"""Promise: a batch comes apart into microbatches, and what cannot be cut is told at once."""
+
 from __future__ import annotations
 
-import subprocess
-import sys
-from abc import ABC
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,23 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from penstock.errors import BatchError
 from penstock.runtime.microbatches import Batcher
-from penstock.runtime.splitters import REPLICATE, Splitter, register_splitter
-
-
-def rows(count: int, *more: int) -> Tensor:
-    return torch.arange(float(torch.Size((count, *more)).numel())).reshape(count, *more)
-
-
-def only_argument(batcher: Batcher, value: object) -> list[Any]:
-    """The parts of a value that is the only argument."""
-    args, kwargs = batcher.arguments((value,), {})
-    assert kwargs == [{} for _ in args]
-    return [value for (value,) in args]
+from penstock.runtime.splitters import REPLICATE, register_splitter
+from tests.runtime.batches import Words, only_argument, rows
 
 
 class Pair(NamedTuple):
@@ -59,7 +45,7 @@ class KeyedOutput(OrderedDict[str, Any]):
         raise NotImplementedError
 
 
-# --- tensors ---------------------------------------------------------------------------------------
+# --- tensors -------------------------------------------------------------------------------------
 
 
 def test_arguments_and_keywords_are_split_along_dimension_0() -> None:
@@ -113,7 +99,7 @@ def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:
     assert torch.equal(batcher.merged(parts), whole)
 
 
-# --- what every microbatch gets whole --------------------------------------------------------------
+# --- what every microbatch gets whole ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", torch.tensor(2.0), torch.Size((2, 3)), {1, 2}], ids=repr)
@@ -143,7 +129,7 @@ def test_replicate_as_merge_gives_the_outputs_as_they_are() -> None:
     assert (left is same, right is other) == (True, True)
 
 
-# --- structures ------------------------------------------------------------------------------------
+# --- structures ----------------------------------------------------------------------------------
 
 
 def nested() -> dict[str, Any]:
@@ -191,7 +177,7 @@ def test_a_structure_that_was_split_merges_to_what_it_was() -> None:
     assert again["ordered"]["a"].tolist() == [1.0, 1.0, 1.0]
 
 
-# --- ready lists and the target --------------------------------------------------------------------
+# --- ready lists and the target ------------------------------------------------------------------
 
 
 def test_a_list_is_a_ready_list_of_microbatches() -> None:
@@ -225,7 +211,7 @@ def test_the_target_is_split_by_its_own_key() -> None:
         Batcher(5).target(rows(4))
 
 
-# --- what is refused -------------------------------------------------------------------------------
+# --- what is refused -----------------------------------------------------------------------------
 
 
 def test_different_numbers_of_rows_are_told_with_all_names() -> None:
@@ -295,202 +281,3 @@ def test_a_class_is_no_splitter() -> None:
     with pytest.raises(BatchError) as caught:
         register_splitter("text", Words)  # type: ignore[arg-type]
     assert len(str(caught.value).splitlines()) == 2
-
-
-# --- splitters -------------------------------------------------------------------------------------
-
-
-class Words:
-    """Splits a text by its words."""
-
-    def split(self, value: Any, count: int) -> Sequence[Any]:
-        return str(value).split(" ")[:count]
-
-    def merge(self, parts: Sequence[Any]) -> str:
-        return " ".join(map(str, parts))
-
-
-class Sentence(str):
-    __slots__ = ()
-
-
-class LongSentence(Sentence):
-    __slots__ = ()
-
-
-def test_a_splitter_splits_the_argument_it_is_for_and_merges_the_outputs() -> None:
-    args, kwargs = Batcher(2, {0: Words(), "ready": Words()}).arguments(("a b",), {"ready": "c d"})
-    assert (args, kwargs) == ([("a",), ("b",)], [{"ready": "c"}, {"ready": "d"}])
-    assert Batcher(2, merge=Words()).merged([rows(1).tolist(), "x"]) == "[0.0] x"
-
-
-def test_a_splitter_that_gives_another_number_of_parts_is_refused() -> None:
-    with pytest.raises(BatchError, match=r"gave 2 parts of args\[0\] for 3 microbatches"):
-        Batcher(3, {0: Words()}).arguments(("a b",), {})
-
-
-def test_registered_types_and_their_subclasses_are_split_wherever_they_stand() -> None:
-    register_splitter(Sentence, Words())
-    batcher = Batcher(2)
-    parts = only_argument(batcher, {"text": (Sentence("a b"), rows(2)), "long": LongSentence("c d")})
-    assert [(part["text"][0], part["long"]) for part in parts] == [("a", "c"), ("b", "d")]
-    assert batcher.merged([(Sentence("x"),), (LongSentence("y"),)]) == ("x y",)
-
-
-def test_the_exact_type_is_looked_up_before_types_it_is_an_instance_of() -> None:
-    class Anything(ABC):  # noqa: B024
-        pass
-
-    class Mine:
-        pass
-
-    Anything.register(Mine)
-    register_splitter(Anything, Fixed("anything"))
-    assert only_argument(Batcher(1), Mine()) == ["anything"]
-    register_splitter(Mine, Fixed("mine"))
-    assert only_argument(Batcher(1), Mine()) == ["mine"]
-
-
-@dataclass
-class Fixed:
-    part: str
-
-    def split(self, _value: object, count: int) -> Sequence[str]:
-        return [self.part] * count
-
-    def merge(self, parts: Sequence[Any]) -> str:
-        raise NotImplementedError
-
-
-def test_our_own_test_splitters_are_splitters() -> None:
-    assert isinstance(Words(), Splitter)
-    assert isinstance(REPLICATE, Splitter)
-
-
-# --- merging ---------------------------------------------------------------------------------------
-
-
-def test_tensors_without_dimensions_are_stacked() -> None:
-    assert Batcher(3).merged([torch.tensor(float(k)) for k in range(3)]).tolist() == [0, 1, 2]
-
-
-def test_equal_values_are_merged_to_one_and_others_to_their_list() -> None:
-    merged = Batcher(2).merged([(float("1.5"), 1, None, True), (float("1.5"), 2, 0, True)])
-    assert merged == (1.5, [1, 2], [None, 0], True)
-    array = np.arange(3)
-    left, right = Batcher(2).merged([array, array.copy()])
-    assert (left is array, right.tolist()) == (True, [0, 1, 2])
-
-
-def test_keys_may_come_in_another_order() -> None:
-    merged = Batcher(2).merged([{"a": rows(1), "b": 1}, {"b": 1, "a": rows(1)}])
-    assert merged["a"].tolist() == [0, 0]
-    assert merged["b"] == 1
-
-
-def test_gradients_flow_through_merged_outputs() -> None:
-    parts = [rows(2).requires_grad_() for _ in range(2)]
-    Batcher(2).merged(parts).sum().backward()
-    assert all(part.grad is not None for part in parts)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        (
-            [rows(2), None],
-            "the output is a tensor of shape .2,. in microbatch 0 and a NoneType in microbatch 1",
-        ),
-        ([rows(2), rows(2, 1)], r"shape \(2,\) in microbatch 0 and a tensor of shape \(2, 1\) in microbatch 1"),
-        ([(1, 2), (1,)], r"a tuple with \[0\], \[1\] in microbatch 0 and a tuple with \[0\] in"),
-        ([(1,), [1]], r"a tuple with \[0\] in microbatch 0 and a list with \[0\] in microbatch 1"),
-        ([{"a": 1}, {"b": 1}], r"a dict with \['a'\] in microbatch 0 and a dict with \['b'\] in microbatch 1"),
-        ([{"a": (1, rows(2))}, {"a": (1, 2)}], r"the output\['a'\]\[1\] is a tensor"),
-        ([rows(2, 3), rows(2, 4)], r"shape \(2, 3\) in microbatch 0 and \(2, 4\) in microbatch 1"),
-        ([1], "2 microbatches gave 1"),
-    ],
-    ids=str,
-)
-def test_outputs_that_do_not_go_together_are_refused_with_the_microbatch(
-    outputs: list[Any], message: str
-) -> None:
-    with pytest.raises(BatchError, match=message):
-        Batcher(2).merged(outputs)
-
-
-def test_a_dimension_that_outputs_do_not_have_is_refused_with_the_shape() -> None:
-    with pytest.raises(BatchError, match=r"merged along dimension 1: its shape is \(2,\)"):
-        Batcher(2, merge=1).merged([rows(2), rows(2)])
-
-
-# --- block masks -----------------------------------------------------------------------------------
-
-LENGTHS = torch.tensor([40, 64, 16, 33, 50])
-
-
-def up_to_length(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return (key < LENGTHS[row]) & (key <= query)
-
-
-def block_mask(batch: int | None) -> BlockMask:
-    return create_block_mask(up_to_length, batch, None, 64, 64, device="cpu", BLOCK_SIZE=16)
-
-
-def test_parts_of_a_block_mask_are_the_rows_of_its_dense_mask() -> None:
-    dense = create_mask(up_to_length, 5, 1, 64, 64, device="cpu")
-    whole = block_mask(5)
-    parts = only_argument(Batcher(3), whole)
-    assert [part.shape for part in parts] == [(2, 1, 64, 64), (2, 1, 64, 64), (1, 1, 64, 64)]
-    for part, expected in zip(parts, dense.tensor_split(3)):
-        assert torch.equal(create_mask(part.mask_mod, len(expected), 1, 64, 64, device="cpu"), expected)
-    assert torch.equal(torch.cat([part.to_dense() for part in parts]), whole.to_dense())
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_attention_over_microbatches_is_attention_over_the_batch() -> None:
-    torch.manual_seed(0)
-    query = torch.rand(5, 2, 64, 8)
-    whole = flex_attention(query, query, query, block_mask=block_mask(5))
-    batcher = Batcher(3)
-    args, kwargs = batcher.arguments((query,), {"block_mask": block_mask(5)})
-    parts = [flex_attention(q, q, q, **keywords) for (q,), keywords in zip(args, kwargs)]
-    torch.testing.assert_close(batcher.merged(parts), whole)
-
-
-def test_a_block_mask_for_all_rows_is_handed_to_every_microbatch() -> None:
-    mask = block_mask(None)
-    args, _ = Batcher(2).arguments((rows(4), mask), {})
-    assert all(part is mask for _, part in args)
-    assert Batcher(2).merged([mask, mask]) is mask
-
-
-def test_a_block_mask_has_as_many_rows_as_the_tensors() -> None:
-    with pytest.raises(BatchError, match=r"4 in args\[0\], 5 in args\[1\]"):
-        Batcher(2).arguments((rows(4), block_mask(5)), {})
-    with pytest.raises(BatchError, match=r"has 5 along dimension 0 for 6 microbatches"):
-        Batcher(6).arguments((block_mask(5),), {})
-
-
-def test_a_block_mask_is_split_along_the_batch_whatever_the_dimension_of_tensors() -> None:
-    parts = only_argument(Batcher(2, {0: 1}), (rows(2, 5), block_mask(5)))
-    assert [(tensor.shape, mask.shape[0]) for tensor, mask in parts] == [((2, 3), 3), ((2, 2), 2)]
-
-
-def test_block_masks_of_different_microbatches_are_not_merged() -> None:
-    with pytest.raises(BatchError, match="leave them out of the output"):
-        Batcher(2).merged([block_mask(5), block_mask(5)])
-
-
-def test_a_block_mask_with_an_order_of_its_own_is_not_split() -> None:
-    mask = block_mask(5)
-    mask.dq_kv_order = torch.zeros(5, 1, 4)
-    with pytest.raises(BatchError, match="hand over a ready list of masks"):
-        Batcher(2).arguments((mask,), {})
-
-
-def test_microbatches_do_not_wait_for_the_attention_module() -> None:
-    loaded = (
-        "import sys, penstock.runtime.microbatches; print('torch.nn.attention.flex_attention' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)  # noqa: S603
-    assert done.stdout.strip() == "False"

@@ -1,0 +1,166 @@
+"""Promise: the page tells what is under the pointer, and keys and buttons do what they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from selenium.webdriver import Keys
+
+from penstock.why import critical_path
+from tests.view.browser import BROWSER, DRIVER, ONE_F, ZBV, Browser, number_of
+
+pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium is not installed")
+
+# --- looking -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ["0F0", "3F0", "1I4", "7W7"])
+def test_hovering_shows_the_step(browser: Browser, action: str) -> None:
+    step = number_of(ZBV, action)
+    event = next(e for e in ZBV.events if str(e.step) == action)
+    browser.point(browser.place(step, panel=1))
+    assert browser.ask("penstock.hovered") == {"panel": 1, "step": step, "rank": event.rank, "action": action}
+    assert browser.card.startswith(action)
+    assert f"rank {event.rank}, {event.start:g} s to {event.end:g} s" in browser.card
+    browser.point((5, 5))
+    assert browser.ask("penstock.hovered") is None
+    assert browser.card == ""
+
+
+def test_the_card_says_what_a_step_needs_and_why_it_waited(browser: Browser) -> None:
+    browser.point(browser.place(number_of(ONE_F, "0B0")))
+    assert "needs the gradient of stage 1, microbatch 0 from 1B0, rank 1, there at 106 s" in browser.card
+    assert "needs 0F0 of its own rank, done at 10 s" in browser.card
+    assert "idle 66 s: waits for a gradient to be computed" in browser.card
+
+
+def test_an_idle_stretch_says_why_it_is_there(browser: Browser) -> None:
+    x, y = browser.place(number_of(ONE_F, "0B0"))
+    browser.point((x - 80, y))
+    assert browser.ask("penstock.hovered")["action"] is None
+    assert "before 0B0" in browser.card
+    assert "made by 1B0, rank 1" in browser.card
+
+
+def test_the_chain_of_a_step_is_all_it_needs_and_its_direct_users(browser: Browser) -> None:
+    browser.point(browser.place(number_of(ONE_F, "2B5")))
+    lit = {"0F5", "1F5", "2F5", "3F5", "3B5", "2B5", "1B5"}
+    assert set(browser.ask("penstock.lit")) == lit
+
+
+def test_below_the_boxes_the_memory_is_told(browser: Browser) -> None:
+    x, y = browser.place(number_of(ONE_F, "0B0"))
+    browser.point((x, y + 30))
+    assert browser.card.startswith("4 B")
+    assert "peak 4 B" in browser.card
+
+
+# --- keys and buttons ----------------------------------------------------------------------------
+
+
+def action_selected(browser: Browser) -> str | None:
+    selected = browser.ask("penstock.selected")
+    return None if selected is None else str(selected["action"])
+
+
+def test_a_click_selects_and_keys_go_on_from_there(browser: Browser) -> None:
+    browser.point(browser.place(number_of(ONE_F, "1F1")), clicks=1)
+    seen = [action_selected(browser)]
+    for key in (Keys.ARROW_RIGHT, Keys.TAB, Keys.ARROW_LEFT, Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ARROW_UP):
+        browser.press(key)
+        seen.append(action_selected(browser))
+    assert seen[:4] == ["1F1", "1F2", "1B0", "1F2"]
+    assert [text and text[0] for text in seen[4:]] == ["2", "1", "0"]
+    browser.press(Keys.ESCAPE)
+    assert action_selected(browser) is None
+    assert browser.card == ""
+
+
+def test_without_a_mouse_a_panel_is_reached_by_tab_and_opened_by_enter(browser: Browser) -> None:
+    label = "document.activeElement.getAttribute('aria-label') ?? ''"
+    for _ in range(12):
+        browser.press(Keys.TAB)
+        if str(browser.ask(label)).startswith("1f1b"):
+            break
+    browser.press(Keys.ENTER)
+    assert action_selected(browser) == "0F0"
+    assert browser.card.startswith("0F0")
+    browser.press(Keys.ESCAPE, Keys.TAB)
+    assert str(browser.ask(label)).startswith("zbv")
+
+
+def test_down_from_the_last_rank_leads_into_the_next_panel(browser: Browser) -> None:
+    browser.point(browser.place(number_of(ONE_F, "3B7")), clicks=1)
+    browser.press(Keys.ARROW_DOWN)
+    selected = browser.ask("penstock.selected")
+    assert (selected["panel"], selected["rank"]) == (1, 0)
+    times = next(e for e in ZBV.events if str(e.step) == selected["action"])
+    middle = next((e.start + e.end) / 2 for e in ONE_F.events if str(e.step) == "3B7")
+    assert times.start - 10 <= middle <= times.end + 10
+
+
+def test_a_selected_step_is_brought_into_view(browser: Browser) -> None:
+    browser.press(*["+"] * 5, *[Keys.ARROW_LEFT] * 30)
+    browser.point(browser.place(number_of(ONE_F, "0F0")), clicks=1)
+    browser.press(*[Keys.ARROW_RIGHT] * 9)
+    event = next(e for e in ONE_F.events if str(e.step) == action_selected(browser))
+    start, end = browser.view
+    assert start > 0
+    assert start <= event.start
+    assert event.end <= end
+
+
+@pytest.mark.parametrize("toggle", [lambda b: b.press("c"), lambda b: b.click("critical")])
+def test_the_critical_path_can_be_switched(browser: Browser, toggle: Any) -> None:
+    pressed = "document.getElementById('critical').getAttribute('aria-pressed')"
+    for on in (True, False):
+        toggle(browser)
+        assert browser.ask("penstock.critical") is on
+        assert browser.ask(pressed) == str(on).lower()
+    browser.point(browser.place(number_of(ONE_F, str(critical_path(ONE_F)[-3].step))))
+    assert "on the critical path" in browser.card
+
+
+@pytest.mark.parametrize("toggle", [lambda b: b.press("d"), lambda b: b.click("theme")])
+def test_dark_and_light_can_be_switched(browser: Browser, toggle: Any) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    assert browser.ask("penstock.theme") == "light"
+    light = browser.ask(ground)
+    toggle(browser)
+    assert browser.ask("penstock.theme") == "dark"
+    assert browser.ask(ground) != light
+    toggle(browser)
+    assert browser.ask(ground) == light
+
+
+def test_the_theme_is_at_first_the_readers(chromium: Browser) -> None:
+    for wanted in ("dark", "light"):
+        feature = {"name": "prefers-color-scheme", "value": wanted}
+        chromium.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        chromium.show(ONE_F)
+        assert chromium.ask("penstock.theme") == wanted
+
+
+def test_a_question_mark_shows_the_keys(browser: Browser) -> None:
+    browser.press("?")
+    assert browser.ask("document.getElementById('keys').open")
+    browser.press(Keys.ESCAPE)
+    assert not browser.ask("document.getElementById('keys').open")
+
+
+def test_at_400_pixels_nothing_is_wider_than_the_window(browser: Browser) -> None:
+    size = {"width": 400, "height": 800, "deviceScaleFactor": 2, "mobile": True}
+    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.show(ONE_F, ZBV)
+    assert browser.ask("document.documentElement.scrollWidth") == 400
+    browser.point(browser.place(number_of(ZBV, "1F4"), panel=1))
+    assert browser.card.startswith("1F4")
+    assert browser.ask("document.getElementById('card').getBoundingClientRect().right") <= 400
+    browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_what_the_page_tells_cannot_be_changed(browser: Browser) -> None:
+    browser.driver.execute_script("penstock.view.start = 5; try { penstock.critical = true } catch {}")
+    assert browser.view == browser.fit
+    assert browser.ask("penstock.critical") is False
