@@ -10,6 +10,7 @@ from penstock.errors import (
     ActionError,
     BatchError,
     BuildError,
+    CheckpointError,
     CostsError,
     FormatError,
     MissingExtraError,
@@ -32,6 +33,7 @@ ONE_OF_EACH = (
     PartitionError("no module is called 'layers.9'"),
     BatchError("3 rows cannot be shared by 4 microbatches"),
     PipelineError("the schedule is for 4 ranks, but the process group has 2"),
+    CheckpointError("step-100 cannot be loaded", ["no 'a.weight' in it", "no 'b.weight' in it"]),
     StepFailedError("step 3 failed on rank 1", 1, "1F0", 1, 0, "exception", "Traceback ..."),
 )
 

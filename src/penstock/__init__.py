@@ -6,6 +6,7 @@ from penstock.errors import (
     ActionError,
     BatchError,
     BuildError,
+    CheckpointError,
     CostsError,
     FormatError,
     MissingExtraError,
@@ -18,6 +19,7 @@ from penstock.errors import (
 )
 from penstock.families import Family, build, families, register
 from penstock.formats import read
+from penstock.layout import even_layout, parse_layout
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedule import Schedule
@@ -32,6 +34,7 @@ __all__ = [
     "ActionError",
     "BatchError",
     "BuildError",
+    "CheckpointError",
     "Costs",
     "CostsError",
     "Family",
@@ -50,9 +53,11 @@ __all__ = [
     "Timeline",
     "Violation",
     "build",
+    "even_layout",
     "families",
     "lower",
     "parse_action",
+    "parse_layout",
     "read",
     "register",
     "simulate",

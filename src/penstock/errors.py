@@ -11,6 +11,7 @@
     ├── PartitionError           a model that cannot be cut into stages as asked
     ├── BatchError               a batch that cannot be cut into microbatches, or outputs that cannot be merged
     ├── PipelineError            stages, schedule and ranks that do not fit together
+    ├── CheckpointError          a checkpoint that cannot be saved or loaded, with every fault
     └── StepFailedError          a step that failed on some rank: the same report on every rank
 
 All of them are `ValueError`s too, because nearly each is about a value somebody gave.
@@ -24,6 +25,7 @@ __all__ = [
     "ActionError",
     "BatchError",
     "BuildError",
+    "CheckpointError",
     "CostsError",
     "FormatError",
     "MissingExtraError",
@@ -96,6 +98,18 @@ class BatchError(PenstockError):
 
 class PipelineError(PenstockError):
     """Stages, schedule and ranks that do not fit together."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint that cannot be saved or loaded; `faults` has one sentence for each thing that is wrong."""
+
+    def __init__(self, summary: str, faults: Sequence[str]) -> None:
+        super().__init__("\n  ".join([f"{summary}:", *faults]))
+        self.summary = summary
+        self.faults = tuple(faults)
+
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
+        return type(self), (self.summary, self.faults)
 
 
 class StepFailedError(PenstockError):

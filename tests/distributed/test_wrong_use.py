@@ -70,7 +70,7 @@ def wrong_pipelines() -> dict[str, str]:
 
 WRONG_PIPELINES = {
     "modules": ("PipelineError", "3 stage modules", "has 1 stages"),
-    "mapping": ("PipelineError", "is not given"),
+    "mapping": ("5, 6", "never run"),
     "ranks": ("PipelineError", "for 4 ranks", "has 2"),
     "microbatches": ("PipelineError", "for 4 microbatches", "microbatches=5"),
     "no microbatches": ("PipelineError", "microbatches="),

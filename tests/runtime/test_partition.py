@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.runtime.partition import split
+from penstock.layout import even_layout
+from penstock.runtime.models.partition import split
 
 
 def linear() -> nn.Linear:
@@ -186,6 +187,101 @@ def test_a_module_without_state_may_run_in_two_stages() -> None:
     assert torch.equal(run(split(whole, ["2", "3"]), x), whole(x))
 
 
+# --- by layout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "at"),
+    [
+        ("Et|tt|tL", ["layers.1", "layers.3"]),
+        ("E|t*4|L", ["layers", "head"]),
+        ("Ett|t|t|L", ["layers.2", "layers.3", "head"]),
+        ("Et*4L", []),
+    ],
+)
+def test_a_layout_cuts_the_one_container_of_layers(layout: str, at: list[str]) -> None:
+    by_layout, by_name = split(model(), layout=layout), split(model(), at)
+    assert list(map(module_names, by_layout.values())) == list(map(module_names, by_name.values()))
+
+
+def test_a_layout_may_be_one_that_was_made() -> None:
+    parts = split(model(), layout=even_layout(4, 3))
+    assert [len(part.state_dict()) for part in parts.values()] == [4, 9, 4]
+
+
+def test_a_layout_must_have_the_layers_of_the_model() -> None:
+    with pytest.raises(
+        PartitionError, match=r"the layout has 3 layers .* the model has 4: layer 3 would be left"
+    ):
+        split(model(), layout="Et|ttL")
+
+
+@pytest.mark.parametrize(
+    ("whole", "layout", "why"),
+    [
+        (nn.Sequential(linear(), linear()), "EtL", "here there is none"),
+        (nn.Sequential(nn.Sequential(linear()), nn.Sequential(linear())), "Et|L", "there is 2: '0', '1'"),
+        (nn.Sequential(nn.Sequential(linear(), linear())), "E|tt|L", "nothing comes before the layers, '0'"),
+        (nn.Sequential(nn.Sequential(linear(), linear())), "E|tt|L", "nothing comes after the layers, '0'"),
+        (Block(), "EtL", "Block is no nn.Sequential"),
+    ],
+    ids=["flat", "two containers", "no embedding", "no head", "another class"],
+)
+def test_a_model_that_a_layout_does_not_understand_is_refused(whole: nn.Module, layout: str, why: str) -> None:
+    with pytest.raises(PartitionError) as caught:
+        split(whole, layout=layout)
+    assert why in str(caught.value)
+
+
+def test_either_names_or_a_layout_are_given() -> None:
+    with pytest.raises(PartitionError, match="both are given"):
+        split(model(), ["head"], layout="Et*4|L")
+    with pytest.raises(PartitionError, match="none of them is given"):
+        split(model())
+
+
+# --- tied weights ----------------------------------------------------------------------------------
+
+
+def test_every_stage_knows_the_weights_that_several_stages_hold() -> None:
+    whole = model()
+    whole.get_submodule("head").weight = whole.get_submodule("embed").weight
+    whole.get_submodule("layers.3").bias = whole.get_submodule("layers.0").bias
+    whole.get_submodule("layers.2").bias = whole.get_submodule("layers.0").bias
+    for parts in (split(whole, ["layers.2", "layers.3", "head"]), split(whole, layout="Ett|t|t|L")):
+        assert [part.tied for part in parts.values()] == [
+            (
+                {0: "embed.weight", 3: "head.weight"},
+                {0: "layers.0.bias", 1: "layers.2.bias", 2: "layers.3.bias"},
+            )
+        ] * 4
+        assert parts[3].get_parameter("head.weight") is parts[0].get_parameter("embed.weight")
+
+
+def test_a_weight_that_a_stage_holds_twice_goes_by_its_first_name() -> None:
+    shared = linear()
+    parts = split(nn.Sequential(shared, linear(), shared, shared), ["1"])
+    assert parts[0].tied == ({0: "0.weight", 1: "2.weight"}, {0: "0.bias", 1: "2.bias"})
+
+
+def test_without_tied_weights_there_are_none_to_know() -> None:
+    assert [part.tied for part in split(model(), ["layers.2"]).values()] == [(), ()]
+    assert split(model(), [])[0].tied == ()
+
+
+def test_a_child_may_be_called_tied() -> None:
+    parts = split(nn.Sequential(OrderedDict(tied=linear(), other=linear())), ["other"])
+    assert parts[0].tied == ()
+    assert list(parts[0].state_dict()) == ["tied.weight", "tied.bias"]
+
+
+def test_weights_are_known_to_be_tied_on_the_meta_device_too() -> None:
+    with torch.device("meta"):
+        whole = model()
+    whole.get_submodule("head").weight = whole.get_submodule("embed").weight
+    assert split(whole, ["head"])[0].tied == ({0: "embed.weight", 1: "head.weight"},)
+
+
 # --- tuples between stages -------------------------------------------------------------------------
 
 Named = namedtuple("Named", ["only"])  # noqa: PYI024
@@ -299,28 +395,21 @@ def test_every_fault_is_told_at_once() -> None:
         assert fault in message
 
 
-def test_tied_weights_in_two_stages_are_refused_with_both_names() -> None:
-    whole = model()
-    whole.get_submodule("head").weight = whole.get_submodule("embed").weight
-    message = refusal(whole, ["layers.1", "layers.3"])
-    assert "'embed.weight' in stage 0 and 'head.weight' in stage 2" in message
-    assert "Tied weights across stages are not supported by split() yet" in message
-
-
 def test_a_module_with_state_in_two_stages_is_refused() -> None:
     norm = nn.BatchNorm1d(2, affine=False)
     message = refusal(nn.Sequential(norm, linear(), norm), ["1"])
     assert "'0.running_mean' in stage 0 and '2.running_mean' in stage 1" in message
 
 
-def test_of_many_tied_weights_only_some_are_named() -> None:
-    block = nn.Sequential(*(linear() for _ in range(10)))
-    assert "and 12 more" in refusal(nn.Sequential(block, block), ["1"])
+def test_of_many_shared_buffers_only_some_are_named() -> None:
+    block = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(10)))
+    assert "and 22 more" in refusal(nn.Sequential(block, block), ["1"])
 
 
 def test_tied_weights_in_one_stage_are_fine() -> None:
     shared = linear()
-    _, second = split(nn.Sequential(linear(), shared, shared), ["1"]).values()
+    first, second = split(nn.Sequential(linear(), shared, shared), ["1"]).values()
+    assert first.tied == second.tied == ()
     assert list(second.state_dict()) == ["1.weight", "1.bias", "2.weight", "2.bias"]
 
 

@@ -247,7 +247,7 @@ def test_one_module_is_not_a_list_of_stages() -> None:
 
 
 def test_modules_without_memory_are_refused() -> None:
-    with pytest.raises(PipelineError, match=r"on the meta device: .*to_empty"):
+    with pytest.raises(PipelineError, match=r"on the meta device: .*materialize"):
         Pipeline([model().to("meta")], "1f1b", microbatches=M, loss=mse_loss)
 
 

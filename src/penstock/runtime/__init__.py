@@ -1,20 +1,33 @@
 """Schedules at work on real ranks: `Pipeline` runs them with torch.distributed."""
 
+from penstock.runtime.checkpoints import (
+    export_safetensors,
+    import_safetensors,
+    load_checkpoint,
+    save_checkpoint,
+)
 from penstock.runtime.deferral import LayerRule, register_layer
-from penstock.runtime.partition import split
+from penstock.runtime.models import materialize, split
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.program import Custom
 from penstock.runtime.result import StepResult
+from penstock.runtime.scaling import GradScaler
 from penstock.runtime.splitters import REPLICATE, Splitter, register_splitter
 
 __all__ = [
     "REPLICATE",
     "Custom",
+    "GradScaler",
     "LayerRule",
     "Pipeline",
     "Splitter",
     "StepResult",
+    "export_safetensors",
+    "import_safetensors",
+    "load_checkpoint",
+    "materialize",
     "register_layer",
     "register_splitter",
+    "save_checkpoint",
     "split",
 ]

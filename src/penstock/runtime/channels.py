@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.buffers import Buffer, Pool, tensor_of
+from penstock.runtime.dtensors import Meshes
 from penstock.runtime.links import DATA, EDGE_DATA, FLAG, HEADER, Links
 from penstock.runtime.values import PRELUDE, Layout, Leaves, Structure, describe, layout_of, refuse_unsendable
 
@@ -109,10 +110,11 @@ class Outbox(_End):
 
 
 class Inbox(_End):
-    """The receiving end."""
+    """The receiving end. `meshes` are those that DTensors can be put together on."""
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *given: Any, meshes: Meshes) -> None:
         super().__init__(*given)
+        self._meshes = meshes
         self._arrived: dict[int, tuple[Layout, Buffer]] = {}
 
     def post(self, microbatch: int) -> None:
@@ -156,4 +158,5 @@ class Inbox(_End):
     def take(self, microbatch: int) -> Parcel:
         """The value that `wait` waited for; whoever takes it gives its buffer back."""
         layout, buffer = self._arrived.pop(microbatch)
-        return Parcel(layout.read(buffer.views(layout)), layout.structure, layout.differentiable, buffer)
+        leaves = layout.read(buffer.views(layout), self._meshes)
+        return Parcel(leaves, layout.structure, layout.differentiable, buffer)

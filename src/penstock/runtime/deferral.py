@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PipelineError
-from penstock.runtime.layer_rules import LayerRule, Tensors, register_layer, rule_of
+from penstock.runtime.dtensors import is_dtensor
+from penstock.runtime.layer_rules import LayerRule, Tensors, holds_for_dtensors, register_layer, rule_of
 
 __all__ = ["Deferral", "Jobs", "LayerRule", "register_layer"]
 
@@ -93,7 +94,7 @@ class _JobNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, job: _Job, *_leaves: Tensor | None) -> Tensor:
         ctx.job = job
-        return job.gradient.new_empty(())
+        return torch.empty((), dtype=job.gradient.dtype, device=job.gradient.device)
 
     @staticmethod
     def backward(ctx: _Context, _one: Tensor) -> Tensors:
@@ -112,19 +113,29 @@ class _Deferred:
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """In place of the layer's own, which it falls back on where W cannot do all of its weights."""
         layer = self.layer
-        deferrable = len(inputs) == 1 and not named and type(inputs[0]) is Tensor and torch.is_grad_enabled()
+        deferrable = len(inputs) == 1 and not named and torch.is_grad_enabled() and self.takes(inputs[0])
         if deferrable and self.deferral.engaged and not _in_a_transform():
-            weights = self.weights()
+            weights = self.weights_for(inputs[0])
             stand_ins = None if weights is None else self.deferral.stand_ins_for(weights)
             if weights is not None and stand_ins is not None:
                 return _LayerNode.apply(inputs[0], self, weights, *stand_ins)  # type: ignore[no-untyped-call]
         return type(layer).forward(layer, *inputs, **named)
 
-    def weights(self) -> list[Tensor | None] | None:
-        """Its parameters; None if one is computed, by a parametrization, which must not be asked twice."""
+    def takes(self, x: object) -> bool:
+        """Whether the rule holds for this input."""
+        return type(x) is Tensor or (is_dtensor(x) and holds_for_dtensors(self.rule))
+
+    def weights_for(self, x: Tensor) -> list[Tensor | None] | None:
+        """Its parameters; None if one is computed, by a parametrization, which must not be asked twice.
+
+        And None if not all are DTensors as the input is, or none as it is not.
+        """
         parameters = self.layer._parameters  # noqa: SLF001 -- what is in there is no property
-        names = self.rule.weights
-        return [parameters[name] for name in names] if all(name in parameters for name in names) else None
+        if not all(name in parameters for name in self.rule.weights):
+            return None
+        weights: list[Tensor | None] = [parameters[name] for name in self.rule.weights]
+        sharded = is_dtensor(x)
+        return weights if all(each is None or is_dtensor(each) is sharded for each in weights) else None
 
 
 def _in_a_transform() -> bool:
@@ -250,7 +261,7 @@ class Deferral:
                 stand_ins.append(None)
             elif (
                 not weight.is_leaf
-                or type(weight) not in _PLAIN
+                or not (type(weight) in _PLAIN or is_dtensor(weight))
                 or weight.is_complex()
                 or id(weight) in self._shared
             ):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import PipelineError
+from penstock.runtime.dtensors import is_dtensor
 
 __all__ = ["LayerRule", "Tensors", "register_layer", "rule_of"]
 
@@ -80,6 +81,11 @@ def rule_of(module: nn.Module) -> LayerRule[Any] | None:
     return known.rule if known is not None and known.takes(module) else None
 
 
+def holds_for_dtensors(rule: LayerRule[Any]) -> bool:
+    """Whether the rule's formulas give DTensors the placements that autograd does."""
+    return isinstance(rule, (_LinearRule, _EmbeddingRule))
+
+
 def _column_major(matrix: Tensor) -> bool:
     return matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0]
 
@@ -97,8 +103,11 @@ class _LinearRule:
         if x.dim() <= 2 or x.is_contiguous():
             return functional.linear(x, weight, bias)
         # linear would take another kernel here, because no weight requires a gradient, and round differently
-        y = functional.linear(x.reshape(-1, x.shape[-1]), weight)
-        return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], layer.out_features)
+        y = functional.linear(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], layer.out_features)
+        if bias is None:
+            return y
+        # in place, a DTensor could not change its placements
+        return y + bias if is_dtensor(y) else y.add_(bias)
 
     def input_gradient(self, layer: nn.Linear, x: Tensor, weights: Tensors, gradient: Tensor) -> Tensor:
         weight = _present(weights).to(gradient.dtype)

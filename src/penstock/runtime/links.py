@@ -39,6 +39,7 @@ class _Group(Protocol):
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work: ...
+    def allreduce(self, tensors: list[Tensor], options: Any = ...) -> dist.Work: ...
     def barrier(self) -> dist.Work: ...
     def abort(self) -> None: ...
 
@@ -54,12 +55,15 @@ class Links:
         microbatches: int,
         device: torch.device,
         timeout: timedelta,
+        holders: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.device = device
+        self.size = len(members)
         self._microbatches = microbatches
         self.one_group = one_group_is_enough(device)
         """Whether all messages go through the one group, and flags with the data."""
         self._edges: dict[int, _Group] = {}
+        self._holders: dict[tuple[int, ...], _Group] = {}
         base = _world_store("meet")
         try:
             name = _meeting_name(base, tuple(members), rank, timeout)
@@ -70,6 +74,7 @@ class Links:
             self._group: _Group = gloo(PrefixStore("gloo", self._store), rank, len(members), timeout)
             if not self.one_group:
                 self._connect_edges(rank, channels, timeout)
+            self._connect_holders(rank, holders, timeout)
             self.barrier()
         except RuntimeError as error:
             raise PipelineError(
@@ -90,6 +95,31 @@ class Links:
             self._edges[number] = edge = edge_group(self.device, store, int(rank == target), timeout)
             token = torch.zeros(1, device=self.device)
             (edge.send([token], 1, 0) if rank == source else edge.recv([token], 0, 0)).wait()
+
+    def _connect_holders(self, rank: int, holders: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
+        """A group for each set of ranks that hold weights together."""
+        for ranks in holders:
+            if rank in ranks:
+                store = PrefixStore(f"holders/{'-'.join(map(str, ranks))}", self._store)
+                place, size = ranks.index(rank), len(ranks)
+                gloo: Any = dist.ProcessGroupGloo
+                self._holders[ranks] = (
+                    gloo(store, place, size, timeout)
+                    if self.one_group
+                    else edge_group(self.device, store, place, timeout, size)
+                )
+
+    def summed(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """The sum over ranks that hold weights together, the same to the last bit on each of them."""
+        self._holders[ranks].allreduce([tensor]).wait()
+        return tensor
+
+    def largest(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """The largest over ranks that hold weights together."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._holders[ranks].allreduce([tensor], options).wait()
+        return tensor
 
     def tag(self, channel: int, microbatch: int, lane: int) -> int:
         """One tag for each thing that can be under way; those of eval follow those of training."""
@@ -142,7 +172,11 @@ class Links:
         """
         for edge in self._edges.values():
             edge.abort()
+        if not self.one_group:
+            for group in self._holders.values():
+                group.abort()
         self._edges.clear()
+        self._holders.clear()
         del self._group
 
 
@@ -151,14 +185,14 @@ def one_group_is_enough(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def edge_group(device: torch.device, store: Store, side: int, timeout: timedelta) -> _Group:
-    """A group of two for one directed edge: side 0 sends, side 1 receives."""
+def edge_group(device: torch.device, store: Store, side: int, timeout: timedelta, size: int = 2) -> _Group:
+    """A group for one directed edge, where side 0 sends and side 1 receives, or for some holders of weights."""
     if not (device.type == "cuda" and dist.is_nccl_available()):
         raise PipelineError(f"a pipeline runs on CPUs (gloo) and CUDA devices (NCCL), not on {device}")
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout  # noqa: SLF001 -- it has no other name
-    group: _Group = nccl(store, side, 2, options)
+    group: _Group = nccl(store, side, size, options)
     return group
 
 

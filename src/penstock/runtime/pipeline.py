@@ -13,10 +13,9 @@ Every rank of the group makes one, with the same schedule, and calls `step` and 
 from __future__ import annotations
 
 import logging
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from os import PathLike
 from typing import Any
@@ -27,27 +26,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.action import Kind
-from penstock.errors import PenstockError, PipelineError
+from penstock.errors import PipelineError
 from penstock.runtime import setup
 from penstock.runtime.buffers import Pool
-from penstock.runtime.failure import cause_of, failed
+from penstock.runtime.hanging_up import hang_up
 from penstock.runtime.losses import Losses
 from penstock.runtime.microbatches import Batcher
+from penstock.runtime.norms import clip_grad_norm, sharing_groups
 from penstock.runtime.profile import Profile, Recorder
-from penstock.runtime.program import CustomFunction, Program, StoppedError
+from penstock.runtime.program import CustomFunction, Program
 from penstock.runtime.records import Live, StepInputs
+from penstock.runtime.replication import Replication
 from penstock.runtime.result import StepResult
+from penstock.runtime.scaling import GradScaler
+from penstock.runtime.shards import shards_by_stage
 from penstock.runtime.splitters import Splitter
 from penstock.runtime.stage import Stage
 from penstock.runtime.states import evaluating, kept_random_state
-from penstock.runtime.watch import Cause, Status
+from penstock.runtime.ties import Tie, Ties, find_ties
 from penstock.runtime.wiring import Plan, Wiring
 from penstock.schedule import Schedule
 
 __all__ = ["Pipeline"]
 
 _log = logging.getLogger("penstock")
-_TELL_WITHIN = 1.0  # seconds that ranks have to say what they were doing
 
 
 class Pipeline:
@@ -60,6 +62,10 @@ class Pipeline:
     `loss`        called with the last stage's output and, if there is one, the target; gives one number
     `tokens`      counts the tokens of a microbatch's target; the loss is then weighted by them
     `group`       a process group or one dimension of a DeviceMesh; all ranks unless given
+    `replicas`    the same: the ranks that train copies of this rank's stages on other data; not needed for
+                  modules that are wrapped in DistributedDataParallel, replicate or fully_shard
+    `tied`        weights that several stages hold, each a mapping from stage to the name in that stage; those
+                  that `split` finds need not be named
     `device`      where the messages are; that of the first parameter unless given
     `split`, `merge`  how arguments come apart and outputs go together, see `Batcher`
     `functions`   called in place of actions of a kind, see `Custom`
@@ -76,6 +82,8 @@ class Pipeline:
         loss: Callable[..., Tensor] | None = None,
         tokens: Callable[[Any], int] | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
+        replicas: dist.ProcessGroup | DeviceMesh | None = None,
+        tied: Sequence[Tie] = (),
         device: torch.device | str | None = None,
         split: Mapping[int | str, int | Splitter] | None = None,
         merge: int | Splitter = 0,
@@ -91,10 +99,26 @@ class Pipeline:
         self.rank = rank
         """This rank's number in the pipeline."""
         modules = setup.modules_of_rank(stages, self.schedule, rank)
-        chosen = torch.device(device) if device is not None else setup.device_of(modules.values())
+        ties = find_ties(tied, stages, self.schedule.num_stages)
+        self.device = torch.device(device) if device is not None else setup.device_of(modules.values())
+        """Where the messages are."""
+        shards = shards_by_stage(modules)
+        self._ties = Ties(ties, modules, shards, self.schedule, rank)
+        self._replication = Replication(modules, shards, replicas, self.schedule, rank)
         self._plan = Plan(
-            self.schedule, rank, members, chosen, timedelta(seconds=timeout), setup.functions_by_kind(functions)
+            self.schedule,
+            rank,
+            members,
+            self.device,
+            timedelta(seconds=timeout),
+            setup.functions_by_kind(functions),
+            self._replication,
+            self._ties.holders,
+            group if isinstance(group, DeviceMesh) else None,
         )
+        self.scaler: GradScaler | None = None
+        """Scales the loss; a `GradScaler` puts itself here."""
+        self._reduces = True
         self._loss, self._tokens, self._checks = loss, tokens, check_finite
         self._batcher = Batcher(self.schedule.microbatches, split, merge)
         self._live = Live()
@@ -142,6 +166,47 @@ class Pipeline:
             return self._run("eval", args, kwargs, target, return_outputs=return_outputs)
 
     @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Steps in here add to the gradients and reduce nothing; the next step outside reduces them all."""
+        before, self._reduces = self._reduces, False
+        try:
+            yield
+        finally:
+            self._reduces = before
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the gradients of all ranks so that the norm of them all is at most `max_norm`.
+
+        Every rank calls it and gets the norm they had, which is that of one process: tied weights count once,
+        sharded ones as a whole.
+        """
+        if self._replication.unreduced or self._ties.unsummed:
+            raise PipelineError(
+                "the gradients are not complete: the last step was inside accumulate(), and only the next step "
+                "outside of it sums them over all ranks"
+            )
+        return clip_grad_norm(
+            self._modules,
+            self._ties.counted_elsewhere,
+            self._connect().links,
+            float(max_norm),
+            float(norm_type),
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def largest_anywhere(self, numbers: Tensor) -> Tensor:
+        """The largest of these on all ranks that train this model, be it other stages, shards or replicas."""
+        found = numbers.clone()
+        for group in sharing_groups(self._modules.values(), self._replication.groups):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group)
+        links = self._connect().links
+        if links is not None:
+            found = torch.stack(links.all_gather(found.cpu(), links.size)).amax(0).to(numbers.device)
+        return found
+
+    @contextmanager
     def profile(self) -> Iterator[Profile]:
         """Record the steps inside: their timelines, on every rank, and the costs that follow from them."""
         if self._recorder is not None:
@@ -160,6 +225,11 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, each once: what to give to an optimizer."""
         return iter(dict.fromkeys(p for module in self._modules.values() for p in module.parameters()))
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """The weights that several stages hold: for each, the stages and its name in them."""
+        return self._ties.all
 
     @property
     def peak_live_activations(self) -> int:
@@ -208,12 +278,14 @@ class Pipeline:
             for index, module in self._modules.items()
         }
         self._say_what_is_compiled()
+        for index, shards in self._replication.shards.items():
+            self._stages[index].shards = shards
         if self._has_last:
             self._stages[count - 1].loss = self._loss
         wiring = Wiring(self._plan, self._stages, self._pool)
         if wiring.links is not None:
             try:
-                setup.refuse_disagreement(self._plan, wiring.links)
+                setup.refuse_disagreement(self._plan, self._ties, self.parameters(), wiring.links)
             except PipelineError:
                 wiring.close()
                 raise
@@ -242,15 +314,24 @@ class Pipeline:
             for stage in self._stages.values():
                 stage.begin(inputs)
             losses.begin()
-            if self._recorder is not None:
-                self._recorder(program)
-            else:
-                program.run()
+            if mode == "step":
+                self._ties.begin(wiring.links)
+            with self._replication.driven(reduces=self._reduces):
+                if self._recorder is not None:
+                    self._recorder(program)
+                else:
+                    program.run()
+                program.finish()
+                wiring.waiting = "the gradients of its replicas"
+                self._replication.finish(trained=mode == "step")
+            if mode == "step":
+                wiring.waiting = "the gradients of tied weights"
+                self._ties.finish(wiring.links, sums=self._reduces)
+            wiring.waiting = ""
             outputs = None
             if return_outputs and last is not None:
                 outputs = self._batcher.merged([last.outputs[i] for i in range(self.schedule.microbatches)])
                 last.outputs.clear()
-            program.finish()
             found = losses.everywhere(inputs.weights)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, the other ranks must know
             failure = self._told(error, wiring, program, losses)
@@ -273,15 +354,24 @@ class Pipeline:
         targets = None if target is None or not self._has_last else self._batcher.target(target)
         weights = [1 / m] * m
         if self._tokens is not None and targets is not None:
-            counts = [int(self._tokens(part)) for part in targets]
-            if sum(counts) <= 0 or min(counts) < 0:
-                raise PipelineError(
-                    f"the microbatches' targets have {counts} tokens: there is nothing to weigh"
-                )
-            weights = [count / sum(counts) for count in counts]
+            weights = self._token_shares([int(self._tokens(part)) for part in targets])
         return StepInputs(
-            split_args, split_kwargs, targets, weights, training=mode == "step", keep_outputs=keep_outputs
+            split_args,
+            split_kwargs,
+            targets,
+            weights,
+            scale=1.0 if self.scaler is None else self.scaler.get_scale(),
+            training=mode == "step",
+            keep_outputs=keep_outputs,
         )
+
+    def _token_shares(self, counts: list[int]) -> list[float]:
+        """What each microbatch counts; gradients are averaged over replicas, whose targets may be longer."""
+        total = torch.tensor(sum(counts), dtype=torch.float64)
+        everywhere = float(self._replication.total(total, self.device))
+        if everywhere <= 0 or min(counts) < 0:
+            raise PipelineError(f"the microbatches' targets have {counts} tokens: there is nothing to weigh")
+        return [count * self._replication.count / everywhere for count in counts]
 
     def _told(self, error: BaseException, wiring: Wiring, program: Program, losses: Losses) -> BaseException:
         """Tell the others and hang up; gives what to raise.
@@ -291,55 +381,10 @@ class Pipeline:
         while True:
             try:
                 losses.drop()
-                return self._failure(error, wiring, program)
+                self._ties.drop()
+                self._replication.drop()
+                self._wiring = None
+                self._finalizer.detach()
+                return hang_up(error, wiring, program)
             except KeyboardInterrupt as pressed:  # noqa: PERF203 -- it is pressed once or twice
                 error = pressed
-
-    def _failure(self, error: BaseException, wiring: Wiring, program: Program) -> BaseException:
-        self._wiring = None
-        self._finalizer.detach()
-        watch = wiring.watch
-        if watch is None:
-            return error
-        schedules = {mode: each.schedule for mode, each in wiring.programs.items()}
-        cause = self._cause(error, wiring, program)
-        with suppress(RuntimeError):  # the store may be gone by now, but the cause is known
-            watch.tell_status()
-        if program.communicates:
-            # frames hold on to messages, and those to the connections
-            traceback.clear_frames(error.__traceback__)
-        wiring.close()
-        statuses: dict[int, Status] = {}
-        with suppress(RuntimeError):
-            statuses = watch.statuses(_TELL_WITHIN)
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            return error
-        if isinstance(error, PenstockError) and program.at < 0:
-            return error
-        report = failed(cause, statuses, schedules)
-        if cause.rank == self.rank and cause.kind == "exception":
-            report.__cause__ = error
-        return report
-
-    def _cause(self, error: BaseException, wiring: Wiring, program: Program) -> Cause:
-        """What somebody wrote down, or what went wrong here."""
-        watch = wiring.watch
-        assert watch is not None
-        mine = cause_of(error, program, self.rank, self._steps, wiring.waits_for(program))
-        try:
-            if isinstance(error, StoppedError) or mine.kind == "lost":
-                found = watch.wait_for_cause()
-                if found is not None:
-                    return found
-            return watch.tell(mine)
-        except RuntimeError:
-            known = watch.cause or (mine if mine.kind == "exception" else None)
-            return known or _lost_store(self._steps)
-
-
-def _lost_store(step: int) -> Cause:
-    message = (
-        "the connection to the job's key-value store broke, so the process that hosts it is gone: rank 0 of "
-        "the world, or the agent of torchrun"
-    )
-    return Cause(-1, "lost", step, "", None, None, message, "")

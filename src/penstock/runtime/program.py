@@ -15,10 +15,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from penstock.action import JOINED, Action, Kind, Overlap, Step
-from penstock.columns import kinds_in
+from penstock.action import JOINED, STAGE_SHIFT, Action, Kind, Overlap, Step
+from penstock.columns import Ints, kinds_in
 from penstock.runtime.channels import Inbox, Outbox
 from penstock.runtime.release import Releases, releases
+from penstock.runtime.replication import Replication
 from penstock.runtime.stage import Stage
 from penstock.schedule import Schedule
 
@@ -62,6 +63,7 @@ class Wires(NamedTuple):
     outboxes: Mapping[tuple[Kind, int], Outbox]
     inboxes: Mapping[tuple[Kind, int], Inbox]
     functions: Mapping[Kind, CustomFunction]
+    replication: Replication
 
 
 class Program:
@@ -180,7 +182,18 @@ class Program:
             Kind.I: stage.backward_input,
             Kind.W: stage.backward_weight,
         }
-        return partial(work[kind], microbatch) if microbatch is not None and kind in work else None
+        if microbatch is not None:
+            return partial(work[kind], microbatch)
+        return self._of_whole_stage(kind, action.stage)
+
+    def _of_whole_stage(self, kind: Kind, stage: int) -> Callable[[], None] | None:
+        replication = self._wires.replication
+        if not replication.has(kind, stage):
+            return None
+        if kind is Kind.REDUCE_GRAD:
+            return partial(replication.reduce, stage)
+        shards = replication.shards[stage]
+        return shards.unshard if kind is Kind.UNSHARD else shards.reshard
 
     # --- where it stands ---------------------------------------------------------------------------
 
@@ -272,4 +285,13 @@ def forward_part(schedule: Schedule) -> Schedule:
     kept = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
     numbers = [kind.number for kind in kept]
     rows = [row[np.isin(kinds_in(row), numbers)] & ~np.int64(JOINED) for row in schedule.columns.rows]
-    return schedule.with_rows(rows)
+    return schedule.with_rows([_without_idle_unshards(row) for row in rows])
+
+
+def _without_idle_unshards(row: Ints) -> Ints:
+    """Without every UNSHARD and its RESHARD between which nothing computes."""
+    by_stage = np.argsort(row >> STAGE_SHIFT, kind="stable")
+    stage, kind = row[by_stage] >> STAGE_SHIFT, kinds_in(row[by_stage])
+    idle = (kind[:-1] == Kind.UNSHARD.number) & (kind[1:] == Kind.RESHARD.number) & (stage[:-1] == stage[1:])
+    first = np.flatnonzero(idle)
+    return np.delete(row, by_stage[np.concatenate((first, first + 1))])

@@ -42,11 +42,12 @@ class StepInputs:
         targets: Sequence[Any] | None,
         weights: Sequence[float],
         *,
+        scale: float,
         training: bool,
         keep_outputs: bool,
     ) -> None:
         self.args, self.kwargs, self.targets, self.weights = args, kwargs, targets, weights
-        self.training, self.keep_outputs = training, keep_outputs
+        self.scale, self.training, self.keep_outputs = scale, training, keep_outputs
 
 
 class Record:

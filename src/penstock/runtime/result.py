@@ -17,9 +17,10 @@ class StepResult:
     """The result of `Pipeline.step` or `Pipeline.eval`."""
 
     loss: float | None
-    """The mean of the microbatches' losses, weighted by tokens if those are counted; None without a loss."""
+    """The mean of the microbatches' losses over all replicas, weighted by tokens if those are counted; None
+    without a loss."""
     losses: Tensor | None
-    """The loss of each microbatch."""
+    """The loss of each microbatch of this pipeline."""
     outputs: Any = None
     """The merged outputs, on the rank of the last stage and only when asked for."""
     timeline: Timeline | None = None

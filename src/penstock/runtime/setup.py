@@ -21,6 +21,7 @@ from penstock.formats import dumps, read
 from penstock.lowering import lower
 from penstock.runtime.links import Links
 from penstock.runtime.program import CustomFunction
+from penstock.runtime.ties import Ties
 from penstock.runtime.wiring import Plan
 from penstock.schedule import Schedule
 from penstock.validation import refusal, validate
@@ -130,9 +131,17 @@ def modules_of_rank(
     """The modules of this rank by stage."""
     own = schedule.placement.stages_of_rank[rank]
     if isinstance(stages, Mapping):
-        if missing := [stage for stage in own if stage not in stages]:
+        count = schedule.num_stages
+        if strangers := sorted(stage for stage in stages if stage not in range(count)):
             raise PipelineError(
-                f"rank {rank} has stages {_listed(own)}, but stage {_listed(missing)} is not given"
+                f"the schedule {schedule.name} has {count} stages, 0 to {count - 1}: stage "
+                f"{_listed(strangers)} would never run, and its layers would be left out"
+            )
+        wanted = own if set(stages) <= set(own) else range(count)  # of all or of the rank's own, none may lack
+        if missing := [stage for stage in wanted if stage not in stages]:
+            raise PipelineError(
+                f"stage {_listed(missing)} of {count} is missing among the stages that are given "
+                f"({_listed(sorted(stages))}): give all of them, or those of rank {rank} alone, {_listed(own)}"
             )
         return {stage: stages[stage] for stage in own}
     if len(stages) != len(own):
@@ -153,8 +162,8 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
         for parameter in module.parameters():
             if parameter.is_meta:
                 raise PipelineError(
-                    "the modules of this rank are on the meta device: give them memory with "
-                    "module.to_empty(device=...) and initialise them first"
+                    "the modules of this rank are on the meta device: give them memory and first numbers with "
+                    "penstock.runtime.materialize(stage), for each stage of this rank"
                 )
             return parameter.device
     return torch.device("cpu")
@@ -182,8 +191,11 @@ def split_microbatches(schedule: Schedule) -> dict[int, set[int]]:
     return found
 
 
-def refuse_disagreement(plan: Plan, links: Links) -> None:
-    """Every rank must have the same schedule and version, or steps would hang."""
+def refuse_disagreement(plan: Plan, ties: Ties, parameters: Iterable[nn.Parameter], links: Links) -> None:
+    """Every rank must have the same schedule, version and ties, or steps would hang or train wrongly.
+
+    A rank has no say in what it does not mention: in tied weights that it does not hold, for example.
+    """
     schedule = plan.schedule
     steps = hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[:12]
     mine = {  # what is compared, and how it is told
@@ -192,15 +204,20 @@ def refuse_disagreement(plan: Plan, links: Links) -> None:
         "microbatches": (schedule.microbatches, schedule.microbatches),
         "stages": (schedule.num_stages, schedule.num_stages),
         "schedule": (steps, f"{schedule.name} ({steps})"),
+        "tied weights": (str(ties.all), ", ".join(map(str, ties.all)) or "none"),
     }
+    mine |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.looks().items()}
+    if any(parameter.requires_grad for parameter in parameters):
+        count = plan.replication.count
+        mine["replicas of its stages"] = (count, count)
     texts = links.agree("about", json.dumps(mine), plan.rank, len(plan.members), plan.timeout)
     everyone = [json.loads(text) for text in texts]
     faults = []
-    for what in mine:
-        answers = [about.get(what, (None, None)) for about in everyone]
-        if len({compared for compared, _ in answers}) > 1:
+    for what in dict.fromkeys(what for about in everyone for what in about):
+        answers = {rank: about[what] for rank, about in enumerate(everyone) if what in about}
+        if len({compared for compared, _ in answers.values()}) > 1:
             said: dict[object, list[int]] = {}
-            for rank, (_, told) in enumerate(answers):
+            for rank, (_, told) in answers.items():
                 said.setdefault(told, []).append(rank)
             parts = [f"rank {_listed(ranks)}: {told}" for told, ranks in said.items()]
             faults.append(f"  {what}: {'; '.join(parts)}")

@@ -21,7 +21,9 @@ from penstock.errors import PipelineError
 from penstock.runtime.buffers import Pool
 from penstock.runtime.channels import Parcel
 from penstock.runtime.deferral import Deferral
+from penstock.runtime.dtensors import whole
 from penstock.runtime.records import Entrance, Live, Record, StepInputs
+from penstock.runtime.shards import Shards
 from penstock.runtime.states import Undo
 from penstock.runtime.values import Leaves, Structure, flatten, unflatten
 
@@ -55,6 +57,7 @@ class Stage:
         self.deferral = Deferral(module) if split else None
         self._split = split
         self.loss: Loss | None = None
+        self.shards: Shards | None = None
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._live, self._pool, self._checks = live, pool, checks
@@ -206,13 +209,15 @@ class Stage:
         assert record.jobs is not None, "the validator saw I before W"
         record.jobs.run()
         record.jobs = None
+        if self.shards is not None:
+            self.shards.keep_gradients()
         self._let_go(record)
 
     def _run_backward(self, microbatch: int, record: Record) -> None:
         buffer = None
         if self.is_last:
             # the gradient starts here, and here alone it is scaled; a microbatch without tokens has none
-            weight = self._step.weights[microbatch]
+            weight = self._step.weights[microbatch] * self._step.scale
             roots = [root for root in record.roots if isinstance(root, Tensor)]
             gradients: Leaves = [torch.full_like(root, weight) if weight else None for root in roots]
         else:
@@ -268,8 +273,8 @@ class Stage:
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
-            if not bool(torch.isfinite(leaf).all()):
-                bad = int((~torch.isfinite(leaf)).sum())
+            bad = int(whole((~torch.isfinite(leaf)).sum()))
+            if bad:
                 raise PipelineError(
                     f"stage {self.index}: {bad} of {leaf.numel()} numbers in {what} (tensor {place}, shape "
                     f"{list(leaf.shape)}) are not finite"

@@ -7,6 +7,8 @@ else. A layout says the shape of the tree, the shape and type of each tensor, an
     leaves  [hidden, None, 3]
     layout  structure, [(shape, dtype, requires_grad, strides), None, 3]
     bytes   | prelude | hidden ... |
+
+Of a DTensor, this rank's part travels; how it is part of the whole stands in the layout.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
+from penstock.runtime.dtensors import Meshes, Sharding, is_dtensor, local_part, placement_fault, sharding_of
 from penstock.runtime.trees import closed, opened
 
 __all__ = ["PRELUDE", "Layout", "Leaves", "Structure", "describe", "flatten", "layout_of", "unflatten"]
@@ -78,11 +81,18 @@ _PLAIN = frozenset({type(None), bool, int, str, bytes})
 def _entry(leaf: Any) -> tuple[Any, ...]:
     """Of a tensor, what it looks like; of anything else, what is equal only if the leaf is the same."""
     if isinstance(leaf, Tensor):
-        strides = None if leaf.is_contiguous() or not _is_dense(leaf) else leaf.stride()
-        return leaf.shape, leaf.dtype, leaf.requires_grad, strides
+        if type(leaf) is not Tensor and is_dtensor(leaf):
+            part = local_part(leaf)
+            return part.shape, part.dtype, leaf.requires_grad, _strides(part), sharding_of(leaf)
+        return leaf.shape, leaf.dtype, leaf.requires_grad, _strides(leaf)
     if type(leaf) in _PLAIN:
         return "value", type(leaf), leaf
     return "pickled", _pickled(leaf, f"a value of type {type(leaf).__name__}")
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Those that its copy has too, unless they are the usual ones."""
+    return None if tensor.is_contiguous() or not _is_dense(tensor) else tensor.stride()
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -96,13 +106,14 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses what would lose its gradient on the way."""
+    """Refuses what would lose its gradient on the way, or its mesh."""
 
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, Tensor) and value.requires_grad:
+        if isinstance(value, Tensor) and (value.requires_grad or is_dtensor(value)):
+            what = "tensor that requires a gradient" if value.requires_grad else "DTensor"
             raise PipelineError(
-                "a tensor that requires a gradient is inside of an object that cannot be taken apart; hand "
-                "it on by itself, or in a tuple, list, dict or dataclass"
+                f"a {what} is inside of an object that cannot be taken apart; hand it on by itself, or in a "
+                "tuple, list, dict or dataclass"
             )
         return NotImplemented
 
@@ -122,6 +133,9 @@ def _pickled(leaf: object, what: str) -> bytes:
     return text.getvalue()
 
 
+_NO_MESHES = Meshes(())
+
+
 class Layout:
     """Where each tensor of a value stands in a row of bytes, and what the rest of the value is."""
 
@@ -133,20 +147,23 @@ class Layout:
         self._plain: Leaves = []
         self._objects: list[tuple[int, bytes]] = []
         self._tensors: list[tuple[Any, ...]] = []
+        self._shardings: list[tuple[int, Sharding]] = []
+        """The places of DTensors."""
         end = PRELUDE
         for place, entry in enumerate(entries):
             tensor = not isinstance(entry[0], str)
             self._plain.append(entry[2] if entry[0] == "value" else None)
             self.differentiable.append(tensor and entry[2])
             if tensor:
-                shape, dtype, _, strides = entry
+                shape, dtype, _, strides = entry[:4]
+                self._shardings += [(place, sharding) for sharding in entry[4:]]
                 size = shape.numel() * dtype.itemsize
                 self._tensors.append((place, end, end + size, dtype, shape, strides))
                 end += -(-size // _ALIGNED) * _ALIGNED
             elif entry[0] == "pickled":
                 self._objects.append((place, entry[1]))
         self.nbytes = end
-        lonely = self.structure is None and not isinstance(entries[0][0], str) and entries[0][3] is None
+        lonely = self.structure is None and not isinstance(entries[0][0], str) and entries[0][3:] == (None,)
         self._one_tensor = entries[0][:3] if lonely else None
 
     def fits(self, leaves: Sequence[Any], structure: Structure) -> bool:
@@ -163,17 +180,23 @@ class Layout:
 
     def write(self, views: Sequence[Tensor], leaves: Sequence[Any]) -> None:
         """Copy the tensors into their places; they may be of any strides."""
+        if self._shardings:
+            leaves = list(leaves)
+            for place, _ in self._shardings:
+                leaves[place] = local_part(leaves[place])
         for view, (place, *_) in zip(views, self._tensors):
             view.copy_(leaves[place].detach())
 
-    def read(self, views: Sequence[Tensor]) -> Leaves:
-        """The leaves; tensors look into the row of bytes."""
+    def read(self, views: Sequence[Tensor], meshes: Meshes = _NO_MESHES) -> Leaves:
+        """The leaves; tensors look into the row of bytes, DTensors are on one of these meshes."""
         leaves = list(self._plain)
         for place, text in self._objects:
             leaves[place] = pickle.loads(text)  # noqa: S301 -- from a rank of our own job, never from a file
         for view, (place, *_) in zip(views, self._tensors):
             # unlike detach(), it can be changed in place without its neighbours knowing
             leaves[place] = view.data
+        for place, sharding in self._shardings:
+            leaves[place] = sharding.put_together(leaves[place], meshes.like(sharding.mesh))
         return leaves
 
     def dumps(self) -> bytes:
@@ -206,3 +229,5 @@ def refuse_unsendable(leaves: Sequence[Any], where: str) -> None:
                 f"{where}: a tensor of layout {what} cannot cross to another rank; "
                 "hand on a dense one (`to_dense()`, `dequantize()`, padding)"
             )
+        if is_dtensor(leaf) and (fault := placement_fault(leaf)):
+            raise PipelineError(f"{where}: {fault}, cannot cross to another rank; `redistribute()` it first")

@@ -12,12 +12,15 @@ from datetime import timedelta
 from itertools import pairwise
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.action import Kind
 from penstock.runtime.buffers import Pool
 from penstock.runtime.channels import Inbox, Outbox
+from penstock.runtime.dtensors import Meshes
 from penstock.runtime.links import Links
 from penstock.runtime.program import WORK, CustomFunction, Program, Wires, forward_part
+from penstock.runtime.replication import Replication
 from penstock.runtime.stage import Stage
 from penstock.runtime.watch import Status, Watch
 from penstock.schedule import Schedule
@@ -37,6 +40,11 @@ class Plan:
     device: torch.device
     timeout: timedelta
     functions: Mapping[Kind, CustomFunction]
+    replication: Replication
+    holders: Sequence[tuple[int, ...]]
+    """All sets of ranks that hold a weight together."""
+    mesh: DeviceMesh | None = None
+    """The pipeline's own, if it was given one: DTensors may come on other slices of the same."""
 
     @property
     def alone(self) -> bool:
@@ -51,20 +59,23 @@ class Wiring:
         self.plan, self.pool = plan, pool
         self._stages = stages
         self.mode = "outside"
+        self.waiting = ""
+        """In words: what this rank waits for at the end of a step, besides the losses."""
         self.step = 0
         """The number of the step or eval at hand."""
         self.links: Links | None = None
         self.watch: Watch | None = None
+        self._meshes = Meshes([stage.module for stage in stages.values()], plan.mesh)
         self._outboxes: dict[tuple[Kind, int], Outbox] = {}
         self._inboxes: dict[tuple[Kind, int], Inbox] = {}
         if not plan.alone:
             channels = _channels(plan.schedule)
             m = plan.schedule.microbatches
-            self.links = Links(plan.members, plan.rank, channels, m, plan.device, plan.timeout)
+            self.links = Links(plan.members, plan.rank, channels, m, plan.device, plan.timeout, plan.holders)
             for number, source, target in channels:
                 self._add_channel(number, source, target)
         self._wire_stages()
-        wires = Wires(stages, self._outboxes, self._inboxes, plan.functions)
+        wires = Wires(stages, self._outboxes, self._inboxes, plan.functions, plan.replication)
         self.programs = {
             name: Program(schedule, plan.rank, wires, sends_may_wait=not validate(schedule))
             for name, schedule in (("step", plan.schedule), ("eval", forward_part(plan.schedule)))
@@ -87,7 +98,8 @@ class Wiring:
             self._outboxes[kind, stage] = Outbox(links, self.pool, number, target, m, what, source=source_of)
         elif here == target:
             kind, stage = (Kind.RECV_B, below) if back else (Kind.RECV_F, below + 1)
-            self._inboxes[kind, stage] = Inbox(links, self.pool, number, source, m, f"stage {stage}")
+            inbox = Inbox(links, self.pool, number, source, m, f"stage {stage}", meshes=self._meshes)
+            self._inboxes[kind, stage] = inbox
 
     def _wire_stages(self) -> None:
         """Each stage takes from a channel, or from its neighbour on this rank."""
@@ -111,7 +123,7 @@ class Wiring:
         first = 0 if mode == "step" else self.plan.schedule.microbatches
         for end in self._ends:
             end.mode = first
-        self.mode, self.step = mode, step
+        self.mode, self.step, self.waiting = mode, step, ""
         program = self.programs[mode]
         program.begin()
         return program
@@ -144,7 +156,7 @@ class Wiring:
         """In words: the message that the rank waits for, and from or to whom; empty when it computes."""
         hosts, call = self.plan.schedule.placement.stage_to_rank, program.call
         if call is None:
-            return f"the losses from rank {hosts[-1]}" if program.finished else ""
+            return (self.waiting or f"the losses from rank {hosts[-1]}") if program.finished else ""
         part = call.about if call.what != WORK else program.steps[call.place].parts[0]
         assert part is not None, "whatever waits says for what"
         below, above = part.stage - 1, part.stage + 1

@@ -1,4 +1,4 @@
-"""A model that runs its children one after the other comes apart into stages.
+"""A model comes apart into stages: one that runs its children one after the other, or a known decoder.
 
     model = nn.Sequential(OrderedDict(embed=..., layers=nn.Sequential(a, b, c, d), head=...))
     split(model, at=["layers.1", "layers.3"])
@@ -9,7 +9,8 @@
 
 The stages hold the very modules of the model under their old names, so that the `state_dict()`s of all
 stages together are that of the model. Between stages a tuple travels as positional arguments, and
-anything else as the one argument; the stages made here take and give values in this way.
+anything else as the one argument; the stages made here take and give values in this way. How a decoder of
+transformers is cut is told in `decoders`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.given import printable
+from penstock.layout import Layout, layout_of_counts, parse_layout
+from penstock.runtime.models.decoders import Decoder, is_pretrained
+from penstock.runtime.models.holders import note_tied_weights
 
 __all__ = ["split"]
 
@@ -45,16 +50,54 @@ _HOOKS = (
 )
 
 
-def split(model: nn.Module, at: Sequence[str]) -> dict[int, nn.Module]:
-    """The stages of a model by their numbers: each name is the first module of a new stage.
+def split(
+    model: nn.Module, at: Sequence[str] | None = None, *, layout: str | Layout | None = None
+) -> dict[int, nn.Module]:
+    """The stages of a model by their numbers.
 
-    The model is an `nn.Sequential`, and names are those of its `named_modules()`, also of modules in an
-    `nn.Sequential` inside it. The stages share their modules with the model. Without a name there is
-    one stage, the model itself.
+    `at`      names of `model.named_modules()`, each the first module of a new stage
+    `layout`  how many layers each stage has, as in "Et*3|(tt|)*2,t|L"; see `penstock.layout`
+
+    The model is an `nn.Sequential`, with others inside it, or a decoder of transformers. The stages share their
+    modules with the model. Without a name there is one stage, of an `nn.Sequential` the model itself. Every
+    stage has `tied`: for each weight that several stages hold, its name by stage.
     """
+    if (at is None) == (layout is None):
+        given = "none of them is given" if at is None else "both are given"
+        raise PartitionError(f"split() takes either `at`, a list of names, or `layout`, and {given}")
     if isinstance(at, str):
         raise PartitionError(f"`at` is a list of names (given the text {printable(repr(at))}): write [{at!r}]")
-    names = list(at)
+    stages = _split_decoder(model, at, layout) if is_pretrained(model) else _split_sequential(model, at, layout)
+    note_tied_weights(stages)
+    return stages
+
+
+def _split_decoder(
+    model: nn.Module, at: Sequence[str] | None, layout: str | Layout | None
+) -> dict[int, nn.Module]:
+    decoder = Decoder(model)
+    if layout is not None:
+        return decoder.stages(parse_layout(str(layout), decoder.layers))
+    places = decoder.places
+    names = list(at or ())
+    known = [name for name in names if isinstance(name, str) and name in places]
+    beginnings = [name for name, place in places.items() if place]
+    faults = [_unknown(name, beginnings) for name in names if name not in known]
+    faults += _order_faults([(name, places[name]) for name in known])
+    if faults:
+        raise PartitionError("\n".join(faults))
+    bounds = [0, *(places[name][0] - 1 for name in names), decoder.layers]
+    return decoder.stages(layout_of_counts([end - start for start, end in pairwise(bounds)]))
+
+
+def _split_sequential(
+    model: nn.Module, at: Sequence[str] | None, layout: str | Layout | None
+) -> dict[int, nn.Module]:
+    if layout is not None:
+        _check_model(model)
+        names: Sequence[str] = _names_of_layout(model, layout)
+    else:
+        names = list(at or ())
     if not names:
         return {0: model}
     _check_model(model)
@@ -65,8 +108,31 @@ def split(model: nn.Module, at: Sequence[str]) -> dict[int, nn.Module]:
         _Part(_children_between(model, start, end), training=model.training, last=end is None)
         for start, end in zip(bounds, ends)
     ]
-    _check_ties(parts)
     return dict(enumerate(parts))
+
+
+def _names_of_layout(model: nn.Module, layout: str | Layout) -> list[str]:
+    """The first modules of the stages after the first, where one child of the model has all its layers."""
+    children = _children(model)
+    containers = [name for name, child in children.items() if _runs_in_order(child)]
+    if len(containers) != 1:
+        found = f"{len(containers)}: {_some(containers)}" if containers else "none"
+        raise PartitionError(
+            "a layout of an nn.Sequential needs one nn.Sequential inside that has the layers (t), between the "
+            f"embedding (E) and the head (L), and here there is {found}. Cut by names with `at=`"
+        )
+    names = list(children)
+    place = names.index(containers[0])
+    layers = [f"{containers[0]}.{name}" for name in _children(children[containers[0]])]
+    stages = parse_layout(str(layout), len(layers))
+    faults = []
+    if not place and not stages[0].layers:
+        faults.append(f"stage 0 has E alone, but nothing comes before the layers, {containers[0]!r}")
+    if place == len(names) - 1 and not stages[-1].layers:
+        faults.append(f"the last stage has L alone, but nothing comes after the layers, {containers[0]!r}")
+    if faults:
+        raise PartitionError("\n".join(faults))
+    return [layers[stage.layers[0]] if stage.layers else names[place + 1] for stage in stages[1:]]
 
 
 class _Part(nn.Sequential):
@@ -151,7 +217,7 @@ def _place(model: nn.Module, name: object) -> Place | str:
     """Where a stage with this first module begins, or what is wrong with the name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     if not isinstance(name, str) or name not in modules or not name:
-        return _unknown(model, name)
+        return _unknown(name, _names_to_cut_at(model))
     place: list[int] = []
     inside = ""
     for step in name.split("."):
@@ -168,8 +234,7 @@ def _place(model: nn.Module, name: object) -> Place | str:
     return tuple(place)
 
 
-def _unknown(model: nn.Module, name: object) -> str:
-    names = _names_to_cut_at(model)
+def _unknown(name: object, names: Sequence[str]) -> str:
     fault = f"there is no module {printable(repr(name))} in the model"
     if close := get_close_matches(str(name), names):
         return f"{fault}: did you mean {' or '.join(map(repr, close))}?"
@@ -230,23 +295,6 @@ def _container_faults(model: nn.Module, places: Sequence[Place]) -> list[str]:
 def _has_own_state(container: nn.Module) -> bool:
     tensors = [*container.parameters(recurse=False), *container.buffers(recurse=False)]
     return bool(tensors) or type(container).get_extra_state is not nn.Module.get_extra_state
-
-
-def _check_ties(parts: Sequence[nn.Module]) -> None:
-    homes: dict[int, list[tuple[str, int]]] = {}
-    for stage, part in enumerate(parts):
-        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
-            homes.setdefault(id(tensor), []).append((name, stage))
-    torn = [places for places in homes.values() if len({stage for _, stage in places}) > 1]
-    if torn:
-        told = "; ".join(
-            " and ".join(f"{name!r} in stage {stage}" for name, stage in places) for places in torn[:8]
-        )
-        more = f"; and {len(torn) - 8} more" if len(torn) > 8 else ""
-        raise PartitionError(
-            f"these are one tensor under several names: {told}{more}. Tied weights across stages are not "
-            "supported by split() yet: cut so that they land in one stage, or give each its own weights"
-        )
 
 
 def _some(names: Sequence[str]) -> str:

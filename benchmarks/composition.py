@@ -1,0 +1,146 @@
+"""Pipelines of sharded stages: Penstock and torch.distributed.pipelining, pp2 x fsdp2.
+
+    python -m benchmarks.composition
+
+The same transformer, the same fully_shard, the same run. Times are medians of steps, each as long as its
+slowest rank. Gathers and reductions are counted where FSDP2 makes them, and compared with the UNSHARD and
+REDUCE_GRAD actions of the schedule; every block is a parameter group of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as rival
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.multiprocessing.spawn import start_processes
+
+import penstock
+from benchmarks.modules import Block
+from benchmarks.runtime import RIVALS, SINGLE, _row, schedule_of, seconds
+from penstock.runtime import Pipeline
+
+MICROBATCHES, WIDTH, BLOCKS, STEPS = 8, 256, 8, 15
+GATHER, REDUCE = "foreach_all_gather", "foreach_reduce"
+
+
+def sharded(schedule: penstock.Schedule, mesh: DeviceMesh) -> Any:
+    stage = nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS // schedule.num_stages)))
+    for block in stage:
+        fully_shard(block, mesh=mesh["fsdp"], reshard_after_forward=False)
+    return fully_shard(stage, mesh=mesh["fsdp"], reshard_after_forward=False)
+
+
+def ours(schedule: penstock.Schedule, mesh: DeviceMesh, x: Tensor, y: Tensor) -> Callable[[], Any]:
+    own = schedule.placement.stages_of_rank[mesh.get_local_rank("pp")]
+    stages = [sharded(schedule, mesh) for _ in own]
+    pipeline = Pipeline(stages, schedule, loss=nn.functional.mse_loss, group=mesh["pp"])
+    return lambda: pipeline.step(x, target=y)
+
+
+def theirs(name: str, schedule: penstock.Schedule, mesh: DeviceMesh, x: Tensor, y: Tensor) -> Callable[[], Any]:
+    own = schedule.placement.stages_of_rank[mesh.get_local_rank("pp")]
+    count, group = schedule.num_stages, mesh.get_group("pp")
+    stages: Any = [
+        rival.PipelineStage(sharded(schedule, mesh), stage, count, torch.device("cpu"), group=group)
+        for stage in own
+    ]
+    runner: Any = RIVALS[name](
+        stages[0] if name in SINGLE else stages, schedule.microbatches, loss_fn=nn.functional.mse_loss
+    )
+    last = count - 1 in own
+
+    def step() -> None:
+        given = {"target": y, "losses": []} if last else {}
+        runner.step(*((x,) if 0 in own else ()), **given)
+
+    return step
+
+
+@contextmanager
+def counted(found: Counter[str]) -> Iterator[None]:
+    """Count FSDP's collectives in here."""
+
+    def counting(name: str) -> Any:
+        real = getattr(_fsdp_param_group, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return real(*args, **kwargs)
+
+        return patch.object(_fsdp_param_group, name, call)
+
+    with counting(GATHER), counting(REDUCE):
+        yield
+
+
+def promised(schedule: penstock.Schedule, rank: int) -> Counter[str]:
+    """What the schedule says about this rank."""
+    names = {penstock.Kind.UNSHARD: GATHER, penstock.Kind.REDUCE_GRAD: REDUCE}
+    kinds = [step.parts[0].kind for step in penstock.lower(schedule).ranks[rank]]
+    groups = BLOCKS // schedule.num_stages
+    return Counter(names[kind] for kind in kinds for _ in range(groups) if kind in names)
+
+
+def measure(tell: Callable[..., None]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+    x, y = (torch.randn(MICROBATCHES * 2, 64, WIDTH) for _ in range(2))
+    tell(
+        "schedule",
+        "penstock s",
+        "torch s",
+        "torch / penstock",
+        "gathers",
+        "as promised",
+        "torch's",
+        "reductions",
+    )
+    for name in RIVALS:
+        schedule = schedule_of(name, 2, MICROBATCHES)
+        runners = [ours(schedule, mesh, x, y), theirs(name, schedule, mesh, x, y)]
+        mine, other = seconds(*runners, steps=STEPS)
+        counts: list[Counter[str]] = [Counter(), Counter()]
+        for runner, count in zip(runners, counts):
+            with counted(count):
+                runner()
+        wanted = promised(schedule, mesh.get_local_rank("pp"))
+        tell(
+            name,
+            mine,
+            other,
+            other / mine,
+            *(f"{counts[0][each]}, {wanted[each]}, {counts[1][each]}" for each in (GATHER, REDUCE)),
+        )
+
+
+def worker(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="4")
+    dist.init_process_group("gloo")
+    measure(_row if rank == 0 else lambda *_: None)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    print("pp2 x fsdp2, 8 transformer blocks, 8 microbatches of 2 x 64 tokens (4 ranks, one thread each)")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start_processes(worker, (port,), 4, start_method="spawn")  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""Checkpoints under the names of the whole model, whatever the ranks and stages."""
+
+from penstock.runtime.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from penstock.runtime.checkpoints.safetensors_files import export_safetensors, import_safetensors
+
+__all__ = ["export_safetensors", "import_safetensors", "load_checkpoint", "save_checkpoint"]

@@ -1,0 +1,243 @@
+"""The other ranks that train the same stages on other data, and what this rank does together with them.
+
+A stage may be replicated in three ways, and a rank may mix them:
+
+    fully_shard, replicate   FSDP2 holds a part of each parameter; see `Shards`
+    DistributedDataParallel  its own reductions are held back, and one for the whole stage is made
+    `replicas=` of Pipeline  the same for modules that are wrapped in nothing
+
+Gradients are averaged over the replicas, once in a step, at REDUCE_GRAD.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.action import Kind
+from penstock.errors import PipelineError
+from penstock.runtime.rows import Row, rows_of
+from penstock.runtime.shards import Shards
+from penstock.schedule import Schedule
+
+__all__ = ["Replication"]
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+class Replication:
+    """How the stages of one rank are replicated."""
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        shards: Mapping[int, Shards],
+        replicas: dist.ProcessGroup | DeviceMesh | None,
+        schedule: Schedule,
+        rank: int,
+    ) -> None:
+        given = _group_of(replicas)
+        self.shards = shards
+        """The sharded parameters by stage."""
+        self._switches: list[tuple[Any, str, bool]] = []
+        self._rows: dict[int, list[tuple[Row, dist.ProcessGroup]]] = {}
+        self._under_way: list[tuple[Row, Tensor, dist.ProcessGroup, dist.Work]] = []
+        self._started: set[int] = set()
+        self.reduces = True
+        """Whether the step at hand reduces gradients; else it adds to what a later one will reduce."""
+        self.unreduced = False
+        """Whether there are gradients that no step has reduced yet."""
+        self._find_replicated(modules, given, _last_reduced(schedule, rank))
+        self.groups = self._data_groups(given)
+        """The process groups over which the data is shared out, one inside the other; none if it is not."""
+        self.count = math.prod(group.size() for group in self.groups)
+        """How many ranks train the same stages."""
+
+    # --- what is replicated, and how ---------------------------------------------------------------
+
+    def _find_replicated(
+        self, modules: Mapping[int, nn.Module], given: dist.ProcessGroup | None, order: Sequence[int]
+    ) -> None:
+        homes: dict[nn.Parameter, tuple[int, dist.ProcessGroup]] = {}
+        faults = []
+        for stage in sorted(modules, key=order.index if order else None):
+            module = modules[stage]
+            sharded: set[nn.Parameter] = self.shards[stage].parameters if stage in self.shards else set()
+            wrapped: dict[nn.Parameter, dist.ProcessGroup] = {}
+            for wrapper in self._wrappers_in(module):
+                _refuse_hooks(wrapper, stage)
+                wrapped.update(dict.fromkeys(wrapper.parameters(), wrapper.process_group))
+            alone = []
+            for name, parameter in module.named_parameters():
+                if parameter in sharded or not parameter.requires_grad:
+                    continue
+                group = wrapped.get(parameter, given)
+                if group is None:
+                    alone.append(name)
+                else:
+                    homes[parameter] = stage, group  # a tied weight is reduced with its last stage
+            if alone and (sharded or wrapped):
+                faults.append(f"  stage {stage}: {_some(alone)}")
+        if faults:
+            raise PipelineError(
+                "these parameters would be trained on the data of one rank alone, while others in their stage "
+                "are replicated or sharded; wrap the stage's own module, or give replicas=:\n"
+                + "\n".join(faults)
+            )
+        by_place: dict[tuple[int, dist.ProcessGroup], list[nn.Parameter]] = {}
+        for parameter, home in homes.items():
+            by_place.setdefault(home, []).append(parameter)
+        for (stage, group), parameters in by_place.items():
+            self._rows.setdefault(stage, []).extend((row, group) for row in rows_of(parameters))
+
+    def _wrappers_in(self, module: nn.Module) -> Iterator[DistributedDataParallel]:
+        """Those of DistributedDataParallel, and their switches that hold reductions back."""
+        composable = sys.modules.get("torch.distributed._composable.replicate")
+        for part in module.modules():
+            wrapper = part
+            if composable is not None and isinstance(part, composable.DDP):  # a wrapper beside the module
+                state = composable.replicate.state(part)
+                if state._init_args:  # noqa: SLF001 -- torch leaves it until the first forward
+                    state.lazy_init()
+                wrapper = state._ddp  # noqa: SLF001
+                self._switches.append((state, "_no_sync", True))  # it sets the wrapper's own at every forward
+            if isinstance(wrapper, DistributedDataParallel):
+                self._switches.append((wrapper, "require_backward_grad_sync", False))
+                yield wrapper
+
+    def _data_groups(self, given: dist.ProcessGroup | None) -> Groups:
+        """Over whom batches are shared out; all stages must say the same."""
+        found: dict[tuple[int, ...], Groups] = {}
+        for groups in (
+            *(groups for shards in self.shards.values() for groups in shards.data_groups()),
+            *((group,) for rows in self._rows.values() for _, group in rows),
+        ):
+            found.setdefault(_ranks_of(groups), groups)
+        if given is not None:
+            everyone = set(dist.get_process_group_ranks(given))
+            if strangers := sorted({rank for ranks in found for rank in ranks} - everyone):
+                raise PipelineError(
+                    f"replicas= has world ranks {_listed(sorted(everyone))}, but stages are sharded or "
+                    f"replicated with rank {_listed(strangers)} as well: replicas= names all ranks that train "
+                    "the same stages; to replicate shards, give fully_shard a mesh of two dimensions"
+                )
+            return (given,)
+        if len(found) > 1:
+            told = "; ".join(f"world ranks {_listed(ranks)}" for ranks in found)
+            raise PipelineError(
+                f"the stages of this rank are replicated over different ranks ({told}): say with replicas= "
+                "which ranks share out the data"
+            )
+        return next(iter(found.values()), ())
+
+    # --- in a step ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def driven(self, *, reduces: bool) -> Iterator[None]:
+        """Reductions of wrappers and FSDP are held back in here."""
+        self.reduces = reduces
+        self._started.clear()
+        before = [getattr(of, switch) for of, switch, _ in self._switches]
+        with ExitStack() as held:
+            for shards in self.shards.values():
+                held.enter_context(shards.driven())
+            try:
+                for of, switch, value in self._switches:
+                    setattr(of, switch, value)
+                yield
+            finally:
+                for (of, switch, _), value in zip(self._switches, before):
+                    setattr(of, switch, value)
+
+    def has(self, kind: Kind, stage: int) -> bool:
+        """Whether an action of this kind has anything to do for a stage."""
+        return stage in self.shards or (kind is Kind.REDUCE_GRAD and stage in self._rows)
+
+    def reduce(self, stage: int) -> None:
+        """REDUCE_GRAD: begin to average the gradients of a stage."""
+        if not self.reduces or stage in self._started:
+            return
+        self._started.add(stage)
+        if stage in self.shards:
+            self.shards[stage].reduce()
+        for row, group in self._rows.get(stage, ()):
+            numbers = row.packed()
+            work = dist.all_reduce(numbers, group=group, async_op=True)
+            assert work is not None
+            self._under_way.append((row, numbers, group, work))
+
+    def finish(self, *, trained: bool) -> None:
+        """The end of a step: what was begun is waited for, what the schedule left out is done."""
+        if trained and self.reduces:
+            for stage in self._rows:
+                self.reduce(stage)
+        for shards in self.shards.values():
+            shards.finish(reduces=trained and self.reduces)
+        for row, numbers, group, work in self._under_way:
+            work.wait()
+            row.unpack(numbers, 1 / group.size())
+        self._under_way.clear()
+        if trained:
+            self.unreduced = not self.reduces and self.count > 1
+
+    def drop(self) -> None:
+        """A step failed."""
+        self._under_way.clear()
+        self.unreduced = False
+        for shards in self.shards.values():
+            shards.drop()
+
+    def total(self, numbers: Tensor, device: torch.device) -> Tensor:
+        """The sum of these numbers over all replicas."""
+        if not self.groups:
+            return numbers
+        moved = numbers.to(device)
+        for group in self.groups:
+            dist.all_reduce(moved, group=group)
+        return moved.to(numbers.device)
+
+
+def _group_of(replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if not isinstance(replicas, DeviceMesh):
+        return replicas
+    if replicas.ndim != 1:
+        raise PipelineError(
+            f"replicas= is a mesh of {replicas.ndim} dimensions ({', '.join(replicas.mesh_dim_names or ())}); "
+            'give one of them, such as mesh["dp"]'
+        )
+    return replicas.get_group()
+
+
+def _refuse_hooks(wrapper: DistributedDataParallel, stage: int) -> None:
+    if wrapper._comm_hooks:  # noqa: SLF001
+        raise PipelineError(
+            f"stage {stage} is wrapped in DistributedDataParallel with a communication hook, which would not "
+            "be called: a pipeline reduces the gradients of a stage at once"
+        )
+
+
+def _last_reduced(schedule: Schedule, rank: int) -> list[int]:
+    """The stages of a rank in the order of their REDUCE_GRAD; empty if there are none."""
+    return [step.parts[0].stage for step in schedule.ranks[rank] if step.parts[0].kind is Kind.REDUCE_GRAD]
+
+
+def _ranks_of(groups: Groups) -> tuple[int, ...]:
+    """All ranks that can be reached through these groups, one after the other, as far as this rank knows."""
+    return tuple(sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)}))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")

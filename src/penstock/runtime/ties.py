@@ -1,0 +1,201 @@
+"""Weights that several stages hold, such as an embedding that is also the output head.
+
+    on one rank       the stages hold the very same parameter, so there is nothing to do
+    on several ranks  each has a copy; after a step the gradients are summed over the holders, so that
+                      optimizers that do the same keep the copies the same, which is checked at every step
+
+A tie is a mapping from stage to the name of the weight in it, as in {0: "embed.weight", 3: "head.weight"}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PipelineError
+from penstock.runtime.dtensors import is_dtensor
+from penstock.runtime.links import Links
+from penstock.runtime.rows import Row, local
+from penstock.runtime.shards import Shards
+from penstock.runtime.wrappers import named_parameters
+from penstock.schedule import Schedule
+
+__all__ = ["Tie", "Ties", "find_ties"]
+
+Tie = Mapping[int, str]
+
+
+def find_ties(
+    declared: Iterable[Tie], stages: Mapping[int, nn.Module] | Sequence[nn.Module], count: int
+) -> tuple[dict[int, str], ...]:
+    """The ties that were declared, that `split` found, and those of stages that share a parameter here."""
+    known = [dict(sorted(tie.items())) for tie in declared]
+    faults = [
+        f"a tie names at least two of the stages 0 to {count - 1}: {tie} does not"
+        for tie in known
+        if len(tie) < 2 or not all(stage in range(count) for stage in tie)
+    ]
+    if faults:
+        raise PipelineError("\n".join(faults))
+    modules = stages.values() if isinstance(stages, Mapping) else stages
+    for module in modules:
+        known += [dict(tie) for tie in getattr(module, "tied", ())]
+    if isinstance(stages, Mapping):
+        known += _shared(stages)
+    found: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
+    for tie in known:
+        found.setdefault(tuple(sorted(tie.items())), tie)
+    return tuple(found[key] for key in sorted(found))
+
+
+def _shared(stages: Mapping[int, nn.Module]) -> Iterator[dict[int, str]]:
+    """One parameter in several of these stages."""
+    homes: dict[nn.Parameter, dict[int, str]] = {}
+    for stage in sorted(stages):
+        for name, parameter in named_parameters(stages[stage]):
+            homes.setdefault(parameter, {}).setdefault(stage, name)
+    return (tie for tie in homes.values() if len(tie) > 1)
+
+
+class Ties:
+    """The ties of a pipeline as one rank sees them."""
+
+    def __init__(
+        self,
+        ties: Sequence[Tie],
+        modules: Mapping[int, nn.Module],
+        shards: Mapping[int, Shards],
+        schedule: Schedule,
+        rank: int,
+    ) -> None:
+        self.all = tuple(ties)
+        self._modules, self._shards = modules, shards
+        hosts = schedule.placement.stage_to_rank
+        self._refuse_missing()
+        self._shared_by: list[tuple[Tie, tuple[int, ...]]] = []
+        """The ties of this rank that others have a part in, with the ranks that do."""
+        for tie in ties:
+            own = self._own_stages(tie)
+            for stage in own[1:]:
+                self._unite(tie, own[0], stage)
+            if own and len(ranks := _ranks_of(tie, hosts)) > 1:
+                self._shared_by.append((tie, ranks))
+        self.counted_elsewhere = {parameter for tie, _, parameter in self._own() if hosts[min(tie)] != rank}
+        """The parameters of this rank that another rank counts, where each is to be counted once."""
+        self.holders = sorted({ranks for tie in ties if len(ranks := _ranks_of(tie, hosts)) > 1})
+        """All sets of ranks that hold a weight together, the same on every rank."""
+        self._settled: dict[nn.Parameter, Tensor | None] = {}
+        self.unsummed = False
+        """Whether there are gradients that no step has summed yet."""
+
+    def _refuse_missing(self) -> None:
+        faults = []
+        for tie in self.all:
+            for stage, name in tie.items():
+                if stage in self._modules and name not in dict(named_parameters(self._modules[stage])):
+                    faults.append(f"tied weight {name!r} of stage {stage}: there is no such parameter in it")
+        if faults:
+            raise PipelineError("\n".join(faults))
+
+    def _parameter(self, tie: Tie, stage: int) -> nn.Parameter:
+        """The parameter as it is now: it may have been replaced, by sharding for example."""
+        return dict(named_parameters(self._modules[stage]))[tie[stage]]
+
+    def _unite(self, tie: Tie, first: int, second: int) -> None:
+        """Let two stages of this rank hold the very same parameter."""
+        kept, other = self._parameter(tie, first), self._parameter(tie, second)
+        if kept is other:
+            return
+        if _looks(kept) != _looks(other):
+            raise PipelineError(
+                f"tied weights look different: {tie[first]!r} of stage {first} is {_looks(kept)}, "
+                f"{tie[second]!r} of stage {second} is {_looks(other)}"
+            )
+        if not torch.equal(local(kept), local(other)):
+            raise PipelineError(_diverged(tie, [first, second]))
+        if second in self._shards:
+            self._shards[second].hold(kept, self._shards[first], other)
+            return
+        for module in self._modules[second].modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter is other:
+                    setattr(module, name, kept)
+
+    # --- between ranks -----------------------------------------------------------------------------
+
+    def looks(self) -> dict[str, str]:
+        """What all holders must agree on: for each tie that this rank shares, what its weight looks like."""
+        return {str(dict(tie)): ", ".join(_looks(parameter)) for tie, _, parameter in self._own()}
+
+    def _own(self) -> Iterator[tuple[Tie, tuple[int, ...], nn.Parameter]]:
+        for tie, ranks in self._shared_by:
+            yield tie, ranks, self._parameter(tie, self._own_stages(tie)[0])
+
+    def _own_stages(self, tie: Tie) -> list[int]:
+        return [stage for stage in tie if stage in self._modules]
+
+    def begin(self, links: Links | None) -> None:
+        """Before a step: the copies must be the same, and gradients that are summed already are put aside."""
+        if links is None:
+            return
+        for tie, ranks, parameter in self._own():
+            mark = _mark_of(parameter)
+            spread = links.largest(torch.stack([mark, -mark]), ranks)
+            if int(spread[0]) != -int(spread[1]):
+                raise PipelineError(_diverged(tie, sorted(tie)))
+            if not self.unsummed:
+                self._settled[parameter], parameter.grad = parameter.grad, None
+            elif parameter.grad is None:  # somebody has set it to zero since
+                self._settled[parameter] = None
+
+    def finish(self, links: Links | None, *, sums: bool) -> None:
+        """After a step: every holder gets the sum of all gradients, unless more are to come."""
+        self.unsummed = not sums and bool(self._shared_by)
+        if links is None or not sums:
+            return
+        for _, ranks, parameter in self._own():
+            row = Row([parameter])
+            row.unpack(links.summed(row.packed(), ranks))
+            before = self._settled.pop(parameter, None)
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+
+    def drop(self) -> None:
+        """A step failed: gradients that were put aside come back."""
+        for parameter, before in self._settled.items():
+            parameter.grad = before
+        self._settled.clear()
+        self.unsummed = False
+
+
+def _ranks_of(tie: Tie, hosts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({hosts[stage] for stage in tie}))
+
+
+def _looks(parameter: Tensor) -> tuple[str, ...]:
+    """Shape, type, and how it is shared out."""
+    shown = [str(list(parameter.shape)), str(parameter.dtype).removeprefix("torch.")]
+    if is_dtensor(parameter):
+        mesh = parameter.device_mesh
+        shown += [f"placed {parameter.placements}", f"on a mesh of {list(mesh.shape)}"]
+    return tuple(shown)
+
+
+def _mark_of(parameter: Tensor) -> Tensor:
+    """A number that changes when any bit of the weight does, but for rare accidents."""
+    numbers = local(parameter.detach()).contiguous().reshape(-1)
+    if not numbers.numel():
+        return torch.zeros((), dtype=torch.int64, device=numbers.device)
+    size = numbers.element_size()
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    return numbers.view(integer).sum(dtype=torch.int64) & (2**62 - 1)  # so that it has a negative
+
+
+def _diverged(tie: Tie, stages: Sequence[int]) -> str:
+    told = " and ".join(f"{tie[stage]!r} of stage {stage}" for stage in stages)
+    return (
+        f"tied weights have diverged: {told} must hold the same numbers, and do not. Start them from the same "
+        "numbers (the same seed or checkpoint on every rank), and train them with the same optimizer options"
+    )
