@@ -28,6 +28,7 @@ format: .venv/dev
 bench: .venv/dev
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.runtime
+	$(BIN)/python -m benchmarks.composition
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

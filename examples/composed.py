@@ -70,7 +70,7 @@ def main() -> None:
     with Pipeline(mine, schedule, loss=loss, group=mesh["pp"], replicas=replicas) as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01, foreach=False)
         shares = [name for name in ("dp", "fsdp") if name in sizes]
-        torch.manual_seed(1 + sum(mesh.get_local_rank(name) for name in shares))  # every replica has its own data
+        torch.manual_seed(1 + sum(map(mesh.get_local_rank, shares)))  # every replica has its own data
         text = torch.randint(CONFIG.vocab_size, (ROWS, LENGTH + 1))
         for step in range(5):
             result = pipeline.step(text[:, :-1], target=text[:, 1:])

@@ -61,6 +61,7 @@ class Pipeline:
     `microbatches`  how many; needed with a family's name
     `loss`        called with the last stage's output and, if there is one, the target; gives one number
     `tokens`      counts the tokens of a microbatch's target; the loss is then weighted by them
+    `average`     whether the loss of a step is the mean of the microbatches' losses, or else their sum
     `group`       a process group or one dimension of a DeviceMesh; all ranks unless given
     `replicas`    the same: the ranks that train copies of this rank's stages on other data; not needed for
                   modules that are wrapped in DistributedDataParallel, replicate or fully_shard
@@ -81,6 +82,7 @@ class Pipeline:
         microbatches: int | None = None,
         loss: Callable[..., Tensor] | None = None,
         tokens: Callable[[Any], int] | None = None,
+        average: bool = True,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         replicas: dist.ProcessGroup | DeviceMesh | None = None,
         tied: Sequence[Tie] = (),
@@ -93,6 +95,8 @@ class Pipeline:
     ) -> None:
         if not timeout > 0:
             raise PipelineError(f"a timeout is a number of seconds above 0 (given {timeout!r})")
+        if tokens is not None and not average:
+            raise PipelineError("average=False adds the losses up, but `tokens` weighs them for a mean: give one")
         members, rank = setup.members_of(group)
         self.schedule = setup.lowered(setup.chosen_schedule(schedule, stages, len(members), microbatches))
         """The schedule that runs, with all its communication."""
@@ -120,6 +124,7 @@ class Pipeline:
         """Scales the loss; a `GradScaler` puts itself here."""
         self._reduces = True
         self._loss, self._tokens, self._checks = loss, tokens, check_finite
+        self._share = 1 / self.schedule.microbatches if average else 1.0
         self._batcher = Batcher(self.schedule.microbatches, split, merge)
         self._live = Live()
         self._modules = modules
@@ -349,10 +354,9 @@ class Pipeline:
             raise PipelineError("step() computes gradients, but they are switched off here; use eval()")
         if mode == "step" and self._loss is None and self._has_last:
             raise PipelineError("step() needs a loss: give `loss=` to Pipeline, or use eval()")
-        m = self.schedule.microbatches
         split_args, split_kwargs = self._batcher.arguments(args if 0 in self._modules else (), kwargs)
         targets = None if target is None or not self._has_last else self._batcher.target(target)
-        weights = [1 / m] * m
+        weights = [self._share] * self.schedule.microbatches
         if self._tokens is not None and targets is not None:
             weights = self._token_shares([int(self._tokens(part)) for part in targets])
         return StepInputs(
