@@ -19,7 +19,8 @@ def run(ranks: int, example: str, *arguments: str) -> list[str]:
     answer = subprocess.run(  # noqa: S603 -- our own examples
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
-            *(EXAMPLES / example, *arguments),
+            str(EXAMPLES / example),
+            *arguments,
         ],
         capture_output=True,
         check=False,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import Schedule
 from penstock.runtime import Pipeline
+from tests.distributed.meshes import mesh_of_ranks
 from tests.distributed.reference import Outcome, differences
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS = 24, 16, 4, 6, 2
@@ -183,22 +184,17 @@ def train_alone(case: Composed) -> Alone:
 
 # --- composed --------------------------------------------------------------------------------------
 
-_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
-
 
 def mesh_of(case: Composed) -> DeviceMesh:
-    """Pp is the outermost, tp the innermost; made once."""
-    names: tuple[str, ...] = ("pp",)
-    shape: tuple[int, ...] = (case.schedule.num_ranks,)
+    """Pp is the outermost, tp the innermost."""
+    sizes = {"pp": case.schedule.num_ranks}
     if case.data == "hsdp":
-        names, shape = (*names, "replicate", "shard"), (*shape, 2, case.replicas // 2)
+        sizes |= {"replicate": 2, "shard": case.replicas // 2}
     elif case.data:
-        names, shape = (*names, "data"), (*shape, case.replicas)
+        sizes["data"] = case.replicas
     if case.tp > 1:
-        names, shape = (*names, "tp"), (*shape, case.tp)
-    if (names, shape) not in _meshes:
-        _meshes[names, shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    return _meshes[names, shape]
+        sizes["tp"] = case.tp
+    return mesh_of_ranks(**sizes)
 
 
 def parallelized(case: Composed, stage: nn.Module, mesh: DeviceMesh) -> nn.Module:

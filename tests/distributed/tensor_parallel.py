@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
 
 from penstock import Schedule
 from penstock.runtime import Pipeline
+from tests.distributed.meshes import mesh_of_ranks
 from tests.distributed.models import TASKS
 from tests.distributed.reference import TIMEOUT, Outcome, differences, optimizer_of, train_plainly
 from tests.distributed.tensor_models import (
@@ -61,9 +62,8 @@ WAYS = {
 }
 
 
-@cache
 def mesh_of(pp: int, dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    return mesh_of_ranks(pp=pp, dp=dp, tp=tp)
 
 
 # --- training --------------------------------------------------------------------------------------

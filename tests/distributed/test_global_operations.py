@@ -23,6 +23,7 @@ from tests.distributed.composition import (
     stages_of,
 )
 from tests.distributed.conftest import Pools
+from tests.distributed.meshes import mesh_of_ranks
 
 ZBV = build("zbv", ranks=2, microbatches=4)
 NORMS = (2.0, 1.0, 3.0, torch.inf, -torch.inf, 0.0)
@@ -256,7 +257,7 @@ class Choosy(nn.Module):
 
 def unused() -> dict[str, bool]:
     """Which parameters have a gradient; replica 1 never uses one of them."""
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = mesh_of_ranks(pp=2, dp=2)
     torch.manual_seed(0)
     first = nn.Linear(4, 4)
     stages: dict[int, nn.Module] = {0: first, 1: Choosy()}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -21,12 +21,13 @@ from penstock.errors import StepFailedError
 from penstock.runtime import Pipeline
 from tests.distributed.composition import Composed, batch_of, data_place, gradients, pipeline_of
 from tests.distributed.conftest import Pools
+from tests.distributed.meshes import mesh_of_ranks
 
 SCHEDULE = build("1f1b", ranks=2, microbatches=2)
 
 
 def mesh_of_four() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    return mesh_of_ranks(pp=2, dp=2)
 
 
 def stage() -> nn.Sequential:

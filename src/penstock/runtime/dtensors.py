@@ -38,10 +38,10 @@ def local_part(tensor: DTensor) -> Tensor:
         return tensor.to_local()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(value: Any) -> Any:
     """All of it, without its graph; of a DTensor, all ranks of its mesh must ask at once."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    value = value.detach() if isinstance(value, Tensor) else value
+    return value.full_tensor() if is_dtensor(value) else value
 
 
 class _Look(NamedTuple):

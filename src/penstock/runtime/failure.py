@@ -23,11 +23,13 @@ def cause_of(error: BaseException, program: Program, rank: int, step: int, waits
     kind, message, details = "exception", _last_line(error), _traceback(error)
     if isinstance(error, KeyboardInterrupt):
         kind, message, details = "interrupted", "KeyboardInterrupt", ""
-    elif isinstance(error, RuntimeError) and program.communicates:
+    elif isinstance(error, RuntimeError) and (program.communicates or (at is None and waits_for)):
         late = "Timed out" in message
         kind, details = ("timeout", "") if late else ("lost", "")
         why = "it did not come in time" if late else "the connection broke: that process is gone"
         waited = "had done all its steps and waited" if program.finished else f"waited in {at}"
+        if at is None:
+            waited = "waited before its first action"
         message = f"rank {rank} {waited} for {waits_for}, and {why}"
     stage, microbatch = (None, None) if part is None else (part.stage, part.microbatch)
     return Cause(rank, kind, step, "" if at is None else str(at), stage, microbatch, message, details)

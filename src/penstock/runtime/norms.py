@@ -67,8 +67,8 @@ def _with_gradients(modules: Mapping[int, nn.Module]) -> list[_Named]:
 
 def _norms(parameters: Iterable[nn.Parameter], p: float) -> list[Tensor]:
     """The norm of each gradient, of all its parts."""
-    gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
-    norms = [torch.linalg.vector_norm(local(gradient), p) for gradient in gradients]
+    gradients = [_complete(parameter.grad.detach()) for parameter in parameters if parameter.grad is not None]
+    norms = [_norm(local(gradient), p) for gradient in gradients]
     by_group: dict[dist.ProcessGroup, list[int]] = {}
     for place, gradient in enumerate(gradients):
         for group in _groups_of_parts(gradient):
@@ -80,16 +80,31 @@ def _norms(parameters: Iterable[nn.Parameter], p: float) -> list[Tensor]:
     return norms
 
 
+def _norm(part: Tensor, p: float) -> Tensor:
+    """Of one part; a rank may have got none of the numbers, which is no reason to leave the others waiting."""
+    if not part.numel() and not 0 <= p < torch.inf:
+        return part.new_tensor(0.0 if p > 0 else torch.inf)
+    norm: Tensor = torch.linalg.vector_norm(part, p)
+    return norm
+
+
+def _complete(gradient: Tensor) -> Tensor:
+    """The gradient with its sums finished: those of sequence-parallel norms are spread over their ranks."""
+    if not is_dtensor(gradient) or not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 -- loaded by whoever made the DTensor
+
+    placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
+    finished: Tensor = gradient.redistribute(placements=placements)
+    return finished
+
+
 def _groups_of_parts(gradient: Tensor) -> list[dist.ProcessGroup]:
     """The groups whose ranks hold different parts of a gradient."""
     if not is_dtensor(gradient):
         return []
     found = []
     for dimension, placement in enumerate(gradient.placements):
-        if placement.is_partial():
-            raise PipelineError(
-                f"a gradient is an unfinished sum ({gradient.placements}), whose norm is not known"
-            )
         if not placement.is_replicate():
             found.append(gradient.device_mesh.get_group(dimension))
     return found

@@ -29,6 +29,7 @@ from penstock.action import Kind
 from penstock.errors import PipelineError
 from penstock.runtime import setup
 from penstock.runtime.buffers import Pool
+from penstock.runtime.dtensors import whole
 from penstock.runtime.hanging_up import hang_up
 from penstock.runtime.losses import Losses
 from penstock.runtime.microbatches import Batcher
@@ -96,7 +97,7 @@ class Pipeline:
         if not timeout > 0:
             raise PipelineError(f"a timeout is a number of seconds above 0 (given {timeout!r})")
         if tokens is not None and not average:
-            raise PipelineError("average=False adds the losses up, but `tokens` weighs them for a mean: give one")
+            raise PipelineError("average=False adds losses up, but tokens= weighs them for a mean: give one")
         members, rank = setup.members_of(group)
         self.schedule = setup.lowered(setup.chosen_schedule(schedule, stages, len(members), microbatches))
         """The schedule that runs, with all its communication."""
@@ -106,9 +107,10 @@ class Pipeline:
         ties = find_ties(tied, stages, self.schedule.num_stages)
         self.device = torch.device(device) if device is not None else setup.device_of(modules.values())
         """Where the messages are."""
-        shards = shards_by_stage(modules)
+        self._trained = setup.with_loss(modules, loss, self.schedule.num_stages - 1)
+        shards = shards_by_stage(self._trained)
         self._ties = Ties(ties, modules, shards, self.schedule, rank)
-        self._replication = Replication(modules, shards, replicas, self.schedule, rank)
+        self._replication = Replication(self._trained, shards, replicas, self.schedule, rank)
         self._plan = Plan(
             self.schedule,
             rank,
@@ -167,7 +169,13 @@ class Pipeline:
 
         It builds no graph and changes no gradient, no buffer and no random state.
         """
-        with torch.no_grad(), evaluating(self._modules.values()), kept_random_state(self._plan.device):
+        # parameters that are gathered in inference mode could not be trained later
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            evaluating(self._modules.values()),
+            kept_random_state(self._plan.device),
+        ):
             return self._run("eval", args, kwargs, target, return_outputs=return_outputs)
 
     @contextmanager
@@ -187,13 +195,9 @@ class Pipeline:
         Every rank calls it and gets the norm they had, which is that of one process: tied weights count once,
         sharded ones as a whole.
         """
-        if self._replication.unreduced or self._ties.unsummed:
-            raise PipelineError(
-                "the gradients are not complete: the last step was inside accumulate(), and only the next step "
-                "outside of it sums them over all ranks"
-            )
+        self.refuse_incomplete()
         return clip_grad_norm(
-            self._modules,
+            self._trained,
             self._ties.counted_elsewhere,
             self._connect().links,
             float(max_norm),
@@ -201,10 +205,18 @@ class Pipeline:
             error_if_nonfinite=error_if_nonfinite,
         )
 
+    def refuse_incomplete(self) -> None:
+        """Raise if there are gradients that are not summed over all ranks yet."""
+        if self._replication.unreduced or self._ties.unsummed:
+            raise PipelineError(
+                "the gradients are not complete: the last step was inside accumulate(), and only the next step "
+                "outside of it sums them over all ranks"
+            )
+
     def largest_anywhere(self, numbers: Tensor) -> Tensor:
         """The largest of these on all ranks that train this model, be it other stages, shards or replicas."""
         found = numbers.clone()
-        for group in sharing_groups(self._modules.values(), self._replication.groups):
+        for group in sharing_groups(self._trained.values(), self._replication.groups):
             dist.all_reduce(found, dist.ReduceOp.MAX, group)
         links = self._connect().links
         if links is not None:
@@ -228,8 +240,8 @@ class Pipeline:
         return self._modules
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, each once: what to give to an optimizer."""
-        return iter(dict.fromkeys(p for module in self._modules.values() for p in module.parameters()))
+        """The parameters of this rank's stages and of the loss, each once: what to give to an optimizer."""
+        return iter(dict.fromkeys(p for module in self._trained.values() for p in module.parameters()))
 
     @property
     def ties(self) -> tuple[Tie, ...]:
@@ -283,8 +295,9 @@ class Pipeline:
             for index, module in self._modules.items()
         }
         self._say_what_is_compiled()
-        for index, shards in self._replication.shards.items():
-            self._stages[index].shards = shards
+        for index, stage in self._stages.items():
+            stage.shards = self._replication.shards.get(index)
+            stage.is_replicated = self._replication.count > 1
         if self._has_last:
             self._stages[count - 1].loss = self._loss
         wiring = Wiring(self._plan, self._stages, self._pool)
@@ -320,7 +333,9 @@ class Pipeline:
                 stage.begin(inputs)
             losses.begin()
             if mode == "step":
+                wiring.waiting = "the other holders of its tied weights"
                 self._ties.begin(wiring.links)
+            wiring.waiting = ""
             with self._replication.driven(reduces=self._reduces):
                 if self._recorder is not None:
                     self._recorder(program)
@@ -358,7 +373,7 @@ class Pipeline:
         targets = None if target is None or not self._has_last else self._batcher.target(target)
         weights = [self._share] * self.schedule.microbatches
         if self._tokens is not None and targets is not None:
-            weights = self._token_shares([int(self._tokens(part)) for part in targets])
+            weights = self._token_shares([int(whole(self._tokens(part))) for part in targets])
         return StepInputs(
             split_args,
             split_kwargs,

@@ -155,7 +155,13 @@ class Program:
             return one_after_the_other
         stages = self._wires.stages
         parts = tuple(Custom(part, stages, work) for part, work in zip(step.parts, works))
-        return partial(function, Custom(step, stages, one_after_the_other, parts))
+        custom = Custom(step, stages, one_after_the_other, parts)
+
+        def stood_in() -> None:
+            function(custom)
+            self.part = 0
+
+        return stood_in
 
     def _noted(self, number: int, work: Callable[[], None] | None) -> Callable[[], None]:
         """The work of a part of a pair, which is then known to be at hand."""

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.action import Kind
 from penstock.errors import PipelineError
-from penstock.runtime.rows import Row, rows_of
+from penstock.runtime.rows import Row, mark_of, rows_of
 from penstock.runtime.shards import Shards
 from penstock.schedule import Schedule
 
@@ -48,15 +48,23 @@ class Replication:
         given = _group_of(replicas)
         self.shards = shards
         """The sharded parameters by stage."""
+        self._modules, self._given = modules, given
+        self._order = _last_reduced(schedule, rank)
         self._switches: list[tuple[Any, str, bool]] = []
-        self._rows: dict[int, list[tuple[Row, dist.ProcessGroup]]] = {}
-        self._under_way: list[tuple[Row, Tensor, dist.ProcessGroup, dist.Work]] = []
+        self._wrappers = {stage: list(self._wrappers_in(stage)) for stage in modules}
+        self._rows: dict[int, list[tuple[Row, dist.ProcessGroup]]]
+        self._under_way: list[tuple[Row, Tensor, dist.Work]] = []
         self._started: set[int] = set()
         self.reduces = True
         """Whether the step at hand reduces gradients; else it adds to what a later one will reduce."""
         self.unreduced = False
         """Whether there are gradients that no step has reduced yet."""
-        self._find_replicated(modules, given, _last_reduced(schedule, rank))
+        self._known: dict[nn.Parameter, bool]
+        self._copies: list[tuple[str, nn.Parameter, dist.ProcessGroup]]
+        """What other ranks hold as well: where, and who does."""
+        self._same = False
+        """Whether those were found to be the same everywhere."""
+        self._find_replicated()
         self.groups = self._data_groups(given)
         """The process groups over which the data is shared out, one inside the other; none if it is not."""
         self.count = math.prod(group.size() for group in self.groups)
@@ -64,28 +72,27 @@ class Replication:
 
     # --- what is replicated, and how ---------------------------------------------------------------
 
-    def _find_replicated(
-        self, modules: Mapping[int, nn.Module], given: dist.ProcessGroup | None, order: Sequence[int]
-    ) -> None:
+    def _find_replicated(self) -> None:
+        """What is reduced with whom; done again when parameters were replaced, frozen or unfrozen."""
+        self._known, self._same = self._parameters_now(), False
+        self._copies = [copy for shards in self.shards.values() for copy in shards.copies()]
         homes: dict[nn.Parameter, tuple[int, dist.ProcessGroup]] = {}
         faults = []
-        for stage in sorted(modules, key=order.index if order else None):
-            module = modules[stage]
-            sharded: set[nn.Parameter] = self.shards[stage].parameters if stage in self.shards else set()
-            wrapped: dict[nn.Parameter, dist.ProcessGroup] = {}
-            for wrapper in self._wrappers_in(module):
-                _refuse_hooks(wrapper, stage)
-                wrapped.update(dict.fromkeys(wrapper.parameters(), wrapper.process_group))
+        for stage in sorted(self._modules, key=self._order.index if self._order else None):
+            wrapped = {
+                p: wrapper.process_group for wrapper in self._wrappers[stage] for p in wrapper.parameters()
+            }
             alone = []
-            for name, parameter in module.named_parameters():
-                if parameter in sharded or not parameter.requires_grad:
+            for name, parameter in self._modules[stage].named_parameters():
+                group = wrapped.get(parameter, self._given)
+                if parameter not in self._known:  # then it is sharded
                     continue
-                group = wrapped.get(parameter, given)
-                if group is None:
-                    alone.append(name)
-                else:
+                if group is not None:
+                    self._copies.append((f"{name} of stage {stage}", parameter, group))
                     homes[parameter] = stage, group  # a tied weight is reduced with its last stage
-            if alone and (sharded or wrapped):
+                elif parameter.requires_grad:
+                    alone.append(name)
+            if alone and (stage in self.shards or wrapped):
                 faults.append(f"  stage {stage}: {_some(alone)}")
         if faults:
             raise PipelineError(
@@ -93,16 +100,36 @@ class Replication:
                 "are replicated or sharded; wrap the stage's own module, or give replicas=:\n"
                 + "\n".join(faults)
             )
-        by_place: dict[tuple[int, dist.ProcessGroup], list[nn.Parameter]] = {}
-        for parameter, home in homes.items():
-            by_place.setdefault(home, []).append(parameter)
-        for (stage, group), parameters in by_place.items():
-            self._rows.setdefault(stage, []).extend((row, group) for row in rows_of(parameters))
+        self._rows = _rows_by_stage(homes)
 
-    def _wrappers_in(self, module: nn.Module) -> Iterator[DistributedDataParallel]:
+    def _parameters_now(self) -> dict[nn.Parameter, bool]:
+        """Those that are not sharded, and which of them are trained."""
+        sharded = {parameter for shards in self.shards.values() for parameter in shards.parameters}
+        everyone = (parameter for module in self._modules.values() for parameter in module.parameters())
+        return {parameter: parameter.requires_grad for parameter in everyone if parameter not in sharded}
+
+    def _refuse_different(self) -> None:
+        """Averaged gradients train the replicas of a model only if these hold the same numbers."""
+        by_group: dict[dist.ProcessGroup, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter, group in self._copies:
+            by_group.setdefault(group, []).append((name, parameter))
+        different = []
+        for group, named in by_group.items():
+            marks = torch.stack([mark_of(parameter) for _, parameter in named])
+            spread = torch.stack([marks, -marks])
+            dist.all_reduce(spread, dist.ReduceOp.MAX, group)
+            different += [name for (name, _), most, least in zip(named, *spread.tolist()) if most != -least]
+        if different:
+            raise PipelineError(
+                f"replicas must hold the same numbers, but those of {_some(different)} differ: start every "
+                "replica from the same seed or checkpoint"
+            )
+        self._same = True
+
+    def _wrappers_in(self, stage: int) -> Iterator[DistributedDataParallel]:
         """Those of DistributedDataParallel, and their switches that hold reductions back."""
         composable = sys.modules.get("torch.distributed._composable.replicate")
-        for part in module.modules():
+        for part in self._modules[stage].modules():
             wrapper = part
             if composable is not None and isinstance(part, composable.DDP):  # a wrapper beside the module
                 state = composable.replicate.state(part)
@@ -111,6 +138,7 @@ class Replication:
                 wrapper = state._ddp  # noqa: SLF001
                 self._switches.append((state, "_no_sync", True))  # it sets the wrapper's own at every forward
             if isinstance(wrapper, DistributedDataParallel):
+                _refuse_what_reduces_alone(wrapper, stage)
                 self._switches.append((wrapper, "require_backward_grad_sync", False))
                 yield wrapper
 
@@ -146,6 +174,12 @@ class Replication:
         """Reductions of wrappers and FSDP are held back in here."""
         self.reduces = reduces
         self._started.clear()
+        for shards in self.shards.values():
+            shards.reshard()  # a forward outside of the pipeline may have left whole parameters, old by now
+        if self.groups and self._parameters_now() != self._known:
+            self._find_replicated()
+        if torch.is_grad_enabled() and not self._same:  # eval needs nobody else
+            self._refuse_different()
         before = [getattr(of, switch) for of, switch, _ in self._switches]
         with ExitStack() as held:
             for shards in self.shards.values():
@@ -170,10 +204,10 @@ class Replication:
         if stage in self.shards:
             self.shards[stage].reduce()
         for row, group in self._rows.get(stage, ()):
-            numbers = row.packed()
+            numbers = row.packed().div_(group.size())  # before they are added, because the sum may be too large
             work = dist.all_reduce(numbers, group=group, async_op=True)
             assert work is not None
-            self._under_way.append((row, numbers, group, work))
+            self._under_way.append((row, numbers, work))
 
     def finish(self, *, trained: bool) -> None:
         """The end of a step: what was begun is waited for, what the schedule left out is done."""
@@ -182,9 +216,9 @@ class Replication:
                 self.reduce(stage)
         for shards in self.shards.values():
             shards.finish(reduces=trained and self.reduces)
-        for row, numbers, group, work in self._under_way:
+        for row, numbers, work in self._under_way:
             work.wait()
-            row.unpack(numbers, 1 / group.size())
+            row.unpack(numbers)
         self._under_way.clear()
         if trained:
             self.unreduced = not self.reduces and self.count > 1
@@ -206,6 +240,20 @@ class Replication:
         return moved.to(numbers.device)
 
 
+def _rows_by_stage(
+    homes: Mapping[nn.Parameter, tuple[int, dist.ProcessGroup]],
+) -> dict[int, list[tuple[Row, dist.ProcessGroup]]]:
+    """The parameters that are trained, in rows by the stage they are reduced with."""
+    by_place: dict[tuple[int, dist.ProcessGroup], list[nn.Parameter]] = {}
+    for parameter, home in homes.items():
+        if parameter.requires_grad:
+            by_place.setdefault(home, []).append(parameter)
+    found: dict[int, list[tuple[Row, dist.ProcessGroup]]] = {}
+    for (stage, group), parameters in by_place.items():
+        found.setdefault(stage, []).extend((row, group) for row in rows_of(parameters))
+    return found
+
+
 def _group_of(replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
     if not isinstance(replicas, DeviceMesh):
         return replicas
@@ -217,11 +265,16 @@ def _group_of(replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGr
     return replicas.get_group()
 
 
-def _refuse_hooks(wrapper: DistributedDataParallel, stage: int) -> None:
+def _refuse_what_reduces_alone(wrapper: DistributedDataParallel, stage: int) -> None:
     if wrapper._comm_hooks:  # noqa: SLF001
         raise PipelineError(
             f"stage {stage} is wrapped in DistributedDataParallel with a communication hook, which would not "
             "be called: a pipeline reduces the gradients of a stage at once"
+        )
+    if wrapper.static_graph:
+        raise PipelineError(
+            f"stage {stage} is wrapped in DistributedDataParallel with static_graph=True, which reduces after "
+            "the first backward whatever it is told: leave that out, a pipeline reduces once in any case"
         )
 
 

@@ -17,8 +17,8 @@ class StepResult:
     """The result of `Pipeline.step` or `Pipeline.eval`."""
 
     loss: float | None
-    """The mean of the microbatches' losses over all replicas, weighted by tokens if those are counted; None
-    without a loss."""
+    """The mean of the microbatches' losses over all replicas, weighted by tokens if those are counted, or with
+    `average=False` their sum; None without a loss."""
     losses: Tensor | None
     """The loss of each microbatch of this pipeline."""
     outputs: Any = None

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from penstock.errors import PipelineError
 from penstock.runtime.dtensors import is_dtensor
 
-__all__ = ["Row", "local", "rows_of"]
+__all__ = ["Row", "local", "mark_of", "rows_of"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -35,17 +36,15 @@ class Row:
         first = local(self._weights[0])
         parts = []
         for weight, size in zip(self._weights, self._sizes):
-            grad = weight.grad
+            grad = _placed_as(weight)
             parts.append(first.new_zeros(size) if grad is None else local(grad).detach().reshape(-1))
         there = [float(weight.grad is not None) for weight in self._weights]
         return torch.cat([*parts, first.new_tensor(there)])
 
     @torch.no_grad()
-    def unpack(self, row: Tensor, share: float = 1.0) -> None:
-        """Write the summed gradients, times `share`, where they belong."""
+    def unpack(self, row: Tensor) -> None:
+        """Write the summed gradients where they belong."""
         *parts, there = row.split([*self._sizes, len(self._weights)])  # type: ignore[no-untyped-call]
-        if share != 1:
-            row *= share
         for weight, part, is_there in zip(self._weights, parts, (there != 0).tolist()):
             if not is_there:
                 continue
@@ -53,6 +52,31 @@ class Row:
                 weight.grad = torch.zeros_like(weight)
             numbers = local(weight.grad)
             numbers.copy_(part.view(numbers.shape))
+
+
+def _placed_as(weight: Tensor) -> Tensor | None:
+    """The gradient of a weight, shared out as the weight is: only then may parts of several ranks be added."""
+    grad = weight.grad
+    if grad is not None and grad.layout != torch.strided:
+        raise PipelineError(
+            f"a weight of shape {list(weight.shape)} has a sparse gradient, which is not summed over ranks: "
+            "make its layer with sparse=False"
+        )
+    if is_dtensor(grad) and is_dtensor(weight) and grad.placements != weight.placements:
+        with torch.no_grad():
+            weight.grad = grad.redistribute(placements=weight.placements)
+    return weight.grad
+
+
+def mark_of(weight: Tensor) -> Tensor:
+    """A number that changes when any bit of the weight does, but for rare accidents."""
+    numbers = local(weight.detach()).contiguous().reshape(-1)
+    if not numbers.numel():
+        return torch.zeros((), dtype=torch.int64, device=numbers.device)
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()]
+    return numbers.view(integer).sum(dtype=torch.int64) & (2**62 - 1)  # so that it has a negative
 
 
 def rows_of(weights: Iterable[Tensor]) -> list[Row]:

@@ -27,6 +27,7 @@ class _Pipeline(Protocol):
     scaler: Any
 
     def largest_anywhere(self, numbers: Tensor) -> Tensor: ...
+    def refuse_incomplete(self) -> None: ...
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -37,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
         self._pipeline = pipeline
         if self.is_enabled():
             self._lazy_init_scale_growth_tracker(pipeline.device)
-            pipeline.scaler = self
+        pipeline.scaler = self if self.is_enabled() else None  # one before this may have scaled the loss
 
     def _unscale_grads_(
         self,
@@ -47,6 +48,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,  # noqa: FBT001 -- torch's
     ) -> dict[torch.device, Tensor]:
         """Divide by the scale what this rank holds; what is not finite on any rank counts on all of them."""
+        self._pipeline.refuse_incomplete()
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -61,4 +63,5 @@ class GradScaler(torch.amp.GradScaler):
                 on_device = found.setdefault(device, torch.zeros_like(found_inf, device=device))
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, on_device, inv_scale.to(device))
         anywhere = torch.stack([each.to(found_inf.device) for each in found.values()]).max()
-        return {found_inf.device: self._pipeline.largest_anywhere(anywhere.reshape(1))}
+        # a fused optimizer computes with it, and wants a number without dimensions
+        return {found_inf.device: self._pipeline.largest_anywhere(anywhere.reshape(1)).reshape(())}

@@ -35,6 +35,7 @@ __all__ = [
     "modules_of_rank",
     "refuse_disagreement",
     "split_microbatches",
+    "with_loss",
 ]
 
 _WAYS_OF_SENDING = "edge-streams"  # what our channels promise: none waits behind another
@@ -152,6 +153,14 @@ def modules_of_rank(
     return dict(zip(own, stages))
 
 
+def with_loss(modules: Mapping[int, nn.Module], loss: object, last: int) -> dict[int, nn.Module]:
+    """The modules of this rank with a loss that has parameters: it is trained with the last stage."""
+    found = dict(modules)
+    if last in found and isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        found[last] = nn.ModuleDict({"stage": found[last], "loss": loss})
+    return found
+
+
 def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
@@ -207,9 +216,13 @@ def refuse_disagreement(plan: Plan, ties: Ties, parameters: Iterable[nn.Paramete
         "tied weights": (str(ties.all), ", ".join(map(str, ties.all)) or "none"),
     }
     mine |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.looks().items()}
-    if any(parameter.requires_grad for parameter in parameters):
+    weighs = schedule.placement.stage_to_rank[-1] == plan.rank  # the loss, with or without parameters
+    if weighs or any(parameter.requires_grad for parameter in parameters):
         count = plan.replication.count
-        mine["replicas of its stages"] = (count, count)
+        mine["replicas of its stages"] = (
+            count,
+            f"{count}{'' if count > 1 else ' (say replicas= if there are more)'}",
+        )
     texts = links.agree("about", json.dumps(mine), plan.rank, len(plan.members), plan.timeout)
     everyone = [json.loads(text) for text in texts]
     faults = []

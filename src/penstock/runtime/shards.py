@@ -59,6 +59,8 @@ class Shards:
         self._groups: list[Any] = [group for state in states for group in state._fsdp_param_groups]  # noqa: SLF001
         self._idle = type(states[0]._training_state).IDLE  # noqa: SLF001
         self._cast = [each for each in self._parameters if each.reduce_dtype is not None]
+        self._gathered_once = not self._cast
+        self.reshard()
 
     @property
     def _parameters(self) -> list[Any]:
@@ -86,11 +88,19 @@ class Shards:
             found.append(tuple([each for each in groups if each is not None]))
         return found
 
+    def copies(self) -> Iterator[tuple[str, nn.Parameter, dist.ProcessGroup]]:
+        """The names of parameters of which other ranks hold the same part, and which ranks do."""
+        for group in self._groups:
+            others = getattr(group.mesh_info, "replicate_process_group", None)
+            if others is not None:
+                yield from ((each._param_fqn, each.sharded_param, others) for each in group.fsdp_params)  # noqa: SLF001
+
     # --- in a step ---------------------------------------------------------------------------------
 
     @contextmanager
     def driven(self) -> Iterator[None]:
         """Nothing is reduced or let go of but by the calls below."""
+        self._gather_once()
         before = [(g.reduce_grads, g.reshard_after_backward, g.post_forward_mesh_info) for g in self._groups]
         last = [root._state_ctx.is_last_backward for root in self._roots]  # noqa: SLF001
         for group in self._groups:
@@ -106,6 +116,20 @@ class Shards:
                 group.post_forward_mesh_info = mesh
             for root, was in zip(self._roots, last):
                 root._state_ctx.is_last_backward = was  # noqa: SLF001
+
+    def _gather_once(self) -> None:
+        """Gather everything for a moment, if gradients are summed in a type of their own.
+
+        For them torch asks even a module that is never used for its gathered parameters.
+        """
+        if self._gathered_once:
+            return
+        for group in self._groups:
+            if not all(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
+                group.unshard()
+                group.wait_for_unshard()
+                group.reshard()
+        self._gathered_once = True
 
     def unshard(self) -> None:
         """Begin to gather the parameters."""

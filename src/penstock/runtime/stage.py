@@ -58,6 +58,8 @@ class Stage:
         self._split = split
         self.loss: Loss | None = None
         self.shards: Shards | None = None
+        self.is_replicated = False
+        """Whether other ranks train the same stage on other data."""
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._live, self._pool, self._checks = live, pool, checks
@@ -154,7 +156,10 @@ class Stage:
         if self._checks and step.weights[microbatch]:
             self._refuse_not_finite([loss], "its loss")
         self.losses[microbatch] = loss.detach()
-        if step.training and loss.requires_grad:
+        if step.training and not step.weights[microbatch] and self.is_replicated:
+            # it counts for nothing, but replicas wait for its gradients, and a mean over nothing has none
+            record.roots = list(_differentiable(leaves))
+        elif step.training and loss.requires_grad:
             record.roots = [loss]
         elif step.training and _differentiable(leaves):
             raise PipelineError(
@@ -219,7 +224,8 @@ class Stage:
             # the gradient starts here, and here alone it is scaled; a microbatch without tokens has none
             weight = self._step.weights[microbatch] * self._step.scale
             roots = [root for root in record.roots if isinstance(root, Tensor)]
-            gradients: Leaves = [torch.full_like(root, weight) if weight else None for root in roots]
+            starts = weight or self.is_replicated
+            gradients: Leaves = [torch.full_like(root, weight) if starts else None for root in roots]
         else:
             gradients, _, _, buffer = self.take_gradient(microbatch)
             self._compare_shapes(record, gradients)

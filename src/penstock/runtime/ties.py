@@ -10,6 +10,7 @@ A tie is a mapping from stage to the name of the weight in it, as in {0: "embed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.links import Links
-from penstock.runtime.rows import Row, local
+from penstock.runtime.rows import Row, local, mark_of
 from penstock.runtime.shards import Shards
 from penstock.runtime.wrappers import named_parameters
 from penstock.schedule import Schedule
@@ -41,13 +42,56 @@ def find_ties(
         raise PipelineError("\n".join(faults))
     modules = stages.values() if isinstance(stages, Mapping) else stages
     for module in modules:
-        known += [dict(tie) for tie in getattr(module, "tied", ())]
+        known += [dict(tie) for tie in _noted(module)]
     if isinstance(stages, Mapping):
         known += _shared(stages)
-    found: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
+    merged = _merged(known, stages if isinstance(stages, Mapping) else {})
+    return tuple(sorted(merged, key=lambda tie: tuple(tie.items())))
+
+
+def _noted(module: nn.Module) -> Sequence[Tie]:
+    """What `split` has noted in a stage, which may be wrapped since; somebody else's `tied` is left alone."""
+    part: Any = module
+    while part is not None:
+        noted = vars(part).get("tied")
+        if isinstance(noted, tuple) and all(isinstance(tie, Mapping) for tie in noted):
+            return noted
+        inside = (part._modules[name] for name in _INSIDE if name in part._modules)  # noqa: SLF001
+        part = next(inside, None)
+    return ()
+
+
+_INSIDE = ("module", "_orig_mod", "_checkpoint_wrapped_module")  # where wrappers keep what they are around
+
+
+def _merged(known: Iterable[Tie], stages: Mapping[int, nn.Module]) -> list[dict[int, str]]:
+    """Ties that have a weight in common are one; a weight with two names in a stage has the first of them."""
+    weights = {(stage, name): id(p) for stage in stages for name, p in named_parameters(stages[stage])}
+    merged: list[dict[tuple[int, int | str], set[str]]] = []
     for tie in known:
-        found.setdefault(tuple(sorted(tie.items())), tie)
-    return tuple(found[key] for key in sorted(found))
+        one: dict[tuple[int, int | str], set[str]] = {}
+        for stage, name in tie.items():
+            one.setdefault((stage, weights.get((stage, name), name)), set()).add(name)
+        for other in [each for each in merged if each.keys() & one.keys()]:
+            merged.remove(other)
+            for weight, names in other.items():
+                one.setdefault(weight, set()).update(names)
+        merged.append(one)
+    found, faults = [], []
+    for one in merged:
+        names_by_stage: dict[int, set[str]] = {}
+        for (stage, _), names in sorted(one.items(), key=lambda item: item[0][0]):
+            if stage in names_by_stage:
+                told = " and ".join(map(repr, sorted(names_by_stage[stage] | names)))
+                faults.append(
+                    f"ties make one weight of {told} of stage {stage}: make them one parameter there, and name "
+                    "it once"
+                )
+            names_by_stage.setdefault(stage, set()).update(names)
+        found.append({stage: min(names) for stage, names in names_by_stage.items()})
+    if faults:
+        raise PipelineError("\n".join(faults))
+    return found
 
 
 def _shared(stages: Mapping[int, nn.Module]) -> Iterator[dict[int, str]]:
@@ -82,13 +126,22 @@ class Ties:
                 self._unite(tie, own[0], stage)
             if own and len(ranks := _ranks_of(tie, hosts)) > 1:
                 self._shared_by.append((tie, ranks))
-        self.counted_elsewhere = {parameter for tie, _, parameter in self._own() if hosts[min(tie)] != rank}
-        """The parameters of this rank that another rank counts, where each is to be counted once."""
+        self._first = {str(tie): hosts[min(tie)] for tie in ties}
+        """The rank of the first stage of each tie."""
+        self._rank = rank
         self.holders = sorted({ranks for tie in ties if len(ranks := _ranks_of(tie, hosts)) > 1})
         """All sets of ranks that hold a weight together, the same on every rank."""
         self._settled: dict[nn.Parameter, Tensor | None] = {}
         self.unsummed = False
         """Whether there are gradients that no step has summed yet."""
+
+    @property
+    def counted_elsewhere(self) -> set[nn.Parameter]:
+        """The parameters of this rank that another rank counts, where each is to be counted once."""
+        return {parameter for tie, _, parameter in self._own() if not self._is_first(tie)}
+
+    def _is_first(self, tie: Tie) -> bool:
+        return self._first[str(tie)] == self._rank
 
     def _refuse_missing(self) -> None:
         faults = []
@@ -119,7 +172,7 @@ class Ties:
             self._shards[second].hold(kept, self._shards[first], other)
             return
         for module in self._modules[second].modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if parameter is other:
                     setattr(module, name, kept)
 
@@ -137,30 +190,42 @@ class Ties:
         return [stage for stage in tie if stage in self._modules]
 
     def begin(self, links: Links | None) -> None:
-        """Before a step: the copies must be the same, and gradients that are summed already are put aside."""
+        """Before a step: the copies must be the same, and a gradient that is summed already stays with one."""
+        for shards in self._shards.values():
+            shards.reshard()  # a forward outside of the pipeline may have left whole parameters
+        self._refuse_parted()
         if links is None:
             return
         for tie, ranks, parameter in self._own():
-            mark = _mark_of(parameter)
+            mark = mark_of(parameter)
             spread = links.largest(torch.stack([mark, -mark]), ranks)
             if int(spread[0]) != -int(spread[1]):
                 raise PipelineError(_diverged(tie, sorted(tie)))
-            if not self.unsummed:
+            if not self.unsummed and not self._is_first(tie):
                 self._settled[parameter], parameter.grad = parameter.grad, None
-            elif parameter.grad is None:  # somebody has set it to zero since
-                self._settled[parameter] = None
+
+    def _refuse_parted(self) -> None:
+        """What was united when the pipeline was made must be one parameter still."""
+        for tie in self.all:
+            own = self._own_stages(tie)
+            parted = [
+                stage for stage in own[1:] if self._parameter(tie, stage) is not self._parameter(tie, own[0])
+            ]
+            if parted:
+                told = " and ".join(f"{tie[stage]!r} of stage {stage}" for stage in (own[0], *parted))
+                raise PipelineError(
+                    f"tied weights are no longer one parameter: {told} were replaced since the pipeline was "
+                    "made, by load_state_dict(assign=True) for example: load without it, or make another one"
+                )
 
     def finish(self, links: Links | None, *, sums: bool) -> None:
         """After a step: every holder gets the sum of all gradients, unless more are to come."""
         self.unsummed = not sums and bool(self._shared_by)
-        if links is None or not sums:
-            return
-        for _, ranks, parameter in self._own():
-            row = Row([parameter])
-            row.unpack(links.summed(row.packed(), ranks))
-            before = self._settled.pop(parameter, None)
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+        if links is not None and sums:
+            for _, ranks, parameter in self._own():
+                row = Row([parameter])
+                row.unpack(links.summed(row.packed(), ranks))
+        self._settled.clear()
 
     def drop(self) -> None:
         """A step failed: gradients that were put aside come back."""
@@ -181,16 +246,6 @@ def _looks(parameter: Tensor) -> tuple[str, ...]:
         mesh = parameter.device_mesh
         shown += [f"placed {parameter.placements}", f"on a mesh of {list(mesh.shape)}"]
     return tuple(shown)
-
-
-def _mark_of(parameter: Tensor) -> Tensor:
-    """A number that changes when any bit of the weight does, but for rare accidents."""
-    numbers = local(parameter.detach()).contiguous().reshape(-1)
-    if not numbers.numel():
-        return torch.zeros((), dtype=torch.int64, device=numbers.device)
-    size = numbers.element_size()
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    return numbers.view(integer).sum(dtype=torch.int64) & (2**62 - 1)  # so that it has a negative
 
 
 def _diverged(tie: Tie, stages: Sequence[int]) -> str:

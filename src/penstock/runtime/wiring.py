@@ -156,7 +156,7 @@ class Wiring:
         """In words: the message that the rank waits for, and from or to whom; empty when it computes."""
         hosts, call = self.plan.schedule.placement.stage_to_rank, program.call
         if call is None:
-            return (self.waiting or f"the losses from rank {hosts[-1]}") if program.finished else ""
+            return self.waiting or (f"the losses from rank {hosts[-1]}" if program.finished else "")
         part = call.about if call.what != WORK else program.steps[call.place].parts[0]
         assert part is not None, "whatever waits says for what"
         below, above = part.stage - 1, part.stage + 1

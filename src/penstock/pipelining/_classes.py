@@ -1,0 +1,255 @@
+"""The classes under all schedules: torch's shape around an order and a `Pipeline` of ours."""
+
+# ruff: noqa: A002, ARG002, FBT001, FBT002, SLF001 -- torch's signatures, all of them
+# mypy: disable-error-code="misc, override, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import schedules as theirs
+
+from penstock.action import Kind
+from penstock.errors import PipelineError
+from penstock.lowering import DEFAULT_PASSES, DeferReceives, lower
+from penstock.pipelining import _orders
+from penstock.pipelining._orders import Format, Lists, Order, RefusedError, checked, order_of, read_csv
+from penstock.pipelining._running import Running
+from penstock.pipelining.microbatch import TensorChunkSpec, _split_tensor
+from penstock.pipelining.stage import _PipelineStageBase
+from penstock.runtime.microbatches import Batcher
+from penstock.runtime.splitters import Value
+from penstock.schedule import Schedule
+
+Microbatches: TypeAlias = list[Value] | None
+LossKwargs: TypeAlias = dict[str, Value] | None
+
+
+class _PipelineSchedule(theirs._PipelineSchedule):
+    """Constructors and checks are torch's; what is checked goes through a pipeline made at the first step."""
+
+    _computes_loss = True
+    _built: Schedule | None = None
+    _order: Order | None = None
+    _running: Running | None = None
+    _outputs: Value = None
+
+    # --- the order ---------------------------------------------------------------------------------
+
+    @property
+    def _held(self) -> list[_PipelineStageBase]:
+        """The stages of this rank."""
+        return vars(self).get("_stages") or [vars(self)["_stage"]]
+
+    @property
+    def pipeline_order(self) -> Value:
+        """What each rank computes, in which order; idle slots are not stored."""
+        if self._order is None and self._built is not None:
+            self._order = order_of(self._built)
+        return self._order
+
+    @pipeline_order.setter
+    def pipeline_order(self, order: Order | None) -> None:
+        self._set_order(order)
+
+    def _set_order(self, order: Order | None) -> None:
+        self._order, self._built = order, None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Another order or function: the next step connects anew."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def _schedule(self) -> Schedule:
+        """What is to run: as built, or as written into `pipeline_order`."""
+        if self._order is None and self._built is not None:
+            return self._built
+        if not self._order:
+            raise PipelineError(f"{type(self).__name__} has no order: fill its pipeline_order before step()")
+        return self._checked(self._order)
+
+    def _checked(self, order: Order) -> Schedule:
+        stages = self._held[0].num_stages
+        ranks = vars(self).get("pp_group_size", stages)
+        return checked(order, ranks, stages, self._n_microbatches, type(self).__name__)
+
+    def _connected(self) -> Running:
+        if self._running is None:
+            given = vars(self).get("_comp_type_to_function_map", {})
+            functions = {
+                Kind(theirs._ComputationType(kind).value): function for kind, function in given.items()
+            }
+            self._running = Running(self, self._schedule(), self._held, functions)
+        return self._running
+
+    # --- running -----------------------------------------------------------------------------------
+
+    def step(
+        self,
+        *args: Value,
+        target: Value = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: LossKwargs = None,
+        **kwargs: Value,
+    ) -> Value:
+        """Forward and backward of a whole batch; gives the merged outputs on the last stage's rank."""
+        needs_grad = self._has_backward and vars(self).get("_backward_requires_autograd", True)
+        with self._connected().telling(training=self._has_backward):
+            if needs_grad and not torch.is_grad_enabled():
+                raise RuntimeError("step() computes gradients, but they are switched off here; use eval()")
+            split = *self._split_inputs(args, kwargs), None if target is None else self._split_target(target)
+        self._step_microbatches(*split, losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs)
+        outputs, self._outputs = self._outputs, None
+        return outputs
+
+    def _split_target(self, target: Value) -> list[Value]:
+        """A tensor comes apart as torch does it, all else as our batches do; a list is ready microbatches."""
+        if isinstance(target, Tensor):
+            return list(_split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
+        return Batcher(self._n_microbatches).target(target)
+
+    def _step_microbatches(
+        self,
+        arg_mbs: Microbatches = None,
+        kwarg_mbs: Microbatches = None,
+        target_mbs: Microbatches = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: LossKwargs = None,
+    ) -> None:
+        """The same for a batch that is in microbatches already."""
+        running = self._connected()
+        with running.telling(training=self._has_backward):
+            if not self._computes_loss and (target_mbs is not None or losses is not None):
+                raise RuntimeError("a forward-only schedule computes no loss: leave out target and losses")
+            arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        context = theirs._PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
+        self._begin()
+        with torch.set_grad_enabled(self._has_backward or torch.is_grad_enabled()):
+            self._outputs = running.run(
+                context, loss_kwargs or {}, training=self._has_backward, return_outputs=return_outputs
+            )
+        self._internal_losses = [running.losses[k] for k in sorted(running.losses)]
+        self._update_losses(self._held, losses)
+
+    def _begin(self) -> None:
+        """Get ready for a step."""
+
+    def _initialize_stages(
+        self, args: Value, kwargs: Value, target: Value = None, loss_kwargs: Value = None
+    ) -> None:
+        """Connect; what a message looks like is found when it is sent."""
+        self._connected()
+
+    _initialize_stage = _initialize_stages
+
+    def _maybe_compute_loss(
+        self, stage: Value, output: Value, target_mbs: Value, mb_index: int, loss_kwargs: Value = None
+    ) -> None:
+        """Nothing to do: the last stage's forward has computed it."""
+
+    def _maybe_get_loss(self, stage: _PipelineStageBase, mb_index: int) -> Tensor | None:
+        return self._connected().losses.get(mb_index) if stage.is_last else None
+
+
+class PipelineScheduleMulti(_PipelineSchedule, theirs.PipelineScheduleMulti):
+    """Several stages per rank; a subclass fills `pipeline_order`."""
+
+    def _map_stages(self, stage_index_to_group_rank: dict[int, int]) -> None:
+        self.stage_index_to_group_rank = stage_index_to_group_rank
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = stage_index_to_group_rank
+
+    def _validate_and_set_stage_mapping(self, actions: Order) -> Schedule:
+        """Prove the order right, and take from it which rank has which stage."""
+        schedule = self._checked(actions)
+        self._map_stages(dict(enumerate(schedule.placement.stage_to_rank)))
+        return schedule
+
+    def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
+        """Take the order from a file, as torch or we write them."""
+        if format != "compute_only":
+            raise AssertionError(f'format must be "compute_only" (given {format!r})')
+        self.pipeline_order = read_csv(filename)
+        self._validate_and_set_stage_mapping(self.pipeline_order)
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRuntime):
+    """With communication: lowered from an order, or written by hand into `pipeline_order_with_comms`."""
+
+    _lowered: Schedule | None = None
+    _order_with_comms: Order | None = None
+
+    @property
+    def pipeline_order_with_comms(self) -> Value:
+        """What each rank does, messages and all."""
+        if self._order_with_comms is None:
+            self._order_with_comms = order_of(self._schedule())
+        return self._order_with_comms
+
+    @pipeline_order_with_comms.setter
+    def pipeline_order_with_comms(self, order: Order) -> None:
+        self._order_with_comms, self._lowered = order, None
+        self._forget()
+
+    def _set_order(self, order: Order | None) -> None:
+        self._lowered = self._order_with_comms = None
+        super()._set_order(order)
+
+    def _schedule(self) -> Schedule:
+        if self._order_with_comms is not None:
+            return self._checked(self._order_with_comms)
+        if self._lowered is None:
+            self._lowered = self._lower(super()._schedule())
+        return self._lowered
+
+    def _lower(self, schedule: Schedule) -> Schedule:
+        last = (DeferReceives(past_sends=True),) if self._defer_pp_recv else ()
+        return lower(schedule, (*DEFAULT_PASSES, *last))
+
+    def _prepare_schedule_with_comms(self, actions: Order, format: Format = "compute_only") -> None:
+        """Lower an order, or take one that has its communication."""
+        if format not in ("compute_only", "compute_comms"):
+            raise NotImplementedError(f"format is 'compute_only' or 'compute_comms' (given {format!r})")
+        schedule = self._validate_and_set_stage_mapping(actions)
+        if format == "compute_only" and schedule.level != "compute":
+            raise ValueError("the order has more than compute actions: give format='compute_comms'")
+        if format == "compute_comms" and any(action is None for row in actions.values() for action in row):
+            raise RefusedError("an order with communication has no idle slots (None)")
+        self._lowered = self._lower(schedule) if format == "compute_only" else schedule
+        self._order_with_comms = None
+        self._forget()
+
+    def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
+        """Take the order from a file, with or without communication, as torch or we write them."""
+        order = read_csv(filename)
+        if format == "compute_only":
+            self.pipeline_order = order
+        self._prepare_schedule_with_comms(order, format)
+
+    def _simulate(self) -> Lists:
+        """When each action runs if each takes one step."""
+        mapping = self.stage_index_to_group_rank
+        order = self.pipeline_order_with_comms
+        return _orders._simulate_comms_compute(order, mapping.__getitem__, self._num_stages)
+
+    def register_custom_function(
+        self, computation_type: theirs._ComputationType, custom_function: theirs._CustomFunctionProtocol
+    ) -> None:
+        """Call a function in place of the actions of a kind; inside overlapped pairs too."""
+        super().register_custom_function(computation_type, custom_function)
+        self._forget()
+
+    def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
+        """Nothing to do: the proof of the schedule says that a stage is whole where it computes."""
+
+    def _begin(self) -> None:
+        self.backward_counter.clear()
+        for ops in (self.fwd_recv_ops, self.bwd_recv_ops):
+            keys = ((stage.stage_index, k) for stage in self._stages for k in range(self._n_microbatches))
+            ops.update((key, []) for key in keys)

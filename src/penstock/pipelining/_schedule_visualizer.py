@@ -1,0 +1,95 @@
+"""torch's functions to look at a schedule, with our clock and our pictures: no matplotlib is needed.
+
+ops = get_schedule_ops("InterleavedZeroBubble", 4, 8)
+visualize_schedule(ops, "schedule.svg")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeAlias
+
+from rich.console import Console
+from torch.distributed.pipelining import _schedule_visualizer as theirs
+
+from penstock.formats import write_bytes
+from penstock.pipelining._classes import PipelineScheduleMulti, _PipelineSchedule, _PipelineScheduleRuntime
+from penstock.pipelining._orders import List, action_of, schedule_of
+from penstock.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from penstock.runtime.splitters import Value
+from penstock.simulator import simulate
+from penstock.timeline import Timeline
+from penstock.view.html import html
+from penstock.view.png import png
+from penstock.view.svg import svg
+from penstock.view.terminal import terminal
+
+OpKey, _ComputationTypeVisual = theirs.OpKey, theirs._ComputationTypeVisual  # noqa: SLF001
+action_type_to_color_mapping = theirs.action_type_to_color_mapping
+Rows: TypeAlias = Sequence[List]
+
+
+def get_schedule_ops(
+    schedule: str | type[_PipelineSchedule],
+    pp_degree: int,
+    num_microbatches: int,
+    num_stages_per_rank: int | None = None,
+    add_spacing: bool = False,  # noqa: FBT001, FBT002 -- torch's signature
+    with_comms: bool = False,  # noqa: FBT001, FBT002
+    defer_pp_recv: bool = False,  # noqa: FBT001, FBT002
+) -> list[List]:
+    """The list of each rank; spaced by the clock, or with communication."""
+    if add_spacing and with_comms:
+        raise ValueError(
+            "add_spacing and with_comms cannot both be asked for: spaces are between compute actions"
+        )
+    made: Value = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
+    if not (isinstance(made, type) and issubclass(made, PipelineScheduleSingle | PipelineScheduleMulti)):
+        raise ValueError(f"a schedule is a name or a class of schedules (given {schedule!r})")  # noqa: TRY004
+    single = issubclass(made, PipelineScheduleSingle)
+    count = num_stages_per_rank or (1 if single else 2)
+    if single and count != 1:
+        raise AssertionError(f"{made.__name__} has one stage per rank (given {num_stages_per_rank})")
+    about = {"num_stages": pp_degree * count, "group_size": pp_degree, "group_rank": 0, "submod": None}
+    stages: list[Value] = [SimpleNamespace(stage_index=leg * pp_degree, **about) for leg in range(count)]
+    make: Value = made
+    order = make(stages[0] if single else stages, num_microbatches).pipeline_order
+    if order is None:
+        raise AssertionError(f"{made.__name__} has no order")
+    if with_comms:
+        runtime = _PipelineScheduleRuntime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)  # type: ignore[no-untyped-call]
+        runtime._prepare_schedule_with_comms(order)  # noqa: SLF001 -- our own
+        order = runtime.pipeline_order_with_comms
+    rows = [list(order[rank]) for rank in range(pp_degree)]
+    return add_schedule_op_spacing(rows) if add_spacing else rows
+
+
+def add_schedule_op_spacing(schedule: Rows) -> list[List]:
+    """None for each unit of time a rank waits; F, I and W take one, B two, a pair three."""
+    rows: list[List] = [[] for _ in schedule]
+    ends = [0.0] * len(rows)
+    for event in _timeline(schedule).events if schedule else ():
+        rows[event.rank] += [None] * round(event.start - ends[event.rank])
+        rows[event.rank].append(action_of(event.step))
+        ends[event.rank] = event.end
+    return rows
+
+
+def visualize_schedule(schedule: Rows, filename: str | None = None) -> None:
+    """A picture in a file, `.svg`, `.png` or `.html`, or on the terminal."""
+    timeline = _timeline(schedule)
+    if filename is None:
+        console = Console()
+        console.print(terminal(timeline, console.width))
+        return
+    ways: dict[str, Callable[[Sequence[Timeline]], str | bytes]] = {".svg": svg, ".png": png, ".html": html}
+    if (draw := ways.get(Path(filename).suffix.lower())) is None:
+        raise ValueError(f"a picture is a {', '.join(ways)} file (given {filename!r})")
+    drawn = draw([timeline])
+    write_bytes(drawn.encode() if isinstance(drawn, str) else drawn, Path(filename))
+
+
+def _timeline(schedule: Rows) -> Timeline:
+    return simulate(schedule_of(dict(enumerate(schedule))))

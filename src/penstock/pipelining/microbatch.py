@@ -1,0 +1,14 @@
+"""torch's words for how a batch comes apart and together, as they are."""
+
+from torch.distributed.pipelining import microbatch as _theirs
+from torch.distributed.pipelining.microbatch import (
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+    sum_reducer,
+)
+
+__all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks", "sum_reducer"]
+
+_CustomReducer, _LossReducer, _Replicate = _theirs._CustomReducer, _theirs._LossReducer, _theirs._Replicate  # noqa: SLF001
+_split_tensor = _theirs._split_tensor  # noqa: SLF001

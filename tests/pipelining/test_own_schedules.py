@@ -1,0 +1,81 @@
+"""Promise: schedules of one's own train, however they are written, and run on torch from our files."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed as dist
+from torch.nn import functional
+
+import penstock
+from penstock import Costs
+from penstock.search import zbv_greedy
+from tests.distributed.conftest import Pools
+from tests.pipelining.own_schedules import OWN, OneByOne
+from tests.pipelining.scripts import (
+    CPU,
+    OURS,
+    TORCH,
+    Run,
+    assert_alike,
+    loop,
+    modules,
+    train_alone,
+    train_custom,
+)
+
+pytestmark = [pytest.mark.xdist_group("ranks-4"), pytest.mark.usefixtures("one_thread")]
+
+
+def train_own(place: int) -> Run | None:
+    own: Any = OWN[place]
+
+    def make(stages: list[Any]) -> Any:
+        given = stages[0] if own is OneByOne else stages
+        return own(given, own.microbatches, loss_fn=functional.mse_loss)
+
+    return train_custom(make, own.stages_on_ranks, own.microbatches)
+
+
+@pytest.mark.parametrize("place", range(len(OWN)), ids=[own.__name__ for own in OWN])
+def test_a_schedule_of_ones_own_trains_as_one_process(pools: Pools, place: int) -> None:
+    own: Any = OWN[place]
+    assert_alike(pools(4).run(train_own, place), train_alone(len(own.stages_on_ranks), own.microbatches))
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+def train_from_file(package: str, path: str, form: str, m: int, hosts: tuple[int, ...]) -> Run:
+    """A schedule object that has nothing but a file."""
+    schedules: Any = importlib.import_module(f"{package}.schedules")
+    pipelining: Any = importlib.import_module(package)
+    own = [stage for stage, rank in enumerate(hosts) if rank == dist.get_rank()]
+    parts = {stage: modules(len(hosts))[stage] for stage in own}
+    stages = [pipelining.PipelineStage(part, stage, len(hosts), CPU) for stage, part in parts.items()]
+    schedule = schedules._PipelineScheduleRuntime(stages, m, loss_fn=functional.mse_loss)
+    schedule._load_csv(path, format=form)
+    return loop(schedule, parts, len(hosts) - 1, 2 * m)
+
+
+def searched(ranks: int, m: int) -> penstock.Schedule:
+    return zbv_greedy(
+        ranks=ranks, microbatches=m, costs=Costs(forward=1, backward_input=1.5, backward_weight=0.7)
+    )
+
+
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize("name", ["zb-h1", "v-half", "interleaved-1f1b", "search"])
+def test_torch_trains_the_same_from_our_files(pools: Pools, tmp_path: Path, name: str, form: str) -> None:
+    m = 4
+    schedule = searched(4, m) if name == "search" else penstock.build(name, ranks=4, microbatches=m)
+    if form == "compute_comms":
+        schedule = penstock.lower(schedule)
+    schedule.write(tmp_path / "schedule.csv")
+    wanted = train_alone(schedule.num_stages, m)
+    for package in (TORCH, OURS):
+        path, hosts = str(tmp_path / "schedule.csv"), schedule.placement.stage_to_rank
+        assert_alike(pools(4).run(train_from_file, package, path, form, m, hosts), wanted)

@@ -1,0 +1,49 @@
+"""Promise: a script written for torch.distributed.pipelining trains the same with only its import changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import Pools
+from tests.pipelining import tutorial
+from tests.pipelining.scripts import NAMES, OURS, TORCH, Run, assert_alike, stages_of, train, train_alone
+
+pytestmark = [pytest.mark.xdist_group("ranks-4"), pytest.mark.usefixtures("one_thread")]
+
+
+def case(package: str, name: str, m: int, rows: int | None, options: dict[str, Any]) -> Run:
+    return train(package, name, m, rows, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_trains_as_torchs_and_as_one_process(pools: Pools, name: str) -> None:
+    m = 8 if name == "DualPipeV" else 4
+    wanted = train_alone(stages_of(name, 4), m)
+    for package in (TORCH, OURS):
+        assert_alike(pools(4).run(case, package, name, m, None, {}), wanted)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
+def test_losses_are_added_up_instead_of_averaged_on_demand(pools: Pools, name: str) -> None:
+    wanted = train_alone(stages_of(name, 4), 4, scale_grads=False)
+    for package in (TORCH, OURS):
+        assert_alike(pools(4).run(case, package, name, 4, None, {"scale_grads": False}), wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_that_cannot_be_shared_evenly_and_few_microbatches_train_too(pools: Pools, name: str) -> None:
+    """Torch refuses them or breaks."""
+    for m, rows in ((3, 7), (1, 2)):
+        assert_alike(pools(4).run(case, OURS, name, m, rows, {}), train_alone(stages_of(name, 4), m, rows))
+
+
+def test_receives_may_be_deferred(pools: Pools) -> None:
+    wanted = train_alone(8, 4)
+    assert_alike(pools(4).run(case, OURS, "Interleaved1F1B", 4, None, {"defer_pp_recv": True}), wanted)
+
+
+@pytest.mark.parametrize("package", [TORCH, OURS])
+def test_the_tutorials_decoder_trains(pools: Pools, package: str) -> None:
+    assert_alike(pools(4).run(tutorial.follow, package), tutorial.alone())
