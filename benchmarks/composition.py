@@ -1,6 +1,6 @@
 """Pipelines of sharded stages: Penstock and torch.distributed.pipelining, pp2 x fsdp2.
 
-    python -m benchmarks.composition
+    python -m benchmarks.composition [family ...]
 
 The same transformer, the same fully_shard, the same run. Times are medians of steps, each as long as its
 slowest rank. Gathers and reductions are counted where FSDP2 makes them, and compared with the UNSHARD and
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from penstock.runtime import Pipeline
 
 MICROBATCHES, WIDTH, BLOCKS, STEPS = 8, 256, 8, 15
 GATHER, REDUCE = "foreach_all_gather", "foreach_reduce"
+_COUNTED = ("gathers: penstock, promised, torch", "reductions")
 
 
 def sharded(schedule: penstock.Schedule, mesh: DeviceMesh) -> Any:
@@ -93,20 +95,11 @@ def promised(schedule: penstock.Schedule, rank: int) -> Counter[str]:
     return Counter(names[kind] for kind in kinds for _ in range(groups) if kind in names)
 
 
-def measure(tell: Callable[..., None]) -> None:
+def measure(names: list[str], tell: Callable[..., None]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
     x, y = (torch.randn(MICROBATCHES * 2, 64, WIDTH) for _ in range(2))
-    tell(
-        "schedule",
-        "penstock s",
-        "torch s",
-        "torch / penstock",
-        "gathers",
-        "as promised",
-        "torch's",
-        "reductions",
-    )
-    for name in RIVALS:
+    tell("schedule", "penstock s", "torch s", "torch / penstock", *_COUNTED)
+    for name in names or RIVALS:
         schedule = schedule_of(name, 2, MICROBATCHES)
         runners = [ours(schedule, mesh, x, y), theirs(name, schedule, mesh, x, y)]
         mine, other = seconds(*runners, steps=STEPS)
@@ -124,12 +117,12 @@ def measure(tell: Callable[..., None]) -> None:
         )
 
 
-def worker(rank: int, port: int) -> None:
+def worker(rank: int, port: int, names: list[str]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="4")
     dist.init_process_group("gloo")
-    measure(_row if rank == 0 else lambda *_: None)
+    measure(names, _row if rank == 0 else lambda *_: None)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -139,7 +132,7 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    start_processes(worker, (port,), 4, start_method="spawn")  # type: ignore[no-untyped-call]
+    start_processes(worker, (port, sys.argv[1:]), 4, start_method="spawn")  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
