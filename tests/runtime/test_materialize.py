@@ -52,6 +52,7 @@ def test_stages_that_were_given_memory_and_loaded_are_the_model(kind: str, *, ti
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_decoders_start_as_their_class_starts(kind: str) -> None:
+    torch.manual_seed(11)
     sizes: dict[str, Any] = {"n_embd": 64} if kind == "gpt2" else {"hidden_size": 64, "intermediate_size": 96}
     stages = split(on_meta(kind, **sizes), layout="Ett|t*3L")
     plain = type(decoder(kind))(decoder(kind, **sizes).config)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from os import PathLike
 from typing import Any
@@ -29,14 +29,14 @@ from penstock.action import Kind
 from penstock.errors import PipelineError
 from penstock.runtime import setup
 from penstock.runtime.buffers import Pool
-from penstock.runtime.dtensors import whole
 from penstock.runtime.hanging_up import hang_up
+from penstock.runtime.intake import Intake
 from penstock.runtime.losses import Losses
 from penstock.runtime.microbatches import Batcher
 from penstock.runtime.norms import clip_grad_norm, sharing_groups
 from penstock.runtime.profile import Profile, Recorder
 from penstock.runtime.program import CustomFunction, Program
-from penstock.runtime.records import Live, StepInputs
+from penstock.runtime.records import Live
 from penstock.runtime.replication import Replication
 from penstock.runtime.result import StepResult
 from penstock.runtime.scaling import GradScaler
@@ -125,9 +125,18 @@ class Pipeline:
         self.scaler: GradScaler | None = None
         """Scales the loss; a `GradScaler` puts itself here."""
         self._reduces = True
-        self._loss, self._tokens, self._checks = loss, tokens, check_finite
-        self._share = 1 / self.schedule.microbatches if average else 1.0
+        self._loss, self._checks = loss, check_finite
         self._batcher = Batcher(self.schedule.microbatches, split, merge)
+        self._intake = Intake(
+            self._batcher,
+            self._replication,
+            self.device,
+            has_first=0 in modules,
+            has_last=self.schedule.num_stages - 1 in modules,
+            has_loss=loss is not None,
+            tokens=tokens,
+            share=1 / self.schedule.microbatches if average else 1.0,
+        )
         self._live = Live()
         self._modules = modules
         self._steps = 0
@@ -277,10 +286,6 @@ class Pipeline:
 
     # --- running -----------------------------------------------------------------------------------
 
-    @property
-    def _has_last(self) -> bool:
-        return self.schedule.num_stages - 1 in self._modules
-
     def _connect(self) -> Wiring:
         """Make channels and programs; all ranks do this together."""
         if self._wiring is not None:
@@ -298,8 +303,8 @@ class Pipeline:
         for index, stage in self._stages.items():
             stage.shards = self._replication.shards.get(index)
             stage.is_replicated = self._replication.count > 1
-        if self._has_last:
-            self._stages[count - 1].loss = self._loss
+        if (last := self._stages.get(count - 1)) is not None:
+            last.loss = self._loss
         wiring = Wiring(self._plan, self._stages, self._pool)
         if wiring.links is not None:
             try:
@@ -328,7 +333,14 @@ class Pipeline:
         last = self._stages.get(self.schedule.num_stages - 1)
         losses = Losses(wiring, self.schedule, last)
         try:
-            inputs = self._inputs(mode, args, kwargs, target, keep_outputs=return_outputs)
+            inputs = self._intake(
+                args,
+                kwargs,
+                target,
+                scale=1.0 if self.scaler is None else self.scaler.get_scale(),
+                training=mode == "step",
+                keep_outputs=return_outputs,
+            )
             for stage in self._stages.values():
                 stage.begin(inputs)
             losses.begin()
@@ -361,37 +373,6 @@ class Pipeline:
         timeline = None if self._recorder is None else self._recorder.gathered(wiring, program)
         return StepResult(*found, outputs=outputs, timeline=timeline)
 
-    def _inputs(
-        self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: object, *, keep_outputs: bool
-    ) -> StepInputs:
-        """The batch in microbatches, and how much each counts."""
-        if mode == "step" and not torch.is_grad_enabled():
-            raise PipelineError("step() computes gradients, but they are switched off here; use eval()")
-        if mode == "step" and self._loss is None and self._has_last:
-            raise PipelineError("step() needs a loss: give `loss=` to Pipeline, or use eval()")
-        split_args, split_kwargs = self._batcher.arguments(args if 0 in self._modules else (), kwargs)
-        targets = None if target is None or not self._has_last else self._batcher.target(target)
-        weights = [self._share] * self.schedule.microbatches
-        if self._tokens is not None and targets is not None:
-            weights = self._token_shares([int(whole(self._tokens(part))) for part in targets])
-        return StepInputs(
-            split_args,
-            split_kwargs,
-            targets,
-            weights,
-            scale=1.0 if self.scaler is None else self.scaler.get_scale(),
-            training=mode == "step",
-            keep_outputs=keep_outputs,
-        )
-
-    def _token_shares(self, counts: list[int]) -> list[float]:
-        """What each microbatch counts; gradients are averaged over replicas, whose targets may be longer."""
-        total = torch.tensor(sum(counts), dtype=torch.float64)
-        everywhere = float(self._replication.total(total, self.device))
-        if everywhere <= 0 or min(counts) < 0:
-            raise PipelineError(f"the microbatches' targets have {counts} tokens: there is nothing to weigh")
-        return [count * self._replication.count / everywhere for count in counts]
-
     def _told(self, error: BaseException, wiring: Wiring, program: Program, losses: Losses) -> BaseException:
         """Tell the others and hang up; gives what to raise.
 
@@ -401,7 +382,8 @@ class Pipeline:
             try:
                 losses.drop()
                 self._ties.drop()
-                self._replication.drop()
+                with suppress(Exception):  # what failed first is what is told
+                    self._replication.drop()
                 self._wiring = None
                 self._finalizer.detach()
                 return hang_up(error, wiring, program)
