@@ -60,7 +60,7 @@ def main() -> None:
 
     schedule = penstock.build("zbv", ranks=sizes["pp"], microbatches=MICROBATCHES)
     layout = penstock.even_layout(CONFIG.num_hidden_layers, schedule.num_stages)
-    with torch.device("meta"):  # no rank ever holds more than its own part
+    with torch.device("meta"):  # no rank ever holds more than its own stages
         stages = split(LlamaForCausalLM(CONFIG), layout=layout)
     torch.manual_seed(0)  # replicas and tied weights begin with the same numbers
     own = schedule.placement.stages_of_rank[mesh.get_local_rank("pp")]

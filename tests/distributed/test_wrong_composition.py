@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import PenstockError, build
 from penstock.errors import StepFailedError
-from penstock.runtime import Pipeline
+from penstock.runtime import Pipeline, split
 from tests.distributed.composition import Composed, batch_of, data_place, gradients, pipeline_of
 from tests.distributed.conftest import Pools
 from tests.distributed.meshes import mesh_of_ranks
@@ -109,6 +109,49 @@ def test_stages_with_a_hole_or_too_many_are_refused(given: tuple[int, ...], told
     schedule = build("interleaved-1f1b", ranks=1, microbatches=2, stages_per_rank=4)
     with pytest.raises(PenstockError, match=told):
         Pipeline({index: nn.Linear(2, 2) for index in given}, schedule)
+
+
+def layers(*, tied: bool = False) -> nn.Sequential:
+    torch.manual_seed(2)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    if tied:
+        model[3].weight = model[0].weight
+    return model
+
+
+def wrong_cuts() -> dict[str, str]:
+    mesh = mesh_of_ranks(pp=2)
+    rank = dist.get_rank()
+    given: dict[str, Any] = {"loss": functional.mse_loss, "timeout": 15.0, "group": mesh}
+
+    def cut_elsewhere() -> list[nn.Module]:
+        return [split(layers(), at=[("1", "3")[rank]])[rank]]
+
+    def loop_for_a_v() -> list[nn.Module]:
+        stages = split(layers(), at=["1", "2", "3"])
+        return [stages[rank], stages[rank + 2]]
+
+    zbv = build("zbv", ranks=2, microbatches=4)
+    tied_on_one = split(layers(tied=rank == 0), at=["2"])
+    return {
+        "tied on one rank": told_by(lambda: Pipeline([tied_on_one[rank]], SCHEDULE, **given)),
+        "cut elsewhere": told_by(lambda: Pipeline(cut_elsewhere(), SCHEDULE, **given)),
+        "loop for a V": told_by(lambda: Pipeline(loop_for_a_v(), zbv, **given)),
+        "too few stages": told_by(lambda: Pipeline(split(layers(), at=["2"]), "zbv", microbatches=4, **given)),
+        "its own replicas": told_by(lambda: Pipeline([layers()], SCHEDULE, replicas=mesh, **given)),
+        "right": told_by(lambda: Pipeline([split(layers(), at=["1"])[rank]], SCHEDULE, **given)),
+    }
+
+
+@pytest.mark.xdist_group("ranks-2")
+def test_a_model_that_ranks_have_cut_in_different_ways_is_refused(pools: Pools) -> None:
+    for rank, told in enumerate(pools(2).run(wrong_cuts)):
+        assert "tied weights: rank 0: {0: '0.weight', 1: '3.weight'}; rank 1: none" in told["tied on one rank"]
+        assert "cut of the model: rank 0: 2 parameters, 0.weight to 0.bias | 6" in told["cut elsewhere"]
+        assert f"stage {rank + 2} of the model is given as stage {3 - rank}" in told["loop for a V"]
+        assert "zbv on 2 ranks has 4 stages, and 2 modules are given" in told["too few stages"]
+        assert "ranks of this very pipeline" in told["its own replicas"]
+        assert not told["right"]
 
 
 # --- failures --------------------------------------------------------------------------------------

@@ -55,7 +55,6 @@ class Links:
         microbatches: int,
         device: torch.device,
         timeout: timedelta,
-        holders: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.device = device
         self.size = len(members)
@@ -74,7 +73,6 @@ class Links:
             self._group: _Group = gloo(PrefixStore("gloo", self._store), rank, len(members), timeout)
             if not self.one_group:
                 self._connect_edges(rank, channels, timeout)
-            self._connect_holders(rank, holders, timeout)
             self.barrier()
         except RuntimeError as error:
             raise PipelineError(
@@ -96,8 +94,8 @@ class Links:
             token = torch.zeros(1, device=self.device)
             (edge.send([token], 1, 0) if rank == source else edge.recv([token], 0, 0)).wait()
 
-    def _connect_holders(self, rank: int, holders: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
-        """A group for each set of ranks that hold weights together."""
+    def connect_holders(self, rank: int, holders: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
+        """A group for each set of ranks that hold weights together, on which all ranks agree."""
         for ranks in holders:
             if rank in ranks:
                 store = PrefixStore(f"holders/{'-'.join(map(str, ranks))}", self._store)

@@ -111,6 +111,7 @@ class Pipeline:
         shards = shards_by_stage(self._trained)
         self._ties = Ties(ties, modules, shards, self.schedule, rank)
         self._replication = Replication(self._trained, shards, replicas, self.schedule, rank)
+        setup.refuse_own_ranks(members, self._replication.groups)
         self._plan = Plan(
             self.schedule,
             rank,
@@ -308,8 +309,11 @@ class Pipeline:
         wiring = Wiring(self._plan, self._stages, self._pool)
         if wiring.links is not None:
             try:
-                setup.refuse_disagreement(self._plan, self._ties, self.parameters(), wiring.links)
-            except PipelineError:
+                setup.refuse_disagreement(
+                    self._plan, self._ties, self._modules, self.parameters(), wiring.links
+                )
+                wiring.links.connect_holders(self.rank, self._plan.holders, self._plan.timeout)
+            except (PipelineError, RuntimeError):
                 wiring.close()
                 raise
         self._wiring = wiring

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.action import Kind
-from penstock.errors import PipelineError
+from penstock.errors import BuildError, PipelineError
 from penstock.families import build
 from penstock.formats import dumps, read
 from penstock.lowering import lower
@@ -23,6 +23,7 @@ from penstock.runtime.links import Links
 from penstock.runtime.program import CustomFunction
 from penstock.runtime.ties import Ties
 from penstock.runtime.wiring import Plan
+from penstock.runtime.wrappers import noted
 from penstock.schedule import Schedule
 from penstock.validation import refusal, validate
 
@@ -34,6 +35,7 @@ __all__ = [
     "members_of",
     "modules_of_rank",
     "refuse_disagreement",
+    "refuse_own_ranks",
     "split_microbatches",
     "with_loss",
 ]
@@ -114,7 +116,13 @@ def _built(
     plain = build(name, ranks=ranks, microbatches=microbatches)
     if plain.num_stages == count * ranks:
         return plain
-    return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=count)
+    try:
+        return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=count)
+    except BuildError as error:
+        raise PipelineError(
+            f"{name} on {ranks} ranks has {plain.num_stages} stages, and {len(stages)} modules are given, "
+            f"{count} for each rank: cut the model into {plain.num_stages}, or take another family ({error})"
+        ) from error
 
 
 def lowered(schedule: Schedule) -> Schedule:
@@ -144,13 +152,26 @@ def modules_of_rank(
                 f"stage {_listed(missing)} of {count} is missing among the stages that are given "
                 f"({_listed(sorted(stages))}): give all of them, or those of rank {rank} alone, {_listed(own)}"
             )
-        return {stage: stages[stage] for stage in own}
+        return _in_their_places({stage: stages[stage] for stage in own}, schedule)
     if len(stages) != len(own):
         raise PipelineError(
             f"{len(stages)} stage modules are given, but rank {rank} has {len(own)} stages of schedule "
             f"{schedule.name}: stage {_listed(own)}; a mapping from stage to module may name all stages"
         )
-    return dict(zip(own, stages))
+    return _in_their_places(dict(zip(own, stages)), schedule)
+
+
+def _in_their_places(modules: dict[int, nn.Module], schedule: Schedule) -> dict[int, nn.Module]:
+    """The modules, if what split() made of a model for this very number of stages is where it belongs."""
+    for stage, module in modules.items():
+        number, parts = noted(module, "cut") or (stage, ())
+        if number != stage and len(parts) == schedule.num_stages:
+            raise PipelineError(
+                f"stage {number} of the model is given as stage {stage}: with {schedule.name} this rank has "
+                f"stages {_listed(modules)}; give all that split() made, or [stages[i] for i in "
+                "schedule.placement.stages_of_rank[rank]]"
+            )
+    return modules
 
 
 def with_loss(modules: Mapping[int, nn.Module], loss: object, last: int) -> dict[int, nn.Module]:
@@ -200,7 +221,21 @@ def split_microbatches(schedule: Schedule) -> dict[int, set[int]]:
     return found
 
 
-def refuse_disagreement(plan: Plan, ties: Ties, parameters: Iterable[nn.Parameter], links: Links) -> None:
+def refuse_own_ranks(members: Sequence[int], groups: Iterable[dist.ProcessGroup]) -> None:
+    """The ranks of a pipeline hold different stages, so they cannot be each other's replicas."""
+    for group in groups:
+        ranks = dist.get_process_group_ranks(group)
+        if len(shared := [rank for rank in ranks if rank in members]) > 1:
+            raise PipelineError(
+                f"stages are replicated over world ranks {_listed(ranks)}, but {_listed(shared)} are ranks of "
+                'this very pipeline: give the other dimension of the mesh, such as replicas=mesh["dp"] beside '
+                'group=mesh["pp"]'
+            )
+
+
+def refuse_disagreement(
+    plan: Plan, ties: Ties, modules: Mapping[int, nn.Module], parameters: Iterable[nn.Parameter], links: Links
+) -> None:
     """Every rank must have the same schedule, version and ties, or steps would hang or train wrongly.
 
     A rank has no say in what it does not mention: in tied weights that it does not hold, for example.
@@ -217,6 +252,10 @@ def refuse_disagreement(plan: Plan, ties: Ties, parameters: Iterable[nn.Paramete
     }
     mine |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.looks().items()}
     weighs = schedule.placement.stage_to_rank[-1] == plan.rank  # the loss, with or without parameters
+    for module in modules.values():
+        _, cut = noted(module, "cut") or (0, ())
+        if len(cut) == schedule.num_stages:
+            mine["cut of the model"] = (cut := " | ".join(cut), cut)
     if weighs or any(parameter.requires_grad for parameter in parameters):
         count = plan.replication.count
         mine["replicas of its stages"] = (

@@ -10,7 +10,6 @@ A tie is a mapping from stage to the name of the weight in it, as in {0: "embed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.links import Links
 from penstock.runtime.rows import Row, local, mark_of
 from penstock.runtime.shards import Shards
-from penstock.runtime.wrappers import named_parameters
+from penstock.runtime.wrappers import named_parameters, noted
 from penstock.schedule import Schedule
 
 __all__ = ["Tie", "Ties", "find_ties"]
@@ -50,18 +49,9 @@ def find_ties(
 
 
 def _noted(module: nn.Module) -> Sequence[Tie]:
-    """What `split` has noted in a stage, which may be wrapped since; somebody else's `tied` is left alone."""
-    part: Any = module
-    while part is not None:
-        noted = vars(part).get("tied")
-        if isinstance(noted, tuple) and all(isinstance(tie, Mapping) for tie in noted):
-            return noted
-        inside = (part._modules[name] for name in _INSIDE if name in part._modules)  # noqa: SLF001
-        part = next(inside, None)
-    return ()
-
-
-_INSIDE = ("module", "_orig_mod", "_checkpoint_wrapped_module")  # where wrappers keep what they are around
+    """What `split` has noted in a stage; somebody else's `tied` is left alone."""
+    found = noted(module, "tied")
+    return found if isinstance(found, tuple) and all(isinstance(tie, Mapping) for tie in found) else ()
 
 
 def _merged(known: Iterable[Tie], stages: Mapping[int, nn.Module]) -> list[dict[int, str]]:

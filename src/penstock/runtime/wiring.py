@@ -71,7 +71,7 @@ class Wiring:
         if not plan.alone:
             channels = _channels(plan.schedule)
             m = plan.schedule.microbatches
-            self.links = Links(plan.members, plan.rank, channels, m, plan.device, plan.timeout, plan.holders)
+            self.links = Links(plan.members, plan.rank, channels, m, plan.device, plan.timeout)
             for number, source, target in channels:
                 self._add_channel(number, source, target)
         self._wire_stages()

@@ -1,13 +1,14 @@
-"""Names of parameters without what wrappers add to them, such as the `module.` of DistributedDataParallel."""
+"""What is behind wrappers such as DistributedDataParallel: names of parameters, and what `split` has noted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["named_parameters", "prefixes"]
+__all__ = ["named_parameters", "noted", "prefixes"]
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
 
@@ -31,3 +32,14 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             recurse=False, remove_duplicate=False
         ):
             yield prefix + name, parameter
+
+
+def noted(module: nn.Module, name: str) -> Any:
+    """What `split` has noted in a stage under this name, which may be wrapped since; None if nothing was."""
+    part: Any = module
+    while part is not None:
+        if name in vars(part):
+            return vars(part)[name]
+        inside = (part._modules[each] for each in ("module", *_WRAPPED) if each in part._modules)  # noqa: SLF001
+        part = next(inside, None)
+    return None

@@ -239,7 +239,9 @@ def _strangers(optimizer: Optimizer, places: Mapping[int, Place]) -> list[str]:
     if not strange:
         return []
     fault = f"the optimizer has parameters that no module of the model has: {some(strange)}"
-    return [f"{fault}. Give them another optimizer, or make their module a part of the last stage"]
+    cure = "If it was made before materialize() or before the Pipeline, make it after them, from "
+    cure += "pipeline.parameters(); parameters of something else need an optimizer of their own"
+    return [f"{fault}. {cure}"]
 
 
 def _options(group: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -16,7 +16,8 @@ _SHOWN = 8
 def note_tied_weights(stages: Mapping[int, nn.Module]) -> None:
     """Give every stage `tied`: for each weight that several stages hold, its name by stage.
 
-    The tuple is the same in every stage, in the order of the first holders.
+    The tuple is the same in every stage, in the order of the first holders. `cut` is which stage it is, and
+    what all of them are.
     """
     _refuse_shared_buffers(stages)
     names: dict[int, dict[int, str]] = {}
@@ -24,8 +25,16 @@ def note_tied_weights(stages: Mapping[int, nn.Module]) -> None:
         for name, weight in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(weight), {}).setdefault(stage, name)
     tied = tuple(holders for holders in names.values() if len(holders) > 1)
-    for module in stages.values():
+    parts = tuple(_first_and_last(module) for module in stages.values())
+    for stage, module in stages.items():
         vars(module)["tied"] = tied  # past nn.Module, which may know a child of this name
+        vars(module)["cut"] = stage, parts
+
+
+def _first_and_last(module: nn.Module) -> str:
+    """A stage in words, by which ranks see that they have cut a model in the same way."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    return f"{len(names)} parameters" + (f", {names[0]} to {names[-1]}" if names else "")
 
 
 def _refuse_shared_buffers(stages: Mapping[int, nn.Module]) -> None:
