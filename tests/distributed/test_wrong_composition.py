@@ -206,3 +206,25 @@ def recovered(data: str) -> list[str]:
 @pytest.mark.xdist_group("ranks-4")
 def test_after_a_failed_step_replicas_train_on(pools: Pools, data: str) -> None:
     assert pools(4).run(recovered, data) == [[]] * 4
+
+
+def clipped_by_some() -> str:
+    case = Composed(build("1f1b", ranks=2, microbatches=4), "replicas", 2)
+    pipeline, mesh = pipeline_of(case, timeout=2.0)
+    x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+    told = ""
+    with closing(pipeline):
+        pipeline.step(x, target=y)
+        if pipeline.rank == 0:
+            try:
+                pipeline.clip_grad_norm_(1.0)
+            except PenstockError as error:
+                told = str(error)
+    return told
+
+
+@pytest.mark.xdist_group("ranks-4")
+def test_a_rank_that_clips_alone_is_told_so(pools: Pools) -> None:
+    told = pools(4).run(clipped_by_some)
+    for text in told[:2]:
+        assert "clip_grad_norm_() failed on rank 0: every rank must call it" in text

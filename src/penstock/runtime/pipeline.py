@@ -206,14 +206,27 @@ class Pipeline:
         sharded ones as a whole.
         """
         self.refuse_incomplete()
-        return clip_grad_norm(
-            self._trained,
-            self._ties.counted_elsewhere,
-            self._connect().links,
-            float(max_norm),
-            float(norm_type),
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        with self._all_calling("clip_grad_norm_()"):
+            return clip_grad_norm(
+                self._trained,
+                self._ties.counted_elsewhere,
+                self._connect().links,
+                float(max_norm),
+                float(norm_type),
+                error_if_nonfinite=error_if_nonfinite,
+            )
+
+    @contextmanager
+    def _all_calling(self, what: str) -> Iterator[None]:
+        """What ranks do together outside of steps: one that does not makes the others wait."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.close()
+            raise PipelineError(
+                f"{what} failed on rank {self.rank}: every rank must call it, and another has not within "
+                f"{self._plan.timeout.total_seconds():g} s, or is gone ({str(error).splitlines()[0]})"
+            ) from error
 
     def refuse_incomplete(self) -> None:
         """Raise if there are gradients that are not summed over all ranks yet."""
@@ -230,7 +243,8 @@ class Pipeline:
             dist.all_reduce(found, dist.ReduceOp.MAX, group)
         links = self._connect().links
         if links is not None:
-            found = torch.stack(links.all_gather(found.cpu(), links.size)).amax(0).to(numbers.device)
+            with self._all_calling("unscaling by a GradScaler"):
+                found = torch.stack(links.all_gather(found.cpu(), links.size)).amax(0).to(numbers.device)
         return found
 
     @contextmanager

@@ -82,7 +82,8 @@ def _split_decoder(
     names = list(at or ())
     known = [name for name in names if isinstance(name, str) and name in places]
     beginnings = [name for name, place in places.items() if place]
-    faults = [_unknown(name, beginnings) for name in names if name not in known]
+    there = dict(model.named_modules(remove_duplicate=False))
+    faults = [_unknown(name, beginnings, there=name in there) for name in names if name not in known]
     faults += _order_faults([(name, places[name]) for name in known])
     if faults:
         raise PartitionError("\n".join(faults))
@@ -234,8 +235,10 @@ def _place(model: nn.Module, name: object) -> Place | str:
     return tuple(place)
 
 
-def _unknown(name: object, names: Sequence[str]) -> str:
+def _unknown(name: object, names: Sequence[str], *, there: bool = False) -> str:
     fault = f"there is no module {printable(repr(name))} in the model"
+    if there:
+        fault = f"no stage can begin at {name!r}, which is inside of a layer, or goes with what is before it"
     if close := get_close_matches(str(name), names):
         return f"{fault}: did you mean {' or '.join(map(repr, close))}?"
     return f"{fault}; stages can begin at {_some(names)}"
