@@ -134,6 +134,7 @@ def press_while_waiting() -> str:
         naps[0] = 0.4
         try:
             if dist.get_rank() == 0:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # ranks of the pool ignore it
                 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             pipeline.step(x, target=y)
             pipeline.step(x, target=y)

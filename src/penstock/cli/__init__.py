@@ -19,13 +19,14 @@ from penstock.cli.list import list_families
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
 from penstock.cli.trace import trace
+from penstock.cli.verify_grads import verify_grads
 from penstock.errors import FormatError, PenstockError, ScheduleError
 
 __all__ = ["app", "command", "main"]
 
 app = typer.Typer(
     name="penstock",
-    help="Pipeline-parallel training schedules: build, prove, simulate and show them.",
+    help="Pipeline-parallel training schedules: build, prove, simulate, show and run them.",
     epilog="Start with: penstock show 1f1b --ranks 4 --microbatches 8",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -37,6 +38,7 @@ app.command("check")(check)
 app.command("simulate")(simulate)
 app.command("compare")(compare)
 app.command("trace")(trace)
+app.command("verify-grads")(verify_grads)
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 -- typer calls it so
