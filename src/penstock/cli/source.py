@@ -109,7 +109,9 @@ def needing_torch(what: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("torch", "safetensors"):
             raise
-        raise MissingExtraError(f"{what} needs torch, which is not installed: pip install 'penstock[torch]'") from None
+        raise MissingExtraError(
+            f"{what} needs torch, which is not installed: pip install 'penstock[torch]'"
+        ) from None
 
 
 def checked_sends(sends: str) -> str:

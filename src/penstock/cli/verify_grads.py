@@ -27,7 +27,9 @@ __all__ = ["verify_grads"]
 def verify_grads(
     function: Annotated[
         str,
-        typer.Argument(metavar="MODULE:FUNCTION", help="Gives model, loss, inputs, target; found as by python -m."),
+        typer.Argument(
+            metavar="MODULE:FUNCTION", help="Gives model, loss, inputs, target; found as by python -m."
+        ),
     ],
     schedules: Annotated[
         list[str] | None, typer.Argument(metavar="NAME|FILE...", help="Families, or .csv or .json files.")
@@ -46,8 +48,8 @@ def verify_grads(
 ) -> None:
     """Verify gradients: train in one process and in pipelines on this machine's processors, and compare.
 
-    The function returns the model (an nn.Sequential, or a decoder of transformers), the loss, the inputs and the
-    target of one batch. Exit code 0 when all is equal, 1 when it is not, 2 when there is nothing to compare.
+    The function returns the model (an nn.Sequential, or a decoder of transformers), the loss, the inputs and
+    the target of one batch. Exit code 0 when all is equal, 1 when it is not, 2 when nothing can be compared.
 
     Examples:
       penstock verify-grads examples.train:parts 1f1b zbv -p 2 -m 4
@@ -67,7 +69,7 @@ def verify_grads(
     if as_json:
         typer.echo(json.dumps(_answer(found), indent=2, allow_nan=False))
     else:
-        _print(found, steps)
+        _print(found)
     if all(verdict.refused for verdict in found):
         raise typer.Exit(2)
     raise typer.Exit(0 if all(verdict.equal for verdict in found) else 1)
@@ -134,10 +136,10 @@ def _deviation(worst: Deviation | None) -> dict[str, Any] | None:
     return {"name": worst.name, "stage": worst.stage, "step": worst.step, "error": _number(worst.error)}
 
 
-def _print(found: list[Verdict], steps: int) -> None:
+def _print(found: list[Verdict]) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("schedule")
-    for name in ("loss", "gradient", "norm", f"parameters after {steps}"):
+    for name in ("loss", "gradient", "norm", "parameters"):
         table.add_column(name, justify="right")
     table.add_column("")
     table.add_column("worst gradient", overflow="fold")
@@ -152,7 +154,7 @@ def _print(found: list[Verdict], steps: int) -> None:
             Text(said, "green" if verdict.equal else "bold red"),
             Text(name),
         )
-    Console(highlight=False, width=max(shutil.get_terminal_size().columns, 100)).print(table)
+    Console(highlight=False, width=max(shutil.get_terminal_size().columns, 112)).print(table)
     reasons: dict[str, list[str]] = {}
     for verdict in found:
         if reason := verdict.refused or verdict.cause:

@@ -7,21 +7,27 @@ from penstock.runtime.checkpoints import (
     save_checkpoint,
 )
 from penstock.runtime.deferral import LayerRule, register_layer
+from penstock.runtime.local import LocalRanks
 from penstock.runtime.models import materialize, split
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.program import Custom
 from penstock.runtime.result import StepResult
 from penstock.runtime.scaling import GradScaler
 from penstock.runtime.splitters import REPLICATE, Splitter, register_splitter
+from penstock.runtime.training_log import TrainingLog
+from penstock.runtime.verification import Verdict, verify_gradients
 
 __all__ = [
     "REPLICATE",
     "Custom",
     "GradScaler",
     "LayerRule",
+    "LocalRanks",
     "Pipeline",
     "Splitter",
     "StepResult",
+    "TrainingLog",
+    "Verdict",
     "export_safetensors",
     "import_safetensors",
     "load_checkpoint",
@@ -30,4 +36,5 @@ __all__ = [
     "register_splitter",
     "save_checkpoint",
     "split",
+    "verify_gradients",
 ]

@@ -61,7 +61,7 @@ class Parts:
         found = 0
         for leaf in (*self.whole.state_dict().values(), *self._leaves()):
             if isinstance(leaf, Tensor):
-                found = zlib.crc32(leaf.detach().reshape(-1).contiguous().view(torch.uint8).numpy(), found)
+                found = zlib.crc32(leaf.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data, found)
         return f"{found:08x}"
 
     def _leaves(self) -> list[Any]:
@@ -124,7 +124,9 @@ def _found(source: Source) -> tuple[Callable[[], Any], str]:
         module = import_module(path)
     except ModuleNotFoundError as error:
         if error.name is not None and (path == error.name or path.startswith(f"{error.name}.")):
-            raise PipelineError(f"there is no module {printable(path)} in {here} or among the packages") from None
+            raise PipelineError(
+                f"there is no module {printable(path)} in {here} or among the packages"
+            ) from None
         raise PipelineError(f"importing {printable(path)} raised {_said(error)}") from error
     except Exception as error:
         raise PipelineError(f"importing {printable(path)} raised {_said(error)}") from error
@@ -135,7 +137,9 @@ def _found(source: Source) -> tuple[Callable[[], Any], str]:
             for each, value in vars(module).items()
             if callable(value) and getattr(value, "__module__", None) == path and each[0] != "_"
         ]
-        is_what = f"{path}.{name} is no function" if hasattr(module, name) else f"{path} has no {printable(name)}"
+        is_what = (
+            f"{path}.{name} is no function" if hasattr(module, name) else f"{path} has no {printable(name)}"
+        )
         raise PipelineError(f"{is_what}; it has {', '.join(functions[:8]) or 'none'}")
     return function, source
 

@@ -62,7 +62,7 @@ class LocalRanks:
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(*args)` gives on every rank; raises what one rank raised, and not what all others did."""
+        """What `function(*args)` gives on every rank; raises what one rank raised, once."""
         answers = self.answers(function, *args)
         failed = [(rank, answer) for rank, answer in enumerate(answers) if isinstance(answer, Failure)]
         # who did not end in time waited for the one that raised

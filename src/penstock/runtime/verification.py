@@ -7,17 +7,17 @@
     verdicts = verify_gradients(parts, [penstock.build("zbv", ranks=2, microbatches=4)])
 
 The function is called in every process, each time with the same seeds, and gives the model, the loss, what the
-model is called with (a tuple of it if it takes several) and the target. One process trains with the whole batch;
-every schedule does the same with its microbatches on processes of this machine. An error is the largest
-difference in a tensor, as a share of the largest number in it, or of a thousandth of the largest of all tensors
-if that is more: the gradient of some weights is nothing but rounding.
+model is called with (a tuple of it if it takes several) and the target. One process trains with the whole
+batch, every schedule with its microbatches, on processes of this machine. An error is the largest difference in
+a tensor, as a share of the largest number in it, or of a thousandth of the largest of all tensors if that is
+more: the gradient of some weights is nothing but rounding.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
 
@@ -86,7 +86,9 @@ def verdicts(
     if tolerance is not None and not 0 < tolerance < inf:
         faults.append(f"a tolerance is a share above 0, such as 1e-4 (given {tolerance!r})")
     if not isinstance(source, str) and "<" in getattr(source, "__qualname__", "<"):
-        faults.append("processes can be given a function of a module only, not one that is made inside of another")
+        faults.append(
+            "processes can be given a function of a module only, not one that is made inside of another"
+        )
     if not schedules:
         faults.append("no schedule is given")
     if faults:
@@ -101,25 +103,29 @@ def _verdict(
     ranks: LocalRanks, folder: Path, source: Source, schedule: Schedule, steps: int, tolerance: float | None
 ) -> Verdict:
     """Of one schedule. What one process finds is in a file, by the way its batch is cut."""
-    whole = folder / "whole.pt"
+    whole = folder / "whole.safetensors"
     if not whole.exists():
         ranks.run(train_alone, source, steps, 1, whole)
-    about = (schedule.name, schedule.num_ranks, schedule.num_stages, schedule.microbatches)
+    about = Verdict(
+        schedule.name, schedule.num_ranks, schedule.num_stages, schedule.microbatches, tolerance or 0.0
+    )
     try:
         found = _worst(ranks.run(train_in_pipeline, source, schedule, steps, whole))
     except PenstockError as error:
-        return Verdict(*about, tolerance or 0.0, refused=_in_short(error))
-    allowed = found.tolerance if tolerance is None else tolerance
-    errors = (allowed, found.loss, found.norm, found.gradient, found.parameter)
-    verdict = Verdict(*about, *errors)
+        return replace(about, refused=_in_short(error))
+    about = replace(about, tolerance=found.tolerance if tolerance is None else tolerance)
+    verdict = _with(about, found)
     if verdict.equal:
         return verdict
-    cut = folder / f"cut-{schedule.microbatches}.pt"
+    cut = folder / f"cut-{schedule.microbatches}.safetensors"
     if not cut.exists():
         ranks.run(train_alone, source, steps, schedule.microbatches, cut)
-    of_cut = _worst(ranks.run(train_in_pipeline, source, schedule, steps, cut))
-    same_cut = Verdict(*about, allowed, of_cut.loss, of_cut.norm, of_cut.gradient, of_cut.parameter)
-    return Verdict(*about, *errors, cause=_cause(verdict, found, cut_alike_is_equal=same_cut.equal))
+    cut_alike = _with(about, _worst(ranks.run(train_in_pipeline, source, schedule, steps, cut)))
+    return replace(verdict, cause=_cause(verdict, found, cut_alike_is_equal=cut_alike.equal))
+
+
+def _with(about: Verdict, found: Found) -> Verdict:
+    return replace(about, loss=found.loss, norm=found.norm, gradient=found.gradient, parameter=found.parameter)
 
 
 def _in_short(error: PenstockError) -> str:
@@ -144,10 +150,13 @@ def _worst(found: Sequence[Found | None]) -> Found:
 
 
 def _cause(verdict: Verdict, found: Found, *, cut_alike_is_equal: bool) -> str:
+    rounding = "that may be rounding: with model.double() and inputs in float64 it would be gone"
+    if verdict.worst <= found.tolerance:  # of these numbers; less was asked for
+        return rounding
     if found.draws:
         return (
-            "the model draws random numbers, as dropout does, and every process draws its own: set its rate to 0, "
-            "or call model.eval()"
+            "the model draws random numbers, as dropout does, and every process draws its own: set its rate to "
+            "0, or call model.eval()"
         )
     if cut_alike_is_equal:
         return (
@@ -156,7 +165,7 @@ def _cause(verdict: Verdict, found: Found, *, cut_alike_is_equal: bool) -> str:
             "and a mean over other things than rows"
         )
     if isfinite(verdict.worst) and verdict.worst < 100 * verdict.tolerance and found.tolerance > 1e-9:
-        return "that may be rounding: with model.double() and inputs in float64 it would be gone"
+        return rounding
     return (
         "one process that takes the same microbatches finds other numbers too: a backward that is wrong or not "
         "the same each time, state that is kept from one microbatch to the next, or a bug of Penstock"

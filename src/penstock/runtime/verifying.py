@@ -102,7 +102,9 @@ def train_alone(source: Source, steps: int, microbatches: int, file: Path) -> No
 
 def _checked_loss(loss: object) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        given = (
+            f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        )
         raise PipelineError(f"the loss must give a tensor with one number, and gave {given}")
     if not loss.requires_grad:
         raise PipelineError("the loss does not depend on any parameter that is trained: there is no gradient")
@@ -145,11 +147,11 @@ def train_in_pipeline(source: Source, schedule: Schedule, steps: int, file: Path
         return None
     parts = parts_from(source)
     alone = _Alone(file)
-    alone.refuse_others(parts)
+    alone.refuse_others(parts, group)
     if parts.rows is not None and parts.rows % schedule.microbatches:
         raise BatchError(
-            f"{parts.rows} rows do not make {schedule.microbatches} microbatches of the same size, and the mean of "
-            "their losses would not be that of the batch: change the batch or --microbatches"
+            f"{parts.rows} rows do not make {schedule.microbatches} microbatches of the same size, and the "
+            "mean of their losses would not be that of the batch: change the batch or --microbatches"
         )
     stages = split_evenly(parts.model, schedule.num_stages)
     last = schedule.num_stages - 1
@@ -170,7 +172,9 @@ def train_in_pipeline(source: Source, schedule: Schedule, steps: int, file: Path
                     gradients.append(Deviation(name, stage, step, error))
             _stepped(optimizer)
     parameters = [
-        Deviation(name, stage, steps - 1, alone.error(f"parameter {name}", weight, alone.about["largest parameter"]))
+        Deviation(
+            name, stage, steps - 1, alone.error(f"parameter {name}", weight, alone.about["largest parameter"])
+        )
         for stage, module in trained.items()
         for name, weight in _named(module)
     ]
@@ -201,16 +205,19 @@ class _Alone:
     def __init__(self, file: Path) -> None:
         from safetensors import safe_open  # noqa: PLC0415 -- an extra
 
-        self._file: Any = safe_open(file, "pt")
+        opener: Any = safe_open  # it has no types
+        self._file = opener(file, "pt")
         self.about: dict[str, Any] = json.loads(self._file.metadata()["about"])
         self._names = set(self._file.keys())
 
-    def refuse_others(self, parts: Parts) -> None:
-        """Raise if a rank was given another model or batch than the one process."""
-        if parts.fingerprint != self.about["fingerprint"]:
+    def refuse_others(self, parts: Parts, group: dist.ProcessGroup) -> None:
+        """Raise on all ranks if one was given another model or batch than the one process."""
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, parts.fingerprint, group)
+        if set(found) != {self.about["fingerprint"]}:
             raise PipelineError(
-                "the function gives other weights or another batch each time it is called, so there is nothing to "
-                "compare: seed what it draws from. torch, numpy and random are seeded before it is called"
+                "the function gives other weights or another batch each time it is called, so there is nothing "
+                "to compare: seed what it draws from. torch, numpy and random are seeded before it is called"
             )
 
     def error(self, name: str, mine: Tensor | None, largest: float) -> float:

@@ -15,7 +15,7 @@ __all__ = ["split_evenly"]
 def split_evenly(model: nn.Module, stages: int) -> dict[int, nn.Module]:
     """The stages of a model by their numbers: see `split` for which models it cuts.
 
-    An `nn.Sequential` is cut between the modules that it runs, those of containers inside it counted one by one.
+    An `nn.Sequential` is cut between the modules that it runs, those of containers inside it one by one.
     """
     if is_pretrained(model):
         return split(model, layout=even_layout(Decoder(model).layers, stages))
@@ -36,7 +36,9 @@ def _names_of_modules(module: nn.Module, inside: str = "") -> list[str]:
     if type(module).forward is not nn.Sequential.forward:
         return [inside] if inside else []
     children = (
-        (name, child) for name, child in module.named_modules(remove_duplicate=False) if name and "." not in name
+        (name, child)
+        for name, child in module.named_modules(remove_duplicate=False)
+        if name and "." not in name
     )
     return [
         found

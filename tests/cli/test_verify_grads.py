@@ -1,0 +1,230 @@
+"""Promise: `penstock verify-grads` finds what a pipeline trains otherwise than one process, and names it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+from tests.cli.conftest import Run
+
+pytestmark = pytest.mark.xdist_group("ranks-2")
+
+MODELS = """
+import os
+import torch
+from torch import nn
+
+def layers(extra=None, dtype=torch.float32, rows=8):
+    found = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), extra or nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)]
+    batch = torch.randn(rows, 6, dtype=dtype), torch.randn(rows, 2, dtype=dtype)
+    return nn.Sequential(*found).to(dtype), nn.functional.mse_loss, *batch
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        wrong = 1.5 if ctx.needs_input_grad[0] and len(x) < 8 else 1.0  # right for the whole batch alone
+        return gradient * weight, wrong * (gradient * x).sum(0)
+
+class Planted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+    def forward(self, x):
+        return Scaled.apply(x, self.weight)
+
+class ByProcess(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+    def forward(self, x):
+        return x * (self.weight if os.environ["RANK"] == "0" else self.weight.detach())
+
+class WithWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+    def forward(self, output, target):
+        return ((output * self.weight - target) ** 2).mean()
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 2)
+    def forward(self, x):
+        return self.first(x)
+
+def right(): return layers()
+def right_in_double(): return layers(dtype=torch.float64)
+def planted(): return layers(Planted())
+def by_process(): return layers(ByProcess())
+def normed(): return layers(nn.BatchNorm1d(6))
+def dropped():
+    model, *rest = layers(nn.Dropout(0.5))
+    model[1] = nn.Dropout(0.5)
+    return model, *rest
+def with_loss(): return (layers()[0], WithWeight(), *layers()[2:])
+def uneven(): return layers(rows=9)
+def branches(): return (Branches(), *layers()[1:])
+def unseeded():
+    torch.manual_seed(os.getpid())
+    return layers()
+def three(): return layers()[:3]
+def nothing(): return 1, 2, [3], 4
+def raising(): return layers(rows=undefined)
+number = 4
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+    sizes = dict(vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    text = torch.randint(9, (4, 6))
+    def loss(logits, target):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)), loss, text[:, :-1], text[:, 1:]
+"""
+
+
+@pytest.fixture
+def verify(run: Run, tmp_path: Path) -> Run:
+    """The command in a folder that has a module of models."""
+    (tmp_path / "models.py").write_text(MODELS)
+
+    def answer(function: str, *words: object) -> object:
+        given = (
+            words
+            if any(str(word).endswith((".csv", ".json")) for word in words)
+            else (*words, "-p", 2, "-m", 4)
+        )
+        return run("verify-grads", function, *given)
+
+    return answer  # type: ignore[return-value]
+
+
+def test_a_model_that_pipelines_train_alike_is_equal_for_every_family(verify: Run) -> None:
+    answer = verify("models:right", "--all")
+    assert answer.code == 0
+    head, *rows = answer.out.splitlines()
+    assert head.split() == ["schedule", "loss", "gradient", "norm", "parameters", "worst", "gradient"]
+    assert [row.split()[0] for row in rows] == [name for name in penstock.families() if name != "forward-only"]
+    assert all(" equal " in row for row in rows)
+
+
+def test_in_float64_errors_are_those_of_float64(verify: Run) -> None:
+    (row,) = verify("models:right_in_double", "zb-h1", "--steps", 3, "--json").json["schedules"]
+    assert row["tolerance"] == 1e-9
+    assert row["worst_gradient"]["error"] < 1e-12
+
+
+def test_a_wrong_gradient_is_named_and_the_exit_code_is_1(verify: Run) -> None:
+    answer = verify("models:planted", "1f1b", "zbv")
+    assert answer.code == 1
+    assert answer.out.count("NOT EQUAL") == 2
+    assert "2 of 2 not equal to one process; the worst: the gradient of 3.weight (stage 1 of" in answer.out
+    assert "is off by 0.5 of its size; 0.0001 is allowed" in answer.out
+    first = verify("models:planted", "1f1b", "--json").json["schedules"][0]
+    assert (first["worst_gradient"]["name"], first["worst_gradient"]["stage"]) == ("3.weight", 1)
+    assert first["worst_gradient"]["error"] == pytest.approx(0.5, rel=1e-3)
+    assert first["loss_error"] < 1e-3  # of the second step alone
+
+
+def test_a_model_that_depends_on_how_a_batch_is_cut_is_told_from_one_that_does_not(verify: Run) -> None:
+    cut = verify("models:normed", "1f1b", "--json")
+    assert (cut.code, cut.json["equal"]) == (1, False)
+    assert "depends on how a batch is cut, as BatchNorm does" in cut.json["schedules"][0]["cause"]
+    other = verify("models:by_process", "1f1b", "--json").json["schedules"][0]
+    assert other["worst_gradient"] == {"name": "3.weight", "stage": 1, "step": 0, "error": None}
+    assert "one process that takes the same microbatches finds other numbers too" in other["cause"]
+    dropped = verify("models:dropped", "1f1b", "--json").json["schedules"][0]
+    assert "the model draws random numbers, as dropout does" in dropped["cause"]
+
+
+def test_a_tolerance_that_only_float64_could_keep_is_told_so(verify: Run) -> None:
+    row = verify("models:right", "1f1b", "--tolerance", 1e-8, "--json").json["schedules"][0]
+    assert not row["equal"]
+    assert row["cause"] == "that may be rounding: with model.double() and inputs in float64 it would be gone"
+
+
+def test_a_loss_with_weights_of_its_own_is_compared_too(verify: Run) -> None:
+    assert verify("models:with_loss", "1f1b").code == 0
+
+
+def test_a_decoder_of_transformers_made_from_a_config_is_equal(verify: Run) -> None:
+    answer = verify("models:llama", "1f1b", "zbv")
+    assert answer.code == 0
+    assert "model.layers." in answer.out
+
+
+def test_files_of_other_numbers_of_ranks_go_together(verify: Run, tmp_path: Path) -> None:
+    penstock.build("1f1b", ranks=1, microbatches=2).write(tmp_path / "one.csv")
+    penstock.build("zb-h1", ranks=3, microbatches=4).write(tmp_path / "three.json")
+    rows = verify("models:right", "three.json", "one.csv", "--json").json["schedules"]
+    assert [(row["schedule"], row["ranks"], row["equal"]) for row in rows] == [
+        ("zb-h1", 3, True),
+        ("one", 1, True),
+    ]
+
+
+def test_what_cannot_be_run_is_told_with_its_reason(verify: Run) -> None:
+    for function, says in (
+        ("branches", "Branches is no nn.Sequential"),
+        ("uneven", "9 rows do not make 4 microbatches of the same size"),
+        ("unseeded", "the function gives other weights or another batch each time it is called"),
+    ):
+        answer = verify(f"models:{function}", "1f1b")
+        assert answer.code == 2
+        assert "refused" in answer.out
+        assert says in " ".join(answer.out.split())
+        assert "Traceback" not in answer.out + answer.err
+    some = verify("models:right", "1f1b", "interleaved-1f1b", "-v", 4)
+    assert some.code == 1
+    assert "8 stages need as many modules, but the model runs 6 one after the other" in some.out
+
+
+def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> None:
+    for function, says in (
+        ("models", "models is not a module and a function in it: write models:function"),
+        ("models.py:right", "models.py:right is not a module and a function in it: write models:right"),
+        ("nowhere:right", "there is no module nowhere in"),
+        ("models:left", "models has no left; it has layers, Scaled"),
+        ("models:number", "models.number is no function"),
+        ("models:three", "must return (model, loss, inputs, target), four things, and it returned 3 things"),
+        ("models:nothing", "the model must be an nn.Module, and is a int; the loss must be a function"),
+        ("models:raising", "models:raising() raised NameError: name 'undefined' is not defined ("),
+    ):
+        answer = verify(function, "1f1b")
+        assert (answer.code, answer.out) == (2, "")
+        assert says in answer.said
+        assert "Traceback" not in answer.err
+
+
+def test_numbers_and_names_that_cannot_be_are_bad_usage(run: Run) -> None:
+    for words, says in (
+        (["1f1b", "--steps", 0, "-p", 2, "-m", 2], "steps are a whole number of at least 1 (given 0)"),
+        (["1f1b", "--tolerance", 0, "-p", 2, "-m", 2], "a tolerance is a share above 0"),
+        (["1f1b", "--all", "-p", 2, "-m", 2], "--all is every family: drop it, or the names"),
+        (["-p", 2, "-m", 2], "say which schedules, as in: 1f1b zbv, or --all"),
+        (["1f1b"], "to build 1f1b, say --ranks and --microbatches"),
+    ):
+        answer = run("verify-grads", "models:right", *words)
+        assert (answer.code, answer.out) == (2, "")
+        assert says in answer.said
+
+
+def test_without_torch_it_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.startswith("penstock.runtime")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    answer = run("verify-grads", "models:right", "1f1b", "-p", 2, "-m", 2)
+    assert (answer.code, answer.out) == (2, "")
+    assert (
+        "verifying gradients needs torch, which is not installed: pip install 'penstock[torch]'" in answer.said
+    )
