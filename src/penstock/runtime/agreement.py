@@ -40,7 +40,7 @@ def refuse_disagreement(
         "microbatches": (schedule.microbatches, schedule.microbatches),
         "stages": (schedule.num_stages, schedule.num_stages),
         "schedule": (steps, f"{schedule.name} ({steps})"),
-        "tied weights": (str(ties.all), ", ".join(map(str, ties.all)) or "none"),
+        "tied weights": (str(ties.all), listed(ties.all) or "none"),
     }
     mine |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.looks().items()}
     for module in modules.values():
