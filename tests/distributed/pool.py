@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ class Pool:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        # torch asks for the name of 127.0.0.1 at every connection, and a name server may leave that unanswered
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         self._local = LocalRanks(ranks)
 
     def run(

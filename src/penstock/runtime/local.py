@@ -172,7 +172,7 @@ def _work(rank: int, count: int, port: int, pipe: Connection) -> None:
     os.dup2(2, 1)  # what a command answers on stdout is for the one that started it to say
     torch.set_num_threads(1)
     # torch asks for the name of 127.0.0.1 at every connection, and a name server may leave that unanswered
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count))
     dist.init_process_group("gloo")
     with contextlib.suppress(EOFError):
