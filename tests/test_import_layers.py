@@ -29,7 +29,7 @@ LAYERS = (
     {"bounds", "presets", "walk"},
     {"timeline"},
     {"simulator", "why"},
-    {"jitter", "comparison", "search"},
+    {"calibration", "comparison", "jitter", "search"},
     {"view"},
     {"penstock"},  # __init__.py, which only gathers names
     {"runtime"},

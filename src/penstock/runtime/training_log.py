@@ -43,7 +43,7 @@ class TrainingLog:
     `ranks`        which speak: rank 0 unless given, `None` for all of them
     `jsonl`        a file that gets one JSON object a step; that of rank 1 has `.rank1` before its ending
     `tensorboard`  a folder for TensorBoard's events; those of rank 1 are in `rank1` inside it
-    `every`        print every so many steps; files get them all
+    `every`        print every so many steps, 0 for never; files get them all
     `first`        the number of the first step, after a run was resumed
     """
 
@@ -56,8 +56,8 @@ class TrainingLog:
         every: int = 1,
         first: int = 0,
     ) -> None:
-        if every < 1:
-            raise PipelineError(f"every how many steps to print is a number of at least 1 (given {every!r})")
+        if every < 0:
+            raise PipelineError(f"every how many steps to print is a number of at least 0 (given {every!r})")
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         """This rank's number in the world."""
         self.speaks = ranks is None or self.rank in ranks
@@ -95,7 +95,7 @@ class TrainingLog:
         }
         told |= {name: _plain(value) for name, value in others.items()}
         told = {name: value for name, value in told.items() if value is not None}
-        if number % self._every == 0:
+        if self._every and number % self._every == 0:
             words = "  ".join(_word(name, value) for name, value in told.items() if value is not None)
             print(f"[rank {self.rank}] step {number}  {words}", flush=True)  # noqa: T201 -- what it is for
         if self._file is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
@@ -77,9 +78,14 @@ def verify_gradients(
 
 
 def verdicts(
-    source: Source, schedules: Sequence[Schedule], *, steps: int = 2, tolerance: float | None = None
+    source: Source,
+    schedules: Sequence[Schedule],
+    *,
+    steps: int = 2,
+    tolerance: float | None = None,
+    ranks: LocalRanks | None = None,
 ) -> Iterator[Verdict]:
-    """The same, one after the other as they are found."""
+    """The same, one after the other as they are found, on ranks that are there already if they are given."""
     faults = []
     if (whole_number(steps) or 0) < 1:
         faults.append(f"steps are a whole number of at least 1 (given {printable(repr(steps))})")
@@ -94,9 +100,10 @@ def verdicts(
     if faults:
         raise PipelineError("; ".join(faults))
     count = max(schedule.num_ranks for schedule in schedules)
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder, LocalRanks(count) as ranks:
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder, ExitStack() as opened:
+        used = ranks or opened.enter_context(LocalRanks(count))
         for schedule in schedules:
-            yield _verdict(ranks, Path(folder), source, schedule, steps, tolerance)
+            yield _verdict(used, Path(folder), source, schedule, steps, tolerance)
 
 
 def _verdict(

@@ -1,0 +1,92 @@
+"""Costs from measured timelines: what the work took on average, so that other schedules can be predicted.
+
+Steps of several schedules may be taken together: one with B and one with I and W tell both. Means, not medians,
+because a step that now and then takes longer makes those that wait for it later too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from penstock.action import Kind
+from penstock.costs import Costs
+from penstock.errors import CostsError
+from penstock.timeline import Timeline
+
+__all__ = ["KindError", "calibrated", "errors_by_kind"]
+
+_NAMES = {
+    Kind.F: "forward",
+    Kind.I: "backward_input",
+    Kind.W: "backward_weight",
+    Kind.B: "backward",
+}
+
+
+def calibrated(timelines: Sequence[Timeline]) -> Costs:
+    """The mean time of each kind of work on each stage; all else is as the first timeline has it.
+
+    Work that was never measured by itself keeps what the first timeline's costs say.
+    """
+    if not timelines:
+        raise CostsError("costs cannot be derived from no timelines: give one at least")
+    stages = {timeline.schedule.num_stages for timeline in timelines}
+    if len(stages) > 1:
+        raise CostsError(f"the timelines are of models with different numbers of stages: {sorted(stages)}")
+    taken: dict[tuple[Kind, int], list[float]] = {}
+    besides, works = 0.0, 0
+    for timeline in timelines:
+        for kind, stage, seconds in _measured(timeline):
+            taken.setdefault((kind, stage), []).append(seconds)
+        length = timeline.end - timeline.start
+        besides += float(length[~timeline.is_compute].sum())
+        works += int(timeline.is_compute.sum())
+    first, count = timelines[0].costs, stages.pop()
+    found: dict[str, Any] = {}
+    for kind, name in _NAMES.items():
+        if any(key[0] is kind for key in taken):
+            before = first.full_backward(count) if kind is Kind.B else first.per_stage(name, count)
+            found[name] = tuple(
+                fmean(taken[kind, stage]) if (kind, stage) in taken else before[stage] for stage in range(count)
+            )
+    return replace(first, **found, launch_overhead=besides / works if works else 0.0)
+
+
+@dataclass(frozen=True)
+class KindError:
+    """How well the time of a kind of work was predicted: mean seconds, and the error as a share."""
+
+    kind: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Above 0 where it was predicted to take longer than it did."""
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+
+def errors_by_kind(predicted: Timeline, measured: Sequence[Timeline]) -> list[KindError]:
+    """For F, I, W and B as far as they are there, and for the whole step."""
+    expected = list(_measured(predicted))
+    happened = [each for timeline in measured for each in _measured(timeline)]
+    overhead = predicted.costs.launch_overhead
+    found = []
+    for kind in _NAMES:
+        theirs = [seconds for each, _, seconds in happened if each is kind]
+        ours = [seconds - overhead for each, _, seconds in expected if each is kind]
+        if ours and theirs:
+            found.append(KindError(kind.value, fmean(ours), fmean(theirs)))
+    steps = fmean(timeline.makespan for timeline in measured)
+    return [*found, KindError("step", predicted.makespan, steps)]
+
+
+def _measured(timeline: Timeline) -> Iterator[tuple[Kind, int, float]]:
+    """Kind, stage and seconds of the work that was done by itself, not in an overlapped pair."""
+    for event in timeline.events:
+        parts = event.step.parts
+        if len(parts) == 1 and parts[0].kind in _NAMES:
+            yield parts[0].kind, parts[0].stage, event.end - event.start
