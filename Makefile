@@ -6,12 +6,8 @@ BIN := .venv/bin
 
 .PHONY: demo test check format bench clean
 
-demo: .venv/core
-	$(BIN)/penstock show 1f1b --ranks 4 --microbatches 8
-	$(BIN)/penstock show zbv --ranks 4 --microbatches 8
-	$(BIN)/penstock compare 1f1b zb-h1 zb-h2 -p 8 -m 24 --costs zb-h4096-p8-m24
-	@echo "A schedule that hangs, and why:"
-	$(BIN)/penstock check examples/deadlock.csv || true
+demo: .venv/demo
+	$(BIN)/penstock demo
 
 test: .venv/dev
 	$(BIN)/python -m pytest -n auto --dist loadgroup -q
@@ -29,6 +25,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.runtime
 	$(BIN)/python -m benchmarks.composition
+	$(BIN)/python -m benchmarks.predict
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -37,6 +34,10 @@ clean:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Penstock needs Python 3.10 or newer: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+.venv/demo: .venv/core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[search,torch]'
 	@touch $@
 
 .venv/dev: .venv/core

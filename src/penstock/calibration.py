@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def calibrated(timelines: Sequence[Timeline]) -> Costs:
-    """The mean time of each kind of work on each stage; all else is as the first timeline has it.
+    """The mean time of each kind of work on each stage, and of messages; all else as in the first timeline.
 
     Work that was never measured by itself keeps what the first timeline's costs say.
     """
@@ -52,7 +52,28 @@ def calibrated(timelines: Sequence[Timeline]) -> Costs:
             found[name] = tuple(
                 fmean(taken[kind, stage]) if (kind, stage) in taken else before[stage] for stage in range(count)
             )
-    return replace(first, **found, launch_overhead=besides / works if works else 0.0)
+    felt = _felt_latency(timelines, first, count)
+    return replace(
+        first, **found, latency=felt or first.latency, launch_overhead=besides / works if works else 0.0
+    )
+
+
+def _felt_latency(timelines: Sequence[Timeline], costs: Costs, stages: int) -> tuple[float, ...]:
+    """Per edge: what messages took whose receiver was waiting for them already, waking up included."""
+    taken: dict[int, list[float]] = {}
+    for timeline in timelines:
+        for message in timeline.messages:
+            ready = float(timeline.end[message.sent])
+            before = message.consumer - 1  # of the same rank: there is a receive at least
+            if float(timeline.end[before]) <= ready:
+                edge = message.stage - (message.kind == "gradient")
+                on_the_way = float(timeline.start[message.consumer]) - ready
+                speed = (
+                    0.0 if costs.bandwidth is None else message.size / costs.per_edge("bandwidth", stages)[edge]
+                )
+                taken.setdefault(edge, []).append(max(on_the_way - speed, 0.0))
+    known = costs.per_edge("latency", stages)
+    return tuple(fmean(taken[edge]) if edge in taken else known[edge] for edge in range(stages - 1))
 
 
 @dataclass(frozen=True)

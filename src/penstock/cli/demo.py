@@ -149,7 +149,9 @@ class _Run:
         first, split = (build(name, ranks=count, microbatches=2 * count) for name in ("1f1b", "zb-h1"))
         self.ranks.run(begin, count, log.absolute())
         warm = self._steps("training with 1f1b", [first] * _TRAINED + [split])
-        self.say(f"Training: loss {warm[0][0].loss:.3f} at first, {warm[-1][0].loss:.3f} after {len(warm)} steps.")
+        self.say(
+            f"Training: loss {warm[0][0].loss:.3f} at first, {warm[-1][0].loss:.3f} after {len(warm)} steps."
+        )
         # in turns, so that both see the same machine
         costs = _costs(self._steps("profiling", [first, split] * _PROFILED))
         with _waiting("searching for a better schedule"):
@@ -162,7 +164,8 @@ class _Run:
         self.say(f"Loss after all of {log.name}: {steps[-1][0].loss:.3f}.\n")
         self.ranks.run(end)
         return [
-            _Measured(simulate(taken[0][0].timeline.schedule, costs), taken) for taken in (steps[::3], steps[2::3])
+            _Measured(simulate(taken[0][0].timeline.schedule, costs), taken)
+            for taken in (steps[::3], steps[2::3])
         ]
 
     def _steps(self, what: str, schedules: list[Schedule]) -> list[list[Step]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 __all__ = ["LAYERS", "Batches", "cross_entropy", "gpt", "parts"]
 
-WIDTH, HEADS, LAYERS, LENGTH = 384, 6, 8, 64
+WIDTH, HEADS, LAYERS, LENGTH = 256, 4, 8, 64
 ROWS = 4
 """Of a microbatch."""
 

@@ -1,4 +1,4 @@
-"""The training of the demonstration, as its ranks do it: one model, one optimizer, and schedules that change."""
+"""The training of the demonstration, as its ranks do it: one model, and schedules that change."""
 
 from __future__ import annotations
 

@@ -1,0 +1,80 @@
+"""Promise: `penstock demo` trains, compares, predicts, searches and runs, and leaves its files alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+pytestmark = pytest.mark.xdist_group("ranks-2")
+
+
+def test_it_shows_all_steps_and_writes_its_report(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, number in (("_TRAINED", 1), ("_PROFILED", 1), ("_MEASURED", 2), ("_SEARCHED", 1.0)):
+        monkeypatch.setattr(sys.modules["penstock.cli.demo"], name, number)  # the function hides its module
+    answer = run("demo", "-p", 2, "-o", "out.html")
+    assert (answer.code, answer.err) == (0, "")  # quiet but for what it found, when nobody watches
+    assert "of the first 3 steps are the same as one process's" in answer.out
+    kinds = re.findall(r"^(1f1b|found) +(F|I|W|B|step) +[\d.]+ +[\d.]+ +[+-][\d.]+%$", answer.out, re.MULTILINE)
+    assert [kind for schedule, kind in kinds if schedule == "1f1b"] == ["F", "B", "step"]
+    rows = re.findall(r"^(1f1b|found) +([\d.]+) ms +[\d.]+ ms +[\d.]+% +(\d)$", answer.out, re.MULTILINE)
+    assert [name for name, _, _ in rows] == ["1f1b", "found"]
+    assert {live for _, _, live in rows} == {"2"}
+    page = (tmp_path / "out.html").read_text()
+    for schedule in ("1f1b", "found"):
+        for what in ("predicted", "measured"):
+            assert f'"name":"{schedule}, {what}"' in page
+    log = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(2 + 2 + 1 + 6))
+    assert log[-1]["loss"] < log[0]["loss"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.jsonl"]
+
+
+def test_a_report_that_is_no_page_is_bad_usage(run: Run) -> None:
+    answer = run("demo", "-o", "out.txt")
+    assert (answer.code, answer.out) == (2, "")
+    assert "out.txt does not end in .html" in answer.said
+
+
+def test_ctrl_c_ends_it_and_all_its_processes_without_a_traceback(tmp_path: Path) -> None:
+    code = "from penstock.cli import command; command()"
+    started = subprocess.Popen(  # noqa: S603 -- our own command
+        [sys.executable, "-c", code, "demo", "-p", "2"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert started.stdout is not None
+    for line in started.stdout:
+        if "the same as one process's" in line:
+            break
+    time.sleep(0.5)  # in the midst of a step
+    os.killpg(started.pid, signal.SIGINT)
+    _, said = started.communicate(timeout=30)
+    assert (started.returncode, said) == (130, "")
+    end = time.monotonic() + 20
+    while _members(started.pid):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _members(group: int) -> bool:
+    """Whether any process of a group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
