@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_ctrl_c_keeps_and_writes_the_best(run: Run, tmp_path: Path, monkeypatch:
     def pressed_while_moving() -> Iterator[Callable[[Progress], None]]:
         yield lambda now: signal.raise_signal(signal.SIGINT) if now.doing == "moving steps" else None
 
-    monkeypatch.setattr("penstock.cli.search.shown_progress", pressed_while_moving)
+    monkeypatch.setattr(sys.modules["penstock.cli.search"], "shown_progress", pressed_while_moving)
     answer = run("search", "-p", 8, "-m", 24, "-v", 2, "--live", 10, "--seconds", 600, "-o", "best.json")
     assert (answer.code, answer.err) == (0, "")
     assert "stopped by hand: this is the best found until then" in answer.out
