@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
-_TRAINED, _PROFILED, _MEASURED = 10, 8, 10  # steps
+_COMPARED, _TRAINED, _PROFILED, _MEASURED = 3, 10, 8, 10  # steps
 _SEARCHED = 10.0  # seconds
 _MOST_RANKS = 4
 
@@ -134,10 +134,12 @@ class _Run:
             f"{schedule.microbatches} microbatches a step.\n"
         )
         with _waiting("comparing the first steps with one process"):
-            (verdict,) = verdicts("penstock.runtime.demo.gpt:parts", [schedule], steps=3, ranks=self.ranks)
+            (verdict,) = verdicts(
+                "penstock.runtime.demo.gpt:parts", [schedule], steps=_COMPARED, ranks=self.ranks
+            )
         worst = "" if verdict.gradient is None else f", worst gradient off by {verdict.gradient.error:.1e}"
         said = "the same as" if verdict.equal else "NOT the same as"
-        self.say(f"Loss, gradients and weights of the first 3 steps are {said} one process's{worst}.")
+        self.say(f"Loss, gradients and weights of the first {_COMPARED} steps are {said} one process's{worst}.")
         if not verdict.equal:
             self.say(verdict.refused or verdict.cause)
             raise typer.Exit(1)
