@@ -42,7 +42,7 @@ def test_it_shows_all_steps_and_writes_its_report(
         for what in ("predicted", "measured"):
             assert f'"name":"{schedule}, {what}"' in page
     log = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in log] == list(range(2 + 2 + 1 + 6))
+    assert [line["step"] for line in log] == list(range(2 + 2 + 1 + 4))
     assert log[-1]["loss"] < log[0]["loss"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.jsonl"]
 

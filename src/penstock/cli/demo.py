@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from penstock.calibration import calibrated, errors_by_kind
 from penstock.cli.show import draw
@@ -27,6 +28,7 @@ from penstock.placement import Placement
 from penstock.schedule import Schedule
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
+from penstock.view.terminal import terminal
 
 if TYPE_CHECKING:
     from penstock.runtime.demo.training import Step
@@ -69,6 +71,11 @@ def demo(
         run.check(count)
         measured = run.train_and_search(count, log)
     write_bytes(draw("html", [picture for each in measured for picture in each.pictures]), output)
+    for each in measured:
+        for picture in each.pictures:
+            run.say(f"{picture.schedule.name}: {picture.makespan * 1e3:.0f} ms")
+            run.say(terminal(picture, run.console.width))
+            run.say("")
     run.say(_errors(measured))
     run.say("")
     run.say(_table(measured))
@@ -121,8 +128,8 @@ class _Run:
     def __init__(self, ranks: LocalRanks, console: Console) -> None:
         self.ranks, self.console = ranks, console
 
-    def say(self, text: str | Table) -> None:
-        self.console.print(text, soft_wrap=isinstance(text, str))
+    def say(self, text: str | Text | Table) -> None:
+        self.console.print(text, soft_wrap=not isinstance(text, Table))
 
     def check(self, count: int) -> None:
         """The first steps against one process."""
@@ -155,19 +162,24 @@ class _Run:
             f"Training: loss {warm[0][0].loss:.3f} at first, {warm[-1][0].loss:.3f} after {len(warm)} steps."
         )
         # in turns, so that both see the same machine
-        costs = _costs(self._steps("profiling", [first, split] * _PROFILED))
+        profiled = self._steps("profiling", [first, split] * _PROFILED)
+        costs = calibrated([ranks[0].timeline for ranks in profiled])
+        before = _Measured(simulate(profiled[0][0].timeline.schedule, costs), profiled[::2])
         with _waiting("searching for a better schedule"):
-            found, by = _better(count, costs, memory=max(simulate(first, costs).peak_memory))
-        self.say(f"Found for these costs, within the memory of 1f1b: {by}.")
+            found, by = _better(count, costs, memory=max(before.predicted.peak_memory))
+        self.say(f"Found for what that took, within the memory of 1f1b: {by}.")
         self._steps("warming up", [found])
-        # what it costs is measured again beside it: a machine is not as fast now as it was before the search
-        steps = self._steps("running it beside the others", [first, split, found] * _MEASURED)
-        costs = _costs([step for place, step in enumerate(steps) if place % 3 < 2])
-        self.say(f"Loss after all of {log.name}: {steps[-1][0].loss:.3f}.\n")
+        steps = self._steps("running it in turns with 1f1b", [first, found] * _MEASURED)
+        self.say(f"Loss after all steps: {steps[-1][0].loss:.3f}.")
         self.ranks.run(end)
+        # a machine that others use too is not as fast now as it was before the search
+        now = _Measured(before.predicted, steps[::2]).seconds / before.seconds
+        self.say(
+            f"1f1b now takes {now:.1%} of what it took when it was profiled; predictions are scaled by that.\n"
+        )
         return [
-            _Measured(simulate(taken[0][0].timeline.schedule, costs), taken)
-            for taken in (steps[::3], steps[2::3])
+            _Measured(simulate(taken[0][0].timeline.schedule, costs.scaled(now)), taken)
+            for taken in (steps[::2], steps[1::2])
         ]
 
     def _steps(self, what: str, schedules: list[Schedule]) -> list[list[Step]]:
@@ -217,10 +229,6 @@ def _better(count: int, costs: Costs, *, memory: float) -> tuple[Schedule, str]:
     if found.interrupted:
         raise KeyboardInterrupt
     return found.schedule.renamed("found"), f"{found.found_by}, at most {found.gap:.1%} from the best possible"
-
-
-def _costs(steps: list[list[Step]]) -> Costs:
-    return calibrated([ranks[0].timeline for ranks in steps])
 
 
 # --- tables ----------------------------------------------------------------------------------------
