@@ -2,9 +2,9 @@
 
     python -m benchmarks.predict [sleep-4] [sleep-8] [compute-2]
 
-Steps are profiled one after the other. Every second one tells the costs (`penstock.calibration`), the others
-are what the prediction is compared with. Times are means. Stages that sleep take no processor, so that 4 and 8
-ranks are measured honestly on fewer cores.
+Of the steps that are profiled, ordered by length, every second one tells the costs (`penstock.calibration`), and
+the others are what the prediction is compared with: so a busy machine disturbs both alike. Times are means.
+Stages that sleep take no processor, so that 4 and 8 ranks are measured honestly on fewer cores.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ WIDTH = 256
 
 
 def profiled(schedule: penstock.Schedule, stages: list[nn.Module], shape: tuple[int, ...]) -> list[Timeline]:
-    """Steps after the first two, which learn the shapes."""
+    """Steps after the first two, which learn the shapes, the shortest first."""
     x, y = torch.randn(shape, requires_grad=True), torch.randn(shape)  # so that stage 0 has an I too
     with Pipeline(stages, schedule, loss=nn.functional.mse_loss) as pipeline, pipeline.profile() as profile:
         for _ in range(14):
             pipeline.step(x, target=y)
             for parameter in pipeline.parameters():
                 parameter.grad = None
-    return profile.timelines[2:]
+    return sorted(profile.timelines[2:], key=lambda step: step.makespan)
 
 
 def compared(

@@ -27,6 +27,7 @@ def test_the_costs_of_a_schedule_with_b_and_of_one_with_i_and_w_together_are_all
     for name in ("forward", "backward_input", "backward_weight", "backward"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name))
     assert found.latency == pytest.approx((0.25,))
+    assert found.launch_overhead == pytest.approx(0)
 
 
 def test_costs_from_some_schedules_predict_another() -> None:

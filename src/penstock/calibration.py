@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from penstock.action import Kind
 from penstock.costs import Costs
 from penstock.errors import CostsError
@@ -41,8 +43,7 @@ def calibrated(timelines: Sequence[Timeline]) -> Costs:
     for timeline in timelines:
         for kind, stage, seconds in _measured(timeline):
             taken.setdefault((kind, stage), []).append(seconds)
-        length = timeline.end - timeline.start
-        besides += float(length[~timeline.is_compute].sum())
+        besides += _besides_work(timeline)
         works += int(timeline.is_compute.sum())
     first, count = timelines[0].costs, stages.pop()
     found: dict[str, Any] = {}
@@ -56,6 +57,16 @@ def calibrated(timelines: Sequence[Timeline]) -> Costs:
     return replace(
         first, **found, latency=felt or first.latency, launch_overhead=besides / works if works else 0.0
     )
+
+
+def _besides_work(timeline: Timeline) -> float:
+    """Seconds of all steps that are no work, and of the time before steps that wait for no message."""
+    alone = ~timeline.is_compute
+    rank = timeline.schedule.columns.rank
+    before = np.zeros(len(alone))
+    before[1:] = np.where(rank[1:] == rank[:-1], timeline.start[1:] - timeline.end[:-1], 0.0)
+    before[[message.consumer for message in timeline.messages]] = 0.0
+    return float((timeline.end - timeline.start)[alone].sum() + before.sum())
 
 
 def _felt_latency(timelines: Sequence[Timeline], costs: Costs, stages: int) -> tuple[float, ...]:

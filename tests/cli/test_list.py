@@ -11,7 +11,7 @@ import pytest
 import penstock
 from tests.cli.conftest import COMMAND, Run, in_a_process
 
-WORDS = ("list", "show", "check")
+WORDS = ("list", "show", "check", "verify-grads", "demo")
 
 
 # --- list ------------------------------------------------------------------------------------------
@@ -45,7 +45,10 @@ def test_help_starts_with_what_it_is_and_names_every_word_and_a_first_command(tm
     assert "penstock show 1f1b --ranks 4 --microbatches 8" in answer.out
 
 
-@pytest.mark.parametrize(("word", "option"), [("list", "--help"), ("show", "-h"), ("check", "--help")])
+@pytest.mark.parametrize(
+    ("word", "option"),
+    [("list", "--help"), ("show", "-h"), ("check", "--help"), ("verify-grads", "-h"), ("demo", "-h")],
+)
 def test_the_help_of_every_word_has_examples(word: str, option: str, tmp_path: Path) -> None:
     answer = in_a_process(word, option, cwd=tmp_path)
     assert answer.code == 0

@@ -79,6 +79,9 @@ def unseeded():
 def three(): return layers()[:3]
 def nothing(): return 1, 2, [3], 4
 def raising(): return layers(rows=undefined)
+def misshapen(): return (*layers()[:2], torch.randn(8, 5), torch.randn(8, 2))
+def many(): return (layers()[0], lambda output, target: output - target, *layers()[2:])
+def frozen(): return (layers()[0].requires_grad_(False), *layers()[1:])
 number = 4
 
 def llama():
@@ -182,6 +185,7 @@ def test_what_cannot_be_run_is_told_with_its_reason(verify: Run) -> None:
         assert "refused" in answer.out
         assert says in " ".join(answer.out.split())
         assert "Traceback" not in answer.out + answer.err
+    assert "forward-only: it has no backward" in verify("models:right", "forward-only").out
     some = verify("models:right", "1f1b", "interleaved-1f1b", "-v", 4)
     assert some.code == 1
     assert "8 stages need as many modules, but the model runs 6 one after the other" in some.out
@@ -196,6 +200,12 @@ def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> 
         ("models:number", "models.number is no function"),
         ("models:three", "must return (model, loss, inputs, target), four things, and it returned 3 things"),
         ("models:nothing", "the model must be an nn.Module, and is a int; the loss must be a function"),
+        (
+            "models:misshapen",
+            "in one process, without a pipeline, the model or the loss raised RuntimeError: mat1",
+        ),
+        ("models:many", "the loss must be a tensor with one number, and is of shape [8, 2]"),
+        ("models:frozen", "the loss depends on no parameter that is trained"),
         ("models:raising", "models:raising() raised NameError: name 'undefined' is not defined ("),
     ):
         answer = verify(function, "1f1b")

@@ -40,8 +40,19 @@ class Parts:
 
     def __call__(self, args: tuple[Any, ...], target: object) -> Tensor:
         """The loss of these arguments, computed as if there were no pipelines."""
-        output = self.model(*args)
-        return self.loss(output.logits if is_pretrained(self.model) else output, target)
+        try:
+            output = self.model(*args)
+            loss = self.loss(output.logits if is_pretrained(self.model) else output, target)
+        except Exception as error:
+            raise PipelineError(
+                f"in one process, without a pipeline, the model or the loss raised {_said(error)}"
+            ) from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            given = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise PipelineError(f"the loss must be a tensor with one number, and is of {given}")
+        if not loss.requires_grad:
+            raise PipelineError("the loss depends on no parameter that is trained: there is no gradient")
+        return loss
 
     @property
     def whole(self) -> nn.ModuleDict:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from multiprocessing import forkserver
@@ -150,7 +150,7 @@ class LocalRanks:
 
 
 @contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Any:
+def _deaf_to_ctrl_c() -> Iterator[None]:
     """What is started in here never hears it, nor does anything that starts."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
 
+from penstock.action import Kind
 from penstock.errors import PenstockError, PipelineError, StepFailedError
 from penstock.given import printable, whole_number
 from penstock.runtime.given_parts import Source
@@ -116,6 +117,8 @@ def _verdict(
     about = Verdict(
         schedule.name, schedule.num_ranks, schedule.num_stages, schedule.microbatches, tolerance or 0.0
     )
+    if not schedule.columns.has(Kind.B, Kind.I):
+        return replace(about, refused="it has no backward, so there are no gradients")
     try:
         found = _worst(ranks.run(train_in_pipeline, source, schedule, steps, whole))
     except PenstockError as error:
