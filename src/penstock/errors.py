@@ -84,7 +84,7 @@ class CostsError(PenstockError):
     """Costs that cannot be, or that do not fit a schedule."""
 
 
-class MissingExtraError(PenstockError):
+class MissingExtraError(PenstockError, ImportError):
     """Something that needs an optional dependency which is not installed."""
 
 
