@@ -14,8 +14,10 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import penstock
 from penstock.cli import app, main
@@ -31,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WORDS: dict[str, Any] = vars(get_command(app))["commands"]
 FOR_READERS = {"", "diff", "error"}
 """Pictures, changes, and messages, which tests/distributed/test_troubleshooting.py looks at."""
 
@@ -142,9 +145,22 @@ def test_the_picture_of_the_readme_is_what_its_command_draws(shell: Shell) -> No
     assert (shell.folder / "zbv.svg").read_bytes() == (DOCS / "zbv.svg").read_bytes()
 
 
-def test_every_word_of_the_command_line_has_a_page() -> None:
-    for word in app.registered_commands:
-        assert (DOCS / f"{word.name}.md").read_text(encoding="utf-8").startswith(f"# {word.name}: ")
+@pytest.mark.parametrize("word", WORDS)
+def test_every_word_of_the_command_line_has_a_page_with_all_its_options(word: str) -> None:
+    text = (DOCS / f"{word}.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {word}: ")
+    for option in WORDS[word].params:
+        names = "|".join(re.escape(name) for name in option.opts if name.startswith("-"))
+        assert re.search(rf"(?<![\w-])({names})\b", text), option.opts
+
+
+def test_idle_shares_in_advice_are_those_that_the_commands_print() -> None:
+    decide = (DOCS / "decide.md").read_text(encoding="utf-8")
+    printed = "".join(body for language, body in BLOCK.findall(decide) if language == "console")
+    advice = [decide, *(page.read_text(encoding="utf-8") for page in (DOCS / "families").glob("*.md"))]
+    shares = re.findall(r"(\d+\.\d) %", "\n".join(advice))
+    assert len(shares) > 20
+    assert all(f" {share}%" in printed for share in shares)
 
 
 def test_tests_that_are_named_are_there() -> None:

@@ -23,8 +23,8 @@ EXAMPLES = [
     for line in str(callback.__doc__).partition("Examples:")[2].splitlines()
     if line.strip()
 ]
-SLOW = {"doctor"}
-"""Words that have tests of their own which run them."""
+SLOW = {"demo", "doctor", "plan", "search", "verify-grads"}
+"""Words that start processes, or take their time: their own tests run them."""
 
 
 @pytest.fixture
@@ -117,6 +117,10 @@ COLOURED = [
     ["trace", "1f1b", "-p", "2", "-m", "4"],
     ["shwo"],
 ]
+
+
+def test_every_quick_word_is_looked_at() -> None:
+    assert {words[0] for words in COLOURED} >= set(WORDS) - SLOW
 
 
 def colours(answer: Answer) -> set[int]:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -276,6 +276,36 @@ def tied_weights_drift() -> str:
     nn.init.normal_(own.weight)
     tie = {0: "weight", 3: "weight"}
     with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, tied=[tie], timeout=10) as made:
+        return attempt(lambda: step(made)).text
+
+
+@together
+def one_rank_clips() -> str:
+    with Pipeline(dict(enumerate(model(4))), "1f1b", microbatches=4, loss=mse_loss, timeout=2) as made:
+        step(made)
+        told = attempt(lambda: made.clip_grad_norm_(1.0)).text if dist.get_rank() == 0 else ""
+        dist.barrier()
+        return told
+
+
+@together
+def replicas_differ() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(dist.get_rank())
+    stages = dict(enumerate(model(2)))
+    options = {"group": mesh["pp"], "replicas": mesh["dp"]}
+    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, timeout=10, **options) as made:
+        return attempt(lambda: step(made)).text
+
+
+@together
+def value_that_cannot_cross() -> str:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, object]:
+            return x, lambda: None
+
+    stages = {0: Odd(), 1: nn.Identity(), 2: nn.Identity(), 3: nn.Linear(4, 4)}
+    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, timeout=10) as made:
         return attempt(lambda: step(made)).text
 
 
