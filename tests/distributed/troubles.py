@@ -293,8 +293,8 @@ def replicas_differ() -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     torch.manual_seed(dist.get_rank())
     stages = dict(enumerate(model(2)))
-    options = {"group": mesh["pp"], "replicas": mesh["dp"]}
-    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, timeout=10, **options) as made:
+    made = Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, group=mesh["pp"], replicas=mesh["dp"])
+    with made:
         return attempt(lambda: step(made)).text
 
 
