@@ -37,7 +37,7 @@ EXTRAS = {"torch": ("torch", "safetensors"), "view": ("PIL",)}
 """What each extra brings, as it is imported."""
 WHAT_FOR = {"torch": "to train", "view": "to draw PNG pictures"}
 
-TORCH_SECONDS = 60
+TORCH_SECONDS = 120
 TO_DO = "gloo needs this machine's name or an interface: see the names above, or set GLOO_SOCKET_IFNAME=lo"
 LOOKUP_SECONDS = 5.0
 SLOW_LOOKUP_SECONDS = 1.0

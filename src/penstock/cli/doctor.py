@@ -22,8 +22,7 @@ def doctor(*, as_json: Annotated[bool, typer.Option("--json", help="Answer in JS
     """Check this machine: Python, torch and its backends, ports, names, clocks, extras.
 
     One line each: ok, warn (some things will not work, or slowly) or fail. Exit code 1 if anything fails.
-    With torch, two processes are started that exchange a tensor, which may take some seconds, and one minute
-    at most.
+    With torch, two processes are started that exchange a tensor: some seconds, and two minutes at most.
 
     Examples:
       penstock doctor
