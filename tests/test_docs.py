@@ -34,8 +34,8 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WORDS: dict[str, Any] = vars(get_command(app))["commands"]
-FOR_READERS = {"", "diff", "error"}
-"""Pictures, changes, and messages, which tests/distributed/test_troubleshooting.py looks at."""
+FOR_READERS = {"", "diff", "error", "output"}
+"""Pictures, changes, what differs between machines, and messages, which have test_troubleshooting.py."""
 
 
 def name_of(page: Path) -> str:

@@ -1,7 +1,8 @@
 """Promise: the examples run as their first lines say, and print what is in `examples/output`.
 
 Each file there has commands after `$ ` and what they print. Losses may differ in the second digit after the
-point: processors add in different orders. `python -m tests.test_examples` writes the files anew.
+point: processors add in different orders. `python -m tests.test_examples` writes the files and
+the blocks of the pages anew.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ ENVIRONMENT = {
     "RES_OPTIONS": "timeout:1 attempts:1",
 }
 NUMBER = re.compile(r"\d+\.\d+")
+MEASURED = re.compile(r"(memory|tps) [\d.,]+")
+"""What differs from run to run."""
 
 
 def parts_of(output: Path) -> list[tuple[str, str]]:
@@ -78,7 +81,7 @@ def link_examples(folder: Path) -> Path:
 def test_an_example_prints_what_is_committed(output: Path, tmp_path: Path) -> None:
     link_examples(tmp_path)
     for command, expected in parts_of(output):
-        printed = run(command, tmp_path)
+        printed, expected = (MEASURED.sub(r"\1 #", text) for text in (run(command, tmp_path), expected))
         if command.startswith("torchrun"):
             assert NUMBER.sub("#", printed) == NUMBER.sub("#", expected)
             numbers = [float(number) for number in NUMBER.findall(expected)]
@@ -122,12 +125,21 @@ def test_the_python_and_the_csv_of_the_custom_schedule_are_about_twenty_lines_or
 
 
 def rewrite() -> None:
-    """Run everything and write what it prints."""
+    """Run everything and write what it prints, here and into the pages that show it."""
     for output in OUTPUTS:
         with tempfile.TemporaryDirectory() as folder:
             link_examples(Path(folder))
-            parts = [f"$ {command}\n{run(command, Path(folder))}" for command, _ in parts_of(output)]
-        output.write_text("".join(parts), encoding="utf-8")
+            new = {command: run(command, Path(folder)) for command, _ in parts_of(output)}
+        output.write_text(
+            "".join(f"$ {command}\n{printed}" for command, printed in new.items()), encoding="utf-8"
+        )
+        for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+            text = page.read_text(encoding="utf-8")
+            for command, printed in new.items():
+                block = f"```console\n$ {command}\n"
+                begin, found, rest = text.partition(block)
+                text = begin + found + printed + rest[rest.index("```") :] if found else text
+            page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

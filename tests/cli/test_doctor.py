@@ -181,5 +181,5 @@ def test_the_extras_it_knows_are_those_of_the_package() -> None:
 
 def test_the_page_shows_a_line_for_each_thing_that_is_looked_at() -> None:
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
-    block = page.split("```\n")[1]
+    block = page.split("```")[1].removeprefix("output\n")
     assert [line[6:21].strip() for line in block.splitlines()] == CORE + NAMES + EXTRAS + TORCH
