@@ -1,8 +1,8 @@
 """Promise: the examples run as their first lines say, and print what is in `examples/output`.
 
 Each file there has commands after `$ ` and what they print. Losses may differ in the second digit after the
-point: processors add in different orders. `python -m tests.test_examples` writes the files and
-the blocks of the pages anew.
+point: processors add in different orders. `python -m tests.test_examples` writes the files anew, and the blocks
+of the pages that show them.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def link_examples(folder: Path) -> Path:
 @pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: output.stem)
 def test_an_example_prints_what_is_committed(output: Path, tmp_path: Path) -> None:
     link_examples(tmp_path)
-    for command, expected in parts_of(output):
-        printed, expected = (MEASURED.sub(r"\1 #", text) for text in (run(command, tmp_path), expected))
+    for command, committed in parts_of(output):
+        printed, expected = (MEASURED.sub(r"\1 #", text) for text in (run(command, tmp_path), committed))
         if command.startswith("torchrun"):
             assert NUMBER.sub("#", printed) == NUMBER.sub("#", expected)
             numbers = [float(number) for number in NUMBER.findall(expected)]
@@ -130,9 +130,8 @@ def rewrite() -> None:
         with tempfile.TemporaryDirectory() as folder:
             link_examples(Path(folder))
             new = {command: run(command, Path(folder)) for command, _ in parts_of(output)}
-        output.write_text(
-            "".join(f"$ {command}\n{printed}" for command, printed in new.items()), encoding="utf-8"
-        )
+        whole = "".join(f"$ {command}\n{printed}" for command, printed in new.items())
+        output.write_text(whole, encoding="utf-8")
         for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
             text = page.read_text(encoding="utf-8")
             for command, printed in new.items():
