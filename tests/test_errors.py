@@ -19,6 +19,7 @@ from penstock.errors import (
     PipelineError,
     PlacementError,
     ScheduleError,
+    SearchError,
     StepFailedError,
 )
 
@@ -28,6 +29,7 @@ ONE_OF_EACH = (
     BuildError("no family is called '1f1c'"),
     FormatError("mine.csv", ["row 1, column 2: wrong", "row 3: wrong too"]),
     ScheduleError("a schedule needs at least 1 microbatch"),
+    SearchError("nothing fits"),
     CostsError("forward: it must be 0 or more"),
     MissingExtraError("PNG needs Pillow"),
     PartitionError("no module is called 'layers.9'"),

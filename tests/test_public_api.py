@@ -17,6 +17,7 @@ DOCUMENTED = {
     "Costs",
     "Timeline",
     "Family",
+    "SearchResult",
     "Violation",
     # verbs
     "build",
@@ -27,6 +28,7 @@ DOCUMENTED = {
     "parse_layout",
     "read",
     "register",
+    "search",
     "simulate",
     "validate",
     # errors
@@ -42,6 +44,7 @@ DOCUMENTED = {
     "PipelineError",
     "PlacementError",
     "ScheduleError",
+    "SearchError",
     "StepFailedError",
 }
 

@@ -15,6 +15,7 @@ from penstock.errors import (
     PipelineError,
     PlacementError,
     ScheduleError,
+    SearchError,
     StepFailedError,
 )
 from penstock.families import Family, build, families, register
@@ -23,6 +24,7 @@ from penstock.layout import even_layout, parse_layout
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedule import Schedule
+from penstock.search import SearchResult, search
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
 from penstock.validation import Violation, validate
@@ -49,6 +51,8 @@ __all__ = [
     "PlacementError",
     "Schedule",
     "ScheduleError",
+    "SearchError",
+    "SearchResult",
     "StepFailedError",
     "Timeline",
     "Violation",
@@ -60,6 +64,7 @@ __all__ = [
     "parse_layout",
     "read",
     "register",
+    "search",
     "simulate",
     "validate",
 ]

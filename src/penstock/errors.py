@@ -7,6 +7,7 @@
     ├── FormatError              a file that is not a schedule, with every fault and its place
     ├── ScheduleError            a schedule that cannot be made, lowered or run as it stands
     ├── CostsError               costs that cannot be, or that do not fit a schedule
+    ├── SearchError              work and limits that no order can meet
     ├── MissingExtraError        something that needs an optional dependency which is not installed
     ├── PartitionError           a model that cannot be cut into stages as asked
     ├── BatchError               a batch that cannot be cut into microbatches, or outputs that cannot be merged
@@ -34,6 +35,7 @@ __all__ = [
     "PipelineError",
     "PlacementError",
     "ScheduleError",
+    "SearchError",
     "StepFailedError",
 ]
 
@@ -82,6 +84,10 @@ class ScheduleError(PenstockError):
 
 class CostsError(PenstockError):
     """Costs that cannot be, or that do not fit a schedule."""
+
+
+class SearchError(PenstockError):
+    """Work and limits that no order can meet, or a search that was asked for wrongly."""
 
 
 class MissingExtraError(PenstockError, ImportError):

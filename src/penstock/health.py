@@ -33,9 +33,9 @@ __all__ = [
 Verdict = Literal["ok", "warn", "fail"]
 T = TypeVar("T")
 
-EXTRAS = {"torch": ("torch", "safetensors"), "view": ("PIL",)}
+EXTRAS = {"torch": ("torch", "safetensors"), "view": ("PIL",), "search": ("numba", "ortools")}
 """What each extra brings, as it is imported."""
-WHAT_FOR = {"torch": "to train", "view": "to draw PNG pictures"}
+WHAT_FOR = {"torch": "to train", "view": "to draw PNG pictures", "search": "to search fast, and to prove"}
 
 TORCH_SECONDS = 120
 TO_DO = "gloo needs this machine's name or an interface: see the names above, or set GLOO_SOCKET_IFNAME=lo"

@@ -25,7 +25,7 @@ else:
 
 CORE = ["python", "penstock", "numpy", "cores", "memory", "clock", "ports", "port 29500"]
 NAMES = ["host name", "loopback name"]
-EXTRAS = ["extra torch", "extra view"]
+EXTRAS = ["extra torch", "extra view", "extra search"]
 TORCH = ["torch", "gloo", "gpu", "exchange"]
 
 

@@ -174,6 +174,20 @@ def in_a_process_of_python(code: str, cwd: Path) -> str:
     return done.stdout
 
 
+def test_without_the_extra_search_an_order_is_found_and_a_line_says_what_to_install(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules["numba"] = sys.modules["ortools"] = None
+sys.argv = ["penstock", "search", "-p", "2", "-m", "3", "--live", "1", "--moves", "10"]
+from penstock.cli import main
+main()
+"""
+    answer = in_a_process_of_python(code, tmp_path)
+    assert "makespan" in answer
+    assert "not installed, and so not used: " in answer
+    assert "pip install 'penstock[search]'" in answer
+
+
 def test_the_core_and_its_words_need_no_torch(tmp_path: Path) -> None:
     code = """
 import sys
