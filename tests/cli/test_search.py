@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import time
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import penstock
 from penstock import Costs, simulate
-from tests.cli.conftest import COMMAND, Run
+from penstock.search import Progress
+from tests.cli.conftest import Run
 
 
 def test_it_draws_the_best_and_says_how_good_it_is(run: Run) -> None:
@@ -73,14 +75,13 @@ def test_memory_may_have_a_unit(run: Run, tmp_path: Path, text: str, size: float
     assert answer["peak_memory"] == size
 
 
-def test_ctrl_c_keeps_and_writes_the_best(tmp_path: Path) -> None:
-    words = ["search", "-p", "8", "-m", "24", "-v", "2", "--live", "10", "--seconds", "600", "-o", "best.json"]
-    with subprocess.Popen(  # noqa: S603 -- our own command
-        [COMMAND, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as going:
-        time.sleep(4)
-        going.send_signal(signal.SIGINT)
-        out, err = going.communicate(timeout=60)
-    assert (going.returncode, err) == (0, "")
-    assert "stopped by hand: this is the best found until then" in out
+def test_ctrl_c_keeps_and_writes_the_best(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def pressed_while_moving() -> Iterator[Callable[[Progress], None]]:
+        yield lambda now: signal.raise_signal(signal.SIGINT) if now.doing == "moving steps" else None
+
+    monkeypatch.setattr(sys.modules["penstock.cli.search"], "shown_progress", pressed_while_moving)
+    answer = run("search", "-p", 8, "-m", 24, "-v", 2, "--live", 10, "--seconds", 600, "-o", "best.json")
+    assert (answer.code, answer.err) == (0, "")
+    assert "stopped by hand: this is the best found until then" in answer.out
     assert penstock.read(tmp_path / "best.json").microbatches == 24

@@ -101,6 +101,7 @@ class Hunt:
     def begin(self) -> None:
         """Families that fit, and orders made by rules."""
         limit = self.problem.memory_limit
+        self.start_from(*serial(self.problem))
         for schedule in family_schedules(self.problem):
             order = self.problem.order_of(schedule)
             self.start_from(schedule.name, order)
@@ -112,8 +113,8 @@ class Hunt:
                 self.families[schedule.name] = (schedule, self.value_of(timeline))
             else:
                 self.too_large[schedule.name] = peak
-        for seed in (serial(self.problem), *made(self.problem)):
-            self.start_from(seed.name, seed.order)
+        for seed in made(self.problem):
+            self.start_from(*seed)
         if self.pairs_pay:
             work = replace(self.work, paired=True)
             self.bound = bounds(work, limit, self.problem.objective)[0]

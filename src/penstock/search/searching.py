@@ -79,6 +79,8 @@ class _Search:
         try:
             self._search()
         except KeyboardInterrupt:
+            if not any(hunt.kept for hunt in self.hunts):
+                raise
             self.interrupted = True
         return self._result()
 

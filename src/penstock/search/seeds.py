@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from penstock.search.zbv_greedy import zbv_greedy
 __all__ = ["Seed", "family_schedules", "made", "serial"]
 
 
-@dataclass(frozen=True)
-class Seed:
+class Seed(NamedTuple):
     """An order and where it comes from."""
 
     name: str
