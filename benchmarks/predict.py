@@ -2,8 +2,8 @@
 
     python -m benchmarks.predict [sleep-4] [sleep-8] [compute-2]
 
-Of the steps that are profiled, ordered by length, every second one tells the costs (`penstock.calibration`), and
-the others are what the prediction is compared with: so a busy machine disturbs both alike. Times are means.
+Of the profiled steps, ordered by length, every second tells the costs (`penstock.calibration`), and the
+others are what the prediction is compared with: so a busy machine disturbs both alike. Times are means.
 Stages that sleep take no processor, so that 4 and 8 ranks are measured honestly on fewer cores.
 """
 

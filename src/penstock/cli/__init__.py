@@ -16,6 +16,7 @@ from penstock import __version__
 from penstock.cli.check import check
 from penstock.cli.compare import compare
 from penstock.cli.demo import demo
+from penstock.cli.doctor import doctor
 from penstock.cli.list import list_families
 from penstock.cli.search import search
 from penstock.cli.show import show
@@ -43,6 +44,7 @@ app.command("trace")(trace)
 app.command("search")(search)
 app.command("verify-grads")(verify_grads)
 app.command("demo")(demo)
+app.command("doctor")(doctor)
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 -- typer calls it so
