@@ -51,6 +51,9 @@ def test_a_report_that_is_no_page_is_bad_usage(run: Run) -> None:
     answer = run("demo", "-o", "out.txt")
     assert (answer.code, answer.out) == (2, "")
     assert "out.txt does not end in .html" in answer.said
+    answer = run("demo", "-o", "nowhere/out.html")
+    assert (answer.code, answer.out) == (2, "")
+    assert "there is no folder nowhere for out.html" in answer.said
 
 
 def test_ctrl_c_ends_it_and_all_its_processes_without_a_traceback(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def demo(
     """
     if output.suffix.lower() != ".html":
         raise typer.BadParameter(f"{output} does not end in .html")
+    if not output.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {output.parent} for {output.name}")
     count = ranks or min(_MOST_RANKS, max(2, _processors()))
     with needing_torch("the demonstration"):
         from penstock.runtime.local import LocalRanks  # noqa: PLC0415 -- torch, which is an extra
@@ -67,7 +69,9 @@ def demo(
     log = output.with_suffix(".jsonl")
     log.unlink(missing_ok=True)
     with LocalRanks(count) as started:
-        run = _Run(started, Console(highlight=False, width=max(shutil.get_terminal_size().columns, 80)))
+        run = _Run(
+            started, Console(highlight=False, markup=False, width=max(shutil.get_terminal_size().columns, 80))
+        )
         run.check(count)
         measured = run.train_and_search(count, log)
     write_bytes(draw("html", [picture for each in measured for picture in each.pictures]), output)
@@ -167,7 +171,8 @@ class _Run:
         before = _Measured(simulate(profiled[0][0].timeline.schedule, costs), profiled[::2])
         with _waiting("searching for a better schedule"):
             found, by = _better(count, costs, memory=max(before.predicted.peak_memory))
-        self.say(f"Found for what that took, within the memory of 1f1b: {by}.")
+        same = ", the very order of 1f1b" if found.ranks == first.ranks else ""
+        self.say(f"Found for what that took, within the memory of 1f1b{same}: {by}.")
         self._steps("warming up", [found])
         steps = self._steps("running it in turns with 1f1b", [first, found] * _MEASURED)
         self.say(f"Loss after all steps: {steps[-1][0].loss:.3f}.")
