@@ -30,6 +30,7 @@ LAYERS = (
     {"timeline"},
     {"simulator", "why"},
     {"jitter", "comparison", "search"},
+    {"planning"},
     {"view"},
     {"penstock"},  # __init__.py, which only gathers names
     {"runtime"},

@@ -25,6 +25,7 @@ DOCUMENTED = {
     "lower",
     "parse_action",
     "parse_layout",
+    "plan",
     "read",
     "register",
     "simulate",
@@ -41,7 +42,9 @@ DOCUMENTED = {
     "PenstockError",
     "PipelineError",
     "PlacementError",
+    "PlanError",
     "ScheduleError",
+    "SearchError",
     "StepFailedError",
 }
 

@@ -14,7 +14,9 @@ from penstock.errors import (
     PenstockError,
     PipelineError,
     PlacementError,
+    PlanError,
     ScheduleError,
+    SearchError,
     StepFailedError,
 )
 from penstock.families import Family, build, families, register
@@ -22,6 +24,7 @@ from penstock.formats import read
 from penstock.layout import even_layout, parse_layout
 from penstock.lowering import lower
 from penstock.placement import Placement
+from penstock.planning import plan
 from penstock.schedule import Schedule
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
@@ -47,8 +50,10 @@ __all__ = [
     "PipelineError",
     "Placement",
     "PlacementError",
+    "PlanError",
     "Schedule",
     "ScheduleError",
+    "SearchError",
     "StepFailedError",
     "Timeline",
     "Violation",
@@ -58,6 +63,7 @@ __all__ = [
     "lower",
     "parse_action",
     "parse_layout",
+    "plan",
     "read",
     "register",
     "simulate",

@@ -29,7 +29,7 @@ if sys.version_info >= (3, 11):
 else:  # the same under its name before it was taken into Python
     import tomli as tomllib
 
-__all__ = ["Cost", "Costs"]
+__all__ = ["Cost", "Costs", "read_keys"]
 
 Cost: TypeAlias = float | tuple[float, ...]
 
@@ -138,19 +138,7 @@ class Costs:
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Costs:
         """From a `.json` or `.toml` file."""
-        path = Path(path)
-        ending = path.suffix.lower()
-        if ending not in (".json", ".toml"):
-            fault = f"the ending {ending or '(none)'} is not known; it is .json or .toml"
-            raise FormatError(str(path), [fault])
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-            document = json.loads(text) if ending == ".json" else tomllib.loads(text)
-        except UnicodeDecodeError as error:
-            raise FormatError(str(path), [f"byte {error.start} is not UTF-8 text"]) from None
-        except (ValueError, RecursionError) as error:
-            raise FormatError(str(path), [f"it is not {ending[1:].upper()}: {error}"]) from None
-        return cls.from_keys(document, source=str(path))
+        return cls.from_keys(read_keys(path), source=str(path))
 
     @classmethod
     def from_keys(cls, document: object, source: str = "<costs>") -> Costs:
@@ -191,6 +179,23 @@ class Costs:
             write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in self.to_keys().items()), path)
         else:
             raise FormatError(str(path), [f"the ending {path.suffix or '(none)'} is not .json or .toml"])
+
+
+def read_keys(path: str | PathLike[str]) -> object:
+    """What is in a `.json` or `.toml` file."""
+    path = Path(path)
+    ending = path.suffix.lower()
+    if ending not in (".json", ".toml"):
+        fault = f"the ending {ending or '(none)'} is not known; it is .json or .toml"
+        raise FormatError(str(path), [fault])
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        document: object = json.loads(text) if ending == ".json" else tomllib.loads(text)
+    except UnicodeDecodeError as error:
+        raise FormatError(str(path), [f"byte {error.start} is not UTF-8 text"]) from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(str(path), [f"it is not {ending[1:].upper()}: {error}"]) from None
+    return document
 
 
 def _as_tuple(value: Cost) -> tuple[float, ...]:

@@ -7,6 +7,8 @@
     ├── FormatError              a file that is not a schedule, with every fault and its place
     ├── ScheduleError            a schedule that cannot be made, lowered or run as it stands
     ├── CostsError               costs that cannot be, or that do not fit a schedule
+    ├── PlanError                a model that cannot be planned for as asked, or nothing that fits
+    ├── SearchError              a search that cannot be done as asked, or that finds nothing that fits
     ├── MissingExtraError        something that needs an optional dependency which is not installed
     ├── PartitionError           a model that cannot be cut into stages as asked
     ├── BatchError               a batch that cannot be cut into microbatches, or outputs that cannot be merged
@@ -33,7 +35,9 @@ __all__ = [
     "PenstockError",
     "PipelineError",
     "PlacementError",
+    "PlanError",
     "ScheduleError",
+    "SearchError",
     "StepFailedError",
 ]
 
@@ -82,6 +86,14 @@ class ScheduleError(PenstockError):
 
 class CostsError(PenstockError):
     """Costs that cannot be, or that do not fit a schedule."""
+
+
+class PlanError(PenstockError):
+    """A model that cannot be planned for as asked, or nothing that fits."""
+
+
+class SearchError(PenstockError):
+    """A search that cannot be done as asked, or that finds nothing that fits."""
 
 
 class MissingExtraError(PenstockError):

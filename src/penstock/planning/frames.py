@@ -1,0 +1,164 @@
+"""All of a plan but the order of work: which layers make a stage, where it is, how many microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from penstock.bounds import Bound, Work, bounds
+from penstock.costs import Costs
+from penstock.placement import Placement
+from penstock.planning.holding import Holding, fixed_bytes
+from penstock.planning.model import Model
+from penstock.planning.partition import Counts, balanced, even, moved
+from penstock.planning.question import Question
+
+__all__ = ["Frame", "cut_that_fits", "cuts", "framed", "frames", "is_too_long"]
+
+MOST_STAGES_PER_RANK = 8
+MOST_WORK = 1 << 15
+"""Stages times microbatches of the largest schedule that is weighed."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What an order of work is chosen for, and the costs of its stages."""
+
+    placement: Placement
+    counts: Counts
+    """How many layers each stage has."""
+    microbatches: int
+    samples: int
+    """Of one microbatch."""
+    costs: Costs
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages each rank has."""
+        return self.placement.num_stages // self.placement.num_ranks
+
+    def __str__(self) -> str:
+        legs = f"v={self.stages_per_rank}{' V' if self.placement.style == 'v' else ''}"
+        return f"{legs}, m={self.microbatches}"
+
+    @cached_property
+    def fixed(self) -> tuple[float, ...]:
+        """Per rank: bytes that are there all the time."""
+        stages = self.placement.num_stages
+        return tuple(fixed_bytes(self.costs, own, stages) for own in self.placement.stages_of_rank)
+
+    def bound(self, question: Question, *, split: bool = True, paired: bool = False) -> Bound:
+        """What no order of this work can stay below, optimizer step included."""
+        work = Work(self.placement, self.microbatches, _slow_links(self.costs), split=split, paired=paired)
+        limit = question.memory_limit
+        if question.objective == "makespan":
+            room = None if limit is None else max(limit - min(self.fixed), 0.0)
+            found = bounds(work, room)[0]
+        else:
+            ranks = range(self.placement.num_ranks)
+            seconds, rank = max((sum(job[1] for job in work.jobs(rank)), rank) for rank in ranks)
+            found = Bound(seconds, "load", f"rank {rank} has so much work in each step")
+        return replace(found, seconds=found.seconds + self.costs.optimizer_step)
+
+
+def _slow_links(costs: Costs) -> Costs:
+    """With the time that a message takes at least as latency, which is what bounds know of."""
+    if costs.bandwidth is None:
+        return costs
+    sizes = (costs.activation_message, costs.gradient_message)
+    both = zip(*(size if isinstance(size, tuple) else (size,) for size in sizes))
+    assert not isinstance(costs.latency, tuple)
+    assert not isinstance(costs.bandwidth, tuple)
+    taken = tuple(costs.latency + min(pair) / costs.bandwidth for pair in both)
+    alone = not isinstance(costs.activation_message, tuple)
+    return replace(costs, bandwidth=None, latency=taken[0] if alone else taken)
+
+
+def frames(question: Question) -> Iterator[Frame]:
+    """Every frame worth a look: stages per rank as far as layers reach, loop and V, all equal microbatches."""
+    model, ranks = question.model, question.ranks
+    most = min(MOST_STAGES_PER_RANK, len(model.layers) // ranks) if ranks > 1 else 1
+    asked = question.stages_per_rank
+    for legs in range(1, most + 1) if asked is None else [asked]:
+        for placement in dict.fromkeys((Placement.loop(ranks, legs), Placement.v(ranks, legs))):
+            for counts in cuts(model, placement):
+                for m in _divisors(question.samples):
+                    yield framed(question, placement, counts, m)
+
+
+def framed(question: Question, placement: Placement, counts: Counts, microbatches: int) -> Frame:
+    """The frame with its costs."""
+    samples = question.samples // microbatches
+    return Frame(placement, counts, microbatches, samples, question.model.costs(counts, samples))
+
+
+def is_too_long(frame: Frame) -> bool:
+    """Whether it takes too long to weigh."""
+    return frame.placement.num_stages * frame.microbatches > MOST_WORK
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+# --- partitions ------------------------------------------------------------------------------------
+
+
+def cuts(model: Model, placement: Placement) -> list[Counts]:
+    """The cuts to try: for the busiest rank, and with several stages per rank for the longest stage too."""
+    loads, stages = model.loads(), placement.num_stages
+    shortest = balanced(loads, stages)
+    assert shortest is not None, "there is a layer for each stage"
+    if stages == placement.num_ranks:
+        return [shortest]
+
+    def worth(counts: Counts) -> tuple[float, ...]:
+        return _busiest(_per_stage(loads, counts), placement)
+
+    by_rank = min((moved(start, worth) for start in (shortest, even(len(loads), stages))), key=worth)
+    return list(dict.fromkeys((by_rank, shortest)))
+
+
+def cut_that_fits(
+    question: Question, placement: Placement, held: Sequence[Holding], samples: int
+) -> Counts | None:
+    """The best cut found whose ranks have room for what an order holds; exact for one stage per rank."""
+    model, limit = question.model, question.memory_limit
+    assert limit is not None
+    loads, stages = model.loads(), placement.num_stages
+    one_each = model.costs([1] * len(loads), samples)
+    whole, freed = (one_each.per_stage(f"activation{n}", len(loads)) for n in ("", "_freed_by_input"))
+    fixed = [fixed_bytes(one_each, (layer,), len(loads)) for layer in range(len(loads))]
+    sizes = [[0.0, *accumulate(values)] for values in (fixed, whole, freed)]
+
+    def peak(rank: int, ends: Sequence[tuple[int, int]]) -> float:
+        own = [[until[j] - until[i] for i, j in ends] for until in sizes]
+        row = [*own[1], *(w - f for w, f in zip(own[1], own[2]))]
+        return sum(own[0]) + float((held[rank].rows @ row).max(initial=0))
+
+    if stages == placement.num_ranks:
+        hosts = placement.stage_to_rank
+        return balanced(loads, stages, lambda stage, i, j: peak(hosts[stage], [(i, j)]) <= limit)
+
+    def worth(counts: Counts) -> tuple[float, ...]:
+        ends = list(pairwise([0, *accumulate(counts)]))
+        peaks = [peak(rank, [ends[s] for s in own]) for rank, own in enumerate(placement.stages_of_rank)]
+        excess = sum(max(each - limit, 0.0) for each in peaks)
+        return excess, *_busiest(_per_stage(loads, counts), placement)
+
+    found = moved(cuts(model, placement)[0], worth)
+    return found if worth(found)[0] == 0 else None
+
+
+def _per_stage(loads: Sequence[float], counts: Counts) -> list[float]:
+    until = [0.0, *accumulate(loads)]
+    return [until[j] - until[i] for i, j in pairwise([0, *accumulate(counts)])]
+
+
+def _busiest(stages: Sequence[float], placement: Placement) -> tuple[float, ...]:
+    """The busiest rank, how uneven ranks are, the longest stage, how uneven stages are."""
+    ranks = [sum(stages[s] for s in own) for own in placement.stages_of_rank]
+    return max(ranks), sum(x * x for x in ranks), max(stages), sum(x * x for x in stages)
