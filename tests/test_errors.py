@@ -18,7 +18,9 @@ from penstock.errors import (
     PenstockError,
     PipelineError,
     PlacementError,
+    PlanError,
     ScheduleError,
+    SearchError,
     StepFailedError,
 )
 
@@ -32,6 +34,8 @@ ONE_OF_EACH = (
     MissingExtraError("PNG needs Pillow"),
     PartitionError("no module is called 'layers.9'"),
     BatchError("3 rows cannot be shared by 4 microbatches"),
+    PlanError("nothing fits: a rank may hold 10 bytes, the smallest way needs 12"),
+    SearchError("nothing fits"),
     PipelineError("the schedule is for 4 ranks, but the process group has 2"),
     CheckpointError("step-100 cannot be loaded", ["no 'a.weight' in it", "no 'b.weight' in it"]),
     StepFailedError("step 3 failed on rank 1", 1, "1F0", 1, 0, "exception", "Traceback ..."),

@@ -16,6 +16,7 @@ from penstock import __version__
 from penstock.cli.check import check
 from penstock.cli.compare import compare
 from penstock.cli.list import list_families
+from penstock.cli.plan import plan
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
 from penstock.cli.trace import trace
@@ -36,6 +37,7 @@ app.command("show")(show)
 app.command("check")(check)
 app.command("simulate")(simulate)
 app.command("compare")(compare)
+app.command("plan")(plan)
 app.command("trace")(trace)
 
 

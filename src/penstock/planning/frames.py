@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from statistics import fmean
 
 from penstock.bounds import Bound, Work, bounds
 from penstock.costs import Costs
@@ -49,8 +50,13 @@ class Frame:
         stages = self.placement.num_stages
         return tuple(fixed_bytes(self.costs, own, stages) for own in self.placement.stages_of_rank)
 
-    def bound(self, question: Question, *, split: bool = True, paired: bool = False) -> Bound:
-        """What no order of this work can stay below, optimizer step included."""
+    def bound(self, question: Question, *, split: bool = True, paired: bool | None = None) -> Bound:
+        """What no order of this work can stay below, optimizer step included.
+
+        Pairs of a forward and a backward are thought of where they save time, unless `paired` says otherwise.
+        """
+        if paired is None:
+            paired = self.costs.overlap_factor < 1 or self.costs.launch_overhead > 0
         work = Work(self.placement, self.microbatches, _slow_links(self.costs), split=split, paired=paired)
         limit = question.memory_limit
         if question.objective == "makespan":
@@ -149,7 +155,11 @@ def cut_that_fits(
         excess = sum(max(each - limit, 0.0) for each in peaks)
         return excess, *_busiest(_per_stage(loads, counts), placement)
 
-    found = moved(cuts(model, placement)[0], worth)
+    # single moves do not lead everywhere: they start from the fastest cut, and from one with small stages
+    live = fmean(float(each.rows.max(initial=0)) for each in held)
+    small = balanced([f + live * w for f, w in zip(fixed, whole)], stages)
+    starts = [*cuts(model, placement)[:1], *([small] if small else [])]
+    found = min((moved(start, worth) for start in starts), key=worth)
     return found if worth(found)[0] == 0 else None
 
 

@@ -123,15 +123,15 @@ class Weighing:
         if any(option.memory <= memory and self._beats(option, own_bound) for option in self.options):
             self.cut.append(Left(name, frame, memory, own_bound.seconds))
             return
-        self._add(name, frame, schedule, frame.bound(self.question, paired=paired))
+        self._add(name, frame, schedule)
 
     def _beats(self, option: Option, bound: Bound) -> bool:
         """Whether it is no slower than the bound, with jitter even if it varies as much as a step does."""
         return option.plain_seconds * (1 + (self.question.jitter or 0.0)) <= bound.seconds
 
-    def _add(self, name: str, frame: Frame, schedule: Schedule, bound: Bound, found_by: str = "") -> None:
+    def _add(self, name: str, frame: Frame, schedule: Schedule, found_by: str = "") -> None:
         timeline = simulate(schedule, frame.costs)
-        seconds = plain_seconds(self.question, timeline)
+        seconds, bound = plain_seconds(self.question, timeline), frame.bound(self.question)
         self.options.append(Option(name, frame, schedule, timeline, seconds, bound, seconds, found_by))
 
     # --- searched orders ---------------------------------------------------------------------------
@@ -149,14 +149,13 @@ class Weighing:
             self._search(frame, bound, (until - monotonic()) / (len(promising) - done), doing)
 
     def _promising(self) -> list[tuple[Bound, Frame]]:
-        """Frames by their bounds, those that were made to fit included."""
+        """Frames by the bounds of orders without pairs, which is what is searched; also those made to fit."""
         limit = self.question.memory_limit
-        made = [(option.frame.bound(self.question), option.frame) for option in self.options]
-        known = {(frame.placement, frame.counts, frame.microbatches): (bound, frame) for bound, frame in made}
-        for bound, frame in self.frames:
-            if limit is None or max(frame.fixed) < limit:
-                known.setdefault((frame.placement, frame.counts, frame.microbatches), (bound, frame))
-        ordered = sorted(known.values(), key=lambda pair: (pair[0].seconds, pair[1].placement.num_stages))
+        every = [*(option.frame for option in self.options), *(frame for _, frame in self.frames)]
+        small = [frame for frame in every if limit is None or max(frame.fixed) < limit]
+        known = {(frame.placement, frame.counts, frame.microbatches): frame for frame in small}
+        bounded = [(frame.bound(self.question, paired=False), frame) for frame in known.values()]
+        ordered = sorted(bounded, key=lambda pair: (pair[0].seconds, pair[1].placement.num_stages))
         return ordered[:SEARCHED_FRAMES]
 
     def _search(self, frame: Frame, bound: Bound, seconds: float, doing: str) -> None:
@@ -183,7 +182,7 @@ class Weighing:
         except SearchError:
             self.too_large.append(Left("searched", frame, max(frame.fixed), bound.seconds))
             return
-        self._add("searched", frame, result.schedule, bound, result.found_by)
+        self._add("searched", frame, result.schedule, result.found_by)
 
     # --- jitter ------------------------------------------------------------------------------------
 
@@ -224,11 +223,10 @@ def shaken_seconds(question: Question, schedule: Schedule, costs: Costs) -> floa
 
 
 def _orders(ranks: int, microbatches: int, legs: int) -> Iterator[tuple[str, Schedule]]:
-    """The families that train with so many stages per rank, each order once."""
+    """The families that train with so many stages per rank, each order once, by the most fitting name."""
     seen: set[tuple[tuple[int, ...], bytes]] = set()
-    for name, family in families().items():
-        if family.stages_per_rank not in (None, legs):
-            continue
+    fitting = [name for name, family in families().items() if family.stages_per_rank in (None, legs)]
+    for name in sorted(fitting, key=lambda name: families()[name].stages_per_rank is None):
         schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=legs)
         key = (schedule.placement.stage_to_rank, schedule.columns.code.tobytes())
         if schedule.columns.has(Kind.B, Kind.I) and key not in seen:

@@ -45,7 +45,7 @@ from penstock.view.palette import (
     text_width,
 )
 
-__all__ = ["picture"]
+__all__ = ["picture", "size"]
 
 # sizes in pixels
 MARGIN, LEFT = 14, 64
@@ -265,8 +265,11 @@ def _short(number: float) -> str:
 
 
 def _bytes(count: float, costs: Costs) -> str:
-    """Bytes in a fitting unit; a bare number where an activation is one byte and nothing else is held."""
-    if costs.activation == 1:
-        return _short(count)
+    """Bytes; a bare number where an activation is one byte and nothing else is held."""
+    return _short(count) if costs.activation == 1 else size(count)
+
+
+def size(count: float) -> str:
+    """Bytes in a fitting unit."""
     power = min(int(log2(count)) // 10, 4) if count >= 1 else 0
     return f"{count / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
