@@ -14,7 +14,7 @@ from penstock import Costs, PlanError
 from penstock.families import families
 from penstock.planning import Model, Plan, Progress, plan
 from penstock.planning.holding import holdings
-from tests.planning.models import decoder, layer, stand_in
+from tests.planning.models import decoder, layer, renumbered, stand_in
 
 
 def planned(model: Model, **asked: Any) -> Plan:
@@ -24,8 +24,8 @@ def planned(model: Model, **asked: Any) -> Plan:
 def families_by_hand(made: Plan) -> dict[tuple[str, int, int], float]:
     """Every family in every frame that was weighed with its first cut, simulated, if it fits."""
     question, found = made.question, {}
-    frames = {(o.frame.placement, o.frame.counts): o.frame for o in (*made.options, *made.cut)}
-    for placement, counts in frames:
+    weighed = [*(option.frame for option in made.options), *(left.frame for left in made.cut)]
+    for placement, counts in {(frame.placement, frame.counts) for frame in weighed}:
         legs = placement.num_stages // placement.num_ranks
         for m in (m for m in range(1, question.samples + 1) if question.samples % m == 0):
             costs = question.model.costs(counts, question.samples // m)
@@ -129,6 +129,7 @@ def test_searched_orders_are_ranked_beside_families() -> None:
     searched = [option for option in made.options if option.name == "searched"]
     assert searched
     assert all(option.found_by == "a stand-in" for option in searched)
+    assert made.missing == ("a solver",)
     assert not [option for option in planned(model).options if option.name == "searched"]
 
 
@@ -211,6 +212,32 @@ def test_an_interrupted_plan_keeps_the_best_so_far() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         planned(decoder(10), told=stop_at_once)
+
+
+def test_an_interrupted_search_ends_the_plan_with_what_it_found() -> None:
+    asked = []
+
+    def searcher(**words: Any) -> Any:
+        asked.append(words)
+        found = stand_in(**words)
+        found.interrupted = True
+        return found
+
+    made = planned(decoder(10), seconds=9.0, searcher=searcher)
+    assert made.interrupted
+    assert len(asked) == 1
+    assert [option for option in made.options if option.name == "searched"]
+
+
+def test_a_search_that_finds_a_family_again_adds_nothing() -> None:
+    def searcher(**words: Any) -> Any:
+        found = stand_in(**words)
+        found.schedule = renumbered(found.schedule)
+        return found
+
+    made = planned(decoder(10, launch_overhead=0.01), seconds=9.0, searcher=searcher)
+    orders = [(option.frame, option.schedule) for option in made.options]
+    assert all(orders.count(order) == 1 for order in orders)
 
 
 def test_the_winner_that_is_written_reads_back_and_takes_as_long(tmp_path: Path) -> None:

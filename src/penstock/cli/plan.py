@@ -171,6 +171,7 @@ def _answer(made: Plan, why: Explanation | None) -> dict[str, Any]:
         "jitter": question.jitter,
         "quantile": None if question.jitter is None else question.quantile,
         "interrupted": made.interrupted,
+        "missing": list(made.missing),
         "bound": made.bound,
         "gap": made.gap,
         "ranked": [made.to_keys(option) for option in made.options],
@@ -265,6 +266,8 @@ def _notes(made: Plan) -> list[str]:
         found.append(f"not simulated, because their bounds show something better: {len(made.cut)} ({names})")
     if made.too_long:
         found.append(f"too long to weigh: {made.too_long} combinations of stages and microbatches")
+    if made.missing:
+        found.append(f"not installed, so not used for searching: {', '.join(made.missing)}")
     if made.interrupted:
         found.append("interrupted: this is the best so far")
     return found

@@ -37,6 +37,8 @@ class Plan:
     bound: float
     """No order of the partitions, placements and microbatches that were weighed takes fewer seconds."""
     interrupted: bool = False
+    missing: tuple[str, ...] = ()
+    """What could not be used for searching because it is not installed."""
     searcher: Searcher | None = field(default=None, repr=False)
 
     @property
@@ -159,6 +161,7 @@ def answer(question: Question, told: Told | None = None, searcher: Searcher | No
         weighing.too_long,
         weighing.bound,
         interrupted,
+        tuple(sorted(weighing.missing)),
         searcher,
     )
 

@@ -62,6 +62,8 @@ class Weighing:
         self.too_large: list[Left] = []
         self.cut: list[Left] = []
         """Those whose bounds say that they cannot matter."""
+        self.missing: set[str] = set()
+        """What searches could not use because it is not installed."""
 
     @cached_property
     def _all_frames(self) -> list[Frame]:
@@ -146,7 +148,7 @@ class Weighing:
                 continue
             doing = f"searching v={frame.stages_per_rank}, m={frame.microbatches}"
             self._tell(doing, done, len(promising))
-            self._search(frame, bound, (until - monotonic()) / (len(promising) - done), doing)
+            self._search(frame, (until - monotonic()) / (len(promising) - done), doing)
 
     def _promising(self) -> list[tuple[Bound, Frame]]:
         """Frames by the bounds of orders without pairs, which is what is searched; also those made to fit."""
@@ -158,7 +160,7 @@ class Weighing:
         ordered = sorted(bounded, key=lambda pair: (pair[0].seconds, pair[1].placement.num_stages))
         return ordered[:SEARCHED_FRAMES]
 
-    def _search(self, frame: Frame, bound: Bound, seconds: float, doing: str) -> None:
+    def _search(self, frame: Frame, seconds: float, doing: str) -> None:
         question, extra = self.question, frame.costs.optimizer_step
 
         def told(progress: Any) -> None:  # noqa: ANN401 -- the searcher's own
@@ -179,10 +181,13 @@ class Weighing:
                 seed=question.seed,
                 told=told,
             )
-        except SearchError:
-            self.too_large.append(Left("searched", frame, max(frame.fixed), bound.seconds))
+        except SearchError:  # no order fits in this frame, which its families have told already
             return
-        self._add("searched", frame, result.schedule, result.found_by)
+        self.missing |= set(result.missing)
+        if not any(option.frame == frame and option.schedule == result.schedule for option in self.options):
+            self._add("searched", frame, result.schedule, result.found_by)
+        if result.interrupted:  # the search keeps its best, and so do we
+            raise KeyboardInterrupt
 
     # --- jitter ------------------------------------------------------------------------------------
 
