@@ -16,6 +16,7 @@ import json
 import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from math import log2
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,7 +30,7 @@ if sys.version_info >= (3, 11):
 else:  # the same under its name before it was taken into Python
     import tomli as tomllib
 
-__all__ = ["Cost", "Costs", "read_keys"]
+__all__ = ["Cost", "Costs", "read_keys", "size_text"]
 
 Cost: TypeAlias = float | tuple[float, ...]
 
@@ -196,6 +197,12 @@ def read_keys(path: str | PathLike[str]) -> object:
     except (ValueError, RecursionError) as error:
         raise FormatError(str(path), [f"it is not {ending[1:].upper()}: {error}"]) from None
     return document
+
+
+def size_text(count: float) -> str:
+    """Bytes in a fitting unit."""
+    power = min(int(log2(count)) // 10, 4) if count >= 1 else 0
+    return f"{count / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def _as_tuple(value: Cost) -> tuple[float, ...]:

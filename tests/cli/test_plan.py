@@ -130,7 +130,7 @@ def test_bad_usage_is_told(run: Run, model: Path, tmp_path: Path) -> None:
         ((model, "--memory", "lots"), "--memory is a number of bytes, as 40GB, 37.5GiB or 4e10 (given lots)"),
         ((model, "--objective", "luck"), "--objective is one of makespan, span, period (given luck)"),
         ((model, "--ranks", 9), "9 ranks need a layer for each, and the model has 8 layers"),
-        ((model, "--memory", "60B"), "nothing fits: a rank may hold 60 bytes"),
+        ((model, "--memory", "60B"), "nothing fits: a rank may hold 60 B"),
         (("bad.json",), "bad.json: layers[0].forward: not a key of a layer"),
         (("model.yaml",), "the ending .yaml is not known"),
         (("missing.toml",), "missing.toml: No such file or directory"),

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.source import Ranks, StagesPerRank
+from penstock.costs import size_text
 from penstock.errors import FormatError
 from penstock.formats import write_bytes
 from penstock.given import printable
@@ -23,7 +24,6 @@ from penstock.planning import OBJECTIVES, Left, Model, Plan, Progress, read_mode
 from penstock.planning import plan as make_plan
 from penstock.planning.explanation import Explanation, explain
 from penstock.view.frontier import frontier_picture, frontier_text
-from penstock.view.picture import size
 
 __all__ = ["plan"]
 
@@ -238,7 +238,7 @@ def _table(made: Plan, top: int) -> Table:
             f"{option.seconds:.4g} s",
             f"{option.samples_per_second:.4g}",
             f"{option.timeline.bubble(made.question.objective):.1%}",
-            size(option.memory),
+            size_text(option.memory),
             f"{option.gap:.1%}",
         )
     return table
@@ -257,8 +257,8 @@ def _notes(made: Plan) -> list[str]:
     bound = f"no order of any of these takes less than {made.bound:.4g} s; the best is {made.gap:.1%} above"
     found.append(bound if question.jitter is None else f"{bound} without jitter")
     if made.too_large:
-        limit = "" if question.memory_limit is None else f" for {size(question.memory_limit)}"
-        some = "; ".join(f"{each} holds {size(each.memory)}" for each in made.too_large[:3])
+        limit = "" if question.memory_limit is None else f" for {size_text(question.memory_limit)}"
+        some = "; ".join(f"{each} holds {size_text(each.memory)}" for each in made.too_large[:3])
         rest = "; ..." if len(made.too_large) > 3 else ""
         found.append(f"too large{limit}: {len(made.too_large)} ({some}{rest})")
     if made.cut:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from penstock.costs import Costs
+from penstock.costs import Costs, size_text
 from penstock.errors import PlanError
 from penstock.planning.options import Option
 from penstock.planning.partition import even
@@ -87,15 +87,16 @@ def _against(best: Option, other: Option) -> str:
 
 def _memory(plan: Plan) -> Iterator[str]:
     best, limit = plan.best, plan.question.memory_limit
-    held = f"it holds {best.memory:.4g} bytes" + ("" if limit is None else f" of {limit:.4g}")
+    held = f"it holds {size_text(best.memory)}" + ("" if limit is None else f" of {size_text(limit)}")
     if len(plan.frontier) > 1:
         other = plan.frontier[1]
         more = other.seconds / best.seconds - 1 if best.seconds else 0.0
-        held += f"; the fastest that holds less, {other}, holds {other.memory:.4g} and takes {more:.2%} longer"
+        held += f"; the fastest that holds less, {other}, "
+        held += f"holds {size_text(other.memory)} and takes {more:.2%} longer"
     yield held
     if faster := [each for each in plan.too_large if each.bound < best.plain_seconds]:
         count = f"{len(faster)} of {len(plan.too_large)} orders that are too large might be faster"
-        yield f"{count}; the smallest of them, {faster[0]}, holds {faster[0].memory:.4g} bytes"
+        yield f"{count}; the smallest of them, {faster[0]}, holds {size_text(faster[0].memory)}"
 
 
 def _reasons(best: Option) -> str:
@@ -149,7 +150,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Question]]:
     common = question.model.common
     if question.memory_limit is not None:
         more = question.memory_limit * _MORE_MEMORY
-        yield f"25 % more memory, {more:.4g} bytes a rank", replace(asked, memory_limit=more)
+        yield f"25 % more memory, {size_text(more)} a rank", replace(asked, memory_limit=more)
     if common.latency and not isinstance(common.latency, tuple):
         yield "half the latency", _with_common(asked, latency=common.latency / 2)
     if common.bandwidth is not None and not isinstance(common.bandwidth, tuple):

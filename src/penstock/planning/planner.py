@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.costs import Costs
+from penstock.costs import Costs, size_text
 from penstock.errors import PlanError
 from penstock.formats import write_text
 from penstock.planning.model import Model
@@ -174,14 +174,13 @@ def _search(**asked: Any) -> Any:  # noqa: ANN401 -- what the search takes and g
 
 def _nothing_fits(weighing: Weighing) -> str:
     limit = weighing.question.memory_limit
-    if not weighing.too_large:
+    if limit is None or not weighing.too_large:
         return (
             f"there are more stages and microbatches than are weighed ({weighing.too_long} frames): use fewer"
         )
     least = min(weighing.too_large, key=lambda each: each.memory)
-    frame = least.frame
     return (
-        f"nothing fits: a rank may hold {limit:g} bytes, and of {len(weighing.too_large)} ways the smallest, "
-        f"{least}, needs {least.memory:g}, {max(frame.fixed):g} of them for weights and optimizer: use more "
-        "ranks or memory, or smaller microbatches (a batch with more divisors), or recompute activations"
+        f"nothing fits: a rank may hold {size_text(limit)}; of {len(weighing.too_large)} ways the smallest, "
+        f"{least}, needs {size_text(least.memory)}, with {size_text(max(least.frame.fixed))} for weights and "
+        "optimizer: use more ranks or memory, smaller microbatches, or recompute activations"
     )

@@ -83,8 +83,9 @@ class Weighing:
 
     @property
     def bound(self) -> float:
-        """What no option can stay below."""
-        return min((bound.seconds for bound, _ in self.frames), default=0.0)
+        """What no order in any of the frames can stay below, those that were made to fit included."""
+        every = [*(bound for bound, _ in self.frames), *(option.bound for option in self.options)]
+        return min((bound.seconds for bound in every), default=0.0)
 
     # --- families ----------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from math import floor, log10
 
 from rich.text import Text
 
+from penstock.costs import size_text
 from penstock.planning import Option, Plan
 from penstock.view.palette import GREY, KINDS, PALE, Box, Group, Label, Line, Mark, Picture, Style, styles
-from penstock.view.picture import size
 
 __all__ = ["frontier_picture", "frontier_text"]
 
@@ -47,7 +47,7 @@ def frontier_text(plan: Plan, width: int = 80) -> Text:
         text = Text(f"{label:>{margin - 1}} │")
         text.append("".join(letters).rstrip(), style="bold")
         lines.append(text)
-    ends = (size(left), size(right) if right > left else "")
+    ends = (size_text(left), size_text(right) if right > left else "")
     lines.append(Text(" " * margin + "└" + "─" * columns))
     lines.append(Text(" " * (margin + 1) + f"{ends[0]}{ends[1]:>{columns - len(ends[0])}}".rstrip()))
     return Text("\n").join(lines)
@@ -112,7 +112,7 @@ class _Plot:
         unit = 1024.0 ** max(min(floor(log10(max(self.right, 1)) / log10(1024)), 4), 0)
         for memory in _ticks(self.left, self.right, unit):
             yield Line("axis", self.x(memory), _BOTTOM, self.x(memory), _BOTTOM + 4)
-            yield Label("tick", self.x(memory), _BOTTOM + 16, size(memory))
+            yield Label("tick", self.x(memory), _BOTTOM + 16, size_text(memory))
         yield Line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM)
         yield Line("axis", _LEFT, _TOP, _LEFT, _BOTTOM)
         yield Label("key", _LEFT, _TOP - 8, f"time per step ({self.plan.question.objective})")
@@ -149,7 +149,7 @@ def _names(plan: Plan) -> Iterator[Mark]:
     """What the numbers stand for."""
     for line, option in enumerate(plan.frontier[:_MOST_NAMES]):
         place = plan.options.index(option) + 1
-        facts = f"{place}  {option}: {option.seconds:.4g} s, {size(option.memory)}"
+        facts = f"{place}  {option}: {option.seconds:.4g} s, {size_text(option.memory)}"
         yield Label("key", _RIGHT + 16, _TOP + 8 + 17 * line, facts)
     if len(plan.frontier) > _MOST_NAMES:
         rest = f"and {len(plan.frontier) - _MOST_NAMES} more"
