@@ -9,8 +9,6 @@ REDUCE_GRAD actions of the schedule; every block is a parameter group of its own
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,17 +17,16 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.distributed.pipelining as rival
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.multiprocessing.spawn import start_processes
 
 import penstock
 from benchmarks.modules import Block
-from benchmarks.runtime import RIVALS, SINGLE, _row, schedule_of, seconds
+from benchmarks.processes import on_ranks
+from benchmarks.runtime import RIVALS, SINGLE, schedule_of, seconds
 from penstock.runtime import Pipeline
 
 MICROBATCHES, WIDTH, BLOCKS, STEPS = 8, 256, 8, 15
@@ -117,22 +114,9 @@ def measure(names: list[str], tell: Callable[..., None]) -> None:
         )
 
 
-def worker(rank: int, port: int, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="4")
-    dist.init_process_group("gloo")
-    measure(names, _row if rank == 0 else lambda *_: None)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def main() -> None:
     print("pp2 x fsdp2, 8 transformer blocks, 8 microbatches of 2 x 64 tokens (4 ranks, one thread each)")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    start_processes(worker, (port, sys.argv[1:]), 4, start_method="spawn")  # type: ignore[no-untyped-call]
+    on_ranks(4, measure, sys.argv[1:])
 
 
 if __name__ == "__main__":

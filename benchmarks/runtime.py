@@ -9,8 +9,6 @@ steps, each step as long as its slowest rank; ratios are to torch's, or to what 
 from __future__ import annotations
 
 import ctypes
-import os
-import socket
 import statistics
 import sys
 import time
@@ -21,10 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as rival
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
 
 import penstock
 from benchmarks import modules
+from benchmarks.processes import on_ranks, row
 from penstock.runtime import Pipeline, register_layer
 
 STEPS = 7
@@ -177,37 +175,20 @@ def transformer(tell: Callable[..., None]) -> None:
 PARTS = {"sleep": (sleeping, 4), "empty": (empty, 4), "alone": (alone, 1), "transformer": (transformer, 2)}
 
 
-def worker(rank: int, ranks: int, port: int, part: str) -> None:
+def measured(part: str, tell: Callable[..., None]) -> None:
     ctypes.CDLL(None).prctl(29, 1)  # PR_SET_TIMERSLACK: naps end when they should, not up to 50 us later
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     register_layer(modules.Sleeping, modules.SleepingRule())
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
-    dist.init_process_group("gloo")
-    PARTS[part][0](_row if rank == 0 else lambda *_: None)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _row(*cells: Any) -> None:
-    print("  " + "  ".join(_cell(cell) for cell in cells), flush=True)
-
-
-def _cell(cell: Any) -> str:
-    return f"{cell:>16.3f}" if isinstance(cell, float) else f"{cell!s:>24}"
+    PARTS[part][0](tell)
 
 
 def main() -> None:
     for part in sys.argv[1:] or [*PARTS, "split"]:
         if part == "split":
-            modules.measure_split(_row)
+            modules.measure_split(row)
             continue
-        print(f"{part} ({PARTS[part][1]} ranks)\n  {PARTS[part][0].__doc__}")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        ranks = PARTS[part][1]
-        start_processes(worker, (ranks, port, part), ranks, start_method="spawn")  # type: ignore[no-untyped-call]
+        function, ranks = PARTS[part]
+        print(f"{part} ({ranks} ranks)\n  {function.__doc__}")
+        on_ranks(ranks, measured, part)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -29,7 +28,6 @@ def pools() -> Iterator[Pools]:
 @pytest.fixture(scope="session")
 def failing_pool() -> Iterator[Pool]:
     """Four ranks that tests may break."""
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # each connection asks for its own name
     pool = Pool(4)
     yield pool
     pool.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from tests.distributed.models import TASKS, Batch
 from tests.distributed.reference import (
     TIMEOUT,
     Case,
+    differences,
     gradients_of,
 )
 
@@ -32,6 +34,19 @@ def gradients(pipeline: Pipeline) -> dict[str, Tensor | None]:
         for stage, module in pipeline.modules.items()
         for name, gradient in gradients_of(module).items()
     }
+
+
+def gradient_faults(
+    pipeline: Pipeline, stages: Sequence[nn.Module], plain: Sequence[nn.Module], where: str = "", **how: Any
+) -> list[str]:
+    """How the gradients of this rank's stages differ from those of stages that were trained plainly."""
+    return [
+        fault
+        for stage in pipeline.modules
+        for fault in differences(
+            f"{where}stage {stage}", gradients_of(stages[stage]), gradients_of(plain[stage]), **how
+        )
+    ]
 
 
 def state(pipeline: Pipeline) -> dict[str, Tensor | None]:

@@ -28,6 +28,8 @@ class Pool:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        # torch asks for the name of 127.0.0.1 at every connection, and a name server may leave that unanswered
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             ["torch", "torch.distributed", "torch._dynamo", "penstock.runtime"]
@@ -92,8 +94,6 @@ class Pool:
 def _work(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     """The life of a worker."""
     torch.set_num_threads(1)
-    # torch asks for the name of 127.0.0.1 at every connection, and a name server may leave that unanswered
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo")
     with contextlib.suppress(EOFError, KeyboardInterrupt):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import closing
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
+from benchmarks.composition import GATHER, REDUCE, counted
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from penstock import Kind, Schedule, build
 from penstock.lowering import SplitBackward
@@ -95,40 +94,30 @@ def test_three_dimensions_train_as_one_process(pools: Pools) -> None:
 
 def _collectives(case: Composed) -> tuple[Counter[str], Counter[str]]:
     """What FSDP did in the second step, and what the schedule says."""
-    counted: Counter[str] = Counter()
-
-    def counting(name: str) -> Any:
-        real = getattr(_fsdp_param_group, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counted[name] += 1
-            return real(*args, **kwargs)
-
-        return patch.object(_fsdp_param_group, name, call)
-
+    found: Counter[str] = Counter()
     pipeline, mesh = pipeline_of(case)
     groups = Counter({0: 2, case.schedule.num_stages - 1: 2})  # a block, and what is not in a block
     with closing(pipeline):
         x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
         pipeline.step(x, target=y)
-        with counting("foreach_all_gather"), counting("foreach_reduce"):
+        with counted(found):
             pipeline.step(x, target=y)
         promised: Counter[str] = Counter()
         for step in pipeline.schedule.ranks[pipeline.rank]:
             kind, stage = step.parts[0].kind, step.parts[0].stage
-            name = {Kind.UNSHARD: "foreach_all_gather", Kind.REDUCE_GRAD: "foreach_reduce"}.get(kind)
+            name = {Kind.UNSHARD: GATHER, Kind.REDUCE_GRAD: REDUCE}.get(kind)
             if name is not None:
                 promised[name] += groups.get(stage, 1)
-    return counted, promised
+    return found, promised
 
 
 @pytest.mark.parametrize("family", ["1f1b", "looped-bfs", "zbv", "interleaved-1f1b"])
 @pytest.mark.xdist_group("ranks-4")
 def test_shards_are_gathered_and_reduced_as_often_as_the_schedule_says(pools: Pools, family: str) -> None:
     case = Composed(build(family, ranks=2, microbatches=4), "fsdp", 2)
-    for counted, promised in pools(4).run(_collectives, case):
-        assert counted == promised
-        assert counted["foreach_reduce"] > 0
+    for found, promised in pools(4).run(_collectives, case):
+        assert found == promised
+        assert found[REDUCE] > 0
 
 
 def _summed_in_double(schedules: list[Schedule]) -> list[dict[str, Any]]:

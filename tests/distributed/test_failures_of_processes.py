@@ -13,6 +13,13 @@ from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.xdist_group("failures")
 
+
+def assert_timed_out(told: list[Told]) -> None:
+    show(told[0].text)
+    assert_one_report(told)
+    assert told[0].where[-1] == "timeout"
+
+
 # --- processes that die --------------------------------------------------------------------------
 
 
@@ -85,9 +92,7 @@ def test_a_rank_that_takes_too_long_is_shown_computing_and_the_others_waiting(
     failing_pool: Pool, fault: Fault
 ) -> None:
     told = failing_pool.run(sleep_too_long, fault)
-    show(told[0].text)
-    assert_one_report(told)
-    assert told[0].where[-1] == "timeout"
+    assert_timed_out(told)
     rows = [line for line in told[0].text.splitlines() if line.startswith("    rank ")]
     for rank, row in enumerate(rows):
         assert ("waits for" in row and "from rank" in row) == (rank != fault.rank)
@@ -131,9 +136,7 @@ def test_ranks_that_one_does_not_join_end_at_the_timeout_and_it_hears_of_it_when
     failing_pool: Pool,
 ) -> None:
     told = failing_pool.run(stay_away)
-    show(told[0].text)
-    assert_one_report(told)
-    assert told[0].where[-1] == "timeout"
+    assert_timed_out(told)
     assert re.search("rank 3 +is in neither step nor eval", told[0].text)
 
 
@@ -156,10 +159,7 @@ def mix_calls(first: str) -> Told:
 def test_a_step_on_one_rank_and_an_eval_on_the_others_end_at_the_timeout(
     failing_pool: Pool, first: str
 ) -> None:
-    told = failing_pool.run(mix_calls, first)
-    show(told[0].text)
-    assert_one_report(told)
-    assert told[0].where[-1] == "timeout"
+    assert_timed_out(failing_pool.run(mix_calls, first))
 
 
 def test_the_report_says_who_is_in_a_step_and_who_in_an_eval(failing_pool: Pool) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock import PipelineError, build
 from penstock.runtime import GradScaler, Pipeline
-from penstock.runtime.rows import local
+from penstock.runtime.dtensors import local
 from tests.distributed.composition import (
     Composed,
     batch_of,

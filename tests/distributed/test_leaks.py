@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -35,7 +34,6 @@ SLACK = 3 * 2**20  # bytes; what allocators and caches move by
 
 @pytest.fixture(scope="module")
 def leaking_pool() -> Iterator[Pool]:
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # each connection asks for its own name
     pool = Pool(2)
     yield pool
     pool.stop()

@@ -128,6 +128,17 @@ def test_every_name_of_a_weight_in_a_stage_is_tied() -> None:
         assert second.again is first.weight
 
 
+def test_a_tied_layer_that_was_replaced_is_refused() -> None:
+    stages = [nn.Sequential(Turned()) for _ in range(2)]
+    schedule, (x, y) = build("zbv", ranks=1, microbatches=M), batch()
+    tied = [{0: "0.weight", 1: "0.weight"}]
+    with closing(Pipeline(stages, schedule, tied=tied, loss=functional.mse_loss)) as pipeline:
+        pipeline.step(x, target=y)
+        stages[1][0] = Turned()
+        with pytest.raises(PenstockError, match="no longer one parameter"):
+            pipeline.step(x, target=y)
+
+
 def test_weights_that_are_no_longer_one_are_refused() -> None:
     first, second = Turned(), Turned()
     schedule, (x, y) = build("zbv", ranks=1, microbatches=M), batch()

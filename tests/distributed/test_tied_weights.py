@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from penstock import PenstockError, build
 from penstock.runtime import Pipeline
-from penstock.runtime.rows import local
+from penstock.runtime.dtensors import local
 from tests.distributed.composition import Composed, batch_of, data_place, pipeline_of
 from tests.distributed.conftest import Pools
 
@@ -93,7 +93,7 @@ def on_one_rank(data: str) -> dict[str, Any]:
         found = {
             "one parameter": len(set(holders)) < 2,
             "one memory": len({local(each.data).data_ptr() for each in holders}) < 2,
-            "groups": len(pipeline._plan.holders),
+            "groups": len(pipeline._ties.holders),
         }
         if holders:  # what the optimizer does to one of them is there for the other
             with torch.no_grad():

@@ -15,13 +15,11 @@ from penstock import Schedule, build
 from penstock.lowering import SplitBackward
 from tests.distributed.conftest import Pools
 from tests.distributed.models import TASKS
-from tests.distributed.pipelines import batch_of, pipeline_of
+from tests.distributed.pipelines import batch_of, gradient_faults, pipeline_of
 from tests.distributed.reference import (
     Case,
     Outcome,
-    differences,
     faults_of,
-    gradients_of,
     run_cases,
     step_plainly,
 )
@@ -101,9 +99,7 @@ def run_shared_by_stages(case: tuple[str, Schedule]) -> Outcome:
             batch = task.batch(step, m, torch.float64)
             pipeline.step(*batch.args, target=batch.target)
             step_plainly(plain, task, batch, m)
-        for index in pipeline.modules:
-            found, wanted = gradients_of(stages[index]), gradients_of(plain[index])
-            outcome.faults += differences(f"stage {index}", found, wanted, exact=False, slack=10)
+        outcome.faults += gradient_faults(pipeline, stages, plain, exact=False, slack=10)
     return outcome
 
 
@@ -127,9 +123,7 @@ def run_thawing(schedule: Schedule) -> Outcome:
             batch = task.batch(step, m, torch.float32)
             pipeline.step(*batch.args, target=batch.target)
             step_plainly(plain, task, batch, m)
-            for index in pipeline.modules:
-                found, wanted = gradients_of(stages[index]), gradients_of(plain[index])
-                outcome.faults += differences(f"step {step} stage {index}", found, wanted, exact=True)
+            outcome.faults += gradient_faults(pipeline, stages, plain, f"step {step} ", exact=True)
     return outcome
 
 
@@ -149,9 +143,7 @@ def run_autocast(schedule: Schedule) -> Outcome:
                 pipeline.step(*batch.args, target=batch.target)
             with torch.autocast("cpu", torch.bfloat16):
                 step_plainly(plain, task, batch, m)
-        for index in pipeline.modules:
-            found, wanted = gradients_of(stages[index]), gradients_of(plain[index])
-            outcome.faults += differences(f"stage {index}", found, wanted, exact=False, slack=1e4)
+        outcome.faults += gradient_faults(pipeline, stages, plain, exact=False, slack=1e4)
     return outcome
 
 
@@ -177,9 +169,7 @@ def run_compiled(case: tuple[str, Schedule]) -> Outcome:
             batch = task.batch(step, schedule.microbatches, torch.float32)
             pipeline.step(*batch.args, target=batch.target)
             step_plainly(plain, task, batch, schedule.microbatches)
-        for index in pipeline.modules:
-            found, wanted = gradients_of(stages[index]), gradients_of(plain[index])
-            outcome.faults += differences(f"stage {index}", found, wanted, exact=False)
+        outcome.faults += gradient_faults(pipeline, stages, plain, exact=False)
     torch._dynamo.reset()
     return outcome
 

@@ -1,3 +1,5 @@
+"""Promise: the stages that a model is cut into do, one after the other, what the model does."""
+
 from __future__ import annotations
 
 import copy
@@ -10,20 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from penstock.errors import PartitionError
 from penstock.layout import even_layout
 from penstock.runtime.models.partition import split
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(2, 2)
-
-
-def model() -> nn.Sequential:
-    layers = nn.Sequential(linear(), nn.Sequential(linear(), nn.BatchNorm1d(2)), linear(), linear())
-    return nn.Sequential(OrderedDict(embed=linear(), layers=layers, head=linear()))
+from tests.runtime.partitions import Block, linear, model
 
 
 def run(parts: dict[int, nn.Module], *given: object) -> Any:
@@ -40,12 +33,6 @@ def module_names(part: nn.Module) -> list[str]:
     return [name for name, module in every if not isinstance(module, nn.Sequential)]
 
 
-def refusal(model: nn.Module, at: list[str]) -> str:
-    with pytest.raises(PartitionError) as caught:
-        split(model, at)
-    return str(caught.value)
-
-
 class Apply(nn.Module):
     """Any function as a module."""
 
@@ -55,25 +42,6 @@ class Apply(nn.Module):
 
     def forward(self, value: Any) -> Any:
         return self.function(value)
-
-
-class Block(nn.Module):
-    """No Sequential, though it holds two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = linear()
-        self.rest = nn.Sequential(linear(), linear())
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.rest(self.first(x)) + x
-        return out
-
-
-class Residual(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self[0](x) + x
-        return out
 
 
 # --- what a split gives ----------------------------------------------------------------------------
@@ -209,37 +177,6 @@ def test_a_layout_may_be_one_that_was_made() -> None:
     assert [len(part.state_dict()) for part in parts.values()] == [4, 9, 4]
 
 
-def test_a_layout_must_have_the_layers_of_the_model() -> None:
-    with pytest.raises(
-        PartitionError, match=r"the layout has 3 layers .* the model has 4: layer 3 would be left"
-    ):
-        split(model(), layout="Et|ttL")
-
-
-@pytest.mark.parametrize(
-    ("whole", "layout", "why"),
-    [
-        (nn.Sequential(linear(), linear()), "EtL", "here there is none"),
-        (nn.Sequential(nn.Sequential(linear()), nn.Sequential(linear())), "Et|L", "there is 2: '0', '1'"),
-        (nn.Sequential(nn.Sequential(linear(), linear())), "E|tt|L", "nothing comes before the layers, '0'"),
-        (nn.Sequential(nn.Sequential(linear(), linear())), "E|tt|L", "nothing comes after the layers, '0'"),
-        (Block(), "EtL", "Block is no nn.Sequential"),
-    ],
-    ids=["flat", "two containers", "no embedding", "no head", "another class"],
-)
-def test_a_model_that_a_layout_does_not_understand_is_refused(whole: nn.Module, layout: str, why: str) -> None:
-    with pytest.raises(PartitionError) as caught:
-        split(whole, layout=layout)
-    assert why in str(caught.value)
-
-
-def test_either_names_or_a_layout_are_given() -> None:
-    with pytest.raises(PartitionError, match="both are given"):
-        split(model(), ["head"], layout="Et*4|L")
-    with pytest.raises(PartitionError, match="none of them is given"):
-        split(model())
-
-
 # --- tied weights ----------------------------------------------------------------------------------
 
 
@@ -280,6 +217,13 @@ def test_weights_are_known_to_be_tied_on_the_meta_device_too() -> None:
         whole = model()
     whole.get_submodule("head").weight = whole.get_submodule("embed").weight
     assert split(whole, ["head"])[0].tied == ({0: "embed.weight", 1: "head.weight"},)
+
+
+def test_tied_weights_in_one_stage_are_fine() -> None:
+    shared = linear()
+    first, second = split(nn.Sequential(linear(), shared, shared), ["1"]).values()
+    assert first.tied == second.tied == ()
+    assert list(second.state_dict()) == ["1.weight", "1.bias", "2.weight", "2.bias"]
 
 
 # --- tuples between stages -------------------------------------------------------------------------
@@ -331,122 +275,3 @@ def test_the_last_stage_gives_the_very_output_of_the_model(function: Callable[[A
 def test_a_pair_travels_as_two_arguments() -> None:
     first, _ = split(nn.Sequential(Apply(lambda x: (x, x)), nn.Identity()), ["1"]).values()
     assert len(first(torch.rand(2))) == 2
-
-
-# --- what is refused -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("whole", [Block(), Residual(linear(), linear())], ids=lambda m: type(m).__name__)
-def test_models_with_a_forward_of_their_own_are_refused_with_the_ways_out(whole: nn.Module) -> None:
-    message = refusal(whole, ["1"])
-    assert type(whole).__name__ in message
-    assert "pass them to Pipeline" in message
-    assert "put the children into an nn.Sequential" in message
-
-
-def test_a_forward_set_on_one_model_alone_is_a_forward_of_its_own() -> None:
-    whole = model()
-    whole.forward = lambda x: x  # type: ignore[method-assign]
-    assert "has a forward() of its own" in refusal(whole, ["layers"])
-
-
-def test_unknown_names_come_with_names_like_them() -> None:
-    assert "no module 'layer.2' in the model: did you mean 'layers.2'" in refusal(model(), ["layer.2"])
-    message = refusal(model(), ["zzz"])
-    assert "stages can begin at 'embed', 'layers', 'layers.0', 'layers.1', 'layers.1.0'" in message
-    assert "no module ''" in refusal(model(), [""])
-    assert "no module 3" in refusal(model(), [3])  # type: ignore[list-item]
-
-
-def test_names_out_of_order_come_with_the_right_order() -> None:
-    message = refusal(model(), ["layers.2", "head", "layers.1.1"])
-    assert "in the order of the model: 'layers.1.1', 'layers.2', 'head'" in message
-
-
-def test_duplicates_are_refused_also_under_two_names() -> None:
-    assert "'head' is named twice" in refusal(model(), ["head", "head"])
-    assert "'layers.0' begins where 'layers' begins" in refusal(model(), ["layers", "layers.0"])
-
-
-@pytest.mark.parametrize("name", ["0", "0.0", "0.0.0"])
-def test_the_very_first_module_is_no_place_to_cut(name: str) -> None:
-    whole = nn.Sequential(nn.Sequential(nn.Sequential(linear()), linear()), linear())
-    assert f"{name!r} is the very first module" in refusal(whole, [name])
-
-
-def test_nothing_but_a_sequential_is_cut_inside() -> None:
-    whole = nn.Sequential(linear(), Block(), Residual(linear(), linear()))
-    message = refusal(whole, ["1.first", "1.rest.1", "2.1"])
-    assert "'1.first' is inside '1', a Block" in message
-    assert "'1.rest.1' is inside '1', a Block" in message
-    assert "'2.1' is inside '2', a Residual" in message
-
-
-def test_a_text_in_place_of_a_list_of_names_is_refused() -> None:
-    with pytest.raises(PartitionError, match=r"write \['layers'\]"):
-        split(model(), "layers")
-
-
-def test_every_fault_is_told_at_once() -> None:
-    whole = model()
-    whole.register_forward_hook(lambda *_: None)
-    message = refusal(whole, ["head", "nowhere", "embed", "head", "layers.0", "embed.x"])
-    for fault in ("'nowhere'", "'embed.x'", "very first", "named twice", "order of the model", "has hooks"):
-        assert fault in message
-
-
-def test_a_module_with_state_in_two_stages_is_refused() -> None:
-    norm = nn.BatchNorm1d(2, affine=False)
-    message = refusal(nn.Sequential(norm, linear(), norm), ["1"])
-    assert "'0.running_mean' in stage 0 and '2.running_mean' in stage 1" in message
-
-
-def test_of_many_shared_buffers_only_some_are_named() -> None:
-    block = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(10)))
-    assert "and 22 more" in refusal(nn.Sequential(block, block), ["1"])
-
-
-def test_tied_weights_in_one_stage_are_fine() -> None:
-    shared = linear()
-    first, second = split(nn.Sequential(linear(), shared, shared), ["1"]).values()
-    assert first.tied == second.tied == ()
-    assert list(second.state_dict()) == ["1.weight", "1.bias", "2.weight", "2.bias"]
-
-
-@pytest.mark.parametrize(
-    "register",
-    [
-        lambda module: module.register_forward_hook(lambda *_: None),
-        lambda module: module.register_forward_pre_hook(lambda *_: None),
-        lambda module: module.register_full_backward_hook(lambda *_: None),
-        lambda module: module.register_full_backward_pre_hook(lambda *_: None),
-        lambda module: module.register_state_dict_post_hook(lambda *_: None),
-        lambda module: module.register_state_dict_pre_hook(lambda *_: None),
-        lambda module: module.register_load_state_dict_pre_hook(lambda *_: None),
-        lambda module: module.register_load_state_dict_post_hook(lambda *_: None),
-    ],
-    ids=range(8),
-)
-def test_containers_with_hooks_are_not_cut(register: Callable[[nn.Module], object]) -> None:
-    whole = model()
-    register(whole.get_submodule("layers"))
-    assert "the container 'layers' is cut and has hooks" in refusal(whole, ["layers.2"])
-    assert len(split(whole, ["layers", "head"])) == 3
-
-
-def test_hooks_of_the_model_itself_are_not_lost_silently() -> None:
-    whole = model()
-    whole.register_forward_pre_hook(lambda *_: None)
-    assert "the model itself is cut and has hooks" in refusal(whole, ["head"])
-
-
-def test_containers_with_state_of_their_own_are_not_cut() -> None:
-    class Counting(nn.Sequential):
-        def get_extra_state(self) -> Tensor:
-            return torch.zeros(())
-
-    whole = model()
-    whole.get_submodule("layers").register_buffer("steps", torch.zeros(()))
-    assert "the container 'layers' is cut and has parameters, buffers" in refusal(whole, ["layers.2"])
-    assert "the model itself is cut and has parameters" in refusal(Counting(linear(), linear()), ["1"])
-    assert len(split(whole, ["layers"])) == 2

@@ -23,7 +23,7 @@ from penstock.errors import PipelineError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Meshes", "Sharding", "is_dtensor", "local_part", "sharding_of", "whole"]
+__all__ = ["Meshes", "Sharding", "is_dtensor", "local", "sharding_of", "whole"]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -32,10 +32,9 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
-def local_part(tensor: DTensor) -> Tensor:
-    """What this rank holds of it, without its graph."""
-    with torch.no_grad():
-        return tensor.to_local()
+def local(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor that are on this rank, to be read and written."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # noqa: SLF001
 
 
 def whole(value: Any) -> Any:

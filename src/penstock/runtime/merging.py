@@ -7,11 +7,11 @@ from collections.abc import Hashable, Sequence
 from torch import Tensor, cat, stack
 
 from penstock.errors import BatchError
-from penstock.given import printable
+from penstock.given import printable, some
 from penstock.runtime.splitters import Value, splitter_of
 from penstock.runtime.trees import Node, closed, labels, opened
 
-__all__ = ["merged", "some"]
+__all__ = ["merged"]
 
 
 def merged(parts: Sequence[Value], dim: int, where: str) -> Value:
@@ -93,8 +93,3 @@ def _equal(one: Value, other: Value) -> bool:
         return one is other or bool(one == other)
     except Exception:  # noqa: BLE001 -- a value may compare in any way it likes
         return False
-
-
-def some(names: Sequence[str]) -> str:
-    """Names, not too many of them."""
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from penstock.errors import BatchError
-from penstock.given import printable, whole_number
-from penstock.runtime.merging import merged, some
+from penstock.given import printable, some, whole_number
+from penstock.runtime.merging import merged
 from penstock.runtime.splitters import How, Splitter, Value, bounds, is_cut, is_splitter, shown, splitter_of
 from penstock.runtime.trees import closed, labels, opened
 

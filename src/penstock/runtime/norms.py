@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError
-from penstock.runtime.dtensors import is_dtensor
+from penstock.runtime.dtensors import is_dtensor, local
 from penstock.runtime.links import Links
-from penstock.runtime.rows import local
 
 __all__ = ["clip_grad_norm", "sharing_groups"]
 

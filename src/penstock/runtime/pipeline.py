@@ -12,10 +12,8 @@ Every rank of the group makes one, with the same schedule, and calls `step` and 
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
 from typing import Any
@@ -27,30 +25,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.action import Kind
 from penstock.errors import PipelineError
+from penstock.given import listed
 from penstock.runtime import setup
-from penstock.runtime.buffers import Pool
-from penstock.runtime.hanging_up import hang_up
+from penstock.runtime.engine import Engine
+from penstock.runtime.groups import Group, members_of, process_group
 from penstock.runtime.intake import Intake
-from penstock.runtime.losses import Losses
 from penstock.runtime.microbatches import Batcher
 from penstock.runtime.norms import clip_grad_norm, sharing_groups
 from penstock.runtime.profile import Profile, Recorder
-from penstock.runtime.program import CustomFunction, Program
-from penstock.runtime.records import Live
+from penstock.runtime.program import CustomFunction
 from penstock.runtime.replication import Replication
 from penstock.runtime.result import StepResult
 from penstock.runtime.scaling import GradScaler
 from penstock.runtime.shards import shards_by_stage
 from penstock.runtime.splitters import Splitter
-from penstock.runtime.stage import Stage
 from penstock.runtime.states import evaluating, kept_random_state
 from penstock.runtime.ties import Tie, Ties, find_ties
-from penstock.runtime.wiring import Plan, Wiring
+from penstock.runtime.wiring import Plan
 from penstock.schedule import Schedule
 
 __all__ = ["Pipeline"]
-
-_log = logging.getLogger("penstock")
 
 
 class Pipeline:
@@ -84,8 +78,8 @@ class Pipeline:
         loss: Callable[..., Tensor] | None = None,
         tokens: Callable[[Any], int] | None = None,
         average: bool = True,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        replicas: dist.ProcessGroup | DeviceMesh | None = None,
+        group: Group = None,
+        replicas: Group = None,
         tied: Sequence[Tie] = (),
         device: torch.device | str | None = None,
         split: Mapping[int | str, int | Splitter] | None = None,
@@ -98,7 +92,7 @@ class Pipeline:
             raise PipelineError(f"a timeout is a number of seconds above 0 (given {timeout!r})")
         if tokens is not None and not average:
             raise PipelineError("average=False adds losses up, but tokens= weighs them for a mean: give one")
-        members, rank = setup.members_of(group)
+        members, rank = members_of(process_group(group, "group=", "pp"))
         self.schedule = setup.lowered(setup.chosen_schedule(schedule, stages, len(members), microbatches))
         """The schedule that runs, with all its communication."""
         self.rank = rank
@@ -120,16 +114,14 @@ class Pipeline:
             timedelta(seconds=timeout),
             setup.functions_by_kind(functions),
             self._replication,
-            self._ties.holders,
             group if isinstance(group, DeviceMesh) else None,
         )
         self.scaler: GradScaler | None = None
         """Scales the loss; a `GradScaler` puts itself here."""
         self._reduces = True
-        self._loss, self._checks = loss, check_finite
-        self._batcher = Batcher(self.schedule.microbatches, split, merge)
-        self._intake = Intake(
-            self._batcher,
+        self._modules = modules
+        intake = Intake(
+            Batcher(self.schedule.microbatches, split, merge),
             self._replication,
             self.device,
             has_first=0 in modules,
@@ -138,14 +130,12 @@ class Pipeline:
             tokens=tokens,
             share=1 / self.schedule.microbatches if average else 1.0,
         )
-        self._live = Live()
-        self._modules = modules
-        self._steps = 0
-        self._wiring: Wiring | None = None
-        self._recorder: Recorder | None = None
-        self._connect()
+        self._engine = Engine(
+            self._plan, modules, self._ties, intake, loss=loss, checks=check_finite, trained=self._trained
+        )
+        self._engine.connect()
 
-    # --- what users call ---------------------------------------------------------------------------
+    # --- steps -------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -161,12 +151,10 @@ class Pipeline:
         """
         if not self.schedule.columns.has(Kind.B, Kind.I):
             return self.eval(*args, target=target, return_outputs=return_outputs, **kwargs)
-        self._connect()  # a new connection comes with new stages
-        with ExitStack() as installed:
-            for stage in self._stages.values():
-                if stage.deferral is not None:
-                    installed.enter_context(stage.deferral.installed())
-            return self._run("step", args, kwargs, target, return_outputs=return_outputs)
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        return self._engine.step(
+            args, kwargs, target, scale=scale, reduces=self._reduces, keep_outputs=return_outputs
+        )
 
     def eval(
         self,
@@ -186,7 +174,7 @@ class Pipeline:
             evaluating(self._modules.values()),
             kept_random_state(self._plan.device),
         ):
-            return self._run("eval", args, kwargs, target, return_outputs=return_outputs)
+            return self._engine.eval(args, kwargs, target, keep_outputs=return_outputs)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -196,6 +184,8 @@ class Pipeline:
             yield
         finally:
             self._reduces = before
+
+    # --- what ranks do together between steps ------------------------------------------------------
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -210,7 +200,7 @@ class Pipeline:
             return clip_grad_norm(
                 self._trained,
                 self._ties.counted_elsewhere,
-                self._connect().links,
+                self._engine.connect().links,
                 float(max_norm),
                 float(norm_type),
                 error_if_nonfinite=error_if_nonfinite,
@@ -241,7 +231,7 @@ class Pipeline:
         found = numbers.clone()
         for group in sharing_groups(self._trained.values(), self._replication.groups):
             dist.all_reduce(found, dist.ReduceOp.MAX, group)
-        links = self._connect().links
+        links = self._engine.connect().links
         if links is not None:
             with self._all_calling("unscaling by a GradScaler"):
                 found = torch.stack(links.all_gather(found.cpu(), links.size)).amax(0).to(numbers.device)
@@ -250,13 +240,15 @@ class Pipeline:
     @contextmanager
     def profile(self) -> Iterator[Profile]:
         """Record the steps inside: their timelines, on every rank, and the costs that follow from them."""
-        if self._recorder is not None:
+        if self._engine.recorder is not None:
             raise PipelineError("this pipeline is being profiled already")
-        self._recorder = Recorder(self._connect())
+        self._engine.recorder = Recorder(self._engine.connect())
         try:
-            yield self._recorder.profile
+            yield self._engine.recorder.profile
         finally:
-            self._recorder = None
+            self._engine.recorder = None
+
+    # --- what it is, and its end -------------------------------------------------------------------
 
     @property
     def modules(self) -> Mapping[int, nn.Module]:
@@ -275,12 +267,12 @@ class Pipeline:
     @property
     def peak_live_activations(self) -> int:
         """The most microbatches' activations this rank held at once in its last step."""
-        return self._live.peak
+        return self._engine.live.peak
 
     @property
     def peak_buffers(self) -> int:
         """The most message buffers this rank used at once in its last step."""
-        return self._pool.peak
+        return self._engine.pool.peak
 
     def __enter__(self) -> Pipeline:  # noqa: PYI034 -- Self comes with Python 3.11
         return self
@@ -289,121 +281,9 @@ class Pipeline:
         self.close()
 
     def __repr__(self) -> str:
-        own = ", ".join(map(str, self._modules))
-        return f"<Pipeline {self.schedule.name}: rank {self.rank} of {self.schedule.num_ranks}, stage {own}>"
+        place = f"rank {self.rank} of {self.schedule.num_ranks}, stage {listed(self._modules)}"
+        return f"<Pipeline {self.schedule.name}: {place}>"
 
     def close(self) -> None:
         """Hang up. The pipeline connects again when it is used again."""
-        if self._wiring is not None:
-            wiring, self._wiring = self._wiring, None
-            self._finalizer.detach()
-            wiring.close()
-
-    # --- running -----------------------------------------------------------------------------------
-
-    def _connect(self) -> Wiring:
-        """Make channels and programs; all ranks do this together."""
-        if self._wiring is not None:
-            return self._wiring
-        split = setup.split_microbatches(self.schedule)
-        self._pool = Pool(self._plan.device)
-        count = self.schedule.num_stages
-        self._stages = {
-            index: Stage(
-                index, count, module, self._live, self._pool, split=split.get(index, ()), checks=self._checks
-            )
-            for index, module in self._modules.items()
-        }
-        self._say_what_is_compiled()
-        for index, stage in self._stages.items():
-            stage.shards = self._replication.shards.get(index)
-            stage.is_replicated = self._replication.count > 1
-        if (last := self._stages.get(count - 1)) is not None:
-            last.loss = self._loss
-        wiring = Wiring(self._plan, self._stages, self._pool)
-        if wiring.links is not None:
-            try:
-                setup.refuse_disagreement(
-                    self._plan, self._ties, self._modules, self.parameters(), wiring.links
-                )
-                wiring.links.connect_holders(self.rank, self._plan.holders, self._plan.timeout)
-            except (PipelineError, RuntimeError):
-                wiring.close()
-                raise
-        self._wiring = wiring
-        self._finalizer = weakref.finalize(self, wiring.close)
-        return wiring
-
-    def _say_what_is_compiled(self) -> None:
-        for index, stage in self._stages.items():
-            if stage.deferral is not None and stage.deferral.compiled and not self._steps:
-                names = ", ".join(name or "all of it" for name in stage.deferral.compiled)
-                text = "stage %d: the weight gradients of compiled modules are computed in I, not in W: %s"
-                _log.warning(text, index, names)
-
-    def _run(
-        self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: object, *, return_outputs: bool
-    ) -> StepResult:
-        wiring = self._connect()
-        self._steps += 1
-        self._live.now = self._live.peak = self._pool.peak = 0
-        program = wiring.begin(mode, self._steps)
-        last = self._stages.get(self.schedule.num_stages - 1)
-        losses = Losses(wiring, self.schedule, last)
-        try:
-            inputs = self._intake(
-                args,
-                kwargs,
-                target,
-                scale=1.0 if self.scaler is None else self.scaler.get_scale(),
-                training=mode == "step",
-                keep_outputs=return_outputs,
-            )
-            for stage in self._stages.values():
-                stage.begin(inputs)
-            losses.begin()
-            if mode == "step":
-                wiring.waiting = "the other holders of its tied weights"
-                self._ties.begin(wiring.links)
-            wiring.waiting = ""
-            with self._replication.driven(reduces=self._reduces):
-                if self._recorder is not None:
-                    self._recorder(program)
-                else:
-                    program.run()
-                program.finish()
-                wiring.waiting = "the gradients of its replicas"
-                self._replication.finish(trained=mode == "step")
-            if mode == "step":
-                wiring.waiting = "the gradients of tied weights"
-                self._ties.finish(wiring.links, sums=self._reduces)
-            wiring.waiting = ""
-            outputs = None
-            if return_outputs and last is not None:
-                outputs = self._batcher.merged([last.outputs[i] for i in range(self.schedule.microbatches)])
-                last.outputs.clear()
-            found = losses.everywhere(inputs.weights)
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, the other ranks must know
-            failure = self._told(error, wiring, program, losses)
-            raise failure from failure.__cause__
-        finally:
-            wiring.end()
-        timeline = None if self._recorder is None else self._recorder.gathered(wiring, program)
-        return StepResult(*found, outputs=outputs, timeline=timeline)
-
-    def _told(self, error: BaseException, wiring: Wiring, program: Program, losses: Losses) -> BaseException:
-        """Tell the others and hang up; gives what to raise.
-
-        A Ctrl-C that came while a message was waited for is raised only now, perhaps in the midst of this.
-        """
-        while True:
-            try:
-                losses.drop()
-                self._ties.drop()
-                with suppress(Exception):  # what failed first is what is told
-                    self._replication.drop()
-                self._wiring = None
-                self._finalizer.detach()
-                return hang_up(error, wiring, program)
-            except KeyboardInterrupt as pressed:  # noqa: PERF203 -- it is pressed once or twice
-                error = pressed
+        self._engine.close()

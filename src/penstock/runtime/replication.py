@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.action import Kind
 from penstock.errors import PipelineError
-from penstock.runtime.rows import Row, mark_of, rows_of
+from penstock.given import listed, some
+from penstock.runtime.groups import Group, process_group
+from penstock.runtime.rows import Row, differing, mark_of, rows_of
 from penstock.runtime.shards import Shards
 from penstock.schedule import Schedule
 
@@ -41,11 +43,11 @@ class Replication:
         self,
         modules: Mapping[int, nn.Module],
         shards: Mapping[int, Shards],
-        replicas: dist.ProcessGroup | DeviceMesh | None,
+        replicas: Group,
         schedule: Schedule,
         rank: int,
     ) -> None:
-        given = _group_of(replicas)
+        given = process_group(replicas, "replicas=", "dp")
         self.shards = shards
         """The sharded parameters by stage."""
         self._modules, self._given = modules, given
@@ -93,7 +95,7 @@ class Replication:
                 elif parameter.requires_grad:
                     alone.append(name)
             if alone and (stage in self.shards or wrapped):
-                faults.append(f"  stage {stage}: {_some(alone)}")
+                faults.append(f"  stage {stage}: {some(alone)}")
         if faults:
             raise PipelineError(
                 "these parameters would be trained on the data of one rank alone, while others in their stage "
@@ -116,12 +118,11 @@ class Replication:
         different = []
         for group, named in by_group.items():
             marks = torch.stack([mark_of(parameter) for _, parameter in named])
-            spread = torch.stack([marks, -marks])
-            dist.all_reduce(spread, dist.ReduceOp.MAX, group)
-            different += [name for (name, _), most, least in zip(named, *spread.tolist()) if most != -least]
+            differs = differing(marks, partial(_largest, group=group))
+            different += [name for (name, _), is_different in zip(named, differs) if is_different]
         if different:
             raise PipelineError(
-                f"replicas must hold the same numbers, but those of {_some(different)} differ: start every "
+                f"replicas must hold the same numbers, but those of {some(different)} differ: start every "
                 "replica from the same seed or checkpoint"
             )
         self._same = True
@@ -154,13 +155,13 @@ class Replication:
             everyone = set(dist.get_process_group_ranks(given))
             if strangers := sorted({rank for ranks in found for rank in ranks} - everyone):
                 raise PipelineError(
-                    f"replicas= has world ranks {_listed(sorted(everyone))}, but stages are sharded or "
-                    f"replicated with rank {_listed(strangers)} as well: replicas= names all ranks that train "
+                    f"replicas= has world ranks {listed(sorted(everyone))}, but stages are sharded or "
+                    f"replicated with rank {listed(strangers)} as well: replicas= names all ranks that train "
                     "the same stages; to replicate shards, give fully_shard a mesh of two dimensions"
                 )
             return (given,)
         if len(found) > 1:
-            told = "; ".join(f"world ranks {_listed(ranks)}" for ranks in found)
+            told = "; ".join(f"world ranks {listed(ranks)}" for ranks in found)
             raise PipelineError(
                 f"the stages of this rank are replicated over different ranks ({told}): say with replicas= "
                 "which ranks share out the data"
@@ -169,17 +170,20 @@ class Replication:
 
     # --- in a step ---------------------------------------------------------------------------------
 
-    @contextmanager
-    def driven(self, *, reduces: bool) -> Iterator[None]:
-        """Reductions of wrappers and FSDP are held back in here."""
+    def begin(self, *, training: bool, reduces: bool) -> None:
+        """Before a step: parameters are sharded, what is replicated is known, and the replicas are the same."""
         self.reduces = reduces
         self._started.clear()
         for shards in self.shards.values():
             shards.reshard()  # a forward outside of the pipeline may have left whole parameters, old by now
         if self.groups and self._parameters_now() != self._known:
             self._find_replicated()
-        if torch.is_grad_enabled() and not self._same:  # eval needs nobody else
+        if training and not self._same:  # eval needs nobody else
             self._refuse_different()
+
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """Reductions of wrappers and FSDP are held back in here."""
         before = [getattr(of, switch) for of, switch, _ in self._switches]
         with ExitStack() as held:
             for shards in self.shards.values():
@@ -254,15 +258,9 @@ def _rows_by_stage(
     return found
 
 
-def _group_of(replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    if not isinstance(replicas, DeviceMesh):
-        return replicas
-    if replicas.ndim != 1:
-        raise PipelineError(
-            f"replicas= is a mesh of {replicas.ndim} dimensions ({', '.join(replicas.mesh_dim_names or ())}); "
-            'give one of them, such as mesh["dp"]'
-        )
-    return replicas.get_group()
+def _largest(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group)
+    return numbers
 
 
 def _refuse_what_reduces_alone(wrapper: DistributedDataParallel, stage: int) -> None:
@@ -286,11 +284,3 @@ def _last_reduced(schedule: Schedule, rank: int) -> list[int]:
 def _ranks_of(groups: Groups) -> tuple[int, ...]:
     """All ranks that can be reached through these groups, one after the other, as far as this rank knows."""
     return tuple(sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)}))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")

@@ -8,20 +8,15 @@ with weight decay does something to zeros, and nothing to a gradient that is not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.runtime.dtensors import is_dtensor
+from penstock.runtime.dtensors import is_dtensor, local
 
-__all__ = ["Row", "local", "mark_of", "rows_of"]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor that are on this rank, to be read and written."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # noqa: SLF001
+__all__ = ["Row", "differing", "mark_of", "rows_of"]
 
 
 class Row:
@@ -77,6 +72,12 @@ def mark_of(weight: Tensor) -> Tensor:
         numbers = torch.view_as_real(numbers)
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()]
     return numbers.view(integer).sum(dtype=torch.int64) & (2**62 - 1)  # so that it has a negative
+
+
+def differing(marks: Tensor, largest: Callable[[Tensor], Tensor]) -> list[bool]:
+    """Which marks are not the same everywhere, given how to find the largest of each anywhere."""
+    most, least = largest(torch.stack([marks, -marks])).tolist()
+    return [one != -other for one, other in zip(most, least)]
 
 
 def rows_of(weights: Iterable[Tensor]) -> list[Row]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.runtime.rows import local
+from penstock.runtime.dtensors import local
 
 __all__ = ["GradScaler"]
 

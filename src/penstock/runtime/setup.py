@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -11,18 +9,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-import penstock
 from penstock.action import Kind
 from penstock.errors import BuildError, PipelineError
 from penstock.families import build
-from penstock.formats import dumps, read
+from penstock.formats import read
+from penstock.given import listed
 from penstock.lowering import lower
-from penstock.runtime.links import Links
 from penstock.runtime.program import CustomFunction
-from penstock.runtime.ties import Ties
-from penstock.runtime.wiring import Plan
 from penstock.runtime.wrappers import noted
 from penstock.schedule import Schedule
 from penstock.validation import refusal, validate
@@ -32,37 +26,12 @@ __all__ = [
     "device_of",
     "functions_by_kind",
     "lowered",
-    "members_of",
     "modules_of_rank",
-    "refuse_disagreement",
     "refuse_own_ranks",
-    "split_microbatches",
     "with_loss",
 ]
 
 _WAYS_OF_SENDING = "edge-streams"  # what our channels promise: none waits behind another
-
-
-def members_of(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[list[int], int]:
-    """The ranks of the pipeline as the world numbers them, and this rank's number among them."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise PipelineError(
-                f"a mesh of {group.ndim} dimensions is given ({', '.join(group.mesh_dim_names or ())}); "
-                'a pipeline is one of them, such as mesh["pp"]'
-            )
-        group = group.get_group()
-    if not dist.is_initialized():
-        if group is not None:
-            raise PipelineError("the group belongs to no process group that is initialized")
-        return [0], 0
-    members = dist.get_process_group_ranks(group)
-    if dist.get_rank() not in members:
-        raise PipelineError(
-            f"rank {dist.get_rank()} of the world is not in the group of this pipeline, which has world ranks "
-            f"{_listed(members)}: only its members make the pipeline"
-        )
-    return members, members.index(dist.get_rank())
 
 
 def chosen_schedule(
@@ -144,19 +113,19 @@ def modules_of_rank(
         if strangers := sorted(stage for stage in stages if stage not in range(count)):
             raise PipelineError(
                 f"the schedule {schedule.name} has {count} stages, 0 to {count - 1}: stage "
-                f"{_listed(strangers)} would never run, and its layers would be left out"
+                f"{listed(strangers)} would never run, and its layers would be left out"
             )
         wanted = own if set(stages) <= set(own) else range(count)  # of all or of the rank's own, none may lack
         if missing := [stage for stage in wanted if stage not in stages]:
             raise PipelineError(
-                f"stage {_listed(missing)} of {count} is missing among the stages that are given "
-                f"({_listed(sorted(stages))}): give all of them, or those of rank {rank} alone, {_listed(own)}"
+                f"stage {listed(missing)} of {count} is missing among the stages that are given "
+                f"({listed(sorted(stages))}): give all of them, or those of rank {rank} alone, {listed(own)}"
             )
         return _in_their_places({stage: stages[stage] for stage in own}, schedule)
     if len(stages) != len(own):
         raise PipelineError(
             f"{len(stages)} stage modules are given, but rank {rank} has {len(own)} stages of schedule "
-            f"{schedule.name}: stage {_listed(own)}; a mapping from stage to module may name all stages"
+            f"{schedule.name}: stage {listed(own)}; a mapping from stage to module may name all stages"
         )
     return _in_their_places(dict(zip(own, stages)), schedule)
 
@@ -168,7 +137,7 @@ def _in_their_places(modules: dict[int, nn.Module], schedule: Schedule) -> dict[
         if number != stage and len(parts) == schedule.num_stages:
             raise PipelineError(
                 f"stage {number} of the model is given as stage {stage}: with {schedule.name} this rank has "
-                f"stages {_listed(modules)}; give all that split() made, or [stages[i] for i in "
+                f"stages {listed(modules)}; give all that split() made, or [stages[i] for i in "
                 "schedule.placement.stages_of_rank[rank]]"
             )
     return modules
@@ -180,10 +149,6 @@ def with_loss(modules: Mapping[int, nn.Module], loss: object, last: int) -> dict
     if last in found and isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         found[last] = nn.ModuleDict({"stage": found[last], "loss": loss})
     return found
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def device_of(modules: Iterable[nn.Module]) -> torch.device:
@@ -211,67 +176,13 @@ def functions_by_kind(functions: Mapping[Kind | str, CustomFunction] | None) -> 
     return found
 
 
-def split_microbatches(schedule: Schedule) -> dict[int, set[int]]:
-    """Per stage: the microbatches whose backward is split."""
-    columns = schedule.columns
-    which = columns.of_kind(Kind.I)
-    found: dict[int, set[int]] = {}
-    for stage, microbatch in zip(columns.stage[which].tolist(), columns.microbatch[which].tolist()):
-        found.setdefault(stage, set()).add(microbatch)
-    return found
-
-
 def refuse_own_ranks(members: Sequence[int], groups: Iterable[dist.ProcessGroup]) -> None:
     """The ranks of a pipeline hold different stages, so they cannot be each other's replicas."""
     for group in groups:
         ranks = dist.get_process_group_ranks(group)
         if len(shared := [rank for rank in ranks if rank in members]) > 1:
             raise PipelineError(
-                f"stages are replicated over world ranks {_listed(ranks)}, but {_listed(shared)} are ranks of "
+                f"stages are replicated over world ranks {listed(ranks)}, but {listed(shared)} are ranks of "
                 'this very pipeline: give the other dimension of the mesh, such as replicas=mesh["dp"] beside '
                 'group=mesh["pp"]'
             )
-
-
-def refuse_disagreement(
-    plan: Plan, ties: Ties, modules: Mapping[int, nn.Module], parameters: Iterable[nn.Parameter], links: Links
-) -> None:
-    """Every rank must have the same schedule, version and ties, or steps would hang or train wrongly.
-
-    A rank has no say in what it does not mention: in tied weights that it does not hold, for example.
-    """
-    schedule = plan.schedule
-    steps = hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[:12]
-    mine = {  # what is compared, and how it is told
-        "version of penstock": (penstock.__version__, penstock.__version__),
-        "version of torch": (torch.__version__, torch.__version__),
-        "microbatches": (schedule.microbatches, schedule.microbatches),
-        "stages": (schedule.num_stages, schedule.num_stages),
-        "schedule": (steps, f"{schedule.name} ({steps})"),
-        "tied weights": (str(ties.all), ", ".join(map(str, ties.all)) or "none"),
-    }
-    mine |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.looks().items()}
-    weighs = schedule.placement.stage_to_rank[-1] == plan.rank  # the loss, with or without parameters
-    for module in modules.values():
-        _, cut = noted(module, "cut") or (0, ())
-        if len(cut) == schedule.num_stages:
-            mine["cut of the model"] = (cut := " | ".join(cut), cut)
-    if weighs or any(parameter.requires_grad for parameter in parameters):
-        count = plan.replication.count
-        mine["replicas of its stages"] = (
-            count,
-            f"{count}{'' if count > 1 else ' (say replicas= if there are more)'}",
-        )
-    texts = links.agree("about", json.dumps(mine), plan.rank, len(plan.members), plan.timeout)
-    everyone = [json.loads(text) for text in texts]
-    faults = []
-    for what in dict.fromkeys(what for about in everyone for what in about):
-        answers = {rank: about[what] for rank, about in enumerate(everyone) if what in about}
-        if len({compared for compared, _ in answers.values()}) > 1:
-            said: dict[object, list[int]] = {}
-            for rank, (_, told) in answers.items():
-                said.setdefault(told, []).append(rank)
-            parts = [f"rank {_listed(ranks)}: {told}" for told, ranks in said.items()]
-            faults.append(f"  {what}: {'; '.join(parts)}")
-    if faults:
-        raise PipelineError("the ranks of the pipeline do not agree:\n" + "\n".join(faults))

@@ -10,16 +10,17 @@ A tie is a mapping from stage to the name of the weight in it, as in {0: "embed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError
-from penstock.runtime.dtensors import is_dtensor
+from penstock.runtime.dtensors import is_dtensor, local
 from penstock.runtime.links import Links
-from penstock.runtime.rows import Row, local, mark_of
+from penstock.runtime.rows import Row, differing, mark_of
 from penstock.runtime.shards import Shards
-from penstock.runtime.wrappers import named_parameters, noted
+from penstock.runtime.wrappers import named_parameters, noted, owners
 from penstock.schedule import Schedule
 
 __all__ = ["Tie", "Ties", "find_ties"]
@@ -107,7 +108,9 @@ class Ties:
         self.all = tuple(ties)
         self._modules, self._shards = modules, shards
         hosts = schedule.placement.stage_to_rank
-        self._refuse_missing()
+        self._owners: dict[tuple[int, str], tuple[nn.Module, str]]
+        """By stage and name of a tied weight: the module that has it, and its name there."""
+        self._find_owners()
         self._shared_by: list[tuple[Tie, tuple[int, ...]]] = []
         """The ties of this rank that others have a part in, with the ranks that do."""
         for tie in ties:
@@ -133,18 +136,27 @@ class Ties:
     def _is_first(self, tie: Tie) -> bool:
         return self._first[str(tie)] == self._rank
 
-    def _refuse_missing(self) -> None:
-        faults = []
-        for tie in self.all:
-            for stage, name in tie.items():
-                if stage in self._modules and name not in dict(named_parameters(self._modules[stage])):
-                    faults.append(f"tied weight {name!r} of stage {stage}: there is no such parameter in it")
-        if faults:
-            raise PipelineError("\n".join(faults))
+    def _find_owners(self) -> None:
+        """Where the tied weights of this rank are; done again in every step, for parts may be replaced."""
+        wanted = dict.fromkeys((stage, tie[stage]) for tie in self.all for stage in self._own_stages(tie))
+        self._owners = {
+            (stage, name): (owner, own_name)
+            for stage in dict.fromkeys(stage for stage, _ in wanted)
+            for name, owner, own_name in owners(self._modules[stage])
+            if (stage, name) in wanted
+        }
+        if missing := [place for place in wanted if place not in self._owners]:
+            raise PipelineError(
+                "\n".join(
+                    f"tied weight {name!r} of stage {stage}: there is no such parameter in it"
+                    for stage, name in missing
+                )
+            )
 
     def _parameter(self, tie: Tie, stage: int) -> nn.Parameter:
         """The parameter as it is now: it may have been replaced, by sharding for example."""
-        return dict(named_parameters(self._modules[stage]))[tie[stage]]
+        owner, own_name = self._owners[stage, tie[stage]]
+        return owner.get_parameter(own_name)
 
     def _unite(self, tie: Tie, first: int, second: int) -> None:
         """Let two stages of this rank hold the very same parameter."""
@@ -181,15 +193,12 @@ class Ties:
 
     def begin(self, links: Links | None) -> None:
         """Before a step: the copies must be the same, and a gradient that is summed already stays with one."""
-        for shards in self._shards.values():
-            shards.reshard()  # a forward outside of the pipeline may have left whole parameters
+        self._find_owners()
         self._refuse_parted()
         if links is None:
             return
         for tie, ranks, parameter in self._own():
-            mark = mark_of(parameter)
-            spread = links.largest(torch.stack([mark, -mark]), ranks)
-            if int(spread[0]) != -int(spread[1]):
+            if any(differing(mark_of(parameter).reshape(1), partial(links.largest, ranks=ranks))):
                 raise PipelineError(_diverged(tie, sorted(tie)))
             if not self.unsummed and not self._is_first(tie):
                 self._settled[parameter], parameter.grad = parameter.grad, None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.runtime.dtensors import Meshes, Sharding, is_dtensor, local_part, placement_fault, sharding_of
+from penstock.runtime.dtensors import Meshes, Sharding, is_dtensor, local, placement_fault, sharding_of
 from penstock.runtime.trees import closed, opened
 
 __all__ = ["PRELUDE", "Layout", "Leaves", "Structure", "describe", "flatten", "layout_of", "unflatten"]
@@ -82,7 +82,7 @@ def _entry(leaf: Any) -> tuple[Any, ...]:
     """Of a tensor, what it looks like; of anything else, what is equal only if the leaf is the same."""
     if isinstance(leaf, Tensor):
         if type(leaf) is not Tensor and is_dtensor(leaf):
-            part = local_part(leaf)
+            part = local(leaf)
             return part.shape, part.dtype, leaf.requires_grad, _strides(part), sharding_of(leaf)
         return leaf.shape, leaf.dtype, leaf.requires_grad, _strides(leaf)
     if type(leaf) in _PLAIN:
@@ -183,7 +183,7 @@ class Layout:
         if self._shardings:
             leaves = list(leaves)
             for place, _ in self._shardings:
-                leaves[place] = local_part(leaves[place])
+                leaves[place] = local(leaves[place])
         for view, (place, *_) in zip(views, self._tensors):
             view.copy_(leaves[place].detach())
 

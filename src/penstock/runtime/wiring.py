@@ -41,8 +41,6 @@ class Plan:
     timeout: timedelta
     functions: Mapping[Kind, CustomFunction]
     replication: Replication
-    holders: Sequence[tuple[int, ...]]
-    """All sets of ranks that hold a weight together."""
     mesh: DeviceMesh | None = None
     """The pipeline's own, if it was given one: DTensors may come on other slices of the same."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["named_parameters", "noted", "prefixes"]
+__all__ = ["named_parameters", "noted", "owners", "prefixes"]
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
 
@@ -27,11 +27,16 @@ def prefixes(module: nn.Module) -> dict[str, str]:
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter; one under two names comes twice."""
+    for name, owner, own_name in owners(module):
+        yield name, owner.get_parameter(own_name)
+
+
+def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Of every parameter: its name, the part of the module that has it, and its name there."""
     for path, prefix in prefixes(module).items():
-        for name, parameter in module.get_submodule(path).named_parameters(
-            recurse=False, remove_duplicate=False
-        ):
-            yield prefix + name, parameter
+        owner = module.get_submodule(path)
+        for own_name, _ in owner.named_parameters(recurse=False, remove_duplicate=False):
+            yield prefix + own_name, owner, own_name
 
 
 def noted(module: nn.Module, name: str) -> Any:

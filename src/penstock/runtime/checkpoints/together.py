@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import CheckpointError
+from penstock import given
+from penstock.errors import CheckpointError, PipelineError
+from penstock.runtime.groups import Group, members_of, process_group
 
 __all__ = ["Answers", "FoundError", "Group", "Together", "some"]
 
-Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 T = TypeVar("T")
 
 _SHOWN = 20  # names in one fault
@@ -43,21 +43,11 @@ class Together:
 
     def __init__(self, group: Group, doing: str) -> None:
         self.doing = doing
-        if isinstance(group, DeviceMesh) and group.ndim != 1:
-            given = f"the group is a mesh of {group.ndim} dimensions ({some(group.mesh_dim_names or ())})"
-            raise CheckpointError(doing, [f'{given}: give one of them, such as mesh["pp"], or a process group'])
-        self.group = group.get_group() if isinstance(group, DeviceMesh) else group
-        if not dist.is_initialized():
-            if group is not None:
-                raise CheckpointError(doing, ["the group belongs to no process group that is initialized"])
-            self.members = [0]
-            self.rank = 0
-            return
-        self.members = dist.get_process_group_ranks(self.group)
-        if dist.get_rank() not in self.members:
-            outside = f"rank {dist.get_rank()} of the world is not in the group, which has {some(self.members)}"
-            raise CheckpointError(doing, [f"{outside}: only its members make this call"])
-        self.rank = self.members.index(dist.get_rank())
+        try:
+            self.group = process_group(group, "the group", "pp")
+            self.members, self.rank = members_of(self.group)
+        except PipelineError as error:
+            raise CheckpointError(doing, [str(error)]) from None
 
     @property
     def is_first(self) -> bool:
@@ -124,5 +114,4 @@ class Together:
 
 def some(names: Sequence[object]) -> str:
     """The names, but not a page of them."""
-    shown = ", ".join(map(str, names[:_SHOWN]))
-    return shown if len(names) <= _SHOWN else f"{shown}, and {len(names) - _SHOWN} more"
+    return given.some(names, _SHOWN)

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.given import printable
+from penstock.given import printable, some
 from penstock.layout import Layout, layout_of_counts, parse_layout
 from penstock.runtime.models.decoders import Decoder, is_pretrained
 from penstock.runtime.models.holders import note_tied_weights
@@ -117,7 +117,7 @@ def _names_of_layout(model: nn.Module, layout: str | Layout) -> list[str]:
     children = _children(model)
     containers = [name for name, child in children.items() if _runs_in_order(child)]
     if len(containers) != 1:
-        found = f"{len(containers)}: {_some(containers)}" if containers else "none"
+        found = f"{len(containers)}: {some(list(map(repr, containers)))}" if containers else "none"
         raise PartitionError(
             "a layout of an nn.Sequential needs one nn.Sequential inside that has the layers (t), between the "
             f"embedding (E) and the head (L), and here there is {found}. Cut by names with `at=`"
@@ -241,7 +241,7 @@ def _unknown(name: object, names: Sequence[str], *, there: bool = False) -> str:
         fault = f"no stage can begin at {name!r}, which is inside of a layer, or goes with what is before it"
     if close := get_close_matches(str(name), names):
         return f"{fault}: did you mean {' or '.join(map(repr, close))}?"
-    return f"{fault}; stages can begin at {_some(names)}"
+    return f"{fault}; stages can begin at {some(list(map(repr, names)))}"
 
 
 def _names_to_cut_at(module: nn.Module, inside: str = "") -> list[str]:
@@ -298,7 +298,3 @@ def _container_faults(model: nn.Module, places: Sequence[Place]) -> list[str]:
 def _has_own_state(container: nn.Module) -> bool:
     tensors = [*container.parameters(recurse=False), *container.buffers(recurse=False)]
     return bool(tensors) or type(container).get_extra_state is not nn.Module.get_extra_state
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")

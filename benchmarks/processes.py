@@ -1,0 +1,39 @@
+"""Processes that measure something together, the first of which prints rows."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+
+def on_ranks(ranks: int, measure: Callable[..., None], *args: Any) -> None:
+    """Call `measure(*args, tell)` in so many processes joined by gloo, one thread each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start_processes(_work, (ranks, port, measure, args), ranks, start_method="spawn")  # type: ignore[no-untyped-call]
+
+
+def _work(rank: int, ranks: int, port: int, measure: Callable[..., None], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    dist.init_process_group("gloo")
+    measure(*args, row if rank == 0 else lambda *_: None)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def row(*cells: Any) -> None:
+    """Print one row of a table."""
+    print("  " + "  ".join(_cell(cell) for cell in cells), flush=True)
+
+
+def _cell(cell: Any) -> str:
+    return f"{cell:>16.3f}" if isinstance(cell, float) else f"{cell!s:>24}"
