@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, combinations, pairwise
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -29,21 +30,30 @@ def sums(loads: list[float], counts: tuple[int, ...]) -> list[float]:
     return [sum(loads[i:j]) for i, j in pairwise((0, *accumulate(counts)))]
 
 
-def value(loads: list[float], counts: tuple[int, ...]) -> tuple[float, float]:
-    stages = sums(loads, counts)
-    return max(stages), sum(x * x for x in stages)
+def value(loads: list[float], counts: tuple[int, ...], m: float = inf) -> tuple[float, float]:
+    """The longest time of a stage with what it waits for, and the sum of squares; in shares of m."""
+    begins = (0, *accumulate(counts))
+    times = [own + sum(loads[:begin]) / m for own, begin in zip(sums(loads, counts), begins)]
+    return max(times), sum(time * time for time in times)
 
 
-@given(LOADS, st.integers(1, 6))
-def test_the_longest_stage_is_as_short_as_brute_force_finds_it_and_then_the_squares(
-    loads: list[float], stages: int
+@given(LOADS, st.integers(1, 6), st.sampled_from([1, 2, 8, inf]))
+def test_the_longest_time_is_as_short_as_brute_force_finds_it_and_then_the_squares(
+    loads: list[float], stages: int, m: float
 ) -> None:
-    found = balanced(loads, stages)
+    found = balanced(loads, stages, m)
     if stages > len(loads):
         assert found is None
     else:
         assert found is not None
-        assert value(loads, found) == min(value(loads, cut) for cut in every_cut(len(loads), stages))
+        assert value(loads, found, m) == min(value(loads, cut, m) for cut in every_cut(len(loads), stages))
+
+
+@given(LOADS, st.integers(1, 6))
+def test_without_end_the_longest_stage_is_as_short_as_can_be(loads: list[float], stages: int) -> None:
+    found = balanced(loads, stages)
+    if found is not None:
+        assert max(sums(loads, found)) == min(max(sums(loads, cut)) for cut in every_cut(len(loads), stages))
 
 
 @given(LOADS, st.lists(st.integers(1, 20), min_size=1, max_size=4))
@@ -54,7 +64,7 @@ def test_with_room_for_so_much_on_each_stage_it_is_still_exact(loads: list[float
     def all_fit(cut: tuple[int, ...]) -> bool:
         return all(fits(s, i, j) for s, (i, j) in enumerate(pairwise((0, *accumulate(cut)))))
 
-    found = balanced(loads, len(rooms), fits)
+    found = balanced(loads, len(rooms), inf, fits)
     good = [cut for cut in every_cut(len(loads), len(rooms)) if all_fit(cut)]
     if not good:
         assert found is None
@@ -76,13 +86,18 @@ def test_with_several_stages_per_rank_no_rank_is_busier_than_with_an_even_split(
         stages = sums(model.loads(), counts)
         return max(sum(stages[s] for s in own) for own in placement.stages_of_rank)
 
-    found = cuts(model, placement)
+    found = cuts(model, placement, 8)
     assert all(len(cut) == ranks * legs and sum(cut) == len(seconds) and min(cut) >= 1 for cut in found)
     assert busiest(found[0]) <= busiest(even(len(seconds), ranks * legs)) * (1 + 1e-9)
 
 
 def test_a_heavy_head_gets_fewer_blocks_beside_it_and_a_light_embedding_more() -> None:
-    assert cuts(decoder(10), Placement.loop(4))[0] == (4, 3, 3, 2)
+    assert cuts(decoder(10), Placement.loop(4), 100)[0] == (4, 3, 3, 2)
+
+
+def test_a_rank_that_is_busier_than_others_comes_first_where_nobody_waits_for_it() -> None:
+    model = Model(tuple(layer(1.0) for _ in range(13)))
+    assert cuts(model, Placement.loop(4), 16) == [(4, 3, 3, 3)]
 
 
 def test_moves_end_where_none_makes_it_better() -> None:
@@ -94,14 +109,14 @@ def test_a_cut_that_fits_is_found_where_the_balanced_one_is_too_large(family: st
     model = Model(tuple(layer(1.0, parameters=100 if i < 4 else 1) for i in range(16)), ranks=4, samples=8)
     schedule = build(family, ranks=4, microbatches=8)
     held, stages = holdings(schedule), schedule.num_stages
-    first = cuts(model, schedule.placement)[0]
+    first = cuts(model, schedule.placement, 8)[0]
 
     def peak(counts: tuple[int, ...]) -> float:
         return max(each.peak(model.costs(counts, 1), stages) for each in held)
 
     limit = peak(first) - 50
     question = Question(model, 4, 8, limit)
-    found = cut_that_fits(question, schedule.placement, held, 1)
+    found = cut_that_fits(question, schedule.placement, held, 8)
     assert found is not None
     assert peak(found) <= limit < peak(first)
-    assert cut_that_fits(Question(model, 4, 8, 100), schedule.placement, held, 1) is None
+    assert cut_that_fits(Question(model, 4, 8, 100), schedule.placement, held, 8) is None

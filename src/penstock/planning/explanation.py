@@ -14,7 +14,8 @@ from penstock.planning.options import Option
 from penstock.planning.partition import even
 from penstock.planning.planner import Plan, answer
 from penstock.planning.question import Question
-from penstock.planning.weighing import Told, plain_seconds, shaken_seconds
+from penstock.planning.shaking import shaken_seconds
+from penstock.planning.weighing import Told
 from penstock.simulator import simulate
 from penstock.why import gaps
 
@@ -176,7 +177,7 @@ def _seconds(question: Question, option: Option, costs: Costs) -> float:
     """What an order takes at other costs."""
     if question.jitter is not None:
         return shaken_seconds(question, option.schedule, costs)
-    return plain_seconds(question, simulate(option.schedule, costs))
+    return question.seconds_of(simulate(option.schedule, costs))
 
 
 def _levelled(costs: Costs, stages: int) -> Costs:

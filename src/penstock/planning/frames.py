@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import inf
 from statistics import fmean
 
 from penstock.bounds import Bound, Work, bounds
@@ -89,8 +90,8 @@ def frames(question: Question) -> Iterator[Frame]:
     asked = question.stages_per_rank
     for legs in range(1, most + 1) if asked is None else [asked]:
         for placement in dict.fromkeys((Placement.loop(ranks, legs), Placement.v(ranks, legs))):
-            for counts in cuts(model, placement):
-                for m in _divisors(question.samples):
+            for m in _divisors(question.samples):
+                for counts in cuts(model, placement, m):
                     yield framed(question, placement, counts, m)
 
 
@@ -113,29 +114,31 @@ def _divisors(number: int) -> list[int]:
 # --- partitions ------------------------------------------------------------------------------------
 
 
-def cuts(model: Model, placement: Placement) -> list[Counts]:
-    """The cuts to try: for the busiest rank, and with several stages per rank for the longest stage too."""
+def cuts(model: Model, placement: Placement, microbatches: int) -> list[Counts]:
+    """The cuts to try: for the busiest rank, with what it waits for if it has one stage; the longest stage."""
     loads, stages = model.loads(), placement.num_stages
-    shortest = balanced(loads, stages)
+    shortest, waiting = (balanced(loads, stages, m) for m in (inf, microbatches))
     assert shortest is not None, "there is a layer for each stage"
+    assert waiting is not None, "there is a layer for each stage"
     if stages == placement.num_ranks:
-        return [shortest]
+        return list(dict.fromkeys((waiting, shortest)))
 
     def worth(counts: Counts) -> tuple[float, ...]:
-        return _busiest(_per_stage(loads, counts), placement)
+        return _busiest(loads, counts, placement)
 
-    by_rank = min((moved(start, worth) for start in (shortest, even(len(loads), stages))), key=worth)
+    starts = dict.fromkeys((shortest, even(len(loads), stages)))
+    by_rank = min((moved(start, worth) for start in starts), key=worth)
     return list(dict.fromkeys((by_rank, shortest)))
 
 
 def cut_that_fits(
-    question: Question, placement: Placement, held: Sequence[Holding], samples: int
+    question: Question, placement: Placement, held: Sequence[Holding], microbatches: int
 ) -> Counts | None:
     """The best cut found whose ranks have room for what an order holds; exact for one stage per rank."""
     model, limit = question.model, question.memory_limit
     assert limit is not None
     loads, stages = model.loads(), placement.num_stages
-    one_each = model.costs([1] * len(loads), samples)
+    one_each = model.costs([1] * len(loads), question.samples // microbatches)
     whole, freed = (one_each.per_stage(f"activation{n}", len(loads)) for n in ("", "_freed_by_input"))
     fixed = [fixed_bytes(one_each, (layer,), len(loads)) for layer in range(len(loads))]
     sizes = [[0.0, *accumulate(values)] for values in (fixed, whole, freed)]
@@ -147,28 +150,25 @@ def cut_that_fits(
 
     if stages == placement.num_ranks:
         hosts = placement.stage_to_rank
-        return balanced(loads, stages, lambda stage, i, j: peak(hosts[stage], [(i, j)]) <= limit)
+        return balanced(loads, stages, microbatches, lambda stage, i, j: peak(hosts[stage], [(i, j)]) <= limit)
 
     def worth(counts: Counts) -> tuple[float, ...]:
         ends = list(pairwise([0, *accumulate(counts)]))
         peaks = [peak(rank, [ends[s] for s in own]) for rank, own in enumerate(placement.stages_of_rank)]
         excess = sum(max(each - limit, 0.0) for each in peaks)
-        return excess, *_busiest(_per_stage(loads, counts), placement)
+        return excess, *_busiest(loads, counts, placement)
 
     # single moves do not lead everywhere: they start from the fastest cut, and from one with small stages
     live = fmean(float(each.rows.max(initial=0)) for each in held)
     small = balanced([f + live * w for f, w in zip(fixed, whole)], stages)
-    starts = [*cuts(model, placement)[:1], *([small] if small else [])]
+    starts = [cuts(model, placement, microbatches)[0], *([small] if small else [])]
     found = min((moved(start, worth) for start in starts), key=worth)
     return found if worth(found)[0] == 0 else None
 
 
-def _per_stage(loads: Sequence[float], counts: Counts) -> list[float]:
-    until = [0.0, *accumulate(loads)]
-    return [until[j] - until[i] for i, j in pairwise([0, *accumulate(counts)])]
-
-
-def _busiest(stages: Sequence[float], placement: Placement) -> tuple[float, ...]:
+def _busiest(loads: Sequence[float], counts: Counts, placement: Placement) -> tuple[float, ...]:
     """The busiest rank, how uneven ranks are, the longest stage, how uneven stages are."""
+    until = [0.0, *accumulate(loads)]
+    stages = [until[j] - until[i] for i, j in pairwise([0, *accumulate(counts)])]
     ranks = [sum(stages[s] for s in own) for own in placement.stages_of_rank]
     return max(ranks), sum(x * x for x in ranks), max(stages), sum(x * x for x in stages)

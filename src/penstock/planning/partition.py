@@ -1,8 +1,13 @@
 """How to cut a chain of unequal layers into stages.
 
-`balanced` is exact: of all cuts it finds one whose longest stage is as short as can be, and of those the one
-with the least sum of squares, by dynamic programming over (stages so far, layers so far). With one stage per
-rank the longest stage is the busiest rank, and that is the whole question.
+`balanced` is exact, by dynamic programming over (stages so far, layers so far). With one stage per rank and m
+microbatches, a stage has to wait until the first one has come through all layers before it, then do its own
+work m times, and then the last gradient goes back through those layers. That is a time no order stays below:
+
+    all layers before it, there and back + m · (its own layers, there and back)
+
+Of all cuts it finds one whose longest such time is shortest, and of those one with the least sum of squares.
+With m without end, that is the cut whose longest stage is shortest.
 
 With several stages per rank the busiest rank is a sum of stages. `moved` starts from a cut and moves one layer
 at a time from one stage to another, those between them shifting by one, as long as that makes it better.
@@ -14,7 +19,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, permutations
 from math import inf
 
-__all__ = ["balanced", "even", "moved"]
+__all__ = ["Counts", "balanced", "even", "moved", "with_move"]
 
 Counts = tuple[int, ...]
 """How many layers each stage has."""
@@ -25,24 +30,32 @@ Fits = Callable[[int, int, int], bool]
 _ROUNDING = 1e-12
 
 
-def balanced(loads: Sequence[float], stages: int, fits: Fits | None = None) -> Counts | None:
-    """The cut whose longest stage is shortest; None if there is none with a layer for each that fits."""
+def balanced(
+    loads: Sequence[float], stages: int, microbatches: float = inf, fits: Fits | None = None
+) -> Counts | None:
+    """The best cut; None if there is none with a layer for each stage that fits."""
     layers = len(loads)
     if not 1 <= stages <= layers:
         return None
+    before = 1 / microbatches  # times per microbatch, which may be without end
     until = [0.0, *accumulate(loads)]
     fits = fits or (lambda *_: True)
-    longest = _least(until, stages, fits, inf, max)
+    longest = _least(until, stages, fits, before, inf, max)
     if longest is None:
         return None
     limit = longest[0] * (1 + _ROUNDING)
-    evenest = _least(until, stages, fits, limit, lambda so_far, load: so_far + load * load)
-    assert evenest is not None, "the shortest longest stage is within its own limit"
+    evenest = _least(until, stages, fits, before, limit, lambda so_far, time: so_far + time * time)
+    assert evenest is not None, "the shortest longest time is within its own limit"
     return evenest[1]
 
 
 def _least(
-    until: Sequence[float], stages: int, fits: Fits, limit: float, joined: Callable[[float, float], float]
+    until: Sequence[float],
+    stages: int,
+    fits: Fits,
+    before: float,
+    limit: float,
+    joined: Callable[[float, float], float],
 ) -> tuple[float, Counts] | None:
     """The cut with the least value, `joined` stage by stage, among those with no stage above `limit`.
 
@@ -56,10 +69,10 @@ def _least(
         now, begin = [inf] * (layers + 1), [-1] * (layers + 1)
         for j in range(stage + 1, layers - (stages - stage) + 2):
             for i in range(j - 1, stage - 1, -1):
-                load = until[j] - until[i]
-                if load > limit or joined(0.0, load) >= now[j] or not fits(stage, i, j):
+                time = until[j] - until[i] + before * until[i]
+                if time > limit or joined(0.0, time) >= now[j] or not fits(stage, i, j):
                     break
-                value = joined(least[i], load)
+                value = joined(least[i], time)
                 if value < now[j]:
                     now[j], begin[j] = value, i
         least = now
@@ -84,7 +97,7 @@ def moved(counts: Counts, worth: Callable[[Counts], tuple[float, ...]]) -> Count
     best = worth(counts)
     while True:
         tries = [
-            _with_move(counts, *pair) for pair in permutations(range(len(counts)), 2) if counts[pair[0]] > 1
+            with_move(counts, *pair) for pair in permutations(range(len(counts)), 2) if counts[pair[0]] > 1
         ]
         found = min(((worth(each), each) for each in tries), default=None)
         if found is None or not _is_less(found[0], best):
@@ -92,7 +105,8 @@ def moved(counts: Counts, worth: Callable[[Counts], tuple[float, ...]]) -> Count
         best, counts = found
 
 
-def _with_move(counts: Counts, source: int, target: int) -> Counts:
+def with_move(counts: Counts, source: int, target: int) -> Counts:
+    """One layer fewer on one stage, one more on another."""
     changed = list(counts)
     changed[source] -= 1
     changed[target] += 1

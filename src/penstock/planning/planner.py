@@ -12,11 +12,13 @@ from typing import Any
 from penstock.costs import Costs, size_text
 from penstock.errors import PlanError
 from penstock.formats import write_text
+from penstock.planning.bettering import Searcher, better
 from penstock.planning.model import Model
 from penstock.planning.model_files import read_model
 from penstock.planning.options import Left, Option, frontier
 from penstock.planning.question import Question
-from penstock.planning.weighing import Searcher, Told, Weighing
+from penstock.planning.shaking import shake
+from penstock.planning.weighing import Told, Weighing
 
 __all__ = ["Plan", "answer", "plan"]
 
@@ -141,12 +143,12 @@ def plan(
 
 def answer(question: Question, told: Told | None = None, searcher: Searcher | None = None) -> Plan:
     """Weigh everything, and rank it."""
-    weighing = Weighing(question, told, searcher or _search)
+    weighing = Weighing(question, told)
     interrupted = False
     try:
         weighing.weigh_families()
-        weighing.search()
-        weighing.shake()
+        better(weighing, searcher or _search)
+        shake(weighing)
     except KeyboardInterrupt:
         if not weighing.options:
             raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from penstock.errors import PlanError
 from penstock.given import printable, whole_number
 from penstock.planning.model import Model
+from penstock.timeline import Timeline
 
 __all__ = ["OBJECTIVES", "Question"]
 
@@ -63,3 +64,8 @@ class Question:
             have = f"the model has {len(self.model.layers)} {'stages' if self.model.are_stages else 'layers'}"
             faults.append(f"{stages} need a layer for each, and {have}: use fewer, or cut finer")
         return faults
+
+    def seconds_of(self, timeline: Timeline) -> float:
+        """The objective, optimizer step included, without jitter."""
+        seconds: float = getattr(timeline, self.objective)
+        return seconds if self.objective == "period" else seconds + timeline.costs.optimizer_step
