@@ -13,7 +13,7 @@ from tests.planning.models import decoder, stand_in
 
 
 def test_changes_are_planned_again_and_the_most_helpful_comes_first() -> None:
-    model = decoder(10, latency=1.0, launch_overhead=0.1)
+    model = replace(decoder(6, latency=1.0, launch_overhead=0.1), samples=8)
     made = plan(model, memory_limit=250, seconds=0, searcher=stand_in)
     found = explain(made)
     gains = [each.gain for each in found.what_ifs]
@@ -30,16 +30,18 @@ def test_changes_are_planned_again_and_the_most_helpful_comes_first() -> None:
 
 
 def test_other_stages_per_rank_are_told_though_they_are_slower() -> None:
-    made = plan(decoder(10), seconds=0)
+    made = plan(decoder(10), samples=8, seconds=0)
     legs = made.best.frame.stages_per_rank
     changes = {each.change: each for each in explain(made).what_ifs}
     for other in {legs - 1, legs + 1} & {1, 2, 3}:
-        best = min(option.seconds for option in plan(decoder(10), stages_per_rank=other, seconds=0).options)
+        best = min(
+            option.seconds for option in plan(decoder(10), samples=8, stages_per_rank=other, seconds=0).options
+        )
         assert changes[f"{other} instead of {legs} stages per rank"].seconds == best
 
 
 def test_the_winner_is_set_against_the_next_and_against_an_even_split() -> None:
-    made = plan(decoder(10), memory_limit=400, seconds=0)
+    made = plan(decoder(10), samples=8, memory_limit=400, seconds=0)
     told = "\n".join(explain(made).why)
     assert str(made.best) in told.splitlines()[0]
     assert f"the next, {made.options[1]}, takes" in told

@@ -104,7 +104,7 @@ def test_what_is_too_large_is_told_with_what_it_needs() -> None:
 
 
 def test_if_nothing_fits_the_smallest_way_is_told() -> None:
-    with pytest.raises(PlanError, match=r"a rank may hold 50 B; of \d+ ways the smallest, .* needs"):
+    with pytest.raises(PlanError, match=r"a rank may hold 50 B; of \d+ ways the smallest, .* holds"):
         planned(decoder(10), memory_limit=50)
 
 

@@ -61,7 +61,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Left:
-    """An order that was not simulated: what it holds at least, and what it cannot take less than."""
+    """An order that was not simulated: what it holds in this frame, and what it cannot take less than."""
 
     name: str
     frame: Frame

@@ -183,6 +183,6 @@ def _nothing_fits(weighing: Weighing) -> str:
     least = min(weighing.too_large, key=lambda each: each.memory)
     return (
         f"nothing fits: a rank may hold {size_text(limit)}; of {len(weighing.too_large)} ways the smallest, "
-        f"{least}, needs {size_text(least.memory)}, with {size_text(max(least.frame.fixed))} for weights and "
+        f"{least}, holds {size_text(least.memory)}, with {size_text(max(least.frame.fixed))} for weights and "
         "optimizer: use more ranks or memory, smaller microbatches, or recompute activations"
     )
