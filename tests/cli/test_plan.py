@@ -117,6 +117,19 @@ def test_the_winner_is_written_with_its_costs_and_layout(run: Run, model: Path, 
     assert simulated["makespan"] == written["makespan"]
 
 
+def test_stopped_by_hand_it_keeps_the_best_so_far(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planner, "_search", stopped)
+    answer = run("plan", model)
+    assert answer.code == 0
+    assert "interrupted: this is the best so far" in answer.out
+    assert "best: " in answer.out
+
+
 def test_the_frontier_is_drawn(run: Run, model: Path, tmp_path: Path) -> None:
     for name, begin in (("a.svg", b"<svg"), ("a.png", b"\x89PNG")):
         assert run("plan", model, "--seconds", 0, "-o", name).code == 0

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import inf
 from statistics import fmean
 
 from penstock.bounds import Bound, Work, bounds
@@ -90,8 +89,10 @@ def frames(question: Question) -> Iterator[Frame]:
     asked = question.stages_per_rank
     for legs in range(1, most + 1) if asked is None else [asked]:
         for placement in dict.fromkeys((Placement.loop(ranks, legs), Placement.v(ranks, legs))):
+            always = cuts(model, placement)
             for m in _divisors(question.samples):
-                for counts in cuts(model, placement, m):
+                waiting = [balanced(model.loads(), ranks, m)] if legs == 1 else []
+                for counts in dict.fromkeys(each for each in (*waiting, *always) if each is not None):
                     yield framed(question, placement, counts, m)
 
 
@@ -114,14 +115,13 @@ def _divisors(number: int) -> list[int]:
 # --- partitions ------------------------------------------------------------------------------------
 
 
-def cuts(model: Model, placement: Placement, microbatches: int) -> list[Counts]:
-    """The cuts to try: for the busiest rank, with what it waits for if it has one stage; the longest stage."""
+def cuts(model: Model, placement: Placement) -> list[Counts]:
+    """The cuts to try for any number of microbatches: for the busiest rank, and for the longest stage."""
     loads, stages = model.loads(), placement.num_stages
-    shortest, waiting = (balanced(loads, stages, m) for m in (inf, microbatches))
+    shortest = balanced(loads, stages)
     assert shortest is not None, "there is a layer for each stage"
-    assert waiting is not None, "there is a layer for each stage"
     if stages == placement.num_ranks:
-        return list(dict.fromkeys((waiting, shortest)))
+        return [shortest]
 
     def worth(counts: Counts) -> tuple[float, ...]:
         return _busiest(loads, counts, placement)
@@ -131,14 +131,13 @@ def cuts(model: Model, placement: Placement, microbatches: int) -> list[Counts]:
     return list(dict.fromkeys((by_rank, shortest)))
 
 
-def cut_that_fits(
-    question: Question, placement: Placement, held: Sequence[Holding], microbatches: int
-) -> Counts | None:
+def cut_that_fits(question: Question, frame: Frame, held: Sequence[Holding]) -> Counts | None:
     """The best cut found whose ranks have room for what an order holds; exact for one stage per rank."""
     model, limit = question.model, question.memory_limit
     assert limit is not None
+    placement = frame.placement
     loads, stages = model.loads(), placement.num_stages
-    one_each = model.costs([1] * len(loads), question.samples // microbatches)
+    one_each = model.costs([1] * len(loads), frame.samples)
     whole, freed = (one_each.per_stage(f"activation{n}", len(loads)) for n in ("", "_freed_by_input"))
     fixed = [fixed_bytes(one_each, (layer,), len(loads)) for layer in range(len(loads))]
     sizes = [[0.0, *accumulate(values)] for values in (fixed, whole, freed)]
@@ -150,7 +149,8 @@ def cut_that_fits(
 
     if stages == placement.num_ranks:
         hosts = placement.stage_to_rank
-        return balanced(loads, stages, microbatches, lambda stage, i, j: peak(hosts[stage], [(i, j)]) <= limit)
+        m = frame.microbatches
+        return balanced(loads, stages, m, lambda stage, i, j: peak(hosts[stage], [(i, j)]) <= limit)
 
     def worth(counts: Counts) -> tuple[float, ...]:
         ends = list(pairwise([0, *accumulate(counts)]))
@@ -158,10 +158,10 @@ def cut_that_fits(
         excess = sum(max(each - limit, 0.0) for each in peaks)
         return excess, *_busiest(loads, counts, placement)
 
-    # single moves do not lead everywhere: they start from the fastest cut, and from one with small stages
+    # single moves do not lead everywhere: they start from this cut, and from one with small stages
     live = fmean(float(each.rows.max(initial=0)) for each in held)
     small = balanced([f + live * w for f, w in zip(fixed, whole)], stages)
-    starts = [cuts(model, placement, microbatches)[0], *([small] if small else [])]
+    starts = [frame.counts, *([small] if small else [])]
     found = min((moved(start, worth) for start in starts), key=worth)
     return found if worth(found)[0] == 0 else None
 

@@ -116,7 +116,7 @@ class Weighing:
         peaks = [each.peak(frame.costs, frame.placement.num_stages) for each in held]
         if frame.stages_per_rank > 1 and limit is not None and fmean(peaks) > limit:
             return None
-        return cut_that_fits(self.question, frame.placement, held, frame.microbatches)
+        return cut_that_fits(self.question, frame, held)
 
     def _weigh(self, name: str, schedule: Schedule, frame: Frame, memory: float) -> None:
         columns = schedule.columns
