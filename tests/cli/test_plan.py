@@ -56,7 +56,7 @@ def test_plan_prints_a_ranking_a_picture_and_the_winner(run: Run, model: Path) -
     assert lines[1].split()[0] == "1"
     assert lines[4].endswith("more: --top " + lines[4].rsplit(" ", 1)[-1])
     assert "seconds" in lines[6]
-    assert "time is the makespan and 0.5 s of optimizer step" in answer.out
+    assert "time is the makespan, with 0.5 s of optimizer step" in answer.out
     assert "layout E" in answer.out
     assert "no order of any of these takes less than" in answer.out
     assert "too large for 200 B" in answer.out

@@ -224,6 +224,22 @@ def test_an_interrupted_plan_keeps_the_best_so_far() -> None:
         planned(decoder(10), told=stop_at_once)
 
 
+def test_stopped_while_shaking_it_ranks_what_was_shaken_or_says_that_nothing_was() -> None:
+    for stopped, jitter in ((0, None), (2, 0.05)):
+        shaken: list[str] = []
+
+        def stop(now: Progress, shaken: list[str] = shaken, stopped: int = stopped) -> None:
+            if now.doing.startswith("shaking"):
+                shaken.append(now.doing)
+                if len(shaken) > stopped:
+                    raise KeyboardInterrupt
+
+        made = planned(decoder(6), jitter=0.05, samples=4, told=stop)
+        assert made.interrupted
+        assert made.question.jitter == jitter
+        assert stopped in (0, len(made.options))
+
+
 def test_an_interrupted_search_ends_the_plan_with_what_it_found() -> None:
     asked = []
 
@@ -269,6 +285,7 @@ def test_what_cannot_be_planned_is_refused_with_every_fault() -> None:
         ({"ranks": 13}, "13 ranks need a layer for each, and the model has 12 layers"),
         ({"stages_per_rank": 4}, "4 ranks with 4 stages each need a layer for each"),
         ({"memory_limit": -1, "seconds": -1}, "the memory limit .*given -1.; seconds for searching"),
+        ({"seed": -1}, "the seed is a whole number of at least 0 .given -1."),
         ({"objective": "luck"}, "the objective is one of makespan, span, period"),
         ({"jitter": 0.1, "objective": "period"}, "jitter is known for the makespan only"),
         ({"jitter": 7, "quantile": 1}, "jitter is a share .*; the quantile is between 0 and 1"),

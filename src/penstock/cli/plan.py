@@ -250,7 +250,8 @@ def _notes(made: Plan) -> list[str]:
     layout = question.model.layout(best.frame.counts)
     cut = f"layers per stage {list(best.frame.counts)}" if layout is None else f"layout {layout}"
     extra = best.frame.costs.optimizer_step
-    found = [f"time is the {question.objective}" + (f" and {extra:g} s of optimizer step" if extra else "")]
+    with_step = f", with {extra:g} s of optimizer step" if extra else ""
+    found = [f"time is the {question.objective}{with_step}"]
     found.append(f"best: {best}, {cut}")
     if best.found_by:
         found.append(f"found by: {best.found_by}")

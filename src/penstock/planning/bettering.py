@@ -78,11 +78,10 @@ def _cut_again(weighing: Weighing, option: Option, seconds: float) -> None:
             weighing.tell(f"cutting again for {option}")
             other = weighing.option(option.name, frame, option.schedule, option.found_by)
             if other.plain_seconds < best.plain_seconds * (1 - _ROUNDING):
+                if best is not option or other.memory <= best.memory:
+                    weighing.options.remove(best)
+                weighing.options.append(other)
                 best, better = other, True
-    if best is not option:
-        if best.memory <= option.memory:
-            weighing.options.remove(option)
-        weighing.options.append(best)
 
 
 def _promising(weighing: Weighing) -> list[Frame]:

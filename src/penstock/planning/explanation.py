@@ -116,7 +116,7 @@ def _against_even(plan: Plan) -> Iterator[str]:
     if counts != frame.counts:
         costs = question.model.costs(counts, frame.samples)
         seconds = _seconds(question, plan.best, costs)
-        more = seconds / plan.best.seconds - 1
+        more = seconds / plan.best.seconds - 1 if plan.best.seconds else 0.0
         yield f"with as many layers on every stage the same order takes {seconds:.4g} s, {more:+.1%}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -153,6 +153,8 @@ def answer(question: Question, told: Told | None = None, searcher: Searcher | No
         if not weighing.options:
             raise
         interrupted = True
+        if not weighing.is_shaken:
+            question = replace(question, jitter=None)
     if not weighing.options:
         raise PlanError(_nothing_fits(weighing))
     return Plan(

@@ -42,6 +42,8 @@ class Question:
             faults.append(f"the objective is one of {', '.join(OBJECTIVES)} (given {self.objective!r})")
         if not self.seconds >= 0:
             faults.append(f"seconds for searching are 0 or more (given {self.seconds})")
+        if (seed := whole_number(self.seed)) is None or seed < 0:
+            faults.append(f"the seed is a whole number of at least 0 (given {printable(repr(self.seed))})")
         if self.jitter is not None and not 0 <= self.jitter <= 1:
             faults.append(f"jitter is a share from 0 to 1 (given {self.jitter})")
         if self.jitter is not None and self.objective != "makespan":

@@ -21,14 +21,16 @@ def shake(weighing: Weighing) -> None:
     kept = frontier(weighing.options)
     rest = sorted((o for o in weighing.options if o not in kept), key=lambda each: each.order)
     everything, shaken = [*kept, *rest], list[Option]()
-    for done, option in enumerate(everything):
-        if done >= len(kept) and option.plain_seconds > min(each.seconds for each in shaken):
-            weighing.cut += [Left(o.name, o.frame, o.memory, o.plain_seconds) for o in everything[done:]]
-            break
-        weighing.tell(f"shaking {option}", done, len(everything))
-        seconds = shaken_seconds(weighing.question, option.schedule, option.frame.costs)
-        shaken.append(replace(option, seconds=seconds))
-    weighing.options = shaken
+    try:
+        for done, option in enumerate(everything):
+            if done >= len(kept) and option.plain_seconds > min(each.seconds for each in shaken):
+                weighing.cut += [Left(o.name, o.frame, o.memory, o.plain_seconds) for o in everything[done:]]
+                break
+            weighing.tell(f"shaking {option}", done, len(everything))
+            seconds = shaken_seconds(weighing.question, option.schedule, option.frame.costs)
+            shaken.append(replace(option, seconds=seconds))
+    finally:  # stopped early, those that were shaken are what can be compared
+        weighing.options, weighing.is_shaken = shaken or weighing.options, bool(shaken)
 
 
 def shaken_seconds(question: Question, schedule: Schedule, costs: Costs) -> float:

@@ -55,6 +55,8 @@ class Weighing:
         self.too_large: list[Left] = []
         self.cut: list[Left] = []
         """Those whose bounds say that they cannot matter."""
+        self.is_shaken = False
+        """Whether the options are ranked by their quantiles under jitter."""
         self.missing: set[str] = set()
         """What searches could not use because it is not installed."""
 
