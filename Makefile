@@ -29,6 +29,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.runtime
 	$(BIN)/python -m benchmarks.composition
+	$(BIN)/python -m benchmarks.search 1 10
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

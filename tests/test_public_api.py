@@ -17,6 +17,7 @@ DOCUMENTED = {
     "Costs",
     "Timeline",
     "Family",
+    "SearchResult",
     "Violation",
     # verbs
     "build",
@@ -28,6 +29,7 @@ DOCUMENTED = {
     "plan",
     "read",
     "register",
+    "search",
     "simulate",
     "validate",
     # errors

@@ -26,6 +26,7 @@ from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.planning import plan
 from penstock.schedule import Schedule
+from penstock.search import SearchResult, search
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
 from penstock.validation import Violation, validate
@@ -54,6 +55,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SearchError",
+    "SearchResult",
     "StepFailedError",
     "Timeline",
     "Violation",
@@ -66,6 +68,7 @@ __all__ = [
     "plan",
     "read",
     "register",
+    "search",
     "simulate",
     "validate",
 ]

@@ -1,8 +1,7 @@
-"""How short a makespan can be at all: lower bounds that hold for every order of the same work.
+"""How short an iteration can be at all: lower bounds that hold for every order of the same work.
 
-p ranks; d a rank, s a stage on it; F, G, W the seconds of a stage's forward, of what passes the gradient
-on (I, or B where the backward is whole) and of W (0 where it is whole); c the hop to the next stage, 0 on one
-rank.
+p ranks; s0 the first stage of a rank; F, G, W the seconds of a stage's forward, of what passes the gradient on
+(I, or B where the backward is whole) and of W (0 where it is whole); a hop takes no time on one rank.
 
     head     of a step: the longest chain of work that has to end before it can start
     tail     of a step: the longest chain of work that can only start once it has ended
@@ -13,25 +12,30 @@ rank.
     critical path one microbatch there and back
     residency     an activation of stage s lives for at least L = F + (all between) + G; a rank that may hold
                   K bytes lives through m·L·bytes of them in at least m·L·bytes / K
-    warm-up       with one stage and room for K activations, a rank can do K forwards until the first gradient
-                  is back, and idles the rest of that time
+    warm-up       until its first gradient is back at s0, a rank can only work on the microbatches it has room
+    and drain     for; and after its last forward of s0, until that one's gradient is back, only on those it
+                  holds. It idles the rest of both. With fewer microbatches than room the two times can be one
+                  and the same, and only the first counts
 
-Each says how it comes about; `best` is the greatest. Overlapped pairs that take less than their parts shorten
-work and chains accordingly.
+A rank's span, and its share of a period, is counted from its own first start to its own last end: heads and
+tails are then chains that begin, and end, on the rank itself. In the long run a rank's iteration takes no
+longer than a period, and after it comes the optimizer step.
+
+Each says how it comes about; the greatest binds. Overlapped pairs that take less than their parts shorten work
+and chains accordingly.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.action import Kind
 from penstock.costs import Costs
-from penstock.placement import Placement
 from penstock.schedule import Schedule
+from penstock.work import Work
 
 __all__ = ["Bound", "Work", "bounds", "bounds_of"]
 
@@ -41,14 +45,16 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, order=True)
 class Bound:
-    """No order of the work can have a makespan below `seconds`."""
+    """No order of the work can take less than `seconds`."""
 
     seconds: float
     name: str
     because: str
 
 
-def bounds_of(schedule: Schedule, costs: Costs, memory_limit: float | None = None) -> list[Bound]:
+def bounds_of(
+    schedule: Schedule, costs: Costs, memory_limit: float | None = None, objective: str = "makespan"
+) -> list[Bound]:
     """The bounds on every order of the work of this schedule, greatest first."""
     columns = schedule.columns
     paired = bool((columns.slot[1:] == columns.slot[:-1]).any())
@@ -60,139 +66,44 @@ def bounds_of(schedule: Schedule, costs: Costs, memory_limit: float | None = Non
         split=columns.has(Kind.I),
         paired=paired,
     )
-    return bounds(work, memory_limit)
+    return bounds(work, memory_limit, objective)
 
 
-def bounds(work: Work, memory_limit: float | None = None) -> list[Bound]:
+def bounds(work: Work, memory_limit: float | None = None, objective: str = "makespan") -> list[Bound]:
     """All five, greatest first; the last two only with a limit of bytes per rank."""
-    found = [_load(work), _one_machine(work), _critical_path(work)]
+    alone = objective != "makespan"
+    found = [_one_machine(work, alone=alone), _load(work, alone=alone)]
+    if not alone:
+        found.append(_critical_path(work))
     if memory_limit is not None and work.trains:
-        found += [_residency(work, memory_limit), *_warm_up(work, memory_limit)]
-    return sorted(found, reverse=True)
+        found += [_residency(work, memory_limit, alone=alone), _warm_up(work, memory_limit, alone=alone)]
+    if objective == "period":
+        found = [replace(bound, seconds=bound.seconds + work.costs.optimizer_step) for bound in found]
+    return sorted(found, key=lambda bound: -bound.seconds)  # of equal ones, the simplest comes first
 
 
-@dataclass(frozen=True)
-class Work:
-    """What has to be done, whatever the order."""
-
-    placement: Placement
-    microbatches: int
-    costs: Costs
-    trains: bool = True
-    split: bool = True
-    """Whether a backward may be done as I and W."""
-    paired: bool = False
-    """Whether a forward and a backward may run as an overlapped pair."""
-
-    @cached_property
-    def forward(self) -> list[float]:
-        """F per stage."""
-        return self._least_in_pair(self.costs.per_stage("forward", self.placement.num_stages))
-
-    @cached_property
-    def passing(self) -> list[float]:
-        """G per stage: I or B, whichever may be shorter."""
-        stages = self.placement.num_stages
-        whole = self.costs.full_backward(stages)
-        if self.split:
-            whole = [min(i, b) for i, b in zip(self.costs.per_stage("backward_input", stages), whole)]
-        return self._least_in_pair(whole)
-
-    @cached_property
-    def deferred(self) -> list[float]:
-        """W per stage: what must be done of a backward besides passing the gradient on."""
-        stages = self.placement.num_stages
-        whole = self.costs.full_backward(stages)
-        if not self.split:
-            return [0.0] * stages
-        halves = (self.costs.per_stage(name, stages) for name in ("backward_input", "backward_weight"))
-        least = [min(i + w, b) for i, w, b in zip(*halves, whole)]
-        return [max(total - g, 0.0) for total, g in zip(least, self.passing)]
-
-    def _least_in_pair(self, seconds: list[float]) -> list[float]:
-        """A part of a pair takes as long as the pair, which a fixed cost can make shorter than the part."""
-        if not self.paired or self.costs.overlap is None:
-            return seconds
-        return [min(each, self.costs.overlap) for each in seconds]
-
-    @cached_property
-    def hop(self) -> list[float]:
-        """Seconds per edge: c."""
-        hosts = self.placement.stage_to_rank
-        latency = self.costs.per_edge("latency", len(hosts))
-        return [c if a != b else 0.0 for c, (a, b) in zip(latency, pairwise(hosts))]
-
-    def shrink(self, rank: int) -> float:
-        """How much shorter than its parts, as a factor, the work of a rank can be by running in pairs."""
-        if not self.paired:
-            return 1.0
-        stages = self.placement.num_stages
-        forward, backward = self.costs.per_stage("forward", stages), self.costs.full_backward(stages)
-        least = 1.0
-        for f in (forward[s] for s in self.placement.stages_of_rank[rank]):
-            for s in self.placement.stages_of_rank[rank]:
-                for b in {backward[s], self.costs.per_stage("backward_input", stages)[s]}:
-                    together = max(f, b) + self.costs.overlap_factor * min(f, b)
-                    together = together if self.costs.overlap is None else self.costs.overlap
-                    least = min(least, together / (f + b)) if f + b else least
-        return least
-
-    @cached_property
-    def heads(self) -> dict[str, list[float]]:
-        """Per kind and stage."""
-        stages = self.placement.num_stages
-        forward = [0.0]
-        for s in range(stages - 1):
-            forward.append(forward[s] + self.forward[s] + self.hop[s])
-        back = [0.0] * stages
-        back[-1] = forward[-1] + self.forward[-1]
-        for s in reversed(range(stages - 1)):
-            back[s] = back[s + 1] + self.passing[s + 1] + self.hop[s]
-        return {"F": forward, "G": back, "W": [b + g for b, g in zip(back, self.passing)]}
-
-    @cached_property
-    def tails(self) -> dict[str, list[float]]:
-        """Per kind and stage."""
-        stages = self.placement.num_stages
-        back = [0.0] * stages
-        back[0] = self.deferred[0] if self.trains else 0.0
-        for s in range(1, stages):
-            back[s] = max(self.deferred[s], self.hop[s - 1] + self.passing[s - 1] + back[s - 1])
-        forward = [0.0] * stages
-        forward[-1] = self.passing[-1] + back[-1] if self.trains else 0.0
-        for s in reversed(range(stages - 1)):
-            forward[s] = self.hop[s] + self.forward[s + 1] + forward[s + 1]
-        return {"F": forward, "G": back, "W": [0.0] * stages}
-
-    def jobs(self, rank: int) -> list[tuple[float, float, float]]:
-        """Head, seconds and tail of all microbatches of each kind and stage of a rank."""
-        kinds = {"F": self.forward}
-        if self.trains:
-            kinds |= {"G": self.passing, "W": self.deferred}
-        extra = self.costs.launch_overhead / 2 if self.paired else self.costs.launch_overhead
-        return [
-            (
-                self.heads[kind][s],
-                self.microbatches * (seconds[s] * self.shrink(rank) + (extra if kind != "W" else 0.0)),
-                self.tails[kind][s],
-            )
-            for kind, seconds in kinds.items()
-            for s in self.placement.stages_of_rank[rank]
-        ]
+def _worst(work: Work, of: Callable[[int], float]) -> tuple[float, int]:
+    """The greatest over ranks, and the rank."""
+    seconds, rank = max((of(rank), -rank) for rank in range(work.placement.num_ranks))
+    return seconds, -rank
 
 
-def _load(work: Work) -> Bound:
-    def of(rank: int) -> tuple[float, int]:
-        jobs = work.jobs(rank)
-        head, tail = min(job[0] for job in jobs), min(job[2] for job in jobs)
-        return head + sum(job[1] for job in jobs) + tail, rank
-
-    seconds, rank = max(map(of, range(work.placement.num_ranks)))
-    return Bound(seconds, "load", f"rank {rank} has to wait for its first input and do all its work")
+def _head(work: Work, rank: int, *, alone: bool) -> float:
+    return 0.0 if alone else work.heads["F"][work.placement.stages_of_rank[rank][0]]
 
 
-def _one_machine(work: Work) -> Bound:
-    seconds, rank = max((preemptive(work.jobs(rank)), rank) for rank in range(work.placement.num_ranks))
+def _load(work: Work, *, alone: bool) -> Bound:
+    def of(rank: int) -> float:
+        jobs = work.jobs(rank, alone=alone)
+        return min(job[0] for job in jobs) + sum(job[1] for job in jobs) + min(job[2] for job in jobs)
+
+    seconds, rank = _worst(work, of)
+    waits = "has to" if alone else "has to wait for its first input and"
+    return Bound(seconds, "load", f"rank {rank} {waits} do all its work")
+
+
+def _one_machine(work: Work, *, alone: bool) -> Bound:
+    seconds, rank = _worst(work, lambda rank: preemptive(work.jobs(rank, alone=alone)))
     return Bound(seconds, "one-machine", f"rank {rank} alone, in its best order, takes as long")
 
 
@@ -220,40 +131,57 @@ def preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
 
 
 def _critical_path(work: Work) -> Bound:
-    return Bound(work.forward[0] + work.tails["F"][0], "critical path", "one microbatch, there and back")
+    seconds = work.forward[0] + work.costs.launch_overhead + work.tails["F"][0]
+    return Bound(seconds, "critical path", "one microbatch, there and back")
 
 
-def _lifetimes(work: Work) -> list[float]:
-    """Per stage: from the start of F to the end of what passes the gradient on."""
-    return [work.heads["G"][s] + work.passing[s] - work.heads["F"][s] for s in range(work.placement.num_stages)]
-
-
-def _residency(work: Work, limit: float) -> Bound:
+def _residency(work: Work, limit: float, *, alone: bool) -> Bound:
     stages = work.placement.num_stages
     size = work.costs.per_stage("activation", stages)
     freed = work.costs.per_stage("activation_freed_by_input", stages)
-    lives = _lifetimes(work)
 
-    def of(rank: int) -> tuple[float, int]:
+    def of(rank: int) -> float:
         own = work.placement.stages_of_rank[rank]
-        byte_seconds = sum(lives[s] * size[s] + work.deferred[s] * (size[s] - freed[s]) for s in own)
-        head = min(work.heads["F"][s] for s in own)
-        return head + work.microbatches * byte_seconds / limit if limit else head, rank
+        lives = ((work.round_trip(s) + work.passing[s], s) for s in own)
+        byte_seconds = sum(life * size[s] + work.deferred[s] * (size[s] - freed[s]) for life, s in lives)
+        room = work.room(rank, limit)
+        return _head(work, rank, alone=alone) + (work.microbatches * byte_seconds / room if room else 0.0)
 
-    seconds, rank = max(map(of, range(work.placement.num_ranks)))
-    return Bound(seconds, "residency", f"rank {rank} holds {limit:g} bytes, each activation lives a while")
+    seconds, rank = _worst(work, of)
+    return Bound(seconds, "residency", f"rank {rank} may hold {limit:g} bytes, each activation lives a while")
 
 
-def _warm_up(work: Work, limit: float) -> list[Bound]:
-    size = work.costs.per_stage("activation", work.placement.num_stages)
-    found = []
-    for rank, own in enumerate(work.placement.stages_of_rank):
-        if len(own) == 1 and size[own[0]]:
-            s = own[0]
-            room = min(int(limit / size[s] + _ROUNDING), work.microbatches)
-            forward = work.costs.per_stage("forward", work.placement.num_stages)[s] + work.costs.launch_overhead
-            idle = max(0.0, _lifetimes(work)[s] - work.passing[s] - room * forward)
-            total = work.heads["F"][s] + sum(job[1] for job in work.jobs(rank)) + idle
-            because = f"rank {rank} has room for {room} activations until a gradient is back"
-            found.append(Bound(total, "warm-up", because))
-    return sorted(found)[-1:]
+def _warm_up(work: Work, limit: float, *, alone: bool) -> Bound:
+    def of(rank: int) -> float:
+        return _head(work, rank, alone=alone) + work.seconds_of(rank) + _idle(work, rank, limit)
+
+    seconds, rank = _worst(work, of)
+    because = f"rank {rank} has little to do while its first and its last gradient are on their way"
+    return Bound(seconds, "warm-up and drain", because)
+
+
+def _idle(work: Work, rank: int, limit: float) -> float:
+    """What a rank must idle while the gradients of its first and its last microbatch are on their way."""
+    stages = work.placement.num_stages
+    first, *deeper = work.placement.stages_of_rank[rank]
+    size = work.costs.per_stage("activation", stages)
+    kept = [held - f for held, f in zip(size, work.costs.per_stage("activation_freed_by_input", stages))]
+    if not size[first] or work.paired:
+        return 0.0
+    launch = work.costs.launch_overhead
+    forward = work.forward[first] + launch
+    between = sum(work.forward[s] + work.passing[s] + work.deferred[s] + 3 * launch for s in deeper)
+    after = work.passing[first] + work.deferred[first] + 2 * launch
+    room = work.room(rank, limit)
+    begun = min(int(room / size[first] + _ROUNDING), work.microbatches)
+    idle = max(0.0, work.round_trip(first) - begun * (forward + between))
+    if begun == work.microbatches:
+        return idle
+    # work that each byte held can stand for at most: a microbatch that is still on its way, or a W put off
+    stands_for = (between + after) / size[first]
+    for s in work.placement.stages_of_rank[rank]:
+        w = work.deferred[s] + launch
+        if work.split and w:
+            stands_for = max(stands_for, w / kept[s] if kept[s] else math.inf)
+    held = max(room - size[first], 0.0)
+    return idle + max(0.0, work.round_trip(first) - forward - between - held * stands_for)

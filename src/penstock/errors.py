@@ -8,7 +8,7 @@
     ├── ScheduleError            a schedule that cannot be made, lowered or run as it stands
     ├── CostsError               costs that cannot be, or that do not fit a schedule
     ├── PlanError                a model that cannot be planned for as asked, or nothing that fits
-    ├── SearchError              a search that cannot be done as asked, or that finds nothing that fits
+    ├── SearchError              work and limits that no order can meet
     ├── MissingExtraError        something that needs an optional dependency which is not installed
     ├── PartitionError           a model that cannot be cut into stages as asked
     ├── BatchError               a batch that cannot be cut into microbatches, or outputs that cannot be merged
@@ -93,7 +93,7 @@ class PlanError(PenstockError):
 
 
 class SearchError(PenstockError):
-    """A search that cannot be done as asked, or that finds nothing that fits."""
+    """Work and limits that no order can meet, or a search that was asked for wrongly."""
 
 
 class MissingExtraError(PenstockError):

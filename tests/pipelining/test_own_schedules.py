@@ -12,7 +12,6 @@ from torch.nn import functional
 
 import penstock
 from penstock import Costs
-from penstock.search import zbv_greedy
 from tests.distributed.conftest import Pools
 from tests.pipelining.own_schedules import OWN, OneByOne
 from tests.pipelining.scripts import (
@@ -62,9 +61,10 @@ def train_from_file(package: str, path: str, form: str, m: int, hosts: tuple[int
 
 
 def searched(ranks: int, m: int) -> penstock.Schedule:
-    return zbv_greedy(
-        ranks=ranks, microbatches=m, costs=Costs(forward=1, backward_input=1.5, backward_weight=0.7)
-    )
+    costs = Costs(forward=1, backward_input=1.5, backward_weight=0.7)
+    return penstock.search(
+        ranks=ranks, microbatches=m, stages_per_rank=2, costs=costs, live_limit=5, moves=5000
+    ).schedule
 
 
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])

@@ -46,5 +46,5 @@ def stand_in(**asked: Any) -> Any:
     limit = asked["memory_limit"]
     if limit is not None and max(timeline.peak_memory) > limit:
         raise SearchError("nothing fits")
-    asked["told"](SimpleNamespace(best=timeline.makespan, bound=timeline.bound.seconds, gap=timeline.gap))
+    asked["told"](SimpleNamespace(best=timeline.makespan, bound=timeline.bound.seconds, share=0.5))
     return SimpleNamespace(schedule=schedule, found_by="a stand-in", missing=("a solver",), interrupted=False)

@@ -17,6 +17,7 @@ from penstock.cli.check import check
 from penstock.cli.compare import compare
 from penstock.cli.list import list_families
 from penstock.cli.plan import plan
+from penstock.cli.search import search
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
 from penstock.cli.trace import trace
@@ -26,7 +27,7 @@ __all__ = ["app", "command", "main"]
 
 app = typer.Typer(
     name="penstock",
-    help="Pipeline-parallel training schedules: build, prove, simulate and show them.",
+    help="Pipeline-parallel training schedules: build, prove, simulate, show and search them.",
     epilog="Start with: penstock show 1f1b --ranks 4 --microbatches 8",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -39,6 +40,7 @@ app.command("simulate")(simulate)
 app.command("compare")(compare)
 app.command("plan")(plan)
 app.command("trace")(trace)
+app.command("search")(search)
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 -- typer calls it so

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.source import Ranks, StagesPerRank
+from penstock.cli.search import Objective, shown_progress
+from penstock.cli.source import Memory, Ranks, StagesPerRank, bytes_from
 from penstock.costs import size_text
 from penstock.errors import FormatError
 from penstock.formats import write_bytes
 from penstock.given import printable
-from penstock.planning import OBJECTIVES, Left, Model, Plan, Progress, read_model
+from penstock.planning import Left, Model, Plan, read_model
 from penstock.planning import plan as make_plan
 from penstock.planning.explanation import Explanation, explain
 from penstock.view.frontier import frontier_picture, frontier_text
 
 __all__ = ["plan"]
-
-_UNITS = {"": 1, **{u + "b": 1000**n for n, u in enumerate(("", "k", "m", "g", "t"))}}
-_UNITS |= {u + "ib": 1024**n for n, u in enumerate(("", "k", "m", "g", "t")) if n}
 
 
 def plan(
@@ -38,16 +33,14 @@ def plan(
     ],
     *,
     ranks: Ranks = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="BYTES", help="What a rank may hold, as 40GB or 37.5GiB.")
-    ] = None,
+    memory: Memory = None,
     batch: Annotated[
         int | None, typer.Option("--batch", metavar="SAMPLES", help="Samples of one step of this pipeline.")
     ] = None,
     stages_per_rank: StagesPerRank = None,
     objective: Annotated[
-        str, typer.Option("--objective", help=f"What to make short: {', '.join(OBJECTIVES)}.")
-    ] = OBJECTIVES[0],
+        Objective, typer.Option("--objective", help="What is to be as short as can be.")
+    ] = Objective.makespan,
     seconds: Annotated[
         float, typer.Option("--seconds", help="Time for searching; 0 takes families only.")
     ] = 10.0,
@@ -83,26 +76,15 @@ def plan(
     """
     if output is not None and output.suffix.lower() not in (".svg", ".png"):
         raise typer.BadParameter(f"{output} does not end in .svg or .png; --write DIR writes the schedule")
-    if objective not in OBJECTIVES:
-        raise typer.BadParameter(
-            f"--objective is one of {', '.join(OBJECTIVES)} (given {printable(objective)})"
-        )
-    known, limit = _model_from(model), None if memory is None else _bytes(memory)
-    errors = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
-    with Bar(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("planning", total=None)
-
-        def told(now: Progress) -> None:
-            bar.update(task, description=_told(now), completed=now.done, total=now.total or None)
-
+    known = _model_from(model)
+    with shown_progress() as told:
         made = make_plan(
             known,
             ranks=ranks,
-            memory_limit=limit,
+            memory_limit=bytes_from(memory),
             samples=batch,
             stages_per_rank=stages_per_rank,
-            objective=objective,
+            objective=objective.value,
             seconds=seconds,
             seed=seed,
             jitter=noise,
@@ -126,20 +108,6 @@ def _model_from(source: str) -> Model:
         raise typer.BadParameter(str(error)) from None
 
 
-def _bytes(text: str) -> float:
-    """As 40GB, 37.5GiB or 4e10."""
-    match = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?) ?([kmgt]?i?b?)", text.strip().lower())
-    try:
-        number = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    except (ValueError, KeyError):
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise typer.BadParameter(
-            f"--memory is a number of bytes, as 40GB, 37.5GiB or 4e10 (given {printable(text)})"
-        )
-    return number
-
-
 def _drawn(made: Plan, output: Path) -> bytes:
     drawn = frontier_picture(made)
     if output.suffix.lower() == ".svg":
@@ -149,12 +117,6 @@ def _drawn(made: Plan, output: Path) -> bytes:
     from penstock.view.png import png_of  # noqa: PLC0415 -- most plans draw nothing
 
     return png_of(drawn)
-
-
-def _told(now: Progress) -> str:
-    if now.best is None or now.gap is None:
-        return now.doing
-    return f"{now.doing}: best {now.best:.4g} s, bound {now.bound:.4g} s, gap {now.gap:.1%}"
 
 
 # --- what is printed -------------------------------------------------------------------------------

@@ -18,11 +18,13 @@ from penstock.validation import MODELS
 __all__ = [
     "CostsFrom",
     "Lowered",
+    "Memory",
     "Microbatches",
     "Ranks",
     "Sends",
     "Source",
     "StagesPerRank",
+    "bytes_from",
     "checked_sends",
     "costs_from",
     "is_file",
@@ -46,6 +48,10 @@ Lowered: TypeAlias = Annotated[
 CostsFrom: TypeAlias = Annotated[
     str | None,
     typer.Option("--costs", "-c", metavar="FILE|PRESET", help="Costs from a .json or .toml file, or a preset."),
+]
+Memory: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="BYTES", help="What a rank may hold, all told, as 80e9, 80GB or 74.5GiB."),
 ]
 Sends: TypeAlias = Annotated[
     str, typer.Option("--sends", metavar="HOW", help=f"How sends behave: {', '.join(MODELS)}.")
@@ -96,6 +102,28 @@ def costs_from(source: str | None) -> Costs:
         what = f"--costs is a .json or .toml file, or one of {', '.join(presets())} (given {source})"
         raise typer.BadParameter(what)
     return preset(source)
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for end, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def bytes_from(text: str | None) -> float | None:
+    """A number of bytes, with or without a unit."""
+    if text is None:
+        return None
+    number = text.strip().rstrip("BGKMTi")
+    unit = text.strip()[len(number) :]
+    try:
+        size = float(number) * float(_UNITS[unit])
+    except (ValueError, KeyError):
+        size = -1.0
+    if not 0 <= size < float("inf"):
+        raise typer.BadParameter(f"--memory is a number of bytes, as 80e9, 80GB or 74.5GiB (given {text})")
+    return size
 
 
 def checked_sends(sends: str) -> str:

@@ -5,7 +5,6 @@ from penstock.planning.model_files import model_of_keys, read_model
 from penstock.planning.options import Left, Option
 from penstock.planning.planner import Plan, plan
 from penstock.planning.question import OBJECTIVES, Question
-from penstock.planning.weighing import Progress
 
 __all__ = [
     "OBJECTIVES",
@@ -14,7 +13,6 @@ __all__ = [
     "Model",
     "Option",
     "Plan",
-    "Progress",
     "Question",
     "model_of_keys",
     "plan",

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from itertools import permutations
 from math import inf
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from penstock.errors import SearchError
 from penstock.planning.frames import Frame, framed
 from penstock.planning.holding import holdings
 from penstock.planning.options import Option
 from penstock.planning.partition import with_move
-from penstock.planning.weighing import Progress, Weighing
+from penstock.planning.weighing import Weighing
+from penstock.search import Progress, SearchResult
 
 __all__ = ["Searcher", "better"]
 
@@ -24,7 +25,7 @@ _UNKNOWN = 1.1
 """How far above its bound an order in a frame without families is thought to be."""
 _ROUNDING = 1e-9
 
-Searcher: TypeAlias = Callable[..., Any]
+Searcher: TypeAlias = Callable[..., SearchResult]
 """As `penstock.search.search`."""
 
 
@@ -105,9 +106,8 @@ def _search(weighing: Weighing, searcher: Searcher, frame: Frame, seconds: float
     extra = 0.0 if question.objective == "period" else frame.costs.optimizer_step
     noise = {} if question.jitter is None else {"noise": question.jitter, "quantile": question.quantile}
 
-    def told(progress: Any) -> None:  # noqa: ANN401 -- the searcher's own
-        best = min([progress.best + extra, *(option.plain_seconds for option in weighing.options)])
-        weighing.told(Progress(f"searching {frame}", 0, 0, best, weighing.bound))
+    def told(now: Progress) -> None:
+        weighing.tell(f"searching {frame}", now.share, now.best + extra)
 
     try:
         result = searcher(

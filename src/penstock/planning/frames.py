@@ -57,29 +57,11 @@ class Frame:
         """
         if paired is None:
             paired = self.costs.overlap_factor < 1 or self.costs.launch_overhead > 0
-        work = Work(self.placement, self.microbatches, _slow_links(self.costs), split=split, paired=paired)
-        limit = question.memory_limit
-        if question.objective == "makespan":
-            room = None if limit is None else max(limit - min(self.fixed), 0.0)
-            found = bounds(work, room)[0]
-        else:
-            ranks = range(self.placement.num_ranks)
-            seconds, rank = max((sum(job[1] for job in work.jobs(rank)), rank) for rank in ranks)
-            found = Bound(seconds, "load", f"rank {rank} has so much work in each step")
+        work = Work(self.placement, self.microbatches, self.costs, split=split, paired=paired)
+        found = bounds(work, question.memory_limit, question.objective)[0]
+        if question.objective == "period":  # which has the optimizer step in it
+            return found
         return replace(found, seconds=found.seconds + self.costs.optimizer_step)
-
-
-def _slow_links(costs: Costs) -> Costs:
-    """With the time that a message takes at least as latency, which is what bounds know of."""
-    if costs.bandwidth is None:
-        return costs
-    sizes = (costs.activation_message, costs.gradient_message)
-    both = zip(*(size if isinstance(size, tuple) else (size,) for size in sizes))
-    assert not isinstance(costs.latency, tuple)
-    assert not isinstance(costs.bandwidth, tuple)
-    taken = tuple(costs.latency + min(pair) / costs.bandwidth for pair in both)
-    alone = not isinstance(costs.activation_message, tuple)
-    return replace(costs, bandwidth=None, latency=taken[0] if alone else taken)
 
 
 def frames(question: Question) -> Iterator[Frame]:

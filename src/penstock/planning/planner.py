@@ -19,6 +19,7 @@ from penstock.planning.options import Left, Option, frontier
 from penstock.planning.question import Question
 from penstock.planning.shaking import shake
 from penstock.planning.weighing import Told, Weighing
+from penstock.search import search
 
 __all__ = ["Plan", "answer", "plan"]
 
@@ -147,7 +148,7 @@ def answer(question: Question, told: Told | None = None, searcher: Searcher | No
     interrupted = False
     try:
         weighing.weigh_families()
-        better(weighing, searcher or _search)
+        better(weighing, searcher or search)
         shake(weighing)
     except KeyboardInterrupt:
         if not weighing.options:
@@ -168,12 +169,6 @@ def answer(question: Question, told: Told | None = None, searcher: Searcher | No
         tuple(sorted(weighing.missing)),
         searcher,
     )
-
-
-def _search(**asked: Any) -> Any:  # noqa: ANN401 -- what the search takes and gives
-    from penstock.search import search  # noqa: PLC0415 -- takes longer to import than everything else
-
-    return search(**asked)
 
 
 def _nothing_fits(weighing: Weighing) -> str:

@@ -26,7 +26,7 @@ def shake(weighing: Weighing) -> None:
             if done >= len(kept) and option.plain_seconds > min(each.seconds for each in shaken):
                 weighing.cut += [Left(o.name, o.frame, o.memory, o.plain_seconds) for o in everything[done:]]
                 break
-            weighing.tell(f"shaking {option}", done, len(everything))
+            weighing.tell(f"shaking {option}", done / len(everything))
             seconds = shaken_seconds(weighing.question, option.schedule, option.frame.costs)
             shaken.append(replace(option, seconds=seconds))
     finally:  # stopped early, those that were shaken are what can be compared

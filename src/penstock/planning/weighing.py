@@ -7,10 +7,10 @@ is no slower than this one's lower bound: it can neither win nor be on the front
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from statistics import fmean
+from time import perf_counter
 from typing import TypeAlias
 
 from penstock.action import Kind
@@ -22,25 +22,10 @@ from penstock.planning.options import Left, Option
 from penstock.planning.partition import Counts
 from penstock.planning.question import Question
 from penstock.schedule import Schedule
+from penstock.search import Progress
 from penstock.simulator import simulate
 
-__all__ = ["Progress", "Told", "Weighing"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far it is: what is being done, and the best so far."""
-
-    doing: str
-    done: int
-    total: int
-    best: float | None
-    bound: float
-
-    @property
-    def gap(self) -> float | None:
-        """How much longer than the bound the best is, as a share of it."""
-        return None if self.best is None or not self.bound else self.best / self.bound - 1
+__all__ = ["Told", "Weighing"]
 
 
 Told: TypeAlias = Callable[[Progress], None]
@@ -50,7 +35,7 @@ class Weighing:
     """What was found so far; it can be stopped at any time."""
 
     def __init__(self, question: Question, told: Told | None = None) -> None:
-        self.question, self.told = question, told or (lambda _: None)
+        self.question, self.told, self._begun = question, told or (lambda _: None), perf_counter()
         self.options: list[Option] = []
         self.too_large: list[Left] = []
         self.cut: list[Left] = []
@@ -90,7 +75,7 @@ class Weighing:
         for _, frame in self.frames:
             groups.setdefault((frame.stages_per_rank, frame.microbatches), []).append(frame)
         for done, ((legs, m), group) in enumerate(groups.items()):
-            self.tell(f"families with v={legs}, m={m}", done, len(groups))
+            self.tell(f"families with v={legs}, m={m}", done / len(groups))
             for name, schedule in _orders(self.question.ranks, m, legs):
                 own = [frame for frame in group if frame.placement == schedule.placement]
                 self._weigh_order(name, schedule, own)
@@ -139,10 +124,10 @@ class Weighing:
         seconds, bound = self.question.seconds_of(timeline), frame.bound(self.question)
         return Option(name, frame, schedule, timeline, seconds, bound, seconds, found_by)
 
-    def tell(self, doing: str, done: int = 0, total: int = 0) -> None:
-        """What is being done, to whoever wants to know."""
-        best = min((option.seconds for option in self.options), default=None)
-        self.told(Progress(doing, done, total, best, self.bound))
+    def tell(self, doing: str, share: float = 0.0, best: float = inf) -> None:
+        """What is being done, how much of it is done, and the best so far."""
+        best = min([best, *(option.seconds for option in self.options)])
+        self.told(Progress(doing, best, self.bound, perf_counter() - self._begun, share))
 
 
 def _orders(ranks: int, microbatches: int, legs: int) -> Iterator[tuple[str, Schedule]]:

@@ -1,0 +1,183 @@
+"""What is searched for: work to be ordered, its costs and limits; orders are rows of tokens (see `kernel`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.action import Kind, code_of
+from penstock.columns import Floats, Ints
+from penstock.costs import Costs
+from penstock.placement import Placement
+from penstock.schedule import Schedule
+from penstock.search import kernel
+from penstock.simulator import simulate
+
+__all__ = ["OBJECTIVES", "Problem"]
+
+OBJECTIVES = ("makespan", "span", "period")
+_KIND = {Kind.F: kernel.F, Kind.I: kernel.G, Kind.B: kernel.G, Kind.W: kernel.W}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Work and limits.
+
+    Microbatches are alike, so an order of kinds and stages is enough: within one of each they go by number.
+    """
+
+    placement: Placement
+    microbatches: int
+    costs: Costs
+    memory_limit: float | None = None
+    """Bytes that a rank may hold, all told; None for as many as it likes."""
+    objective: str = "makespan"
+    split: bool = True
+
+    @cached_property
+    def tables(self) -> kernel.Tables:
+        """All of it as arrays."""
+        hosts, kinds = self.placement.stage_to_rank, 3 if self.split else 2
+        sizes = [len(own) * kinds * self.microbatches for own in self.placement.stages_of_rank]
+        lag, taken, channel = self._messages()
+        return kernel.Tables(
+            bounds=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))),
+            hosts=np.array(hosts, dtype=np.int64),
+            microbatches=self.microbatches,
+            kinds=kinds,
+            seconds=self._seconds(),
+            lag=lag,
+            taken=taken,
+            channel=channel,
+            channels=self.placement.num_ranks**2,
+            queues=bool(taken.any()),
+            held=self._held(),
+            limits=self._limits(),
+            pause=float(self.costs.optimizer_step),
+        )
+
+    def with_few_microbatches(self) -> Problem | None:
+        """The same with as many as it takes to have a steady state, if that is much fewer."""
+        few = 3 * self.placement.num_ranks
+        return replace(self, microbatches=few) if self.microbatches >= 2 * few else None
+
+    def _per_stage(self, name: str) -> Floats:
+        return np.array(self.costs.per_stage(name, self.placement.num_stages), dtype=np.float64)
+
+    def _seconds(self) -> Floats:
+        whole = np.array(self.costs.full_backward(self.placement.num_stages), dtype=np.float64)
+        passing = self._per_stage("backward_input") if self.split else whole
+        return _by_token(self._per_stage("forward"), passing, self._per_stage("backward_weight")) + float(
+            self.costs.launch_overhead
+        )
+
+    def _messages(self) -> tuple[Floats, Floats, Ints]:
+        """Per token: the lag, how long the channel is taken, and the channel."""
+        hosts, stages = self.placement.stage_to_rank, self.placement.num_stages
+        latency = self.costs.per_edge("latency", stages)
+        speed = self.costs.per_edge("bandwidth", stages) if self.costs.bandwidth is not None else None
+        lag, taken, channel = np.zeros(3 * stages), np.zeros(3 * stages), np.zeros(3 * stages, dtype=np.int64)
+        for edge, (here, there) in enumerate(pairwise(hosts)):
+            if here == there:
+                continue
+            ways = ((3 * edge, "activation", here, there), (3 * edge + 4, "gradient", there, here))
+            for token, value, source, target in ways:
+                if speed is not None:
+                    taken[token] = self.costs.per_edge(f"{value}_message", stages)[edge] / speed[edge]
+                lag[token] = latency[edge] + taken[token]
+                channel[token] = source * self.placement.num_ranks + target
+        return lag, taken, channel
+
+    def _held(self) -> Floats:
+        held, freed = self._per_stage("activation"), self._per_stage("activation_freed_by_input")
+        return _by_token(held, -freed, freed - held) if self.split else _by_token(held, -held, 0 * held)
+
+    def _limits(self) -> Floats:
+        """What is left for activations, with room for rounding."""
+        ranks = self.placement.num_ranks
+        if self.memory_limit is None:
+            return np.full(ranks, np.inf)
+        return (self.memory_limit - self.fixed) + 1e-9 * abs(self.memory_limit)
+
+    @cached_property
+    def fixed(self) -> Floats:
+        """Per rank: the bytes that are there all the time."""
+        found = np.zeros(self.placement.num_ranks)
+        for name in ("parameters", "gradients", "optimizer_state"):
+            np.add.at(found, np.array(self.placement.stage_to_rank), self._per_stage(name))
+        return found
+
+    # --- orders ------------------------------------------------------------------------------------
+
+    def order_of(self, schedule: Schedule) -> Ints:
+        """A schedule as tokens: overlapped pairs are taken apart, and backwards split or joined as wanted."""
+        rows: list[int] = []
+        for row in schedule.ranks:
+            for part in (part for step in row for part in step.parts):
+                if part.kind not in _KIND or (part.kind is Kind.W and not self.split):
+                    continue
+                rows.append(3 * part.stage + _KIND[part.kind])
+                if part.kind is Kind.B and self.split:
+                    rows.append(3 * part.stage + kernel.W)
+        return np.array(rows, dtype=np.int64)
+
+    def schedule_of(self, order: Ints, name: str) -> Schedule:
+        """Tokens with their microbatches; I and W are one B wherever that costs nothing."""
+        schedule = self._written(order, name, range(0))
+        if self.split:
+            value = self._simulated(schedule)
+            # no rank waits for the gradient of stage 0
+            for stages in (range(1), range(self.placement.num_stages)):
+                joined = self._written(order, name, stages)
+                if (again := self._simulated(joined)) <= value * (1 + 1e-12):
+                    schedule, value = joined, again
+        return schedule
+
+    def _simulated(self, schedule: Schedule) -> float:
+        value: float = getattr(simulate(schedule, self.costs), self.objective)
+        return value
+
+    def _written(self, order: Ints, name: str, whole: range) -> Schedule:
+        """With backwards that follow each other as one on the stages of `whole`."""
+        kinds = (Kind.F, Kind.I if self.split else Kind.B, Kind.W)
+        rows = []
+        for first, last in pairwise(self.tables.bounds.tolist()):
+            done: dict[int, int] = {}
+            row: list[int] = []
+            before = (-1, -1)
+            for token in order[first:last].tolist():
+                stage, number = token // 3, done.get(token, 0)
+                done[token] = number + 1
+                if stage in whole and token % 3 == kernel.W and before == (token - 1, number):
+                    row[-1] = code_of(Kind.B, stage, number)
+                else:
+                    row.append(code_of(kinds[token % 3], stage, number))
+                before = (token, number)
+            rows.append(row)
+        return Schedule.from_codes(rows, self.placement, self.microbatches, name)
+
+    @property
+    def goal(self) -> int:
+        """The number of the objective."""
+        return OBJECTIVES.index(self.objective)
+
+    def value(self, order: Ints) -> float:
+        """The objective; infinite if the order cannot be run."""
+        return float(kernel.measure(self.tables, order, kernel.blank(self.tables), self.goal)[0])
+
+    def begins(self, order: Ints) -> Floats:
+        """When each step of an order begins."""
+        state = kernel.blank(self.tables)
+        kernel.measure(self.tables, order, state, kernel.MAKESPAN)
+        return state.begins
+
+    def fits(self, order: Ints) -> bool:
+        """Whether no rank ever holds more than it may."""
+        return all(kernel.fits(self.tables, order, rank) for rank in range(self.placement.num_ranks))
+
+
+def _by_token(*columns: Floats) -> Floats:
+    return np.ascontiguousarray(np.stack(columns, axis=1).reshape(-1))

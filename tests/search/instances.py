@@ -1,0 +1,50 @@
+"""Things to search for in the tests: random costs, and work of every shape."""
+
+from __future__ import annotations
+
+import random
+
+from penstock import Costs, Placement
+from penstock.search.problem import Problem
+
+__all__ = ["UNITS", "random_costs", "random_problem"]
+
+UNITS = Costs(
+    forward=10, backward_input=10, backward_weight=8, latency=1, activation=2, activation_freed_by_input=1
+)
+
+
+def random_costs(rng: random.Random, stages: int) -> Costs:
+    """Whole numbers, so that nothing is lost to rounding; every cost a search minds is there now and then."""
+    held = tuple(rng.randint(1, 9) for _ in range(stages))
+    return Costs(
+        forward=tuple(rng.randint(1, 9) for _ in range(stages)),
+        backward_input=tuple(rng.randint(1, 9) for _ in range(stages)),
+        backward_weight=tuple(rng.randint(0, 9) for _ in range(stages)),
+        latency=rng.randint(0, 3),
+        bandwidth=rng.choice([None, None, 2]),
+        activation_message=rng.randint(0, 4),
+        gradient_message=rng.randint(0, 4),
+        launch_overhead=rng.choice([0, 0, 1]),
+        optimizer_step=rng.choice([0, 3]),
+        activation=held,
+        activation_freed_by_input=tuple(rng.randint(0, each) for each in held),
+        parameters=rng.randint(0, 3),
+    )
+
+
+def random_problem(
+    rng: random.Random, objective: str, *, most_ranks: int = 4, most_microbatches: int = 8
+) -> Problem:
+    """Any placement, with or without a limit that leaves room for one microbatch at least."""
+    ranks, legs = rng.randint(1, most_ranks), rng.randint(1, 2)
+    placement = rng.choice([Placement.loop, Placement.v])(ranks, legs)
+    costs = random_costs(rng, placement.num_stages)
+    free = Problem(placement, 1, costs)
+    least = max(
+        fixed + sum(costs.per_stage("activation", placement.num_stages)[s] for s in own)
+        for fixed, own in zip(free.fixed.tolist(), placement.stages_of_rank)
+    )
+    limit = rng.choice([None, least, least * rng.randint(1, 4)])
+    split = rng.random() < 0.7
+    return Problem(placement, rng.randint(1, most_microbatches), costs, limit, objective, split)

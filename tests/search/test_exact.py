@@ -1,0 +1,61 @@
+"""Promises of the exact layer: it proves the known optima by itself, and no closed bound is above them."""
+
+from __future__ import annotations
+
+import random
+from threading import Event
+
+import pytest
+
+from penstock import Placement
+from penstock.bounds import Work, bounds
+from penstock.search.exact import Effort, solve
+from penstock.search.problem import OBJECTIVES, Problem
+from penstock.search.seeds import serial
+from tests.search.instances import UNITS, random_problem
+from tests.test_bounds import OPTIMA
+
+pytest.importorskip("ortools", reason="the exact layer is an extra")
+EFFORT = Effort(seconds=60, counted=False, workers=2, seed=0)
+
+
+@pytest.mark.parametrize(("p", "m", "limit"), OPTIMA)
+def test_known_optima_are_found_and_proved_from_the_worst_start(p: int, m: int, limit: int) -> None:
+    problem = Problem(Placement.loop(p), m, UNITS, limit)
+    found = solve(problem, serial(problem).order, 0.0, EFFORT, Event())
+    assert found.order is not None
+    assert problem.fits(found.order)
+    assert problem.value(found.order) == found.bound == OPTIMA[p, m, limit]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_no_bound_is_above_an_optimum_of_unequal_stages(objective: str) -> None:
+    rng = random.Random(objective)
+    for _ in range(12):
+        problem = random_problem(rng, objective, most_ranks=3, most_microbatches=4)
+        work = Work(problem.placement, problem.microbatches, problem.costs, split=problem.split)
+        greatest = bounds(work, problem.memory_limit, objective)[0].seconds
+        effort = Effort(seconds=2, counted=False, workers=2, seed=0)
+        found = solve(problem, serial(problem).order, 0.0, effort, Event())
+        assert found.order is not None
+        value = problem.value(found.order)
+        assert greatest <= value * (1 + 1e-9), problem
+        assert found.bound <= value * (1 + 1e-9), problem
+
+
+def test_the_same_seed_and_count_give_the_same_order() -> None:
+    problem = Problem(Placement.v(3), 5, UNITS, 12)
+    effort = Effort(seconds=0.5, counted=True, workers=1, seed=3)
+    first, second = (solve(problem, serial(problem).order, 0.0, effort, Event()) for _ in range(2))
+    assert first.bound == second.bound
+    assert first.order is not None
+    assert second.order is not None
+    assert (first.order == second.order).all()
+
+
+def test_it_can_be_stopped() -> None:
+    problem = Problem(Placement.v(6), 12, UNITS, 20)
+    stop = Event()
+    stop.set()
+    found = solve(problem, serial(problem).order, 5.0, EFFORT, stop)
+    assert found.bound >= 5.0
