@@ -159,7 +159,7 @@ def _left(each: Left) -> dict[str, Any]:
 
 def _print(made: Plan, why: Explanation | None, top: int, written: list[Path]) -> None:
     width = shutil.get_terminal_size().columns
-    console = Console(highlight=False, markup=False, width=max(width, 80))
+    console = Console(highlight=False, markup=False, width=max(width, 100))
     console.print(_table(made, top))
     if len(made.options) > top:
         console.print(f"and {len(made.options) - top} more: --top {len(made.options)}")

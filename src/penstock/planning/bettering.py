@@ -18,8 +18,8 @@ from penstock.search import Progress, SearchResult
 
 __all__ = ["Searcher", "better"]
 
-CUT_AGAIN, SEARCHED_FRAMES = 3, 4
-_FOR_CUTS, _FOR_FRAMES = 0.2, 0.4
+CUT_AGAIN, SEARCHED_FRAMES = 3, 2
+_FOR_CUTS, _FOR_FRAMES = 0.15, 0.4
 """Of the time for searching: what these options and these frames get together."""
 _UNKNOWN = 1.1
 """How far above its bound an order in a frame without families is thought to be."""
@@ -39,12 +39,12 @@ def better(weighing: Weighing, searcher: Searcher) -> None:
         _cut_again(weighing, option, seconds * _FOR_CUTS / CUT_AGAIN)
     searched = _promising(weighing)[:SEARCHED_FRAMES]
     for frame in searched:
-        if _may_be_better(weighing, frame):
+        if _may_be_better(weighing, _least(weighing, frame)):
             _search(weighing, searcher, frame, seconds * _FOR_FRAMES / len(searched), question.seed)
     if weighing.options:
-        _cut_again(weighing, _best(weighing), (until - monotonic()) / 3)
+        _cut_again(weighing, _best(weighing), (until - monotonic()) / 5)
         frame = _best(weighing).frame
-        if _may_be_better(weighing, frame):
+        if _may_be_better(weighing, _least(weighing, frame)):
             _search(weighing, searcher, frame, until - monotonic(), question.seed + 1)
 
 
@@ -52,15 +52,19 @@ def _best(weighing: Weighing) -> Option:
     return min(weighing.options, key=lambda option: option.order)
 
 
-def _may_be_better(weighing: Weighing, frame: Frame) -> bool:
-    """Whether its bound leaves room; what is searched has no pairs."""
-    least = frame.bound(weighing.question, paired=False).seconds
+def _least(weighing: Weighing, frame: Frame) -> float:
+    """What no order that is searched, which has no pairs, can stay below."""
+    return frame.bound(weighing.question, paired=False).seconds
+
+
+def _may_be_better(weighing: Weighing, least: float) -> bool:
     return all(least < option.plain_seconds * (1 - _ROUNDING) for option in weighing.options)
 
 
 def _cut_again(weighing: Weighing, option: Option, seconds: float) -> None:
     """The same order with one layer moved from stage to stage, as long as that makes it faster."""
-    question, until, best, tried = weighing.question, monotonic() + seconds, option, {option.frame.counts}
+    question, until, best = weighing.question, monotonic() + seconds, option
+    tried = {other.frame.counts for other in weighing.options if other.schedule == option.schedule}
     held, limit = holdings(option.schedule), question.memory_limit or inf
     stages, better = option.schedule.num_stages, True
     while better:
@@ -90,15 +94,15 @@ def _promising(weighing: Weighing) -> list[Frame]:
     question = weighing.question
     every = [*(option.frame for option in weighing.options), *(frame for _, frame in weighing.frames)]
     small = [frame for frame in every if max(frame.fixed) < (question.memory_limit or inf)]
+    least = {frame: _least(weighing, frame) for frame in dict.fromkeys(small)}
     best: dict[Frame, float] = {}
     for option in weighing.options:
         best[option.frame] = min(option.plain_seconds, best.get(option.frame, inf))
 
     def promise(frame: Frame) -> tuple[float, int]:
-        least = frame.bound(question, paired=False).seconds
-        return least + best.get(frame, least * _UNKNOWN), frame.placement.num_stages
+        return least[frame] + best.get(frame, least[frame] * _UNKNOWN), frame.placement.num_stages
 
-    return sorted((f for f in dict.fromkeys(small) if _may_be_better(weighing, f)), key=promise)
+    return sorted((frame for frame in least if _may_be_better(weighing, least[frame])), key=promise)
 
 
 def _search(weighing: Weighing, searcher: Searcher, frame: Frame, seconds: float, seed: int) -> None:
