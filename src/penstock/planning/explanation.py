@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import fmean
 from typing import Any
 
 from penstock.costs import Costs, size_text
 from penstock.errors import PlanError
+from penstock.planning.holding import holdings
 from penstock.planning.options import Option
 from penstock.planning.partition import even
 from penstock.planning.planner import Plan, answer
 from penstock.planning.question import Question
 from penstock.planning.shaking import shaken_seconds
-from penstock.planning.weighing import Told
+from penstock.planning.weighing import Told, orders
+from penstock.schedule import Schedule
 from penstock.simulator import simulate
 from penstock.why import gaps
 
@@ -110,14 +113,13 @@ def _reasons(best: Option) -> str:
 
 
 def _against_even(plan: Plan) -> Iterator[str]:
-    """What the partition is worth: the same order with as many layers on every stage."""
+    """What the partition is worth: the same frame with as many layers on every stage."""
     frame, question = plan.best.frame, plan.question
     counts = even(len(question.model.layers), frame.placement.num_stages)
     if counts != frame.counts:
-        costs = question.model.costs(counts, frame.samples)
-        seconds = _seconds(question, plan.best, costs)
+        seconds, name = _best_at(plan, question.model.costs(counts, frame.samples))
         more = seconds / plan.best.seconds - 1 if plan.best.seconds else 0.0
-        yield f"with as many layers on every stage the same order takes {seconds:.4g} s, {more:+.1%}"
+        yield f"with as many layers on every stage, {name} takes {seconds:.4g} s, {more:+.1%}"
 
 
 # --- what would help -------------------------------------------------------------------------------
@@ -133,7 +135,7 @@ def _what_ifs(plan: Plan, told: Told | None) -> Iterator[WhatIf]:
             continue  # with other stages per rank nothing may fit
         frame = best.frame
         costs = changed.model.costs(frame.counts, frame.samples)
-        as_it_is = _seconds(changed, best, costs) if kept else float("inf")
+        as_it_is = _seconds(changed, best.schedule, costs) if kept else float("inf")
         seconds = min(again.best.seconds, as_it_is)
         name = str(again.best) if again.best.seconds < as_it_is else str(best)
         yield _what_if(best, change, seconds, name)
@@ -141,8 +143,7 @@ def _what_ifs(plan: Plan, told: Told | None) -> Iterator[WhatIf]:
             return
     levelled = _levelled(best.frame.costs, best.frame.placement.num_stages)
     if levelled != best.frame.costs:
-        change = "layers that could be cut anywhere: all stages cost the same"
-        yield _what_if(best, change, _seconds(question, best, levelled), str(best))
+        yield _what_if(best, "layers that could be cut anywhere, into equal stages", *_best_at(plan, levelled))
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Question]]:
@@ -173,11 +174,24 @@ def _what_if(best: Option, change: str, seconds: float, name: str) -> WhatIf:
     return WhatIf(change, seconds, 1 - seconds / best.seconds if best.seconds else 0.0, name)
 
 
-def _seconds(question: Question, option: Option, costs: Costs) -> float:
+def _best_at(plan: Plan, costs: Costs) -> tuple[float, str]:
+    """The best at other costs for the winner's placement and microbatches: its own order, or a family."""
+    frame, question, stages = plan.best.frame, plan.question, plan.best.schedule.num_stages
+    known = {str(plan.best): plan.best.schedule}
+    for name, schedule in orders(question.ranks, frame.microbatches, frame.stages_per_rank):
+        peak = max(each.peak(costs, stages) for each in holdings(schedule))
+        if schedule.placement == frame.placement and peak <= (question.memory_limit or inf):
+            known[f"{name} ({frame})"] = schedule
+    plain = {name: question.seconds_of(simulate(schedule, costs)) for name, schedule in known.items()}
+    best = min(plain, key=lambda name: plain[name])
+    return _seconds(question, known[best], costs), best
+
+
+def _seconds(question: Question, schedule: Schedule, costs: Costs) -> float:
     """What an order takes at other costs."""
     if question.jitter is not None:
-        return shaken_seconds(question, option.schedule, costs)
-    return question.seconds_of(simulate(option.schedule, costs))
+        return shaken_seconds(question, schedule, costs)
+    return question.seconds_of(simulate(schedule, costs))
 
 
 def _levelled(costs: Costs, stages: int) -> Costs:

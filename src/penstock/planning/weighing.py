@@ -25,7 +25,7 @@ from penstock.schedule import Schedule
 from penstock.search import Progress
 from penstock.simulator import simulate
 
-__all__ = ["Told", "Weighing"]
+__all__ = ["Told", "Weighing", "orders"]
 
 
 Told: TypeAlias = Callable[[Progress], None]
@@ -76,7 +76,7 @@ class Weighing:
             groups.setdefault((frame.stages_per_rank, frame.microbatches), []).append(frame)
         for done, ((legs, m), group) in enumerate(groups.items()):
             self.tell(f"families with v={legs}, m={m}", done / len(groups))
-            for name, schedule in _orders(self.question.ranks, m, legs):
+            for name, schedule in orders(self.question.ranks, m, legs):
                 own = [frame for frame in group if frame.placement == schedule.placement]
                 self._weigh_order(name, schedule, own)
 
@@ -130,7 +130,7 @@ class Weighing:
         self.told(Progress(doing, best, self.bound, perf_counter() - self._begun, share))
 
 
-def _orders(ranks: int, microbatches: int, legs: int) -> Iterator[tuple[str, Schedule]]:
+def orders(ranks: int, microbatches: int, legs: int) -> Iterator[tuple[str, Schedule]]:
     """The families that train with so many stages per rank, each order once, by the most fitting name."""
     seen: set[tuple[tuple[int, ...], bytes]] = set()
     fitting = [name for name, family in families().items() if family.stages_per_rank in (None, legs)]
