@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check docs format bench clean
 
 demo: .venv/core
 	$(BIN)/penstock show 1f1b --ranks 4 --microbatches 8
@@ -21,6 +21,9 @@ check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 format: .venv/dev
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format --quiet .
@@ -32,7 +35,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.search 1 10
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Penstock needs Python 3.10 or newer: make PYTHON=python3.12 ..."; exit 1; }

@@ -1,48 +1,145 @@
-"""Promise: the examples run as their first lines say."""
+"""Promise: the examples run as their first lines say, and print what is in `examples/output`.
+
+Each file there has commands after `$ ` and what they print. Losses may differ in the second digit after the
+point: processors add in different orders. `python -m tests.test_examples` writes the files anew, and the blocks
+of the pages that show them.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from tests.cli.conftest import COMMAND
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+OUTPUTS = sorted((EXAMPLES / "output").glob("*.txt"))
+NOT_RUN = {
+    "torchrun --nproc-per-node 4 examples/composed.py pp=2 tp=2",
+    "torchrun --nproc-per-node 8 examples/composed.py pp=2 fsdp=2 tp=2",
+}
+"""More of the same example: it would take minutes, and tests/distributed has the same meshes in its pools."""
+
+ENVIRONMENT = {
+    "COLUMNS": "80",
+    "NO_COLOR": "1",
+    "OMP_NUM_THREADS": "1",
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
+NUMBER = re.compile(r"\d+\.\d+")
+MEASURED = re.compile(r"(memory|tps) [\d.,]+")
+"""What differs from run to run."""
 
 
-def run(ranks: int, example: str, *arguments: str) -> list[str]:
-    """What it prints on so many ranks."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+def parts_of(output: Path) -> list[tuple[str, str]]:
+    """The commands of a file, each with what it prints."""
+    text = output.read_text(encoding="utf-8")
+    return re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
+
+
+PRINTED = {command: printed for output in OUTPUTS for command, printed in parts_of(output)}
+"""What the examples print, by what is typed; the tests of the docs look here too."""
+COMMANDS = {*PRINTED, *NOT_RUN}
+
+
+def run(command: str, folder: Path) -> str:
+    """What a command prints, in a folder that has our examples."""
+    program, *words = shlex.split(command)
+    programs = {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+        "python": [sys.executable],
+        "penstock": [str(COMMAND)],
+    }
     answer = subprocess.run(  # noqa: S603 -- our own examples
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
-            str(EXAMPLES / example),
-            *arguments,
-        ],
+        [*programs[program], *words],
         capture_output=True,
         check=False,
+        cwd=folder,
         encoding="utf-8",
-        env=environment,
+        env=os.environ | ENVIRONMENT,
         timeout=150,
     )
     assert answer.returncode == 0, answer.stderr
-    return answer.stdout.splitlines()
+    return answer.stdout
 
 
-@pytest.mark.xdist_group("ranks-2")
-def test_train_compares_its_gradients_with_one_process() -> None:
-    lines = run(2, "train.py")
-    assert len(lines) == 3
-    assert all(line.endswith("gradients equal to one process: True") for line in lines)
+def link_examples(folder: Path) -> Path:
+    (folder / "examples").symlink_to(EXAMPLES)
+    return folder
 
 
-@pytest.mark.xdist_group("ranks-4")
+@pytest.mark.xdist_group("examples")
+@pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: output.stem)
+def test_an_example_prints_what_is_committed(output: Path, tmp_path: Path) -> None:
+    link_examples(tmp_path)
+    for command, committed in parts_of(output):
+        printed, expected = (MEASURED.sub(r"\1 #", text) for text in (run(command, tmp_path), committed))
+        if command.startswith("torchrun"):
+            assert NUMBER.sub("#", printed) == NUMBER.sub("#", expected)
+            numbers = [float(number) for number in NUMBER.findall(expected)]
+            assert [float(number) for number in NUMBER.findall(printed)] == pytest.approx(numbers, abs=0.02)
+        else:
+            assert printed == expected
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda example: example.name)
+def test_every_example_says_how_to_run_it_and_is_run(example: Path) -> None:
+    doc = example.read_text(encoding="utf-8").split('"""')[1]
+    lines = [line for line in doc.splitlines() if line.startswith(("torchrun ", "python "))]
+    assert lines
+    assert set(lines) <= COMMANDS
+    assert set(lines) - NOT_RUN
+
+
 def test_composed_finds_the_same_losses_however_its_replicas_are_held() -> None:
-    copied, sharded = (run(4, "composed.py", "pp=2", data) for data in ("dp=2", "fsdp=2"))
+    composed = "torchrun --nproc-per-node 4 examples/composed.py pp=2 {}=2"
+    copied, sharded = (PRINTED[composed.format(how)] for how in ("dp", "fsdp"))
     assert copied == sharded
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", "\n".join(copied))]
-    assert len(losses) == 5
-    assert losses == sorted(losses, reverse=True)
+
+
+def test_migrating_changes_one_import_and_no_number() -> None:
+    before, after = (
+        (EXAMPLES / f"migrate_{when}.py").read_text(encoding="utf-8").split('"""', 2)[2].splitlines()
+        for when in ("before", "after")
+    )
+    torch_line = "from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B"
+    our_line = "from penstock.pipelining import PipelineStage, ScheduleInterleaved1F1B"
+    assert [line.replace(torch_line, our_line) for line in before if line] == [line for line in after if line]
+    script = "torchrun --nproc-per-node 2 examples/migrate_{}.py"
+    assert PRINTED[script.format("before")] == PRINTED[script.format("after")]
+
+
+def test_the_python_and_the_csv_of_the_custom_schedule_are_about_twenty_lines_or_less() -> None:
+    text = (EXAMPLES / "custom_schedule.py").read_text(encoding="utf-8")
+    family = text[text.index("@penstock.register") : text.index("def main")]
+    assert len(family.strip().splitlines()) <= 20
+    assert len((EXAMPLES / "custom_schedule.csv").read_text(encoding="utf-8").splitlines()) <= 20
+
+
+def rewrite() -> None:
+    """Run everything and write what it prints, here and into the pages that show it."""
+    for output in OUTPUTS:
+        with tempfile.TemporaryDirectory() as folder:
+            link_examples(Path(folder))
+            new = {command: run(command, Path(folder)) for command, _ in parts_of(output)}
+        whole = "".join(f"$ {command}\n{printed}" for command, printed in new.items())
+        output.write_text(whole, encoding="utf-8")
+        for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+            text = page.read_text(encoding="utf-8")
+            for command, printed in new.items():
+                block = f"```console\n$ {command}\n"
+                begin, found, rest = text.partition(block)
+                text = begin + found + printed + rest[rest.index("```") :] if found else text
+            page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    rewrite()

@@ -17,7 +17,7 @@ SOURCE = Path(penstock.__file__).parent
 
 # from the bottom up: a room imports rooms of lower layers, never of its own
 LAYERS = (
-    {"errors", "given"},
+    {"errors", "given", "health"},
     {"action", "layout"},
     {"placement"},
     {"columns"},

@@ -96,7 +96,7 @@ class SearchError(PenstockError):
     """Work and limits that no order can meet, or a search that was asked for wrongly."""
 
 
-class MissingExtraError(PenstockError):
+class MissingExtraError(PenstockError, ImportError):
     """Something that needs an optional dependency which is not installed."""
 
 

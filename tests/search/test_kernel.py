@@ -90,7 +90,7 @@ def test_moves_never_make_an_order_worse_and_keep_its_limits(objective: str) -> 
         problem = random_problem(rng, objective)
         start = serial(problem).order
         best, value, tried, runs = improve(
-            problem.tables, start, problem.goal, 2000, 3.0, 1, np.zeros(1, dtype=np.int64)
+            problem.tables, start, problem.goal, 2000, 3.0, 0.8, 1, np.zeros(1, dtype=np.int64)
         )
         assert value <= problem.value(start)
         assert value == problem.value(best)

@@ -15,6 +15,7 @@ import typer
 from penstock import __version__
 from penstock.cli.check import check
 from penstock.cli.compare import compare
+from penstock.cli.doctor import doctor
 from penstock.cli.list import list_families
 from penstock.cli.plan import plan
 from penstock.cli.search import search
@@ -41,6 +42,7 @@ app.command("compare")(compare)
 app.command("plan")(plan)
 app.command("trace")(trace)
 app.command("search")(search)
+app.command("doctor")(doctor)
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 -- typer calls it so

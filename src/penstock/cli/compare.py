@@ -22,6 +22,7 @@ from penstock.cli.source import (
     StagesPerRank,
     checked_sends,
     costs_from,
+    families_beginning,
     is_file,
     schedule_from,
 )
@@ -39,7 +40,11 @@ __all__ = ["compare"]
 def compare(
     schedules: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME|FILE...", help="Families or files; all families if none."),
+        typer.Argument(
+            metavar="NAME|FILE...",
+            help="Families or files; all families if none.",
+            autocompletion=families_beginning,
+        ),
     ] = None,
     *,
     ranks: Ranks = None,

@@ -9,7 +9,7 @@ import typer
 
 from penstock.costs import Costs
 from penstock.errors import FormatError
-from penstock.families import build
+from penstock.families import build, families
 from penstock.formats import format_of, read
 from penstock.presets import preset, presets
 from penstock.schedule import Schedule
@@ -27,13 +27,31 @@ __all__ = [
     "bytes_from",
     "checked_sends",
     "costs_from",
+    "families_beginning",
     "is_file",
+    "presets_beginning",
     "read_schedule",
     "schedule_from",
 ]
 
+
+def families_beginning(typed: str) -> list[str]:
+    """The families whose names begin so: what a shell offers; it falls back to files."""
+    return [name for name in families() if name.startswith(typed)]
+
+
+def presets_beginning(typed: str) -> list[str]:
+    """The presets whose names begin so."""
+    return [name for name in presets() if name.startswith(typed)]
+
+
 Source: TypeAlias = Annotated[
-    str, typer.Argument(metavar="NAME|FILE", help="A family (see penstock list), or a .csv or .json file.")
+    str,
+    typer.Argument(
+        metavar="NAME|FILE",
+        help="A family (see penstock list), or a .csv or .json file.",
+        autocompletion=families_beginning,
+    ),
 ]
 Ranks: TypeAlias = Annotated[int | None, typer.Option("--ranks", "-p", help="How many ranks.")]
 Microbatches: TypeAlias = Annotated[
@@ -47,7 +65,13 @@ Lowered: TypeAlias = Annotated[
 ]
 CostsFrom: TypeAlias = Annotated[
     str | None,
-    typer.Option("--costs", "-c", metavar="FILE|PRESET", help="Costs from a .json or .toml file, or a preset."),
+    typer.Option(
+        "--costs",
+        "-c",
+        metavar="FILE|PRESET",
+        help="Costs from a .json or .toml file, or a preset.",
+        autocompletion=presets_beginning,
+    ),
 ]
 Memory: TypeAlias = Annotated[
     str | None,

@@ -12,7 +12,7 @@
 
 Legend: p ranks, r this rank, a = stage r, b = stage 2p - 1 - r, m microbatches; F&B the time of a pair.
 
-    bubble    (p - 1)(F&B + B - 3W) per rank, B a full backward
+    bubble    at most (p - 1)(F&B + B - 3W) per rank, B a full backward; exactly that at F = I = W
     memory    2p + 1 live activations of half-rank stages
 """
 

@@ -4,6 +4,9 @@ The words (actions, stages, chunk specs, traced pipes) are torch's own objects, 
 other; orders, proofs, pictures and steps are ours. docs/migrate.md says where the two differ.
 """
 
+import penstock.runtime  # noqa: F401 -- first: it names a missing torch
+
+# isort: split
 from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, build_stage, pipe_split, pipeline
 
 from penstock.pipelining import microbatch, schedules

@@ -1,5 +1,16 @@
 """Schedules at work on real ranks: `Pipeline` runs them with torch.distributed."""
 
+from penstock.errors import MissingExtraError
+
+try:
+    import torch  # noqa: F401 -- before all else, so that a missing torch is named
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise MissingExtraError(
+        "training is done by torch, which is not installed: pip install 'penstock[torch]'"
+    ) from None
+
 from penstock.runtime.checkpoints import (
     export_safetensors,
     import_safetensors,

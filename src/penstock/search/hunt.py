@@ -29,6 +29,8 @@ _TASKS = 4
 """Improvements side by side; as many wherever it runs, so that the same seed gives the same answer."""
 _WARMTH = (0.03, 0.1, 0.3, 1.0)
 """Of the mean step: how much worse an order may be and still be taken at first."""
+_FOCUS = (0.5, 0.8)
+"""The share of moves on the critical path."""
 _SLOWER = 1 if COMPILED else 200
 """How much longer a move takes where it is not compiled."""
 _LARGEST_EXACT = 400
@@ -166,8 +168,8 @@ class Hunt:
         for _ in range(_TASKS):
             chance = rng.random()
             start = self.kept[0] if chance < 0.5 else rng.choice(self.kept if chance < 0.75 else self.starts)
-            warmth, seed = rng.choice(_WARMTH) * step, rng.randrange(1 << 30)
-            given = (tables, start.order, self.problem.goal, moves, warmth, seed, stop)
+            warmth, focus, seed = rng.choice(_WARMTH) * step, rng.choice(_FOCUS), rng.randrange(1 << 30)
+            given = (tables, start.order, self.problem.goal, moves, warmth, focus, seed, stop)
             tasks.append((start, pool.submit(improve, *given)))
         wait([task for _, task in tasks])
         total = 0

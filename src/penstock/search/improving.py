@@ -66,11 +66,11 @@ def _chain(tables: Tables, rows: Ints, state: State, at: int, place: Ints, found
 
 @compiled
 def improve(
-    tables: Tables, start: Ints, goal: int, moves: int, warmth: float, seed: int, stop: Ints
+    tables: Tables, start: Ints, goal: int, moves: int, warmth: float, focus: float, seed: int, stop: Ints
 ) -> tuple[Ints, float, int, int]:
     """The best order found by so many moves of single steps, its objective, and how many were made and run.
 
-    Steps on a longest chain are moved most. Worse orders are taken too, at first by `warmth` seconds on
+    A share `focus` of the steps that are moved is on a longest chain. Worse orders are taken too, at first by `warmth` seconds on
     average, at the end by none. The same seed gives the same answer; `stop[0]` other than 0 ends it early.
     """
     np.random.seed(seed)
@@ -91,7 +91,7 @@ def improve(
         if not known:
             length = _chain(tables, now, state, _last_of_worst(tables, state, goal), place, chain)
             known = True
-        if length > 0 and np.random.random() < 0.8:
+        if length > 0 and np.random.random() < focus:
             i = chain[np.random.randint(length)]
         else:
             i = np.random.randint(size)
