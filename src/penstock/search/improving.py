@@ -70,8 +70,9 @@ def improve(
 ) -> tuple[Ints, float, int, int]:
     """The best order found by so many moves of single steps, its objective, and how many were made and run.
 
-    A share `focus` of the steps that are moved is on a longest chain. Worse orders are taken too, at first by `warmth` seconds on
-    average, at the end by none. The same seed gives the same answer; `stop[0]` other than 0 ends it early.
+    A share `focus` of the steps that are moved is on a longest chain. Worse orders are taken too, at first by
+    `warmth` seconds on average, at the end by none. The same seed gives the same answer; `stop[0]` other than 0
+    ends it early.
     """
     np.random.seed(seed)
     bounds, hosts = tables.bounds, tables.hosts
