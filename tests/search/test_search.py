@@ -234,6 +234,21 @@ def test_noise_ranks_by_what_most_runs_stay_within() -> None:
     assert found.quantile <= spread.quantile(0.9)
 
 
+def test_a_limit_is_kept_beside_parameters_that_are_a_million_million_times_as_large() -> None:
+    costs = Costs(parameters=1e12)
+    found = search(ranks=4, microbatches=12, costs=costs, memory_limit=1e12 + 2, split=False, moves=100)
+    assert_sound(found, costs, None)
+    assert max(found.timeline.peak_memory) == 1e12 + 2
+
+
+def test_pairs_that_take_no_time_prove_nothing() -> None:
+    costs = Costs(overlap=0)
+    found = search(ranks=2, microbatches=4, stages_per_rank=2, placement="v", costs=costs, moves=100)
+    assert found.value > 0
+    assert found.bound.seconds == 0
+    assert not found.proved
+
+
 @pytest.mark.parametrize("lacking", ["ortools", "numba"])
 def test_without_an_extra_the_rest_works_and_says_what_is_missing(lacking: str) -> None:
     code = f"""

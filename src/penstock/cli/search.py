@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -143,7 +144,7 @@ def _answer(found: SearchResult) -> dict[str, Any]:
         "bound": found.bound.seconds,
         "binding": found.bound.name,
         "because": found.bound.because,
-        "gap": found.gap,
+        "gap": found.gap if math.isfinite(found.gap) else None,
         "proved": found.proved,
         "found_by": found.found_by,
         "peak_memory": max(found.timeline.peak_memory),

@@ -138,14 +138,15 @@ def _refuse_too_little(placements: list[Placement], costs: Costs, limit: float |
     """One microbatch at a time needs the least; if even that is too much for a rank, nothing fits."""
     if limit is None:
         return
-    names = ("parameters", "gradients", "optimizer_state", "activation")
+    names = ("parameters", "gradients", "optimizer_state")
     faults = []
     for placement in placements:
         stages = placement.num_stages
         for rank, own in enumerate(placement.stages_of_rank):
-            least = sum(costs.per_stage(name, stages)[s] for name in names for s in own)
-            if least > limit * (1 + 1e-9):
-                faults.append(f"rank {rank} needs {least:g}")
+            fixed = sum(costs.per_stage(name, stages)[s] for name in names for s in own)
+            held = sum(costs.per_stage("activation", stages)[s] for s in own)
+            if held > (limit - fixed) * (1 + 1e-9):
+                faults.append(f"rank {rank} needs {fixed + held:g}")
     if faults:
         what = "for what it always holds and one microbatch of each of its stages"
         more = f", and {len(faults) - 4} more" if len(faults) > 4 else ""
