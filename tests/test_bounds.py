@@ -163,8 +163,13 @@ def test_pairs_of_a_fixed_length_do_not_beat_a_bound() -> None:
     for _ in range(60):
         schedule = penstock.build("dualpipev", ranks=rng.randint(1, 3), microbatches=rng.randint(4, 9))
         stages = schedule.num_stages
-        halves = [tuple(rng.randint(0, 9) for _ in range(stages)) for _ in range(3)]
-        costs = Costs(*halves, backward=rng.choice([None, 10]), overlap=rng.choice([0, 0.5, 5]))
+        costs = Costs(
+            forward=tuple(rng.randint(0, 9) for _ in range(stages)),
+            backward_input=tuple(rng.randint(0, 9) for _ in range(stages)),
+            backward_weight=tuple(rng.randint(0, 9) for _ in range(stages)),
+            backward=rng.choice([None, 10]),
+            overlap=rng.choice([0, 0.5, 5]),
+        )
         timeline = simulate(schedule, costs)
         for bound in bounds_of(schedule, costs, max(timeline.peak_memory)):
             assert bound.seconds <= timeline.makespan * (1 + 1e-9), (costs, bound)

@@ -22,7 +22,9 @@ from penstock.columns import Floats, Ints
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 try:
-    from numba import njit
+    from numba import config, njit
+
+    COMPILED = not config.DISABLE_JIT
 except ImportError:
     COMPILED = False
 
@@ -30,7 +32,6 @@ except ImportError:
         """As it is: the same, only slower."""
         return function
 else:
-    COMPILED = True
 
     def compiled(function: Function) -> Function:
         """Compiled when it is first called, and kept for the next time; threads run it side by side."""
