@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
+from typing import cast
 
 from penstock.costs import Costs
 from penstock.errors import PenstockError, SearchError
@@ -134,7 +135,7 @@ def _faults(
 
 
 def _from_0_to(most: float, value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(0 <= value <= most)
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= cast("float", value) <= most
 
 
 def _placements(placement: Placement | str, ranks: int, stages_per_rank: int) -> list[Placement]:

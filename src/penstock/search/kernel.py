@@ -24,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 try:
     from numba import config, njit
 
-    COMPILED = not config.DISABLE_JIT
+    COMPILED = not config.DISABLE_JIT  # type: ignore[attr-defined]
 except ImportError:
     COMPILED = False
 
