@@ -212,6 +212,12 @@ def test_time_is_kept_and_progress_is_told() -> None:
     assert all(each.bound <= each.best for each in told)
 
 
+def test_the_time_is_kept_where_making_orders_alone_would_take_longer() -> None:
+    search(ranks=2, microbatches=2, moves=10)  # compiled now
+    found = search(ranks=64, microbatches=128, stages_per_rank=2, placement="loop", live_limit=128, seconds=1)
+    assert found.seconds < 15
+
+
 def test_a_key_press_keeps_the_best_so_far() -> None:
     def press(now: Progress) -> None:
         if now.doing == "moving steps":

@@ -95,8 +95,8 @@ class Hunt:
 
     # --- starting ----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Families that fit, and orders made by rules."""
+    def begin(self, late: Callable[[], bool]) -> None:
+        """Families that fit, and orders made by rules, the latter as long as it is not late."""
         self.start_from(*serial(self.problem))
         for schedule in family_schedules(self.problem):
             order = self.problem.order_of(schedule)
@@ -109,7 +109,7 @@ class Hunt:
                 self.families[schedule.name] = (schedule, self.value_of(timeline))
             else:
                 self.too_large[schedule.name] = float(peaks.max())
-        for seed in made(self.problem):
+        for seed in made(self.problem, late):
             self.start_from(*seed)
         if self.pairs_pay:
             work = replace(self.work, paired=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -61,8 +61,8 @@ def serial(problem: Problem) -> Seed:
     return Seed("one microbatch after the other", np.array(rows, dtype=np.int64))
 
 
-def made(problem: Problem) -> Iterator[Seed]:
-    """Orders made by rules, the ones that fit."""
+def made(problem: Problem, late: Callable[[], bool]) -> Iterator[Seed]:
+    """Orders made by rules, the ones that fit, until it is late."""
     tables = problem.tables
     step = float(tables.seconds.mean())
     caps = list(_caps(problem))
@@ -71,6 +71,8 @@ def made(problem: Problem) -> Iterator[Seed]:
     leads = (0.25, -0.25, 0.0, 2.0, 1e3)
     for cap, lead, patience in product(caps, leads, patiences):
         for deep_first, eager in product((True, False) if several else (True,), repeat=2):
+            if late():
+                return
             order = make(tables, cap, Rule(patience, lead * step, deep_first, eager))
             if len(order) and problem.fits(order):
                 yield Seed(f"made with {lead:g} steps of lead, patience {patience:g}", order)
