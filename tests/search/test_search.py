@@ -293,6 +293,18 @@ print(json.dumps([found.value, found.bound.seconds, found.missing]))
     assert lacking in missing[0]
 
 
+def test_it_runs_where_compiled_code_can_be_kept_nowhere() -> None:
+    code = """
+from numba.core.caching import CacheImpl
+CacheImpl._locator_classes = []
+from penstock.search.kernel import W, compiled
+print(compiled(lambda number: number + W)(3))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)  # noqa: S603
+    assert done.stdout == "5\n"
+
+
 def test_it_says_so_where_numba_is_told_not_to_compile() -> None:
     code = "from penstock import search; print(search(ranks=2, microbatches=3, moves=100).missing)"
     command, env = [sys.executable, "-c", code], os.environ | {"NUMBA_DISABLE_JIT": "1"}

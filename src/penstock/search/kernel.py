@@ -35,7 +35,10 @@ else:
 
     def compiled(function: Function) -> Function:
         """Compiled when it is first called, and kept for the next time; threads run it side by side."""
-        return cast("Function", njit(cache=True, nogil=True)(function))
+        try:
+            return cast("Function", njit(cache=True, nogil=True)(function))
+        except (RuntimeError, OSError):  # no folder to keep it in can be written to
+            return cast("Function", njit(nogil=True)(function))
 
 
 __all__ = [
