@@ -294,6 +294,7 @@ print(json.dumps([found.value, found.bound.seconds, found.missing]))
 
 
 def test_it_runs_where_compiled_code_can_be_kept_nowhere() -> None:
+    pytest.importorskip("numba", reason="compiled loops are an extra")
     code = """
 from numba.core.caching import CacheImpl
 CacheImpl._locator_classes = []
