@@ -91,7 +91,9 @@ class Costs:
             faults.append("bandwidth: it must be more than 0")
         if not faults:
             freed, held = _as_tuple(self.activation_freed_by_input), _as_tuple(self.activation)
-            if (len(freed) == len(held) and any(f > h for f, h in zip(freed, held))) or max(freed) > max(held):
+            stages = max(len(freed), len(held))
+            both = (each * stages if len(each) == 1 else each for each in (freed, held))
+            if any(f > h for f, h in zip(*both)):
                 faults.append("activation_freed_by_input: it cannot be more than activation")
         if faults:
             raise CostsError("; ".join(faults))

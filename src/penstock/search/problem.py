@@ -100,7 +100,8 @@ class Problem:
         ranks = self.placement.num_ranks
         if self.memory_limit is None:
             return np.full(ranks, np.inf)
-        return (self.memory_limit - self.fixed) + 1e-9 * abs(self.memory_limit)
+        # a share of what is left, not of the limit: beside large parameters that could be many activations
+        return (self.memory_limit - self.fixed) * (1 + 1e-9)
 
     @cached_property
     def fixed(self) -> Floats:

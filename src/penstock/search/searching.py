@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Event
 from time import perf_counter
 from typing import Any
@@ -103,6 +104,10 @@ class _Search:
         best = min(hunt.best for hunt in self.hunts)
         return all(hunt.bound.seconds >= best * (1 - 1e-9) for hunt in self.hunts)
 
+    def _late(self, until: float) -> bool:
+        """Whether this share of the time is used; never where moves are counted."""
+        return self.budget.moves is None and self.share >= until
+
     def _tell(self, doing: str) -> None:
         best = min(hunt.best for hunt in self.hunts)
         bound = min(hunt.bound.seconds for hunt in self.hunts)
@@ -111,8 +116,8 @@ class _Search:
     # --- layers ------------------------------------------------------------------------------------
 
     def _search(self) -> None:
-        for hunt in self.hunts:
-            hunt.begin()
+        for number, hunt in enumerate(self.hunts):
+            hunt.begin(partial(self._late, 0.5 * (number + 1) / len(self.hunts)))
             self._tell("families and rules")
         with ThreadPoolExecutor(cores() if COMPILED else 1) as pool:
             try:
