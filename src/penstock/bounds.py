@@ -37,7 +37,10 @@ from penstock.costs import Costs
 from penstock.schedule import Schedule
 from penstock.work import Work
 
-__all__ = ["Bound", "Work", "bounds", "bounds_of"]
+__all__ = ["OBJECTIVES", "Bound", "Work", "bounds", "bounds_of"]
+
+OBJECTIVES = ("makespan", "span", "period")
+"""What of an iteration is to be short (`penstock.timeline` says what they are)."""
 
 
 _ROUNDING = 1e-9

@@ -8,9 +8,9 @@ from threading import Event
 import pytest
 
 from penstock import Placement
-from penstock.bounds import Work, bounds
+from penstock.bounds import OBJECTIVES, Work, bounds
 from penstock.search.exact import Effort, solve
-from penstock.search.problem import OBJECTIVES, Problem
+from penstock.search.problem import Problem
 from penstock.search.seeds import serial
 from tests.search.instances import UNITS, random_problem
 from tests.test_bounds import OPTIMA

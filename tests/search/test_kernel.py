@@ -11,9 +11,10 @@ import pytest
 
 import penstock
 from penstock import simulate, validate
+from penstock.bounds import OBJECTIVES
 from penstock.search import kernel
 from penstock.search.improving import improve
-from penstock.search.problem import OBJECTIVES, Problem
+from penstock.search.problem import Problem
 from penstock.search.seeds import family_schedules, made, serial
 from tests.search.instances import random_problem
 

@@ -4,10 +4,9 @@ from penstock.planning.model import Layer, Model
 from penstock.planning.model_files import model_of_keys, read_model
 from penstock.planning.options import Left, Option
 from penstock.planning.planner import Plan, plan
-from penstock.planning.question import OBJECTIVES, Question
+from penstock.planning.question import Question
 
 __all__ = [
-    "OBJECTIVES",
     "Layer",
     "Left",
     "Model",

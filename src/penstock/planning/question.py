@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.bounds import OBJECTIVES
 from penstock.errors import PlanError
 from penstock.given import printable, whole_number
 from penstock.planning.model import Model
 from penstock.timeline import Timeline
 
-__all__ = ["OBJECTIVES", "Question"]
-
-OBJECTIVES = ("makespan", "span", "period")
+__all__ = ["Question"]
 
 
 @dataclass(frozen=True)

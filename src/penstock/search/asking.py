@@ -7,6 +7,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import cast
 
+from penstock.bounds import OBJECTIVES
 from penstock.costs import Costs
 from penstock.errors import PenstockError, SearchError
 from penstock.families.registry import MAX_WORK
@@ -14,9 +15,8 @@ from penstock.given import printable, whole_number
 from penstock.placement import Placement
 from penstock.search.result import Progress, SearchResult
 
-__all__ = ["OBJECTIVES", "search"]
+__all__ = ["search"]
 
-OBJECTIVES = ("makespan", "span", "period")
 _PLACEMENTS = ("any", "loop", "v")
 _MOST = 1e18  # more seconds or bytes than anybody means
 

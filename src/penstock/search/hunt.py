@@ -111,11 +111,12 @@ class Hunt:
                 self.families[schedule.name] = (schedule, self.value_of(timeline))
             else:
                 self.too_large[schedule.name] = float(peaks.max())
-        for seed in made(self.problem, late):
-            self.start_from(*seed)
         if self.pairs_pay:
             work = replace(self.work, paired=True)
             self.bound = bounds(work, self.problem.memory_limit, self.problem.objective)[0]
+        if gap_of(self.best, self.bound.seconds):
+            for seed in made(self.problem, late):
+                self.start_from(*seed)
 
     @property
     def pairs_pay(self) -> bool:
