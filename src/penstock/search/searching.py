@@ -33,6 +33,9 @@ from penstock.simulator import simulate
 
 __all__ = ["Budget", "Noise", "run"]
 
+_FOR_FEWER = 10.0
+"""Seconds, at most, for an order of fewer microbatches whose middle is repeated."""
+
 Told = Callable[[Progress], None]
 
 
@@ -145,7 +148,9 @@ class _Search:
             return
         seconds, moves = self.budget.seconds, self.budget.moves
         part = 0.4 / len(self.hunts)
-        budget = Budget(part * seconds, None if moves is None else int(part * moves), self.budget.seed)
+        budget = Budget(
+            min(part * seconds, _FOR_FEWER), None if moves is None else int(part * moves), self.budget.seed
+        )
         small = _Search([fewer], self.costs, budget, None, lambda _: self._tell("fewer microbatches"))
         small.hunts = [Hunt(fewer)]
         small.rng = self.rng
