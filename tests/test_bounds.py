@@ -156,3 +156,20 @@ def test_the_published_zb_h1_cannot_be_beaten_by_more_than_its_rounding() -> Non
     assert bound.name == "warm-up and drain"
     span = simulate(penstock.build("zb-h1", ranks=8, microbatches=24), costs).span
     assert bound.seconds <= span <= bound.seconds * 1.00001
+
+
+def test_pairs_of_a_fixed_length_do_not_beat_a_bound() -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        schedule = penstock.build("dualpipev", ranks=rng.randint(1, 3), microbatches=rng.randint(4, 9))
+        stages = schedule.num_stages
+        costs = Costs(
+            forward=tuple(rng.randint(0, 9) for _ in range(stages)),
+            backward_input=tuple(rng.randint(0, 9) for _ in range(stages)),
+            backward_weight=tuple(rng.randint(0, 9) for _ in range(stages)),
+            backward=rng.choice([None, 10]),
+            overlap=rng.choice([0, 0.5, 5]),
+        )
+        timeline = simulate(schedule, costs)
+        for bound in bounds_of(schedule, costs, max(timeline.peak_memory)):
+            assert bound.seconds <= timeline.makespan * (1 + 1e-9), (costs, bound)

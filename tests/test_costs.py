@@ -39,6 +39,10 @@ def test_a_list_needs_one_entry_for_each_stage_or_edge() -> None:
         ({"forward": 10**400}, "forward: it must be from 0 to 1e"),
         ({"forward": 1e308}, "forward: it must be from 0 to 1e"),
         ({"activation_freed_by_input": 2}, "activation_freed_by_input: it cannot be more than activation"),
+        (
+            {"activation": (5, 1), "activation_freed_by_input": 3},
+            "activation_freed_by_input: it cannot be more",
+        ),
         ({"forward": float("nan")}, "forward: it must be from 0 to 1e"),
         ({"forward": "1"}, "forward: it must be a number or a list of them"),
         ({"forward": True}, "forward: it must be a number"),

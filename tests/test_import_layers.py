@@ -32,6 +32,7 @@ LAYERS = (
     {"simulator", "why"},
     {"calibration", "jitter", "comparison"},
     {"search"},
+    {"planning"},
     {"view"},
     {"penstock"},  # __init__.py, which only gathers names
     {"runtime"},

@@ -14,6 +14,7 @@ from penstock.errors import (
     PenstockError,
     PipelineError,
     PlacementError,
+    PlanError,
     ScheduleError,
     SearchError,
     StepFailedError,
@@ -23,6 +24,7 @@ from penstock.formats import read
 from penstock.layout import even_layout, parse_layout
 from penstock.lowering import lower
 from penstock.placement import Placement
+from penstock.planning import plan
 from penstock.schedule import Schedule
 from penstock.search import SearchResult, search
 from penstock.simulator import simulate
@@ -49,6 +51,7 @@ __all__ = [
     "PipelineError",
     "Placement",
     "PlacementError",
+    "PlanError",
     "Schedule",
     "ScheduleError",
     "SearchError",
@@ -62,6 +65,7 @@ __all__ = [
     "lower",
     "parse_action",
     "parse_layout",
+    "plan",
     "read",
     "register",
     "search",

@@ -37,7 +37,10 @@ from penstock.costs import Costs
 from penstock.schedule import Schedule
 from penstock.work import Work
 
-__all__ = ["Bound", "Work", "bounds", "bounds_of"]
+__all__ = ["OBJECTIVES", "Bound", "Work", "bounds", "bounds_of"]
+
+OBJECTIVES = ("makespan", "span", "period")
+"""What of an iteration is to be short (`penstock.timeline` says what they are)."""
 
 
 _ROUNDING = 1e-9
@@ -173,7 +176,7 @@ def _idle(work: Work, rank: int, limit: float) -> float:
     between = sum(work.forward[s] + work.passing[s] + work.deferred[s] + 3 * launch for s in deeper)
     after = work.passing[first] + work.deferred[first] + 2 * launch
     room = work.room(rank, limit)
-    begun = min(int(room / size[first] + _ROUNDING), work.microbatches)
+    begun = min(int(room / size[first] * (1 + _ROUNDING)), work.microbatches)
     idle = max(0.0, work.round_trip(first) - begun * (forward + between))
     if begun == work.microbatches:
         return idle

@@ -16,6 +16,7 @@ import json
 import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from math import log2
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,7 +30,7 @@ if sys.version_info >= (3, 11):
 else:  # the same under its name before it was taken into Python
     import tomli as tomllib
 
-__all__ = ["Cost", "Costs"]
+__all__ = ["Cost", "Costs", "read_keys", "size_text"]
 
 Cost: TypeAlias = float | tuple[float, ...]
 
@@ -90,7 +91,9 @@ class Costs:
             faults.append("bandwidth: it must be more than 0")
         if not faults:
             freed, held = _as_tuple(self.activation_freed_by_input), _as_tuple(self.activation)
-            if (len(freed) == len(held) and any(f > h for f, h in zip(freed, held))) or max(freed) > max(held):
+            stages = max(len(freed), len(held))
+            both = (each * stages if len(each) == 1 else each for each in (freed, held))
+            if any(f > h for f, h in zip(*both)):
                 faults.append("activation_freed_by_input: it cannot be more than activation")
         if faults:
             raise CostsError("; ".join(faults))
@@ -138,19 +141,7 @@ class Costs:
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Costs:
         """From a `.json` or `.toml` file."""
-        path = Path(path)
-        ending = path.suffix.lower()
-        if ending not in (".json", ".toml"):
-            fault = f"the ending {ending or '(none)'} is not known; it is .json or .toml"
-            raise FormatError(str(path), [fault])
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-            document = json.loads(text) if ending == ".json" else tomllib.loads(text)
-        except UnicodeDecodeError as error:
-            raise FormatError(str(path), [f"byte {error.start} is not UTF-8 text"]) from None
-        except (ValueError, RecursionError) as error:
-            raise FormatError(str(path), [f"it is not {ending[1:].upper()}: {error}"]) from None
-        return cls.from_keys(document, source=str(path))
+        return cls.from_keys(read_keys(path), source=str(path))
 
     @classmethod
     def from_keys(cls, document: object, source: str = "<costs>") -> Costs:
@@ -191,6 +182,29 @@ class Costs:
             write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in self.to_keys().items()), path)
         else:
             raise FormatError(str(path), [f"the ending {path.suffix or '(none)'} is not .json or .toml"])
+
+
+def read_keys(path: str | PathLike[str]) -> object:
+    """What is in a `.json` or `.toml` file."""
+    path = Path(path)
+    ending = path.suffix.lower()
+    if ending not in (".json", ".toml"):
+        fault = f"the ending {ending or '(none)'} is not known; it is .json or .toml"
+        raise FormatError(str(path), [fault])
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        document: object = json.loads(text) if ending == ".json" else tomllib.loads(text)
+    except UnicodeDecodeError as error:
+        raise FormatError(str(path), [f"byte {error.start} is not UTF-8 text"]) from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(str(path), [f"it is not {ending[1:].upper()}: {error}"]) from None
+    return document
+
+
+def size_text(count: float) -> str:
+    """Bytes in a fitting unit."""
+    power = min(int(log2(count)) // 10, 4) if count >= 1 else 0
+    return f"{count / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def _as_tuple(value: Cost) -> tuple[float, ...]:

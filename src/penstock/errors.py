@@ -7,6 +7,7 @@
     ├── FormatError              a file that is not a schedule, with every fault and its place
     ├── ScheduleError            a schedule that cannot be made, lowered or run as it stands
     ├── CostsError               costs that cannot be, or that do not fit a schedule
+    ├── PlanError                a model that cannot be planned for as asked, or nothing that fits
     ├── SearchError              work and limits that no order can meet
     ├── MissingExtraError        something that needs an optional dependency which is not installed
     ├── PartitionError           a model that cannot be cut into stages as asked
@@ -34,6 +35,7 @@ __all__ = [
     "PenstockError",
     "PipelineError",
     "PlacementError",
+    "PlanError",
     "ScheduleError",
     "SearchError",
     "StepFailedError",
@@ -84,6 +86,10 @@ class ScheduleError(PenstockError):
 
 class CostsError(PenstockError):
     """Costs that cannot be, or that do not fit a schedule."""
+
+
+class PlanError(PenstockError):
+    """A model that cannot be planned for as asked, or nothing that fits."""
 
 
 class SearchError(PenstockError):

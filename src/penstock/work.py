@@ -43,11 +43,12 @@ class Work:
     def deferred(self) -> list[float]:
         """W per stage: what must be done of a backward besides passing the gradient on."""
         stages = self.placement.num_stages
-        whole = self.costs.full_backward(stages)
         if not self.split:
             return [0.0] * stages
-        halves = (self.costs.per_stage(name, stages) for name in ("backward_input", "backward_weight"))
-        least = [min(i + w, b) for i, w, b in zip(*halves, whole)]
+        whole = self._least_in_pair(self.costs.full_backward(stages))
+        first = self._least_in_pair(self.costs.per_stage("backward_input", stages))
+        weight = self.costs.per_stage("backward_weight", stages)
+        least = [min(i + w, b) for i, w, b in zip(first, weight, whole)]
         return [max(total - g, 0.0) for total, g in zip(least, self.passing)]
 
     def _least_in_pair(self, seconds: list[float]) -> list[float]:

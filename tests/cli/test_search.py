@@ -59,10 +59,15 @@ def test_objectives_placements_whole_backwards_and_noise_can_be_asked_for(run: R
         (["--memory", "0.5"], "nothing fits into 0.5 a rank: rank 0 needs 1; rank 1 needs 1", 2),
         (["--live", "0"], "live_limit must be a whole number of at least 1 (given 0)", 2),
         (["--objective", "speed"], "'speed' is not one of", 2),
+        (["-o", "no/best.csv"], "no/best.csv: the folder no is not there or cannot be written to", 2),
+        (["-o", "folder.csv"], "folder.csv is a folder", 2),
         (["-o", "best.txt"], "best.txt: the ending .txt is not known; it is .csv or .json", 2),
     ],
 )
-def test_what_cannot_be_searched_for_is_bad_usage(run: Run, words: list[str], says: str, code: int) -> None:
+def test_what_cannot_be_searched_for_is_bad_usage(
+    run: Run, tmp_path: Path, words: list[str], says: str, code: int
+) -> None:
+    (tmp_path / "folder.csv").mkdir()
     answer = run("search", "-p", 2, "-m", 2, *words)
     assert (answer.code, answer.out) == (code, "")
     assert says in answer.said

@@ -8,9 +8,9 @@ from threading import Event
 import pytest
 
 from penstock import Placement
-from penstock.bounds import Work, bounds
+from penstock.bounds import OBJECTIVES, Work, bounds
 from penstock.search.exact import Effort, solve
-from penstock.search.problem import OBJECTIVES, Problem
+from penstock.search.problem import Problem
 from penstock.search.seeds import serial
 from tests.search.instances import UNITS, random_problem
 from tests.test_bounds import OPTIMA
@@ -26,6 +26,14 @@ def test_known_optima_are_found_and_proved_from_the_worst_start(p: int, m: int, 
     assert found.order is not None
     assert problem.fits(found.order)
     assert problem.value(found.order) == found.bound == OPTIMA[p, m, limit]
+
+
+def test_an_optimum_of_steps_shorter_than_a_nanosecond_is_proved() -> None:
+    problem = Problem(Placement.loop(2), 4, UNITS.scaled(1e-11), 4)
+    found = solve(problem, serial(problem).order, 0.0, EFFORT, Event())
+    assert found.order is not None
+    assert problem.value(found.order) == pytest.approx(OPTIMA[2, 4, 4] * 1e-11)
+    assert found.bound == pytest.approx(OPTIMA[2, 4, 4] * 1e-11, rel=1e-4)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

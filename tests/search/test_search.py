@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import penstock
@@ -95,14 +97,23 @@ def test_the_known_optima_are_found_and_proved(p: int, m: int, limit: int) -> No
 def test_zb_1p_is_proved_best_and_zb_2p_is_not_longer_than_published(name: str) -> None:
     costs, m = preset(name), int(name.rpartition("m")[2])
     held = costs.per_stage("activation", 8)[0]
-    once = search(
-        ranks=8, microbatches=m, costs=costs, memory_limit=8 * held, objective="span", seconds=60, moves=10**6
-    )
+    once = search(ranks=8, microbatches=m, costs=costs, memory_limit=8 * held, objective="span", moves=1000)
     family = simulate(penstock.build("zb-h1", ranks=8, microbatches=m), costs).span
     assert once.value <= family * (1 + 1e-12)
     assert once.gap < 1e-5
+
+    def stop_when_met(now: Progress) -> None:
+        if now.best * 1e6 <= PUBLISHED[name] + 0.5:
+            raise KeyboardInterrupt
+
     twice = search(
-        ranks=8, microbatches=m, costs=costs, memory_limit=16 * held, objective="span", moves=62_500 * m
+        ranks=8,
+        microbatches=m,
+        costs=costs,
+        memory_limit=16 * held,
+        objective="span",
+        seconds=60,
+        told=stop_when_met,
     )
     assert twice.value * 1e6 <= PUBLISHED[name] + 0.5
     assert_sound(twice, costs, 16 * held)
@@ -210,6 +221,12 @@ def test_time_is_kept_and_progress_is_told() -> None:
     assert all(each.bound <= each.best for each in told)
 
 
+def test_the_time_is_kept_where_making_orders_alone_would_take_longer() -> None:
+    search(ranks=2, microbatches=2, moves=10)  # compiled now
+    found = search(ranks=64, microbatches=128, stages_per_rank=2, placement="loop", live_limit=128, seconds=1)
+    assert found.seconds < 15
+
+
 def test_a_key_press_keeps_the_best_so_far() -> None:
     def press(now: Progress) -> None:
         if now.doing == "moving steps":
@@ -234,6 +251,36 @@ def test_noise_ranks_by_what_most_runs_stay_within() -> None:
     assert found.quantile <= spread.quantile(0.9)
 
 
+def test_a_limit_is_kept_beside_parameters_that_are_a_million_million_times_as_large() -> None:
+    costs = Costs(parameters=1e12)
+    found = search(ranks=4, microbatches=12, costs=costs, memory_limit=1e12 + 2, split=False, moves=100)
+    assert_sound(found, costs, None)
+    assert max(found.timeline.peak_memory) == 1e12 + 2
+
+
+def test_pairs_that_take_no_time_prove_nothing() -> None:
+    costs = Costs(overlap=0)
+    found = search(ranks=2, microbatches=4, stages_per_rank=2, placement="v", costs=costs, moves=100)
+    assert found.value > 0
+    assert found.bound.seconds == 0
+    assert not found.proved
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span", "period"])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        Costs(forward=0, backward_input=0, backward_weight=0),
+        Costs(forward=0, backward_input=0, backward_weight=0, latency=3, activation_freed_by_input=1),
+        Costs(forward=1e-18, backward_input=0, backward_weight=0, latency=1e18),
+        Costs(forward=2e-10, backward_input=3e-10, backward_weight=1e-10, latency=2e-10),
+    ],
+)
+def test_steps_of_hardly_any_or_no_length_can_be_searched(costs: Costs, objective: str) -> None:
+    found = search(ranks=3, microbatches=5, costs=costs, memory_limit=2, objective=objective, moves=2000)
+    assert_sound(found, costs, 2)
+
+
 @pytest.mark.parametrize("lacking", ["ortools", "numba"])
 def test_without_an_extra_the_rest_works_and_says_what_is_missing(lacking: str) -> None:
     code = f"""
@@ -255,6 +302,26 @@ print(json.dumps([found.value, found.bound.seconds, found.missing]))
     assert lacking in missing[0]
 
 
+def test_it_runs_where_compiled_code_can_be_kept_nowhere() -> None:
+    pytest.importorskip("numba", reason="compiled loops are an extra")
+    code = """
+from numba.core.caching import CacheImpl
+CacheImpl._locator_classes = []
+from penstock.search.kernel import W, compiled
+print(compiled(lambda number: number + W)(3))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)  # noqa: S603
+    assert done.stdout == "5\n"
+
+
+def test_it_says_so_where_numba_is_told_not_to_compile() -> None:
+    code = "from penstock import search; print(search(ranks=2, microbatches=3, moves=100).missing)"
+    command, env = [sys.executable, "-c", code], os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120)  # noqa: S603
+    assert "numba" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -266,7 +333,14 @@ print(json.dumps([found.value, found.bound.seconds, found.missing]))
             {"memory_limit": 5, "live_limit": 5},
             "give memory_limit, in bytes, or live_limit, in activations, not both",
         ),
-        ({"seconds": -1}, "seconds must be at least 0 (given -1)"),
+        ({"seconds": -1}, "seconds must be from 0 to 1e+18 (given -1)"),
+        ({"seconds": 10**400}, "seconds must be from 0 to 1e+18 (given 1000"),
+        ({"memory_limit": float("inf")}, "memory_limit must be from 0 to 1e+18 bytes (given inf)"),
+        ({"memory_limit": "5"}, "memory_limit must be from 0 to 1e+18 bytes (given '5')"),
+        ({"placement": [0, 1]}, "placement is a Placement, or one of any, loop, v (given [0, 1])"),
+        ({"costs": "zb"}, "costs must be Costs (given 'zb')"),
+        ({"noise": "a", "quantile": "b"}, "noise must be from 0 to 1 (given 'a'); quantile must be between"),
+        ({"microbatches": 10**12}, "stages times microbatches can be at most 16777216 (given 2 stages, 1000"),
         ({"moves": 1.5}, "moves must be a whole number of at least 0 (given 1.5)"),
         ({"noise": 2, "quantile": 3}, "noise must be from 0 to 1 (given 2); quantile must be between 0 and 1"),
         ({"noise": 0.1, "objective": "span"}, "noise goes with makespan only (given 'span')"),
@@ -284,6 +358,25 @@ def test_what_cannot_be_searched_for_is_refused_with_all_faults(given: dict[str,
     with pytest.raises(SearchError) as caught:
         search(**({"ranks": 2, "microbatches": 4} | given))  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+def test_more_activations_than_there_are_is_no_limit() -> None:
+    assert search(ranks=2, microbatches=3, live_limit=10**400, moves=10).value == 10
+
+
+def test_numbers_may_be_those_of_numpy() -> None:
+    plain = search(ranks=2, microbatches=3, stages_per_rank=2, memory_limit=3.0, seed=4, moves=500)
+    found = search(
+        ranks=np.int64(2),  # type: ignore[arg-type]
+        microbatches=np.int32(3),  # type: ignore[arg-type]
+        stages_per_rank=np.int64(2),  # type: ignore[arg-type]
+        memory_limit=np.float32(3),  # type: ignore[arg-type]
+        seed=np.int64(4),  # type: ignore[arg-type]
+        seconds=np.float32(1),  # type: ignore[arg-type]
+        moves=np.int64(500),  # type: ignore[arg-type]
+    )
+    assert found.schedule == plain.schedule
+    assert found.value == plain.value
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:

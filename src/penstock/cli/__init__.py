@@ -18,6 +18,7 @@ from penstock.cli.compare import compare
 from penstock.cli.demo import demo
 from penstock.cli.doctor import doctor
 from penstock.cli.list import list_families
+from penstock.cli.plan import plan
 from penstock.cli.search import search
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
@@ -40,6 +41,7 @@ app.command("show")(show)
 app.command("check")(check)
 app.command("simulate")(simulate)
 app.command("compare")(compare)
+app.command("plan")(plan)
 app.command("trace")(trace)
 app.command("search")(search)
 app.command("verify-grads")(verify_grads)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,10 +93,7 @@ def search(
       penstock search -p 4 -m 16 --costs costs.toml --memory 40GiB --jitter 0.05 --json
     """
     if output is not None:
-        try:
-            format_of(output)
-        except FormatError as error:
-            raise typer.BadParameter(str(error)) from None
+        _refuse_unwritable(output)
     with shown_progress() as told:
         found = run_search(
             ranks=ranks,
@@ -113,12 +112,24 @@ def search(
             quantile=quantile,
             told=told,
         )
-    if output is not None:
-        write(found.schedule, output)
     if as_json:
         typer.echo(json.dumps(_answer(found), indent=2))
     else:
         _print(found)
+    if output is not None:  # last: if it fails, the answer is not lost
+        write(found.schedule, output)
+
+
+def _refuse_unwritable(output: Path) -> None:
+    """Before the search rather than after it."""
+    try:
+        format_of(output)
+    except FormatError as error:
+        raise typer.BadParameter(str(error)) from None
+    if output.is_dir():
+        raise typer.BadParameter(f"{output} is a folder")
+    if not os.access(output.parent, os.W_OK):
+        raise typer.BadParameter(f"{output}: the folder {output.parent} is not there or cannot be written to")
 
 
 @contextmanager
@@ -143,7 +154,7 @@ def _answer(found: SearchResult) -> dict[str, Any]:
         "bound": found.bound.seconds,
         "binding": found.bound.name,
         "because": found.bound.because,
-        "gap": found.gap,
+        "gap": found.gap if math.isfinite(found.gap) else None,
         "proved": found.proved,
         "found_by": found.found_by,
         "peak_memory": max(found.timeline.peak_memory),

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Real
+from typing import cast
 
+from penstock.bounds import OBJECTIVES
 from penstock.costs import Costs
 from penstock.errors import PenstockError, SearchError
+from penstock.families.registry import MAX_WORK
 from penstock.given import printable, whole_number
 from penstock.placement import Placement
 from penstock.search.result import Progress, SearchResult
 
-__all__ = ["OBJECTIVES", "search"]
+__all__ = ["search"]
 
-OBJECTIVES = ("makespan", "span", "period")
 _PLACEMENTS = ("any", "loop", "v")
+_MOST = 1e18  # more seconds or bytes than anybody means
 
 
 def search(
@@ -47,7 +50,6 @@ def search(
     runs stays within when steps vary by that share. `told` is called with a `Progress` now and then. A key
     press (Ctrl-C) ends it early, with the best found so far.
     """
-    known = costs or Costs()
     faults = _faults(
         ranks,
         microbatches,
@@ -60,28 +62,35 @@ def search(
         moves,
         seed,
     )
+    if not isinstance(costs, Costs | None):
+        faults.append(f"costs must be Costs (given {printable(repr(costs))})")
     if noise is not None:
-        faults += [] if 0 <= noise <= 1 else [f"noise must be from 0 to 1 (given {noise!r})"]
-        faults += [] if 0 < quantile < 1 else [f"quantile must be between 0 and 1 (given {quantile!r})"]
+        faults += [] if _from_0_to(1, noise) else [f"noise must be from 0 to 1 (given {noise!r})"]
+        inside = _from_0_to(1, quantile) and 0 < quantile < 1
+        faults += [] if inside else [f"quantile must be between 0 and 1 (given {quantile!r})"]
         faults += [] if objective == "makespan" else [f"noise goes with makespan only (given {objective!r})"]
     if faults:
         raise SearchError("; ".join(faults))
+    known, ranks, microbatches, seed = costs or Costs(), int(ranks), int(microbatches), int(seed)
     placements = _placements(placement, ranks, stages_per_rank)
     for each in placements:
+        if each.num_stages * microbatches > MAX_WORK:
+            given = f"{each.num_stages} stages, {microbatches} microbatches"
+            raise SearchError(f"stages times microbatches can be at most {MAX_WORK} (given {given})")
         known.check_lengths(each.num_stages)
-    counted, limit = known, memory_limit
+    counted, limit = known, None if memory_limit is None else float(memory_limit)
     if live_limit is not None:
         counted = replace(
             known, activation=1, activation_freed_by_input=0, parameters=0, gradients=0, optimizer_state=0
         )
-        limit = live_limit
+        limit = min(int(live_limit), MAX_WORK)
     _refuse_too_little(placements, counted, limit)
 
     from penstock.search.problem import Problem  # noqa: PLC0415 -- compiled code takes a second to load
     from penstock.search.searching import Budget, Noise, run  # noqa: PLC0415
 
     problems = [Problem(each, microbatches, counted, limit, objective, split) for each in placements]
-    budget = Budget(float(seconds), moves, seed)
+    budget = Budget(float(seconds), None if moves is None else int(moves), seed)
     ranked = None if noise is None else Noise(noise, quantile)
     return run(problems, known, budget, ranked, told or (lambda _: None))
 
@@ -108,20 +117,25 @@ def _faults(
     for name, value, least in (("moves", 0 if moves is None else moves, 0), ("seed", seed, 0)):
         if (number := whole_number(value)) is None or number < least:
             found.append(f"{name} must be a whole number of at least {least} (given {value!r})")
-    if not (isinstance(seconds, int | float) and 0 <= seconds < math.inf):
-        found.append(f"seconds must be at least 0 (given {seconds!r})")
+    if not _from_0_to(_MOST, seconds):
+        found.append(f"seconds must be from 0 to {_MOST:g} (given {printable(repr(seconds))})")
     if objective not in OBJECTIVES:
         found.append(f"objective is one of {', '.join(OBJECTIVES)} (given {printable(repr(objective))})")
     if memory_limit is not None and live_limit is not None:
         found.append("give memory_limit, in bytes, or live_limit, in activations, not both")
-    if memory_limit is not None and not memory_limit >= 0:
-        found.append(f"memory_limit must be at least 0 bytes (given {memory_limit!r})")
-    if isinstance(placement, str):
+    if memory_limit is not None and not _from_0_to(_MOST, memory_limit):
+        found.append(f"memory_limit must be from 0 to {_MOST:g} bytes (given {printable(repr(memory_limit))})")
+    if not isinstance(placement, Placement):
         if placement not in _PLACEMENTS:
-            found.append(f"placement is a Placement, or one of {', '.join(_PLACEMENTS)} (given {placement!r})")
+            given = printable(repr(placement))
+            found.append(f"placement is a Placement, or one of {', '.join(_PLACEMENTS)} (given {given})")
     elif placement.num_ranks != ranks:
         found.append(f"the placement has {placement.num_ranks} ranks (given ranks={ranks!r})")
     return found
+
+
+def _from_0_to(most: float, value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= cast("float", value) <= most
 
 
 def _placements(placement: Placement | str, ranks: int, stages_per_rank: int) -> list[Placement]:
@@ -138,14 +152,15 @@ def _refuse_too_little(placements: list[Placement], costs: Costs, limit: float |
     """One microbatch at a time needs the least; if even that is too much for a rank, nothing fits."""
     if limit is None:
         return
-    names = ("parameters", "gradients", "optimizer_state", "activation")
+    names = ("parameters", "gradients", "optimizer_state")
     faults = []
     for placement in placements:
         stages = placement.num_stages
         for rank, own in enumerate(placement.stages_of_rank):
-            least = sum(costs.per_stage(name, stages)[s] for name in names for s in own)
-            if least > limit * (1 + 1e-9):
-                faults.append(f"rank {rank} needs {least:g}")
+            fixed = sum(costs.per_stage(name, stages)[s] for name in names for s in own)
+            held = sum(costs.per_stage("activation", stages)[s] for s in own)
+            if held > (limit - fixed) * (1 + 1e-9):
+                faults.append(f"rank {rank} needs {fixed + held:g}")
     if faults:
         what = "for what it always holds and one microbatch of each of its stages"
         more = f", and {len(faults) - 4} more" if len(faults) > 4 else ""

@@ -120,7 +120,7 @@ def _unit(problem: Problem) -> float:
     used = [each for token, each in enumerate(tables.seconds.tolist()) if token % 3 < tables.kinds]
     amounts = [each for each in (*used, *tables.lag.tolist()) if each]
     whole = [round(each) for each in amounts]
-    if all(abs(each - near) < 1e-9 * max(1, each) for each, near in zip(amounts, whole)) and whole:
+    if all(abs(each - near) < 1e-9 * each for each, near in zip(amounts, whole)) and whole:
         return float(math.gcd(*whole))
     return sum(used) * problem.microbatches / _UNITS or 1.0
 

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Event
 
+import numpy as np
+
 from penstock.action import Kind
 from penstock.bounds import Bound, Work, bounds
 from penstock.columns import Ints
@@ -88,11 +90,6 @@ class Hunt:
         family = min((value for _, value in self.families.values()), default=float("inf"))
         return min(family, self.kept[0].value if self.kept else float("inf"))
 
-    @property
-    def proved(self) -> bool:
-        """Whether nothing can be better."""
-        return gap_of(self.best, self.bound.seconds) == 0
-
     def value_of(self, timeline: Timeline) -> float:
         """The objective of a timeline."""
         value: float = getattr(timeline, self.problem.objective)
@@ -100,9 +97,8 @@ class Hunt:
 
     # --- starting ----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Families that fit, and orders made by rules."""
-        limit = self.problem.memory_limit
+    def begin(self, late: Callable[[], bool]) -> None:
+        """Families that fit, and orders made by rules, the latter as long as it is not late."""
         self.start_from(*serial(self.problem))
         for schedule in family_schedules(self.problem):
             order = self.problem.order_of(schedule)
@@ -110,16 +106,17 @@ class Hunt:
             if not self.problem.split and schedule.columns.has(Kind.I, Kind.W):
                 continue
             timeline = simulate(schedule, self.problem.costs)
-            peak = max(timeline.peak_memory)
-            if limit is None or peak <= limit * (1 + 1e-9):
+            peaks = np.array(timeline.peak_memory)
+            if (peaks - self.problem.fixed <= self.problem.tables.limits).all():
                 self.families[schedule.name] = (schedule, self.value_of(timeline))
             else:
-                self.too_large[schedule.name] = peak
-        for seed in made(self.problem):
-            self.start_from(*seed)
+                self.too_large[schedule.name] = float(peaks.max())
         if self.pairs_pay:
             work = replace(self.work, paired=True)
-            self.bound = bounds(work, limit, self.problem.objective)[0]
+            self.bound = bounds(work, self.problem.memory_limit, self.problem.objective)[0]
+        if gap_of(self.best, self.bound.seconds):
+            for seed in made(self.problem, late):
+                self.start_from(*seed)
 
     @property
     def pairs_pay(self) -> bool:

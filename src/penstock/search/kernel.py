@@ -22,7 +22,9 @@ from penstock.columns import Floats, Ints
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 try:
-    from numba import njit
+    from numba import config, njit
+
+    COMPILED = not config.DISABLE_JIT  # type: ignore[attr-defined]
 except ImportError:
     COMPILED = False
 
@@ -30,11 +32,13 @@ except ImportError:
         """As it is: the same, only slower."""
         return function
 else:
-    COMPILED = True
 
     def compiled(function: Function) -> Function:
         """Compiled when it is first called, and kept for the next time; threads run it side by side."""
-        return cast("Function", njit(cache=True, nogil=True)(function))
+        try:
+            return cast("Function", njit(cache=True, nogil=True)(function))
+        except (RuntimeError, OSError):  # no folder to keep it in can be written to
+            return cast("Function", njit(nogil=True)(function))
 
 
 __all__ = [

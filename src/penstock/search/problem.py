@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.action import Kind, code_of
+from penstock.bounds import OBJECTIVES
 from penstock.columns import Floats, Ints
 from penstock.costs import Costs
 from penstock.placement import Placement
@@ -16,9 +17,7 @@ from penstock.schedule import Schedule
 from penstock.search import kernel
 from penstock.simulator import simulate
 
-__all__ = ["OBJECTIVES", "Problem"]
-
-OBJECTIVES = ("makespan", "span", "period")
+__all__ = ["Problem"]
 _KIND = {Kind.F: kernel.F, Kind.I: kernel.G, Kind.B: kernel.G, Kind.W: kernel.W}
 
 
@@ -100,7 +99,8 @@ class Problem:
         ranks = self.placement.num_ranks
         if self.memory_limit is None:
             return np.full(ranks, np.inf)
-        return (self.memory_limit - self.fixed) + 1e-9 * abs(self.memory_limit)
+        # a share of what is left, not of the limit: beside large parameters that could be many activations
+        return (self.memory_limit - self.fixed) * (1 + 1e-9)
 
     @cached_property
     def fixed(self) -> Floats:

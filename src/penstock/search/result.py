@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +17,9 @@ _ROUNDING = 1e-9
 
 def gap_of(value: float, bound: float) -> float:
     """How much more than the bound, as a share of it; 0 is a proof that nothing is better."""
-    gap = value / bound - 1 if bound else 0.0
+    if not bound:
+        return math.inf if value else 0.0
+    gap = value / bound - 1
     return 0.0 if gap < _ROUNDING else gap
 
 

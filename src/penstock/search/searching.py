@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Event
 from time import perf_counter
 from typing import Any
@@ -31,6 +32,9 @@ from penstock.search.stretching import stretched
 from penstock.simulator import simulate
 
 __all__ = ["Budget", "Noise", "run"]
+
+_FOR_FEWER = 10.0
+"""Seconds, at most, for an order of fewer microbatches whose middle is repeated."""
 
 Told = Callable[[Progress], None]
 
@@ -103,6 +107,10 @@ class _Search:
         best = min(hunt.best for hunt in self.hunts)
         return all(hunt.bound.seconds >= best * (1 - 1e-9) for hunt in self.hunts)
 
+    def _late(self, until: float) -> bool:
+        """Whether this share of the time is used; never where moves are counted."""
+        return self.budget.moves is None and self.share >= until
+
     def _tell(self, doing: str) -> None:
         best = min(hunt.best for hunt in self.hunts)
         bound = min(hunt.bound.seconds for hunt in self.hunts)
@@ -111,8 +119,8 @@ class _Search:
     # --- layers ------------------------------------------------------------------------------------
 
     def _search(self) -> None:
-        for hunt in self.hunts:
-            hunt.begin()
+        for number, hunt in enumerate(self.hunts):
+            hunt.begin(partial(self._late, 0.5 * (number + 1) / len(self.hunts)))
             self._tell("families and rules")
         with ThreadPoolExecutor(cores() if COMPILED else 1) as pool:
             try:
@@ -140,7 +148,9 @@ class _Search:
             return
         seconds, moves = self.budget.seconds, self.budget.moves
         part = 0.4 / len(self.hunts)
-        budget = Budget(part * seconds, None if moves is None else int(part * moves), self.budget.seed)
+        budget = Budget(
+            min(part * seconds, _FOR_FEWER), None if moves is None else int(part * moves), self.budget.seed
+        )
         small = _Search([fewer], self.costs, budget, None, lambda _: self._tell("fewer microbatches"))
         small.hunts = [Hunt(fewer)]
         small.rng = self.rng

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -61,20 +61,21 @@ def serial(problem: Problem) -> Seed:
     return Seed("one microbatch after the other", np.array(rows, dtype=np.int64))
 
 
-def made(problem: Problem) -> Iterator[Seed]:
-    """Orders made by rules, the ones that fit."""
+def made(problem: Problem, late: Callable[[], bool]) -> Iterator[Seed]:
+    """Orders made by rules, the ones that fit, until it is late."""
     tables = problem.tables
     step = float(tables.seconds.mean())
     caps = list(_caps(problem))
     patiences = (0.0, 0.3, 0.6, 0.9) if problem.split else (0.0,)
     several = problem.placement.num_stages > problem.placement.num_ranks
-    leads = (0.25 * step, -0.25 * step, 0.0, 2.0 * step, 1e3 * step)
+    leads = (0.25, -0.25, 0.0, 2.0, 1e3)
     for cap, lead, patience in product(caps, leads, patiences):
         for deep_first, eager in product((True, False) if several else (True,), repeat=2):
-            order = make(tables, cap, Rule(patience, lead, deep_first, eager))
+            if late():
+                return
+            order = make(tables, cap, Rule(patience, lead * step, deep_first, eager))
             if len(order) and problem.fits(order):
-                kept = f"{lead / step:g} steps of lead, patience {patience:g}"
-                yield Seed(f"made with {kept}", order)
+                yield Seed(f"made with {lead:g} steps of lead, patience {patience:g}", order)
 
 
 def _caps(problem: Problem) -> Iterator[Ints]:
@@ -85,4 +86,5 @@ def _caps(problem: Problem) -> Iterator[Ints]:
     slowest = max(map(work.seconds_of, range(placement.num_ranks))) / problem.microbatches
     for more in (0, 1, 2):
         needed = (work.round_trip(s) / slowest if slowest else 0.0 for s in range(stages))
-        yield np.array([math.ceil(each - 1e-9) + more or 1 for each in needed], dtype=np.int64)
+        most = (min(each, problem.microbatches) for each in needed)
+        yield np.array([math.ceil(each - 1e-9) + more or 1 for each in most], dtype=np.int64)

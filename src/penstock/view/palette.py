@@ -17,8 +17,10 @@ from penstock.action import Kind
 
 __all__ = [
     "COLLECTIVES",
+    "GREY",
     "KINDS",
     "MEMORY",
+    "PALE",
     "PALEST",
     "Area",
     "Box",

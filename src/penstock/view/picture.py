@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from math import floor, log2, log10
+from math import floor, log10
 
 import numpy as np
 
 from penstock.action import Kind
 from penstock.columns import Floats
-from penstock.costs import Costs
+from penstock.costs import Costs, size_text
 from penstock.errors import PenstockError
 from penstock.given import printable
 from penstock.timeline import Timeline
@@ -265,8 +265,5 @@ def _short(number: float) -> str:
 
 
 def _bytes(count: float, costs: Costs) -> str:
-    """Bytes in a fitting unit; a bare number where an activation is one byte and nothing else is held."""
-    if costs.activation == 1:
-        return _short(count)
-    power = min(int(log2(count)) // 10, 4) if count >= 1 else 0
-    return f"{count / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    """Bytes; a bare number where an activation is one byte and nothing else is held."""
+    return _short(count) if costs.activation == 1 else size_text(count)

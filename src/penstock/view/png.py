@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # Pillow is an extra
     from PIL.ImageDraw import ImageDraw
     from PIL.ImageFont import FreeTypeFont, ImageFont
 
-__all__ = ["png"]
+__all__ = ["png", "png_of"]
 
 SCALE = 2
 MOST_PIXELS = 100_000_000
@@ -31,6 +31,11 @@ _ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 
 def png(timelines: Sequence[Timeline]) -> bytes:
     """The timelines one below the other on one axis of time, as the bytes of a PNG file."""
+    return png_of(picture(timelines))
+
+
+def png_of(drawn: Picture) -> bytes:
+    """Any picture as the bytes of a PNG file."""
     try:
         from PIL import Image, ImageDraw  # noqa: PLC0415 -- an extra
     except ImportError:
@@ -38,7 +43,6 @@ def png(timelines: Sequence[Timeline]) -> bytes:
             "PNG pictures are drawn by Pillow, which is not installed: pip install 'penstock[view]' "
             "(SVG pictures need nothing)"
         ) from None
-    drawn = picture(timelines)
     scale = SCALE if drawn.width * drawn.height * SCALE**2 <= MOST_PIXELS else 1
     image = Image.new("RGB", (drawn.width * scale, drawn.height * scale), "#ffffff")
     pen = _Pen(ImageDraw.Draw(image), drawn, scale)

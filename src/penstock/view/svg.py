@@ -15,14 +15,19 @@ from penstock.timeline import Timeline
 from penstock.view.palette import Area, Box, Group, Label, Line, Mark, Picture, Style
 from penstock.view.picture import picture
 
-__all__ = ["svg"]
+__all__ = ["svg", "svg_of"]
 
 FONT = "Helvetica,Arial,sans-serif"
 
 
 def svg(timelines: Sequence[Timeline]) -> str:
     """The timelines one below the other on one axis of time, as a standalone SVG document."""
-    return "\n".join(_document(picture(timelines))) + "\n"
+    return svg_of(picture(timelines))
+
+
+def svg_of(drawn: Picture) -> str:
+    """Any picture as a standalone SVG document."""
+    return "\n".join(_document(drawn)) + "\n"
 
 
 def _document(drawn: Picture) -> Iterator[str]:

@@ -1,0 +1,19 @@
+"""Planning: from the costs of layers to a partition, a placement, a microbatch count and an order of work."""
+
+from penstock.planning.model import Layer, Model
+from penstock.planning.model_files import model_of_keys, read_model
+from penstock.planning.options import Left, Option
+from penstock.planning.planner import Plan, plan
+from penstock.planning.question import Question
+
+__all__ = [
+    "Layer",
+    "Left",
+    "Model",
+    "Option",
+    "Plan",
+    "Question",
+    "model_of_keys",
+    "plan",
+    "read_model",
+]

@@ -1,0 +1,171 @@
+"""The options of a plan by memory and time: those that none beats in both have their number in the ranking.
+
+seconds
+ 13.27 │1                  ·
+ 13.02 │          ·
+ 12.75 │                          2        3
+       └────────────────────────────────────
+        35 GiB                         41 GiB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from math import floor, log10
+
+from rich.text import Text
+
+from penstock.costs import size_text
+from penstock.planning import Option, Plan
+from penstock.view.palette import GREY, KINDS, PALE, Box, Group, Label, Line, Mark, Picture, Style, styles
+
+__all__ = ["frontier_picture", "frontier_text"]
+
+_ROWS = 11
+
+# --- in a terminal ---------------------------------------------------------------------------------
+
+
+def frontier_text(plan: Plan, width: int = 80) -> Text:
+    """A plot `width` characters wide; numbers are places in the ranking, dots are beaten by some number."""
+    low, high = _range([option.seconds for option in plan.options])
+    left, right = _range([option.memory for option in plan.options])
+    labels = [f"{high - row * (high - low) / (_ROWS - 1):.5g}" for row in range(_ROWS)]
+    margin = max(map(len, ("seconds", *labels))) + 1
+    columns = min(max(width - margin - 2, 20), 70)
+    canvas: list[list[str]] = [[" "] * columns for _ in range(_ROWS)]
+    for place, option in reversed(list(enumerate(plan.options, 1))):
+        row = round((high - option.seconds) / (high - low) * (_ROWS - 1)) if high > low else _ROWS - 1
+        sign = str(place) if option in plan.frontier else "·"
+        column = round((option.memory - left) / (right - left) * (columns - 1)) if right > left else 0
+        for shift, letter in enumerate(sign):
+            canvas[row][min(column, columns - len(sign)) + shift] = letter
+    lines = [Text("seconds".rjust(margin - 1))]
+    for row, letters in enumerate(canvas):
+        label = labels[row] if row % 5 == 0 else ""
+        text = Text(f"{label:>{margin - 1}} │")
+        text.append("".join(letters).rstrip(), style="bold")
+        lines.append(text)
+    ends = (size_text(left), size_text(right) if right > left else "")
+    lines.append(Text(" " * margin + "└" + "─" * columns))
+    lines.append(Text(" " * (margin + 1) + f"{ends[0]}{ends[1]:>{columns - len(ends[0])}}".rstrip()))
+    return Text("\n").join(lines)
+
+
+def _range(values: list[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+# --- as a picture ----------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT = 940, 400
+_LEFT, _TOP, _RIGHT, _BOTTOM = 70, 50, 640, 340
+_MOST_NAMES = 16
+_BLUE = next(iter(KINDS.values()))[0]
+
+
+def frontier_picture(plan: Plan) -> Picture:
+    """The same to be drawn, with the limit and the bound where they are near."""
+    own = {
+        "point": Style(_BLUE),
+        "beaten": Style(PALE, GREY, 0.5),
+        "stairs": Style(stroke=_BLUE, stroke_width=1),
+        "limit": Style(stroke="#d55e00", stroke_width=1),
+        "seconds": Style(GREY, size=10, anchor="end"),
+        "note": Style(GREY, size=10),
+    }
+    question = plan.question
+    title = f"{question.model.name}: {question.ranks} ranks, {question.samples} samples"
+    plot = _Plot(plan)
+    groups = [
+        Group("title", [Label("name", _LEFT, 24, title)]),
+        Group("axes", list(plot.axes())),
+        Group("frontier", list(plot.stairs())),
+        Group("options", list(plot.points())),
+        Group("names", list(_names(plan))),
+    ]
+    return Picture(title, _WIDTH, _HEIGHT, {**styles(1), **own}, groups)
+
+
+class _Plot:
+    """Where memory and time are on the paper."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, limit = plan, plan.question.memory_limit
+        memory = [option.memory for option in plan.options]
+        near = [limit] if limit is not None and limit < 1.25 * max(memory) else []
+        self.limit = near[0] if near else None
+        self.left, self.right = _widened(*_range([*memory, *near]))
+        self.low, self.high = _widened(*_range([plan.bound, *(option.seconds for option in plan.options)]))
+
+    def x(self, memory: float) -> float:
+        return _LEFT + (memory - self.left) / (self.right - self.left) * (_RIGHT - _LEFT)
+
+    def y(self, seconds: float) -> float:
+        return _BOTTOM - (seconds - self.low) / (self.high - self.low) * (_BOTTOM - _TOP)
+
+    def axes(self) -> Iterator[Mark]:
+        for seconds in _ticks(self.low, self.high, 1.0):
+            yield Line("grid", _LEFT, self.y(seconds), _RIGHT, self.y(seconds))
+            yield Label("seconds", _LEFT - 6, self.y(seconds) + 3, f"{seconds:.6g} s")
+        unit = 1024.0 ** max(min(floor(log10(max(self.right, 1)) / log10(1024)), 4), 0)
+        for memory in _ticks(self.left, self.right, unit):
+            yield Line("axis", self.x(memory), _BOTTOM, self.x(memory), _BOTTOM + 4)
+            yield Label("tick", self.x(memory), _BOTTOM + 16, size_text(memory))
+        yield Line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM)
+        yield Line("axis", _LEFT, _TOP, _LEFT, _BOTTOM)
+        yield Label("key", _LEFT, _TOP - 8, f"time per step ({self.plan.question.objective})")
+        yield Label("key", _LEFT, _BOTTOM + 34, "the most memory that any rank holds")
+        yield Line("at-peak", _LEFT, self.y(self.plan.bound), _RIGHT, self.y(self.plan.bound))
+        yield Label("note", _LEFT + 4, self.y(self.plan.bound) - 4, "no order is faster")
+        if self.limit is not None:
+            yield Line("limit", self.x(self.limit), _TOP, self.x(self.limit), _BOTTOM)
+            yield Label("seconds", self.x(self.limit) - 4, _TOP + 8, "limit")
+
+    def stairs(self) -> Iterator[Mark]:
+        """What less memory costs: level until the next that holds less, then up to it."""
+        front = self.plan.frontier
+        for fast, small in pairwise(front):
+            (x, y), (to_x, to_y) = self._at(fast), self._at(small)
+            yield Line("stairs", x, y, x, to_y)
+            yield Line("stairs", x, to_y, to_x, to_y)
+
+    def points(self) -> Iterator[Mark]:
+        front = self.plan.frontier
+        for option in (each for each in self.plan.options if each not in front):
+            x, y = self._at(option)
+            yield Box("beaten", x - 3, y - 3, 6, 6)
+        for option in front:
+            x, y = self._at(option)
+            yield Box("point", x - 4, y - 4, 8, 8)
+            yield Label("number", x - 10, y + 13, str(self.plan.options.index(option) + 1))
+
+    def _at(self, option: Option) -> tuple[float, float]:
+        return round(self.x(option.memory), 2), round(self.y(option.seconds), 2)
+
+
+def _names(plan: Plan) -> Iterator[Mark]:
+    """What the numbers stand for."""
+    for line, option in enumerate(plan.frontier[:_MOST_NAMES]):
+        place = plan.options.index(option) + 1
+        facts = f"{place}  {option}: {option.seconds:.4g} s, {size_text(option.memory)}"
+        yield Label("key", _RIGHT + 16, _TOP + 8 + 17 * line, facts)
+    if len(plan.frontier) > _MOST_NAMES:
+        rest = f"and {len(plan.frontier) - _MOST_NAMES} more"
+        yield Label("note", _RIGHT + 16, _TOP + 8 + 17 * _MOST_NAMES, rest)
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """With a margin, so that nothing lies on an axis."""
+    margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
+    return low - margin, high + margin
+
+
+def _ticks(low: float, high: float, unit: float) -> list[float]:
+    """About five round numbers of units."""
+    least = (high - low) / unit / 6
+    power = 10.0 ** floor(log10(least))
+    step = next(n * power for n in (1, 2, 5, 10) if n * power >= least) * unit
+    first = floor(low / step) + 1
+    return [n * step for n in range(first, floor(high / step) + 1)]

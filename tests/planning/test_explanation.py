@@ -1,0 +1,63 @@
+"""Promises of explanations: figures are what planning again finds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+import penstock
+from penstock.planning import plan
+from penstock.planning.explanation import explain
+from penstock.planning.partition import even
+from tests.planning.models import decoder, stand_in
+
+
+def test_changes_are_planned_again_and_the_most_helpful_comes_first() -> None:
+    model = replace(decoder(6, latency=1.0, launch_overhead=0.1), samples=8)
+    made = plan(model, memory_limit=250, seconds=0, searcher=stand_in)
+    found = explain(made)
+    gains = [each.gain for each in found.what_ifs]
+    assert gains == sorted(gains, reverse=True)
+    by_change = {each.change.split(",")[0]: each for each in found.what_ifs}
+    more = plan(model, memory_limit=250 * 1.25, seconds=0)
+    assert by_change["25 % more memory"].seconds == pytest.approx(more.best.seconds)
+    near = plan(replace(model, common=replace(model.common, latency=0.5)), memory_limit=250, seconds=0)
+    assert by_change["half the latency"].seconds <= near.best.seconds
+    for each in found.what_ifs:
+        assert each.gain == pytest.approx(1 - each.seconds / made.best.seconds)
+        if "stages per rank" not in each.change:
+            assert each.gain >= 0  # the winner as it is remains possible
+
+
+def test_other_stages_per_rank_are_told_though_they_are_slower() -> None:
+    made = plan(decoder(10), samples=8, seconds=0)
+    legs = made.best.frame.stages_per_rank
+    changes = {each.change: each for each in explain(made).what_ifs}
+    for other in {legs - 1, legs + 1} & {1, 2, 3}:
+        best = min(
+            option.seconds for option in plan(decoder(10), samples=8, stages_per_rank=other, seconds=0).options
+        )
+        assert changes[f"{other} instead of {legs} stages per rank"].seconds == best
+
+
+def test_the_winner_is_set_against_the_next_and_against_an_even_split() -> None:
+    made = plan(decoder(10), samples=8, memory_limit=400, seconds=0)
+    told = "\n".join(explain(made).why)
+    assert str(made.best) in told.splitlines()[0]
+    assert f"the next, {made.options[1]}, takes" in told
+    assert made.best.bound.because in told
+    frame, stages = made.best.frame, made.best.schedule.num_stages
+    costs = made.question.model.costs(even(12, stages), frame.samples)
+    seconds = penstock.simulate(made.best.schedule, costs).makespan
+    found = re.search(r"with as many layers on every stage, .* takes ([\d.]+) s", told)
+    assert found
+    assert float(found[1]) <= seconds * (1 + 1e-3)  # the same order, or a better one for this cut
+
+
+def test_equal_stages_have_nothing_to_gain_from_other_cuts() -> None:
+    block = decoder(10).layers[1]
+    model = replace(decoder(10), layers=(block,) * 8, samples=8)
+    changes = [each.change for each in explain(plan(model, seconds=0)).what_ifs]
+    assert not [change for change in changes if "cut anywhere" in change]

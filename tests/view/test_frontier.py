@@ -1,0 +1,58 @@
+"""Promises of the picture of memory against time."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+from penstock.planning import Plan, plan
+from penstock.view.frontier import frontier_picture, frontier_text
+from penstock.view.svg import svg_of
+from tests.planning.models import decoder
+
+
+def planned(limit: float | None = 250) -> Plan:
+    return plan(decoder(10, latency=0.1), memory_limit=limit, seconds=0)
+
+
+def test_the_plot_has_every_option_of_the_frontier_by_its_number() -> None:
+    made = planned()
+    text = frontier_text(made, 80).plain
+    assert max(map(len, text.splitlines())) <= 80
+    body = "\n".join(line.split("│", 1)[1] for line in text.splitlines() if "│" in line)
+    for place, option in enumerate(made.options, 1):
+        if option in made.frontier:
+            assert str(place) in body.replace("·", " ").split()
+    assert "·" in body
+    first = text.splitlines()[1]
+    assert first.startswith(f"{max(option.seconds for option in made.options):>7.5g}")
+
+
+def test_the_fastest_is_at_the_bottom_and_the_smallest_at_the_left() -> None:
+    made = planned()
+    rows = [line.split("│", 1)[1] for line in frontier_text(made, 80).plain.splitlines() if "│" in line]
+    assert "1" in rows[-1].split()
+    smallest = str(made.options.index(made.frontier[-1]) + 1)
+    assert any(row.startswith(smallest) for row in rows)
+
+
+def test_one_option_alone_can_be_drawn() -> None:
+    made = plan(decoder(1), ranks=1, samples=1, seconds=0)
+    assert len(made.options) == 1
+    assert "1" in frontier_text(made, 40).plain
+    ET.fromstring(svg_of(frontier_picture(made)))  # noqa: S314 -- our own text
+
+
+def test_the_picture_names_the_frontier_the_limit_and_the_bound() -> None:
+    made = planned()
+    drawn = svg_of(frontier_picture(made))
+    assert drawn == svg_of(frontier_picture(made))
+    root = ET.fromstring(drawn)  # noqa: S314 -- our own text
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    for option in made.frontier:
+        assert any(str(option) in text for text in texts)
+    assert "limit" in texts
+    assert "no order is faster" in texts
+    assert "limit" not in [
+        element.text
+        for element in ET.fromstring(svg_of(frontier_picture(planned(None)))).iter()  # noqa: S314
+    ]
