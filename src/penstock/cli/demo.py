@@ -20,7 +20,6 @@ from rich.text import Text
 
 from penstock.calibration import calibrated, errors_by_kind
 from penstock.cli.show import draw
-from penstock.cli.source import needing_torch
 from penstock.costs import Costs
 from penstock.families import build
 from penstock.formats import write_bytes
@@ -63,8 +62,8 @@ def demo(
     if not output.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {output.parent} for {output.name}")
     count = ranks or min(_MOST_RANKS, max(2, _processors()))
-    with needing_torch("the demonstration"):
-        from penstock.runtime.local import LocalRanks  # noqa: PLC0415 -- torch, which is an extra
+    from penstock.runtime.local import LocalRanks  # noqa: PLC0415 -- torch, which is an extra
+
     begun = time.monotonic()
     log = output.with_suffix(".jsonl")
     log.unlink(missing_ok=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
 from penstock.costs import Costs
-from penstock.errors import FormatError, MissingExtraError
+from penstock.errors import FormatError
 from penstock.families import build, families
 from penstock.formats import format_of, read
 from penstock.presets import preset, presets
@@ -31,7 +29,6 @@ __all__ = [
     "costs_from",
     "families_beginning",
     "is_file",
-    "needing_torch",
     "presets_beginning",
     "read_schedule",
     "schedule_from",
@@ -129,19 +126,6 @@ def costs_from(source: str | None) -> Costs:
         what = f"--costs is a .json or .toml file, or one of {', '.join(presets())} (given {source})"
         raise typer.BadParameter(what)
     return preset(source)
-
-
-@contextmanager
-def needing_torch(what: str) -> Iterator[None]:
-    """An import of what runs on torch; without torch it is told what to install."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("torch", "safetensors"):
-            raise
-        raise MissingExtraError(
-            f"{what} needs torch, which is not installed: pip install 'penstock[torch]'"
-        ) from None
 
 
 _UNITS = {"": 1, "B": 1} | {

@@ -13,7 +13,14 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.source import Microbatches, Ranks, StagesPerRank, is_file, needing_torch, schedule_from
+from penstock.cli.source import (
+    Microbatches,
+    Ranks,
+    StagesPerRank,
+    families_beginning,
+    is_file,
+    schedule_from,
+)
 from penstock.families import families, find
 from penstock.given import printable
 from penstock.schedule import Schedule
@@ -32,7 +39,10 @@ def verify_grads(
         ),
     ],
     schedules: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME|FILE...", help="Families, or .csv or .json files.")
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME|FILE...", help="Families, or .csv or .json files.", autocompletion=families_beginning
+        ),
     ] = None,
     *,
     every: Annotated[bool, typer.Option("--all", help="Every family that has a backward.")] = False,
@@ -57,8 +67,8 @@ def verify_grads(
       penstock verify-grads my_model:parts mine.csv --tolerance 1e-6 --json
     """
     wanted = _wanted(schedules or [], ranks, microbatches, stages_per_rank, every=every)
-    with needing_torch("verifying gradients"):
-        from penstock.runtime.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
+    from penstock.runtime.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
+
     found: list[Verdict] = []
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
