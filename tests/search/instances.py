@@ -17,10 +17,12 @@ UNITS = Costs(
 def random_costs(rng: random.Random, stages: int) -> Costs:
     """Whole numbers, so that nothing is lost to rounding; every cost a search minds is there now and then."""
     held = tuple(rng.randint(1, 9) for _ in range(stages))
+    whole = tuple(rng.randint(1, 18) for _ in range(stages))
     return Costs(
         forward=tuple(rng.randint(1, 9) for _ in range(stages)),
         backward_input=tuple(rng.randint(1, 9) for _ in range(stages)),
         backward_weight=tuple(rng.randint(0, 9) for _ in range(stages)),
+        backward=rng.choice([None, whole]),
         latency=rng.randint(0, 3),
         bandwidth=rng.choice([None, None, 2]),
         activation_message=rng.randint(0, 4),

@@ -25,7 +25,7 @@ def test_an_order_takes_as_long_as_the_simulator_says(objective: str) -> None:
     for _ in range(40):
         problem = random_problem(rng, objective)
         for seed in (serial(problem), *islice(made(problem, lambda: False), 8)):
-            schedule = problem._written(seed.order, "an order", range(0))
+            schedule = problem.written(seed.order, "an order", problem.faster_whole)
             assert not validate(schedule)
             timeline = simulate(schedule, problem.costs)
             assert problem.value(seed.order) == pytest.approx(getattr(timeline, objective), rel=1e-12)
@@ -105,10 +105,10 @@ def test_a_schedule_is_the_same_after_it_was_tokens() -> None:
     problem = Problem(penstock.Placement.v(4), 8, penstock.Costs())
     for schedule in family_schedules(problem):
         if schedule.name in ("v-half", "v-min", "zbv"):
-            again = problem._written(problem.order_of(schedule), "again", range(8))
+            again = problem.written(problem.order_of(schedule), "again", frozenset(range(8)))
             assert [list(map(str, row)) for row in again.ranks] == [
                 list(map(str, row))
-                for row in problem._written(problem.order_of(again), "again", range(8)).ranks
+                for row in problem.written(problem.order_of(again), "again", frozenset(range(8))).ranks
             ]
 
 

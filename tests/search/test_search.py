@@ -168,6 +168,15 @@ def test_with_whole_backwards_nothing_is_split() -> None:
     assert (found.value, found.proved) == (33, True)
 
 
+def test_a_backward_is_split_only_where_that_pays() -> None:
+    """On real machines B takes less than I and W: few should be split, and the search finds which."""
+    costs = Costs(forward=25, backward=42, backward_input=27, backward_weight=26)
+    found = search(ranks=2, microbatches=4, costs=costs, moves=20_000)
+    kinds = [step.parts[0].kind for row in found.schedule.ranks for step in row]
+    assert kinds.count(penstock.Kind.B) > kinds.count(penstock.Kind.I) > 0
+    assert found.value < simulate(penstock.build("1f1b", ranks=2, microbatches=4), costs).makespan
+
+
 def test_of_any_placement_the_better_one_is_taken() -> None:
     ways = {
         way: search(

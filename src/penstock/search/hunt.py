@@ -183,14 +183,8 @@ class Hunt:
     @property
     def can_be_solved(self) -> bool:
         """Whether the exact layer is worth a try, and what it proves holds for whole backwards too."""
-        problem = self.problem
-        stages = problem.placement.num_stages
-        whole = problem.costs.full_backward(stages)
-        halves = (problem.costs.per_stage(name, stages) for name in ("backward_input", "backward_weight"))
-        cheaper = problem.split and (
-            problem.costs.launch_overhead > 0 or any(b < i + w for b, i, w in zip(whole, *halves))
-        )
-        return bool(problem.tables.bounds[-1] <= _LARGEST_EXACT) and not cheaper and not self.pairs_pay
+        tables = self.problem.tables
+        return bool(tables.bounds[-1] <= _LARGEST_EXACT) and not tables.joins and not self.pairs_pay
 
     def solve(self, effort: exact.Effort, stop: Event) -> None:
         """Let the exact layer look for a better order, and a better bound."""

@@ -73,6 +73,10 @@ class Tables(NamedTuple):
     """3 with W, 2 without."""
     seconds: Floats
     """Per token."""
+    whole: Floats
+    """Per stage: of I with its W right behind it, where they are faster as one B; below zero elsewhere."""
+    joins: bool
+    """Whether there is such a stage."""
     lag: Floats
     """Per token: from the end of what makes its message to its arrival, if the channel is free."""
     taken: Floats
@@ -98,6 +102,8 @@ class State(NamedTuple):
     ends: Floats
     numbers: Ints
     """Per position: its microbatch."""
+    lengths: Floats
+    """Per position: its seconds."""
     there: Floats
     """Per token and microbatch: when what it makes is where it is needed; below zero for not yet."""
 
@@ -107,7 +113,34 @@ def blank(tables: Tables) -> State:
     """Nothing has been run."""
     size = tables.bounds[-1]
     there = np.full((3 * len(tables.hosts), tables.microbatches), -1.0)
-    return State(np.zeros(size), np.zeros(size), np.zeros(size, np.int64), there)
+    return State(np.zeros(size), np.zeros(size), np.zeros(size, np.int64), np.zeros(size), there)
+
+
+@compiled
+def _measure_lengths(tables: Tables, rows: Ints, state: State, at: Ints, done: Ints) -> Floats:
+    """The length of every step from `at` on; gives what is left to do per rank."""
+    bounds = tables.bounds
+    rest = np.zeros(len(at))
+    count = done.copy()
+    for rank in range(len(at)):
+        for i in range(at[rank], bounds[rank + 1]):
+            token = rows[i]
+            length = tables.seconds[token]
+            if tables.joins and tables.whole[token // 3] >= 0:
+                if token % 3 == G:
+                    if (
+                        i + 1 < bounds[rank + 1]
+                        and rows[i + 1] == token + 1
+                        and count[token] == count[token + 1]
+                    ):
+                        length = tables.whole[token // 3]
+                elif token % 3 == W and i > bounds[rank]:
+                    if rows[i - 1] == token - 1 and count[token - 1] == count[token] + 1:
+                        length = 0.0
+            count[token] += 1
+            state.lengths[i] = length
+            rest[rank] += length
+    return rest
 
 
 @compiled
@@ -118,14 +151,10 @@ def go_on(
 
     `clocks` are those of the ranks, and are moved on.
     """
-    bounds, seconds, there = tables.bounds, tables.seconds, state.there
+    bounds, lengths, there = tables.bounds, state.lengths, state.there
     ranks, stages = len(bounds) - 1, len(tables.hosts)
-    rest = np.zeros(ranks)
-    left = 0
-    for rank in range(ranks):
-        left += bounds[rank + 1] - at[rank]
-        for i in range(at[rank], bounds[rank + 1]):
-            rest[rank] += seconds[rows[i]]
+    rest = _measure_lengths(tables, rows, state, at, done)
+    left = bounds[1:].sum() - at.sum()
     free = np.zeros(tables.channels)
     latest = worst + 1e-9 * abs(worst)
     moved = True
@@ -161,8 +190,8 @@ def go_on(
                     if i > bounds[rank] and begin + rest[rank] - state.begins[bounds[rank]] > latest:
                         return False
                 state.begins[i] = begin
-                now = begin + seconds[token]
-                rest[rank] -= seconds[token]
+                now = begin + lengths[i]
+                rest[rank] -= lengths[i]
                 state.ends[i] = now
                 state.numbers[i] = number
                 if kind != W:
@@ -177,7 +206,7 @@ def go_on(
                 left -= 1
                 moved = True
             at[rank], clocks[rank] = i, now
-    return left == 0
+    return bool(left == 0)
 
 
 @compiled
@@ -191,6 +220,8 @@ def cut(tables: Tables, rows: Ints, state: State, first: int) -> tuple[Ints, Int
     own = tables.hosts[rows[first] // 3]
     at = bounds[:-1].copy()
     done = np.zeros(len(tables.seconds), np.int64)
+    if tables.joins and first > bounds[own]:
+        first -= 1  # what stands before may have been one with what came behind it
     if tables.queues or first == bounds[own]:
         return at, done
     time = state.ends[first - 1]
@@ -237,6 +268,7 @@ def take_over(tables: Tables, given: State, state: State, at: Ints, done: Ints) 
         state.begins[low:high] = given.begins[low:high]
         state.ends[low:high] = given.ends[low:high]
         state.numbers[low:high] = given.numbers[low:high]
+        state.lengths[low:high] = given.lengths[low:high]
     for token in range(len(done)):
         state.there[token, done[token] :] = given.there[token, done[token] :]
 

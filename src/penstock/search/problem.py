@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -48,6 +49,8 @@ class Problem:
             microbatches=self.microbatches,
             kinds=kinds,
             seconds=self._seconds(),
+            whole=self.whole,
+            joins=bool((self.whole >= 0).any()),
             lag=lag,
             taken=taken,
             channel=channel,
@@ -72,6 +75,20 @@ class Problem:
         return _by_token(self._per_stage("forward"), passing, self._per_stage("backward_weight")) + float(
             self.costs.launch_overhead
         )
+
+    @cached_property
+    def whole(self) -> Floats:
+        """Per stage: seconds of B where I and W take longer, -1 elsewhere."""
+        stages, launch = self.placement.num_stages, self.costs.launch_overhead
+        whole = np.array(self.costs.full_backward(stages), dtype=np.float64) + launch
+        halves = self._per_stage("backward_input") + self._per_stage("backward_weight") + 2 * launch
+        pays = (whole < halves * (1 - 1e-12)) & self.split
+        return np.where(pays, whole, -1.0)
+
+    @property
+    def faster_whole(self) -> frozenset[int]:
+        """The stages whose backwards are faster in one."""
+        return frozenset(np.flatnonzero(self.whole >= 0).tolist())
 
     def _messages(self) -> tuple[Floats, Floats, Ints]:
         """Per token: the lag, how long the channel is taken, and the channel."""
@@ -125,13 +142,14 @@ class Problem:
         return np.array(rows, dtype=np.int64)
 
     def schedule_of(self, order: Ints, name: str) -> Schedule:
-        """Tokens with their microbatches; I and W are one B wherever that costs nothing."""
-        schedule = self._written(order, name, range(0))
+        """Tokens with their microbatches; I and W are one B wherever that is faster, or costs nothing."""
+        stages = self.faster_whole
+        schedule = self.written(order, name, stages)
         if self.split:
             value = self._simulated(schedule)
             # no rank waits for the gradient of stage 0
-            for stages in (range(1), range(self.placement.num_stages)):
-                joined = self._written(order, name, stages)
+            for more in (range(1), range(self.placement.num_stages)):
+                joined = self.written(order, name, stages.union(more))
                 if (again := self._simulated(joined)) <= value * (1 + 1e-12):
                     schedule, value = joined, again
         return schedule
@@ -140,8 +158,8 @@ class Problem:
         value: float = getattr(simulate(schedule, self.costs), self.objective)
         return value
 
-    def _written(self, order: Ints, name: str, whole: range) -> Schedule:
-        """With backwards that follow each other as one on the stages of `whole`."""
+    def written(self, order: Ints, name: str, whole: AbstractSet[int]) -> Schedule:
+        """Tokens with their microbatches, I and W that follow each other as one B on the stages of `whole`."""
         kinds = (Kind.F, Kind.I if self.split else Kind.B, Kind.W)
         rows = []
         for first, last in pairwise(self.tables.bounds.tolist()):
