@@ -106,6 +106,8 @@ class Links:
                     if self.one_group
                     else edge_group(self.device, store, place, timeout, size)
                 )
+        if holders:
+            self.barrier()  # a rank that hung up at once would break the connection under way on another
 
     def summed(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """The sum over ranks that hold weights together, the same to the last bit on each of them."""
