@@ -16,7 +16,9 @@ from penstock import Costs, Placement
 from penstock.presets import preset
 from penstock.search import search
 
-__all__ = ["Instance", "instances"]
+__all__ = ["Instance", "instances", "unequal"]
+
+_SMALL = "all with p <= 8 and m <= 32"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ def main() -> None:
                 seconds=seconds,
             )
             gaps.setdefault((instance.group, seconds), []).append(found.gap)
+            if instance.placement.num_ranks <= 8 and instance.microbatches <= 32:
+                gaps.setdefault((_SMALL, seconds), []).append(found.gap)
             cells += f"{'proved best' if found.proved else f'{found.gap:.2%}':>14}"
             rate = max(rate, found.runs / found.seconds)
         print(f"{f'{instance.group}: {instance.name}':58}{cells}{rate:11,.0f}", flush=True)
