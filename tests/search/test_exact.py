@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from threading import Event
 
 import pytest
@@ -40,7 +41,9 @@ def test_an_optimum_of_steps_shorter_than_a_nanosecond_is_proved() -> None:
 def test_no_bound_is_above_an_optimum_of_unequal_stages(objective: str) -> None:
     rng = random.Random(objective)
     for _ in range(12):
-        problem = random_problem(rng, objective, most_ranks=3, most_microbatches=4)
+        given = random_problem(rng, objective, most_ranks=3, most_microbatches=4)
+        # it knows halves only, and is not asked where a whole backward is faster
+        problem = replace(given, costs=replace(given.costs, backward=None, launch_overhead=0))
         work = Work(problem.placement, problem.microbatches, problem.costs, split=problem.split)
         greatest = bounds(work, problem.memory_limit, objective)[0].seconds
         effort = Effort(seconds=2, counted=False, workers=2, seed=0)
@@ -48,8 +51,7 @@ def test_no_bound_is_above_an_optimum_of_unequal_stages(objective: str) -> None:
         assert found.order is not None
         value = problem.value(found.order)
         assert greatest <= value * (1 + 1e-9), problem
-        if not problem.faster_whole:  # it knows halves only, and is not asked where they are slower
-            assert found.bound <= value * (1 + 1e-9), problem
+        assert found.bound <= value * (1 + 1e-9), problem
 
 
 def test_the_same_seed_and_count_give_the_same_order() -> None:
