@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from penstock.runtime.deferral import Deferral
+from penstock.runtime.backward.deferral import Deferral
 
 __all__ = ["Block", "Scale", "Sleeping", "SleepingForTorch", "SleepingRule", "measure_split"]
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tests.oracles import torch_schedules
 
 import penstock
-from penstock.simulator import Engine
+from penstock.simulation.simulator import Engine
 
 
 class Instance(NamedTuple):
@@ -94,7 +94,7 @@ def print_rate() -> None:
     """How many simulations a second, of a schedule that is new each time and of one with new costs."""
     schedule = penstock.build("zb-h1", ranks=8, microbatches=32)
     engine = Engine(schedule, COSTS)
-    fresh = timed(lambda: Engine(schedule.with_rows(schedule.columns.rows), COSTS).run(), 200)
+    fresh = timed(lambda: Engine(schedule.with_rows(schedule.table.rows), COSTS).run(), 200)
     again = timed(engine.run, 200)
     rates = f"{1 / fresh:,.0f} new, {1 / again:,.0f} run again"
     print(f"simulations a second, p=8 m=32, {schedule.num_steps} steps: {rates}")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.predict [sleep-4] [sleep-8] [compute-2]
 
-Of the profiled steps, ordered by length, every second tells the costs (`penstock.calibration`), and the
-others are what the prediction is compared with: so a busy machine disturbs both alike. Times are means.
+Of the profiled steps, ordered by length, every second tells the costs (`penstock.simulation.calibration`), and
+the others are what the prediction is compared with: so a busy machine disturbs both alike. Times are means.
 Stages that sleep take no processor, so that 4 and 8 ranks are measured honestly on fewer cores.
 """
 
@@ -21,9 +21,9 @@ from torch import nn
 import penstock
 from benchmarks import modules
 from benchmarks.processes import on_ranks
-from penstock.calibration import calibrated
 from penstock.runtime import Pipeline, register_layer
-from penstock.timeline import Timeline
+from penstock.simulation.calibration import calibrated
+from penstock.simulation.timeline import Timeline
 
 FAMILIES = [name for name in penstock.families() if name != "forward-only"]
 NAP = 0.010

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from penstock import Costs, Placement
-from penstock.presets import preset
+from penstock.cost.presets import preset
 from penstock.search import search
 
 __all__ = ["Instance", "instances", "unequal"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import penstock
 from penstock import Costs
-from penstock.comparison import compare
+from penstock.simulation.comparison import compare
 
 RANKS, MEMORY = 8, 10
 """What there is: ranks, and room for as many activations of one stage per rank."""

@@ -1,7 +1,6 @@
 """Penstock: pipeline-parallel training schedules, designed, proved, shown and run."""
 
-from penstock.action import Action, Kind, Overlap, parse_action
-from penstock.costs import Costs
+from penstock.cost.costs import Costs
 from penstock.errors import (
     ActionError,
     BatchError,
@@ -21,14 +20,15 @@ from penstock.errors import (
 )
 from penstock.families import Family, build, families, register
 from penstock.formats import read
-from penstock.layout import even_layout, parse_layout
+from penstock.ir.action import Action, Kind, Overlap, parse_action
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
-from penstock.placement import Placement
 from penstock.planning import plan
-from penstock.schedule import Schedule
+from penstock.planning.layout import even_layout, parse_layout
 from penstock.search import SearchResult, search
-from penstock.simulator import simulate
-from penstock.timeline import Timeline
+from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
 from penstock.validation import Violation, validate
 
 __version__ = "0.1.0"

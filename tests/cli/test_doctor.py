@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock import health
-from penstock.health import Check
-from penstock.runtime import health as torch_health
+from penstock import diagnostics
+from penstock.diagnostics import Check
+from penstock.runtime import torch_checks
 from tests.cli.conftest import COLOUR, Run
 
 if sys.version_info >= (3, 11):
@@ -99,7 +99,7 @@ time.sleep(60)
 """,
     )
     begin = time.monotonic()
-    known, missed = health.torch_checks(seconds=2)
+    known, missed = diagnostics.torch_checks(seconds=2)
     assert time.monotonic() - begin < 20
     assert known == Check("torch", "ok", "x")
     assert missed.verdict == "fail"
@@ -116,7 +116,7 @@ time.sleep(60)
 )
 def test_processes_that_crash_are_quoted(code: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stands_in(monkeypatch, code)
-    (check,) = health.torch_checks(seconds=20)
+    (check,) = diagnostics.torch_checks(seconds=20)
     assert check.verdict == "fail"
     assert check.message.startswith(f"two processes could not exchange a tensor: {says}")
 
@@ -130,7 +130,7 @@ def test_processes_that_crash_are_quoted(code: str, says: str, monkeypatch: pyte
     ],
 )
 def test_versions_of_torch_are_told_apart(version: str, verdict: str, says: str) -> None:
-    check = torch_health._version(version)
+    check = torch_checks._version(version)
     assert (check.verdict, says in check.message) == (verdict, True)
 
 
@@ -142,7 +142,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        check = health._torchrun_port(port)
+        check = diagnostics._torchrun_port(port)
     assert (check.name, check.verdict) == (f"port {port}", "warn")
     assert check.message.startswith("taken; torchrun takes it unless told otherwise: give --standalone")
 
@@ -153,7 +153,7 @@ def test_a_host_name_that_nobody_knows_is_told_with_what_to_try(monkeypatch: pyt
 
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    check = health.name_checks()[0]
+    check = diagnostics.name_checks()[0]
     assert check.verdict == "warn"
     assert check.message.startswith("'node7' cannot be looked up (Name or service not known): add it")
     assert "GLOO_SOCKET_IFNAME=lo" in check.message
@@ -164,9 +164,9 @@ def test_a_lookup_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> 
         time.sleep(1)
         return "late", "0"
 
-    monkeypatch.setattr(health, "LOOKUP_SECONDS", 0.1)
+    monkeypatch.setattr(diagnostics, "LOOKUP_SECONDS", 0.1)
     monkeypatch.setattr(socket, "getnameinfo", slow)
-    check = health.name_checks()[1]
+    check = diagnostics.name_checks()[1]
     assert check.verdict == "warn"
     assert check.message.startswith(
         "127.0.0.1 was not looked up within 0.1 s: have '127.0.0.1 localhost' in /etc/"
@@ -175,8 +175,8 @@ def test_a_lookup_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_extras_it_knows_are_those_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert set(health.EXTRAS) == set(health.WHAT_FOR)
-    assert set(health.EXTRAS) == set(project["project"]["optional-dependencies"]) - {"dev", "docs"}
+    assert set(diagnostics.EXTRAS) == set(diagnostics.WHAT_FOR)
+    assert set(diagnostics.EXTRAS) == set(project["project"]["optional-dependencies"]) - {"dev", "docs"}
 
 
 def test_the_page_shows_a_line_for_each_thing_that_is_looked_at() -> None:

@@ -12,7 +12,7 @@ import penstock
 from penstock import Costs
 from penstock.planning import planner
 from tests.cli.conftest import Run
-from tests.planning.models import stand_in
+from tests.support.planning_models import stand_in
 
 MODEL: dict[str, Any] = {
     "name": "small",

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 import penstock
 from penstock import Costs
-from tests.distributed.conftest import Pools
 from tests.pipelining.own_schedules import OWN, OneByOne
 from tests.pipelining.scripts import (
     CPU,
@@ -25,6 +24,7 @@ from tests.pipelining.scripts import (
     train_alone,
     train_custom,
 )
+from tests.support.pool import Pools
 
 pytestmark = [pytest.mark.xdist_group("ranks-4"), pytest.mark.usefixtures("one_thread")]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.conftest import Pools
 from tests.pipelining import tutorial
 from tests.pipelining.scripts import NAMES, OURS, TORCH, Run, assert_alike, stages_of, train, train_alone
+from tests.support.pool import Pools
 
 pytestmark = [pytest.mark.xdist_group("ranks-4"), pytest.mark.usefixtures("one_thread")]
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.distributed.conftest import Pools
 from tests.pipelining import stand_ins, unusual_modules, ways
 from tests.pipelining.scripts import NAMES, OURS, TORCH, assert_alike, batch, modules, stages_of, train_alone
+from tests.support.pool import Pools
 
 pytestmark = [pytest.mark.xdist_group("ranks-4"), pytest.mark.usefixtures("one_thread")]
 

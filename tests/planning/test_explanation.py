@@ -11,7 +11,7 @@ import penstock
 from penstock.planning import plan
 from penstock.planning.explanation import explain
 from penstock.planning.partition import even
-from tests.planning.models import decoder, stand_in
+from tests.support.planning_models import decoder, stand_in
 
 
 def test_changes_are_planned_again_and_the_most_helpful_comes_first() -> None:

@@ -10,7 +10,7 @@ import pytest
 import penstock
 from penstock import Costs, FormatError, PlanError
 from penstock.planning import Layer, Model, model_of_keys, read_model
-from tests.planning.models import decoder, layer
+from tests.support.planning_models import decoder, layer
 
 LLAMA = Path(__file__).parents[2] / "examples" / "models" / "llama-8b.toml"
 

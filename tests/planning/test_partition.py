@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from penstock import Placement, build
 from penstock.planning import Model
-from penstock.planning.frames import cut_that_fits, cuts, framed, frames
-from penstock.planning.holding import holdings
+from penstock.planning.configuration import cut_that_fits, cuts, framed, frames
+from penstock.planning.live_memory import holdings
 from penstock.planning.partition import balanced, even, moved
-from penstock.planning.question import Question
-from tests.planning.models import decoder, layer
+from penstock.planning.request import Question
+from tests.support.planning_models import decoder, layer
 
 LOADS = st.lists(st.integers(0, 9).map(float), min_size=1, max_size=9)
 

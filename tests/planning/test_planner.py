@@ -13,9 +13,10 @@ import penstock
 from penstock import Costs, PlanError
 from penstock.families import families
 from penstock.planning import Model, Plan, plan
-from penstock.planning.holding import holdings
+from penstock.planning.live_memory import holdings
 from penstock.search import Progress
-from tests.planning.models import decoder, layer, stand_in
+from penstock.simulation.jitter import jitter
+from tests.support.planning_models import decoder, layer, stand_in
 
 
 def planned(model: Model, **asked: Any) -> Plan:
@@ -65,7 +66,7 @@ def test_everything_that_is_ranked_is_right_fits_and_takes_as_long_as_it_says(li
     for option in made.options:
         frame = option.frame
         assert penstock.validate(option.schedule) == []
-        assert option.schedule.columns.only_compute
+        assert option.schedule.table.only_compute
         assert sum(frame.counts) == len(made.question.model.layers)
         assert frame.microbatches * frame.samples == 16
         costs = made.question.model.costs(frame.counts, frame.samples)
@@ -193,7 +194,7 @@ def test_with_jitter_the_quantile_ranks_and_is_no_less_than_without() -> None:
     made = planned(decoder(6), jitter=0.1, quantile=0.9, samples=4)
     assert all(option.seconds >= option.plain_seconds for option in made.options)
     assert [option.seconds for option in made.options] == sorted(option.seconds for option in made.options)
-    spread = penstock.jitter.jitter(made.best.schedule, made.best.frame.costs, noise=0.1)
+    spread = jitter(made.best.schedule, made.best.frame.costs, noise=0.1)
     assert made.best.seconds == spread.quantile(0.9)
     again = planned(decoder(6), jitter=0.1, quantile=0.9, samples=4)
     assert again.best.seconds == made.best.seconds
@@ -226,7 +227,7 @@ def test_an_interrupted_plan_keeps_the_best_so_far() -> None:
 
 
 def test_stopped_while_shaking_it_ranks_what_was_shaken_or_says_that_nothing_was() -> None:
-    for stopped, jitter in ((0, None), (2, 0.05)):
+    for stopped, noise in ((0, None), (2, 0.05)):
         shaken: list[str] = []
 
         def stop(now: Progress, shaken: list[str] = shaken, stopped: int = stopped) -> None:
@@ -237,7 +238,7 @@ def test_stopped_while_shaking_it_ranks_what_was_shaken_or_says_that_nothing_was
 
         made = planned(decoder(6), jitter=0.05, samples=4, told=stop)
         assert made.interrupted
-        assert made.question.jitter == jitter
+        assert made.question.jitter == noise
         assert stopped in (0, len(made.options))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import penstock
 from penstock.planning import plan
-from tests.planning.models import decoder
+from tests.support.planning_models import decoder
 
 
 @pytest.mark.parametrize("bandwidth", [None, 50.0])
@@ -21,7 +21,7 @@ def test_searching_is_never_worse_and_what_it_finds_is_right_and_fits(bandwidth:
     assert made.bound <= made.best.seconds * (1 + 1e-9)
     for option in made.options:
         assert penstock.validate(option.schedule) == []
-        assert option.schedule.columns.only_compute
+        assert option.schedule.table.only_compute
         timeline = penstock.simulate(option.schedule, option.frame.costs)
         assert max(timeline.peak_memory) == option.memory <= 170 * (1 + 1e-9)
         assert timeline.makespan + 1 == option.plain_seconds

@@ -13,8 +13,8 @@ from penstock.bounds import OBJECTIVES, Work, bounds
 from penstock.search.exact import Effort, solve
 from penstock.search.problem import Problem
 from penstock.search.seeds import serial
-from tests.search.instances import UNITS, random_problem
-from tests.test_bounds import OPTIMA
+from tests.bounds.test_lower_bounds import OPTIMA
+from tests.support.search_instances import UNITS, random_problem
 
 pytest.importorskip("ortools", reason="the exact layer is an extra")
 EFFORT = Effort(seconds=60, counted=False, workers=2, seed=0)

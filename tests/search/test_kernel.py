@@ -13,10 +13,10 @@ import penstock
 from penstock import simulate, validate
 from penstock.bounds import OBJECTIVES
 from penstock.search import kernel
-from penstock.search.improving import improve
+from penstock.search.annealing import improve
 from penstock.search.problem import Problem
 from penstock.search.seeds import family_schedules, made, serial
-from tests.search.instances import random_problem
+from tests.support.search_instances import random_problem
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -10,11 +10,12 @@ from benchmarks.search import unequal
 
 import penstock
 from penstock import Costs, lower, simulate, validate
-from penstock.presets import preset
+from penstock.cost.presets import preset
 from penstock.search import Progress, SearchResult, search
+from penstock.simulation.jitter import jitter
 from penstock.validation import MODELS
-from tests.search.instances import UNITS, random_problem
-from tests.test_bounds import OPTIMA
+from tests.bounds.test_lower_bounds import OPTIMA
+from tests.support.search_instances import UNITS, random_problem
 
 PUBLISHED = {  # ZB-2p: the span at twice the memory of 1F1B, in microseconds
     "zb-h2304-p8-m24": 1152599,
@@ -149,7 +150,7 @@ def test_a_limit_of_activations_counts_those_that_are_alive() -> None:
 
 def test_with_whole_backwards_nothing_is_split() -> None:
     found = search(ranks=4, microbatches=8, split=False, live_limit=4, moves=1000)
-    assert not found.schedule.columns.has(penstock.Kind.I, penstock.Kind.W)
+    assert not found.schedule.table.has(penstock.Kind.I, penstock.Kind.W)
     assert (found.value, found.proved) == (33, True)
 
 
@@ -241,7 +242,7 @@ def test_noise_ranks_by_what_most_runs_stay_within() -> None:
     assert found.quantile > found.bound.seconds
     assert plain.quantile is None
     assert plain.value <= found.value
-    spread = penstock.jitter.jitter(plain.schedule, UNITS, noise=0.2)
+    spread = jitter(plain.schedule, UNITS, noise=0.2)
     assert found.quantile <= spread.quantile(0.9)
 
 

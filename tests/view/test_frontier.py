@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 from penstock.planning import Plan, plan
 from penstock.view.frontier import frontier_picture, frontier_text
 from penstock.view.svg import svg_of
-from tests.planning.models import decoder
+from tests.support.planning_models import decoder
 
 
 def planned(limit: float | None = 250) -> Plan:

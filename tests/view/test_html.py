@@ -12,9 +12,9 @@ import pytest
 
 import penstock
 from penstock import Costs, Kind, Placement, Schedule, Timeline
+from penstock.simulation.attribution import critical_path, gaps
+from penstock.simulation.network import Run
 from penstock.view.html import html
-from penstock.walk import Run
-from penstock.why import critical_path, gaps
 
 COSTS = Costs(forward=10, backward_input=11, backward_weight=9, latency=1)
 

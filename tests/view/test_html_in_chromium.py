@@ -10,7 +10,7 @@ from selenium.webdriver import Keys
 
 import penstock
 from penstock import Costs, Placement, Schedule, Timeline
-from penstock.walk import Run
+from penstock.simulation.network import Run
 from tests.view.browser import BROWSER, COSTS, DRIVER, ONE_F, ZBV, Browser, number_of
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium is not installed")

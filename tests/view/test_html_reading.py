@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from selenium.webdriver import Keys
 
-from penstock.why import critical_path
+from penstock.simulation.attribution import critical_path
 from tests.view.browser import BROWSER, DRIVER, ONE_F, ZBV, Browser, number_of
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium is not installed")

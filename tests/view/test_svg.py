@@ -11,10 +11,10 @@ import pytest
 
 import penstock
 from penstock import Costs, PenstockError, Placement, Schedule, Timeline
+from penstock.simulation.network import Run
 from penstock.view.palette import COLLECTIVES, KINDS, PALEST, lightness, tint
 from penstock.view.picture import LEFT, WIDEST, picture
 from penstock.view.svg import svg
-from penstock.walk import Run
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 COSTS = Costs(forward=10, backward_input=11, backward_weight=9, latency=1)

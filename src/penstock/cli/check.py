@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.source import checked_sends, read_schedule
 from penstock.errors import FormatError
-from penstock.schedule import Schedule
+from penstock.ir.schedule import Schedule
 from penstock.validation import MODELS, Violation, report, validate
 
 __all__ = ["check"]

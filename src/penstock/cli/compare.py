@@ -14,6 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from penstock.arguments import printable
 from penstock.cli.show import draw
 from penstock.cli.source import (
     CostsFrom,
@@ -26,12 +27,11 @@ from penstock.cli.source import (
     is_file,
     schedule_from,
 )
-from penstock.comparison import Row, row_of
 from penstock.families import families, find
 from penstock.formats import write_bytes
-from penstock.given import printable
-from penstock.simulator import simulate
-from penstock.timeline import Timeline
+from penstock.simulation.comparison import Row, row_of
+from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
 from penstock.validation import MODELS
 
 __all__ = ["compare"]

@@ -18,20 +18,20 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from penstock.calibration import calibrated, errors_by_kind
 from penstock.cli.show import draw
-from penstock.costs import Costs
+from penstock.cost.costs import Costs
 from penstock.families import build
 from penstock.formats import write_bytes
-from penstock.placement import Placement
-from penstock.schedule import Schedule
-from penstock.simulator import simulate
-from penstock.timeline import Timeline
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.simulation.calibration import calibrated, errors_by_kind
+from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
 from penstock.view.terminal import terminal
 
 if TYPE_CHECKING:
     from penstock.runtime.demo.training import Step
-    from penstock.runtime.local import LocalRanks
+    from penstock.runtime.local_ranks import LocalRanks
 
 __all__ = ["demo"]
 
@@ -62,7 +62,7 @@ def demo(
     if not output.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {output.parent} for {output.name}")
     count = ranks or min(_MOST_RANKS, max(2, _processors()))
-    from penstock.runtime.local import LocalRanks  # noqa: PLC0415 -- torch, which is an extra
+    from penstock.runtime.local_ranks import LocalRanks  # noqa: PLC0415 -- torch, which is an extra
 
     begun = time.monotonic()
     log = output.with_suffix(".jsonl")
@@ -136,7 +136,7 @@ class _Run:
 
     def check(self, count: int) -> None:
         """The first steps against one process."""
-        from penstock.runtime.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
+        from penstock.runtime.verification.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
 
         schedule = build("1f1b", ranks=count, microbatches=2 * count)
         self.say(

@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock import __version__
-from penstock.health import Check, Verdict, core_checks, extra_checks, machine_checks, name_checks, torch_checks
+from penstock.diagnostics import (
+    Check,
+    Verdict,
+    core_checks,
+    extra_checks,
+    machine_checks,
+    name_checks,
+    torch_checks,
+)
 
 __all__ = ["doctor"]
 

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.arguments import printable
 from penstock.cli.search import Objective, shown_progress
 from penstock.cli.source import Memory, Ranks, StagesPerRank, bytes_from
-from penstock.costs import size_text
+from penstock.cost.costs import size_text
 from penstock.errors import FormatError
 from penstock.formats import write_bytes
-from penstock.given import printable
 from penstock.planning import Left, Model, Plan, read_model
 from penstock.planning import plan as make_plan
 from penstock.planning.explanation import Explanation, explain

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock.arguments import printable
 from penstock.cli.source import (
     CostsFrom,
     Lowered,
@@ -25,11 +26,10 @@ from penstock.cli.source import (
     schedule_from,
 )
 from penstock.formats import dumps, write_bytes
-from penstock.given import printable
+from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
-from penstock.schedule import Schedule
-from penstock.simulator import simulate
-from penstock.timeline import Timeline
+from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
 from penstock.validation import validate
 from penstock.view.grid import grid, unit_time
 from penstock.view.terminal import terminal
@@ -116,7 +116,8 @@ def _bytes(schedule: Schedule, chosen: Format, costs: str | None, width: int) ->
 
 def draw(chosen: str, timelines: list[Timeline]) -> bytes:
     """The picture of timelines in one of the formats that have time."""
-    module = import_module(f"penstock.view.{chosen}")  # only when asked for: most commands draw nothing
+    name = "perfetto" if chosen == "trace" else chosen
+    module = import_module(f"penstock.view.{name}")  # only when asked for: most commands draw nothing
     drawn: str | bytes = getattr(module, chosen)(timelines)
     return drawn.encode() if isinstance(drawn, str) else drawn
 

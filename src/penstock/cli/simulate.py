@@ -24,14 +24,14 @@ from penstock.cli.source import (
     costs_from,
     schedule_from,
 )
-from penstock.comparison import row_of
-from penstock.jitter import jitter
 from penstock.lowering import lower
-from penstock.simulator import simulate as run_simulation
-from penstock.timeline import Timeline
+from penstock.simulation.attribution import critical_path, gaps
+from penstock.simulation.comparison import row_of
+from penstock.simulation.jitter import jitter
+from penstock.simulation.simulator import simulate as run_simulation
+from penstock.simulation.timeline import Timeline
 from penstock.validation import MODELS
 from penstock.view.terminal import terminal
-from penstock.why import critical_path, gaps
 
 __all__ = ["simulate"]
 

@@ -7,12 +7,12 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from penstock.costs import Costs
+from penstock.cost.costs import Costs
+from penstock.cost.presets import preset, presets
 from penstock.errors import FormatError
 from penstock.families import build, families
 from penstock.formats import format_of, read
-from penstock.presets import preset, presets
-from penstock.schedule import Schedule
+from penstock.ir.schedule import Schedule
 from penstock.validation import MODELS
 
 __all__ = [

@@ -22,7 +22,7 @@ from penstock.cli.source import (
 )
 from penstock.formats import write_bytes
 from penstock.lowering import lower
-from penstock.simulator import simulate
+from penstock.simulation.simulator import simulate
 from penstock.validation import MODELS
 
 __all__ = ["trace"]

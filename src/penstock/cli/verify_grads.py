@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from penstock.arguments import printable
 from penstock.cli.source import (
     Microbatches,
     Ranks,
@@ -22,11 +23,10 @@ from penstock.cli.source import (
     schedule_from,
 )
 from penstock.families import families, find
-from penstock.given import printable
-from penstock.schedule import Schedule
+from penstock.ir.schedule import Schedule
 
 if TYPE_CHECKING:
-    from penstock.runtime.verification import Deviation, Verdict
+    from penstock.runtime.verification.verification import Deviation, Verdict
 
 __all__ = ["verify_grads"]
 
@@ -67,7 +67,7 @@ def verify_grads(
       penstock verify-grads my_model:parts mine.csv --tolerance 1e-6 --json
     """
     wanted = _wanted(schedules or [], ranks, microbatches, stages_per_rank, every=every)
-    from penstock.runtime.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
+    from penstock.runtime.verification.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
 
     found: list[Verdict] = []
     errors = Console(stderr=True)

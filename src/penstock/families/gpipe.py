@@ -17,11 +17,11 @@ Legend: p ranks, m microbatches, v stages per rank; F, B the time of one stage's
 
 from __future__ import annotations
 
-from penstock.action import Kind
 from penstock.families.registry import register
 from penstock.families.rows import each
-from penstock.placement import Placement
-from penstock.schedule import Schedule
+from penstock.ir.action import Kind
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
 
 __all__ = ["gpipe", "looped_bfs"]
 

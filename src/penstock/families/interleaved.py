@@ -27,11 +27,11 @@ F, B, W the forward, input-gradient and weight-gradient time of all of a rank's 
 
 from __future__ import annotations
 
-from penstock.action import Kind
 from penstock.families.registry import register
 from penstock.families.rows import delayed_weights, each, keep_microbatches, one_by_one
-from penstock.placement import Placement
-from penstock.schedule import Schedule
+from penstock.ir.action import Kind
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
 
 __all__ = ["forward_only", "interleaved_1f1b", "interleaved_zero_bubble"]
 

@@ -19,11 +19,11 @@ Legend: p ranks, r this rank, m microbatches; F, B the time of a stage's forward
 
 from __future__ import annotations
 
-from penstock.action import Kind
 from penstock.families.registry import register
 from penstock.families.rows import each, one_by_one
-from penstock.placement import Placement
-from penstock.schedule import Schedule
+from penstock.ir.action import Kind
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
 
 __all__ = ["eager_1f1b", "one_f_one_b"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 
+from penstock.arguments import whole_number
 from penstock.errors import BuildError
-from penstock.given import whole_number
-from penstock.schedule import Schedule
+from penstock.ir.schedule import Schedule
 
 __all__ = ["Family", "build", "families", "find", "register"]
 

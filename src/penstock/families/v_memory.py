@@ -34,10 +34,10 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from penstock.action import Kind, code_of
 from penstock.families.registry import register
-from penstock.placement import Placement
-from penstock.schedule import Schedule
+from penstock.ir.action import Kind, code_of
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
 
 __all__ = ["v_half", "v_min"]
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from penstock.families.registry import register
 from penstock.families.rows import Row, keep_microbatches
-from penstock.placement import Placement
-from penstock.schedule import Schedule
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
 
 __all__ = ["zbv"]
 

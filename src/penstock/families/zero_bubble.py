@@ -27,11 +27,11 @@ hop between ranks; span is the longest time any rank is at work, from its own fi
 
 from __future__ import annotations
 
-from penstock.action import Kind
 from penstock.families.registry import register
 from penstock.families.rows import delayed_weights, each
-from penstock.placement import Placement
-from penstock.schedule import Schedule
+from penstock.ir.action import Kind
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
 
 __all__ = ["zb_h1", "zb_h2"]
 

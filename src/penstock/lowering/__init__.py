@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from penstock.ir.schedule import Schedule
 from penstock.lowering.backward import MergeBackward, SplitBackward
 from penstock.lowering.communication import AddCommunication
 from penstock.lowering.passes import Pass
 from penstock.lowering.receives import DeferReceives
 from penstock.lowering.reduction import AddGradReduction
 from penstock.lowering.sharding import AddSharding
-from penstock.schedule import Schedule
 from penstock.validation import faults_in_steps, refusal, validate
 
 __all__ = [
@@ -44,7 +44,7 @@ def lower(
     with all of them.
     """
     # add-communication finds a deadlock by itself, so it need not be looked for twice
-    found_later = not schedule.columns.has_communication and AddCommunication() in passes
+    found_later = not schedule.table.has_communication and AddCommunication() in passes
     if faults := faults_in_steps(schedule) if found_later else validate(schedule, sends="edge-streams"):
         raise refusal(schedule, faults)
     for step in passes:

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.action import JOINED, Kind, code_of
-from penstock.columns import kinds_in
+from penstock.ir.action import JOINED, Kind, code_of
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import kinds_in
 from penstock.lowering.passes import Pass, arrange
-from penstock.schedule import Schedule
 
 __all__ = ["MergeBackward", "SplitBackward"]
 
@@ -31,13 +31,13 @@ class SplitBackward(Pass):
 
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with I W in place of B."""
-        columns = schedule.columns
-        whole = columns.of_kind(Kind.B)
-        code = np.where(whole, columns.code + _B_TO_I, columns.code)
+        table = schedule.table
+        whole = table.of_kind(Kind.B)
+        code = np.where(whole, table.code + _B_TO_I, table.code)
         place = np.arange(len(code))
         rows = arrange(
             schedule.num_ranks,
-            np.concatenate((columns.part_rank, columns.part_rank[whole])),
+            np.concatenate((table.part_rank, table.part_rank[whole])),
             np.concatenate((place, place[whole])),
             np.concatenate((code, (code[whole] & ~JOINED) + _I_TO_W)),
         )
@@ -53,7 +53,7 @@ class MergeBackward(Pass):
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with B in place of I W."""
         rows = []
-        for row in schedule.columns.rows:
+        for row in schedule.table.rows:
             merged = kinds_in(row) == Kind.I.number
             merged[:-1] &= (row[:-1] & ~JOINED) + _I_TO_W == row[1:]
             merged[-1:] = False

@@ -19,11 +19,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.action import Kind
-from penstock.columns import Ints, codes_of
+from penstock.ir.action import Kind
+from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Ints, codes_of
 from penstock.lowering.passes import Pass, arrange, refuse_if_present
-from penstock.replay import Inputs, replay
-from penstock.schedule import Schedule
 from penstock.validation import refusal, validate
 
 __all__ = ["AddCommunication"]
@@ -40,20 +40,20 @@ class AddCommunication(Pass):
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with communication."""
         refuse_if_present(schedule, self.name, *_COMMUNICATION)
-        columns = schedule.columns
+        table = schedule.table
         moment = _moments(schedule)
         # sort keys: at each moment the step itself (0), then the messages of its first and second part
-        ranks, keys, codes = [columns.part_rank], [moment[columns.slot] * 4], [columns.code]
-        feeds, fed = (stages[columns.apart] for stages in columns.edges)
-        activations, gradients = columns.forward[feeds], columns.input_gradient[fed]
+        ranks, keys, codes = [table.part_rank], [moment[table.slot] * 4], [table.code]
+        feeds, fed = (stages[table.apart] for stages in table.edges)
+        activations, gradients = table.forward[feeds], table.input_gradient[fed]
         for send, recv, made, source, target in (
             (Kind.SEND_F, Kind.RECV_F, activations, feeds, fed),
             (Kind.SEND_B, Kind.RECV_B, gradients, fed, feeds),
         ):
             edge, k = np.nonzero(made >= 0)
-            key = moment[columns.slot[made[edge, k]]] * 4 + (1 if send is Kind.SEND_F else 2)
+            key = moment[table.slot[made[edge, k]]] * 4 + (1 if send is Kind.SEND_F else 2)
             for kind, stages in ((send, source), (recv, target)):
-                ranks.append(columns.hosts[stages[edge]])
+                ranks.append(table.hosts[stages[edge]])
                 keys.append(key)
                 codes.append(codes_of(kind, stages[edge], k))
         rows = arrange(schedule.num_ranks, *map(np.concatenate, (ranks, keys, codes)))
@@ -66,11 +66,11 @@ def _moments(schedule: Schedule) -> Ints:
     A rank takes one step a sweep, `ranks` moments apart. A value made in a sweep is there in the same sweep
     for higher ranks and in the next for lower ones: at the receiver's next turn.
     """
-    columns, p = schedule.columns, schedule.num_ranks
-    producer, consumer = columns.crossings
-    turn = (columns.rank[consumer] - columns.rank[producer] - 1) % p + 1
+    table, p = schedule.table, schedule.num_ranks
+    producer, consumer = table.crossings
+    turn = (table.rank[consumer] - table.rank[producer] - 1) % p + 1
     inputs = Inputs.of(schedule.num_steps, producer, consumer, turn - p)
-    done = replay(columns, inputs, [p] * schedule.num_steps, [rank - p for rank in range(p)])
+    done = replay(table, inputs, [p] * schedule.num_steps, [rank - p for rank in range(p)])
     if done.stuck:
         raise refusal(schedule, validate(schedule))
     return np.array(done.ends, dtype=np.int64)

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.action import Kind
-from penstock.columns import Ints
 from penstock.errors import ScheduleError
-from penstock.schedule import Schedule
+from penstock.ir.action import Kind
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Ints
 
 __all__ = ["Pass", "arrange", "refuse_if_present"]
 
@@ -39,8 +39,8 @@ def arrange(num_ranks: int, rank: Ints, key: Ints, code: Ints) -> list[Ints]:
 
 def refuse_if_present(schedule: Schedule, name: str, *kinds: Kind) -> None:
     """A pass that puts in what is there already would put it in twice."""
-    if schedule.columns.has(*kinds):
-        there = ", ".join(kind.value for kind in kinds if schedule.columns.has(kind))
+    if schedule.table.has(*kinds):
+        there = ", ".join(kind.value for kind in kinds if schedule.table.has(kind))
         raise ScheduleError(
             f"{name}: the schedule already has {there} steps; lower the compute schedule it came from"
         )

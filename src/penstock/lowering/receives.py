@@ -15,11 +15,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.action import JOINED, KIND_MASK, KIND_SHIFT, STAGE_SHIFT, Kind, code_of
-from penstock.columns import Ints
 from penstock.errors import ScheduleError
+from penstock.ir.action import JOINED, KIND_MASK, KIND_SHIFT, STAGE_SHIFT, Kind, code_of
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Ints
 from penstock.lowering.passes import Pass
-from penstock.schedule import Schedule
 from penstock.validation import refusal, validate
 
 __all__ = ["DeferReceives"]
@@ -45,10 +45,10 @@ class DeferReceives(Pass):
 
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with its receives moved."""
-        if not schedule.columns.has_communication and schedule.num_ranks > 1:
+        if not schedule.table.has_communication and schedule.num_ranks > 1:
             raise ScheduleError(f"{self.name}: the schedule has no receives; run add-communication first")
         return schedule.with_rows(
-            [self._row(schedule, rank, row) for rank, row in enumerate(schedule.columns.rows)]
+            [self._row(schedule, rank, row) for rank, row in enumerate(schedule.table.rows)]
         )
 
     def _row(self, schedule: Schedule, rank: int, row: Ints) -> list[int]:

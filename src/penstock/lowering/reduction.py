@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.action import Kind
-from penstock.columns import codes_of
+from penstock.ir.action import Kind
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import codes_of
 from penstock.lowering.passes import Pass, arrange, refuse_if_present
-from penstock.schedule import Schedule
 
 __all__ = ["AddGradReduction"]
 
@@ -24,15 +24,15 @@ class AddGradReduction(Pass):
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with one REDUCE_GRAD for each stage that has backwards."""
         refuse_if_present(schedule, self.name, Kind.REDUCE_GRAD)
-        columns = schedule.columns
-        backwards = columns.of_kind(Kind.B, Kind.W)
+        table = schedule.table
+        backwards = table.of_kind(Kind.B, Kind.W)
         last = np.full(schedule.num_stages, -1, dtype=np.int64)
-        last[columns.stage[backwards]] = columns.slot[backwards]  # slots ascend: the last write is the last
+        last[table.stage[backwards]] = table.slot[backwards]  # slots ascend: the last write is the last
         stages = np.flatnonzero(last >= 0)
         rows = arrange(
             schedule.num_ranks,
-            np.concatenate((columns.part_rank, columns.hosts[stages])),
-            np.concatenate((columns.slot, last[stages])),
-            np.concatenate((columns.code, codes_of(Kind.REDUCE_GRAD, stages))),
+            np.concatenate((table.part_rank, table.hosts[stages])),
+            np.concatenate((table.slot, last[stages])),
+            np.concatenate((table.code, codes_of(Kind.REDUCE_GRAD, stages))),
         )
         return schedule.with_rows(rows)

@@ -14,11 +14,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.action import Kind
-from penstock.columns import Bools, Columns, Ints, codes_of
 from penstock.errors import ScheduleError
+from penstock.ir.action import Kind
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import ActionTable, Bools, Ints, codes_of
 from penstock.lowering.passes import Pass, arrange, refuse_if_present
-from penstock.schedule import Schedule
 
 __all__ = ["AddSharding"]
 
@@ -42,11 +42,11 @@ class AddSharding(Pass):
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with RESHARD and UNSHARD before the steps where what to hold changes."""
         refuse_if_present(schedule, self.name, Kind.UNSHARD, Kind.RESHARD)
-        columns = schedule.columns
+        table = schedule.table
         # sort keys: at each slot first RESHARD, then UNSHARD, then the step itself
-        ranks, keys, codes = [columns.part_rank], [columns.slot * 3 + 2], [columns.code]
-        for rank, stages in enumerate(columns.placement.stages_of_rank):
-            next_use = _next_uses(columns, rank, np.array(stages))
+        ranks, keys, codes = [table.part_rank], [table.slot * 3 + 2], [table.code]
+        for rank, stages in enumerate(table.placement.stages_of_rank):
+            next_use = _next_uses(table, rank, np.array(stages))
             held = _held(next_use, self.max_active_stages)
             never_held = np.zeros((len(stages), 1), dtype=np.bool_)
             before, after = np.hstack((never_held, held)), np.hstack((held, never_held))
@@ -59,21 +59,21 @@ class AddSharding(Pass):
                     soonest = np.lexsort((next_use[which, slot], slot))
                     slot, which = slot[soonest], which[soonest]
                 ranks.append(np.full(len(slot), rank))
-                keys.append((columns.slot_bounds[rank] + slot) * 3 + phase)
+                keys.append((table.slot_bounds[rank] + slot) * 3 + phase)
                 codes.append(codes_of(kind, np.array(stages)[which]))
         rows = arrange(schedule.num_ranks, *map(np.concatenate, (ranks, keys, codes)))
         return schedule.with_rows(rows)
 
 
-def _next_uses(columns: Columns, rank: int, stages: Ints) -> Ints:
+def _next_uses(table: ActionTable, rank: int, stages: Ints) -> Ints:
     """Per stage and slot of a rank: twice the slot that next works on the stage, odd for a pair's second."""
-    first, last = columns.slot_bounds[rank : rank + 2]
-    parts = np.arange(*columns.part_bounds[rank : rank + 2])
-    parts = parts[columns.is_compute[parts] | columns.of_kind(Kind.REDUCE_GRAD)[parts]]
-    slot = columns.slot[parts] - first
+    first, last = table.slot_bounds[rank : rank + 2]
+    parts = np.arange(*table.part_bounds[rank : rank + 2])
+    parts = parts[table.is_compute[parts] | table.of_kind(Kind.REDUCE_GRAD)[parts]]
+    slot = table.slot[parts] - first
     second = np.concatenate(([False], slot[1:] == slot[:-1]))[: len(slot)]
     next_use = np.full((len(stages), last - first), _NEVER)
-    which = np.searchsorted(stages, columns.stage[parts])
+    which = np.searchsorted(stages, table.stage[parts])
     # written backwards, so that of two uses in one slot the first counts
     next_use[which[::-1], slot[::-1]] = (2 * slot + second)[::-1]
     return np.minimum.accumulate(next_use[:, ::-1], axis=1)[:, ::-1]

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules as theirs
 
-from penstock.action import Kind
 from penstock.errors import PipelineError
+from penstock.ir.action import Kind
+from penstock.ir.schedule import Schedule
 from penstock.lowering import DEFAULT_PASSES, DeferReceives, lower
 from penstock.pipelining import _orders
 from penstock.pipelining._orders import Format, Lists, Order, RefusedError, checked, order_of, read_csv
 from penstock.pipelining._running import Running
 from penstock.pipelining.microbatch import TensorChunkSpec, _split_tensor
 from penstock.pipelining.stage import _PipelineStageBase
-from penstock.runtime.microbatches import Batcher
-from penstock.runtime.splitters import Value
-from penstock.schedule import Schedule
+from penstock.runtime.execution.microbatches import Batcher
+from penstock.runtime.execution.splitters import Value
 
 Microbatches: TypeAlias = list[Value] | None
 LossKwargs: TypeAlias = dict[str, Value] | None

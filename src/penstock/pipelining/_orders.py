@@ -13,20 +13,20 @@ from typing import Literal, TypeAlias
 import numpy as np
 from torch.distributed.pipelining import schedules as theirs
 
-from penstock.action import Action, Kind, Overlap, Step, parse_action
-from penstock.costs import Costs
+from penstock.cost.costs import Costs
 from penstock.errors import ActionError, ScheduleError
 from penstock.formats import reads, write_text
+from penstock.ir.action import Action, Kind, Overlap, Step, parse_action
+from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, AddGradReduction, AddSharding, DeferReceives, MergeBackward
-from penstock.placement import Placement
-from penstock.replay import Inputs, replay
-from penstock.schedule import Schedule
-from penstock.simulator import Engine
-from penstock.timeline import Timeline
+from penstock.simulation.network import Run
+from penstock.simulation.simulator import Engine
+from penstock.simulation.timeline import Timeline
 from penstock.validation import MODELS, refusal, validate
 from penstock.validation.communication import Messages
-from penstock.view.trace import trace
-from penstock.walk import Run
+from penstock.view.perfetto import trace
 
 _STEP = 1e-6  # what a step of a dry run takes in a trace
 _UNFINISHED = ("missing-forward", "missing-backward", "missing-weight-gradient", "missing-reduce-grad")
@@ -185,14 +185,14 @@ def _simulate_comms_compute(
     schedule = placed(pipeline_order, stage_to_rank, num_stages)
     if faults := [fault for fault in validate(schedule, MODELS[0]) if fault.code not in _UNFINISHED]:
         raise refusal(schedule, faults)
-    columns = schedule.columns
-    producer, consumer = columns.crossings
-    sent = columns.has_communication
+    table = schedule.table
+    producer, consumer = table.crossings
+    sent = table.has_communication
     if sent:
-        messages = Messages.of(columns)
-        producer, consumer = (columns.slot[end[messages.paired]] for end in (messages.send, messages.receive))
+        messages = Messages.of(table)
+        producer, consumer = (table.slot[end[messages.paired]] for end in (messages.send, messages.receive))
     inputs = Inputs.of(schedule.num_steps, producer, consumer, np.full(len(producer), -1 if sent else 0))
-    done = replay(columns, inputs, [1] * schedule.num_steps, [0] * schedule.num_ranks)
+    done = replay(table, inputs, [1] * schedule.num_steps, [0] * schedule.num_ranks)
     if done.stuck:
         raise refusal(schedule, validate(schedule))
     ends, spaced = iter(done.ends), {}

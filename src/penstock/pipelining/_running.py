@@ -15,14 +15,14 @@ from typing import TypeAlias, cast
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _CustomFunctionProtocol, _PipelineContext, _PipelineSchedule
 
-from penstock.action import Action, Kind, Overlap
 from penstock.errors import PipelineError
+from penstock.ir.action import Action, Kind, Overlap
+from penstock.ir.schedule import Schedule
 from penstock.pipelining._orders import action_of
 from penstock.pipelining.microbatch import merge_chunks
 from penstock.pipelining.stage import _PipelineStage, _PipelineStageBase
 from penstock.runtime import Custom, Pipeline, register_splitter
-from penstock.runtime.splitters import Splitter, Value
-from penstock.schedule import Schedule
+from penstock.runtime.execution.splitters import Splitter, Value
 
 Functions: TypeAlias = Mapping[Kind, _CustomFunctionProtocol]
 _NO_TARGET = object()

@@ -18,9 +18,9 @@ from penstock.formats import write_bytes
 from penstock.pipelining._classes import PipelineScheduleMulti, _PipelineSchedule, _PipelineScheduleRuntime
 from penstock.pipelining._orders import List, action_of, schedule_of
 from penstock.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from penstock.runtime.splitters import Value
-from penstock.simulator import simulate
-from penstock.timeline import Timeline
+from penstock.runtime.execution.splitters import Value
+from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
 from penstock.view.html import html
 from penstock.view.png import png
 from penstock.view.svg import svg

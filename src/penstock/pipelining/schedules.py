@@ -16,7 +16,7 @@ from penstock.pipelining import _orders
 from penstock.pipelining._classes import PipelineScheduleMulti, _PipelineSchedule, _PipelineScheduleRuntime
 from penstock.pipelining._orders import List, Lists, _Action, order_of
 from penstock.pipelining.stage import _PipelineStageBase
-from penstock.runtime.splitters import Value
+from penstock.runtime.execution.splitters import Value
 
 __all__ = [
     "PipelineScheduleMulti",

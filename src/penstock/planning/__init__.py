@@ -4,7 +4,7 @@ from penstock.planning.model import Layer, Model
 from penstock.planning.model_files import model_of_keys, read_model
 from penstock.planning.options import Left, Option
 from penstock.planning.planner import Plan, plan
-from penstock.planning.question import Question
+from penstock.planning.request import Question
 
 __all__ = [
     "Layer",

@@ -9,18 +9,18 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
-from penstock.costs import Costs, size_text
+from penstock.cost.costs import Costs, size_text
 from penstock.errors import PlanError
-from penstock.planning.holding import holdings
+from penstock.ir.schedule import Schedule
+from penstock.planning.evaluation import Told, orders
+from penstock.planning.live_memory import holdings
 from penstock.planning.options import Option
 from penstock.planning.partition import even
 from penstock.planning.planner import Plan, answer
-from penstock.planning.question import Question
-from penstock.planning.shaking import shaken_seconds
-from penstock.planning.weighing import Told, orders
-from penstock.schedule import Schedule
-from penstock.simulator import simulate
-from penstock.why import gaps
+from penstock.planning.request import Question
+from penstock.planning.robustness import shaken_seconds
+from penstock.simulation.attribution import gaps
+from penstock.simulation.simulator import simulate
 
 __all__ = ["Explanation", "WhatIf", "explain"]
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from penstock.costs import Costs
+from penstock.arguments import printable
+from penstock.cost.costs import Costs
 from penstock.errors import PlanError
-from penstock.given import printable
-from penstock.layout import Layout, layout_of_counts
+from penstock.planning.layout import Layout, layout_of_counts
 
 __all__ = ["Layer", "Model"]
 

@@ -13,8 +13,8 @@
     activation_message_bytes = 33e6       [batch]
                                           samples = 64
 
-The costs of a layer have the keys of `penstock.costs` and are those of ONE sample, except what is there however
-many samples there are (parameters, gradients, optimizer state, collectives). A message is what the layer hands
+The costs of a layer have the keys of `penstock.cost.costs` and are those of ONE sample, except what is there
+however many samples there are (parameters, gradients, optimizer state, collectives). A message is what it hands
 on; the gradient that comes back is as large unless `gradient_message_bytes` says otherwise. A layer whose
 backward was only measured whole has `backward_seconds` alone: each half is then half of it. `kind` is
 `embedding` for the first layer or `head` for the last one, if the model has them: only layouts ask.
@@ -28,9 +28,9 @@ from __future__ import annotations
 from os import PathLike
 from typing import Any
 
-from penstock.costs import Costs, read_keys
+from penstock.arguments import printable, whole_number
+from penstock.cost.costs import Costs, read_keys
 from penstock.errors import FormatError, PlanError
-from penstock.given import printable, whole_number
 from penstock.planning.model import (
     MESSAGES,
     MOST_LAYERS,

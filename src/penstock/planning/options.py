@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.bounds import Bound
-from penstock.planning.frames import Frame
-from penstock.schedule import Schedule
-from penstock.timeline import Timeline
+from penstock.ir.schedule import Schedule
+from penstock.planning.configuration import Frame
+from penstock.simulation.timeline import Timeline
 
 __all__ = ["Left", "Option", "frontier"]
 

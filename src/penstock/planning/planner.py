@@ -9,16 +9,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.costs import Costs, size_text
+from penstock.cost.costs import Costs, size_text
 from penstock.errors import PlanError
 from penstock.formats import write_text
-from penstock.planning.bettering import Searcher, better
+from penstock.planning.evaluation import Told, Weighing
 from penstock.planning.model import Model
 from penstock.planning.model_files import read_model
 from penstock.planning.options import Left, Option, frontier
-from penstock.planning.question import Question
-from penstock.planning.shaking import shake
-from penstock.planning.weighing import Told, Weighing
+from penstock.planning.refinement import Searcher, better
+from penstock.planning.request import Question
+from penstock.planning.robustness import shake
 from penstock.search import search
 
 __all__ = ["Plan", "answer", "plan"]

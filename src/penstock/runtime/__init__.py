@@ -11,22 +11,22 @@ except ModuleNotFoundError as error:
         "training is done by torch, which is not installed: pip install 'penstock[torch]'"
     ) from None
 
+from penstock.runtime.backward.deferral import LayerRule, register_layer
 from penstock.runtime.checkpoints import (
     export_safetensors,
     import_safetensors,
     load_checkpoint,
     save_checkpoint,
 )
-from penstock.runtime.deferral import LayerRule, register_layer
-from penstock.runtime.local import LocalRanks
+from penstock.runtime.execution.grad_scaler import GradScaler
+from penstock.runtime.execution.program import Custom
+from penstock.runtime.execution.result import StepResult
+from penstock.runtime.execution.splitters import REPLICATE, Splitter, register_splitter
+from penstock.runtime.local_ranks import LocalRanks
 from penstock.runtime.models import materialize, split
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.program import Custom
-from penstock.runtime.result import StepResult
-from penstock.runtime.scaling import GradScaler
-from penstock.runtime.splitters import REPLICATE, Splitter, register_splitter
 from penstock.runtime.training_log import TrainingLog
-from penstock.runtime.verification import Verdict, verify_gradients
+from penstock.runtime.verification.verification import Verdict, verify_gradients
 
 __all__ = [
     "REPLICATE",

@@ -23,26 +23,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.action import Kind
+from penstock.arguments import listed
 from penstock.errors import PipelineError
-from penstock.given import listed
+from penstock.ir.action import Kind
+from penstock.ir.schedule import Schedule
 from penstock.runtime import setup
-from penstock.runtime.engine import Engine
-from penstock.runtime.groups import Group, members_of, process_group
-from penstock.runtime.intake import Intake
-from penstock.runtime.microbatches import Batcher
-from penstock.runtime.norms import clip_grad_norm, sharing_groups
-from penstock.runtime.profile import Profile, Recorder
-from penstock.runtime.program import CustomFunction
-from penstock.runtime.replication import Replication
-from penstock.runtime.result import StepResult
-from penstock.runtime.scaling import GradScaler
-from penstock.runtime.shards import shards_by_stage
-from penstock.runtime.splitters import Splitter
-from penstock.runtime.states import evaluating, kept_random_state
-from penstock.runtime.ties import Tie, Ties, find_ties
-from penstock.runtime.wiring import Plan
-from penstock.schedule import Schedule
+from penstock.runtime.data_parallel.fsdp import shards_by_stage
+from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm, sharing_groups
+from penstock.runtime.data_parallel.replication import Replication
+from penstock.runtime.data_parallel.tied_weights import Tie, Ties, find_ties
+from penstock.runtime.execution.connections import Plan
+from penstock.runtime.execution.engine import Engine
+from penstock.runtime.execution.grad_scaler import GradScaler
+from penstock.runtime.execution.microbatches import Batcher
+from penstock.runtime.execution.module_state import evaluating, kept_random_state
+from penstock.runtime.execution.profile import Profile, Recorder
+from penstock.runtime.execution.program import CustomFunction
+from penstock.runtime.execution.result import StepResult
+from penstock.runtime.execution.splitters import Splitter
+from penstock.runtime.execution.step_inputs import Intake
+from penstock.runtime.transport.process_groups import Group, members_of, process_group
 
 __all__ = ["Pipeline"]
 
@@ -149,7 +149,7 @@ class Pipeline:
         `args` matter on the rank of the first stage, `target` on that of the last, keyword arguments on every
         stage of the rank they are given on. A list is taken as ready microbatches. Every rank may be given all.
         """
-        if not self.schedule.columns.has(Kind.B, Kind.I):
+        if not self.schedule.table.has(Kind.B, Kind.I):
             return self.eval(*args, target=target, return_outputs=return_outputs, **kwargs)
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         return self._engine.step(

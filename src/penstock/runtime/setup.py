@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.action import Kind
+from penstock.arguments import listed
 from penstock.errors import BuildError, PipelineError
 from penstock.families import build
 from penstock.formats import read
-from penstock.given import listed
+from penstock.ir.action import Kind
+from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
-from penstock.runtime.program import CustomFunction
-from penstock.runtime.wrappers import noted
-from penstock.schedule import Schedule
+from penstock.runtime.data_parallel.wrappers import noted
+from penstock.runtime.execution.program import CustomFunction
 from penstock.validation import refusal, validate
 
 __all__ = [

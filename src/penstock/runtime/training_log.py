@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.arguments import printable
 from penstock.errors import MissingExtraError, PipelineError
-from penstock.given import printable
 
 __all__ = ["TrainingLog"]
 

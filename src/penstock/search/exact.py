@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.columns import Ints
+from penstock.ir.table import Ints
 from penstock.search import kernel
 from penstock.search.problem import Problem
 

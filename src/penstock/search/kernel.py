@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from penstock.columns import Floats, Ints
+from penstock.ir.table import Floats, Ints
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -9,14 +9,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.action import Kind, code_of
 from penstock.bounds import OBJECTIVES
-from penstock.columns import Floats, Ints
-from penstock.costs import Costs
-from penstock.placement import Placement
-from penstock.schedule import Schedule
+from penstock.cost.costs import Costs
+from penstock.ir.action import Kind, code_of
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Floats, Ints
 from penstock.search import kernel
-from penstock.simulator import simulate
+from penstock.simulation.simulator import simulate
 
 __all__ = ["Problem"]
 _KIND = {Kind.F: kernel.F, Kind.I: kernel.G, Kind.B: kernel.G, Kind.W: kernel.W}

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.bounds import Bound
-from penstock.schedule import Schedule
-from penstock.timeline import Timeline
+from penstock.ir.schedule import Schedule
+from penstock.simulation.timeline import Timeline
 
 __all__ = ["Progress", "SearchResult", "gap_of"]
 

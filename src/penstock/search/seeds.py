@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.bounds import Work
-from penstock.columns import Ints
 from penstock.errors import PenstockError
 from penstock.families import families
-from penstock.schedule import Schedule
-from penstock.search.making import Rule, make
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Ints
+from penstock.search.list_scheduling import Rule, make
 from penstock.search.problem import Problem
 from penstock.search.zbv_greedy import zbv_greedy
 

@@ -23,12 +23,12 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import product
 
-from penstock.action import Kind, code_of
-from penstock.costs import Costs
+from penstock.cost.costs import Costs
 from penstock.errors import BuildError, CostsError
 from penstock.families.rows import keep_microbatches
-from penstock.placement import Placement
-from penstock.schedule import Schedule
+from penstock.ir.action import Kind, code_of
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
 
 __all__ = ["zbv_greedy"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.errors import ScheduleError
-from penstock.schedule import Schedule
+from penstock.ir.schedule import Schedule
 from penstock.validation.communication import Messages, channel_order, delivered_in_time, sent_and_received
 from penstock.validation.deadlock import MODELS, no_deadlock
 from penstock.validation.report import refusal, report
 from penstock.validation.sharding import reduced_once, unsharded_when_used
+from penstock.validation.suggestion import way_out
 from penstock.validation.violation import Violation, Wait
-from penstock.validation.way_out import way_out
 from penstock.validation.work import complete, known_ids, no_duplicates, order_on_rank, right_rank
 
 __all__ = ["MODELS", "Violation", "Wait", "faults_in_steps", "refusal", "report", "validate"]
@@ -50,7 +50,7 @@ def validate(schedule: Schedule, sends: str = MODELS[-1]) -> list[Violation]:
 
 
 def _find_all(schedule: Schedule, models: tuple[str, ...]) -> list[Violation]:
-    messages = Messages.of(schedule.columns)
+    messages = Messages.of(schedule.table)
     found = faults_in_steps(schedule)
     found += [violation for rule in _RULES_ON_MESSAGES for violation in rule(messages)]
     return found + list(no_deadlock(messages, models))
@@ -58,4 +58,4 @@ def _find_all(schedule: Schedule, models: tuple[str, ...]) -> list[Violation]:
 
 def faults_in_steps(schedule: Schedule) -> list[Violation]:
     """The faults that can be seen in each rank's own list, without following messages between ranks."""
-    return [violation for rule in _RULES_ON_STEPS for violation in rule(schedule.columns)]
+    return [violation for rule in _RULES_ON_STEPS for violation in rule(schedule.table)]

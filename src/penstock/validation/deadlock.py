@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.columns import Columns, Ints
-from penstock.replay import Inputs, replay
+from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.table import ActionTable, Ints
 from penstock.validation.communication import Messages
 from penstock.validation.violation import Violation, Wait, slot_at
 
@@ -53,32 +53,32 @@ class Waits(NamedTuple):
 
 def no_deadlock(messages: Messages, models: Sequence[str] = MODELS) -> Iterator[Violation]:
     """No cycle of waits under any of these models, whatever the costs are."""
-    columns = messages.columns
-    num_nodes = len(columns.rank) + len(messages.send)
-    if not columns.has_communication:
-        if not _data_flows(columns) and (cycle := _find_cycle(num_nodes, _data_graph(columns))):
-            yield _violation(columns, MODELS, cycle)
+    table = messages.table
+    num_nodes = len(table.rank) + len(messages.send)
+    if not table.has_communication:
+        if not _data_flows(table) and (cycle := _find_cycle(num_nodes, _data_graph(table))):
+            yield _violation(table, MODELS, cycle)
         return
     if messages.in_order and _all_meet(messages):
         return
     if cycle := _find_cycle(num_nodes, _sends_graph(messages)):
-        yield _violation(columns, MODELS, cycle)
+        yield _violation(table, MODELS, cycle)
         return
     for model in ("pair-streams", "shared-stream"):
         # on a channel that mixes up its messages, a stream says nothing real
         if messages.in_order and not set(models).isdisjoint(later := MODELS[MODELS.index(model) :]):
             graph = _stream_graph(messages, pairs=model == "pair-streams")
             if cycle := _find_cycle(num_nodes, graph):
-                yield _violation(columns, later, cycle)
+                yield _violation(table, later, cycle)
                 return
 
 
-def _data_flows(columns: Columns) -> bool:
+def _data_flows(table: ActionTable) -> bool:
     """Without communication: whether every rank reaches the end of its list."""
-    producer, consumer = columns.crossings
-    n = len(columns.rank)
+    producer, consumer = table.crossings
+    n = len(table.rank)
     inputs = Inputs.of(n, producer, consumer, np.zeros_like(producer))
-    return not replay(columns, inputs, [1] * n, [0] * columns.placement.num_ranks).stuck
+    return not replay(table, inputs, [1] * n, [0] * table.placement.num_ranks).stuck
 
 
 def _all_meet(messages: Messages) -> bool:
@@ -87,12 +87,12 @@ def _all_meet(messages: Messages) -> bool:
     Only messages can hold up a rank, so each rank is a walk over its messages: who comes to one first waits
     there, who comes second goes on and wakes the first.
     """
-    columns = messages.columns
+    table = messages.table
     there = np.flatnonzero(messages.paired)
-    slots = columns.slot[np.concatenate((messages.send[there], messages.receive[there]))]
+    slots = table.slot[np.concatenate((messages.send[there], messages.receive[there]))]
     order = np.argsort(slots)
     number = (order % max(len(there), 1)).tolist()
-    bounds = np.searchsorted(slots[order], columns.slot_bounds).tolist()
+    bounds = np.searchsorted(slots[order], table.slot_bounds).tolist()
     walks = [iter(number[begin:end]) for begin, end in pairwise(bounds)]
     first_there = [-1] * len(there)
     met = 0
@@ -112,37 +112,37 @@ def _all_meet(messages: Messages) -> bool:
 # --- the slow and telling way, for schedules that are known to be wrong somewhere --------------------
 
 
-def _lists(columns: Columns) -> Waits:
+def _lists(table: ActionTable) -> Waits:
     """Every step waits for the one before it on its rank."""
-    slots = np.arange(max(len(columns.rank) - 1, 0))
-    slots = slots[columns.rank[:-1] == columns.rank[1:]]
+    slots = np.arange(max(len(table.rank) - 1, 0))
+    slots = slots[table.rank[:-1] == table.rank[1:]]
     return Waits(slots, slots + 1, slots, slots + 1, _LIST)
 
 
-def _data_graph(columns: Columns) -> list[Waits]:
-    producer, consumer = columns.crossings
-    return [_lists(columns), Waits(producer, consumer, producer, consumer, "it needs what this computes")]
+def _data_graph(table: ActionTable) -> list[Waits]:
+    producer, consumer = table.crossings
+    return [_lists(table), Waits(producer, consumer, producer, consumer, "it needs what this computes")]
 
 
 def _sends_graph(messages: Messages) -> list[Waits]:
     """`buffered`: a step waits for the sends of what it needs."""
-    columns = messages.columns
+    table = messages.table
     there = np.flatnonzero(messages.paired & (messages.consumer >= 0))
-    send, consumer = columns.slot[messages.send[there]], columns.slot[messages.consumer[there]]
-    return [_lists(columns), Waits(send, consumer, send, consumer, "it needs what this sends")]
+    send, consumer = table.slot[messages.send[there]], table.slot[messages.consumer[there]]
+    return [_lists(table), Waits(send, consumer, send, consumer, "it needs what this sends")]
 
 
 def _stream_graph(messages: Messages, *, pairs: bool) -> list[Waits]:
     """A step waits for its messages, a message for both ends and for those ahead of it in its streams."""
-    columns = messages.columns
+    table = messages.table
     there = np.flatnonzero(messages.paired)
-    node = len(columns.rank) + there
-    send, receive = columns.slot[messages.send[there]], columns.slot[messages.receive[there]]
-    consumer = columns.slot_or_none[messages.consumer[there]]
+    node = len(table.rank) + there
+    send, receive = table.slot[messages.send[there]], table.slot[messages.receive[there]]
+    consumer = table.slot_or_none[messages.consumer[there]]
     used = consumer > receive  # a use before the receive is another fault
     source, target = messages.source[there], messages.target[there]
     slot, moved = np.concatenate((send, receive)), np.concatenate((node, node))
-    stream = np.concatenate((source, target)) * columns.placement.num_ranks
+    stream = np.concatenate((source, target)) * table.placement.num_ranks
     if pairs:
         stream += np.concatenate((target, source))
     order = np.lexsort((slot, stream))
@@ -150,7 +150,7 @@ def _stream_graph(messages: Messages, *, pairs: bool) -> list[Waits]:
     same = stream[1:] == stream[:-1]
     ahead = "it is ahead of it in their stream" if pairs else "it is ahead of it in the rank's one stream"
     return [
-        _lists(columns),
+        _lists(table),
         Waits(send, node, send, receive, "a receive completes only with its send"),
         Waits(receive, node, receive, send, "a send completes only with its receive"),
         Waits(node[used], consumer[used], receive[used], consumer[used], "it needs what this receives"),
@@ -223,15 +223,15 @@ def _way_back(
     return way[::-1]
 
 
-def _violation(columns: Columns, models: tuple[str, ...], cycle: list[tuple[int, int, str]]) -> Violation:
+def _violation(table: ActionTable, models: tuple[str, ...], cycle: list[tuple[int, int, str]]) -> Violation:
     start = min(range(len(cycle)), key=lambda i: cycle[i][0])
     cycle = cycle[start:] + cycle[:start]
     links: list[tuple[int, int, str]] = []
     for link, (next_waiter, _, _) in zip(cycle, cycle[1:] + cycle[:1]):
         links.append(link)
-        if columns.rank[link[1]] != columns.rank[next_waiter]:  # the two ends of one message
+        if table.rank[link[1]] != table.rank[next_waiter]:  # the two ends of one message
             links.append((link[1], next_waiter, "they are the two ends of one message"))
-    waits = tuple(Wait(*slot_at(columns, a), *slot_at(columns, b), why) for a, b, why in links)
+    waits = tuple(Wait(*slot_at(table, a), *slot_at(table, b), why) for a, b, why in links)
     ranks = sorted({wait.rank for wait in waits})
     named = " and ".join(filter(None, (", ".join(map(str, ranks[:-1])), str(ranks[-1]))))
     extent = "under every way of sending" if models == MODELS else f"when sends are {' or '.join(models)}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from penstock.arguments import printable
 from penstock.errors import ScheduleError
-from penstock.given import printable
-from penstock.schedule import Schedule
+from penstock.ir.schedule import Schedule
 from penstock.validation.violation import Violation, slot_at
 
 __all__ = ["refusal", "report"]
@@ -51,12 +51,12 @@ def _excerpt(schedule: Schedule, violation: Violation) -> list[str]:
 
 
 def _line(schedule: Schedule, rank: int, steps: set[int]) -> str:
-    first, last = schedule.columns.slot_bounds[rank : rank + 2].tolist()
+    first, last = schedule.table.slot_bounds[rank : rank + 2].tolist()
     begin, end = max(min(steps) - _AROUND, 0), min(max(steps) + _AROUND + 1, last - first)
     words: list[str] = []
     for step in range(begin, end):
         far = min(abs(step - mark) for mark in steps) > _AROUND
-        text = "..." if far else str(slot_at(schedule.columns, first + step)[2])
+        text = "..." if far else str(slot_at(schedule.table, first + step)[2])
         if not (far and words[-1:] == ["..."]):
             words.append(f"[{text}]" if step in steps else text)
     return " ".join(["..."] * (begin > 0) + words + ["..."] * (end < last - first))

@@ -6,25 +6,23 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from penstock.action import Kind
-from penstock.columns import Columns
+from penstock.ir.action import Kind
+from penstock.ir.table import ActionTable
 from penstock.validation.violation import Violation, part_at, violation_at
 
 __all__ = ["reduced_once", "unsharded_when_used"]
 
 
-def unsharded_when_used(columns: Columns) -> Iterator[Violation]:
+def unsharded_when_used(table: ActionTable) -> Iterator[Violation]:
     """A stage computes only between UNSHARD and RESHARD, and nothing is gathered or let go in vain."""
-    if not columns.has(Kind.UNSHARD, Kind.RESHARD):
+    if not table.has(Kind.UNSHARD, Kind.RESHARD):
         return
-    relevant = np.flatnonzero(
-        columns.sound & (columns.is_compute | columns.of_kind(Kind.UNSHARD, Kind.RESHARD))
-    )
+    relevant = np.flatnonzero(table.sound & (table.is_compute | table.of_kind(Kind.UNSHARD, Kind.RESHARD)))
     if not relevant.size:
         return
-    order = relevant[np.argsort(columns.stage[relevant], kind="stable")]
-    stage = columns.stage[order]
-    unshard, reshard = (columns.kind[order] == k.number for k in (Kind.UNSHARD, Kind.RESHARD))
+    order = relevant[np.argsort(table.stage[relevant], kind="stable")]
+    stage = table.stage[order]
+    unshard, reshard = (table.kind[order] == k.number for k in (Kind.UNSHARD, Kind.RESHARD))
     switch = unshard | reshard
     here = np.arange(len(order))
     opens = np.concatenate(([True], stage[1:] != stage[:-1]))
@@ -42,28 +40,28 @@ def unsharded_when_used(columns: Columns) -> Iterator[Violation]:
         (closes & ~switch & whole, "left-unsharded", "the stage is never let go", "add RESHARD"),
     ):
         for part in order[faulty].tolist():
-            yield violation_at(columns, part, code, message, suggestion)
+            yield violation_at(table, part, code, message, suggestion)
 
 
-def reduced_once(columns: Columns) -> Iterator[Violation]:
+def reduced_once(table: ActionTable) -> Iterator[Violation]:
     """Every stage's gradients are reduced once, when all of them are there."""
-    if not columns.has(Kind.REDUCE_GRAD):
+    if not table.has(Kind.REDUCE_GRAD):
         return
-    last = np.full(columns.placement.num_stages, -1, dtype=np.int64)
-    backwards = np.flatnonzero(columns.of_kind(Kind.B, Kind.W) & columns.sound)
-    last[columns.stage[backwards]] = backwards
-    reduced = columns.at(Kind.REDUCE_GRAD)[:, 0]
+    last = np.full(table.placement.num_stages, -1, dtype=np.int64)
+    backwards = np.flatnonzero(table.of_kind(Kind.B, Kind.W) & table.sound)
+    last[table.stage[backwards]] = backwards
+    reduced = table.at(Kind.REDUCE_GRAD)[:, 0]
     for stage, (end, reduce) in enumerate(zip(last.tolist(), reduced.tolist())):
         if reduce < 0 <= end:
             message = f"stage {stage} has backwards but no REDUCE_GRAD, while other stages have one"
-            rank = columns.placement.stage_to_rank[stage]
+            rank = table.placement.stage_to_rank[stage]
             yield Violation("missing-reduce-grad", message, "add it after the stage's last backward", rank)
         elif end < 0 <= reduce:
             message = "the stage has no backward whose gradients could be reduced"
-            yield violation_at(columns, reduce, "needless-reduce-grad", message, "drop it")
-        elif reduce >= 0 and columns.slot[reduce] < columns.slot[end]:
-            _, step, action = part_at(columns, end)
+            yield violation_at(table, reduce, "needless-reduce-grad", message, "drop it")
+        elif reduce >= 0 and table.slot[reduce] < table.slot[end]:
+            _, step, action = part_at(table, end)
             message = f"the stage's last backward, {action} at step {step}, comes after it"
             yield violation_at(
-                columns, reduce, "reduce-before-last-backward", message, f"move it behind {action}"
+                table, reduce, "reduce-before-last-backward", message, f"move it behind {action}"
             )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.action import JOINED, Action, Step, decode
-from penstock.columns import Columns
+from penstock.ir.action import JOINED, Action, Step, decode
+from penstock.ir.table import ActionTable
 
 __all__ = ["Violation", "Wait", "part_at", "slot_at", "violation_at"]
 
@@ -59,24 +59,24 @@ class Violation:
         return "\n".join([*lines, f"  try: {self.suggestion}"])
 
 
-def part_at(columns: Columns, part: int) -> tuple[int, int, Action]:
+def part_at(table: ActionTable, part: int) -> tuple[int, int, Action]:
     """Rank, step and action of a part."""
-    slot = int(columns.slot[part])
-    rank = int(columns.rank[slot])
-    (action,) = decode([int(columns.code[part]) & ~JOINED])
+    slot = int(table.slot[part])
+    rank = int(table.rank[slot])
+    (action,) = decode([int(table.code[part]) & ~JOINED])
     assert isinstance(action, Action)
-    return rank, slot - int(columns.slot_bounds[rank]), action
+    return rank, slot - int(table.slot_bounds[rank]), action
 
 
-def slot_at(columns: Columns, slot: int) -> tuple[int, int, Step]:
+def slot_at(table: ActionTable, slot: int) -> tuple[int, int, Step]:
     """Rank, step and action, or overlapped pair, of a slot."""
-    rank = int(columns.rank[slot])
-    first, last = np.searchsorted(columns.slot, [slot, slot + 1])
-    (step,) = decode(columns.code[first:last].tolist())
-    return rank, slot - int(columns.slot_bounds[rank]), step
+    rank = int(table.rank[slot])
+    first, last = np.searchsorted(table.slot, [slot, slot + 1])
+    (step,) = decode(table.code[first:last].tolist())
+    return rank, slot - int(table.slot_bounds[rank]), step
 
 
-def violation_at(columns: Columns, part: int, code: str, message: str, suggestion: str) -> Violation:
+def violation_at(table: ActionTable, part: int, code: str, message: str, suggestion: str) -> Violation:
     """A fault that stands at one part."""
-    rank, step, action = part_at(columns, part)
+    rank, step, action = part_at(table, part)
     return Violation(code, message, suggestion, rank, step, action)

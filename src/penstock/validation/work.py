@@ -6,41 +6,41 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from penstock.action import Kind
-from penstock.columns import Bools, Columns, Ints
+from penstock.ir.action import Kind
+from penstock.ir.table import ActionTable, Bools, Ints
 from penstock.validation.violation import Violation, part_at, violation_at
 
 __all__ = ["complete", "known_ids", "no_duplicates", "order_on_rank", "right_rank"]
 
 
-def known_ids(columns: Columns) -> Iterator[Violation]:
+def known_ids(table: ActionTable) -> Iterator[Violation]:
     """Stages and microbatches exist."""
-    stages, microbatches = columns.placement.num_stages, columns.microbatches
-    for part in np.flatnonzero(columns.stage >= stages).tolist():
+    stages, microbatches = table.placement.num_stages, table.microbatches
+    for part in np.flatnonzero(table.stage >= stages).tolist():
         yield violation_at(
-            columns,
+            table,
             part,
             "stage-out-of-range",
-            f"there is no stage {columns.stage[part]}: the placement has stages 0 to {stages - 1}",
+            f"there is no stage {table.stage[part]}: the placement has stages 0 to {stages - 1}",
             "correct the stage number, or give a placement that has this stage",
         )
-    for part in np.flatnonzero(columns.microbatch >= microbatches).tolist():
+    for part in np.flatnonzero(table.microbatch >= microbatches).tolist():
         yield violation_at(
-            columns,
+            table,
             part,
             "microbatch-out-of-range",
-            f"there is no microbatch {columns.microbatch[part]}: they are 0 to {microbatches - 1}",
+            f"there is no microbatch {table.microbatch[part]}: they are 0 to {microbatches - 1}",
             "correct the microbatch number, or give the schedule more microbatches",
         )
 
 
-def right_rank(columns: Columns) -> Iterator[Violation]:
+def right_rank(table: ActionTable) -> Iterator[Violation]:
     """A stage is worked on by its own rank only."""
-    for part in np.flatnonzero(columns.known & ~columns.sound).tolist():
-        rank, _, action = part_at(columns, part)
-        host = columns.placement.stage_to_rank[action.stage]
+    for part in np.flatnonzero(table.known & ~table.sound).tolist():
+        rank, _, action = part_at(table, part)
+        host = table.placement.stage_to_rank[action.stage]
         yield violation_at(
-            columns,
+            table,
             part,
             "wrong-rank",
             f"stage {action.stage} lives on rank {host}, not on rank {rank}",
@@ -48,11 +48,11 @@ def right_rank(columns: Columns) -> Iterator[Violation]:
         )
 
 
-def no_duplicates(columns: Columns) -> Iterator[Violation]:
+def no_duplicates(table: ActionTable) -> Iterator[Violation]:
     """Nothing is done twice; only UNSHARD and RESHARD may come again."""
-    once = columns.sound & ~columns.of_kind(Kind.UNSHARD, Kind.RESHARD)
-    cells = columns.placement.num_stages * columns.microbatches
-    key = columns.kind * cells + columns.cell
+    once = table.sound & ~table.of_kind(Kind.UNSHARD, Kind.RESHARD)
+    cells = table.placement.num_stages * table.microbatches
+    key = table.kind * cells + table.cell
     counts = np.bincount(key[once], minlength=1)
     if counts.max() <= 1:
         return
@@ -60,9 +60,9 @@ def no_duplicates(columns: Columns) -> Iterator[Violation]:
     for part in np.flatnonzero(once & (counts[np.where(once, key, 0)] > 1)).tolist():
         first = seen.setdefault(int(key[part]), part)
         if first != part:
-            _, step, action = part_at(columns, first)
+            _, step, action = part_at(table, first)
             yield violation_at(
-                columns,
+                table,
                 part,
                 "duplicate-action",
                 f"{action} is done twice on this rank: first at step {step}",
@@ -70,41 +70,41 @@ def no_duplicates(columns: Columns) -> Iterator[Violation]:
             )
 
 
-def complete(columns: Columns) -> Iterator[Violation]:
+def complete(table: ActionTable) -> Iterator[Violation]:
     """Every stage does every microbatch: forward, and unless nothing is ever trained, backward."""
-    f, i, w, b = (_present(columns, kind) for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
+    f, i, w, b = (_present(table, kind) for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
     yield from _per_stage(
-        columns,
+        table,
         ~f,
         "missing-forward",
         "has no forward (F) of",
         "add it; every stage forwards every microbatch once",
     )
-    if not columns.has(Kind.I, Kind.W, Kind.B):
+    if not table.has(Kind.I, Kind.W, Kind.B):
         return
     yield from _per_stage(
-        columns,
+        table,
         ~(b | i | w),
         "missing-backward",
         "has no backward of",
         "add B, or I and W; or drop all backwards",
     )
     yield from _per_stage(
-        columns,
+        table,
         i & ~w & ~b,
         "missing-weight-gradient",
         "has I but no W of",
         "add the W after its I, or make the I a B",
     )
     yield from _per_stage(
-        columns,
+        table,
         w & ~i & ~b,
         "missing-input-gradient",
         "has W but no I of",
         "add the I before its W, or make the W a B",
     )
     yield from _per_stage(
-        columns,
+        table,
         b & (i | w),
         "mixed-backward",
         "has both B and I or W of",
@@ -112,17 +112,17 @@ def complete(columns: Columns) -> Iterator[Violation]:
     )
 
 
-def _present(columns: Columns, kind: Kind) -> Bools:
+def _present(table: ActionTable, kind: Kind) -> Bools:
     """Per stage and microbatch: whether it is there at all, be it on the wrong rank."""
-    found = np.zeros(columns.placement.num_stages * columns.microbatches, dtype=np.bool_)
-    found[columns.cell[columns.of_kind(kind) & columns.known]] = True
-    return found.reshape(-1, columns.microbatches)
+    found = np.zeros(table.placement.num_stages * table.microbatches, dtype=np.bool_)
+    found[table.cell[table.of_kind(kind) & table.known]] = True
+    return found.reshape(-1, table.microbatches)
 
 
-def _per_stage(columns: Columns, faulty: Bools, code: str, what: str, suggestion: str) -> Iterator[Violation]:
+def _per_stage(table: ActionTable, faulty: Bools, code: str, what: str, suggestion: str) -> Iterator[Violation]:
     for stage in np.flatnonzero(faulty.any(axis=1)).tolist():
         numbers = ranges(np.flatnonzero(faulty[stage]).tolist())
-        rank = columns.placement.stage_to_rank[stage]
+        rank = table.placement.stage_to_rank[stage]
         yield Violation(code, f"stage {stage} {what} microbatch {numbers}", suggestion, rank)
 
 
@@ -149,17 +149,17 @@ _ORDER = {
 }
 
 
-def order_on_rank(columns: Columns) -> Iterator[Violation]:
+def order_on_rank(table: ActionTable) -> Iterator[Violation]:
     """What a rank makes itself, it makes before it uses it."""
-    for what, producer, consumer in (*columns.within_stage, *columns.between_stages):
-        late = _not_before(columns, producer, consumer)
+    for what, producer, consumer in (*table.within_stage, *table.between_stages):
+        late = _not_before(table, producer, consumer)
         for maker, user in zip(producer[late].tolist(), consumer[late].tolist()):
-            rank, step, action = part_at(columns, maker)
+            rank, step, action = part_at(table, maker)
             code, text = _ORDER[what]
-            if columns.slot[maker] == columns.slot[user]:
+            if table.slot[maker] == table.slot[user]:
                 code, text = "overlap-dependent", "runs as one step with the action it needs"
             yield violation_at(
-                columns,
+                table,
                 user,
                 code,
                 f"it {text}, {action} at step {step} of rank {rank}",
@@ -167,9 +167,9 @@ def order_on_rank(columns: Columns) -> Iterator[Violation]:
             )
 
 
-def _not_before(columns: Columns, producer: Ints, consumer: Ints) -> Bools:
+def _not_before(table: ActionTable, producer: Ints, consumer: Ints) -> Bools:
     """Where both are there, on one rank, and the producer does not come first."""
-    made, used = columns.slot_or_none[producer], columns.slot_or_none[consumer]
+    made, used = table.slot_or_none[producer], table.slot_or_none[consumer]
     late: Bools = (used >= 0) & (made >= used)
-    late[late] = columns.rank[made[late]] == columns.rank[used[late]]
+    late[late] = table.rank[made[late]] == table.rank[used[late]]
     return late

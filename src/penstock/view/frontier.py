@@ -16,7 +16,7 @@ from math import floor, log10
 
 from rich.text import Text
 
-from penstock.costs import size_text
+from penstock.cost.costs import size_text
 from penstock.planning import Option, Plan
 from penstock.view.palette import GREY, KINDS, PALE, Box, Group, Label, Line, Mark, Picture, Style, styles
 

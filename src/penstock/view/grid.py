@@ -19,9 +19,9 @@ from itertools import pairwise
 import numpy as np
 from rich.text import Text
 
-from penstock.action import Kind, Step
-from penstock.replay import Inputs, replay
-from penstock.schedule import Schedule
+from penstock.ir.action import Kind, Step
+from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.schedule import Schedule
 
 __all__ = ["STYLES", "UNITS", "cell_text", "grid", "unit_time"]
 
@@ -50,7 +50,7 @@ def grid(schedule: Schedule, width: int = 80) -> Text:
 
 def unit_time(schedule: Schedule) -> tuple[list[int], list[int]] | None:
     """When each slot starts and ends at unit costs and free hops; None if the ranks block each other."""
-    columns = schedule.columns
+    columns = schedule.table
     units = np.array([UNITS.get(kind, 0) for kind in Kind])
     durations = np.bincount(columns.slot, weights=units[columns.kind], minlength=schedule.num_steps)
     lasts = durations.astype(np.int64).tolist()
@@ -82,7 +82,7 @@ def _time_panels(
     schedule: Schedule, width: int, cell: int, drawn: list[tuple[Step, str, int, int]]
 ) -> Iterator[Text]:
     length = max((end for *_, end in drawn), default=0)
-    bounds = schedule.columns.slot_bounds.tolist()
+    bounds = schedule.table.slot_bounds.tolist()
     label = max(len(f"rank {schedule.num_ranks - 1}"), len("time")) + 2
     rows = [_cells(drawn[begin:end], length, cell) for begin, end in pairwise(bounds)]
     per_panel = max((width - label) // cell, 1)

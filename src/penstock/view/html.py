@@ -25,10 +25,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from penstock.action import Kind
-from penstock.columns import Bools, Ints
-from penstock.timeline import Event, Memory, Timeline
-from penstock.why import critical_path, gaps
+from penstock.ir.action import Kind
+from penstock.ir.table import Bools, Ints
+from penstock.simulation.attribution import critical_path, gaps
+from penstock.simulation.timeline import Event, Memory, Timeline
 
 __all__ = ["html"]
 
@@ -95,7 +95,7 @@ def _record(timeline: Timeline) -> Record:
         "span": timeline.span,
         "period": timeline.period,
         "bubble": timeline.bubble_rate,
-        "bounds": np.concatenate(([0], np.cumsum(shown)))[schedule.columns.slot_bounds].tolist(),
+        "bounds": np.concatenate(([0], np.cumsum(shown)))[schedule.table.slot_bounds].tolist(),
         "steps": _steps(timeline, shown),
         "pairs": _pairs(timeline, number),
         "messages": _messages(timeline, number),
@@ -108,14 +108,14 @@ def _record(timeline: Timeline) -> Record:
 
 def _shown(timeline: Timeline) -> Bools:
     """Per slot: whether it is drawn. Sends and receives are drawn as messages, unless they took time."""
-    columns = timeline.schedule.columns
+    columns = timeline.schedule.table
     shown = timeline.end > timeline.start
     shown[columns.slot[~columns.is_communication]] = True
     return shown
 
 
 def _steps(timeline: Timeline, shown: Bools) -> Record:
-    columns = timeline.schedule.columns
+    columns = timeline.schedule.table
     kind, stage, microbatch = (np.zeros(len(shown), dtype=np.int64) for _ in range(3))
     first, second = _halves(timeline)
     for column, per_part in ((kind, columns.kind), (stage, columns.stage), (microbatch, columns.microbatch)):
@@ -131,7 +131,7 @@ def _steps(timeline: Timeline, shown: Bools) -> Record:
 
 
 def _pairs(timeline: Timeline, number: Ints) -> Record:
-    columns = timeline.schedule.columns
+    columns = timeline.schedule.table
     _, second = _halves(timeline)
     return {
         "step": number[columns.slot[second]].tolist(),
@@ -143,7 +143,7 @@ def _pairs(timeline: Timeline, number: Ints) -> Record:
 
 def _halves(timeline: Timeline) -> tuple[Ints, Ints]:
     """The parts that open a step, and those that are the second half of an overlapped one."""
-    slot = timeline.schedule.columns.slot
+    slot = timeline.schedule.table.slot
     opens = np.diff(slot, prepend=-1) > 0
     return np.flatnonzero(opens), np.flatnonzero(~opens)
 
@@ -164,7 +164,7 @@ def _messages(timeline: Timeline, number: Ints) -> Record:
 
 def _needs(timeline: Timeline, number: Ints) -> Record:
     """What a step needs of its own rank: within a stage, and between stages that live together."""
-    columns = timeline.schedule.columns
+    columns = timeline.schedule.table
     all_needs = (*columns.within_stage, *columns.between_stages)
     producer, consumer = (
         columns.slot_or_none[np.concatenate([getattr(need, side).ravel() for need in all_needs])]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
-from penstock.action import Kind
+from penstock.ir.action import Kind
 
 __all__ = [
     "COLLECTIVES",

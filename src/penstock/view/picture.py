@@ -19,12 +19,12 @@ from math import floor, log10
 
 import numpy as np
 
-from penstock.action import Kind
-from penstock.columns import Floats
-from penstock.costs import Costs, size_text
+from penstock.arguments import printable
+from penstock.cost.costs import Costs, size_text
 from penstock.errors import PenstockError
-from penstock.given import printable
-from penstock.timeline import Timeline
+from penstock.ir.action import Kind
+from penstock.ir.table import Floats
+from penstock.simulation.timeline import Timeline
 from penstock.view.palette import (
     COLLECTIVES,
     KINDS,
@@ -113,13 +113,13 @@ class _Frame:
     @cached_property
     def kinds(self) -> list[Kind]:
         """The kinds of steps there are."""
-        return [kind for kind in Kind if any(t.schedule.columns.has(kind) for t in self.timelines)]
+        return [kind for kind in Kind if any(t.schedule.table.has(kind) for t in self.timelines)]
 
     @cached_property
     def shown(self) -> Legend:
         """What there is to explain."""
         rows = [own for t in self.timelines for own in t.schedule.placement.stages_of_rank]
-        pairs = any(len(t.schedule.columns.slot) > t.schedule.num_steps for t in self.timelines)
+        pairs = any(len(t.schedule.table.slot) > t.schedule.num_steps for t in self.timelines)
         memories = [memory for t in self.timelines for memory in t.memory]
         held = [part for part in MEMORY if any(np.any(getattr(memory, part)) for memory in memories)]
         return Legend(self.kinds, max(map(len, rows)), pairs, held)
@@ -169,7 +169,7 @@ def _panel(timeline: Timeline, frame: _Frame, top: float) -> Iterator[Group]:
 
 def _steps(timeline: Timeline, rank: int, frame: _Frame, y: float) -> Iterator[Mark]:
     """The boxes, the numbers in them and the marks of collectives, those of one style side by side."""
-    columns = timeline.schedule.columns
+    columns = timeline.schedule.table
     own = slice(*columns.part_bounds[rank : rank + 2].tolist())
     slots = columns.slot[own]
     begins, ends = frame.x(timeline.start[slots]), frame.x(timeline.end[slots])

@@ -12,7 +12,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from penstock.errors import MissingExtraError
-from penstock.timeline import Timeline
+from penstock.simulation.timeline import Timeline
 from penstock.view.palette import Area, Box, Label, Line, Mark, Picture, Style
 from penstock.view.picture import picture
 

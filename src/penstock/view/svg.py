@@ -11,7 +11,7 @@ from itertools import groupby
 from operator import attrgetter
 from xml.sax.saxutils import escape
 
-from penstock.timeline import Timeline
+from penstock.simulation.timeline import Timeline
 from penstock.view.palette import Area, Box, Group, Label, Line, Mark, Picture, Style
 from penstock.view.picture import picture
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from penstock.timeline import Timeline
+from penstock.simulation.timeline import Timeline
 from penstock.view.grid import STYLES, cell_text
 
 __all__ = ["terminal"]
@@ -26,7 +26,7 @@ def terminal(timeline: Timeline, width: int = 80) -> Text:
     label = max(len(f"rank {schedule.num_ranks - 1}"), len("time")) + 2
     columns = max(width - label, 10)
     lines = [Text("time".ljust(label) + _ruler(timeline.makespan, columns), style="dim")]
-    bounds = schedule.columns.slot_bounds.tolist()
+    bounds = schedule.table.slot_bounds.tolist()
     for rank, (first, last) in enumerate(pairwise(bounds)):
         line = Text(f"rank {rank}".ljust(label))
         for text, style in _row(timeline, rank, first, last, columns):

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.runtime.checkpoints.atomic_directory import Replacing
+from penstock.runtime.checkpoints.collective import FoundError, Group, Together, some
 from penstock.runtime.checkpoints.names import JobNames, RankNames, names_of_job, told_as
 from penstock.runtime.checkpoints.optimizer_states import Restoring, disagreement, joined, state_of
 from penstock.runtime.checkpoints.plain_values import from_json, to_json
-from penstock.runtime.checkpoints.replacing import Replacing
-from penstock.runtime.checkpoints.together import FoundError, Group, Together, some
 from penstock.runtime.pipeline import Pipeline
 
 if TYPE_CHECKING:  # slow to load

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoints.replacing import MARK
-from penstock.runtime.checkpoints.together import FoundError, Together, some
+from penstock.runtime.checkpoints.atomic_directory import MARK
+from penstock.runtime.checkpoints.collective import FoundError, Together, some
 
 __all__ = ["ABOUT", "Stored", "write"]
 

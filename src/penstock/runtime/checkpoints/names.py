@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.checkpoints.together import FoundError, Together, some
+from penstock.runtime.checkpoints.collective import FoundError, Together, some
+from penstock.runtime.data_parallel.wrappers import prefixes
 from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.wrappers import prefixes
 
 __all__ = ["JobNames", "Place", "RankNames", "names_of_job", "told_as"]
 

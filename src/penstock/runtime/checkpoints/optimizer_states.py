@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from penstock.runtime.checkpoints.collective import FoundError, some
 from penstock.runtime.checkpoints.names import JobNames, Place, RankNames
 from penstock.runtime.checkpoints.plain_values import from_json, to_json
-from penstock.runtime.checkpoints.together import FoundError, some
 from penstock.runtime.dtensors import is_dtensor
 
 if TYPE_CHECKING:  # slow to load

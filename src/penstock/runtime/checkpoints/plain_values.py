@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.runtime.checkpoints.together import FoundError
+from penstock.runtime.checkpoints.collective import FoundError
 
 __all__ = ["from_json", "to_json"]
 

@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import MissingExtraError
+from penstock.runtime.checkpoints.atomic_directory import synced
+from penstock.runtime.checkpoints.collective import FoundError, Group, Together, some
 from penstock.runtime.checkpoints.names import JobNames, RankNames, names_of_job
-from penstock.runtime.checkpoints.replacing import synced
-from penstock.runtime.checkpoints.together import FoundError, Group, Together, some
 from penstock.runtime.dtensors import is_dtensor, whole
 from penstock.runtime.pipeline import Pipeline
 

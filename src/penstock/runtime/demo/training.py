@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.layout import even_layout
+from penstock.ir.schedule import Schedule
+from penstock.planning.layout import even_layout
 from penstock.runtime.demo.gpt import LAYERS, Batches, cross_entropy, gpt
 from penstock.runtime.models import split
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.training_log import TrainingLog
-from penstock.schedule import Schedule
-from penstock.timeline import Timeline
+from penstock.simulation.timeline import Timeline
 
 __all__ = ["Step", "begin", "end", "train"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError
-from penstock.layout import StageLayout
-from penstock.runtime.layer_rules import Tensors, register_layer
+from penstock.planning.layout import StageLayout
+from penstock.runtime.backward.layer_rules import Tensors, register_layer
 
 __all__ = ["Elsewhere", "Nothing", "has_hooks", "register_conv1d", "shell", "stage_class"]
 

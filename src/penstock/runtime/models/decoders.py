@@ -26,9 +26,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from penstock.arguments import printable
 from penstock.errors import PartitionError
-from penstock.given import printable
-from penstock.layout import Layout, StageLayout
+from penstock.planning.layout import Layout, StageLayout
 from penstock.runtime.models.decoder_stage import (
     Elsewhere,
     Nothing,

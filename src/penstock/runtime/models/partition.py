@@ -23,11 +23,11 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from penstock.arguments import printable, some
 from penstock.errors import PartitionError
-from penstock.given import printable, some
-from penstock.layout import Layout, layout_of_counts, parse_layout
+from penstock.planning.layout import Layout, layout_of_counts, parse_layout
 from penstock.runtime.models.decoders import Decoder, is_pretrained
-from penstock.runtime.models.holders import note_tied_weights
+from penstock.runtime.models.tied_tensors import note_tied_weights
 
 __all__ = ["split"]
 
@@ -56,7 +56,7 @@ def split(
     """The stages of a model by their numbers.
 
     `at`      names of `model.named_modules()`, each the first module of a new stage
-    `layout`  how many layers each stage has, as in "Et*3|(tt|)*2,t|L"; see `penstock.layout`
+    `layout`  how many layers each stage has, as in "Et*3|(tt|)*2,t|L"; see `penstock.planning.layout`
 
     The model is an `nn.Sequential`, with others inside it, or a decoder of transformers. The stages share their
     modules with the model. Without a name there is one stage, of an `nn.Sequential` the model itself. Every

@@ -1,0 +1,1 @@
+"""What things cost: seconds and bytes of every action, message and stage."""

@@ -1,0 +1,243 @@
+"""What things cost: seconds of each action, seconds and bytes of each message, bytes of what is held.
+
+Every cost is one number for all, or a list: one entry per stage, or per edge (entry e is the way from stage e
+to stage e + 1, and back). `Costs()` is the unit world of the papers' figures: F, I and W take one second, B
+two, hops are free, an activation is one byte.
+
+In a file, JSON or TOML, the keys are the names below with the unit behind them:
+
+    forward_seconds = 0.0185            latency_seconds = 0.0006
+    backward_input_seconds = 0.0181     activation_bytes = [201216, 201216, 201216, 150912]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from math import log2
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from penstock.arguments import printable
+from penstock.errors import CostsError, FormatError
+from penstock.formats import write_text
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # the same under its name before it was taken into Python
+    import tomli as tomllib
+
+__all__ = ["Cost", "Costs", "read_keys", "size_text"]
+
+Cost: TypeAlias = float | tuple[float, ...]
+
+_MOST = 1e18  # more seconds or bytes than anybody means
+
+
+def _cost(default: float | None, unit: str, per: str) -> Any:  # noqa: ANN401 -- a dataclass field
+    return field(default=default, metadata={"unit": unit, "per": per})
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds and bytes. What is not given is free, except that F, I and W take one second."""
+
+    forward: Cost = _cost(1, "seconds", "stage")
+    backward_input: Cost = _cost(1, "seconds", "stage")
+    backward_weight: Cost = _cost(1, "seconds", "stage")
+    backward: Cost | None = _cost(None, "seconds", "stage")
+    """Full backward; the sum of the two halves unless given."""
+    overlap: float | None = _cost(None, "seconds", "step")
+    """An overlapped pair, whatever its stages; unless given, `overlap_factor` says."""
+    overlap_factor: float = _cost(1, "", "step")
+    """Where between its longer part (0) and the sum of both (1) an overlapped pair lies."""
+    launch_overhead: float = _cost(0, "seconds", "step")
+    """Added to every compute step."""
+    latency: Cost = _cost(0, "seconds", "edge")
+    bandwidth: Cost | None = _cost(None, "bytes_per_second", "edge")
+    """How fast a channel takes bytes; unless given, messages take their latency only."""
+    activation_message: Cost = _cost(0, "bytes", "edge")
+    gradient_message: Cost = _cost(0, "bytes", "edge")
+    unshard: Cost = _cost(0, "seconds", "stage")
+    reshard: Cost = _cost(0, "seconds", "stage")
+    reduce_grad: Cost = _cost(0, "seconds", "stage")
+    optimizer_step: float = _cost(0, "seconds", "step")
+    """Once a rank has done everything else, before its next iteration."""
+    parameters: Cost = _cost(0, "bytes", "stage")
+    gradients: Cost = _cost(0, "bytes", "stage")
+    optimizer_state: Cost = _cost(0, "bytes", "stage")
+    activation: Cost = _cost(1, "bytes", "stage")
+    """Held from the start of F until the end of B, or of W."""
+    activation_freed_by_input: Cost = _cost(0, "bytes", "stage")
+    """The part of `activation` that I lets go already."""
+    unsharded_parameters: Cost = _cost(0, "bytes", "stage")
+    """Held from UNSHARD until RESHARD, beside `parameters`."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, list):
+                object.__setattr__(self, entry.name, tuple(value))
+            many, optional = entry.metadata["per"] != "step", entry.default is None
+            if fault := _fault(getattr(self, entry.name), many=many, optional=optional):
+                faults.append(f"{entry.name}: {fault}")
+        if not faults and not 0 <= self.overlap_factor <= 1:
+            faults.append(f"overlap_factor: it must be from 0 to 1 (given {self.overlap_factor})")
+        if not faults and self.bandwidth is not None and min(_as_tuple(self.bandwidth)) <= 0:
+            faults.append("bandwidth: it must be more than 0")
+        if not faults:
+            freed, held = _as_tuple(self.activation_freed_by_input), _as_tuple(self.activation)
+            stages = max(len(freed), len(held))
+            both = (each * stages if len(each) == 1 else each for each in (freed, held))
+            if any(f > h for f, h in zip(*both)):
+                faults.append("activation_freed_by_input: it cannot be more than activation")
+        if faults:
+            raise CostsError("; ".join(faults))
+
+    def check_lengths(self, num_stages: int) -> None:
+        """Refuse lists that do not have one entry for each stage or edge of a schedule."""
+        for entry in fields(self):
+            if entry.metadata["per"] == "stage":
+                self.per_stage(entry.name, num_stages)
+            elif entry.metadata["per"] == "edge":
+                self.per_edge(entry.name, num_stages)
+
+    def per_stage(self, name: str, num_stages: int) -> list[float]:
+        """One entry for each stage."""
+        return self._spread(name, num_stages, "stages")
+
+    def per_edge(self, name: str, num_stages: int) -> list[float]:
+        """One entry for each edge."""
+        return self._spread(name, num_stages - 1, "edges")
+
+    def _spread(self, name: str, count: int, what: str) -> list[float]:
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return [value] * count
+        if len(value) != count:
+            raise CostsError(f"{name}: it has {len(value)} entries, but the schedule has {count} {what}")
+        return list(value)
+
+    def full_backward(self, num_stages: int) -> list[float]:
+        """Seconds of B for each stage."""
+        if self.backward is not None:
+            return self.per_stage("backward", num_stages)
+        halves = (self.per_stage(name, num_stages) for name in ("backward_input", "backward_weight"))
+        return [i + w for i, w in zip(*halves)]
+
+    def scaled(self, factor: float) -> Costs:
+        """The same with all seconds multiplied, as after a change of the unit of time."""
+        timed = [f.name for f in fields(self) if f.metadata["unit"] == "seconds"]
+        changed: dict[str, Any] = {name: _times(getattr(self, name), factor) for name in timed}
+        speed = None if self.bandwidth is None else _times(self.bandwidth, 1 / factor)
+        return replace(self, **changed, bandwidth=speed)
+
+    # --- files -------------------------------------------------------------------------------------
+
+    @classmethod
+    def read(cls, path: str | PathLike[str]) -> Costs:
+        """From a `.json` or `.toml` file."""
+        return cls.from_keys(read_keys(path), source=str(path))
+
+    @classmethod
+    def from_keys(cls, document: object, source: str = "<costs>") -> Costs:
+        """From the keys of a file."""
+        if not isinstance(document, dict):
+            raise FormatError(source, [f"costs are an object with keys such as {', '.join(list(_keys())[:3])}"])
+        faults = [
+            f"{printable(str(key))}: not a key of costs; they are {', '.join(_keys())}"
+            for key in document
+            if key not in _keys()
+        ]
+        given = {_keys()[key]: value for key, value in document.items() if key in _keys()}
+        try:
+            costs = cls(**given)
+        except CostsError as error:
+            by_name = {name: key for key, name in _keys().items()}
+            for fault in str(error).split("; "):
+                name, _, rest = fault.partition(": ")
+                faults.append(f"{by_name.get(name, name)}: {rest}")
+        if faults:
+            raise FormatError(source, faults)
+        return costs
+
+    def to_keys(self) -> dict[str, Any]:
+        """The keys of a file; what has its default is left out."""
+        return {
+            key: list(value) if isinstance(value := getattr(self, name), tuple) else value
+            for key, name in _keys().items()
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default
+        }
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """To a `.json` or `.toml` file, whole or not at all."""
+        path = Path(path)
+        if path.suffix.lower() == ".json":
+            write_text(json.dumps(self.to_keys(), indent=2) + "\n", path)
+        elif path.suffix.lower() == ".toml":
+            write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in self.to_keys().items()), path)
+        else:
+            raise FormatError(str(path), [f"the ending {path.suffix or '(none)'} is not .json or .toml"])
+
+
+def read_keys(path: str | PathLike[str]) -> object:
+    """What is in a `.json` or `.toml` file."""
+    path = Path(path)
+    ending = path.suffix.lower()
+    if ending not in (".json", ".toml"):
+        fault = f"the ending {ending or '(none)'} is not known; it is .json or .toml"
+        raise FormatError(str(path), [fault])
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        document: object = json.loads(text) if ending == ".json" else tomllib.loads(text)
+    except UnicodeDecodeError as error:
+        raise FormatError(str(path), [f"byte {error.start} is not UTF-8 text"]) from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(str(path), [f"it is not {ending[1:].upper()}: {error}"]) from None
+    return document
+
+
+def size_text(count: float) -> str:
+    """Bytes in a fitting unit."""
+    power = min(int(log2(count)) // 10, 4) if count >= 1 else 0
+    return f"{count / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def _as_tuple(value: Cost) -> tuple[float, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _times(value: Cost | None, factor: float) -> Cost | None:
+    if value is None:
+        return None
+    return tuple(x * factor for x in value) if isinstance(value, tuple) else value * factor
+
+
+def _shown(number: float) -> str:
+    # a whole number can have more digits than Python is willing to print
+    return printable(repr(number)) if abs(number) < _MOST or number != number else "more"  # noqa: PLR0124 -- nan
+
+
+def _fault(value: object, *, many: bool, optional: bool) -> str | None:
+    if value is None and optional:
+        return None
+    if isinstance(value, tuple) and not (many and value):
+        return "it must be one number" if not many else "the list is empty"
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            return (
+                f"it must be a number{' or a list of them' if many else ''} (given {printable(repr(number))})"
+            )
+        if not 0 <= number <= _MOST:
+            return f"it must be from 0 to {_MOST:g} (given {_shown(number)})"
+    return None
+
+
+@cache
+def _keys() -> dict[str, str]:
+    """The keys of a file, each with the name of the cost."""
+    return {"_".join(filter(None, (f.name, f.metadata["unit"]))): f.name for f in fields(Costs)}

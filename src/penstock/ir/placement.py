@@ -1,0 +1,120 @@
+"""Which rank hosts which stage.
+
+loop, 4 ranks, 2 per rank       V, 4 ranks, 2 legs          custom, uneven
+rank 0:  0  4                   rank 0:  0  7               rank 0:  0  1  4
+rank 1:  1  5                   rank 1:  1  6               rank 1:  2  3
+rank 2:  2  6                   rank 2:  2  5
+rank 3:  3  7                   rank 3:  3  4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from penstock.arguments import printable, whole_number
+from penstock.errors import PlacementError
+
+__all__ = ["MAX_STAGES", "Placement"]
+
+MAX_STAGES = 1 << 20
+"""More stages than anybody means."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The rank of every stage: `Placement((0, 1, 1, 0))` puts stages 0 and 3 on rank 0."""
+
+    stage_to_rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        given = tuple(self.stage_to_rank)
+        hosts = tuple(rank for rank in map(whole_number, given) if rank is not None)
+        if len(hosts) != len(given):
+            raise PlacementError(f"ranks are whole numbers (given {printable(repr(given))})")
+        object.__setattr__(self, "stage_to_rank", hosts)
+        if not self.stage_to_rank:
+            raise PlacementError("a placement needs at least one stage")
+        if negative := [s for s, rank in enumerate(self.stage_to_rank) if rank < 0]:
+            raise PlacementError(f"ranks are numbered from 0: stages {negative[:4]} have a negative rank")
+        used = set(self.stage_to_rank)
+        if len(used) <= max(used):
+            # name a few only: a single huge rank number must not make a huge message
+            idle = sorted(set(range(min(max(used), len(used) + 4))) - used)
+            raise PlacementError(
+                f"every rank must host a stage, but ranks {_some(idle)} of 0..{max(used)} host none"
+            )
+
+    @classmethod
+    def loop(cls, ranks: int, stages_per_rank: int = 1) -> Placement:
+        """Stage s on rank s mod `ranks`: after the last rank the chain starts over at rank 0."""
+        _check(ranks=ranks, stages_per_rank=stages_per_rank)
+        return cls(tuple(range(ranks)) * stages_per_rank)
+
+    @classmethod
+    def v(cls, ranks: int, legs: int = 2) -> Placement:
+        """Down the ranks, and back up, and down again, `legs` times: neighbours at a turn share a rank."""
+        _check(ranks=ranks, legs=legs)
+        down = tuple(range(ranks))
+        return cls(tuple(rank for leg in range(legs) for rank in (down[::-1] if leg % 2 else down)))
+
+    @classmethod
+    def custom(cls, stages_of_rank: Mapping[int, Iterable[int]] | Sequence[Iterable[int]]) -> Placement:
+        """From the stages of each rank: `Placement.custom({0: [0, 1, 4], 1: [2, 3]})`."""
+        items = stages_of_rank.items() if isinstance(stages_of_rank, Mapping) else enumerate(stages_of_rank)
+        hosts: dict[int, list[int]] = {}
+        faults: list[str] = []
+        for rank, stages in items:
+            hosted = list(stages)
+            if not hosted:
+                faults.append(f"rank {rank} hosts no stage")
+            for stage in hosted:
+                hosts.setdefault(stage, []).append(rank)
+        faults += [f"stage {s} is on ranks {r}" for s, r in sorted(hosts.items()) if len(r) > 1]
+        if negative := sorted(stage for stage in hosts if stage < 0):
+            faults.append(f"stages are numbered from 0 (given {_some(negative)})")
+        if holes := sorted(set(range(len(hosts))) - set(hosts)):
+            faults.append(f"stages are numbered from 0 without holes, but {_some(holes)} are on no rank")
+        if faults:
+            raise PlacementError("; ".join(faults))
+        return cls(tuple(hosts[stage][0] for stage in range(len(hosts))))
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.stage_to_rank)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return max(self.stage_to_rank) + 1
+
+    @cached_property
+    def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, in ascending order."""
+        stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, rank in enumerate(self.stage_to_rank):
+            stages[rank].append(stage)
+        return tuple(map(tuple, stages))
+
+    @cached_property
+    def style(self) -> str:
+        """`loop`, `v` or `custom`: the shape this mapping has, whoever wrote it down."""
+        legs, rest = divmod(self.num_stages, self.num_ranks)
+        if not rest and self == Placement.loop(self.num_ranks, legs):
+            return "loop"
+        return "v" if not rest and self == Placement.v(self.num_ranks, legs) else "custom"
+
+
+def _check(**counts: int) -> None:
+    if faults := [f"{name} must be at least 1 (given {n})" for name, n in counts.items() if n < 1]:
+        raise PlacementError("; ".join(faults))
+    if prod(counts.values()) > MAX_STAGES:
+        given = " and ".join(f"{name} {n}" for name, n in counts.items())
+        raise PlacementError(f"there are at most {MAX_STAGES} stages (given {given})")
+
+
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")

@@ -1,0 +1,206 @@
+"""A schedule: which rank does what, in which order. An immutable value.
+
+A `Schedule` that exists is well formed: every step is an action, every stage has a rank. Whether it is
+also right, that is whether it can run and computes what it should, is what `penstock.validate` says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from os import PathLike
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from penstock.arguments import whole_number
+from penstock.errors import ScheduleError
+from penstock.ir.action import Action, Overlap, Step, decode, encode, parse_action
+from penstock.ir.placement import Placement
+from penstock.ir.table import ActionTable
+
+if TYPE_CHECKING:
+    from penstock.ir.table import Ints
+
+__all__ = ["Schedule"]
+
+_SMALL = 1_000_000  # of stages times microbatches: memory is set aside for each, so it must be believable
+
+Rows: TypeAlias = Sequence[str | Iterable[Step | str]]
+
+
+class Schedule:
+    """One list of steps per rank.
+
+    `ranks` are the steps of each rank: actions or their texts, or one text with blanks between. What is not
+    given is inferred: the rank of a stage is the one that works on it most, `microbatches` is one more than
+    the highest number.
+    Two schedules are equal when placement, microbatches and steps are; the name is only a label.
+    """
+
+    placement: Placement
+    microbatches: int
+    name: str
+    table: ActionTable
+    """The steps in integers, for hot loops."""
+
+    def __init__(
+        self,
+        ranks: Rows,
+        placement: Placement | None = None,
+        microbatches: int | None = None,
+        name: str = "custom",
+    ) -> None:
+        rows = [[_as_step(step) for step in (row.split() if isinstance(row, str) else row)] for row in ranks]
+        parts = [(rank, part) for rank, row in enumerate(rows) for step in row for part in step.parts]
+        if placement is None:
+            placement = _infer_placement(parts, len(rows))
+        if microbatches is None:
+            microbatches = _infer_microbatches(parts)
+        codes = [np.fromiter(encode(row), dtype=np.int64) for row in rows]
+        self._fill(codes, placement, microbatches, name)
+
+    @classmethod
+    def from_codes(
+        cls, rows: Sequence[Sequence[int] | Ints], placement: Placement, microbatches: int, name: str
+    ) -> Schedule:
+        """From the integer form of `penstock.ir.action`, without making an object for each step."""
+        schedule = cls.__new__(cls)
+        codes = [np.asarray(row, dtype=np.int64) for row in rows]
+        schedule._fill(codes, placement, microbatches, name)  # noqa: SLF001 -- our own
+        return schedule
+
+    def _fill(self, rows: list[Ints], placement: Placement, microbatches: int, name: str) -> None:
+        if len(rows) != placement.num_ranks:
+            raise ScheduleError(
+                f"the placement has {placement.num_ranks} ranks, but {len(rows)} lists of steps are given"
+            )
+        whole = whole_number(microbatches)
+        if whole is None or whole < 1:
+            raise ScheduleError(f"microbatches must be a whole number of at least 1 (given {microbatches!r})")
+        microbatches = whole
+        num_parts = sum(map(len, rows))
+        if placement.num_stages * microbatches > 16 * num_parts + _SMALL:
+            raise ScheduleError(
+                f"{num_parts} actions cannot cover {placement.num_stages} stages "
+                f"and {microbatches} microbatches"
+            )
+        table = ActionTable.of(rows, placement, microbatches)
+        self.__dict__.update(placement=placement, microbatches=microbatches, name=name, table=table)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Schedule does not change: cannot set {name!r}; make a new one instead")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Schedule does not change: cannot delete {name!r}")
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        placement: Placement | None = None,
+        microbatches: int | None = None,
+        name: str = "custom",
+    ) -> Schedule:
+        """From text: `Schedule.parse("0F0 0B0 | 1F0 1B0")`, ranks parted by `|` or by line breaks."""
+        return cls(text.strip().replace("|", "\n").split("\n"), placement, microbatches, name)
+
+    def renamed(self, name: str) -> Schedule:
+        """The same schedule under another name."""
+        return Schedule.from_codes(self.table.rows, self.placement, self.microbatches, name)
+
+    def with_rows(self, rows: Sequence[Sequence[int] | Ints]) -> Schedule:
+        """The same placement, microbatches and name with other steps, in integer form."""
+        return Schedule.from_codes(rows, self.placement, self.microbatches, self.name)
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[Step, ...], ...]:
+        """The steps of each rank."""
+        return tuple(tuple(decode(row.tolist())) for row in self.table.rows)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return self.placement.num_stages
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps all ranks take together; an overlapped pair is one."""
+        return len(self.table.rank)
+
+    @property
+    def level(self) -> str:
+        """`compute` when there are only F, I, W, B and overlapped pairs, else `lowered`."""
+        return "compute" if self.table.only_compute else "lowered"
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Write to a `.csv` or `.json` file, whole or not at all."""
+        from penstock.formats import write  # noqa: PLC0415 -- a convenience that points against the walk
+
+        write(self, path)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return (
+            self.placement == other.placement
+            and self.microbatches == other.microbatches
+            and self.table.same_steps(other.table)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.placement, self.microbatches, self.table.code.tobytes()))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Schedule {self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
+            f"{self.microbatches} microbatches, {self.num_steps} steps, {self.level}>"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in self.ranks)
+
+
+def _as_step(step: object) -> Step:
+    if isinstance(step, str):
+        return parse_action(step)
+    if isinstance(step, Action | Overlap):
+        return step
+    raise ScheduleError(f"a step is an action, an overlapped pair or the text of one (given {step!r})")
+
+
+def _infer_placement(parts: Sequence[tuple[int, Action]], num_ranks: int) -> Placement:
+    """Put each stage on the rank that works on it most; one that nobody works on, beside the one before it."""
+    highest = _highest("stage", [(rank, part, part.stage) for rank, part in parts])
+    votes: list[Counter[int]] = [Counter() for _ in range(highest + 1)]
+    for rank, part in parts:
+        votes[part.stage][rank] += 1
+    hosts: list[int] = []
+    for vote in votes:
+        hosts.append(max(vote, key=lambda rank: (vote[rank], -rank)) if vote else (hosts or [0])[-1])
+    if idle := sorted(set(range(num_ranks)) - set(hosts)):
+        shown = ", ".join(map(str, idle[:4])) + ", ..." * (len(idle) > 4)
+        raise ScheduleError(f"rank {shown}: it has no stage of its own, but every rank must work on one")
+    return Placement(tuple(hosts))
+
+
+def _infer_microbatches(parts: Sequence[tuple[int, Action]]) -> int:
+    named = [(rank, part, part.microbatch) for rank, part in parts if part.microbatch is not None]
+    return _highest("microbatch", named) + 1
+
+
+def _highest(what: str, named: Sequence[tuple[int, Action, int]]) -> int:
+    """The highest number that is named, if there are actions enough to reach it without holes."""
+    rank, part, highest = max(named, key=lambda entry: entry[2], default=(0, None, 0))
+    if highest >= max(len(named), 1):
+        raise ScheduleError(
+            f"rank {rank}: {part} names {what} {highest}, but {len(named)} actions cannot cover numbers 0 to "
+            f"{highest}, and there are no holes in the numbers"
+        )
+    return highest

@@ -1,0 +1,1 @@
+"""Split backward: weight gradients deferred from I to W."""

@@ -1,0 +1,1 @@
+"""A rank's list at work: stages, microbatches, programs and their connections."""

@@ -1,0 +1,1 @@
+"""Failed steps: the watch, the abort, the report, and agreement before a step."""

@@ -1,0 +1,1 @@
+"""Values between ranks: channels, links, buffers and process groups."""

@@ -1,0 +1,1 @@
+"""Gradients of pipelines compared with those of one process."""

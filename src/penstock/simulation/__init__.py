@@ -1,0 +1,1 @@
+"""Clocks: schedules run at given costs, timelines, and what follows from them."""

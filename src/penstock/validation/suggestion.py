@@ -1,0 +1,64 @@
+"""A move that opens a cycle of waits, found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.ir.schedule import Schedule
+from penstock.validation.violation import Violation
+
+__all__ = ["way_out"]
+
+_TRIES = 16
+_TRIES_OF_LARGE = 2
+_LARGE = 20_000
+
+
+class _Move(NamedTuple):
+    rank: int
+    step: int
+    to: int
+    """The step takes the place of this one."""
+    text: str
+
+
+def way_out(schedule: Schedule, deadlock: Violation, faults_of: Callable[[Schedule], list[Violation]]) -> str:
+    """What to suggest: a single move that makes the schedule right, or at least breaks nothing else."""
+    tries = _TRIES_OF_LARGE if schedule.num_steps > _LARGE else _TRIES
+    had = {violation.code for violation in faults_of(schedule)}
+    helpful = None
+    for _, move in zip(range(tries), _moves(deadlock)):
+        codes = {violation.code for violation in faults_of(_moved(schedule, move))}
+        if codes == had - {"deadlock"}:
+            return move.text
+        if codes <= had:
+            helpful = helpful or f"{move.text}, then see what is left"
+    return helpful or deadlock.suggestion
+
+
+def _moves(deadlock: Violation) -> Iterator[_Move]:
+    """For each wait: what is awaited before what keeps its rank from getting there, or that one behind it."""
+    waits = deadlock.cycle
+    for wait, then in zip(waits, waits[1:] + waits[:1]):
+        if wait.rank == wait.for_rank and wait.for_step < wait.step:
+            early, late, name, other = wait.for_step, wait.step, wait.action, wait.for_action
+        elif wait.for_rank == then.rank and then.step < wait.for_step:
+            early, late, name, other = then.step, wait.for_step, wait.for_action, then.action
+        else:
+            continue
+        where = f"on rank {wait.for_rank}, move"
+        yield _Move(wait.for_rank, late, early, f"{where} {name} before {other}")
+        yield _Move(wait.for_rank, early, late, f"{where} {other} behind {name}")
+
+
+def _moved(schedule: Schedule, move: _Move) -> Schedule:
+    table = schedule.table
+    rows = table.rows
+    slots = table.slot[slice(*table.part_bounds[move.rank : move.rank + 2])]
+    steps = np.split(rows[move.rank], np.flatnonzero(np.diff(slots)) + 1)
+    steps.insert(move.to, steps.pop(move.step))
+    rows[move.rank] = np.concatenate(steps)
+    return schedule.with_rows(rows)

@@ -1,0 +1,240 @@
+"""Timelines as a trace in the Chrome trace-event format, which Perfetto and chrome://tracing open.
+
+    rank 0                 one process per rank
+      compute              one event per step; a gap before it is explained in its arguments
+      to rank 1            one event per message, from its begin to its arrival, here as it leaves ...
+      from rank 1          ... and here as it comes in
+      collective           UNSHARD, RESHARD, REDUCE_GRAD
+      memory (bytes)       counters
+    arrows                 from the step that makes a value through its message to the step that uses it
+
+Times are microseconds, to the nanosecond. No number of a process or thread is used twice in a file, because
+Perfetto finds the name of a thread by its number alone. What happens at once on one thread goes on in a second
+thread of its name, because events of one thread may not overlap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import inf, nextafter
+from typing import Any, TypeAlias
+
+from penstock.ir.action import Kind, Step
+from penstock.simulation.attribution import Gap, gaps
+from penstock.simulation.timeline import Event, Message, Timeline
+
+__all__ = ["trace"]
+
+Entry: TypeAlias = dict[str, Any]
+
+COMPUTE, COLLECTIVE, MEMORY = "compute", "collective", "memory (bytes)"
+
+
+@dataclass(slots=True)
+class _Span:
+    """A stretch of time on a thread of a rank, in nanoseconds."""
+
+    rank: int
+    thread: str
+    start: int
+    end: int
+    name: str
+    category: str
+    args: Entry
+    lane: int = 0
+    """Which of the threads of this name."""
+
+
+def trace(timelines: Sequence[Timeline]) -> str:
+    """The timelines as the text of one JSON file; several are told apart by the names of their processes."""
+    ids, flows = count(1), count(1)
+    metadata: list[Entry] = []
+    entries: list[Entry] = []
+    for timeline in timelines:
+        prefix = f"{timeline.schedule.name}: " if len(timelines) > 1 else ""
+        one = _Trace(timeline, ids, flows)
+        metadata += one.metadata(prefix)
+        entries += one.entries()
+    entries.sort(key=lambda entry: entry["ts"])  # stable: of one time, an event comes before its arrows
+    lines = ",\n".join(
+        json.dumps(entry, allow_nan=False, separators=(",", ":")) for entry in metadata + entries
+    )
+    about = [
+        {
+            "schedule": timeline.schedule.name,
+            "makespan_seconds": timeline.makespan,
+            "bubble_rate": timeline.bubble_rate,
+            "peak_memory_bytes": list(timeline.peak_memory),
+        }
+        for timeline in timelines
+    ]
+    head = f'"displayTimeUnit":"ms",\n"otherData":{json.dumps({"timelines": about}, allow_nan=False)}'
+    return f'{{{head},\n"traceEvents":[\n{lines}\n]}}\n'
+
+
+class _Trace:
+    """One timeline: where its spans go, and the entries they become."""
+
+    def __init__(self, timeline: Timeline, ids: Iterator[int], flows: Iterator[int]) -> None:
+        self.timeline, self.flows = timeline, flows
+        self.steps = [_step(event) for event in timeline.events]
+        self.sent = [_message(timeline, m, leaving=True) for m in timeline.messages]
+        self.received = [_message(timeline, m, leaving=False) for m in timeline.messages]
+        self.shown = [span for span in self.steps if span is not None] + self.sent + self.received
+        _spread(self.shown)
+        threads = sorted({(span.rank, _place(span.thread), span.lane) for span in self.shown})
+        self.process = []
+        self.thread: dict[tuple[int, str, int], int] = {}
+        for rank in range(timeline.schedule.num_ranks):
+            self.process.append(next(ids))
+            for _, (_, _, name), lane in (thread for thread in threads if thread[0] == rank):
+                self.thread[rank, name, lane] = next(ids)
+
+    def metadata(self, prefix: str) -> Iterator[Entry]:
+        """Names and order of processes and threads."""
+        for rank, process in enumerate(self.process):
+            stages = ", ".join(map(str, self.timeline.schedule.placement.stages_of_rank[rank]))
+            yield _named("process_name", process, process, name=f"{prefix}rank {rank}")
+            yield _named("process_labels", process, process, labels=f"stages {stages}")
+            yield _named("process_sort_index", process, process, sort_index=process)
+        for (rank, name, lane), thread in self.thread.items():
+            shown = f"{name} ({lane + 1})" if lane else name
+            yield _named("thread_name", self.process[rank], thread, name=shown)
+            yield _named("thread_sort_index", self.process[rank], thread, sort_index=thread)
+
+    def entries(self) -> Iterator[Entry]:
+        """Events first, then the arrows between them, then counters."""
+        for gap in gaps(self.timeline):
+            span = self.steps[gap.before.slot] if gap.before is not None else None
+            if span is not None and _ns(gap.end) > _ns(gap.start):
+                span.args.update(_reason(gap))
+        for span in self.shown:
+            yield {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.category,
+                **self._at(span, span.start),
+                "dur": _us(span.end - span.start),
+                "args": span.args,
+            }
+        for message, sent in zip(self.timeline.messages, self.sent):
+            yield from self._arrow(message, sent)
+        for rank, process in enumerate(self.process):
+            yield from _counters(self.timeline, rank, process)
+
+    def _at(self, span: _Span, time: int) -> Entry:
+        thread = self.thread[span.rank, span.thread, span.lane]
+        return {"pid": self.process[span.rank], "tid": thread, "ts": _us(time)}
+
+    def _arrow(self, message: Message, sent: _Span) -> Iterator[Entry]:
+        """An arrow binds to the events its points lie within, and nothing lies within what takes no time."""
+        producer, consumer = self.steps[message.producer], self.steps[message.consumer]
+        assert producer is not None
+        assert consumer is not None
+        if producer.end == producer.start or consumer.end == consumer.start:
+            return
+        arrow = {"name": message.kind, "cat": "communication", "id": next(self.flows)}
+        yield {"ph": "s", **arrow, **self._at(producer, producer.end - 1)}
+        if sent.end > sent.start:
+            yield {"ph": "t", **arrow, **self._at(sent, sent.start)}
+        yield {"ph": "f", "bp": "e", **arrow, **self._at(consumer, consumer.start)}
+
+
+def _step(event: Event) -> _Span | None:
+    """A step of compute or a collective; None for what is shown as a message."""
+    kind = event.step.kind
+    if kind.is_communication:
+        return None
+    stream = COMPUTE if kind.is_compute else COLLECTIVE
+    times = (_ns(event.start), _ns(event.end))
+    return _Span(event.rank, stream, *times, str(event.step), stream, _arguments(event.step))
+
+
+def _message(timeline: Timeline, message: Message, *, leaving: bool) -> _Span:
+    forward = message.kind == "activation"
+    here, peer = (message.source, message.target) if leaving else (message.target, message.source)
+    stage = message.stage if leaving else message.stage + (1 if forward else -1)
+    kind = {
+        (True, True): Kind.SEND_F,
+        (True, False): Kind.SEND_B,
+        (False, True): Kind.RECV_F,
+        (False, False): Kind.RECV_B,
+    }[leaving, forward]
+    args = {
+        "kind": kind.value,
+        "stage": stage,
+        "microbatch": message.microbatch,
+        "bytes": message.size,
+        "made by": str(timeline.event(message.producer).step),
+        "used by": str(timeline.event(message.consumer).step),
+    }
+    thread = f"{'to' if leaving else 'from'} rank {peer}"
+    times = (_ns(message.begin), _ns(message.arrival))
+    return _Span(here, thread, *times, f"{stage}{kind}{message.microbatch}", "communication", args)
+
+
+def _arguments(step: Step) -> Entry:
+    """Of a pair, both values."""
+    pair = len(step.parts) > 1
+    stages, microbatches = [part.stage for part in step.parts], [part.microbatch for part in step.parts]
+    args: Entry = {"kind": step.kind.value, "stage": stages if pair else stages[0]}
+    if microbatches[0] is not None:
+        args["microbatch"] = microbatches if pair else microbatches[0]
+    return args
+
+
+def _reason(gap: Gap) -> Entry:
+    args: Entry = {"waited_us": _us(_ns(gap.end) - _ns(gap.start)), "reason": gap.reason}
+    if gap.message is not None and gap.blame is not None:
+        m = gap.message
+        what = f"{m.kind} of stage {m.stage}, microbatch {m.microbatch}"
+        args["waits_for"] = f"{what} ({gap.blame.step}, rank {m.source})"
+    return args
+
+
+def _counters(timeline: Timeline, rank: int, process: int) -> Iterator[Entry]:
+    """What the rank holds from each time on at which that changes."""
+    memory = timeline.memory[rank]
+    times = [_ns(time) for time in memory.times.tolist()]
+    held = dict(zip(times, zip(memory.activations.tolist(), memory.unsharded.tolist())))
+    before = None
+    for time, (activations, unsharded) in {0: (0.0, 0.0), **held}.items():
+        values = {"activations": activations, "unsharded": unsharded, "fixed": memory.fixed}
+        if values != before:
+            yield {"ph": "C", "name": MEMORY, "pid": process, "tid": process, "ts": _us(time), "args": values}
+        before = values
+
+
+def _spread(spans: Sequence[_Span]) -> None:
+    """Give each span the first lane of its thread that is free when it starts."""
+    free: dict[tuple[int, str], list[int]] = {}
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        ends = free.setdefault((span.rank, span.thread), [])
+        span.lane = next((n for n, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[span.lane : span.lane + 1] = [span.end]
+
+
+def _place(thread: str) -> tuple[int, int, str]:
+    """Compute on top, then the peers in order, collectives below."""
+    if thread in (COMPUTE, COLLECTIVE):
+        return (0 if thread == COMPUTE else 2), 0, thread
+    return 1, int(thread.rsplit(" ", 1)[1]), thread
+
+
+def _named(what: str, process: int, thread: int, **args: object) -> Entry:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _us(nanoseconds: int) -> float:
+    """A whole number where it is one; a hair more where Perfetto, which cuts off, would lose a nanosecond."""
+    if nanoseconds % 1000 == 0:
+        return nanoseconds // 1000
+    us = nanoseconds / 1000
+    return us if int(us * 1000) >= nanoseconds else nextafter(us, inf)

@@ -1,0 +1,175 @@
+"""Promises of the bounds: known optima are respected, one machine's best order is what brute force finds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+import penstock
+import penstock.cost.presets
+from penstock import Costs, Placement, simulate
+from penstock.bounds import Work, bounds, bounds_of, preemptive
+from penstock.simulation.comparison import compare
+
+UNITS = Costs(
+    forward=10, backward_input=10, backward_weight=8, latency=1, activation=2, activation_freed_by_input=1
+)
+# ranks, microbatches, limit: the least makespan there is, proved elsewhere by an exact solver
+OPTIMA = {
+    (2, 4, 4): 128,
+    (2, 4, 8): 123,
+    (3, 4, 6): 144,
+    (3, 4, 12): 134,
+    (4, 4, 8): 154,
+    (3, 6, 6): 200,
+    (4, 6, 8): 216,
+    (4, 6, 16): 201,
+    (4, 8, 8): 272,
+}
+
+
+@pytest.mark.parametrize(("p", "m", "limit"), OPTIMA)
+def test_the_greatest_bound_meets_every_known_optimum(p: int, m: int, limit: int) -> None:
+    found = bounds(Work(Placement.loop(p), m, UNITS), limit)
+    assert [bound.seconds for bound in found] == sorted((bound.seconds for bound in found), reverse=True)
+    assert len(found) == 5
+    assert found[0].seconds == OPTIMA[p, m, limit]
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    {(2, 4, 4): "warm-up and drain", (2, 4, 8): "one-machine", (4, 4, 8): "one-machine"}.items(),
+)
+def test_of_bounds_that_are_equal_the_simplest_binds(case: tuple[int, int, int], name: str) -> None:
+    p, m, limit = case
+    assert bounds(Work(Placement.loop(p), m, UNITS), limit)[0].name == name
+
+
+def test_1f1b_is_proved_optimal_for_whole_backwards_and_free_hops() -> None:
+    for p, m in itertools.product((1, 2, 4, 8), (1, 4, 8)):
+        schedule = penstock.build("1f1b", ranks=p, microbatches=m)
+        timeline = simulate(schedule)
+        assert timeline.bound.seconds == timeline.makespan
+        assert timeline.gap == 0
+
+
+@pytest.mark.parametrize(
+    ("costs", "m"),
+    [
+        (Costs(forward=(0.1, 10), backward=(100, 10), launch_overhead=1), 5),
+        (Costs(forward=(1, 10), backward=(100, 10), activation=0.7), 3),
+        (Costs(forward=(1, 10), backward=(100, 10), activation=0.1), 3),
+    ],
+)
+def test_warm_up_counts_launching_and_does_not_lose_room_to_rounding(costs: Costs, m: int) -> None:
+    first = [f"0F{k}" for k in range(m)] + [f"0B{k}" for k in range(m)]
+    schedule = penstock.Schedule([first, [f"1{kind}{k}" for k in range(m) for kind in "FB"]])
+    timeline = simulate(schedule, costs)
+    for bound in bounds_of(schedule, costs, max(timeline.peak_memory)):
+        assert bound.seconds <= timeline.makespan + 1e-9
+
+
+def test_a_tight_memory_limit_binds() -> None:
+    work = Work(Placement.loop(4), 64, Costs())
+    assert bounds(work, 1)[0].name == "residency"
+    assert bounds(work, 1)[0].seconds > bounds(work)[0].seconds
+
+
+def test_one_machine_is_never_below_load() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        stages = rng.randint(1, 6)
+        costs = Costs(
+            forward=tuple(rng.randint(1, 9) for _ in range(stages)),
+            backward_input=tuple(rng.randint(1, 9) for _ in range(stages)),
+            backward_weight=tuple(rng.randint(1, 9) for _ in range(stages)),
+            latency=rng.randint(0, 3),
+        )
+        found = {b.name: b.seconds for b in bounds(Work(Placement.loop(stages), rng.randint(1, 8), costs))}
+        assert found["one-machine"] >= found["load"]
+
+
+def test_jacksons_rule_finds_the_best_preemptive_order_of_unit_jobs() -> None:
+    """With unit jobs and whole heads, nothing is gained by stopping a job, so all orders can be tried."""
+    rng = random.Random(2)
+    for _ in range(100):
+        jobs = [(rng.randint(0, 4), 1, rng.randint(0, 5)) for _ in range(rng.randint(1, 5))]
+        best = min(length(order) for order in itertools.permutations(jobs))
+        assert preemptive(jobs) == best
+
+
+def length(order: tuple[tuple[int, int, int], ...]) -> float:
+    now, latest = 0, 0
+    for head, seconds, tail in order:
+        now = max(now, head) + seconds
+        latest = max(latest, now + tail)
+    return latest
+
+
+def test_each_row_of_a_comparison_has_its_gap_and_the_bound_that_binds() -> None:
+    rows = compare(*(penstock.build(name, ranks=4, microbatches=8) for name in ("1f1b", "zb-h1", "v-half")))
+    assert [(row.name, row.makespan, row.binding, round(row.gap, 3)) for row in rows] == [
+        ("1f1b", 33, "one-machine", 0),
+        ("zb-h1", 27, "one-machine", 0),
+        ("v-half", 53, "one-machine", 0.039),
+    ]
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span", "period"])
+@pytest.mark.parametrize("name", [name for name in penstock.families() if name != "forward-only"])
+def test_no_family_beats_a_bound_at_its_own_peak_of_memory(name: str, objective: str) -> None:
+    rng = random.Random(name + objective)
+    for _ in range(25):
+        p, m = rng.randint(1, 5), rng.randint(1, 12)
+        if name == "interleaved-1f1b":
+            m = p * rng.randint(1, 3)
+        schedule = penstock.build(name, ranks=p, microbatches=m)
+        stages = schedule.num_stages
+        held = tuple(rng.randint(1, 9) for _ in range(stages))
+        costs = Costs(
+            forward=tuple(rng.randint(1, 9) for _ in range(stages)),
+            backward_input=tuple(rng.randint(1, 9) for _ in range(stages)),
+            backward_weight=tuple(rng.randint(0, 9) for _ in range(stages)),
+            latency=rng.randint(0, 3),
+            bandwidth=rng.choice([None, 2.0]),
+            activation_message=rng.randint(0, 4),
+            gradient_message=rng.randint(0, 4),
+            launch_overhead=rng.choice([0, 0.5]),
+            optimizer_step=rng.choice([0, 3]),
+            activation=held,
+            activation_freed_by_input=tuple(rng.randint(0, each) for each in held),
+            parameters=rng.randint(0, 3),
+        )
+        timeline = simulate(schedule, costs)
+        value = getattr(timeline, objective)
+        for bound in bounds_of(schedule, costs, max(timeline.peak_memory), objective):
+            assert bound.seconds <= value * (1 + 1e-9), (p, m, costs, bound)
+
+
+def test_the_published_zb_h1_cannot_be_beaten_by_more_than_its_rounding() -> None:
+    """At the memory of 1F1B, a rank must idle in the warm-up and in the drain: ZB-H1 idles hardly longer."""
+    costs = penstock.cost.presets.preset("zb-h2304-p8-m24")
+    limit = 8 * float(costs.per_stage("activation", 8)[0])
+    bound = bounds(Work(Placement.loop(8), 24, costs), limit, "span")[0]
+    assert bound.name == "warm-up and drain"
+    span = simulate(penstock.build("zb-h1", ranks=8, microbatches=24), costs).span
+    assert bound.seconds <= span <= bound.seconds * 1.00001
+
+
+def test_pairs_of_a_fixed_length_do_not_beat_a_bound() -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        schedule = penstock.build("dualpipev", ranks=rng.randint(1, 3), microbatches=rng.randint(4, 9))
+        stages = schedule.num_stages
+        costs = Costs(
+            forward=tuple(rng.randint(0, 9) for _ in range(stages)),
+            backward_input=tuple(rng.randint(0, 9) for _ in range(stages)),
+            backward_weight=tuple(rng.randint(0, 9) for _ in range(stages)),
+            backward=rng.choice([None, 10]),
+            overlap=rng.choice([0, 0.5, 5]),
+        )
+        timeline = simulate(schedule, costs)
+        for bound in bounds_of(schedule, costs, max(timeline.peak_memory)):
+            assert bound.seconds <= timeline.makespan * (1 + 1e-9), (costs, bound)

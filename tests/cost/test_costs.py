@@ -1,0 +1,130 @@
+"""Promises of costs: one number or one for each, units in the keys of a file, and faults that name the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import Costs, CostsError, FormatError
+from penstock.cost.presets import preset, presets
+
+MANY = Costs(forward=(1, 2.5), latency=0.001, bandwidth=1e9, activation_message=4096, backward=3, overlap=2)
+
+
+def test_unit_costs_are_the_default() -> None:
+    assert Costs().per_stage("forward", 3) == [1, 1, 1]
+    assert Costs().full_backward(2) == [2, 2]
+
+
+def test_a_full_backward_can_be_cheaper_than_its_halves() -> None:
+    assert Costs(backward=1.5).full_backward(2) == [1.5, 1.5]
+
+
+def test_a_list_needs_one_entry_for_each_stage_or_edge() -> None:
+    assert Costs(forward=[1, 2]).per_stage("forward", 2) == [1, 2]  # type: ignore[arg-type]
+    with pytest.raises(CostsError, match="forward: it has 2 entries, but the schedule has 3 stages"):
+        Costs(forward=(1, 2)).per_stage("forward", 3)
+    with pytest.raises(CostsError, match="latency: it has 2 entries, but the schedule has 3 edges"):
+        Costs(latency=(1, 2)).per_edge("latency", 4)
+
+
+@pytest.mark.parametrize(
+    ("costs", "fault"),
+    [
+        ({"forward": -1}, "forward: it must be from 0 to 1e"),
+        ({"forward": 10**400}, "forward: it must be from 0 to 1e"),
+        ({"forward": 1e308}, "forward: it must be from 0 to 1e"),
+        ({"activation_freed_by_input": 2}, "activation_freed_by_input: it cannot be more than activation"),
+        (
+            {"activation": (5, 1), "activation_freed_by_input": 3},
+            "activation_freed_by_input: it cannot be more",
+        ),
+        ({"forward": float("nan")}, "forward: it must be from 0 to 1e"),
+        ({"forward": "1"}, "forward: it must be a number or a list of them"),
+        ({"forward": True}, "forward: it must be a number"),
+        ({"forward": ()}, "forward: the list is empty"),
+        ({"forward": (1, None)}, "forward: it must be a number"),
+        ({"optimizer_step": (1, 2)}, "optimizer_step: it must be one number"),
+        ({"overlap_factor": 1.5}, "overlap_factor: it must be from 0 to 1"),
+        ({"bandwidth": 0}, "bandwidth: it must be more than 0"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused_by_name(costs: dict[str, Any], fault: str) -> None:
+    with pytest.raises(CostsError, match=fault):
+        Costs(**costs)
+
+
+def test_all_faults_come_at_once() -> None:
+    with pytest.raises(CostsError, match=r"forward: .*; latency: "):
+        Costs(forward=-1, latency=-1)
+
+
+@pytest.mark.parametrize("ending", ["json", "toml"])
+@pytest.mark.parametrize("costs", [Costs(), MANY, preset("zbv-h4096-p16-m48")])
+def test_what_is_written_is_read_back(costs: Costs, ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"costs.{ending}"
+    costs.write(path)
+    assert Costs.read(path) == costs
+
+
+def test_keys_have_their_units(tmp_path: Path) -> None:
+    MANY.write(tmp_path / "costs.json")
+    assert json.loads((tmp_path / "costs.json").read_text()) == {
+        "forward_seconds": [1, 2.5],
+        "backward_seconds": 3,
+        "overlap_seconds": 2,
+        "latency_seconds": 0.001,
+        "bandwidth_bytes_per_second": 1e9,
+        "activation_message_bytes": 4096,
+    }
+
+
+def test_a_file_has_all_its_faults_told_by_key(tmp_path: Path) -> None:
+    path = tmp_path / "costs.toml"
+    path.write_text('forward = 1\nlatency_seconds = "fast"\nbackward_input_seconds = -1\n')
+    with pytest.raises(FormatError) as caught:
+        Costs.read(path)
+    names = [fault.split(":")[0] for fault in caught.value.faults]
+    assert names == ["forward", "backward_input_seconds", "latency_seconds"]
+    assert "not a key of costs; they are forward_seconds" in caught.value.faults[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("c.json", "{", "it is not JSON"),
+        ("c.json", "[]", "costs are an object"),
+        ("c.toml", "a = ", "it is not TOML"),
+        ("c.txt", "", "it is .json or .toml"),
+        ("c.json", "[" * 100_000, "it is not JSON"),
+    ],
+)
+def test_files_that_are_no_costs_are_refused(name: str, text: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(FormatError, match=fault):
+        Costs.read(tmp_path / name)
+
+
+def test_every_cost_is_documented_in_docs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "simulate.md"
+    text = page.read_text(encoding="utf-8")
+    for entry in dataclasses.fields(Costs):
+        key = "_".join(filter(None, (entry.name, entry.metadata["unit"])))
+        assert f"`{key}`" in text, key
+
+
+def test_scaling_the_unit_of_time_scales_all_seconds_and_nothing_else() -> None:
+    scaled = MANY.scaled(1000)
+    assert scaled.forward == (1000, 2500)
+    assert scaled.bandwidth == 1e6
+    assert scaled.activation_message == MANY.activation_message
+
+
+def test_presets_are_found_by_name_and_others_are_named() -> None:
+    assert len(presets()) == 12
+    with pytest.raises(CostsError, match="no preset is called 'zb'; there are zb-h2304-p8-m24"):
+        preset("zb")

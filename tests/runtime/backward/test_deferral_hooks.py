@@ -1,0 +1,133 @@
+"""Promise: hooks fire as in a plain backward, and shared and computed weights are exact."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, prune
+
+from penstock.runtime.backward.deferral import Deferral
+from tests.support.deferring import (
+    Block,
+    Run,
+    assert_as_plain,
+    gradients,
+    jobs_of,
+    numbers,
+    plainly,
+    split,
+    whole,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+
+
+class UsedTwice(nn.Module):
+    """A weight that its layer uses, and somebody else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.other(self.layer(x)), self.layer.weight)
+
+
+def count_hooks(module: nn.Module) -> dict[str, list[str]]:
+    seen: dict[str, list[str]] = {name: [] for name, _ in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        events = seen[name]
+        parameter.register_hook(lambda gradient, to=events: to.append(f"hook {tuple(gradient.shape)}"))  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(
+            lambda leaf, to=events: to.append(f"after {leaf.grad.sum()}")
+        )  # type: ignore[no-untyped-call]
+    return seen
+
+
+@pytest.mark.parametrize("run", [split, whole])
+def test_hooks_fire_once_per_microbatch_as_in_a_plain_backward(run: Run) -> None:
+    tied = nn.Linear(16, 16)
+    model = nn.Sequential(tied, Block(), nn.Linear(16, 16), tied)
+    model[2].weight = tied.weight
+    inputs = [numbers(3, 5, 16, seed=seed).requires_grad_() for seed in range(2)]
+    seen = []
+    for way in (plainly, run):
+        module = copy.deepcopy(model)
+        seen.append(count_hooks(module))
+        way(module, inputs)
+    assert seen[0] == seen[1]
+    assert all(len(events) == 4 for events in seen[1].values())
+
+
+def test_no_hook_of_a_deferred_weight_fires_in_i() -> None:
+    model = nn.Linear(8, 8)
+    seen = count_hooks(model)
+    jobs_of(model, numbers(3, 8))
+    assert seen == {"weight": [], "bias": []}
+
+
+def test_what_a_hook_makes_of_a_gradient_is_accumulated() -> None:
+    model = nn.Linear(8, 8)
+    expected = gradients(model, [numbers(3, 8)], plainly)
+    model.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+    split(model, [numbers(3, 8)])
+    assert expected["weight"] is not None
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, expected["weight"] * 2)
+
+
+def test_a_weight_used_elsewhere_too_is_exact_without_being_looked_for() -> None:
+    assert_as_plain(UsedTwice(), numbers(3, 5, 8).requires_grad_())
+
+
+@pytest.mark.parametrize("edges", [False, True], ids=["tensors", "edges"])
+def test_a_weight_found_to_be_used_elsewhere_is_left_to_autograd(*, edges: bool) -> None:
+    model, x = UsedTwice(), numbers(3, 5, 8)
+    deferral = Deferral(model)
+    with deferral.installed():
+        output = model(x)
+        root = torch.autograd.graph.get_gradient_edge(output) if edges else output
+        assert [id(each) for each in deferral.find_shared([root])] == [id(model.layer.weight)]
+        assert deferral.find_shared([root]) == ()
+        seen = count_hooks(model)
+        with deferral.put_aside() as jobs:
+            model(x).sum().backward()
+    assert len(jobs) == 1
+    assert {name: len(events) for name, events in seen.items() if events} == {
+        "layer.weight": 2,
+        "layer.bias": 2,
+    }
+    jobs.run()
+    assert all(len(events) == 2 for events in seen.values())
+
+
+def test_in_an_ordinary_model_no_weight_is_found_to_be_shared() -> None:
+    tied = nn.Linear(16, 16)
+    model = nn.Sequential(tied, Block(), tied)
+    deferral = Deferral(model)
+    with deferral.installed():
+        assert deferral.find_shared([model(numbers(3, 5, 16))]) == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),  # type: ignore[no-untyped-call]
+    ],
+    ids=["weight norm", "spectral norm", "pruned"],
+)
+def test_a_weight_that_is_computed_is_not_put_aside(change: Callable[[nn.Module], nn.Module]) -> None:
+    layer = change(nn.Linear(8, 6))
+    assert jobs_of(layer, numbers(4, 5, 8)) == 0
+    assert layer.bias.grad is not None
+
+
+def test_a_normed_weight_gets_the_gradients_of_a_plain_backward() -> None:
+    assert_as_plain(parametrizations.weight_norm(nn.Linear(8, 6)), numbers(4, 5, 8).requires_grad_())

@@ -1,0 +1,148 @@
+"""Promises of composition: inside data and tensor parallelism a pipeline trains as one process does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.composition import GATHER, REDUCE, counted
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from penstock import Kind, Schedule, build
+from penstock.lowering import SplitBackward
+from tests.support.composition import (
+    Composed,
+    batch_of,
+    data_place,
+    gradients,
+    pipeline_of,
+    train_composed,
+)
+from tests.support.pool import Pools
+from tests.support.reference import faults_of, run_cases
+
+FAMILIES = ("1f1b", "interleaved-1f1b", "looped-bfs", "zbv", "dualpipev")
+
+
+def schedules(family: str) -> list[Schedule]:
+    """With a whole backward, where the family has one, and with a split one."""
+    schedule = build(family, ranks=2, microbatches=4)
+    split = SplitBackward()(schedule)
+    return [schedule] if split == schedule else [schedule, split.renamed(f"{family} split")]
+
+
+def faults(pools: Pools, ranks: int, cases: list[Composed]) -> str:
+    return faults_of(cases, pools(ranks).run(run_cases, cases, train_composed, seconds=150))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("data", ["fsdp", "replicas"])
+@pytest.mark.xdist_group("ranks-4")
+def test_replicated_stages_train_as_one_process(pools: Pools, data: str, family: str) -> None:
+    cases = []
+    for place, schedule in enumerate(schedules(family)):
+        cases += [
+            Composed(schedule, data, 2),
+            Composed(schedule, data, 2, tied=True, tokens=place == 0),
+            Composed(schedule, data, 2, tied=True, steps_together=3, checkpointed=place == 1),
+            Composed(schedule, data, 2, steps_together=3, checkpointed=place == 0, tokens=place == 1),
+        ]
+    assert not faults(pools, 4, cases)
+
+
+@pytest.mark.parametrize("data", ["ddp", "replicate", "replicate-fsdp"])
+@pytest.mark.xdist_group("ranks-4")
+def test_every_wrapper_of_torch_reduces_once(pools: Pools, data: str) -> None:
+    cases = [Composed(build("1f1b", ranks=2, microbatches=4), data, 2, tied=True, tokens=True)]
+    cases += [
+        Composed(build(family, ranks=2, microbatches=4), data, 2, tied=True, steps_together=together)
+        for family, together in (("zbv", 1), ("interleaved-1f1b", 3))
+    ]
+    assert not faults(pools, 4, cases)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.xdist_group("ranks-4")
+def test_stages_in_tensor_parallel_train_as_one_process(pools: Pools, family: str) -> None:
+    cases = [
+        Composed(schedule, tp=2, tied=place == 0, steps_together=3 - 2 * place, checkpointed=place == 1)
+        for place, schedule in enumerate(schedules(family))
+    ]
+    assert not faults(pools, 4, cases)
+
+
+@pytest.mark.xdist_group("ranks-8")
+def test_three_dimensions_train_as_one_process(pools: Pools) -> None:
+    cases = []
+    for place, family in enumerate(FAMILIES):
+        tied, together = place % 2 == 0, 1 + 2 * (place % 2)
+        cases += [
+            Composed(schedule, "fsdp", 2, 2, tied=tied, steps_together=together)
+            for schedule in schedules(family)[: 1 + place % 2]
+        ]
+    cases += [
+        Composed(build("zbv", ranks=2, microbatches=4), "hsdp", 4, tied=True, tokens=True),
+        Composed(build("1f1b", ranks=2, microbatches=4), "hsdp", 4, steps_together=3),
+        Composed(build("zbv", ranks=2, microbatches=4), "replicas", 2, 2, tied=True),
+        Composed(build("1f1b", ranks=4, microbatches=4), "fsdp", 2, tied=True, checkpointed=True),
+    ]
+    assert not faults(pools, 8, cases)
+
+
+def _collectives(case: Composed) -> tuple[Counter[str], Counter[str]]:
+    """What FSDP did in the second step, and what the schedule says."""
+    found: Counter[str] = Counter()
+    pipeline, mesh = pipeline_of(case)
+    groups = Counter({0: 2, case.schedule.num_stages - 1: 2})  # a block, and what is not in a block
+    with closing(pipeline):
+        x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+        pipeline.step(x, target=y)
+        with counted(found):
+            pipeline.step(x, target=y)
+        promised: Counter[str] = Counter()
+        for step in pipeline.schedule.ranks[pipeline.rank]:
+            kind, stage = step.parts[0].kind, step.parts[0].stage
+            name = {Kind.UNSHARD: GATHER, Kind.REDUCE_GRAD: REDUCE}.get(kind)
+            if name is not None:
+                promised[name] += groups.get(stage, 1)
+    return found, promised
+
+
+@pytest.mark.parametrize("family", ["1f1b", "looped-bfs", "zbv", "interleaved-1f1b"])
+@pytest.mark.xdist_group("ranks-4")
+def test_shards_are_gathered_and_reduced_as_often_as_the_schedule_says(pools: Pools, family: str) -> None:
+    case = Composed(build(family, ranks=2, microbatches=4), "fsdp", 2)
+    for found, promised in pools(4).run(_collectives, case):
+        assert found == promised
+        assert found[REDUCE] > 0
+
+
+def _summed_in_double(schedules: list[Schedule]) -> list[dict[str, Any]]:
+    """Gradients that are computed in single precision and summed in double."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    found = []
+    for schedule in schedules:
+        case = Composed(schedule, "fsdp", 2, policy=policy)
+        pipeline, mesh = pipeline_of(case)
+        with closing(pipeline):
+            x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+            pipeline.step(x, target=y)
+            found.append(dict(gradients(pipeline)))
+    return found
+
+
+@pytest.mark.xdist_group("ranks-4")
+def test_weight_gradients_that_are_put_aside_are_summed_in_the_type_that_is_asked_for(pools: Pools) -> None:
+    m = 6
+    apart = [
+        " ".join(f"{stage}{kind}{microbatch}" for kind in "FIW" for microbatch in range(m))
+        for stage in range(2)
+    ]
+    schedules = [build("gpipe", ranks=2, microbatches=m), Schedule(apart)]
+    for whole, split in pools(4).run(_summed_in_double, schedules):
+        assert all(torch.equal(whole[name], split[name]) for name in whole)
+        rounded = {name: value.to(torch.float32).to(torch.float64) for name, value in whole.items()}
+        assert not all(torch.equal(whole[name], rounded[name]) for name in whole), "doubles were summed"

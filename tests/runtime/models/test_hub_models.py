@@ -1,0 +1,172 @@
+"""Promise: a decoder of transformers that is cut into stages trains as it does in one piece."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import penstock
+from penstock.planning.layout import even_layout
+from penstock.runtime import Pipeline, materialize, split
+from tests.support.hub_models import LAYERS, MODELS, batch, decoder, gradients_of, next_word, trained
+from tests.support.pool import Pools
+from tests.support.reference import differences
+
+MICROBATCHES = 4
+ROWS = 8
+
+
+class Case(NamedTuple):
+    kind: str
+    family: str
+    tied: bool = False
+    given: str = ""
+    layout: str = ""
+    meta: bool = False
+
+    def __str__(self) -> str:
+        return " ".join(str(value) for value in self if value)
+
+
+def compared(case: Case, ranks: int, stages_per_rank: int) -> list[str]:
+    """What a pipeline does otherwise than one process, on this rank."""
+    more = {"stages_per_rank": stages_per_rank} if case.family == "interleaved-1f1b" else {}
+    schedule = penstock.build(case.family, ranks=ranks, microbatches=MICROBATCHES, **more)
+    whole = decoder(case.kind, tied=case.tied)
+    logits, gradients = trained(whole, ROWS, MICROBATCHES, case.given)
+    layout = case.layout or even_layout(LAYERS, schedule.num_stages)
+    if case.meta:
+        with torch.device("meta"):
+            stages = split(decoder(case.kind, tied=case.tied), layout=layout)
+        own = schedule.placement.stages_of_rank[torch.distributed.get_rank()]
+        for stage in own:
+            mine = materialize(stages[stage])
+            mine.load_state_dict({name: whole.state_dict()[name] for name in mine.state_dict()})
+    else:
+        stages = split(decoder(case.kind, tied=case.tied), layout=layout)
+    ids, target, named = batch(ROWS, case.given)
+    faults: list[str] = []
+    with closing(Pipeline(stages, schedule, loss=next_word, timeout=30)) as pipeline:
+        found = pipeline.eval(ids, return_outputs=True, **named).outputs
+        if found is not None:
+            faults += differences("logits", {"": found}, {"": logits}, exact=True)
+        pipeline.step(ids, target=target, **named)
+        for stage, module in pipeline.modules.items():
+            right = {name: gradients[name] for name, _ in module.named_parameters(remove_duplicate=False)}
+            faults += differences(f"stage {stage}", gradients_of(module), right, exact=False)
+    return faults
+
+
+def compare(cases: list[Case], ranks: int, stages_per_rank: int) -> list[str]:
+    return [f"{case}: {fault}" for case in cases for fault in compared(case, ranks, stages_per_rank)]
+
+
+FAMILIES = ("1f1b", "interleaved-1f1b", "zbv")
+
+
+def faults_of(pools: Pools, ranks: int, cases: list[Case]) -> list[Any]:
+    """Uneven by nature: there are more stages than a divisor of the layers."""
+    answers = pools(ranks).run(compare, cases, ranks, 3 if ranks == 2 else 1, seconds=240)
+    return [f"rank {rank}: {fault}" for rank, answer in enumerate(answers) for fault in answer]
+
+
+@pytest.mark.xdist_group("ranks-2")
+@pytest.mark.parametrize("kind", MODELS)
+def test_on_two_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools, kind: str) -> None:
+    cases = [
+        Case(kind, family, tied=tied, given=given)
+        for family in FAMILIES
+        for tied, given in ((False, ""), (False, "mask"), (True, "positions"))
+    ]
+    assert not faults_of(pools, 2, cases)
+
+
+@pytest.mark.xdist_group("ranks-4")
+@pytest.mark.parametrize("kind", MODELS)
+def test_on_four_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools, kind: str) -> None:
+    assert not faults_of(
+        pools,
+        4,
+        [
+            Case(kind, "1f1b", layout="E|t*3|tt|L"),
+            Case(kind, "1f1b", tied=True, given="positions", layout="Et*3|t|t|L"),
+            Case(kind, "1f1b", tied=True, given="mask", meta=True),
+        ],
+    )
+
+
+@pytest.mark.xdist_group("ranks-2")
+def test_each_rank_can_build_its_part_alone(pools: Pools) -> None:
+    cases = [Case(kind, family, meta=True) for kind in MODELS for family in ("1f1b", "zbv")]
+    assert not faults_of(pools, 2, cases)
+
+
+def started(kind: str) -> list[str]:
+    """A step of stages that each rank has initialised itself: what their tied copies are afterwards."""
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        stages = split(decoder(kind, tied=True, pad_token_id=3), layout="Et*3|ttL")
+    mine = materialize(stages[torch.distributed.get_rank()])
+    ids, target, _ = batch(4)
+    with closing(Pipeline(stages, "1f1b", microbatches=2, loss=next_word, timeout=30)) as pipeline:
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        pipeline.step(ids, target=target)
+        optimizer.step()
+        optimizer.zero_grad()
+        pipeline.step(ids, target=target)
+    tie: Any = mine.tied
+    weight = mine.get_parameter(tie[0][torch.distributed.get_rank()])
+    return [str(float(weight.detach().double().sum()))]
+
+
+@pytest.mark.xdist_group("ranks-2")
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_tied_weights_that_ranks_initialise_alone_start_and_stay_the_same(pools: Pools, kind: str) -> None:
+    first, second = pools(2).run(started, kind, seconds=120)
+    assert first == second
+
+
+def sharded(kind: str, *, meta: bool) -> list[str]:
+    """What stages do otherwise than the model when their layers, and they themselves, are sharded."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = decoder(kind)
+    logits, gradients = trained(whole, 2, 1, "mask")
+    with torch.device("meta" if meta else "cpu"):
+        stages: dict[int, Any] = split(decoder(kind), layout="Ett|tt|tL")
+    ids, target, named = batch(2, "mask")
+    value = ids
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # of a GPT-2 without its head
+        warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
+        for stage in stages.values():
+            for layer in stage.own_layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(stage, mesh=mesh)
+            if meta:
+                materialize(stage)
+                part = {name: whole.state_dict()[name] for name in stage.state_dict()}
+                set_model_state_dict(stage, part, options=StateDictOptions(full_state_dict=True))
+            value = stage(value, **named)
+    next_word(value, target).backward()  # type: ignore[no-untyped-call]
+    found: dict[str, Any] = {}
+    for stage in stages.values():
+        found |= {name: weight.grad.full_tensor() for name, weight in stage.named_parameters()}
+    return [
+        *differences("logits", {"": value.detach()}, {"": logits}, exact=False),
+        *differences("gradient", {name: found.get(name) for name in gradients}, dict(gradients), exact=False),
+    ]
+
+
+@pytest.mark.xdist_group("ranks-2")
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_stages_and_their_layers_can_be_sharded(pools: Pools, kind: str) -> None:
+    for meta in (False, True):
+        assert pools(2).run(partial(sharded, kind, meta=meta), seconds=120) == [[], []]

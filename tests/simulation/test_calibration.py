@@ -1,0 +1,70 @@
+"""Promise: costs from timelines are those the timelines were made with, and predict other schedules."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock import Costs, Schedule, Timeline, build, lower, simulate
+from penstock.errors import CostsError
+from penstock.simulation.calibration import calibrated, errors_by_kind
+
+TRUE = Costs(
+    forward=(1.0, 1.5),
+    backward_input=(1.0, 0.5),
+    backward_weight=(2.0, 1.0),
+    backward=(2.5, 1.25),
+    latency=0.25,
+)
+
+
+def timeline(family: str, costs: Costs = TRUE) -> Timeline:
+    """As it would be measured: of the schedule that runs."""
+    return simulate(lower(build(family, ranks=2, microbatches=4)), costs)
+
+
+def test_the_costs_of_a_schedule_with_b_and_of_one_with_i_and_w_together_are_all_costs() -> None:
+    found = calibrated([timeline("1f1b"), timeline("zb-h1")])
+    for name in ("forward", "backward_input", "backward_weight", "backward"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name))
+    assert found.latency == pytest.approx((0.25,))
+    assert found.launch_overhead == pytest.approx(0)
+
+
+def test_costs_from_some_schedules_predict_another() -> None:
+    found = calibrated([timeline("1f1b"), timeline("zb-h1")])
+    assert timeline("zb-h2", found).makespan == pytest.approx(timeline("zb-h2").makespan)
+
+
+def test_times_that_vary_become_their_means() -> None:
+    slow = TRUE.scaled(3)
+    found = calibrated([timeline("1f1b"), timeline("1f1b", slow)])
+    assert found.forward == pytest.approx((2.0, 3.0))
+    assert found.backward == pytest.approx((5.0, 2.5))
+    assert found.backward_weight == (2.0, 1.0)  # it was not measured
+
+
+def test_overlapped_pairs_do_not_count_as_work_by_itself() -> None:
+    pairs = Costs(overlap_factor=0.5)
+    found = calibrated([simulate(lower(build("dualpipev", ranks=2, microbatches=6)), pairs)])
+    assert found.forward == pytest.approx((1.0,) * 4)
+
+
+def test_errors_are_shares_of_what_was_measured_by_kind_and_for_the_step() -> None:
+    predicted, measured = timeline("1f1b"), [timeline("1f1b", TRUE.scaled(2))]
+    rows = errors_by_kind(predicted, measured)
+    assert [row.kind for row in rows] == ["F", "B", "step"]
+    assert [row.error for row in rows] == pytest.approx([-0.5] * 3)
+    assert [row.kind for row in errors_by_kind(timeline("zb-h1"), [timeline("zb-h1")])] == [
+        "F",
+        "I",
+        "W",
+        "step",
+    ]
+
+
+def test_timelines_must_be_there_and_have_the_same_stages() -> None:
+    with pytest.raises(CostsError, match="no timelines"):
+        calibrated([])
+    other = simulate(Schedule.parse("0F0 0B0"))
+    with pytest.raises(CostsError, match=r"different numbers of stages: \[1, 2\]"):
+        calibrated([other, timeline("1f1b")])

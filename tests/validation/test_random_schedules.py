@@ -1,0 +1,136 @@
+"""Promise: what is right is accepted, what is not is refused, each fault by the rule that names it."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock import Schedule
+from penstock.validation import MODELS
+from tests.oracles.naive import Judge
+from tests.support.random_schedules import mutate, random_right
+
+seeds = st.integers(min_value=0, max_value=2**32)
+
+
+def judge(schedule: Schedule) -> Judge:
+    rows = [[str(step) for step in row] for row in schedule.ranks]
+    return Judge(rows, schedule.placement.stage_to_rank, schedule.microbatches)
+
+
+@settings(max_examples=400, deadline=None)
+@given(seeds)
+def test_any_legal_interleaving_is_accepted(seed: int) -> None:
+    schedule = random_right(random.Random(seed))
+    assert judge(schedule).is_right()
+    assert penstock.validate(schedule) == []
+
+
+# What each change may be called. A change of id makes something missing and something there that should not
+# be; a changed order shows wherever the order matters.
+_ORDER = {
+    "backward-before-forward",
+    "weight-before-input",
+    "used-before-computed",
+    "overlap-dependent",
+    "used-before-received",
+    "send-before-compute",
+    "channel-order",
+    "deadlock",
+    "reduce-before-last-backward",
+    "compute-while-sharded",
+    "double-unshard",
+    "unused-unshard",
+    "reshard-without-unshard",
+    "left-unsharded",
+}
+_MISSING = {
+    "missing-forward",
+    "missing-backward",
+    "missing-weight-gradient",
+    "missing-input-gradient",
+    "unmatched-send",
+    "unmatched-receive",
+    "missing-message",
+    "missing-reduce-grad",
+    "send-before-compute",
+    "needless-reduce-grad",
+    "compute-while-sharded",
+    "double-unshard",
+    "unused-unshard",
+    "reshard-without-unshard",
+    "left-unsharded",
+}
+_RENAMED = {"duplicate-action", "mixed-backward", "needless-message", "wrong-rank"}
+CAUSES = {
+    "drop": _MISSING,
+    "duplicate": {"duplicate-action"} | _ORDER,
+    "swap": _ORDER,
+    "shift": _ORDER,
+    "move": {"wrong-rank"} | _ORDER,
+    "stage": {"stage-out-of-range"} | _RENAMED | _MISSING | _ORDER,
+    "microbatch": {"microbatch-out-of-range"} | _RENAMED | _MISSING | _ORDER,
+}
+
+
+@settings(max_examples=3000, deadline=None)
+@given(seeds)
+def test_any_single_change_is_caught_by_the_right_rule_or_is_still_right(seed: int) -> None:
+    rng = random.Random(seed)
+    mutation = mutate(random_right(rng), rng)
+    found = penstock.validate(mutation.schedule)
+    assert (found == []) == judge(mutation.schedule).is_right(), (mutation, str(mutation.schedule))
+    codes = {violation.code for violation in found}
+    assert not codes or codes & CAUSES[mutation.what], (mutation.what, codes, str(mutation.schedule))
+
+
+@settings(max_examples=2000, deadline=None)
+@given(seeds)
+def test_a_deadlock_is_reported_for_exactly_the_ways_of_sending_under_which_the_ranks_get_stuck(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    schedule = random_right(rng)
+    for _ in range(rng.randint(1, 4)):
+        rows = [list(row) for row in schedule.ranks]
+        row = rng.choice(rows)
+        row.insert(rng.randrange(len(row)), row.pop(rng.randrange(len(row))))
+        schedule = Schedule(rows, schedule.placement, schedule.microbatches)
+    found = penstock.validate(schedule)
+    if {violation.code for violation in found} <= {"deadlock"}:
+        hanging = tuple(model for model in MODELS if not judge(schedule).runs(model))
+        assert hanging == (found[0].models if found else ())
+        for violation in found:
+            assert_is_cycle(schedule, violation)
+            assert_suggestion_helps(schedule, violation)
+
+
+def assert_is_cycle(schedule: Schedule, violation: penstock.Violation) -> None:
+    """Every wait is for a step that its rank reaches only after the next waiting step, round to the first."""
+    waits = violation.cycle
+    assert waits
+    for wait, then in zip(waits, waits[1:] + waits[:1], strict=True):
+        assert str(schedule.ranks[wait.rank][wait.step]) == str(wait.action)
+        assert str(schedule.ranks[wait.for_rank][wait.for_step]) == str(wait.for_action)
+        assert wait.for_rank == then.rank
+        assert then.step <= wait.for_step
+
+
+def assert_suggestion_helps(schedule: Schedule, violation: penstock.Violation) -> None:
+    """A move that is suggested makes the schedule right, or breaks nothing and says that more is to be done."""
+    move = re.fullmatch(
+        r"on rank (\d+), move (\S+) (before|behind) (\S+)(, then see what is left)?", violation.suggestion
+    )
+    if move is None:
+        assert violation.suggestion == "change the order of one of these ranks"
+        return
+    rows = [[str(step) for step in row] for row in schedule.ranks]
+    row = rows[int(move[1])]
+    row.remove(move[2])
+    row.insert(row.index(move[4]) + (move[3] == "behind"), move[2])
+    left = {v.code for v in penstock.validate(Schedule(rows, schedule.placement, schedule.microbatches))}
+    assert left <= ({"deadlock"} if move[5] else set())

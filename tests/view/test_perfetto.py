@@ -1,0 +1,274 @@
+"""The trace is held against the trace-event format, the way Perfetto reads it.
+
+Times are cut to nanoseconds, threads are known by their number alone, and arrows are bound to the event that is
+open where they start, pass and end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import Costs, Kind, Placement, Schedule, Timeline
+from penstock.simulation.attribution import gaps
+from penstock.simulation.network import Run
+from penstock.view.perfetto import _us, trace
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+COSTS = Costs(forward=10, backward_input=11, backward_weight=9, latency=1)
+UGLY = Costs(
+    forward=0.0103331, backward_input=0.0111117, backward_weight=0.0090909, latency=0.0300001, unshard=0.001
+)
+Entry = dict[str, Any]
+
+REQUIRED = {
+    "M": {"name", "pid", "tid", "ts", "args"},
+    "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
+    "C": {"name", "pid", "tid", "ts", "args"},
+    "s": {"name", "cat", "id", "pid", "tid", "ts"},
+    "t": {"name", "cat", "id", "pid", "tid", "ts"},
+    "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
+}
+METADATA = {
+    "process_name": ("name", str),
+    "process_labels": ("labels", str),
+    "process_sort_index": ("sort_index", int),
+    "thread_name": ("name", str),
+    "thread_sort_index": ("sort_index", int),
+}
+
+
+def timeline(family: str, ranks: int = 4, microbatches: int = 8, costs: Costs = COSTS) -> Timeline:
+    return penstock.simulate(
+        penstock.lower(penstock.build(family, ranks=ranks, microbatches=microbatches)), costs
+    )
+
+
+def entries(*timelines: Timeline) -> list[Entry]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    document = json.loads(trace(timelines), parse_constant=refuse)
+    assert set(document) == {"displayTimeUnit", "otherData", "traceEvents"}
+    assert document["displayTimeUnit"] == "ms"
+    found: list[Entry] = document["traceEvents"]
+    return found
+
+
+def of(phase: str, found: list[Entry]) -> list[Entry]:
+    return [entry for entry in found if entry["ph"] == phase]
+
+
+# --- the checker -----------------------------------------------------------------------------------
+
+
+def ns(microseconds: float) -> int:
+    return int(microseconds * 1000)
+
+
+def check(found: list[Entry]) -> None:
+    for entry in found:
+        assert set(entry) == REQUIRED[entry["ph"]] | {"ph"}
+        assert all(type(entry[key]) is int and entry[key] > 0 for key in ("pid", "tid"))
+        assert all(math.isfinite(entry[key]) and entry[key] >= 0 for key in ("ts", "dur") if key in entry)
+        assert type(entry["name"]) is str
+    times = [entry["ts"] for entry in found]
+    assert times == sorted(times)
+    check_names(found)
+    check_slices(of("X", found))
+    check_counters(of("C", found))
+    check_arrows(found)
+
+
+def check_names(found: list[Entry]) -> None:
+    process_of: dict[int, int] = {}
+    for entry in found:
+        assert process_of.setdefault(entry["tid"], entry["pid"]) == entry["pid"], "a thread of two processes"
+    given = Counter((entry["name"], entry["pid"], entry["tid"]) for entry in of("M", found))
+    assert set(given.values()) <= {1}
+    for entry in of("M", found):
+        key, kind = METADATA[entry["name"]]
+        assert set(entry["args"]) == {key}
+        assert type(entry["args"][key]) is kind
+    for entry in found:
+        assert given["process_name", entry["pid"], entry["pid"]] == 1
+        if entry["ph"] in "Xstf":
+            assert given["thread_name", entry["pid"], entry["tid"]] == 1
+
+
+def check_slices(slices: list[Entry]) -> None:
+    by_thread = defaultdict(list)
+    for entry in slices:
+        assert entry["cat"] in ("compute", "communication", "collective")
+        by_thread[entry["tid"]].append((ns(entry["ts"]), ns(entry["ts"]) + ns(entry["dur"])))
+    for spans in by_thread.values():
+        for (_, end), (start, _) in pairwise(spans):
+            assert end <= start, "events of one thread overlap"
+
+
+def check_counters(counters: list[Entry]) -> None:
+    seen = {(entry["pid"], entry["ts"]) for entry in counters}
+    assert len(seen) == len(counters), "two values at one time"
+    for entry in counters:
+        assert set(entry["args"]) == {"activations", "unsharded", "fixed"}
+        assert all(math.isfinite(value) and value >= 0 for value in entry["args"].values())
+
+
+def check_arrows(found: list[Entry]) -> None:
+    """Read from top to bottom: each point of an arrow needs an event that is open on its thread."""
+    until: dict[int, int] = {}
+    phases = defaultdict(list)
+    for entry in found:
+        if entry["ph"] == "X":
+            until[entry["tid"]] = ns(entry["ts"]) + ns(entry["dur"])
+        if entry["ph"] in "stf":
+            assert ns(entry["ts"]) < until[entry["tid"]], "an arrow hangs in the air"
+            phases[entry["id"], entry["name"], entry["cat"]].append(entry["ph"])
+        assert entry.get("bp", "e") == "e"
+    assert {"".join(way) for way in phases.values()} <= {"sf", "stf"}
+    assert len({number for number, *_ in phases}) == len(phases)
+
+
+# --- every trace keeps to the format ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("costs", [Costs(), COSTS, UGLY], ids=["unit", "latency", "ugly"])
+@pytest.mark.parametrize("family", penstock.families())
+def test_every_family_lowered_or_not_keeps_to_the_format(family: str, costs: Costs) -> None:
+    built = penstock.build(family, ranks=4, microbatches=6)
+    for schedule in (built, penstock.lower(built)):
+        check(entries(penstock.simulate(schedule, costs)))
+
+
+@pytest.mark.parametrize("sends", ["buffered", "rendezvous"])
+def test_every_way_of_sending_keeps_to_the_format(sends: str) -> None:
+    schedule = penstock.lower(penstock.build("1f1b", ranks=4, microbatches=6))
+    costs = Costs(latency=0.25, bandwidth=100, activation_message=30, gradient_message=70)
+    check(entries(penstock.simulate(schedule, costs, sends=sends, blocking_receives=True)))
+
+
+def test_work_that_takes_no_time_keeps_to_the_format() -> None:
+    schedule = penstock.build("zbv", ranks=3, microbatches=4)
+    check(entries(penstock.simulate(schedule, Costs(forward=0, backward_weight=0, latency=0.5))))
+
+
+def test_uneven_placements_keep_to_the_format() -> None:
+    placement = Placement.custom({0: [0, 1, 4], 1: [2, 3]})
+    schedule = Schedule.parse("0F0 1F0 4F0 4B0 1B0 0B0 | 2F0 3F0 3B0 2B0", placement)
+    check(entries(penstock.simulate(penstock.lower(schedule), COSTS)))
+
+
+def test_no_steps_at_all_leave_names_and_empty_memory() -> None:
+    nothing = Run(np.empty(0), np.empty(0), None)
+    empty = Timeline(Schedule([[], []], Placement.loop(2), 1), Costs(), nothing, lambda _: nothing)
+    found = entries(empty)
+    check(found)
+    assert {entry["ph"] for entry in found} == {"M", "C"}
+    assert entries() == []
+
+
+def test_no_nanosecond_is_lost_where_microseconds_are_cut_off() -> None:
+    for time in [*range(5000), *(10**k * 7 + 1 for k in range(4, 15))]:
+        assert int(_us(time) * 1000) == time
+        assert round(_us(time) * 1000) == time
+
+
+# --- what it says ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["1f1b", "interleaved-1f1b", "zbv", "dualpipev"])
+def test_every_step_and_message_is_there_with_its_time(family: str) -> None:
+    shown = timeline(family)
+    slices = of("X", entries(shown))
+    steps = {(event.rank, str(event.step), event.start * 1e6) for event in shown.events}
+    found = {(entry["name"], entry["ts"]) for entry in slices if entry["cat"] != "communication"}
+    assert found == {(name, ts) for _, name, ts in steps if "SEND" not in name and "RECV" not in name}
+    named = Counter(entry["name"] for entry in slices if entry["cat"] == "communication")
+    assert named == Counter(str(e.step) for e in shown.events if e.step.kind.is_communication)
+    assert sum(entry["dur"] for entry in slices if entry["cat"] == "compute") == sum(shown.busy) * 1e6
+
+
+def test_arrows_go_from_the_maker_through_the_message_to_the_user() -> None:
+    shown = timeline("zbv")
+    found = entries(shown)
+    assert len(of("s", found)) == len(of("t", found)) == len(of("f", found)) == len(shown.messages)
+    open_on: dict[int, str] = {}
+    ways = defaultdict(list)
+    for entry in found:
+        if entry["ph"] == "X":
+            open_on[entry["tid"]] = entry["name"]
+        if entry["ph"] in "stf":
+            ways[entry["id"]].append(open_on[entry["tid"]])
+    assert sorted(ways.values()) == sorted(
+        [
+            str(shown.event(m.producer).step),
+            f"{m.stage}{Kind.SEND_F if m.kind == 'activation' else Kind.SEND_B}{m.microbatch}",
+            str(shown.event(m.consumer).step),
+        ]
+        for m in shown.messages
+    )
+
+
+def test_a_gap_is_explained_by_the_step_after_it() -> None:
+    shown = timeline("1f1b")
+    explained = [entry["args"] for entry in of("X", entries(shown)) if "reason" in entry["args"]]
+    wanted = [gap for gap in gaps(shown) if gap.before is not None]
+    assert Counter(args["reason"] for args in explained) == Counter(gap.reason for gap in wanted)
+    assert sum(args["waited_us"] for args in explained) == sum(gap.length for gap in wanted) * 1e6
+    assert any(args["waits_for"] == "gradient of stage 1, microbatch 0 (1B0, rank 1)" for args in explained)
+
+
+def test_a_pair_names_both_stages_and_microbatches() -> None:
+    pairs = [entry for entry in of("X", entries(timeline("dualpipev"))) if "OVERLAP" in entry["name"]]
+    assert pairs[0]["args"]["kind"] == "OVERLAP_F_B"
+    assert len(pairs[0]["args"]["stage"]) == len(pairs[0]["args"]["microbatch"]) == 2
+
+
+def test_counters_reach_the_peak_and_come_back() -> None:
+    costs = Costs(activation=5, parameters=7, unsharded_parameters=3)
+    shown = timeline("zbv", costs=costs)
+    by_process = defaultdict(list)
+    for entry in of("C", entries(shown)):
+        by_process[entry["pid"]].append(sum(entry["args"].values()))
+    assert tuple(max(values) for values in by_process.values()) == shown.peak_memory
+    assert {values[-1] for values in by_process.values()} == {14}
+
+
+def test_messages_that_are_under_way_together_have_threads_of_their_own() -> None:
+    shown = timeline("gpipe", ranks=2, microbatches=3, costs=Costs(latency=1.5))
+    names = [entry["args"]["name"] for entry in of("M", entries(shown)) if entry["name"] == "thread_name"]
+    assert names[:4] == ["compute", "from rank 1", "to rank 1", "to rank 1 (2)"]
+
+
+def test_several_timelines_are_told_apart_by_name_and_number() -> None:
+    names = [
+        entry["args"]["name"]
+        for entry in of("M", entries(timeline("1f1b", 2, 2), timeline("gpipe", 2, 2)))
+        if entry["name"] == "process_name"
+    ]
+    assert names == ["1f1b: rank 0", "1f1b: rank 1", "gpipe: rank 0", "gpipe: rank 1"]
+    alone = [entry["args"].get("name") for entry in of("M", entries(timeline("1f1b", 2, 2)))]
+    assert "rank 0" in alone
+
+
+def test_hostile_names_stay_one_text() -> None:
+    hostile = '"},{"ph":"X\x00\n\ud800</script>'
+    schedule = penstock.build("1f1b", ranks=2, microbatches=2).renamed(hostile)
+    shown = penstock.simulate(schedule)
+    found = entries(shown, shown)
+    check(found)
+    assert found[0]["args"]["name"] == f"{hostile}: rank 0"
+
+
+def test_the_same_timeline_gives_the_same_bytes() -> None:
+    assert trace([timeline("zbv")]) == trace([timeline("zbv")])
+    golden = GOLDENS / "1f1b_2x2.trace.json"
+    assert trace([timeline("1f1b", 2, 2)]) == golden.read_text(encoding="utf-8")
