@@ -25,7 +25,7 @@ from penstock.errors import (
 )
 
 ONE_OF_EACH = (
-    ActionError("1X0", 1, "no kind of action stands here"),
+    ActionError("1X0", 1, "this is not a kind of action"),
     PlacementError("a placement needs at least one stage"),
     BuildError("no family is called '1f1c'"),
     FormatError("mine.csv", ["row 1, column 2: wrong", "row 3: wrong too"]),
@@ -61,9 +61,9 @@ def test_every_error_is_a_public_name(name: str) -> None:
 
 
 def test_an_action_error_says_text_reason_and_position() -> None:
-    error = ActionError("1X0", 1, "no kind of action stands here")
-    assert str(error) == "'1X0' is not an action: no kind of action stands here (at position 1)"
-    assert (error.text, error.position, error.reason) == ("1X0", 1, "no kind of action stands here")
+    error = ActionError("1X0", 1, "this is not a kind of action")
+    assert str(error) == "'1X0' is not an action: this is not a kind of action (at position 1)"
+    assert (error.text, error.position, error.reason) == ("1X0", 1, "this is not a kind of action")
 
 
 def test_an_action_error_shows_only_the_beginning_of_a_long_text() -> None:

@@ -5,6 +5,7 @@
     ├── PlacementError           a mapping of stages to ranks that cannot be
     ├── BuildError               a family that is unknown, or numbers it cannot be built for
     ├── FormatError              a file that is not a schedule, with every fault and its place
+    ├── UnhandledKindError       an action kind that a part of Penstock has nothing for
     ├── ScheduleError            a schedule that cannot be made, lowered or run as it stands
     ├── CostsError               costs that cannot be, or that do not fit a schedule
     ├── PlanError                a model that cannot be planned for as asked, or nothing that fits
@@ -39,6 +40,7 @@ __all__ = [
     "ScheduleError",
     "SearchError",
     "StepFailedError",
+    "UnhandledKindError",
 ]
 
 
@@ -78,6 +80,18 @@ class FormatError(PenstockError):
 
     def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
         return type(self), (self.source, self.faults)
+
+
+class UnhandledKindError(PenstockError):
+    """An action kind that a part of Penstock has nothing for; `kind` is its text, `room` names the part."""
+
+    def __init__(self, kind: str, room: str) -> None:
+        super().__init__(f"{room} does not handle actions of kind {kind}")
+        self.kind = kind
+        self.room = room
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.kind, self.room)
 
 
 class ScheduleError(PenstockError):

@@ -10,7 +10,7 @@ import pytest
 import penstock
 import penstock.cost.presets
 from penstock import Costs, Placement, simulate
-from penstock.bounds import Work, bounds, bounds_of, preemptive
+from penstock.bounds import Workload, bounds, bounds_of, preemptive
 from penstock.simulation.comparison import compare
 
 UNITS = Costs(
@@ -32,7 +32,7 @@ OPTIMA = {
 
 @pytest.mark.parametrize(("p", "m", "limit"), OPTIMA)
 def test_the_greatest_bound_meets_every_known_optimum(p: int, m: int, limit: int) -> None:
-    found = bounds(Work(Placement.loop(p), m, UNITS), limit)
+    found = bounds(Workload(Placement.loop(p), m, UNITS), limit)
     assert [bound.seconds for bound in found] == sorted((bound.seconds for bound in found), reverse=True)
     assert len(found) == 5
     assert found[0].seconds == OPTIMA[p, m, limit]
@@ -44,7 +44,7 @@ def test_the_greatest_bound_meets_every_known_optimum(p: int, m: int, limit: int
 )
 def test_of_bounds_that_are_equal_the_simplest_binds(case: tuple[int, int, int], name: str) -> None:
     p, m, limit = case
-    assert bounds(Work(Placement.loop(p), m, UNITS), limit)[0].name == name
+    assert bounds(Workload(Placement.loop(p), m, UNITS), limit)[0].name == name
 
 
 def test_1f1b_is_proved_optimal_for_whole_backwards_and_free_hops() -> None:
@@ -72,7 +72,7 @@ def test_warm_up_counts_launching_and_does_not_lose_room_to_rounding(costs: Cost
 
 
 def test_a_tight_memory_limit_binds() -> None:
-    work = Work(Placement.loop(4), 64, Costs())
+    work = Workload(Placement.loop(4), 64, Costs())
     assert bounds(work, 1)[0].name == "residency"
     assert bounds(work, 1)[0].seconds > bounds(work)[0].seconds
 
@@ -87,7 +87,7 @@ def test_one_machine_is_never_below_load() -> None:
             backward_weight=tuple(rng.randint(1, 9) for _ in range(stages)),
             latency=rng.randint(0, 3),
         )
-        found = {b.name: b.seconds for b in bounds(Work(Placement.loop(stages), rng.randint(1, 8), costs))}
+        found = {b.name: b.seconds for b in bounds(Workload(Placement.loop(stages), rng.randint(1, 8), costs))}
         assert found["one-machine"] >= found["load"]
 
 
@@ -142,7 +142,7 @@ def test_no_family_beats_a_bound_at_its_own_peak_of_memory(name: str, objective:
             activation_freed_by_input=tuple(rng.randint(0, each) for each in held),
             parameters=rng.randint(0, 3),
         )
-        timeline = simulate(schedule, costs)
+        timeline = simulate(schedule, costs, with_period=True)
         value = getattr(timeline, objective)
         for bound in bounds_of(schedule, costs, max(timeline.peak_memory), objective):
             assert bound.seconds <= value * (1 + 1e-9), (p, m, costs, bound)
@@ -152,7 +152,7 @@ def test_the_published_zb_h1_cannot_be_beaten_by_more_than_its_rounding() -> Non
     """At the memory of 1F1B, a rank must idle in the warm-up and in the drain: ZB-H1 idles hardly longer."""
     costs = penstock.cost.presets.preset("zb-h2304-p8-m24")
     limit = 8 * float(costs.per_stage("activation", 8)[0])
-    bound = bounds(Work(Placement.loop(8), 24, costs), limit, "span")[0]
+    bound = bounds(Workload(Placement.loop(8), 24, costs), limit, "span")[0]
     assert bound.name == "warm-up and drain"
     span = simulate(penstock.build("zb-h1", ranks=8, microbatches=24), costs).span
     assert bound.seconds <= span <= bound.seconds * 1.00001

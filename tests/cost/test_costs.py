@@ -26,10 +26,10 @@ def test_a_full_backward_can_be_cheaper_than_its_halves() -> None:
 
 def test_a_list_needs_one_entry_for_each_stage_or_edge() -> None:
     assert Costs(forward=[1, 2]).per_stage("forward", 2) == [1, 2]  # type: ignore[arg-type]
-    with pytest.raises(CostsError, match="forward: it has 2 entries, but the schedule has 3 stages"):
+    with pytest.raises(CostsError, match="forward: 2 entries, but the schedule has 3 stages"):
         Costs(forward=(1, 2)).per_stage("forward", 3)
-    with pytest.raises(CostsError, match="latency: it has 2 entries, but the schedule has 3 edges"):
-        Costs(latency=(1, 2)).per_edge("latency", 4)
+    with pytest.raises(CostsError, match="latency: 2 entries, but the schedule has 3 edges"):
+        Costs(latency=(1, 2)).per_edge("latency", 3)
 
 
 @pytest.mark.parametrize(

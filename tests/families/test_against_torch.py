@@ -104,8 +104,10 @@ def test_receives_deferred_past_sends_are_torchs_wherever_torch_keeps_the_channe
             continue
         compute = penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
         ours = lower(compute, passes)
-        assert penstock.validate(ours, sends="edge-streams") == []
-        in_torch = penstock.validate(Schedule(theirs, compute.placement, microbatches), sends="edge-streams")
+        assert penstock.validate(ours, send_model="edge-streams") == []
+        in_torch = penstock.validate(
+            Schedule(theirs, compute.placement, microbatches), send_model="edge-streams"
+        )
         if not in_torch:
             assert reshards_sorted(rows_of(ours)) == reshards_sorted(theirs)
         else:
@@ -129,5 +131,5 @@ def test_torchs_own_deferral_hangs_on_one_communicator() -> None:
 def test_torchs_own_deferral_mixes_up_a_channel() -> None:
     """Rank 0 sends 0SEND_F2 to rank 1 before 3SEND_B0; rank 1 would take the second for the first."""
     theirs = torch.built("ZBVZeroBubble", 2, 2, 3, defer_pp_recv=True).pipeline_order_with_comms
-    found = penstock.validate(Schedule(torch.as_rows(theirs)), sends="edge-streams")
+    found = penstock.validate(Schedule(torch.as_rows(theirs)), send_model="edge-streams")
     assert [str(violation.action) for violation in found if violation.code == "channel-order"] == ["2RECV_B0"]

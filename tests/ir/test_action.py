@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ActionError
-from penstock.ir.action import MAX_ID, Action, Kind, Overlap, Step, code_of, decode, encode, parse_action
+from penstock.ir.action import MAX_ID, Action, Kind, Overlap, Step, parse_action
+from penstock.ir.encoding import code_of, decode, encode
 
 COMPUTE = {Kind.F, Kind.I, Kind.W, Kind.B, Kind.OVERLAP_F_B}
 SENDS = {Kind.SEND_F, Kind.SEND_B}
@@ -155,17 +156,17 @@ def test_the_largest_numbers_are_read() -> None:
 # what is wrong, where it stands, and what the message says about it
 REFUSED = [
     # torch stops reading where its pattern ends and lets the rest through
-    ("1F0junk", 3, "the action ends here"),
+    ("1F0junk", 3, "unexpected text after the action"),
     ("1F", 2, "F needs a microbatch number"),
     ("1UNSHARD3", 8, "nothing may follow"),
     ("1REDUCE_GRAD0", 12, "nothing may follow"),
     ("1F-1", 2, "F needs a microbatch number"),
-    ("1F0 ", 3, "the action ends here"),
-    ("1F0\n", 3, "the action ends here"),
-    ("1F0,1F1", 3, "the action ends here"),
+    ("1F0 ", 3, "unexpected text after the action"),
+    ("1F0\n", 3, "unexpected text after the action"),
+    ("1F0,1F1", 3, "unexpected text after the action"),
     ("1SEND_F", 7, "SEND_F needs a microbatch number"),
     # no stage
-    ("", 0, "it is empty"),
+    ("", 0, "the text is empty"),
     (" ", 0, "does not begin with a stage number"),
     (" 1F0", 0, "does not begin with a stage number"),
     ("-1F0", 0, "does not begin with a stage number"),
@@ -174,17 +175,17 @@ REFUSED = [
     (")", 0, "does not begin with a stage number"),
     ("\x00", 0, "does not begin with a stage number"),
     # no kind
-    ("1", 1, "no kind of action stands here"),
-    ("1 F0", 1, "no kind of action stands here"),
-    ("1f0", 1, "no kind of action stands here"),
-    ("1X0", 1, "no kind of action stands here"),
-    ("12SENDF0", 2, "no kind of action stands here"),
-    ("1OVERLAP_F_B", 1, "no kind of action stands here"),
-    ("1_0F0", 1, "no kind of action stands here"),
+    ("1", 1, "this is not a kind of action"),
+    ("1 F0", 1, "this is not a kind of action"),
+    ("1f0", 1, "this is not a kind of action"),
+    ("1X0", 1, "this is not a kind of action"),
+    ("12SENDF0", 2, "this is not a kind of action"),
+    ("1OVERLAP_F_B", 1, "this is not a kind of action"),
+    ("1_0F0", 1, "this is not a kind of action"),
     # numbers that int() would take
     ("01F0", 0, "leading zero"),
     ("1F00", 2, "leading zero"),
-    ("1F1_0", 3, "the action ends here"),
+    ("1F1_0", 3, "unexpected text after the action"),
     ("١F0", 0, "does not begin with a stage number"),
     ("1F١", 2, "F needs a microbatch number"),
     ("1F²", 2, "F needs a microbatch number"),
@@ -194,18 +195,18 @@ REFUSED = [
     ("9" * 5000 + "F0", 0, "the stage number is larger"),
     ("1F" + "9" * 5000, 2, "the microbatch number is larger"),
     # pairs
-    ("(", 1, "never closed"),
-    ("(1F0;2B1", 8, "never closed"),
-    ("()OVERLAP_F_B", 1, "it is empty"),
-    ("(;)OVERLAP_F_B", 1, "it is empty"),
-    ("(1F0;)OVERLAP_F_B", 5, "it is empty"),
+    ("(", 1, "not closed"),
+    ("(1F0;2B1", 8, "not closed"),
+    ("()OVERLAP_F_B", 1, "the text is empty"),
+    ("(;)OVERLAP_F_B", 1, "the text is empty"),
+    ("(1F0;)OVERLAP_F_B", 5, "the text is empty"),
     ("(1F0;2B1)", 9, "ends in OVERLAP_F_B"),
     ("(1F0;2B1)F", 9, "ends in OVERLAP_F_B"),
     ("(1F0;2B1)OVERLAP_F_B0", 9, "ends in OVERLAP_F_B"),
     ("(1F0;2B1)OVERLAP_F_B ", 9, "ends in OVERLAP_F_B"),
     ("(1F0)OVERLAP_F_B", 1, "2 parts"),
     ("(1F0;2B1;3B2)OVERLAP_F_B", 1, "2 parts, a forward and a backward, not 3"),
-    ("(1F0;2B1x)OVERLAP_F_B", 8, "the action ends here"),
+    ("(1F0;2B1x)OVERLAP_F_B", 8, "unexpected text after the action"),
     ("(1F0; 2B1)OVERLAP_F_B", 5, "does not begin with a stage number"),
     ("(1F0;2B01)OVERLAP_F_B", 7, "leading zero"),
     ("(1B0;2F1)OVERLAP_F_B", 1, "the first part of an overlap is a forward"),
@@ -239,7 +240,7 @@ def test_a_pair_within_a_pair_is_refused_where_it_begins(text: str, position: in
 
 
 def test_ten_thousand_brackets_are_refused_like_one() -> None:
-    with pytest.raises(ActionError, match="a pair cannot stand within a pair"):
+    with pytest.raises(ActionError, match="an overlapped pair cannot contain another pair"):
         parse_action("(" * 10_000)
 
 

@@ -10,7 +10,7 @@ import pytest
 import penstock
 from penstock import Action, Kind, Overlap, Placement, Schedule
 from penstock.errors import ActionError, PenstockError, ScheduleError
-from penstock.ir.action import encode
+from penstock.ir.encoding import encode
 from tests.ir.test_placement import little_memory
 
 F, B = Kind.F, Kind.B
@@ -228,7 +228,7 @@ def test_a_step_that_is_neither_action_nor_text_is_refused(step: Any) -> None:
 
 @pytest.mark.parametrize("text", ["0F0 | | 1F0", "0F0 | 0B0", "0F0 | 1F0 |"])
 def test_a_rank_without_a_stage_of_its_own_is_refused(text: str) -> None:
-    with pytest.raises(ScheduleError, match="no stage of its own"):
+    with pytest.raises(ScheduleError, match="has no stage"):
         Schedule.parse(text)
 
 

@@ -19,6 +19,7 @@ from penstock.lowering import (
     SplitBackward,
     lower,
 )
+from penstock.validation import SendModel
 
 
 def after(schedule_pass: Pass, text: str) -> str:
@@ -108,14 +109,14 @@ def test_deferred_receives_are_as_safe_as_their_docstring_says(name: str) -> Non
     for ranks, microbatches in itertools.product((1, 2, 3, 4), (1, 2, 5, 8)):
         lowered = lower(penstock.build(name, ranks=ranks, microbatches=microbatches))
         assert penstock.validate(DeferReceives()(lowered)) == []
-        assert penstock.validate(DeferReceives(past_sends=True)(lowered), sends="edge-streams") == []
+        assert penstock.validate(DeferReceives(past_sends=True)(lowered), send_model="edge-streams") == []
 
 
 def test_receives_past_sends_can_hang_on_one_stream_and_the_proof_says_so() -> None:
     lowered = DeferReceives(past_sends=True)(lower(penstock.build("1f1b", ranks=2, microbatches=4)))
     (violation,) = penstock.validate(lowered)
     assert violation.code == "deadlock"
-    assert violation.models == ("pair-streams", "shared-stream", "rendezvous")
+    assert violation.send_models == SendModel.PAIR_STREAMS.and_stricter
 
 
 @pytest.mark.parametrize("name", FAMILIES)

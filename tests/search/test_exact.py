@@ -9,7 +9,7 @@ from threading import Event
 import pytest
 
 from penstock import Placement
-from penstock.bounds import OBJECTIVES, Work, bounds
+from penstock.bounds import OBJECTIVES, Workload, bounds
 from penstock.search.exact import Effort, solve
 from penstock.search.problem import Problem
 from penstock.search.seeds import serial
@@ -44,7 +44,7 @@ def test_no_bound_is_above_an_optimum_of_unequal_stages(objective: str) -> None:
         given = random_problem(rng, objective, most_ranks=3, most_microbatches=4)
         # it knows halves only, and is not asked where a whole backward is faster
         problem = replace(given, costs=replace(given.costs, backward=None, launch_overhead=0))
-        work = Work(problem.placement, problem.microbatches, problem.costs, split=problem.split)
+        work = Workload(problem.placement, problem.microbatches, problem.costs, split=problem.split)
         greatest = bounds(work, problem.memory_limit, objective)[0].seconds
         effort = Effort(seconds=2, counted=False, workers=2, seed=0)
         found = solve(problem, serial(problem).order, 0.0, effort, Event())

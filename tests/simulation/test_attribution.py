@@ -46,7 +46,7 @@ def test_a_receive_that_holds_up_other_work_is_named() -> None:
 
 def test_a_send_that_holds_up_its_rank_is_named_with_the_receiver() -> None:
     text = "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 | 1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2"
-    timeline = simulate(Schedule.parse(text), Costs(forward=(1, 100)), sends="rendezvous")
+    timeline = simulate(Schedule.parse(text), Costs(forward=(1, 100)), send_model="rendezvous")
     held = next(gap for gap in gaps(timeline) if gap.reason == "blocked send")
     assert held.blame is not None
     assert (held.blame.rank, str(held.blame.step)) == (1, "1RECV_F1")

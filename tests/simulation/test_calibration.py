@@ -6,7 +6,7 @@ import pytest
 
 from penstock import Costs, Schedule, Timeline, build, lower, simulate
 from penstock.errors import CostsError
-from penstock.simulation.calibration import calibrated, errors_by_kind
+from penstock.simulation.calibration import calibrate, errors_by_kind
 
 TRUE = Costs(
     forward=(1.0, 1.5),
@@ -23,7 +23,7 @@ def timeline(family: str, costs: Costs = TRUE) -> Timeline:
 
 
 def test_the_costs_of_a_schedule_with_b_and_of_one_with_i_and_w_together_are_all_costs() -> None:
-    found = calibrated([timeline("1f1b"), timeline("zb-h1")])
+    found = calibrate([timeline("1f1b"), timeline("zb-h1")])
     for name in ("forward", "backward_input", "backward_weight", "backward"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name))
     assert found.latency == pytest.approx((0.25,))
@@ -31,13 +31,13 @@ def test_the_costs_of_a_schedule_with_b_and_of_one_with_i_and_w_together_are_all
 
 
 def test_costs_from_some_schedules_predict_another() -> None:
-    found = calibrated([timeline("1f1b"), timeline("zb-h1")])
+    found = calibrate([timeline("1f1b"), timeline("zb-h1")])
     assert timeline("zb-h2", found).makespan == pytest.approx(timeline("zb-h2").makespan)
 
 
 def test_times_that_vary_become_their_means() -> None:
     slow = TRUE.scaled(3)
-    found = calibrated([timeline("1f1b"), timeline("1f1b", slow)])
+    found = calibrate([timeline("1f1b"), timeline("1f1b", slow)])
     assert found.forward == pytest.approx((2.0, 3.0))
     assert found.backward == pytest.approx((5.0, 2.5))
     assert found.backward_weight == (2.0, 1.0)  # it was not measured
@@ -45,7 +45,7 @@ def test_times_that_vary_become_their_means() -> None:
 
 def test_overlapped_pairs_do_not_count_as_work_by_itself() -> None:
     pairs = Costs(overlap_factor=0.5)
-    found = calibrated([simulate(lower(build("dualpipev", ranks=2, microbatches=6)), pairs)])
+    found = calibrate([simulate(lower(build("dualpipev", ranks=2, microbatches=6)), pairs)])
     assert found.forward == pytest.approx((1.0,) * 4)
 
 
@@ -64,7 +64,7 @@ def test_errors_are_shares_of_what_was_measured_by_kind_and_for_the_step() -> No
 
 def test_timelines_must_be_there_and_have_the_same_stages() -> None:
     with pytest.raises(CostsError, match="no timelines"):
-        calibrated([])
+        calibrate([])
     other = simulate(Schedule.parse("0F0 0B0"))
     with pytest.raises(CostsError, match=r"different numbers of stages: \[1, 2\]"):
-        calibrated([other, timeline("1f1b")])
+        calibrate([other, timeline("1f1b")])

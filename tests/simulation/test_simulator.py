@@ -15,8 +15,8 @@ from penstock import Costs, CostsError, Kind, Schedule, ScheduleError, simulate
 from penstock.bounds import bounds_of
 from penstock.cost.presets import preset
 from penstock.lowering import DeferReceives
-from penstock.simulation.simulator import Engine
-from penstock.validation import MODELS
+from penstock.simulation.simulator import Simulator
+from penstock.validation import SendModel
 from tests.support.random_schedules import random_compute, random_right
 
 # hidden, p, m, then (makespan, span, rate by span) of 1F1B, ZB-H1 and ZB-H2, in microseconds, as published
@@ -82,7 +82,7 @@ def test_the_unit_cost_table(name: str, makespan: float, idle: float, peak: floa
 
 
 def test_zero_bubble_means_the_period_is_the_work() -> None:
-    timeline = simulate(penstock.build("zbv", ranks=4, microbatches=8))
+    timeline = simulate(penstock.build("zbv", ranks=4, microbatches=8), with_period=True)
     assert (timeline.makespan, timeline.span, timeline.period) == (51, 48, 48)
     assert (timeline.bubble("span"), timeline.bubble("period")) == (0, 0)
 
@@ -138,7 +138,7 @@ def test_an_unshard_of_the_next_stage_hides_behind_work() -> None:
 
 
 def test_the_optimizer_step_counts_in_the_period_only() -> None:
-    timeline = simulate(TINY, Costs(optimizer_step=10))
+    timeline = simulate(TINY, Costs(optimizer_step=10), with_period=True)
     assert (timeline.makespan, timeline.period) == (6, 16)
 
 
@@ -157,9 +157,9 @@ def test_a_schedule_with_faults_is_refused_with_its_report() -> None:
     with pytest.raises(ScheduleError, match=r"error\[deadlock\]"):
         simulate(Schedule.parse("0F0 0B0 0F1 0B1 | 1F1 1B1 1F0 1B0"))
     hanging = DeferReceives(past_sends=True)(penstock.lower(penstock.build("1f1b", ranks=2, microbatches=4)))
-    assert simulate(hanging, sends="edge-streams").makespan == 15
-    with pytest.raises(ScheduleError, match="when sends are pair-streams or shared-stream"):
-        simulate(hanging, sends="shared-stream")
+    assert simulate(hanging, send_model="edge-streams").makespan == 15
+    with pytest.raises(ScheduleError, match="under send model pair-streams or shared-stream"):
+        simulate(hanging, send_model="shared-stream")
 
 
 def test_a_value_counts_from_its_send_wherever_that_stands() -> None:
@@ -177,7 +177,7 @@ def test_receives_that_block_can_stop_what_sends_do_not_and_that_is_said() -> No
 
 
 def test_lists_of_the_wrong_length_are_found_before_anything_is_run() -> None:
-    with pytest.raises(CostsError, match="parameters: it has 3 entries, but the schedule has 2 stages"):
+    with pytest.raises(CostsError, match="parameters: 3 entries, but the schedule has 2 stages"):
         simulate(TINY, Costs(parameters=(1, 2, 3)))
 
 
@@ -224,7 +224,7 @@ def test_slower_costs_never_shorten_a_schedule(seed: int) -> None:
     rng = random.Random(seed)
     schedule = random_right(rng)
     costs = random_costs(rng, schedule.num_stages)
-    engine = Engine(schedule, costs)
+    engine = Simulator(schedule, costs)
     slower = [d + rng.choice((0, 0, 1)) for d in engine.durations]
     usual, late = engine.run(), engine.run(durations=slower)
     assert (late.end >= usual.end - 1e-9).all()
@@ -255,7 +255,7 @@ def test_stricter_sends_are_never_faster(seed: int) -> None:
     rng = random.Random(seed)
     lowered = penstock.lower(random_compute(rng))
     costs = random_costs(rng, lowered.num_stages)
-    times = [simulate(lowered, costs, sends=model).makespan for model in MODELS]
+    times = [simulate(lowered, costs, send_model=model).makespan for model in SendModel]
     assert all(a <= b + 1e-9 for a, b in itertools.pairwise(times)), times
 
 
@@ -270,8 +270,10 @@ def test_the_simulation_gets_stuck_exactly_where_the_validator_says(seed: int) -
     schedule = Schedule(rows, schedule.placement, schedule.microbatches)
     found = penstock.validate(schedule)
     if {violation.code for violation in found} <= {"deadlock"}:
-        stuck = tuple(m for m in MODELS if (Engine(schedule, Costs(bandwidth=1), sends=m).run().end < 0).any())
-        assert stuck == (found[0].models if found else ())
+        stuck = tuple(
+            m for m in SendModel if (Simulator(schedule, Costs(bandwidth=1), send_model=m).run().end < 0).any()
+        )
+        assert stuck == (found[0].send_models if found else ())
 
 
 @settings(max_examples=300, deadline=None)
@@ -298,8 +300,9 @@ def test_time_scales_with_its_unit(seed: int) -> None:
     rng = random.Random(seed)
     schedule = random_right(rng)
     costs = random_costs(rng, schedule.num_stages)
-    once, thrice = (simulate(schedule, c) for c in (costs, costs.scaled(3)))
+    once, thrice = (simulate(schedule, c, with_period=True) for c in (costs, costs.scaled(3)))
     assert np.allclose(once.end * 3, thrice.end)
+    assert once.period is not None
     assert thrice.period == pytest.approx(3 * once.period)
 
 

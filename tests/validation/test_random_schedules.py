@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock import Schedule
-from penstock.validation import MODELS
+from penstock.validation import SendModel
 from tests.oracles.naive import Judge
 from tests.support.random_schedules import mutate, random_right
 
@@ -102,8 +102,8 @@ def test_a_deadlock_is_reported_for_exactly_the_ways_of_sending_under_which_the_
         schedule = Schedule(rows, schedule.placement, schedule.microbatches)
     found = penstock.validate(schedule)
     if {violation.code for violation in found} <= {"deadlock"}:
-        hanging = tuple(model for model in MODELS if not judge(schedule).runs(model))
-        assert hanging == (found[0].models if found else ())
+        hanging = tuple(model for model in SendModel if not judge(schedule).runs(model.value))
+        assert hanging == (found[0].send_models if found else ())
         for violation in found:
             assert_is_cycle(schedule, violation)
             assert_suggestion_helps(schedule, violation)
@@ -123,7 +123,7 @@ def assert_is_cycle(schedule: Schedule, violation: penstock.Violation) -> None:
 def assert_suggestion_helps(schedule: Schedule, violation: penstock.Violation) -> None:
     """A move that is suggested makes the schedule right, or breaks nothing and says that more is to be done."""
     move = re.fullmatch(
-        r"on rank (\d+), move (\S+) (before|behind) (\S+)(, then see what is left)?", violation.suggestion
+        r"on rank (\d+), move (\S+) (before|behind) (\S+)(, then check again)?", violation.suggestion
     )
     if move is None:
         assert violation.suggestion == "change the order of one of these ranks"

@@ -7,7 +7,7 @@ import pytest
 import penstock
 from penstock import Placement, Schedule, ScheduleError, Violation
 from penstock.lowering import DeferReceives
-from penstock.validation import MODELS, report
+from penstock.validation import SendModel, report
 
 RIGHT = "0F0 0SEND_F0 0RECV_B0 0B0 | 1RECV_F0 1F0 1B0 1SEND_B0"
 
@@ -125,16 +125,16 @@ def test_a_deadlock_that_torch_accepts_is_reported_with_its_cycle() -> None:
     first, *rest = report(schedule, found).split("\n")
     assert first == (
         "error[deadlock] rank 0, step 1, 0B0: ranks 0 and 1 wait for each other in a cycle, "
-        "under every way of sending"
+        "under every send model"
     )
     assert rest == [
-        "  rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3): it needs what this computes",
-        "  rank 1, step 0: 1F1 waits for 0F1 (rank 0, step 2): it needs what this computes",
+        "  rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3): it needs the result of this",
+        "  rank 1, step 0: 1F1 waits for 0F1 (rank 0, step 2): it needs the result of this",
         "  try: on rank 0, move 0F1 before 0B0",
         "    rank 0 | 0F0 [0B0] [0F1] 0B1",
         "    rank 1 | [1F1] 1B1 1F0 [1B0]",
     ]
-    assert found[0].models == MODELS
+    assert found[0].send_models == tuple(SendModel)
 
 
 ONE_STREAM = (
@@ -145,11 +145,13 @@ ONE_STREAM = (
 def test_a_deadlock_on_one_stream_is_none_with_a_stream_per_edge() -> None:
     schedule = Schedule.parse(ONE_STREAM)
     (violation,) = penstock.validate(schedule)
-    assert violation.models == ("pair-streams", "shared-stream", "rendezvous")
+    assert violation.send_models == SendModel.PAIR_STREAMS.and_stricter
     assert violation.suggestion == "on rank 0, move 0RECV_B0 before 0SEND_F1"
-    assert penstock.validate(schedule, sends="edge-streams") == []
+    assert penstock.validate(schedule, send_model="edge-streams") == []
     text = report(schedule, [violation])
-    assert "0RECV_B0 waits for 0SEND_F1 (rank 0, step 3): it is ahead of it in their stream" in text
+    assert (
+        "0RECV_B0 waits for 0SEND_F1 (rank 0, step 3): it is ahead of it in the stream of the two ranks" in text
+    )
     assert "rank 0 | 0F0 0SEND_F0 0F1 [0SEND_F1] [0RECV_B0] 0B0 0RECV_B1 0B1" in text
 
 
@@ -159,8 +161,8 @@ def test_moving_what_the_report_suggests_opens_the_cycle() -> None:
 
 
 def test_an_unknown_way_of_sending_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="no way of sending is called 'nccl'; there are buffered"):
-        penstock.validate(Schedule.parse(RIGHT), sends="nccl")
+    with pytest.raises(ScheduleError, match="unknown send model 'nccl'; the send models are buffered"):
+        penstock.validate(Schedule.parse(RIGHT), send_model="nccl")
 
 
 def test_work_of_swapped_ranks_is_on_the_wrong_rank_and_nothing_raises() -> None:
@@ -190,7 +192,7 @@ def test_the_shortest_cycle_is_shown() -> None:
 def test_of_many_faults_alike_the_report_shows_the_first_and_counts_the_rest() -> None:
     schedule = Schedule.parse(" ".join(["0F0"] * 31))
     text = report(schedule, penstock.validate(schedule))
-    assert text.count("is done twice") == 20
+    assert text.count("is there twice") == 20
     assert text.endswith("error[duplicate-action]: 10 more of these")
 
 

@@ -1,19 +1,31 @@
-"""What has to be done whatever the order, and the longest chains of it before and after each step."""
+"""Workload: what has to be done whatever the order, and the longest chains of it before and after each action.
+
+head     of an action: the longest chain of work that has to end before it can start
+tail     of an action: the longest chain of work that can only start once it has ended
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+
+import numpy as np
 
 from penstock.cost.costs import Costs
+from penstock.cost.memory import fixed_bytes_of
+from penstock.cost.prices import action_seconds, edge_prices, pair_seconds
+from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
+from penstock.ir.table import Floats
 
-__all__ = ["Work"]
+__all__ = ["Workload"]
+
+_NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What has to be done, whatever the order."""
 
     placement: Placement
@@ -24,105 +36,117 @@ class Work:
     """Whether a backward may be done as I and W."""
     paired: bool = False
     """Whether a forward and a backward may run as an overlapped pair."""
+    graph: StageGraph | None = None
+    """Which stage feeds which; a chain unless given."""
+
+    @cached_property
+    def stage_graph(self) -> StageGraph:
+        """Which stage feeds which."""
+        return self.graph or StageGraph.chain(self.placement.num_stages)
+
+    @cached_property
+    def _seconds(self) -> Floats:
+        return action_seconds(self.costs, self.placement.num_stages)
 
     @cached_property
     def forward(self) -> list[float]:
         """F per stage."""
-        return self._least_in_pair(self.costs.per_stage("forward", self.placement.num_stages))
+        return self._least_in_pair(self._seconds[Kind.F.number])
 
     @cached_property
-    def passing(self) -> list[float]:
-        """G per stage: I or B, whichever may be shorter."""
-        stages = self.placement.num_stages
-        whole = self.costs.full_backward(stages)
-        if self.split:
-            whole = [min(i, b) for i, b in zip(self.costs.per_stage("backward_input", stages), whole)]
-        return self._least_in_pair(whole)
+    def input_gradient(self) -> list[float]:
+        """Per stage: the shortest action that computes the input gradient, I or B."""
+        full = self._seconds[Kind.B.number]
+        return self._least_in_pair(np.minimum(self._seconds[Kind.I.number], full) if self.split else full)
 
     @cached_property
-    def deferred(self) -> list[float]:
-        """W per stage: what must be done of a backward besides passing the gradient on."""
-        stages = self.placement.num_stages
+    def weight_gradient(self) -> list[float]:
+        """Per stage: what must be done of a backward besides the input gradient."""
         if not self.split:
-            return [0.0] * stages
-        whole = self._least_in_pair(self.costs.full_backward(stages))
-        first = self._least_in_pair(self.costs.per_stage("backward_input", stages))
-        weight = self.costs.per_stage("backward_weight", stages)
-        least = [min(i + w, b) for i, w, b in zip(first, weight, whole)]
-        return [max(total - g, 0.0) for total, g in zip(least, self.passing)]
+            return [0.0] * self.placement.num_stages
+        full = self._least_in_pair(self._seconds[Kind.B.number])
+        first = self._least_in_pair(self._seconds[Kind.I.number])
+        least = [min(i + w, b) for i, w, b in zip(first, self._seconds[Kind.W.number].tolist(), full)]
+        return [max(total - i, 0.0) for total, i in zip(least, self.input_gradient)]
 
-    def _least_in_pair(self, seconds: list[float]) -> list[float]:
+    def _least_in_pair(self, seconds: Floats) -> list[float]:
         """A part of a pair takes as long as the pair, which a fixed cost can make shorter than the part."""
-        if not self.paired or self.costs.overlap is None:
-            return seconds
-        return [min(each, self.costs.overlap) for each in seconds]
+        if self.paired and self.costs.overlap is not None:
+            seconds = np.minimum(seconds, self.costs.overlap)
+        found: list[float] = seconds.tolist()
+        return found
 
-    def hop(self, value: str) -> list[float]:
-        """Seconds per edge that an `activation` or a `gradient` is on its way: c."""
-        hosts = self.placement.stage_to_rank
-        seconds = self.costs.per_edge("latency", len(hosts))
-        if self.costs.bandwidth is not None:
-            sizes = self.costs.per_edge(f"{value}_message", len(hosts))
-            speeds = self.costs.per_edge("bandwidth", len(hosts))
-            seconds = [c + size / speed for c, size, speed in zip(seconds, sizes, speeds)]
-        return [c if a != b else 0.0 for c, (a, b) in zip(seconds, pairwise(hosts))]
+    @cached_property
+    def _hops(self) -> dict[str, list[float]]:
+        """Per value and edge: seconds of a message on a free channel; 0 between stages of one rank."""
+        hosts = np.array(self.placement.stage_to_rank)
+        source, target = self.stage_graph.ends
+        apart = hosts[source] != hosts[target]
+        return {
+            value: np.where(apart, edge_prices(self.costs, self.stage_graph, value).total, 0.0).tolist()
+            for value in ("activation", "gradient")
+        }
 
-    def shrink(self, rank: int) -> float:
-        """How much shorter than its parts, as a factor, the work of a rank can be by running in pairs."""
+    def _hop(self, value: str, source: int, target: int) -> float:
+        return self._hops[value][self.stage_graph.number[source, target]]
+
+    def pair_factor(self, rank: int) -> float:
+        """The least factor by which overlapped pairs shorten the work of a rank."""
         if not self.paired:
             return 1.0
-        stages = self.placement.num_stages
-        forward, backward = self.costs.per_stage("forward", stages), self.costs.full_backward(stages)
-        least = 1.0
-        for f in (forward[s] for s in self.placement.stages_of_rank[rank]):
-            for s in self.placement.stages_of_rank[rank]:
-                for b in {backward[s], self.costs.per_stage("backward_input", stages)[s]}:
-                    together = max(f, b) + self.costs.overlap_factor * min(f, b)
-                    together = together if self.costs.overlap is None else self.costs.overlap
-                    least = min(least, together / (f + b)) if f + b else least
-        return least
+        own = list(self.placement.stages_of_rank[rank])
+        forward = np.repeat(self._seconds[Kind.F.number, own], 2 * len(own))
+        backward = np.tile(self._seconds[[Kind.B.number, Kind.I.number]][:, own].ravel(), len(own))
+        apart = forward + backward
+        together = pair_seconds(self.costs, forward, backward)
+        return float(min(1.0, (together[apart > 0] / apart[apart > 0]).min(initial=1.0)))
 
     @cached_property
     def heads(self) -> dict[str, list[float]]:
-        """Per kind and stage."""
-        stages, launch = self.placement.num_stages, self.costs.launch_overhead
-        down, up = self.hop("activation"), self.hop("gradient")
-        forward = [0.0]
-        for s in range(stages - 1):
-            forward.append(forward[s] + self.forward[s] + launch + down[s])
-        back = [0.0] * stages
-        back[-1] = forward[-1] + self.forward[-1] + launch
-        for s in reversed(range(stages - 1)):
-            back[s] = back[s + 1] + self.passing[s + 1] + launch + up[s]
-        return {"F": forward, "G": back, "W": [b + g for b, g in zip(back, self.passing)]}
+        """For F, I (or B) and W, per stage."""
+        graph, launch = self.stage_graph, self.costs.launch_overhead
+        forward = [0.0] * self.placement.num_stages
+        for s in graph.forward_order:
+            arrivals = (
+                forward[u] + self.forward[u] + launch + self._hop("activation", u, s) for u in graph.inputs(s)
+            )
+            forward[s] = max(arrivals, default=0.0)
+        back = [0.0] * self.placement.num_stages
+        for s in reversed(graph.forward_order):
+            arrivals = (
+                back[t] + self.input_gradient[t] + launch + self._hop("gradient", s, t)
+                for t in graph.outputs(s)
+            )
+            back[s] = max([forward[s] + self.forward[s] + launch, *arrivals])
+        return {"F": forward, "I": back, "W": [b + i for b, i in zip(back, self.input_gradient)]}
 
     @cached_property
     def tails(self) -> dict[str, list[float]]:
-        """Per kind and stage."""
+        """For F, I (or B) and W, per stage: up to the last end on any rank."""
         return self.tails_on(None)
 
     def tails_on(self, rank: int | None) -> dict[str, list[float]]:
-        """Per kind and stage: up to the last end on one rank, or on any."""
-        stages, launch = self.placement.num_stages, self.costs.launch_overhead
-        down, up = self.hop("activation"), self.hop("gradient")
-        nowhere = float("-inf")
+        """For F, I (or B) and W, per stage: up to the last end on one rank, or on any."""
+        graph, launch = self.stage_graph, self.costs.launch_overhead
         here = [rank is None or host == rank for host in self.placement.stage_to_rank]
-        after = [
-            max(nowhere if not mine else 0.0, w if mine and self.trains else nowhere)
-            for mine, w in zip(here, self.deferred)
-        ]
-        back = [after[0]]
-        for s in range(1, stages):
-            on = up[s - 1] + self.passing[s - 1] + launch + back[s - 1]
-            back.append(max(after[s], on if self.trains else nowhere))
-        forward = [0.0] * stages
-        forward[-1] = max(
-            0.0 if here[-1] else nowhere, self.passing[-1] + launch + back[-1] if self.trains else nowhere
-        )
-        for s in reversed(range(stages - 1)):
-            on = down[s] + self.forward[s + 1] + launch + forward[s + 1]
-            forward[s] = max(0.0 if here[s] else nowhere, on)
-        return {"F": forward, "G": back, "W": [0.0] * stages}
+        back = [_NEVER] * self.placement.num_stages
+        for s in graph.forward_order if self.trains else ():
+            after = (
+                self._hop("gradient", u, s) + self.input_gradient[u] + launch + back[u] for u in graph.inputs(s)
+            )
+            back[s] = max([max(0.0, self.weight_gradient[s]) if here[s] else _NEVER, *after])
+        forward = [_NEVER] * self.placement.num_stages
+        for s in reversed(graph.forward_order):
+            after = (
+                self._hop("activation", s, t) + self.forward[t] + launch + forward[t] for t in graph.outputs(s)
+            )
+            own = self.input_gradient[s] + launch + back[s] if self.trains else _NEVER
+            forward[s] = max([0.0 if here[s] else _NEVER, own, *after])
+        return {"F": forward, "I": back, "W": [0.0] * self.placement.num_stages}
+
+    def first_head(self, rank: int) -> float:
+        """The least head of a rank's work."""
+        return min(self.heads["F"][s] for s in self.placement.stages_of_rank[rank])
 
     def jobs(self, rank: int, *, alone: bool = False) -> list[tuple[float, float, float]]:
         """Head, seconds and tail of all microbatches of each kind and stage of a rank.
@@ -130,15 +154,16 @@ class Work:
         Alone, its heads are counted from its own first start and its tails to its own last end.
         """
         tails = self.tails_on(rank) if alone else self.tails
-        first = self.heads["F"][self.placement.stages_of_rank[rank][0]] if alone else 0.0
+        first = self.first_head(rank) if alone else 0.0
         kinds = {"F": self.forward}
         if self.trains:
-            kinds |= {"G": self.passing, "W": self.deferred}
+            kinds |= {"I": self.input_gradient, "W": self.weight_gradient}
         extra = self.costs.launch_overhead / 2 if self.paired else self.costs.launch_overhead
+        factor = self.pair_factor(rank)
         return [
             (
                 self.heads[kind][s] - first,
-                self.microbatches * (seconds[s] * self.shrink(rank) + (extra if kind != "W" else 0.0)),
+                self.microbatches * (seconds[s] * factor + (extra if kind != "W" else 0.0)),
                 tails[kind][s],
             )
             for kind, seconds in kinds.items()
@@ -150,12 +175,10 @@ class Work:
         return sum(job[1] for job in self.jobs(rank))
 
     def round_trip(self, stage: int) -> float:
-        """From the start of F to the start of what passes the gradient on."""
-        return self.heads["G"][stage] - self.heads["F"][stage]
+        """From the start of F to the earliest start of I (or B)."""
+        return self.heads["I"][stage] - self.heads["F"][stage]
 
-    def room(self, rank: int, limit: float) -> float:
-        """What a limit of bytes leaves for activations."""
-        stages = self.placement.num_stages
-        names = ("parameters", "gradients", "optimizer_state")
+    def activation_room(self, rank: int, limit: float) -> float:
+        """Bytes that a memory limit leaves for activations."""
         own = self.placement.stages_of_rank[rank]
-        return max(limit - sum(self.costs.per_stage(name, stages)[s] for name in names for s in own), 0.0)
+        return max(limit - fixed_bytes_of(self.costs, own, self.placement.num_stages), 0.0)

@@ -1,8 +1,8 @@
-"""What things cost: seconds of each action, seconds and bytes of each message, bytes of what is held.
+"""Costs: seconds of each action, seconds and bytes of each message, bytes of memory.
 
-Every cost is one number for all, or a list: one entry per stage, or per edge (entry e is the way from stage e
-to stage e + 1, and back). `Costs()` is the unit world of the papers' figures: F, I and W take one second, B
-two, hops are free, an activation is one byte.
+Every cost is one number for all, or a list: one entry per stage, or per edge of the stage graph (in a chain,
+entry e is the link between stage e and stage e + 1, both ways). `Costs()` are the unit costs of the papers'
+figures: F, I and W take one second, B two, messages are free, an activation is one byte.
 
 In a file, JSON or TOML, the keys are the names below with the unit behind them:
 
@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 from penstock.arguments import printable
 from penstock.errors import CostsError, FormatError
 from penstock.formats import write_text
+from penstock.ir.graph import StageGraph
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,7 +35,7 @@ __all__ = ["Cost", "Costs", "read_keys", "size_text"]
 
 Cost: TypeAlias = float | tuple[float, ...]
 
-_MOST = 1e18  # more seconds or bytes than anybody means
+_MOST = 1e18  # the largest plausible number of seconds or bytes
 
 
 def _cost(default: float | None, unit: str, per: str) -> Any:  # noqa: ANN401 -- a dataclass field
@@ -43,7 +44,7 @@ def _cost(default: float | None, unit: str, per: str) -> Any:  # noqa: ANN401 --
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds and bytes. What is not given is free, except that F, I and W take one second."""
+    """Seconds and bytes. What is not given costs nothing, except that F, I and W take one second."""
 
     forward: Cost = _cost(1, "seconds", "stage")
     backward_input: Cost = _cost(1, "seconds", "stage")
@@ -51,30 +52,30 @@ class Costs:
     backward: Cost | None = _cost(None, "seconds", "stage")
     """Full backward; the sum of the two halves unless given."""
     overlap: float | None = _cost(None, "seconds", "step")
-    """An overlapped pair, whatever its stages; unless given, `overlap_factor` says."""
+    """An overlapped pair, whatever its stages; unless given, `overlap_factor` applies."""
     overlap_factor: float = _cost(1, "", "step")
-    """Where between its longer part (0) and the sum of both (1) an overlapped pair lies."""
+    """Length of an overlapped pair: from that of its longer part (0) to the sum of both (1)."""
     launch_overhead: float = _cost(0, "seconds", "step")
     """Added to every compute step."""
     latency: Cost = _cost(0, "seconds", "edge")
     bandwidth: Cost | None = _cost(None, "bytes_per_second", "edge")
-    """How fast a channel takes bytes; unless given, messages take their latency only."""
+    """Bytes per second of a channel; unless given, a message takes its latency only."""
     activation_message: Cost = _cost(0, "bytes", "edge")
     gradient_message: Cost = _cost(0, "bytes", "edge")
     unshard: Cost = _cost(0, "seconds", "stage")
     reshard: Cost = _cost(0, "seconds", "stage")
     reduce_grad: Cost = _cost(0, "seconds", "stage")
     optimizer_step: float = _cost(0, "seconds", "step")
-    """Once a rank has done everything else, before its next iteration."""
+    """Per rank, at the end of an iteration."""
     parameters: Cost = _cost(0, "bytes", "stage")
     gradients: Cost = _cost(0, "bytes", "stage")
     optimizer_state: Cost = _cost(0, "bytes", "stage")
     activation: Cost = _cost(1, "bytes", "stage")
-    """Held from the start of F until the end of B, or of W."""
+    """Held from the start of F to the end of B, or of W."""
     activation_freed_by_input: Cost = _cost(0, "bytes", "stage")
-    """The part of `activation` that I lets go already."""
+    """The part of `activation` that I frees at its end."""
     unsharded_parameters: Cost = _cost(0, "bytes", "stage")
-    """Held from UNSHARD until RESHARD, beside `parameters`."""
+    """Held from UNSHARD to RESHARD, in addition to `parameters`."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -98,28 +99,28 @@ class Costs:
         if faults:
             raise CostsError("; ".join(faults))
 
-    def check_lengths(self, num_stages: int) -> None:
-        """Refuse lists that do not have one entry for each stage or edge of a schedule."""
+    def check_lengths(self, graph: StageGraph) -> None:
+        """Raise for lists that do not have one entry for each stage or edge."""
         for entry in fields(self):
             if entry.metadata["per"] == "stage":
-                self.per_stage(entry.name, num_stages)
+                self.per_stage(entry.name, graph.num_stages)
             elif entry.metadata["per"] == "edge":
-                self.per_edge(entry.name, num_stages)
+                self.per_edge(entry.name, len(graph.edges))
 
     def per_stage(self, name: str, num_stages: int) -> list[float]:
         """One entry for each stage."""
         return self._spread(name, num_stages, "stages")
 
-    def per_edge(self, name: str, num_stages: int) -> list[float]:
-        """One entry for each edge."""
-        return self._spread(name, num_stages - 1, "edges")
+    def per_edge(self, name: str, num_edges: int) -> list[float]:
+        """One entry for each edge of the stage graph."""
+        return self._spread(name, num_edges, "edges")
 
     def _spread(self, name: str, count: int, what: str) -> list[float]:
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return [value] * count
         if len(value) != count:
-            raise CostsError(f"{name}: it has {len(value)} entries, but the schedule has {count} {what}")
+            raise CostsError(f"{name}: {len(value)} entries, but the schedule has {count} {what}")
         return list(value)
 
     def full_backward(self, num_stages: int) -> list[float]:
@@ -130,7 +131,7 @@ class Costs:
         return [i + w for i, w in zip(*halves)]
 
     def scaled(self, factor: float) -> Costs:
-        """The same with all seconds multiplied, as after a change of the unit of time."""
+        """The same costs with all seconds multiplied by a factor."""
         timed = [f.name for f in fields(self) if f.metadata["unit"] == "seconds"]
         changed: dict[str, Any] = {name: _times(getattr(self, name), factor) for name in timed}
         speed = None if self.bandwidth is None else _times(self.bandwidth, 1 / factor)
@@ -145,7 +146,7 @@ class Costs:
 
     @classmethod
     def from_keys(cls, document: object, source: str = "<costs>") -> Costs:
-        """From the keys of a file."""
+        """From the keys and values of a file."""
         if not isinstance(document, dict):
             raise FormatError(source, [f"costs are an object with keys such as {', '.join(list(_keys())[:3])}"])
         faults = [

@@ -8,7 +8,8 @@ from itertools import chain
 
 import numpy as np
 
-from penstock.ir.action import JOINED, MICROBATCH_MASK, MICROBATCH_SHIFT, Kind, code_of
+from penstock.ir.action import Kind
+from penstock.ir.encoding import JOINED, MICROBATCH_MASK, MICROBATCH_SHIFT, code_of
 from penstock.ir.table import Ints
 
 __all__ = ["Row", "delayed_weights", "each", "keep_microbatches", "one_by_one"]

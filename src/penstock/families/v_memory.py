@@ -35,7 +35,8 @@ from collections import deque
 from typing import NamedTuple
 
 from penstock.families.registry import register
-from penstock.ir.action import Kind, code_of
+from penstock.ir.action import Kind
+from penstock.ir.encoding import code_of
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 

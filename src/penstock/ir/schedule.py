@@ -1,7 +1,7 @@
 """A schedule: which rank does what, in which order. An immutable value.
 
-A `Schedule` that exists is well formed: every step is an action, every stage has a rank. Whether it is
-also right, that is whether it can run and computes what it should, is what `penstock.validate` says.
+A `Schedule` that exists is well formed: every step is an action, every stage has a rank. Whether it is also
+valid (it can run, and it computes what it should) is for `penstock.validate` to say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import numpy as np
 
 from penstock.arguments import whole_number
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, Overlap, Step, decode, encode, parse_action
+from penstock.ir.action import Action, Overlap, Step, parse_action
+from penstock.ir.encoding import decode, encode
+from penstock.ir.graph import StageGraph
+from penstock.ir.messages import Messages
 from penstock.ir.placement import Placement
 from penstock.ir.table import ActionTable
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Schedule"]
 
-_SMALL = 1_000_000  # of stages times microbatches: memory is set aside for each, so it must be believable
+_SMALL = 1_000_000  # of stages times microbatches: arrays have an entry for each, so it must be plausible
 
 Rows: TypeAlias = Sequence[str | Iterable[Step | str]]
 
@@ -34,12 +37,14 @@ class Schedule:
     """One list of steps per rank.
 
     `ranks` are the steps of each rank: actions or their texts, or one text with blanks between. What is not
-    given is inferred: the rank of a stage is the one that works on it most, `microbatches` is one more than
-    the highest number.
-    Two schedules are equal when placement, microbatches and steps are; the name is only a label.
+    given is inferred: the rank of a stage is the one that has most of its actions, `microbatches` is one more
+    than the highest number, the stage graph is a chain.
+    Two schedules are equal when placement, graph, microbatches and steps are; the name is only a label.
     """
 
     placement: Placement
+    graph: StageGraph
+    """Which stage feeds which."""
     microbatches: int
     name: str
     table: ActionTable
@@ -51,6 +56,7 @@ class Schedule:
         placement: Placement | None = None,
         microbatches: int | None = None,
         name: str = "custom",
+        graph: StageGraph | None = None,
     ) -> None:
         rows = [[_as_step(step) for step in (row.split() if isinstance(row, str) else row)] for row in ranks]
         parts = [(rank, part) for rank, row in enumerate(rows) for step in row for part in step.parts]
@@ -58,23 +64,36 @@ class Schedule:
             placement = _infer_placement(parts, len(rows))
         if microbatches is None:
             microbatches = _infer_microbatches(parts)
-        codes = [np.fromiter(encode(row), dtype=np.int64) for row in rows]
-        self._fill(codes, placement, microbatches, name)
+        graph = graph or StageGraph.chain(placement.num_stages)
+        codes = [np.fromiter(encode(row, graph), dtype=np.int64) for row in rows]
+        self._fill(codes, placement, microbatches, name, graph)
 
     @classmethod
     def from_codes(
-        cls, rows: Sequence[Sequence[int] | Ints], placement: Placement, microbatches: int, name: str
+        cls,
+        rows: Sequence[Sequence[int] | Ints],
+        placement: Placement,
+        microbatches: int,
+        name: str,
+        graph: StageGraph | None = None,
     ) -> Schedule:
-        """From the integer form of `penstock.ir.action`, without making an object for each step."""
+        """From the integer form of `penstock.ir.encoding`, without making an object for each step."""
         schedule = cls.__new__(cls)
         codes = [np.asarray(row, dtype=np.int64) for row in rows]
-        schedule._fill(codes, placement, microbatches, name)  # noqa: SLF001 -- our own
+        chosen = graph or StageGraph.chain(placement.num_stages)
+        schedule._fill(codes, placement, microbatches, name, chosen)  # noqa: SLF001 -- our own
         return schedule
 
-    def _fill(self, rows: list[Ints], placement: Placement, microbatches: int, name: str) -> None:
+    def _fill(
+        self, rows: list[Ints], placement: Placement, microbatches: int, name: str, graph: StageGraph
+    ) -> None:
         if len(rows) != placement.num_ranks:
             raise ScheduleError(
                 f"the placement has {placement.num_ranks} ranks, but {len(rows)} lists of steps are given"
+            )
+        if graph.num_stages != placement.num_stages:
+            raise ScheduleError(
+                f"the stage graph has {graph.num_stages} stages, but the placement has {placement.num_stages}"
             )
         whole = whole_number(microbatches)
         if whole is None or whole < 1:
@@ -86,8 +105,10 @@ class Schedule:
                 f"{num_parts} actions cannot cover {placement.num_stages} stages "
                 f"and {microbatches} microbatches"
             )
-        table = ActionTable.of(rows, placement, microbatches)
-        self.__dict__.update(placement=placement, microbatches=microbatches, name=name, table=table)
+        table = ActionTable.of(rows, placement, graph, microbatches)
+        self.__dict__.update(
+            placement=placement, graph=graph, microbatches=microbatches, name=name, table=table
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Schedule does not change: cannot set {name!r}; make a new one instead")
@@ -102,22 +123,28 @@ class Schedule:
         placement: Placement | None = None,
         microbatches: int | None = None,
         name: str = "custom",
+        graph: StageGraph | None = None,
     ) -> Schedule:
-        """From text: `Schedule.parse("0F0 0B0 | 1F0 1B0")`, ranks parted by `|` or by line breaks."""
-        return cls(text.strip().replace("|", "\n").split("\n"), placement, microbatches, name)
+        """From text: `Schedule.parse("0F0 0B0 | 1F0 1B0")`, ranks separated by `|` or by line breaks."""
+        return cls(text.strip().replace("|", "\n").split("\n"), placement, microbatches, name, graph)
 
     def renamed(self, name: str) -> Schedule:
         """The same schedule under another name."""
-        return Schedule.from_codes(self.table.rows, self.placement, self.microbatches, name)
+        return Schedule.from_codes(self.table.rows, self.placement, self.microbatches, name, self.graph)
 
     def with_rows(self, rows: Sequence[Sequence[int] | Ints]) -> Schedule:
-        """The same placement, microbatches and name with other steps, in integer form."""
-        return Schedule.from_codes(rows, self.placement, self.microbatches, self.name)
+        """The same placement, graph, microbatches and name with other steps, in integer form."""
+        return Schedule.from_codes(rows, self.placement, self.microbatches, self.name, self.graph)
 
     @cached_property
     def ranks(self) -> tuple[tuple[Step, ...], ...]:
         """The steps of each rank."""
-        return tuple(tuple(decode(row.tolist())) for row in self.table.rows)
+        return tuple(tuple(decode(row.tolist(), self.graph)) for row in self.table.rows)
+
+    @cached_property
+    def messages(self) -> Messages:
+        """The values that have to cross ranks."""
+        return Messages.of(self.table)
 
     @property
     def num_ranks(self) -> int:
@@ -141,7 +168,7 @@ class Schedule:
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write to a `.csv` or `.json` file, whole or not at all."""
-        from penstock.formats import write  # noqa: PLC0415 -- a convenience that points against the walk
+        from penstock.formats import write  # noqa: PLC0415 -- a convenience against the import order
 
         write(self, path)
 
@@ -150,6 +177,7 @@ class Schedule:
             return NotImplemented
         return (
             self.placement == other.placement
+            and self.graph == other.graph
             and self.microbatches == other.microbatches
             and self.table.same_steps(other.table)
         )
@@ -176,7 +204,7 @@ def _as_step(step: object) -> Step:
 
 
 def _infer_placement(parts: Sequence[tuple[int, Action]], num_ranks: int) -> Placement:
-    """Put each stage on the rank that works on it most; one that nobody works on, beside the one before it."""
+    """Put each stage on the rank with most of its actions; one without actions, beside the stage before it."""
     highest = _highest("stage", [(rank, part, part.stage) for rank, part in parts])
     votes: list[Counter[int]] = [Counter() for _ in range(highest + 1)]
     for rank, part in parts:
@@ -186,7 +214,7 @@ def _infer_placement(parts: Sequence[tuple[int, Action]], num_ranks: int) -> Pla
         hosts.append(max(vote, key=lambda rank: (vote[rank], -rank)) if vote else (hosts or [0])[-1])
     if idle := sorted(set(range(num_ranks)) - set(hosts)):
         shown = ", ".join(map(str, idle[:4])) + ", ..." * (len(idle) > 4)
-        raise ScheduleError(f"rank {shown}: it has no stage of its own, but every rank must work on one")
+        raise ScheduleError(f"rank {shown} has no stage; every rank must have at least one")
     return Placement(tuple(hosts))
 
 
@@ -196,11 +224,11 @@ def _infer_microbatches(parts: Sequence[tuple[int, Action]]) -> int:
 
 
 def _highest(what: str, named: Sequence[tuple[int, Action, int]]) -> int:
-    """The highest number that is named, if there are actions enough to reach it without holes."""
+    """The highest number that is named, if there are enough actions to reach it without gaps."""
     rank, part, highest = max(named, key=lambda entry: entry[2], default=(0, None, 0))
     if highest >= max(len(named), 1):
         raise ScheduleError(
-            f"rank {rank}: {part} names {what} {highest}, but {len(named)} actions cannot cover numbers 0 to "
-            f"{highest}, and there are no holes in the numbers"
+            f"rank {rank}: {part} names {what} {highest}, but {len(named)} actions cannot cover {what} 0 to "
+            f"{highest}; {what} numbers have no gaps"
         )
     return highest

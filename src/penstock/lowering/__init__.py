@@ -1,8 +1,8 @@
-"""Lowering: named passes that turn a compute schedule into one a runtime can walk.
+"""Lowering: named passes that turn a compute schedule into one a runtime can execute.
 
     compute schedule  --add-sharding-->  --add-reduce-grad-->  --add-communication-->  lowered schedule
 
-`split-backward`, `merge-backward` and `defer-receives` are there to be put in where they are wanted.
+`split-backward`, `merge-backward` and `defer-receives` are optional passes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.lowering.passes import Pass
 from penstock.lowering.receives import DeferReceives
 from penstock.lowering.reduction import AddGradReduction
 from penstock.lowering.sharding import AddSharding
-from penstock.validation import faults_in_steps, refusal, validate
+from penstock.validation import SendModel, refusal, validate, violations_in_lists
 
 __all__ = [
     "DEFAULT_PASSES",
@@ -40,13 +40,14 @@ def lower(
 ) -> Schedule:
     """Run the passes one after another: by default add sharding, gradient reduction and communication.
 
-    `trace` is called with the name of each pass and the schedule after it. A schedule with faults is refused
-    with all of them.
+    `trace` is called with the name of each pass and the schedule after it. An invalid schedule is refused with
+    all its violations.
     """
-    # add-communication finds a deadlock by itself, so it need not be looked for twice
+    # add-communication finds a deadlock itself, so it is not searched for twice
     found_later = not schedule.table.has_communication and AddCommunication() in passes
-    if faults := faults_in_steps(schedule) if found_later else validate(schedule, sends="edge-streams"):
-        raise refusal(schedule, faults)
+    violations = violations_in_lists(schedule) if found_later else validate(schedule, SendModel.EDGE_STREAMS)
+    if violations:
+        raise refusal(schedule, violations)
     for step in passes:
         schedule = step(schedule)
         if trace is not None:

@@ -1,8 +1,8 @@
-"""Split every backward into I and W, or merge I and W that stand side by side.
+"""Split every backward into I and W, or merge an I that is directly followed by its W.
 
 split-backward    0F0 0B0         ->  0F0 0I0 0W0
                   (0F1;1B0)OVERLAP_F_B  ->  (0F1;1I0)OVERLAP_F_B 1W0
-merge-backward    the reverse; an I with something between it and its W stays as it is
+merge-backward    the reverse; an I with something between it and its W stays
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.ir.action import JOINED, Kind, code_of
+from penstock.ir.encoding import JOINED, code_of
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import kinds_in
 from penstock.lowering.passes import Pass, arrange
@@ -46,7 +47,7 @@ class SplitBackward(Pass):
 
 @dataclass(frozen=True)
 class MergeBackward(Pass):
-    """Every I that is followed at once by its own W becomes B."""
+    """Every I that is directly followed by its own W becomes B."""
 
     name: ClassVar[str] = "merge-backward"
 

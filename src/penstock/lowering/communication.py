@@ -1,15 +1,15 @@
-"""Put in SEND and RECV, in an order that no way of sending can block.
+"""Add SEND and RECV in an order that no send model can block.
 
-All ranks walk their lists together, sweep by sweep: in a sweep each rank, in ascending order, takes its
-next step if the inputs are there. Whoever makes a value that another rank needs sends it at once, and at
-that same moment the receive is written down at the end of what the receiver has done so far:
+All ranks advance through their lists together, sweep by sweep: in a sweep each rank, in ascending order, takes
+its next step if its inputs exist. A rank that computes a value for another rank sends it immediately, and at
+the same moment the receive is appended to what the receiver has done so far:
 
     rank 0   0F0 | 0SEND_F0 |          0F1 0SEND_F1
     rank 1       | 1RECV_F0 | 1F0 ...      1RECV_F1
 
-So there is one order of events in which every send stands beside its receive. It runs through all lists
-from left to right, hence no wait can close a cycle, even when sends hold up their rank until they are
-received; and on each pair of ranks messages are received in the order they are sent.
+So there is one order of events in which every send is next to its receive. It runs through all lists from left
+to right, hence no wait can close a cycle, even when a send blocks its rank until it is received; and on each
+pair of ranks messages are received in the order they are sent.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.ir.action import Kind
 from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints, codes_of
+from penstock.ir.table import Bools, Ints, codes_of
 from penstock.lowering.passes import Pass, arrange, refuse_if_present
 from penstock.validation import refusal, validate
 
 __all__ = ["AddCommunication"]
 
-_COMMUNICATION = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+_COMMUNICATION = tuple(kind for kind in Kind if kind.is_communication)
 
 
 @dataclass(frozen=True)
 class AddCommunication(Pass):
-    """One SEND and one RECV for every value that crosses ranks, in an order no wait can block."""
+    """One SEND and one RECV for every value that crosses ranks, in an order that cannot deadlock."""
 
     name: ClassVar[str] = "add-communication"
 
@@ -42,28 +42,47 @@ class AddCommunication(Pass):
         refuse_if_present(schedule, self.name, *_COMMUNICATION)
         table = schedule.table
         moment = _moments(schedule)
-        # sort keys: at each moment the step itself (0), then the messages of its first and second part
+        # sort keys: at each moment the step itself (0), then its activations (1) and its gradients (2)
         ranks, keys, codes = [table.part_rank], [moment[table.slot] * 4], [table.code]
-        feeds, fed = (stages[table.apart] for stages in table.edges)
-        activations, gradients = table.forward[feeds], table.input_gradient[fed]
-        for send, recv, made, source, target in (
-            (Kind.SEND_F, Kind.RECV_F, activations, feeds, fed),
-            (Kind.SEND_B, Kind.RECV_B, gradients, fed, feeds),
+        messages = schedule.messages
+        made = messages.producer >= 0
+        producer, stage = messages.producer[made], messages.stage[made]
+        other = _other_ends(schedule)[made]
+        key = moment[table.slot[producer]] * 4 + 1 + messages.is_gradient[made]
+        for ends, kinds, host in (
+            ((stage, other), (Kind.SEND_F, Kind.SEND_B), messages.source[made]),
+            ((other, stage), (Kind.RECV_F, Kind.RECV_B), messages.target[made]),
         ):
-            edge, k = np.nonzero(made >= 0)
-            key = moment[table.slot[made[edge, k]]] * 4 + (1 if send is Kind.SEND_F else 2)
-            for kind, stages in ((send, source), (recv, target)):
-                ranks.append(table.hosts[stages[edge]])
-                keys.append(key)
-                codes.append(codes_of(kind, stages[edge], k))
+            ranks.append(host)
+            keys.append(key)
+            codes.append(_message_codes(schedule, kinds, *ends, made))
         rows = arrange(schedule.num_ranks, *map(np.concatenate, (ranks, keys, codes)))
         return schedule.with_rows(rows)
 
 
-def _moments(schedule: Schedule) -> Ints:
-    """Per slot: sweep * ranks + rank, the one order of events of this module's picture.
+def _other_ends(schedule: Schedule) -> Ints:
+    """Per message: the stage that uses the value."""
+    source, target = schedule.graph.ends
+    messages = schedule.messages
+    return np.where(messages.is_gradient, source[messages.edge], target[messages.edge])
 
-    A rank takes one step a sweep, `ranks` moments apart. A value made in a sweep is there in the same sweep
+
+def _message_codes(schedule: Schedule, kinds: tuple[Kind, Kind], stage: Ints, other: Ints, made: Bools) -> Ints:
+    """The SEND or RECV, of an activation or a gradient, of each message; `stage` is the action's own."""
+    messages = schedule.messages
+    microbatch, is_gradient = messages.microbatch[made], messages.is_gradient[made]
+    port: Ints | int = 0
+    if not schedule.graph.is_chain:
+        pairs = zip(stage.tolist(), other.tolist(), is_gradient.tolist())
+        port = np.array([schedule.graph.port(kinds[g], s, t) for s, t, g in pairs], dtype=np.int64)
+    codes = [codes_of(kind, stage, microbatch, port) for kind in kinds]
+    return np.where(is_gradient, codes[1], codes[0])
+
+
+def _moments(schedule: Schedule) -> Ints:
+    """Per slot: sweep * ranks + rank, the order of events of this module's picture.
+
+    A rank takes one step per sweep, `ranks` moments apart. A value computed in a sweep exists in the same sweep
     for higher ranks and in the next for lower ones: at the receiver's next turn.
     """
     table, p = schedule.table, schedule.num_ranks

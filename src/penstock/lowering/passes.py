@@ -1,6 +1,6 @@
-"""What a pass is: a named, frozen value that turns a schedule into another with the same meaning.
+"""A pass: a named, frozen value that turns a schedule into another with the same meaning.
 
-Contract: a right schedule in, a right schedule out; the schedule given is not changed; time grows about
+Contract: a valid schedule in, a valid schedule out; the given schedule is not changed; time grows about
 linearly with the number of steps.
 """
 
@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 
@@ -32,15 +32,15 @@ class Pass(ABC):
 
 
 def arrange(num_ranks: int, rank: Ints, key: Ints, code: Ints) -> list[Ints]:
-    """The rows in which the parts of each rank stand in the order of their keys; equal keys keep theirs."""
+    """The rows of all ranks, their parts sorted by key; parts with equal keys keep their order."""
     order = np.argsort(rank * (int(key.max(initial=0)) + 1) + key, kind="stable")
     return np.split(code[order], np.cumsum(np.bincount(rank, minlength=num_ranks))[:-1])
 
 
 def refuse_if_present(schedule: Schedule, name: str, *kinds: Kind) -> None:
-    """A pass that puts in what is there already would put it in twice."""
+    """Raise where the schedule already has what a pass adds."""
     if schedule.table.has(*kinds):
-        there = ", ".join(kind.value for kind in kinds if schedule.table.has(kind))
+        present = ", ".join(kind.value for kind in kinds if schedule.table.has(kind))
         raise ScheduleError(
-            f"{name}: the schedule already has {there} steps; lower the compute schedule it came from"
+            f"{name}: the schedule already has {present} actions; lower the compute schedule it was made from"
         )

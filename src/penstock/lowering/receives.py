@@ -1,12 +1,12 @@
-"""Move receives from where the value is sent to where it is used, so that none holds up work it is not for.
+"""Move receives from where the value is sent to where it is used, so that no receive blocks unrelated work.
 
     as add-communication leaves it    0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2RECV_F1 2F0 2F1
     defer-receives                    0F0 0SEND_F0 0F1 2RECV_F0 0SEND_F1 2RECV_F1 2F0 2F1
     ... past sends                    0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2F0 2RECV_F1 2F1
 
-Moving past compute alone leaves the order of a rank's messages as it is, and with it every proof that no
-wait closes a cycle. Moving past sends goes further, but then two ranks may each have a send in front of the
-receive that the other waits for: that is safe only where every directed channel has a stream of its own.
+Moving past compute alone keeps the order of a rank's messages, and with it every proof that there is no
+deadlock. Moving past sends goes further, but then two ranks may each have a send before the receive that the
+other waits for: that is safe only where every directed channel has a stream of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import JOINED, KIND_MASK, KIND_SHIFT, STAGE_SHIFT, Kind, code_of
+from penstock.ir.encoding import JOINED, KIND_MASK, KIND_SHIFT, PORT_SHIFT, STAGE_MASK, STAGE_SHIFT, code_of
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 from penstock.lowering.passes import Pass
@@ -24,8 +25,7 @@ from penstock.validation import refusal, validate
 
 __all__ = ["DeferReceives"]
 
-_RECV_F, _RECV_B = Kind.RECV_F.number, Kind.RECV_B.number
-_NEIGHBOUR = {Kind.SEND_F.number: +1, _RECV_F: -1, Kind.SEND_B.number: -1, _RECV_B: +1}
+_MESSAGES = {kind.number: kind for kind in Kind if kind.is_communication}
 _TO_RECEIVE = {
     kind.number: code_of(receive, 0) - code_of(kind, 0)
     for kind, receive in ((Kind.F, Kind.RECV_F), (Kind.I, Kind.RECV_B), (Kind.B, Kind.RECV_B))
@@ -53,15 +53,17 @@ class DeferReceives(Pass):
 
     def _row(self, schedule: Schedule, rank: int, row: Ints) -> list[int]:
         hosts = schedule.placement.stage_to_rank
-        held = _HeldBack()
+        held, ports = _Deferred(), schedule.graph.num_ports
         out: list[int] = []
         codes = row.tolist()
         for code, following in zip(codes, [*codes[1:], 0]):
-            kind, stage = code >> KIND_SHIFT & KIND_MASK, code >> STAGE_SHIFT
-            if kind in _NEIGHBOUR:
-                peer = hosts[min(max(stage + _NEIGHBOUR[kind], 0), len(hosts) - 1)]
+            kind = code >> KIND_SHIFT & KIND_MASK
+            if kind in _MESSAGES:
+                stage = code >> STAGE_SHIFT & STAGE_MASK
+                other = schedule.graph.peer(_MESSAGES[kind], stage, code >> PORT_SHIFT)
+                peer = hosts[min(max(other, 0), len(hosts) - 1)]
                 queue = peer if self.past_sends else 0
-                if kind in (_RECV_F, _RECV_B):
+                if _MESSAGES[kind].is_receive:
                     held.hold(queue, code)
                     continue
                 if rank < peer or not self.past_sends:
@@ -69,15 +71,17 @@ class DeferReceives(Pass):
             elif not code & JOINED:
                 pair = (code, following & ~JOINED) if following & JOINED else (code,)
                 for part in pair:
-                    out += held.release_through(part + _TO_RECEIVE.get(part >> KIND_SHIFT & KIND_MASK, 0))
+                    first = part + _TO_RECEIVE.get(part >> KIND_SHIFT & KIND_MASK, 0)
+                    for port in range(ports):
+                        out += held.release_through(first | port << PORT_SHIFT)
             out.append(code)
         if held:
             raise refusal(schedule, validate(schedule))
         return out
 
 
-class _HeldBack:
-    """Receives that are not written down yet, in queues that keep their order."""
+class _Deferred:
+    """Receives that are not emitted yet, in queues that keep their order."""
 
     def __init__(self) -> None:
         self._queues: dict[int, deque[int]] = {}
@@ -87,7 +91,7 @@ class _HeldBack:
         return bool(self._queue_of)
 
     def hold(self, queue: int, code: int) -> None:
-        """Put one at the end of a queue."""
+        """Append one to a queue."""
         self._queue_of[code] = self._queues.setdefault(queue, deque())
         self._queue_of[code].append(code)
 
@@ -97,7 +101,7 @@ class _HeldBack:
         return self.release_through(waiting[-1]) if waiting else []
 
     def release_through(self, code: int) -> list[int]:
-        """Take this one out of its queue, and all that stand before it; nothing if it is not held."""
+        """Take this one out of its queue, and all before it; nothing if it is not deferred."""
         released: list[int] = []
         while code in self._queue_of:
             released.append(self._queue_of[code].popleft())

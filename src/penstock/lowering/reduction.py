@@ -1,4 +1,4 @@
-"""Put in REDUCE_GRAD once per stage, right after its last backward."""
+"""Add one REDUCE_GRAD per stage, directly after its last backward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import codes_of
 from penstock.lowering.passes import Pass, arrange, refuse_if_present
@@ -17,7 +17,7 @@ __all__ = ["AddGradReduction"]
 
 @dataclass(frozen=True)
 class AddGradReduction(Pass):
-    """The earliest place at which all of a stage's weight gradients are there; none without backwards."""
+    """One REDUCE_GRAD per stage, as early as its weight gradients are complete; none without backwards."""
 
     name: ClassVar[str] = "add-reduce-grad"
 

@@ -1,6 +1,6 @@
-"""Put in UNSHARD and RESHARD, so that only the stages needed soon hold whole parameters.
+"""Add UNSHARD and RESHARD, so that only the stages needed soon are unsharded.
 
-Before each step the stages to hold are the first few distinct ones that this rank works on from there.
+Before each step, the first few distinct stages that this rank uses from there on are unsharded.
 With `max_active_stages` = 2, for stages 0, 1, 2 on one rank:
 
     0F0 1F0 2F0 2B0 1B0 0B0
@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import ActionTable, Bools, Ints, codes_of
 from penstock.lowering.passes import Pass, arrange, refuse_if_present
@@ -27,9 +27,9 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class AddSharding(Pass):
-    """Hold the next `max_active_stages` stages, and no others, unsharded.
+    """Keep the next `max_active_stages` stages, and no others, unsharded.
 
-    An overlapped pair counts as one look ahead: where it is the last to fit, both of its stages are held.
+    An overlapped pair counts as one: where it is the last to fit, both of its stages are unsharded.
     """
 
     max_active_stages: int = 3
@@ -40,7 +40,7 @@ class AddSharding(Pass):
             raise ScheduleError(f"max_active_stages must be at least 1 (given {self.max_active_stages})")
 
     def __call__(self, schedule: Schedule) -> Schedule:
-        """The schedule with RESHARD and UNSHARD before the steps where what to hold changes."""
+        """The schedule with RESHARD and UNSHARD before the steps where the set of unsharded stages changes."""
         refuse_if_present(schedule, self.name, Kind.UNSHARD, Kind.RESHARD)
         table = schedule.table
         # sort keys: at each slot first RESHARD, then UNSHARD, then the step itself

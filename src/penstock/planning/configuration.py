@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from penstock.bounds import Bound, Work, bounds
+from penstock.bounds import Bound, Workload, bounds
 from penstock.cost.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.planning.live_memory import Holding, fixed_bytes
@@ -57,7 +57,7 @@ class Frame:
         """
         if paired is None:
             paired = self.costs.overlap_factor < 1 or self.costs.launch_overhead > 0
-        work = Work(self.placement, self.microbatches, self.costs, split=split, paired=paired)
+        work = Workload(self.placement, self.microbatches, self.costs, split=split, paired=paired)
         found = bounds(work, question.memory_limit, question.objective)[0]
         if question.objective == "period":  # which has the optimizer step in it
             return found

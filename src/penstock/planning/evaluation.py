@@ -120,7 +120,7 @@ class Weighing:
 
     def option(self, name: str, frame: Frame, schedule: Schedule, found_by: str = "") -> Option:
         """An order in a frame, simulated."""
-        timeline = simulate(schedule, frame.costs)
+        timeline = simulate(schedule, frame.costs, with_period=self.question.objective == "period")
         seconds, bound = self.question.seconds_of(timeline), frame.bound(self.question)
         return Option(name, frame, schedule, timeline, seconds, bound, seconds, found_by)
 

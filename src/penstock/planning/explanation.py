@@ -182,7 +182,7 @@ def _best_at(plan: Plan, costs: Costs) -> tuple[float, str]:
         peak = max(each.peak(costs, stages) for each in holdings(schedule))
         if schedule.placement == frame.placement and peak <= (question.memory_limit or inf):
             known[f"{name} ({frame})"] = schedule
-    plain = {name: question.seconds_of(simulate(schedule, costs)) for name, schedule in known.items()}
+    plain = {name: _simulated(question, schedule, costs) for name, schedule in known.items()}
     best = min(plain, key=lambda name: plain[name])
     return _seconds(question, known[best], costs), best
 
@@ -191,7 +191,11 @@ def _seconds(question: Question, schedule: Schedule, costs: Costs) -> float:
     """What an order takes at other costs."""
     if question.jitter is not None:
         return shaken_seconds(question, schedule, costs)
-    return question.seconds_of(simulate(schedule, costs))
+    return _simulated(question, schedule, costs)
+
+
+def _simulated(question: Question, schedule: Schedule, costs: Costs) -> float:
+    return question.seconds_of(simulate(schedule, costs, with_period=question.objective == "period"))
 
 
 def _levelled(costs: Costs, stages: int) -> Costs:

@@ -116,7 +116,7 @@ class Model:
                 if getattr(costs, entry) is not None
             }
             for message in MESSAGES:
-                sizes = costs.per_edge(message, stages)
+                sizes = costs.per_edge(message, stages - 1)
                 own[message] = sizes[stage] if stage < len(sizes) else 0.0
             layers.append(Layer(f"stage {stage}", Costs(**own)))
         latency, bandwidth = (getattr(costs, entry) for entry in OF_A_LINK)

@@ -10,8 +10,10 @@ from typing import cast
 from penstock.arguments import printable, whole_number
 from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
+from penstock.cost.memory import activation_bytes, fixed_bytes
 from penstock.errors import PenstockError, SearchError
 from penstock.families.registry import MAX_WORK
+from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.search.result import Progress, SearchResult
 
@@ -77,7 +79,7 @@ def search(
         if each.num_stages * microbatches > MAX_WORK:
             given = f"{each.num_stages} stages, {microbatches} microbatches"
             raise SearchError(f"stages times microbatches can be at most {MAX_WORK} (given {given})")
-        known.check_lengths(each.num_stages)
+        known.check_lengths(StageGraph.chain(each.num_stages))
     counted, limit = known, None if memory_limit is None else float(memory_limit)
     if live_limit is not None:
         counted = replace(
@@ -152,13 +154,11 @@ def _refuse_too_little(placements: list[Placement], costs: Costs, limit: float |
     """One microbatch at a time needs the least; if even that is too much for a rank, nothing fits."""
     if limit is None:
         return
-    names = ("parameters", "gradients", "optimizer_state")
     faults = []
     for placement in placements:
-        stages = placement.num_stages
-        for rank, own in enumerate(placement.stages_of_rank):
-            fixed = sum(costs.per_stage(name, stages)[s] for name in names for s in own)
-            held = sum(costs.per_stage("activation", stages)[s] for s in own)
+        activation = activation_bytes(costs, placement.num_stages).full
+        for rank, (own, fixed) in enumerate(zip(placement.stages_of_rank, fixed_bytes(costs, placement))):
+            held = sum(activation[s] for s in own)
             if held > (limit - fixed) * (1 + 1e-9):
                 faults.append(f"rank {rank} needs {fixed + held:g}")
     if faults:

@@ -213,7 +213,7 @@ class _Search:
             quantile, best = min((spread, place) for place, spread in enumerate(spreads))
             _, found_by, schedule, hunt = choices[best]
         bound = min((each.bound for each in self.hunts), key=lambda each: each.seconds)
-        timeline = simulate(schedule, self.costs)
+        timeline = simulate(schedule, self.costs, with_period=True)
         missing = [] if exact.available() else ["the exact layer (ortools)"]
         missing += [] if COMPILED else ["compiled loops (numba): moves are some 200 times slower without"]
         return SearchResult(
@@ -240,6 +240,6 @@ class _Search:
                 found.append((value, f"the family {name}", schedule, hunt))
             for candidate in hunt.kept[: 6 if self.noise else 1]:
                 schedule = hunt.problem.schedule_of(candidate.order, "searched")
-                value = hunt.value_of(simulate(schedule, hunt.problem.costs))
+                value = hunt.value_of(simulate(schedule, hunt.problem.costs, with_period=True))
                 found.append((value, candidate.found_by, schedule, hunt))
         return found

@@ -11,7 +11,7 @@ from threading import Event
 
 import numpy as np
 
-from penstock.bounds import Bound, Work, bounds
+from penstock.bounds import Bound, Workload, bounds
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
@@ -79,10 +79,10 @@ class Hunt:
         self.bound = bounds(self.work, self.problem.memory_limit, self.problem.objective)[0]
 
     @property
-    def work(self) -> Work:
+    def work(self) -> Workload:
         """What has to be done."""
         problem = self.problem
-        return Work(problem.placement, problem.microbatches, problem.costs, split=problem.split)
+        return Workload(problem.placement, problem.microbatches, problem.costs, split=problem.split)
 
     @property
     def best(self) -> float:
@@ -105,7 +105,7 @@ class Hunt:
             self.start_from(schedule.name, order)
             if not self.problem.split and schedule.table.has(Kind.I, Kind.W):
                 continue
-            timeline = simulate(schedule, self.problem.costs)
+            timeline = simulate(schedule, self.problem.costs, with_period=self.problem.objective == "period")
             peaks = np.array(timeline.peak_memory)
             if (peaks - self.problem.fixed <= self.problem.tables.limits).all():
                 self.families[schedule.name] = (schedule, self.value_of(timeline))

@@ -11,7 +11,11 @@ import numpy as np
 
 from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
-from penstock.ir.action import Kind, code_of
+from penstock.cost.memory import fixed_bytes, stage_bytes
+from penstock.cost.prices import action_seconds, edge_prices
+from penstock.ir.encoding import code_of
+from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints
@@ -66,22 +70,21 @@ class Problem:
         few = 3 * self.placement.num_ranks
         return replace(self, microbatches=few) if self.microbatches >= 2 * few else None
 
-    def _per_stage(self, name: str) -> Floats:
-        return np.array(self.costs.per_stage(name, self.placement.num_stages), dtype=np.float64)
-
     def _seconds(self) -> Floats:
-        whole = np.array(self.costs.full_backward(self.placement.num_stages), dtype=np.float64)
-        passing = self._per_stage("backward_input") if self.split else whole
-        return _by_token(self._per_stage("forward"), passing, self._per_stage("backward_weight")) + float(
-            self.costs.launch_overhead
-        )
+        seconds = action_seconds(self.costs, self.placement.num_stages) + float(self.costs.launch_overhead)
+        return self._by_token(seconds)
+
+    def _by_token(self, by_kind: Floats) -> Floats:
+        """Per token, from an array per kind and stage."""
+        kinds = (Kind.F, Kind.I if self.split else Kind.B, Kind.W)
+        return np.ascontiguousarray(by_kind[[kind.number for kind in kinds]].T.reshape(-1))
 
     @cached_property
     def whole(self) -> Floats:
         """Per stage: seconds of B where I and W take longer, -1 elsewhere."""
-        stages, launch = self.placement.num_stages, self.costs.launch_overhead
-        whole = np.array(self.costs.full_backward(stages), dtype=np.float64) + launch
-        halves = self._per_stage("backward_input") + self._per_stage("backward_weight") + 2 * launch
+        seconds = action_seconds(self.costs, self.placement.num_stages)
+        i, w, b = (seconds[kind.number] for kind in (Kind.I, Kind.W, Kind.B))
+        whole, halves = b + self.costs.launch_overhead, i + w + 2 * self.costs.launch_overhead
         pays = (whole < halves * (1 - 1e-12)) & self.split
         return np.where(pays, whole, -1.0)
 
@@ -92,24 +95,27 @@ class Problem:
 
     def _messages(self) -> tuple[Floats, Floats, Ints]:
         """Per token: the lag, how long the channel is taken, and the channel."""
-        hosts, stages = self.placement.stage_to_rank, self.placement.num_stages
-        latency = self.costs.per_edge("latency", stages)
-        speed = self.costs.per_edge("bandwidth", stages) if self.costs.bandwidth is not None else None
-        lag, taken, channel = np.zeros(3 * stages), np.zeros(3 * stages), np.zeros(3 * stages, dtype=np.int64)
-        for edge, (here, there) in enumerate(pairwise(hosts)):
-            if here == there:
-                continue
-            ways = ((3 * edge, "activation", here, there), (3 * edge + 4, "gradient", there, here))
-            for token, value, source, target in ways:
-                if speed is not None:
-                    taken[token] = self.costs.per_edge(f"{value}_message", stages)[edge] / speed[edge]
-                lag[token] = latency[edge] + taken[token]
-                channel[token] = source * self.placement.num_ranks + target
+        graph = StageGraph.chain(self.placement.num_stages)
+        hosts = np.array(self.placement.stage_to_rank)
+        size = 3 * self.placement.num_stages
+        lag, taken, channel = np.zeros(size), np.zeros(size), np.zeros(size, dtype=np.int64)
+        feeds, fed = graph.ends
+        for value, kind, maker, user in (
+            ("activation", kernel.F, feeds, fed),
+            ("gradient", kernel.G, fed, feeds),
+        ):
+            prices = edge_prices(self.costs, graph, value)
+            apart = hosts[maker] != hosts[user]
+            token = (3 * maker + kind)[apart]
+            taken[token], lag[token] = prices.transfer[apart], prices.total[apart]
+            channel[token] = (hosts[maker] * self.placement.num_ranks + hosts[user])[apart]
         return lag, taken, channel
 
     def _held(self) -> Floats:
-        held, freed = self._per_stage("activation"), self._per_stage("activation_freed_by_input")
-        return _by_token(held, -freed, freed - held) if self.split else _by_token(held, -held, 0 * held)
+        held = stage_bytes(self.costs, self.placement.num_stages, MemoryLine.ACTIVATIONS)
+        if not self.split:
+            held[Kind.W.number] = 0.0
+        return self._by_token(held)
 
     def _limits(self) -> Floats:
         """What is left for activations, with room for rounding."""
@@ -122,10 +128,7 @@ class Problem:
     @cached_property
     def fixed(self) -> Floats:
         """Per rank: the bytes that are there all the time."""
-        found = np.zeros(self.placement.num_ranks)
-        for name in ("parameters", "gradients", "optimizer_state"):
-            np.add.at(found, np.array(self.placement.stage_to_rank), self._per_stage(name))
-        return found
+        return fixed_bytes(self.costs, self.placement)
 
     # --- orders ------------------------------------------------------------------------------------
 
@@ -155,7 +158,8 @@ class Problem:
         return schedule
 
     def _simulated(self, schedule: Schedule) -> float:
-        value: float = getattr(simulate(schedule, self.costs), self.objective)
+        timeline = simulate(schedule, self.costs, with_period=self.objective == "period")
+        value: float = getattr(timeline, self.objective)
         return value
 
     def written(self, order: Ints, name: str, whole: AbstractSet[int]) -> Schedule:
@@ -195,7 +199,3 @@ class Problem:
     def fits(self, order: Ints) -> bool:
         """Whether no rank ever holds more than it may."""
         return all(kernel.fits(self.tables, order, rank) for rank in range(self.placement.num_ranks))
-
-
-def _by_token(*columns: Floats) -> Floats:
-    return np.ascontiguousarray(np.stack(columns, axis=1).reshape(-1))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.bounds import Work
+from penstock.bounds import Workload
 from penstock.errors import PenstockError
 from penstock.families import families
 from penstock.ir.schedule import Schedule
@@ -81,7 +81,7 @@ def made(problem: Problem, late: Callable[[], bool]) -> Iterator[Seed]:
 def _caps(problem: Problem) -> Iterator[Ints]:
     """As many microbatches as there are, and as few as hide the way there and back, and a few more."""
     placement, stages = problem.placement, problem.placement.num_stages
-    work = Work(placement, problem.microbatches, problem.costs, split=problem.split)
+    work = Workload(placement, problem.microbatches, problem.costs, split=problem.split)
     yield np.full(stages, problem.microbatches, dtype=np.int64)
     slowest = max(map(work.seconds_of, range(placement.num_ranks))) / problem.microbatches
     for more in (0, 1, 2):

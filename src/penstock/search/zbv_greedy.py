@@ -24,9 +24,12 @@ from dataclasses import dataclass
 from itertools import product
 
 from penstock.cost.costs import Costs
+from penstock.cost.memory import stage_bytes
+from penstock.cost.prices import action_seconds
 from penstock.errors import BuildError, CostsError
 from penstock.families.rows import keep_microbatches
-from penstock.ir.action import Kind, code_of
+from penstock.ir.encoding import code_of
+from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
@@ -81,17 +84,19 @@ class _Work:
         values = [getattr(costs, name) for name in names]
         if uneven := [name for name, value in zip(names, values) if isinstance(value, tuple)]:
             raise CostsError(f"{', '.join(uneven)}: zbv-greedy is for stages that all cost the same")
-        f, i, w, hop, held, freed = values
+        hop, held = values[3], values[4]
         least = 2 * ranks * held
         if limit is not None and limit < least:
             raise BuildError(
                 f"zbv-greedy needs room for {2 * ranks} activations, {least} bytes (given {limit})"
             )
-        memory = {Kind.F: held, Kind.I: -freed, Kind.W: freed - held}
+        kinds = (Kind.F, Kind.I, Kind.W)
+        seconds, sizes = action_seconds(costs, 1), stage_bytes(costs, 1, MemoryLine.ACTIVATIONS)
+        memory = {kind: float(sizes[kind.number, 0]) for kind in kinds}
         return cls(
             ranks,
             microbatches,
-            {Kind.F: f, Kind.I: i, Kind.W: w},
+            {kind: float(seconds[kind.number, 0]) for kind in kinds},
             hop,
             memory,
             least if limit is None else limit,

@@ -1,11 +1,10 @@
-"""Why it takes as long as it does: the critical path, and the reason for every gap."""
+"""Attribution: the critical path, and the reason for every gap."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.ir.action import Kind
 from penstock.simulation.timeline import Event, Message, Timeline
 
 __all__ = ["Gap", "critical_path", "gaps"]
@@ -16,7 +15,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Gap:
-    """A stretch in which a rank computes nothing, why, and who would have to be faster."""
+    """A time in which a rank computes nothing, the reason, and which step would have to end earlier."""
 
     rank: int
     start: float
@@ -24,9 +23,9 @@ class Gap:
     reason: str
     """`warm-up`, `activation`, `gradient`, `link`, `blocked receive`, `blocked send`, `unshard` or `drain`."""
     before: Event | None
-    """The step that comes after the gap."""
+    """The step after the gap."""
     message: Message | None
-    """What that step waits for, if it is a message."""
+    """The message that step waits for, if any."""
     blame: Event | None
     """The step whose end the gap waits for."""
 
@@ -48,7 +47,7 @@ class Gap:
 def gaps(timeline: Timeline) -> tuple[Gap, ...]:
     """Every gap of every rank, in order of time on each rank."""
     found: list[Gap] = []
-    nothing = timeline.makespan * _ROUNDING
+    negligible = timeline.makespan * _ROUNDING
     bounds = timeline.schedule.table.slot_bounds.tolist()
     for rank, (first, last) in enumerate(pairwise(bounds)):
         now, begun = 0.0, False
@@ -56,10 +55,10 @@ def gaps(timeline: Timeline) -> tuple[Gap, ...]:
             if not timeline.is_compute[slot]:
                 continue
             start = float(timeline.start[slot])
-            if start - now > nothing:
+            if start - now > negligible:
                 found.append(_gap(timeline, rank, now, slot, warm_up=not begun))
             now, begun = float(timeline.end[slot]), True
-        if timeline.makespan - now > nothing:
+        if timeline.makespan - now > negligible:
             found.append(Gap(rank, now, timeline.makespan, "drain", None, None, None))
     return tuple(found)
 
@@ -67,45 +66,34 @@ def gaps(timeline: Timeline) -> tuple[Gap, ...]:
 def _gap(timeline: Timeline, rank: int, now: float, slot: int, *, warm_up: bool) -> Gap:
     event = timeline.event(slot)
     late = max(timeline.inputs.get(slot, ()), key=lambda message: message.arrival, default=None)
-    held_up = None
+    blocking = None
     if late is None or late.arrival < event.start:
-        held_up = _held_up_by(timeline, slot)
-    if held_up is not None:
-        sends = held_up.source == rank
-        blame = timeline.event(held_up.received if sends else held_up.producer)
-        return Gap(rank, now, event.start, f"blocked {'send' if sends else 'receive'}", event, held_up, blame)
+        blocking = _blocking_message(timeline, slot)
+    if blocking is not None:
+        sends = blocking.source == rank
+        blame = timeline.event(blocking.received if sends else blocking.producer)
+        return Gap(rank, now, event.start, f"blocked {'send' if sends else 'receive'}", event, blocking, blame)
     if late is None or late.arrival < event.start:
-        # what is left to wait for is the collective stream
+        # only the collective stream is left
         return Gap(rank, now, event.start, "unshard", event, None, None)
     blame = timeline.event(late.producer)
     reason = "link" if late.arrival - max(blame.end, now) > blame.end - now else late.kind
     return Gap(rank, now, event.start, "warm-up" if warm_up else reason, event, late, blame)
 
 
-def _held_up_by(timeline: Timeline, slot: int) -> Message | None:
-    """The message of a receive, or send, right before this slot that held up the rank until it started."""
-    moved, table = timeline.run.moved, timeline.schedule.table
-    i = slot - 1
-    while moved is not None and i >= 0 and table.rank[i] == table.rank[slot] and not timeline.is_compute[i]:
+def _blocking_message(timeline: Timeline, slot: int) -> Message | None:
+    """The message of a receive, or send, directly before this slot that blocked the rank until it started."""
+    table, i = timeline.schedule.table, slot - 1
+    followed = timeline.begin is not None
+    while followed and i >= 0 and table.rank[i] == table.rank[slot] and not timeline.is_compute[i]:
         if timeline.end[i] == timeline.start[slot] and timeline.end[i] > timeline.start[i]:
-            event = timeline.event(i)
-            return _message_of(timeline, event)
+            return timeline.message_of_slot.get(i)
         i -= 1
     return None
 
 
-def _message_of(timeline: Timeline, event: Event) -> Message | None:
-    part = event.step.parts[0]
-    if not part.kind.is_communication:
-        return None
-    value = "activation" if part.kind in (Kind.SEND_F, Kind.RECV_F) else "gradient"
-    step = {Kind.RECV_F: -1, Kind.RECV_B: +1}.get(part.kind, 0)
-    assert part.microbatch is not None
-    return timeline.message_of.get((value, part.stage + step, part.microbatch))
-
-
 def critical_path(timeline: Timeline) -> tuple[Event, ...]:
-    """The steps that decide the makespan, first to last: each starts when what it waited for was there."""
+    """The steps that determine the makespan, first to last: each starts when what it waited for has ended."""
     if not timeline.schedule.num_steps:
         return ()
     slot: int | None = int(timeline.end.argmax())
@@ -117,10 +105,10 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
 
 
 def _cause(timeline: Timeline, slot: int) -> int | None:
-    """The slot that let this one end, if a message held it up, or else start; None at the beginning."""
+    """The slot that this one waited for to end, if a message blocked it, or else to start; None at time 0."""
     start, table = float(timeline.start[slot]), timeline.schedule.table
     if not timeline.is_compute[slot] and timeline.end[slot] > start:
-        message = _message_of(timeline, timeline.event(slot))
+        message = timeline.message_of_slot.get(slot)
         sender = slot if message is None else _sender(timeline, message)
         if sender != slot:
             return sender
@@ -137,7 +125,7 @@ def _cause(timeline: Timeline, slot: int) -> int | None:
 
 
 def _sender(timeline: Timeline, message: Message) -> int:
-    """The slot that let a message begin: its own send, its receive, or the send of one ahead of it."""
+    """The slot that a message waited for to begin: its send, its receive, or the send of one ahead of it."""
     seen: set[int] = set()
     while True:
         seen.add(id(message))

@@ -1,7 +1,7 @@
-"""Costs from measured timelines: what the work took on average, so that other schedules can be predicted.
+"""Calibration: the one estimator of costs from measured timelines.
 
-Steps of several schedules may be taken together: one with B and one with I and W tell both. Means, not medians,
-because a step that now and then takes longer makes those that wait for it later too.
+Steps of several schedules may be combined: one with B and one with I and W give both. Means, not medians,
+because the makespan is a sum along a path: what now and then takes longer must count.
 """
 
 from __future__ import annotations
@@ -14,82 +14,100 @@ from typing import Any
 import numpy as np
 
 from penstock.cost.costs import Costs
+from penstock.cost.prices import action_seconds, edge_prices
 from penstock.errors import CostsError
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["KindError", "calibrated", "errors_by_kind"]
+__all__ = ["KindError", "calibrate", "errors_by_kind"]
 
-_NAMES = {
-    Kind.F: "forward",
-    Kind.I: "backward_input",
-    Kind.W: "backward_weight",
-    Kind.B: "backward",
-}
+_COMPUTE = {kind: kind.spec.cost for kind in Kind if kind.is_compute and kind is not Kind.OVERLAP_F_B}
+
+Samples = dict[tuple[Kind, int], list[float]]
+Means = dict[tuple[Kind, int], float]
+"""Seconds of each kind on each stage."""
 
 
-def calibrated(timelines: Sequence[Timeline]) -> Costs:
-    """The mean time of each kind of work on each stage, and of messages; all else as in the first timeline.
+def calibrate(timelines: Sequence[Timeline], links: Costs | None = None) -> Costs:
+    """The mean seconds of each kind of compute on each stage, of messages and of everything else.
 
-    Work that was never measured by itself keeps what the first timeline's costs say.
+    What was never measured stays as in the first timeline's costs. Where those are not known yet, `links` are
+    costs of messages and bytes alone; compute that was never measured is then derived from what was: the mean
+    of the other stages, and I = W = B / 2.
     """
     if not timelines:
-        raise CostsError("costs cannot be derived from no timelines: give one at least")
-    stages = {timeline.schedule.num_stages for timeline in timelines}
-    if len(stages) > 1:
-        raise CostsError(f"the timelines are of models with different numbers of stages: {sorted(stages)}")
-    taken: dict[tuple[Kind, int], list[float]] = {}
-    besides, works = 0.0, 0
+        raise CostsError("costs cannot be estimated from no timelines: give at least one")
+    counts = {timeline.schedule.num_stages for timeline in timelines}
+    if len(counts) > 1:
+        raise CostsError(f"the timelines have different numbers of stages: {sorted(counts)}")
+    samples: Samples = {}
     for timeline in timelines:
         for kind, stage, seconds in _measured(timeline):
-            taken.setdefault((kind, stage), []).append(seconds)
-        besides += _besides_work(timeline)
-        works += int(timeline.is_compute.sum())
-    first, count = timelines[0].costs, stages.pop()
-    found: dict[str, Any] = {}
-    for kind, name in _NAMES.items():
-        if any(key[0] is kind for key in taken):
-            before = first.full_backward(count) if kind is Kind.B else first.per_stage(name, count)
-            found[name] = tuple(
-                fmean(taken[kind, stage]) if (kind, stage) in taken else before[stage] for stage in range(count)
-            )
-    felt = _felt_latency(timelines, first, count)
+            samples.setdefault((kind, stage), []).append(seconds)
+    means = {key: fmean(values) for key, values in samples.items()}
+    num_stages, base = counts.pop(), links or timelines[0].costs
+    steps = sum(int(timeline.is_compute.sum()) for timeline in timelines)
+    found: dict[str, Any] = _derived(means, num_stages) if links else _updated(means, base, num_stages)
     return replace(
-        first, **found, latency=felt or first.latency, launch_overhead=besides / works if works else 0.0
+        base,
+        **found,
+        latency=_latency(timelines, base) or base.latency,
+        launch_overhead=sum(map(_overhead, timelines)) / steps if steps else 0.0,
     )
 
 
-def _besides_work(timeline: Timeline) -> float:
-    """Seconds of all steps that are no work, and of the time before steps that wait for no message."""
-    alone = ~timeline.is_compute
+def _updated(means: Means, base: Costs, num_stages: int) -> dict[str, tuple[float, ...]]:
+    """The costs of the kinds that were measured; a stage on which one was not stays as it was."""
+    before = action_seconds(base, num_stages)
+    return {
+        str(name): tuple(means.get((kind, s), float(before[kind.number, s])) for s in range(num_stages))
+        for kind, name in _COMPUTE.items()
+        if any(each is kind for each, _ in means)
+    }
+
+
+def _derived(means: Means, num_stages: int) -> dict[str, tuple[float, ...]]:
+    """The costs of all kinds that follow from those that were measured."""
+    known: dict[Kind, tuple[float, ...]] = {}
+    for kind in _COMPUTE:
+        own = [seconds for (each, _), seconds in means.items() if each is kind]
+        if own:
+            known[kind] = tuple(means.get((kind, s), fmean(own)) for s in range(num_stages))
+    if Kind.B in known:
+        halves = tuple(seconds / 2 for seconds in known[Kind.B])
+        known = {Kind.I: halves, Kind.W: halves} | known
+    return {str(_COMPUTE[kind]): seconds for kind, seconds in known.items()}
+
+
+def _overhead(timeline: Timeline) -> float:
+    """Seconds of all steps that are not compute, and of the time before steps that wait for no message."""
     rank = timeline.schedule.table.rank
-    before = np.zeros(len(alone))
+    before = np.zeros(len(rank))
     before[1:] = np.where(rank[1:] == rank[:-1], timeline.start[1:] - timeline.end[:-1], 0.0)
     before[[message.consumer for message in timeline.messages]] = 0.0
-    return float((timeline.end - timeline.start)[alone].sum() + before.sum())
+    return float((timeline.end - timeline.start)[~timeline.is_compute].sum() + before.sum())
 
 
-def _felt_latency(timelines: Sequence[Timeline], costs: Costs, stages: int) -> tuple[float, ...]:
-    """Per edge: what messages took whose receiver was waiting for them already, waking up included."""
-    taken: dict[int, list[float]] = {}
+def _latency(timelines: Sequence[Timeline], base: Costs) -> tuple[float, ...]:
+    """Per edge: seconds of messages whose receiver was already waiting, without the transfer."""
+    graph = timelines[0].schedule.graph
+    prices = {value: edge_prices(base, graph, value) for value in ("activation", "gradient")}
+    samples: dict[int, list[float]] = {}
     for timeline in timelines:
         for message in timeline.messages:
             ready = float(timeline.end[message.sent])
-            before = message.consumer - 1  # of the same rank: there is a receive at least
-            if float(timeline.end[before]) <= ready:
-                edge = message.stage - (message.kind == "gradient")
-                on_the_way = float(timeline.start[message.consumer]) - ready
-                speed = (
-                    0.0 if costs.bandwidth is None else message.size / costs.per_edge("bandwidth", stages)[edge]
-                )
-                taken.setdefault(edge, []).append(max(on_the_way - speed, 0.0))
-    known = costs.per_edge("latency", stages)
-    return tuple(fmean(taken[edge]) if edge in taken else known[edge] for edge in range(stages - 1))
+            previous = message.consumer - 1  # of the same rank: there is at least a receive
+            if float(timeline.end[previous]) <= ready:
+                taken = float(timeline.start[message.consumer]) - ready
+                transfer = float(prices[message.kind].transfer[message.edge])
+                samples.setdefault(message.edge, []).append(max(taken - transfer, 0.0))
+    known = prices["activation"].latency.tolist()
+    return tuple(fmean(samples[edge]) if edge in samples else known[edge] for edge in range(len(known)))
 
 
 @dataclass(frozen=True)
 class KindError:
-    """How well the time of a kind of work was predicted: mean seconds, and the error as a share."""
+    """How well the time of a kind was predicted: mean seconds, and the relative error."""
 
     kind: str
     predicted: float
@@ -97,17 +115,17 @@ class KindError:
 
     @property
     def error(self) -> float:
-        """Above 0 where it was predicted to take longer than it did."""
+        """Above 0 where the prediction was longer than the measurement."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
 
 def errors_by_kind(predicted: Timeline, measured: Sequence[Timeline]) -> list[KindError]:
-    """For F, I, W and B as far as they are there, and for the whole step."""
+    """For F, I, W and B where they exist, and for the whole step."""
     expected = list(_measured(predicted))
     happened = [each for timeline in measured for each in _measured(timeline)]
     overhead = predicted.costs.launch_overhead
     found = []
-    for kind in _NAMES:
+    for kind in _COMPUTE:
         theirs = [seconds for each, _, seconds in happened if each is kind]
         ours = [seconds - overhead for each, _, seconds in expected if each is kind]
         if ours and theirs:
@@ -117,8 +135,8 @@ def errors_by_kind(predicted: Timeline, measured: Sequence[Timeline]) -> list[Ki
 
 
 def _measured(timeline: Timeline) -> Iterator[tuple[Kind, int, float]]:
-    """Kind, stage and seconds of the work that was done by itself, not in an overlapped pair."""
+    """Kind, stage and seconds of compute that ran by itself, not in an overlapped pair."""
     for event in timeline.events:
         parts = event.step.parts
-        if len(parts) == 1 and parts[0].kind in _NAMES:
+        if len(parts) == 1 and parts[0].kind in _COMPUTE:
             yield parts[0].kind, parts[0].stage, event.end - event.start

@@ -8,14 +8,14 @@ from penstock.cost.costs import Costs
 from penstock.ir.schedule import Schedule
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
-from penstock.validation import MODELS
+from penstock.validation import SendModel
 
-__all__ = ["Row", "compare", "row_of"]
+__all__ = ["Comparison", "compare", "comparison_of"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One schedule: times in seconds, sizes in bytes; the bound is on its makespan."""
+class Comparison:
+    """One schedule's row: times in seconds, sizes in bytes; the bound is on its makespan."""
 
     name: str
     ranks: int
@@ -32,18 +32,23 @@ class Row:
     bound: float
     binding: str
     gap: float
-    """How much longer than the bound, as a share of it: 0.02 is at most 2 % from the best possible."""
+    """(makespan - bound) / bound: 0.02 is at most 2 % above the best possible."""
 
 
-def compare(*schedules: Schedule, costs: Costs | None = None, sends: str = MODELS[0]) -> list[Row]:
+def compare(
+    *schedules: Schedule, costs: Costs | None = None, send_model: SendModel | str = SendModel.BUFFERED
+) -> list[Comparison]:
     """One row for each schedule, in the order given."""
-    return [row_of(simulate(schedule, costs, sends=sends)) for schedule in schedules]
+    timelines = (simulate(each, costs, send_model=send_model, with_period=True) for each in schedules)
+    return [comparison_of(timeline) for timeline in timelines]
 
 
-def row_of(timeline: Timeline) -> Row:
-    """What a timeline comes to."""
+def comparison_of(timeline: Timeline) -> Comparison:
+    """The row of a timeline with a period."""
     schedule = timeline.schedule
-    return Row(
+    bubble_by_period = timeline.bubble("period")
+    assert timeline.period is not None, "the bubble by period needs it too"
+    return Comparison(
         schedule.name,
         schedule.num_ranks,
         schedule.num_stages,
@@ -53,7 +58,7 @@ def row_of(timeline: Timeline) -> Row:
         timeline.period,
         timeline.bubble("makespan"),
         timeline.bubble("span"),
-        timeline.bubble("period"),
+        bubble_by_period,
         max(timeline.peak_memory),
         sum(timeline.volume.values()),
         timeline.bound.seconds,

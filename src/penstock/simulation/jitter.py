@@ -1,4 +1,4 @@
-"""How long a step takes when nothing takes quite as long as it should: a seeded Monte-Carlo."""
+"""Robustness to step-time jitter: a seeded Monte Carlo simulation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.cost.costs import Costs
 from penstock.errors import CostsError
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats
-from penstock.simulation.simulator import Engine, finished
-from penstock.validation import MODELS, refusal, validate
+from penstock.simulation.simulator import Simulator
+from penstock.validation import SendModel
 
 __all__ = ["Spread", "jitter"]
 
@@ -24,7 +24,7 @@ class Spread:
     makespans: Floats
 
     def quantile(self, q: float) -> float:
-        """The makespan that a share `q` of the runs stays within."""
+        """The makespan that a share `q` of the runs does not exceed."""
         return float(np.quantile(self.makespans, q))
 
     @property
@@ -41,32 +41,32 @@ def jitter(
     stragglers: Mapping[int, float] | None = None,
     runs: int = 200,
     seed: int = 0,
-    sends: str = MODELS[0],
+    send_model: SendModel | str = SendModel.BUFFERED,
     blocking_receives: bool = False,
 ) -> Spread:
-    """Simulate `runs` times, each step longer or shorter by chance.
+    """Simulate `runs` times with random step times.
 
     A step takes its cost times a random factor of mean 1 and standard deviation `noise` (log-normal), and times
-    the factor of its rank in `stragglers`: `{3: 1.2}` makes rank 3 a fifth slower. Messages do not vary. The
+    the factor of its rank in `stragglers`: `{3: 1.2}` makes rank 3 slower by 20 %. Messages do not vary. The
     same seed gives the same answer.
     """
     stragglers = dict(stragglers or {})
     if not 0 <= noise <= 1:
-        raise CostsError(f"noise: it must be from 0 to 1 (given {noise})")
+        raise CostsError(f"noise must be from 0 to 1 (given {noise})")
     if runs < 1:
-        raise CostsError(f"runs: there must be at least 1 (given {runs})")
+        raise CostsError(f"runs must be at least 1 (given {runs})")
     if wrong := [r for r, factor in stragglers.items() if not (0 <= r < schedule.num_ranks and factor > 0)]:
-        raise CostsError(f"stragglers: ranks are 0 to {schedule.num_ranks - 1}, factors above 0 (see {wrong})")
-    if faults := validate(schedule, sends):
-        raise refusal(schedule, faults)
-    engine = Engine(schedule, costs or Costs(), sends=sends, blocking_receives=blocking_receives)
-    finished(engine, engine.run())
+        raise CostsError(
+            f"stragglers: ranks are 0 to {schedule.num_ranks - 1}, factors above 0 (wrong: {wrong})"
+        )
+    simulator = Simulator.of_valid(schedule, costs, send_model, blocking_receives=blocking_receives)
+    simulator.finished_run()
     slowness = np.array([stragglers.get(rank, 1.0) for rank in range(schedule.num_ranks)])
-    usual = np.array(engine.durations) * slowness[engine.schedule.table.rank]
+    expected = np.array(simulator.durations) * slowness[simulator.executed.table.rank]
     rng = np.random.default_rng(seed)
     sigma = float(np.sqrt(np.log1p(noise**2)))
     makespans = []
     for _ in range(runs):
-        factor = rng.lognormal(-(sigma**2) / 2, sigma, len(usual))
-        makespans.append(engine.run(durations=(usual * factor).tolist()).end.max(initial=0))
+        factor = rng.lognormal(-(sigma**2) / 2, sigma, len(expected))
+        makespans.append(simulator.run(durations=(expected * factor).tolist()).end.max(initial=0))
     return Spread(np.sort(np.array(makespans)))

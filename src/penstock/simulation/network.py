@@ -1,202 +1,208 @@
-"""The full walk: every rank's list, its messages and its collectives, step by step.
+"""The network engine: every rank's list, its messages and its collectives, event by event.
 
-`replay` knows steps that wait for steps. Here messages have a life of their own: posted by their send and
-their receive, queued in a stream, moving, arrived.
+The dataflow engine (`penstock.ir.dataflow`) knows steps that wait for steps. Here messages are events of their
+own: posted by their send and their receive, queued in a stream, in transfer, arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
+from penstock.ir.messages import Messages
 from penstock.ir.table import ActionTable, Floats, Ints
-from penstock.validation import MODELS
-from penstock.validation.communication import Messages
+from penstock.validation import SendModel
 
-__all__ = ["Moved", "Run", "Walk"]
+__all__ = ["Network", "RunTimes"]
 
 _NOT_YET = -1.0
-_COMPUTE, _SEND, _RECEIVE, _UNSHARD, _RESHARD, _REDUCE = range(6)
-_WHAT = {
-    Kind.SEND_F: _SEND,
-    Kind.SEND_B: _SEND,
-    Kind.RECV_F: _RECEIVE,
-    Kind.RECV_B: _RECEIVE,
-    Kind.UNSHARD: _UNSHARD,
-    Kind.RESHARD: _RESHARD,
-    Kind.REDUCE_GRAD: _REDUCE,
+
+
+class _Role(IntEnum):
+    """How the engine treats a step."""
+
+    COMPUTE = 0
+    SEND = 1
+    RECEIVE = 2
+    COLLECTIVE = 3
+    UNSHARD = 4
+
+
+_ROLES = {
+    **dict.fromkeys((Kind.F, Kind.I, Kind.W, Kind.B, Kind.OVERLAP_F_B), _Role.COMPUTE),
+    **dict.fromkeys((Kind.SEND_F, Kind.SEND_B), _Role.SEND),
+    **dict.fromkeys((Kind.RECV_F, Kind.RECV_B), _Role.RECEIVE),
+    **dict.fromkeys((Kind.RESHARD, Kind.REDUCE_GRAD), _Role.COLLECTIVE),
+    Kind.UNSHARD: _Role.UNSHARD,
 }
-_WHAT_OF = np.array([_WHAT.get(kind, _COMPUTE) for kind in Kind])
 
 
-@dataclass(frozen=True)
-class Moved:
-    """The messages of a run: the slots of their ends, and when they were posted, began and arrived."""
+@dataclass(frozen=True, eq=False)
+class RunTimes:
+    """When each slot started and ended; when each message (`penstock.ir.messages`) began and arrived.
 
-    send: Ints
-    receive: Ints
-    begin: Floats
-    arrival: Floats
-
-
-@dataclass(frozen=True)
-class Run:
-    """When each slot started and ended, and when each message moved, if messages were followed."""
+    Where messages were not followed, `begin` and `arrival` are None; a message that does not exist has nan.
+    """
 
     start: Floats
     end: Floats
-    moved: Moved | None
+    begin: Floats | None = None
+    arrival: Floats | None = None
 
 
-class Walk:
-    """The lists made ready to be walked, once or many times."""
+class Network:
+    """A schedule prepared for the network engine, to be run once or many times."""
 
     def __init__(
         self,
-        table: ActionTable,
-        taken: Floats,
-        latency: Floats,
         messages: Messages,
-        sends: str,
+        transfer: Floats,
+        latency: Floats,
+        send_model: SendModel,
         *,
-        blocking: bool,
+        blocking_receives: bool,
     ) -> None:
-        """`taken` and `latency` are per message: how long its channel takes the bytes, and the hop."""
-        self.table = table
-        there = np.flatnonzero(messages.paired)
+        """`transfer` and `latency` are per message: seconds on its channel, and until its arrival."""
+        self.table = table = messages.table
+        table.require_handled(_ROLES, "simulation.network")
+        self.num_messages = len(messages.send)
+        self.numbers = there = np.flatnonzero(messages.paired)
         self.send, self.receive = table.slot[messages.send[there]], table.slot[messages.receive[there]]
-        self.taken, self.latency = taken[there].tolist(), latency[there].tolist()
-        self.buffered, self.holds_rank = sends == MODELS[0], sends == MODELS[-1]
-        self.blocking = blocking or self.holds_rank
+        self.transfer, self.latency = transfer[there].tolist(), latency[there].tolist()
+        self.buffered, self.sends_block = send_model.is_buffered, send_model.blocks_rank
+        self.receives_block = blocking_receives or send_model.blocks_rank
         # a slot is of one kind; the first part speaks for an overlapped pair
         first = np.concatenate(([True], table.slot[1:] != table.slot[:-1]))[: len(table.slot)]
-        self.what = _WHAT_OF[table.kind[first]].tolist()
+        roles = np.array([_ROLES.get(kind, -1) for kind in Kind])
+        self.role = roles[table.kind[first]].tolist()
         self.stage = table.stage[first].tolist()
-        self.message_of = np.full(len(table.rank), -1)
-        self.message_of[self.send] = self.message_of[self.receive] = np.arange(len(there))
-        self.needs: dict[int, list[int]] = {}
-        consumer = table.slot_or_none[messages.consumer[there]]
-        for message, slot in enumerate(consumer.tolist()):
-            if slot >= 0:
-                self.needs.setdefault(slot, []).append(message)
         second = np.flatnonzero(~first)
         self.second_stage = dict(zip(table.slot[second].tolist(), table.stage[second].tolist()))
-        self._make_streams(messages.source[there], messages.target[there], sends)
+        self.message_of = np.full(len(table.rank), -1)
+        self.message_of[self.send] = self.message_of[self.receive] = np.arange(len(there))
+        self.needs = _needs(table, messages, there)
+        streams = send_model.streams(messages.source[there], messages.target[there], table.placement.num_ranks)
+        self.streams = list(zip(*(stream.tolist() for stream in streams)))
+        self.behind, self.ahead = _queues(np.concatenate((self.send, self.receive)), np.concatenate(streams))
 
-    def _make_streams(self, source: Ints, target: Ints, sends: str) -> None:
-        """Per message and end: the stream it queues in, and who is behind it there."""
-        p = self.table.placement.num_ranks
-        at_sender, at_receiver = source * p + target, source * p + target + p * p
-        if sends == "pair-streams":
-            at_sender, at_receiver = source * p + target, target * p + source
-        elif sends in MODELS[3:]:
-            at_sender, at_receiver = source, target
-        self.streams = list(zip(at_sender.tolist(), at_receiver.tolist()))
-        number = len(source)
-        slot = np.concatenate((self.send, self.receive))
-        stream = np.concatenate((at_sender, at_receiver))
-        order = np.lexsort((slot, stream))
-        behind = np.flatnonzero(stream[order][1:] == stream[order][:-1])
-        self.behind: list[list[int]] = [[] for _ in range(number)]
-        self.ahead = [0] * number
-        for first, then in zip((order[behind] % number).tolist(), (order[behind + 1] % number).tolist()):
-            self.behind[first].append(then)
-            self.ahead[then] += 1
-
-    def run(self, starts: Sequence[float], durations: Sequence[float]) -> Run:
+    def run(self, starts: Sequence[float], durations: Sequence[float]) -> RunTimes:
         """One iteration, from these clocks of the ranks on."""
-        return _Going(self, starts, durations).run()
+        return _Run(self, starts, durations).run()
 
 
-class _Going:
+def _needs(table: ActionTable, messages: Messages, there: Ints) -> dict[int, list[int]]:
+    """The messages that each slot waits for."""
+    found: dict[int, list[int]] = {}
+    for message, slot in enumerate(table.slot_or_none[messages.consumer[there]].tolist()):
+        if slot >= 0:
+            found.setdefault(slot, []).append(message)
+    return found
+
+
+def _queues(slot: Ints, stream: Ints) -> tuple[list[list[int]], list[int]]:
+    """Per message: those directly behind it in its streams, and how many are directly ahead of it."""
+    number = len(slot) // 2
+    order = np.lexsort((slot, stream))
+    adjacent = np.flatnonzero(stream[order][1:] == stream[order][:-1])
+    behind: list[list[int]] = [[] for _ in range(number)]
+    ahead = [0] * number
+    for first, then in zip((order[adjacent] % number).tolist(), (order[adjacent + 1] % number).tolist()):
+        behind[first].append(then)
+        ahead[then] += 1
+    return behind, ahead
+
+
+class _Run:
     """One run in progress."""
 
-    def __init__(self, walk: Walk, starts: Sequence[float], durations: Sequence[float]) -> None:
-        self.walk, self.durations = walk, durations
+    def __init__(self, network: Network, starts: Sequence[float], durations: Sequence[float]) -> None:
+        self.network, self.durations = network, durations
         self.clock, self.collective = list(starts), list(starts)
-        self.position = walk.table.slot_bounds[:-1].tolist()
-        n, m = len(walk.what), len(walk.taken)
+        self.position = network.table.slot_bounds[:-1].tolist()
+        n, m = len(network.role), len(network.transfer)
         self.start, self.end = [_NOT_YET] * n, [_NOT_YET] * n
         self.begin, self.arrival = [_NOT_YET] * m, [_NOT_YET] * m
         self.posted = [0.0] * m
         # what a message still waits for: its two ends, and those ahead of it in its streams
-        self.open = [(1 if walk.buffered else 2) + ahead for ahead in walk.ahead]
-        self.free: dict[int, float] = {}
-        self.whole: dict[int, float] = {}
+        self.open = [(1 if network.buffered else 2) + ahead for ahead in network.ahead]
+        self.stream_free: dict[int, float] = {}
+        self.unsharded: dict[int, float] = {}
         self.waiting: dict[int, list[int]] = {}
         self.ready = list(range(len(self.clock)))
 
-    def run(self) -> Run:
-        walk = self.walk
+    def run(self) -> RunTimes:
+        network = self.network
         while self.ready:
             rank = self.ready.pop()
-            stop = int(walk.table.slot_bounds[rank + 1])
+            stop = int(network.table.slot_bounds[rank + 1])
             while self.position[rank] < stop and self._step(rank, self.position[rank]):
                 self.position[rank] += 1
-        moved = Moved(walk.send, walk.receive, np.array(self.begin), np.array(self.arrival))
-        return Run(np.array(self.start), np.array(self.end), moved)
+        times = np.full((2, network.num_messages), np.nan)
+        times[:, network.numbers] = self.begin, self.arrival
+        return RunTimes(np.array(self.start), np.array(self.end), times[0], times[1])
 
     def _step(self, rank: int, i: int) -> bool:
-        """Take a step, or say that it has to wait."""
-        walk, what = self.walk, self.walk.what[i]
-        if what == _COMPUTE:
+        """Take a step; False if it has to wait."""
+        role = self.network.role[i]
+        if role == _Role.COMPUTE:
             return self._compute(rank, i)
-        if what in (_SEND, _RECEIVE):
-            message = int(walk.message_of[i])
-            if self.start[i] == _NOT_YET:
-                self.start[i] = self.clock[rank]
-                self._post(message, self.clock[rank], counts=what == _SEND or not walk.buffered)
-            holds = walk.holds_rank if what == _SEND else walk.blocking
-            if holds:
-                if self.arrival[message] == _NOT_YET:
-                    self.waiting.setdefault(message, []).append(rank)
-                    return False
-                self.clock[rank] = max(self.clock[rank], self.arrival[message])
-            self.end[i] = self.clock[rank]
-            return True
+        if role in (_Role.SEND, _Role.RECEIVE):
+            return self._communicate(rank, i, sends=role == _Role.SEND)
         self.start[i] = max(self.clock[rank], self.collective[rank])
         self.end[i] = self.collective[rank] = self.start[i] + self.durations[i]
-        if what == _UNSHARD:
-            self.whole[walk.stage[i]] = self.end[i]
+        if role == _Role.UNSHARD:
+            self.unsharded[self.network.stage[i]] = self.end[i]
+        return True
+
+    def _communicate(self, rank: int, i: int, *, sends: bool) -> bool:
+        network = self.network
+        message = int(network.message_of[i])
+        if self.start[i] == _NOT_YET:
+            self.start[i] = self.clock[rank]
+            if sends or not network.buffered:
+                self.posted[message] = max(self.posted[message], self.clock[rank])
+                self._advance(message)
+        if network.sends_block if sends else network.receives_block:
+            if self.arrival[message] == _NOT_YET:
+                self.waiting.setdefault(message, []).append(rank)
+                return False
+            self.clock[rank] = max(self.clock[rank], self.arrival[message])
+        self.end[i] = self.clock[rank]
         return True
 
     def _compute(self, rank: int, i: int) -> bool:
-        walk, now = self.walk, self.clock[rank]
-        for message in walk.needs.get(i, ()):
+        network, now = self.network, self.clock[rank]
+        for message in network.needs.get(i, ()):
             arrival = self.arrival[message]
             if arrival == _NOT_YET:
                 self.waiting.setdefault(message, []).append(rank)
                 return False
             now = max(now, arrival)
-        now = max(now, self.whole.get(walk.stage[i], now))
-        if i in walk.second_stage:
-            now = max(now, self.whole.get(walk.second_stage[i], now))
+        now = max(now, self.unsharded.get(network.stage[i], now))
+        if i in network.second_stage:
+            now = max(now, self.unsharded.get(network.second_stage[i], now))
         self.start[i] = now
         self.clock[rank] = self.end[i] = now + self.durations[i]
         return True
 
-    def _post(self, message: int, now: float, *, counts: bool) -> None:
-        if counts:
-            self.posted[message] = max(self.posted[message], now)
-            self._one_less(message)
-
-    def _one_less(self, message: int) -> None:
-        """One thing less to wait for; if it was the last, the message moves, and lets those behind it move."""
+    def _advance(self, message: int) -> None:
+        """One thing less to wait for; if it was the last, the message moves, and then those behind it can."""
         todo = [message]
         while todo:
             message = todo.pop()
             self.open[message] -= 1
             if self.open[message]:
                 continue
-            walk = self.walk
-            here, there = walk.streams[message]
-            begin = max(self.posted[message], self.free.get(here, 0.0), self.free.get(there, 0.0))
+            network = self.network
+            out, into = network.streams[message]
+            begin = max(self.posted[message], self.stream_free.get(out, 0.0), self.stream_free.get(into, 0.0))
             self.begin[message] = begin
-            self.arrival[message] = begin + walk.taken[message] + walk.latency[message]
-            held = begin + walk.taken[message] if walk.buffered else self.arrival[message]
-            self.free[here] = self.free[there] = held
+            self.arrival[message] = begin + network.transfer[message] + network.latency[message]
+            held = begin + network.transfer[message] if network.buffered else self.arrival[message]
+            self.stream_free[out] = self.stream_free[into] = held
             self.ready += self.waiting.pop(message, ())
-            todo += walk.behind[message]
+            todo += network.behind[message]

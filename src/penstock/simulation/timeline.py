@@ -1,15 +1,16 @@
-"""A schedule with times: what happened when, what it cost, what it held, and why each rank idled.
+"""A schedule with times: what happened when, what it cost, how much memory it held. Plain data.
 
 Three lengths are called "the time of a step", and each has its bubble:
 
-    makespan  from time 0 to the last end anywhere
+    makespan  from time 0 to the last end on any rank
     span      the longest time from a rank's own first start to its own last end
     period    what one more iteration takes when iterations follow each other
+
+A timeline is simulated (`penstock.simulate`) or measured (`penstock.runtime`, `Pipeline.profile`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,11 +19,13 @@ import numpy as np
 
 from penstock.bounds import Bound, bounds_of
 from penstock.cost.costs import Costs
+from penstock.cost.memory import Memory, memory_over_time
+from penstock.cost.prices import message_bytes, message_seconds
 from penstock.errors import CostsError
-from penstock.ir.action import Kind, Step
+from penstock.ir.action import Step
+from penstock.ir.messages import VALUES
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Bools, Floats
-from penstock.simulation.network import Run
 
 __all__ = ["Event", "Memory", "Message", "Timeline"]
 
@@ -43,42 +46,27 @@ class Event:
 
 @dataclass(frozen=True)
 class Message:
-    """A value on its way: made in slot `producer`, used in slot `consumer`."""
+    """A value that crosses ranks: computed in slot `producer`, used in slot `consumer`."""
 
     kind: str
     """`activation` or `gradient`."""
     stage: int
-    """The stage that made it."""
+    """The stage that computed it."""
     microbatch: int
+    edge: int
+    """The edge of the stage graph it travels on."""
     source: int
     target: int
     producer: int
     consumer: int
     sent: int
-    """The slot of its SEND, or of what makes it where nothing is sent."""
+    """The slot of its SEND, or of its producer in a schedule without SEND."""
     received: int
-    """The slot of its RECV, or of what uses it where nothing is received."""
+    """The slot of its RECV, or of its consumer in a schedule without RECV."""
     begin: float
     arrival: float
     size: float
     """Bytes."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a rank holds over time: `total[i]` bytes from `times[i]` on, and how much of it is what."""
-
-    times: Floats
-    total: Floats
-    activations: Floats
-    unsharded: Floats
-    fixed: float
-    """Parameters, gradients and optimizer state, which are there all the time."""
-
-    @property
-    def peak(self) -> float:
-        """The most it holds at once."""
-        return float(self.total.max(initial=self.fixed))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,25 +75,25 @@ class Timeline:
 
     schedule: Schedule
     costs: Costs
-    run: Run
-    rerun: Callable[[Sequence[float]], Run]
-    """One more iteration from these clocks of the ranks on."""
+    start: Floats
+    """Per slot."""
+    end: Floats
+    """Per slot."""
+    begin: Floats | None = None
+    """Per message (`penstock.ir.messages`): when its transfer began; None where messages cost latency only."""
+    arrival: Floats | None = None
+    """Per message: when it arrived."""
+    period: float | None = None
+    """What one more iteration takes, optimizer step included.
+
+    Simulated: `simulate(..., with_period=True)`. Measured: from consecutive steps. None where neither is known.
+    """
 
     # --- times -------------------------------------------------------------------------------------
 
-    @property
-    def start(self) -> Floats:
-        """Per slot."""
-        return self.run.start
-
-    @property
-    def end(self) -> Floats:
-        """Per slot."""
-        return self.run.end
-
     @cached_property
     def is_compute(self) -> Bools:
-        """Per slot: whether it is F, I, W, B or a pair."""
+        """Per slot: whether it is F, I, W, B or an overlapped pair."""
         table = self.schedule.table
         found = np.zeros(self.schedule.num_steps, dtype=np.bool_)
         found[table.slot[table.is_compute]] = True
@@ -118,7 +106,7 @@ class Timeline:
 
     @cached_property
     def span(self) -> float:
-        """The longest time from a rank's first start of work to its last end."""
+        """The longest time from a rank's first start of compute to its last end."""
         return max((end - start for start, end in self._extents), default=0.0)
 
     @cached_property
@@ -132,20 +120,6 @@ class Timeline:
         return extents
 
     @cached_property
-    def period(self) -> float:
-        """What one more iteration takes in the long run, optimizer step included: the mean of 4 after 4."""
-        ends = self._last_ends(self.run)
-        laps = []
-        for _ in range(8):
-            laps.append(max(ends))
-            ends = self._last_ends(self.rerun([end + self.costs.optimizer_step for end in ends]))
-        return (max(ends) - laps[4]) / 4
-
-    def _last_ends(self, run: Run) -> list[float]:
-        bounds = self.schedule.table.slot_bounds.tolist()
-        return [float(run.end[a:b].max(initial=0)) for a, b in pairwise(bounds)]
-
-    @cached_property
     def busy(self) -> tuple[float, ...]:
         """Per rank: seconds of compute."""
         seconds = np.where(self.is_compute, self.end - self.start, 0)
@@ -157,10 +131,15 @@ class Timeline:
         return tuple(self.makespan - busy for busy in self.busy)
 
     def bubble(self, by: str = "makespan") -> float:
-        """The share of `makespan`, `span` or `period` in which the mean rank does not compute."""
+        """The share of `makespan`, `span` or `period` in which a rank does not compute, on average."""
         if by not in ("makespan", "span", "period"):
             raise CostsError(f"a bubble is by makespan, span or period (given {by!r})")
-        whole: float = getattr(self, by)
+        whole: float | None = getattr(self, by)
+        if whole is None:
+            raise CostsError(
+                "the period of this timeline is unknown: simulate(..., with_period=True), or profile two or "
+                "more consecutive steps"
+            )
         return 1 - sum(self.busy) / len(self.busy) / whole if whole else 0.0
 
     @property
@@ -197,44 +176,40 @@ class Timeline:
     @cached_property
     def messages(self) -> tuple[Message, ...]:
         """Every value that crosses ranks and is used."""
-        table, stages = self.schedule.table, self.schedule.num_stages
-        latency = self.costs.per_edge("latency", stages)
-        arrivals = self._arrivals()
-        found = []
-        for need, value in zip(table.between_stages, ("activation", "gradient")):
-            size = self.costs.per_edge(f"{value}_message", stages)
-            feeds, fed = table.edges
-            sends = table.at(Kind.SEND_F)[feeds] if value == "activation" else table.at(Kind.SEND_B)[fed]
-            receives = table.at(Kind.RECV_F)[fed] if value == "activation" else table.at(Kind.RECV_B)[feeds]
-            for edge, k in np.argwhere((need.producer >= 0) & (need.consumer >= 0)).tolist():
-                producer, consumer = (int(table.slot[side[edge, k]]) for side in need[1:])
-                source, target = int(table.rank[producer]), int(table.rank[consumer])
-                if source != target:
-                    sent = int(table.slot[sends[edge, k]]) if sends[edge, k] >= 0 else producer
-                    received = int(table.slot[receives[edge, k]]) if receives[edge, k] >= 0 else consumer
-                    ready = float(self.end[sent])
-                    begin, arrival = arrivals.get((value, edge, k), (ready, ready + latency[edge]))
-                    stage = edge if value == "activation" else edge + 1
-                    slots = (producer, consumer, sent, received)
-                    found.append(Message(value, stage, k, source, target, *slots, begin, arrival, size[edge]))
-        return tuple(found)
-
-    def _arrivals(self) -> dict[tuple[str, int, int], tuple[float, float]]:
-        """Begin and arrival of the messages that were followed, by value, edge and microbatch."""
-        moved, table = self.run.moved, self.schedule.table
-        if moved is None:
-            return {}
-        part_of = np.zeros(self.schedule.num_steps, dtype=np.int64)
-        part_of[table.slot] = np.arange(len(table.slot))
-        parts = part_of[moved.send]
-        forward = table.kind[parts] == Kind.SEND_F.number
-        edge = np.where(forward, table.stage[parts], table.stage[parts] - 1)
-        keys = zip(
-            np.where(forward, "activation", "gradient").tolist(),
-            edge.tolist(),
-            table.microbatch[parts].tolist(),
+        messages, slot = self.schedule.messages, self.schedule.table.slot_or_none
+        number = np.flatnonzero((messages.producer >= 0) & (messages.consumer >= 0))
+        producer, consumer = slot[messages.producer[number]], slot[messages.consumer[number]]
+        send, receive = slot[messages.send[number]], slot[messages.receive[number]]
+        sent, received = np.where(send >= 0, send, producer), np.where(receive >= 0, receive, consumer)
+        begin, arrival = self._transfers()
+        columns = (
+            messages.is_gradient[number],
+            messages.stage[number],
+            messages.microbatch[number],
+            messages.edge[number],
+            messages.source[number],
+            messages.target[number],
+            producer,
+            consumer,
+            sent,
+            received,
+            begin[number],
+            arrival[number],
+            message_bytes(messages, self.costs)[number],
         )
-        return dict(zip(keys, zip(moved.begin.tolist(), moved.arrival.tolist())))
+        rows = zip(*(column.tolist() for column in columns))
+        return tuple(Message(VALUES[is_gradient], *rest) for is_gradient, *rest in rows)
+
+    def _transfers(self) -> tuple[Floats, Floats]:
+        """Per message: begin and arrival; by its send's end and the latency where it was not followed."""
+        messages, slot = self.schedule.messages, self.schedule.table.slot_or_none
+        sent = np.where(messages.send >= 0, messages.send, messages.producer)
+        ready = np.append(self.end, np.nan)[slot[sent]]
+        _, latency = message_seconds(messages, self.costs)
+        if self.begin is None or self.arrival is None:
+            return ready, ready + latency
+        unknown = np.isnan(self.begin)
+        return np.where(unknown, ready, self.begin), np.where(unknown, ready + latency, self.arrival)
 
     @cached_property
     def inputs(self) -> dict[int, list[Message]]:
@@ -245,22 +220,22 @@ class Timeline:
         return by_slot
 
     @cached_property
-    def message_of(self) -> dict[tuple[str, int, int], Message]:
-        """The messages by kind, stage that makes them, and microbatch."""
-        return {(message.kind, message.stage, message.microbatch): message for message in self.messages}
+    def message_of_slot(self) -> dict[int, Message]:
+        """The messages by the slots of their SEND and RECV."""
+        return {slot: message for message in self.messages for slot in (message.sent, message.received)}
 
     @cached_property
     def volume(self) -> dict[tuple[int, int], float]:
         """Bytes from rank to rank."""
         bytes_of: dict[tuple[int, int], float] = {}
         for message in self.messages:
-            way = (message.source, message.target)
-            bytes_of[way] = bytes_of.get(way, 0.0) + message.size
+            channel = (message.source, message.target)
+            bytes_of[channel] = bytes_of.get(channel, 0.0) + message.size
         return bytes_of
 
     @cached_property
     def communication(self) -> tuple[float, ...]:
-        """Per rank: seconds in which messages to or from it are on their way, each counted for itself."""
+        """Per rank: seconds of all transfers to and from it, added up."""
         seconds = [0.0] * self.schedule.num_ranks
         for message in self.messages:
             for rank in (message.source, message.target):
@@ -272,39 +247,10 @@ class Timeline:
     @cached_property
     def memory(self) -> tuple[Memory, ...]:
         """Per rank: what it holds over time."""
-        return tuple(self._memory_of(rank) for rank in range(self.schedule.num_ranks))
+        schedule = self.schedule
+        return tuple(memory_over_time(schedule.table, schedule.messages, self.costs, self.start, self.end))
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """Per rank: the most bytes it holds at once."""
         return tuple(memory.peak for memory in self.memory)
-
-    def _memory_of(self, rank: int) -> Memory:
-        table, stages = self.schedule.table, self.schedule.num_stages
-        own = list(self.schedule.placement.stages_of_rank[rank])
-        fixed = sum(
-            self.costs.per_stage(name, stages)[stage]
-            for name in ("parameters", "gradients", "optimizer_state")
-            for stage in own
-        )
-        parts = np.arange(*table.part_bounds[rank : rank + 2])
-        kind, stage, slot = table.kind[parts], table.stage[parts], table.slot[parts]
-        acts, freed, whole = (
-            np.array(self.costs.per_stage(name, stages), dtype=np.float64)[stage]
-            for name in ("activation", "activation_freed_by_input", "unsharded_parameters")
-        )
-        at_end = ~np.isin(kind, [Kind.F.number, Kind.UNSHARD.number])
-        times = np.where(at_end, self.end[slot], self.start[slot])
-        activations = np.select(
-            [kind == k.number for k in (Kind.F, Kind.I, Kind.W, Kind.B)],
-            [acts, -freed, freed - acts, -acts],
-            0.0,
-        )
-        unsharded = np.select([kind == k.number for k in (Kind.UNSHARD, Kind.RESHARD)], [whole, -whole], 0.0)
-        if not table.has(Kind.I, Kind.W, Kind.B):  # nothing is kept for a backward that never comes
-            times, slot = np.concatenate((times, self.end[slot])), np.concatenate((slot, slot))
-            activations = np.concatenate((activations, -activations))
-            unsharded = np.concatenate((unsharded, np.zeros_like(unsharded)))
-        order = np.lexsort((slot, times))
-        held, gathered = np.cumsum(activations[order]), np.cumsum(unsharded[order])
-        return Memory(times[order], fixed + held + gathered, held, gathered, fixed)

@@ -1,47 +1,37 @@
-"""Whether the ranks can wait for each other in a cycle, under five ways of sending.
+"""Deadlock: whether the ranks can wait for each other in a cycle, under every send model.
 
-    buffered        a send never waits; a step waits until what it needs is sent
-    edge-streams    messages move in the background: a message moves once its send and its receive are
-                    reached, and those of one channel (ordered pair of ranks) move one after the other
-    pair-streams    the same, but the messages between two ranks, both ways, move one after the other, as on
-                    one communicator for each pair
-    shared-stream   the same, but all messages of a rank, in and out, move one after the other in the order
-                    of its list, as on one communicator for all
-    rendezvous      a send holds up its rank until the receive is reached, and a receive until the send is
-
-Each waits wherever the one before it waits. The first two block alike: with a stream per edge a step waits for
-a receive that stands before it in its own list, and for messages that the sender sends before the one it
-needs, so in the end for the send, as if it were buffered. The last two block alike: what a rank held up by a
-message keeps back are its later messages, which on a shared stream are behind that message just the same. So a
-schedule that is safe under `rendezvous` is safe under all, and that is decided first, and fast.
+Each send model (`penstock.validation.send_model`) blocks wherever the one before it blocks. The first two block
+alike: with a stream per edge a step waits for a receive that comes before it in its own list, and for messages
+that the sender sends before the one it needs, so in the end for the send, as if it were buffered. The last two
+block alike: a rank that is blocked by a message delays only its later messages, and on a shared stream those
+are queued after that message anyway. So a schedule that is safe under `rendezvous` is safe under all, and that
+is decided first, and fast.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.messages import Messages
 from penstock.ir.table import ActionTable, Ints
-from penstock.validation.communication import Messages
+from penstock.validation.send_model import SendModel
 from penstock.validation.violation import Violation, Wait, slot_at
 
-__all__ = ["MODELS", "no_deadlock"]
+__all__ = ["no_deadlock"]
 
-MODELS = ("buffered", "edge-streams", "pair-streams", "shared-stream", "rendezvous")
-
-
-_LIST = "it comes earlier in the list"
+_LIST = "this comes earlier in the list"
 
 
 class Waits(NamedTuple):
-    """Node `after[i]` waits for node `before[i]`: seen by a person, slot `waiter[i]` for slot `awaited[i]`.
+    """Node `after[i]` waits for node `before[i]`: in a report, slot `waiter[i]` waits for slot `awaited[i]`.
 
-    Nodes are the slots, and behind them the messages.
+    Nodes are the slots, followed by the messages.
     """
 
     before: Ints
@@ -51,26 +41,28 @@ class Waits(NamedTuple):
     why: str
 
 
-def no_deadlock(messages: Messages, models: Sequence[str] = MODELS) -> Iterator[Violation]:
-    """No cycle of waits under any of these models, whatever the costs are."""
+def no_deadlock(messages: Messages, strictest: SendModel = SendModel.RENDEZVOUS) -> Iterator[Violation]:
+    """No cycle of waits under any send model up to the strictest, whatever the costs are."""
     table = messages.table
     num_nodes = len(table.rank) + len(messages.send)
     if not table.has_communication:
         if not _data_flows(table) and (cycle := _find_cycle(num_nodes, _data_graph(table))):
-            yield _violation(table, MODELS, cycle)
+            yield _violation(table, SendModel.BUFFERED, cycle)
         return
     if messages.in_order and _all_meet(messages):
         return
     if cycle := _find_cycle(num_nodes, _sends_graph(messages)):
-        yield _violation(table, MODELS, cycle)
+        yield _violation(table, SendModel.BUFFERED, cycle)
         return
-    for model in ("pair-streams", "shared-stream"):
-        # on a channel that mixes up its messages, a stream says nothing real
-        if messages.in_order and not set(models).isdisjoint(later := MODELS[MODELS.index(model) :]):
-            graph = _stream_graph(messages, pairs=model == "pair-streams")
-            if cycle := _find_cycle(num_nodes, graph):
-                yield _violation(table, later, cycle)
-                return
+    for model in (SendModel.PAIR_STREAMS, SendModel.SHARED_STREAM):
+        # a channel that reorders its messages has a violation of its own; streams say nothing about it
+        if (
+            messages.in_order
+            and model <= strictest
+            and (cycle := _find_cycle(num_nodes, _stream_graph(messages, model)))
+        ):
+            yield _violation(table, model, cycle)
+            return
 
 
 def _data_flows(table: ActionTable) -> bool:
@@ -82,10 +74,10 @@ def _data_flows(table: ActionTable) -> bool:
 
 
 def _all_meet(messages: Messages) -> bool:
-    """Under `rendezvous`: whether every message finds both of its ranks waiting for it.
+    """Under `rendezvous`: whether every message is reached by both of its ranks.
 
-    Only messages can hold up a rank, so each rank is a walk over its messages: who comes to one first waits
-    there, who comes second goes on and wakes the first.
+    Only messages can block a rank, so each rank walks over its messages: the first to reach one waits there,
+    the second goes on and wakes the first.
     """
     table = messages.table
     there = np.flatnonzero(messages.paired)
@@ -109,7 +101,7 @@ def _all_meet(messages: Messages) -> bool:
     return met == len(there)
 
 
-# --- the slow and telling way, for schedules that are known to be wrong somewhere --------------------
+# --- the slow way, which finds the cycle; for schedules that are known to be invalid -----------------
 
 
 def _lists(table: ActionTable) -> Waits:
@@ -121,7 +113,7 @@ def _lists(table: ActionTable) -> Waits:
 
 def _data_graph(table: ActionTable) -> list[Waits]:
     producer, consumer = table.crossings
-    return [_lists(table), Waits(producer, consumer, producer, consumer, "it needs what this computes")]
+    return [_lists(table), Waits(producer, consumer, producer, consumer, "it needs the result of this")]
 
 
 def _sends_graph(messages: Messages) -> list[Waits]:
@@ -132,23 +124,23 @@ def _sends_graph(messages: Messages) -> list[Waits]:
     return [_lists(table), Waits(send, consumer, send, consumer, "it needs what this sends")]
 
 
-def _stream_graph(messages: Messages, *, pairs: bool) -> list[Waits]:
+def _stream_graph(messages: Messages, model: SendModel) -> list[Waits]:
     """A step waits for its messages, a message for both ends and for those ahead of it in its streams."""
     table = messages.table
     there = np.flatnonzero(messages.paired)
     node = len(table.rank) + there
     send, receive = table.slot[messages.send[there]], table.slot[messages.receive[there]]
     consumer = table.slot_or_none[messages.consumer[there]]
-    used = consumer > receive  # a use before the receive is another fault
-    source, target = messages.source[there], messages.target[there]
+    used = consumer > receive  # a use before the receive is another violation
     slot, moved = np.concatenate((send, receive)), np.concatenate((node, node))
-    stream = np.concatenate((source, target)) * table.placement.num_ranks
-    if pairs:
-        stream += np.concatenate((target, source))
+    stream = np.concatenate(
+        model.streams(messages.source[there], messages.target[there], table.placement.num_ranks)
+    )
     order = np.lexsort((slot, stream))
     slot, moved, stream = slot[order], moved[order], stream[order]
     same = stream[1:] == stream[:-1]
-    ahead = "it is ahead of it in their stream" if pairs else "it is ahead of it in the rank's one stream"
+    of_pair = model is SendModel.PAIR_STREAMS
+    ahead = f"it is ahead of it in the {'stream of the two ranks' if of_pair else 'one stream of the rank'}"
     return [
         _lists(table),
         Waits(send, node, send, receive, "a receive completes only with its send"),
@@ -223,7 +215,8 @@ def _way_back(
     return way[::-1]
 
 
-def _violation(table: ActionTable, models: tuple[str, ...], cycle: list[tuple[int, int, str]]) -> Violation:
+def _violation(table: ActionTable, model: SendModel, cycle: list[tuple[int, int, str]]) -> Violation:
+    """The deadlock of a cycle that exists under this send model and all stricter ones."""
     start = min(range(len(cycle)), key=lambda i: cycle[i][0])
     cycle = cycle[start:] + cycle[:start]
     links: list[tuple[int, int, str]] = []
@@ -234,7 +227,9 @@ def _violation(table: ActionTable, models: tuple[str, ...], cycle: list[tuple[in
     waits = tuple(Wait(*slot_at(table, a), *slot_at(table, b), why) for a, b, why in links)
     ranks = sorted({wait.rank for wait in waits})
     named = " and ".join(filter(None, (", ".join(map(str, ranks[:-1])), str(ranks[-1]))))
-    extent = "under every way of sending" if models == MODELS else f"when sends are {' or '.join(models)}"
+    models = model.and_stricter
+    names = " or ".join(map(str, models))
+    extent = "under every send model" if model is SendModel.BUFFERED else f"under send model {names}"
     return Violation(
         "deadlock",
         f"rank{'s' * (len(ranks) > 1)} {named} wait for each other in a cycle, {extent}",

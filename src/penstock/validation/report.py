@@ -1,4 +1,4 @@
-"""Violations as text for a person: what, where, why, what to try, and the place marked in the lists."""
+"""Violations as text: what, where, why, what to try, and the place marked in the lists."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from penstock.validation.violation import Violation, slot_at
 __all__ = ["refusal", "report"]
 
 _AROUND = 4
-_MOST_ALIKE = 20
+_MOST_PER_CODE = 20
 
 
 def report(schedule: Schedule, violations: Sequence[Violation]) -> str:
-    """All of them, each followed by the steps around the place it names; of many alike, the first ones."""
+    """All of them, each followed by the steps around its place; of many with one code, the first ones."""
     counts = Counter(violation.code for violation in violations)
     shown: Counter[str] = Counter()
     lines: list[str] = []
     for violation in violations:
         shown[violation.code] += 1
-        if shown[violation.code] <= _MOST_ALIKE:
+        if shown[violation.code] <= _MOST_PER_CODE:
             lines += [str(violation), *_excerpt(schedule, violation)]
         elif shown[violation.code] == counts[violation.code]:
-            lines.append(f"error[{violation.code}]: {counts[violation.code] - _MOST_ALIKE} more of these")
+            lines.append(f"error[{violation.code}]: {counts[violation.code] - _MOST_PER_CODE} more of these")
     return "\n".join(lines)
 
 
 def refusal(schedule: Schedule, violations: Sequence[Violation]) -> ScheduleError:
-    """The error to raise when a schedule has faults and cannot be used."""
-    count = f"{len(violations)} fault{'s' * (len(violations) != 1)}"
+    """The error to raise when a schedule is invalid and cannot be used."""
+    count = f"{len(violations)} violation{'s' * (len(violations) != 1)}"
     return ScheduleError(f"{printable(schedule.name)} has {count}\n{report(schedule, violations)}")
 
 

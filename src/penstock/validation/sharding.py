@@ -1,4 +1,4 @@
-"""Rules on UNSHARD, RESHARD and REDUCE_GRAD; each applies when the schedule has such steps at all."""
+"""Rules on UNSHARD, RESHARD and REDUCE_GRAD; each applies when the schedule has such actions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
 from penstock.ir.table import ActionTable
 from penstock.validation.violation import Violation, part_at, violation_at
 
@@ -14,7 +14,7 @@ __all__ = ["reduced_once", "unsharded_when_used"]
 
 
 def unsharded_when_used(table: ActionTable) -> Iterator[Violation]:
-    """A stage computes only between UNSHARD and RESHARD, and nothing is gathered or let go in vain."""
+    """A stage computes only between UNSHARD and RESHARD, and every UNSHARD and RESHARD is needed."""
     if not table.has(Kind.UNSHARD, Kind.RESHARD):
         return
     relevant = np.flatnonzero(table.sound & (table.is_compute | table.of_kind(Kind.UNSHARD, Kind.RESHARD)))
@@ -30,21 +30,21 @@ def unsharded_when_used(table: ActionTable) -> Iterator[Violation]:
     # the last switch before each entry, if it is of the same stage
     latest = np.concatenate(([-1], np.maximum.accumulate(np.where(switch, here, -1))[:-1]))
     first = np.maximum.accumulate(np.where(opens, here, 0))
-    whole = (latest >= first) & unshard[latest]
-    let_go_next = np.append(reshard[1:], True) | closes
+    unsharded = (latest >= first) & unshard[latest]
+    freed_next = np.append(reshard[1:], True) | closes
     for faulty, code, message, suggestion in (
-        (~switch & ~whole, "compute-while-sharded", "the stage is not unsharded here", "UNSHARD it before"),
-        (unshard & whole, "double-unshard", "the stage is unsharded already", "drop one UNSHARD"),
-        (unshard & let_go_next, "unused-unshard", "nothing uses the stage before it is let go", "drop it"),
-        (reshard & ~whole, "reshard-without-unshard", "the stage is not unsharded here", "drop it"),
-        (closes & ~switch & whole, "left-unsharded", "the stage is never let go", "add RESHARD"),
+        (~switch & ~unsharded, "compute-while-sharded", "the stage is not unsharded here", "UNSHARD it before"),
+        (unshard & unsharded, "double-unshard", "the stage is already unsharded", "remove one UNSHARD"),
+        (unshard & freed_next, "unused-unshard", "nothing uses the stage before it is resharded", "remove it"),
+        (reshard & ~unsharded, "reshard-without-unshard", "the stage is not unsharded here", "remove it"),
+        (closes & ~switch & unsharded, "left-unsharded", "the stage is never resharded", "add RESHARD"),
     ):
         for part in order[faulty].tolist():
             yield violation_at(table, part, code, message, suggestion)
 
 
 def reduced_once(table: ActionTable) -> Iterator[Violation]:
-    """Every stage's gradients are reduced once, when all of them are there."""
+    """Every stage's gradients are reduced once, after its last backward."""
     if not table.has(Kind.REDUCE_GRAD):
         return
     last = np.full(table.placement.num_stages, -1, dtype=np.int64)
@@ -57,11 +57,9 @@ def reduced_once(table: ActionTable) -> Iterator[Violation]:
             rank = table.placement.stage_to_rank[stage]
             yield Violation("missing-reduce-grad", message, "add it after the stage's last backward", rank)
         elif end < 0 <= reduce:
-            message = "the stage has no backward whose gradients could be reduced"
-            yield violation_at(table, reduce, "needless-reduce-grad", message, "drop it")
+            message = "the stage has no backward, so it has no gradients to reduce"
+            yield violation_at(table, reduce, "needless-reduce-grad", message, "remove it")
         elif reduce >= 0 and table.slot[reduce] < table.slot[end]:
             _, step, action = part_at(table, end)
             message = f"the stage's last backward, {action} at step {step}, comes after it"
-            yield violation_at(
-                table, reduce, "reduce-before-last-backward", message, f"move it behind {action}"
-            )
+            yield violation_at(table, reduce, "reduce-before-last-backward", message, f"move it after {action}")

@@ -1,4 +1,4 @@
-"""A move that opens a cycle of waits, found by trying."""
+"""A move that breaks a deadlock cycle, found by trying."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from penstock.ir.schedule import Schedule
 from penstock.validation.violation import Violation
 
-__all__ = ["way_out"]
+__all__ = ["suggested_move"]
 
 _TRIES = 16
 _TRIES_OF_LARGE = 2
@@ -25,22 +25,24 @@ class _Move(NamedTuple):
     text: str
 
 
-def way_out(schedule: Schedule, deadlock: Violation, faults_of: Callable[[Schedule], list[Violation]]) -> str:
-    """What to suggest: a single move that makes the schedule right, or at least breaks nothing else."""
+def suggested_move(
+    schedule: Schedule, deadlock: Violation, violations_of: Callable[[Schedule], list[Violation]]
+) -> str:
+    """What to suggest: a single move that makes the schedule valid, or at least breaks nothing else."""
     tries = _TRIES_OF_LARGE if schedule.num_steps > _LARGE else _TRIES
-    had = {violation.code for violation in faults_of(schedule)}
+    had = {violation.code for violation in violations_of(schedule)}
     helpful = None
     for _, move in zip(range(tries), _moves(deadlock)):
-        codes = {violation.code for violation in faults_of(_moved(schedule, move))}
+        codes = {violation.code for violation in violations_of(_moved(schedule, move))}
         if codes == had - {"deadlock"}:
             return move.text
         if codes <= had:
-            helpful = helpful or f"{move.text}, then see what is left"
+            helpful = helpful or f"{move.text}, then check again"
     return helpful or deadlock.suggestion
 
 
 def _moves(deadlock: Violation) -> Iterator[_Move]:
-    """For each wait: what is awaited before what keeps its rank from getting there, or that one behind it."""
+    """For each wait: move what is awaited before what blocks its rank, or the blocking step after it."""
     waits = deadlock.cycle
     for wait, then in zip(waits, waits[1:] + waits[:1]):
         if wait.rank == wait.for_rank and wait.for_step < wait.step:
@@ -51,7 +53,7 @@ def _moves(deadlock: Violation) -> Iterator[_Move]:
             continue
         where = f"on rank {wait.for_rank}, move"
         yield _Move(wait.for_rank, late, early, f"{where} {name} before {other}")
-        yield _Move(wait.for_rank, early, late, f"{where} {other} behind {name}")
+        yield _Move(wait.for_rank, early, late, f"{where} {other} after {name}")
 
 
 def _moved(schedule: Schedule, move: _Move) -> Schedule:

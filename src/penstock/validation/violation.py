@@ -1,4 +1,4 @@
-"""What is wrong, where, and what to try: the answer of every rule."""
+"""A violation: what is wrong, where, and what to try."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.action import JOINED, Action, Step, decode
+from penstock.ir.action import Action, Step
+from penstock.ir.encoding import JOINED, decode
 from penstock.ir.table import ActionTable
+from penstock.validation.send_model import SendModel
 
 __all__ = ["Violation", "Wait", "part_at", "slot_at", "violation_at"]
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One link of a cycle: this step, on this rank, cannot go on before that step, on that rank, has."""
+    """One link of a cycle: this step waits for that step, which is on another rank or earlier in the list."""
 
     rank: int
     step: int
@@ -33,7 +35,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Violation:
-    """One fault. `code` is stable, `step` counts from 0 in the rank's list; None where nothing stands."""
+    """One violation. `code` is stable, `step` counts from 0 in the rank's list; None where there is none."""
 
     code: str
     message: str
@@ -42,13 +44,13 @@ class Violation:
     step: int | None = None
     action: Step | None = None
     cycle: tuple[Wait, ...] = ()
-    """For a deadlock: the waits, each for something that comes after the next."""
-    models: tuple[str, ...] = ()
-    """For a deadlock: the ways of sending under which it happens."""
+    """For a deadlock: the waits, each for a step that cannot run before the next one has."""
+    send_models: tuple[SendModel, ...] = ()
+    """For a deadlock: the send models under which it happens."""
 
     @property
     def where(self) -> str:
-        """The place as text: `rank 1, step 3, 2B0`, or as much of it as there is."""
+        """The place as text: `rank 1, step 3, 2B0`, or as much of it as is known."""
         named = (("rank ", self.rank), ("step ", self.step), ("", self.action))
         return ", ".join(f"{name}{value}" for name, value in named if value is not None)
 
@@ -63,7 +65,7 @@ def part_at(table: ActionTable, part: int) -> tuple[int, int, Action]:
     """Rank, step and action of a part."""
     slot = int(table.slot[part])
     rank = int(table.rank[slot])
-    (action,) = decode([int(table.code[part]) & ~JOINED])
+    (action,) = decode([int(table.code[part]) & ~JOINED], table.graph)
     assert isinstance(action, Action)
     return rank, slot - int(table.slot_bounds[rank]), action
 
@@ -72,11 +74,11 @@ def slot_at(table: ActionTable, slot: int) -> tuple[int, int, Step]:
     """Rank, step and action, or overlapped pair, of a slot."""
     rank = int(table.rank[slot])
     first, last = np.searchsorted(table.slot, [slot, slot + 1])
-    (step,) = decode(table.code[first:last].tolist())
+    (step,) = decode(table.code[first:last].tolist(), table.graph)
     return rank, slot - int(table.slot_bounds[rank]), step
 
 
 def violation_at(table: ActionTable, part: int, code: str, message: str, suggestion: str) -> Violation:
-    """A fault that stands at one part."""
+    """A violation at one part."""
     rank, step, action = part_at(table, part)
     return Violation(code, message, suggestion, rank, step, action)

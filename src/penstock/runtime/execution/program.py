@@ -15,7 +15,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from penstock.ir.action import JOINED, STAGE_SHIFT, Action, Kind, Overlap, Step
+from penstock.ir.action import Action, Kind, Overlap, Step
+from penstock.ir.encoding import JOINED, STAGE_SHIFT
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints, kinds_in
 from penstock.runtime.data_parallel.replication import Replication

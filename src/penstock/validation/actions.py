@@ -1,4 +1,4 @@
-"""Rules on the work itself: ids in range, right rank, everything exactly once, local order."""
+"""Rules on actions: ids in range, right rank, everything exactly once, order on a rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
 from penstock.ir.table import ActionTable, Bools, Ints
 from penstock.validation.violation import Violation, part_at, violation_at
 
@@ -35,7 +35,7 @@ def known_ids(table: ActionTable) -> Iterator[Violation]:
 
 
 def right_rank(table: ActionTable) -> Iterator[Violation]:
-    """A stage is worked on by its own rank only."""
+    """A stage's actions are on its own rank."""
     for part in np.flatnonzero(table.known & ~table.sound).tolist():
         rank, _, action = part_at(table, part)
         host = table.placement.stage_to_rank[action.stage]
@@ -43,16 +43,16 @@ def right_rank(table: ActionTable) -> Iterator[Violation]:
             table,
             part,
             "wrong-rank",
-            f"stage {action.stage} lives on rank {host}, not on rank {rank}",
+            f"stage {action.stage} is on rank {host}, not on rank {rank}",
             f"move it to rank {host}, or change the placement",
         )
 
 
 def no_duplicates(table: ActionTable) -> Iterator[Violation]:
-    """Nothing is done twice; only UNSHARD and RESHARD may come again."""
-    once = table.sound & ~table.of_kind(Kind.UNSHARD, Kind.RESHARD)
+    """Nothing is done twice; only UNSHARD and RESHARD may be repeated."""
+    once = table.sound & ~table.of_kind(*(kind for kind in Kind if kind.spec.repeatable))
     cells = table.placement.num_stages * table.microbatches
-    key = table.kind * cells + table.cell
+    key = (table.port * len(Kind) + table.kind) * cells + table.cell
     counts = np.bincount(key[once], minlength=1)
     if counts.max() <= 1:
         return
@@ -65,20 +65,20 @@ def no_duplicates(table: ActionTable) -> Iterator[Violation]:
                 table,
                 part,
                 "duplicate-action",
-                f"{action} is done twice on this rank: first at step {step}",
-                "drop one of the two, or correct its number",
+                f"{action} is there twice on this rank: first at step {step}",
+                "remove one of the two, or correct its number",
             )
 
 
 def complete(table: ActionTable) -> Iterator[Violation]:
-    """Every stage does every microbatch: forward, and unless nothing is ever trained, backward."""
+    """Every stage runs every microbatch: forward, and in a training schedule backward."""
     f, i, w, b = (_present(table, kind) for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
     yield from _per_stage(
         table,
         ~f,
         "missing-forward",
         "has no forward (F) of",
-        "add it; every stage forwards every microbatch once",
+        "add it; every stage runs the forward of every microbatch once",
     )
     if not table.has(Kind.I, Kind.W, Kind.B):
         return
@@ -87,7 +87,7 @@ def complete(table: ActionTable) -> Iterator[Violation]:
         ~(b | i | w),
         "missing-backward",
         "has no backward of",
-        "add B, or I and W; or drop all backwards",
+        "add B, or I and W; or remove all backwards",
     )
     yield from _per_stage(
         table,
@@ -113,7 +113,7 @@ def complete(table: ActionTable) -> Iterator[Violation]:
 
 
 def _present(table: ActionTable, kind: Kind) -> Bools:
-    """Per stage and microbatch: whether it is there at all, be it on the wrong rank."""
+    """Per stage and microbatch: whether there is one, on the right rank or not."""
     found = np.zeros(table.placement.num_stages * table.microbatches, dtype=np.bool_)
     found[table.cell[table.of_kind(kind) & table.known]] = True
     return found.reshape(-1, table.microbatches)
@@ -150,25 +150,25 @@ _ORDER = {
 
 
 def order_on_rank(table: ActionTable) -> Iterator[Violation]:
-    """What a rank makes itself, it makes before it uses it."""
+    """What a rank computes itself, it computes before it uses it."""
     for what, producer, consumer in (*table.within_stage, *table.between_stages):
         late = _not_before(table, producer, consumer)
-        for maker, user in zip(producer[late].tolist(), consumer[late].tolist()):
-            rank, step, action = part_at(table, maker)
+        for made_by, used_by in zip(producer[late].tolist(), consumer[late].tolist()):
+            rank, step, action = part_at(table, made_by)
             code, text = _ORDER[what]
-            if table.slot[maker] == table.slot[user]:
+            if table.slot[made_by] == table.slot[used_by]:
                 code, text = "overlap-dependent", "runs as one step with the action it needs"
             yield violation_at(
                 table,
-                user,
+                used_by,
                 code,
                 f"it {text}, {action} at step {step} of rank {rank}",
-                f"move it behind {action}",
+                f"move it after {action}",
             )
 
 
 def _not_before(table: ActionTable, producer: Ints, consumer: Ints) -> Bools:
-    """Where both are there, on one rank, and the producer does not come first."""
+    """Where both exist, on one rank, and the producer does not come first."""
     made, used = table.slot_or_none[producer], table.slot_or_none[consumer]
     late: Bools = (used >= 0) & (made >= used)
     late[late] = table.rank[made[late]] == table.rank[used[late]]

@@ -1,0 +1,239 @@
+"""The table of action kinds: for each, the resource it occupies, its cost, what it needs and what memory it
+holds.
+
+Every room reads this table: the simulator its resources and costs, `cost.memory` its memory effects,
+`ir.table` its dependencies, the parser its text. To add a kind, add a member to `Kind` and a row to
+`KIND_SPECS`; each room that must do something for it then raises `UnhandledKindError` until it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
+
+from penstock.errors import UnhandledKindError
+
+__all__ = [
+    "KIND_SPECS",
+    "Dependency",
+    "Kind",
+    "KindSpec",
+    "MemoryEffect",
+    "MemoryLine",
+    "Moment",
+    "Resource",
+    "StageRelation",
+    "handler_of",
+    "kind_numbered",
+    "require_handled",
+]
+
+T = TypeVar("T")
+
+
+class Resource(Enum):
+    """What an action occupies; actions of one resource of a rank run one after the other."""
+
+    COMPUTE = "compute"
+    CHANNEL = "channel"
+    COLLECTIVE = "collective"
+
+
+class Moment(Enum):
+    """When, in the life of an action, something happens."""
+
+    START = "start"
+    END = "end"
+
+
+class MemoryLine(Enum):
+    """The lines into which a rank's memory is split, beside parameters, gradients and optimizer state."""
+
+    ACTIVATIONS = "activations"
+    UNSHARDED = "unsharded parameters"
+    RECEIVE_BUFFERS = "receive buffers"
+
+
+class StageRelation(Enum):
+    """Whose action is needed, seen from the stage that needs it."""
+
+    SAME = "the same stage"
+    INPUTS = "every stage that feeds it"
+    OUTPUTS = "every stage that it feeds"
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """An action needs `what`: the result of one of `kinds`, same microbatch, on the related stages."""
+
+    what: str
+    kinds: tuple[str, ...]
+    stages: StageRelation
+
+
+@dataclass(frozen=True)
+class MemoryEffect:
+    """Bytes an action takes (above 0) or frees: a sum of fields of `Costs`, each times a factor."""
+
+    line: MemoryLine
+    at: Moment
+    bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class KindSpec:
+    """One row of the table."""
+
+    resource: Resource
+    meaning: str
+    cost: str | None = None
+    """The field of `Costs` with its seconds; None for what takes no time of its own."""
+    has_microbatch: bool = True
+    value: str | None = None
+    """For a SEND or RECV: what the message carries, `activation` or `gradient`."""
+    needs: tuple[Dependency, ...] = ()
+    memory: tuple[MemoryEffect, ...] = ()
+    frees_input_at: Moment = Moment.END
+    """When the receive buffer of a message that this action consumes is free."""
+    repeatable: bool = field(default=False)
+    """Whether it may come more than once for the same stage and microbatch."""
+
+
+_ACTIVATION = Dependency("activation", ("F",), StageRelation.INPUTS)
+_GRADIENT = Dependency("gradient", ("I", "B"), StageRelation.OUTPUTS)
+_FORWARD = Dependency("forward", ("F",), StageRelation.SAME)
+_INPUT_GRADIENT = Dependency("input gradient", ("I",), StageRelation.SAME)
+
+
+def _activations(at: Moment, **sizes: int) -> tuple[MemoryEffect, ...]:
+    return (MemoryEffect(MemoryLine.ACTIVATIONS, at, sizes),)
+
+
+def _message(value: str, direction: str) -> KindSpec:
+    held = MemoryEffect(MemoryLine.RECEIVE_BUFFERS, Moment.START, {f"{value}_message": 1})
+    return KindSpec(
+        Resource.CHANNEL, f"{direction} {value}", value=value, memory=(held,) if direction == "receive" else ()
+    )
+
+
+def _collective(cost: str, meaning: str, *memory: MemoryEffect, repeatable: bool = True) -> KindSpec:
+    return KindSpec(
+        Resource.COLLECTIVE, meaning, cost, has_microbatch=False, memory=memory, repeatable=repeatable
+    )
+
+
+_UNSHARDED = {"unsharded_parameters": 1}
+
+KIND_SPECS: dict[str, KindSpec] = {
+    "F": KindSpec(
+        Resource.COMPUTE,
+        "forward",
+        "forward",
+        needs=(_ACTIVATION,),
+        memory=_activations(Moment.START, activation=1),
+        frees_input_at=Moment.START,  # from then on the input is part of the stage's activation
+    ),
+    "I": KindSpec(
+        Resource.COMPUTE,
+        "input gradient (dgrad)",
+        "backward_input",
+        needs=(_FORWARD, _GRADIENT),
+        memory=_activations(Moment.END, activation_freed_by_input=-1),
+    ),
+    "W": KindSpec(
+        Resource.COMPUTE,
+        "weight gradient (wgrad)",
+        "backward_weight",
+        needs=(_INPUT_GRADIENT,),
+        memory=_activations(Moment.END, activation=-1, activation_freed_by_input=1),
+    ),
+    "B": KindSpec(
+        Resource.COMPUTE,
+        "full backward: input and weight gradient",
+        "backward",
+        needs=(_FORWARD, _GRADIENT),
+        memory=_activations(Moment.END, activation=-1),
+    ),
+    "SEND_F": _message("activation", "send"),
+    "RECV_F": _message("activation", "receive"),
+    "SEND_B": _message("gradient", "send"),
+    "RECV_B": _message("gradient", "receive"),
+    "UNSHARD": _collective(
+        "unshard",
+        "all-gather the stage's parameters",
+        MemoryEffect(MemoryLine.UNSHARDED, Moment.START, _UNSHARDED),
+    ),
+    "RESHARD": _collective(
+        "reshard",
+        "free the gathered parameters",
+        MemoryEffect(MemoryLine.UNSHARDED, Moment.END, {name: -n for name, n in _UNSHARDED.items()}),
+    ),
+    "REDUCE_GRAD": _collective("reduce_grad", "reduce the stage's gradients over replicas", repeatable=False),
+    "OVERLAP_F_B": KindSpec(
+        Resource.COMPUTE, "a forward and a backward in one step", "overlap", has_microbatch=False
+    ),
+}
+"""By text. The spec of an overlapped pair is that of its parts, but for its cost."""
+
+
+class Kind(Enum):
+    """What a step does. The value is its token in text; the order is its number in integer form."""
+
+    # compute: one microbatch through one stage
+    F = "F"
+    I = "I"
+    W = "W"
+    B = "B"
+    # one message between two stages on different ranks
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    # a whole stage, no microbatch
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    # the kind of `Overlap`, never of `Action`
+    OVERLAP_F_B = "OVERLAP_F_B"
+
+    def __init__(self, token: str) -> None:
+        self.number: int = len(type(self).__members__)
+        self.spec = KIND_SPECS[token]
+        self.is_compute = self.spec.resource is Resource.COMPUTE
+        self.is_backward = any(need.what in ("forward", "input gradient") for need in self.spec.needs)
+        self.is_send = token.startswith("SEND_")
+        self.is_receive = token.startswith("RECV_")
+        self.is_communication = self.spec.resource is Resource.CHANNEL
+        self.is_collective = self.spec.resource is Resource.COLLECTIVE
+        self.has_microbatch = self.spec.has_microbatch
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def peer(self) -> Kind | None:
+        """The kind at the other end of the message: SEND_F and RECV_F, SEND_B and RECV_B."""
+        if not self.is_communication:
+            return None
+        same = (kind for kind in Kind if kind.is_communication and kind.spec.value == self.spec.value)
+        return next(kind for kind in same if kind.is_send != self.is_send)
+
+
+def kind_numbered(number: int) -> Kind:
+    """The kind with this number."""
+    return tuple(Kind)[number]
+
+
+def require_handled(present: Collection[Kind], handled: Collection[Kind], room: str) -> None:
+    """Raise `UnhandledKindError` for the first kind present that `room` has nothing for."""
+    for kind in present:
+        if kind not in handled:
+            raise UnhandledKindError(kind.value, room)
+
+
+def handler_of(handlers: Mapping[Kind, T], kind: Kind, room: str) -> T:
+    """What `room` has for this kind, or `UnhandledKindError`."""
+    require_handled((kind,), handlers, room)
+    return handlers[kind]

@@ -1,0 +1,95 @@
+"""The values that have to cross ranks: one message for each edge between ranks, direction and microbatch.
+
+They are in one order for every schedule of the same placement, graph and microbatches, with or without SEND and
+RECV: the activations of all edges that cross ranks, edge by edge, then the gradients. So times of messages are
+plain arrays in this order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.ir.kinds import Kind
+from penstock.ir.table import ActionTable, Bools, Ints
+
+__all__ = ["VALUES", "Messages"]
+
+VALUES = ("activation", "gradient")
+"""What a message carries, in the order of the messages."""
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """One entry per message; parts of the schedule, -1 where missing."""
+
+    table: ActionTable
+    edge: Ints
+    """The edge of the stage graph it belongs to."""
+    microbatch: Ints
+    is_gradient: Bools
+    send: Ints
+    receive: Ints
+    producer: Ints
+    consumer: Ints
+    source: Ints
+    """The rank it leaves."""
+    target: Ints
+    """The rank it reaches."""
+
+    @classmethod
+    def of(cls, table: ActionTable) -> Messages:
+        """What the edges between stages on different ranks call for."""
+        crossing = np.flatnonzero(table.crosses_ranks)
+        hosts = [table.hosts[stages[crossing]] for stages in table.graph.ends]
+        m, activation, gradient = table.microbatches, *table.between_stages
+        ends = [
+            (table.message_at(Kind.SEND_F), table.message_at(Kind.SEND_B)),
+            (table.message_at(Kind.RECV_F), table.message_at(Kind.RECV_B)),
+            (activation.producer, gradient.producer),
+            (activation.consumer, gradient.consumer),
+        ]
+        count = len(crossing) * m
+        return cls(
+            table,
+            np.tile(np.repeat(crossing, m), 2),
+            np.tile(np.arange(m), 2 * len(crossing)),
+            np.repeat([False, True], count),
+            *(np.concatenate([side[crossing].ravel() for side in sides]) for sides in ends),
+            np.repeat(np.concatenate(hosts), m),
+            np.repeat(np.concatenate(hosts[::-1]), m),
+        )
+
+    @cached_property
+    def stage(self) -> Ints:
+        """The stage that makes the value."""
+        source, target = self.table.graph.ends
+        return np.where(self.is_gradient, target[self.edge], source[self.edge])
+
+    @cached_property
+    def paired(self) -> Bools:
+        """Which of them are both sent and received."""
+        return (self.send >= 0) & (self.receive >= 0)
+
+    @cached_property
+    def used(self) -> Bools:
+        """Which of them are sent, received and used."""
+        return self.paired & (self.consumer >= 0)
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether every channel receives in the order it sends."""
+        return not self.overtaken[0].size
+
+    @cached_property
+    def overtaken(self) -> tuple[Ints, Ints]:
+        """Messages received too early, and for each one that was sent before it and is received after it."""
+        there = np.flatnonzero(self.paired)
+        channel = self.source[there] * self.table.placement.num_ranks + self.target[there]
+        order = there[np.lexsort((self.send[there], channel))]
+        received = self.receive[order]
+        channel = self.source[order] * self.table.placement.num_ranks + self.target[order]
+        late = np.flatnonzero((channel[1:] == channel[:-1]) & (received[1:] < received[:-1]))
+        return order[late + 1], order[late]

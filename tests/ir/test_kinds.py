@@ -1,0 +1,94 @@
+"""Promises of the table of kinds: every kind has its row, and no part of Penstock ignores an unknown one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import penstock
+from penstock import Costs, Schedule
+from penstock.cost.costs import Costs as AllCosts
+from penstock.errors import UnhandledKindError
+from penstock.ir.action import Action
+from penstock.ir.kinds import KIND_SPECS, Kind, KindSpec, MemoryLine, Resource, handler_of
+from penstock.simulation.simulator import Simulator
+
+MADE_UP = "MADE_UP"
+
+
+def test_every_kind_has_a_row_and_every_row_a_kind() -> None:
+    assert [kind.value for kind in Kind] == list(KIND_SPECS)
+    assert [kind.number for kind in Kind] == list(range(len(Kind)))
+
+
+def test_costs_and_bytes_of_the_table_are_fields_of_costs() -> None:
+    fields = set(AllCosts.__dataclass_fields__)
+    for spec in KIND_SPECS.values():
+        assert spec.cost is None or spec.cost in fields
+        assert {name for effect in spec.memory for name in effect.bytes} <= fields
+
+
+def test_what_a_stage_takes_it_frees() -> None:
+    per_stage = (MemoryLine.ACTIVATIONS, MemoryLine.UNSHARDED)
+    for way in (("F", "B"), ("F", "I", "W"), ("UNSHARD", "RESHARD")):
+        total: dict[str, int] = {}
+        for effect in (
+            effect for kind in way for effect in KIND_SPECS[kind].memory if effect.line in per_stage
+        ):
+            for name, factor in effect.bytes.items():
+                total[name] = total.get(name, 0) + factor
+        assert set(total.values()) == {0}
+
+
+def test_messages_have_two_ends() -> None:
+    assert {kind.value: kind.peer.value for kind in Kind if kind.peer} == {
+        "SEND_F": "RECV_F",
+        "RECV_F": "SEND_F",
+        "SEND_B": "RECV_B",
+        "RECV_B": "SEND_B",
+    }
+
+
+def test_a_missing_handler_names_the_kind_and_the_part() -> None:
+    with pytest.raises(UnhandledKindError, match=r"view\.grid does not handle actions of kind RESHARD"):
+        handler_of({Kind.F: 1}, Kind.RESHARD, "view.grid")
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Schedule:
+    """A valid schedule with one action of a kind that only the table knows."""
+    spec = KindSpec(Resource.COMPUTE, "a kind for a test", "forward")
+    monkeypatch.setitem(KIND_SPECS, MADE_UP, spec)
+    kind = object.__new__(Kind)
+    kind._name_ = kind._value_ = MADE_UP
+    kind.__init__(MADE_UP)  # type: ignore[misc]
+    monkeypatch.setitem(Kind._member_map_, MADE_UP, kind)
+    monkeypatch.setitem(Kind._value2member_map_, MADE_UP, kind)
+    monkeypatch.setattr(Kind, "_member_names_", [*Kind._member_names_, MADE_UP])
+    return Schedule([[Action(Kind.F, 0, 0), Action(kind, 0, 0), Action(Kind.B, 0, 0)]])
+
+
+ROOMS: dict[str, Callable[[Schedule], object]] = {
+    "validation": penstock.validate,
+    "lowering": penstock.lower,
+    "simulate": penstock.simulate,
+    "network engine": lambda schedule: Simulator(schedule, Costs(bandwidth=1.0)),
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_an_unknown_kind_is_refused_loudly(room: str, made_up: Schedule) -> None:
+    with pytest.raises(UnhandledKindError, match=MADE_UP):
+        ROOMS[room](made_up)
+
+
+def test_prices_and_memory_follow_from_the_table_alone(made_up: Schedule) -> None:
+    from penstock.cost.memory import memory_over_time  # noqa: PLC0415
+    from penstock.cost.prices import step_seconds  # noqa: PLC0415
+
+    seconds = step_seconds(made_up.table, Costs(forward=3))
+    assert seconds.tolist() == [3, 3, 2]
+    end = seconds.cumsum()
+    (memory,) = memory_over_time(made_up.table, made_up.messages, Costs(), end - seconds, end)
+    assert memory.peak == 1
