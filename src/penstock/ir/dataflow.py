@@ -1,7 +1,7 @@
-"""The one clock: run every rank's list in order, each step as early as its inputs allow.
+"""The dataflow engine: every rank runs its list in order, each step as early as its inputs allow.
 
-Lowering, deadlock proofs and pictures all ask the same question, "what happens when every rank walks
-its list and waits where it must?", and differ only in the numbers they put on a step and on a wait:
+Lowering, deadlock proofs, the simulator and pictures differ only in the numbers they put on a step and on a
+wait:
 
     end(i) = max(end(step before i on its rank), max over inputs d of i: end(d) + lag) + duration(i)
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.ir.table import ActionTable, Floats, Ints
 
-__all__ = ["Inputs", "Replay", "replay"]
+__all__ = ["DataflowRun", "Inputs", "run_dataflow"]
 
 _NOT_YET = -1
 _NONE = -1
@@ -24,10 +24,10 @@ _SEVERAL = -2
 
 @dataclass(frozen=True)
 class Inputs:
-    """What each slot waits for on other ranks: the slot that makes it, and the lag until it is there."""
+    """What each slot waits for on other ranks: the slot that produces it, and the lag until it arrives."""
 
     one: list[int]
-    """Per slot: the slot it waits for, or none, or a sign to look into `several`."""
+    """Per slot: the slot it waits for, or `_NONE`, or `_SEVERAL`."""
     lag: list[float]
     several: dict[int, list[tuple[int, float]]]
     """The waits of slots that have more than one, such as overlapped pairs."""
@@ -49,15 +49,17 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Replay:
+class DataflowRun:
     """When each slot ends, -1 for those never reached, and the slot each rank is stuck at, if any."""
 
     ends: list[float]
     stuck: dict[int, int]
 
 
-def replay(table: ActionTable, inputs: Inputs, durations: Sequence[float], starts: Sequence[float]) -> Replay:
-    """Run it. `durations` are per slot, `starts` the clock of each rank at the beginning."""
+def run_dataflow(
+    table: ActionTable, inputs: Inputs, durations: Sequence[float], starts: Sequence[float]
+) -> DataflowRun:
+    """One run. `durations` are per slot, `starts` is the clock of each rank at the beginning."""
     one, lag, several = inputs.one, inputs.lag, inputs.several
     ends: list[float] = [_NOT_YET] * len(one)
     rank_of = table.rank.tolist()
@@ -95,4 +97,4 @@ def replay(table: ActionTable, inputs: Inputs, durations: Sequence[float], start
             ready += [other for slot, other in waiting_for[rank] if slot < i]
             waiting_for[rank] = [wait for wait in waiting_for[rank] if wait[0] >= i]
     stuck = {r: i for r, i in enumerate(position) if i < bounds[r + 1]}
-    return Replay(ends, stuck)
+    return DataflowRun(ends, stuck)

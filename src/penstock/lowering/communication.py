@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Bools, Ints, codes_of
@@ -89,7 +89,7 @@ def _moments(schedule: Schedule) -> Ints:
     producer, consumer = table.crossings
     turn = (table.rank[consumer] - table.rank[producer] - 1) % p + 1
     inputs = Inputs.of(schedule.num_steps, producer, consumer, turn - p)
-    done = replay(table, inputs, [p] * schedule.num_steps, [rank - p for rank in range(p)])
+    done = run_dataflow(table, inputs, [p] * schedule.num_steps, [rank - p for rank in range(p)])
     if done.stuck:
         raise refusal(schedule, validate(schedule))
     return np.array(done.ends, dtype=np.int64)

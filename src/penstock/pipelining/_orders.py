@@ -17,7 +17,7 @@ from penstock.cost.costs import Costs
 from penstock.errors import ActionError, ScheduleError
 from penstock.formats import reads, write_text
 from penstock.ir.action import Action, Kind, Overlap, Step, parse_action
-from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, AddGradReduction, AddSharding, DeferReceives, MergeBackward
@@ -192,7 +192,7 @@ def _simulate_comms_compute(
         messages = Messages.of(table)
         producer, consumer = (table.slot[end[messages.paired]] for end in (messages.send, messages.receive))
     inputs = Inputs.of(schedule.num_steps, producer, consumer, np.full(len(producer), -1 if sent else 0))
-    done = replay(table, inputs, [1] * schedule.num_steps, [0] * schedule.num_ranks)
+    done = run_dataflow(table, inputs, [1] * schedule.num_steps, [0] * schedule.num_ranks)
     if done.stuck:
         raise refusal(schedule, validate(schedule))
     ends, spaced = iter(done.ends), {}

@@ -22,7 +22,7 @@ import numpy as np
 from penstock.cost.costs import Costs
 from penstock.cost.prices import collectives_take_time, message_seconds, step_seconds
 from penstock.errors import ScheduleError
-from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Bools, Floats
 from penstock.lowering import AddCommunication
@@ -124,7 +124,9 @@ class Simulator:
         durations = self.durations if durations is None else durations
         if self._network is not None:
             return self._network.run(starts, durations)
-        ends = np.array(replay(self.executed.table, self._inputs, durations, starts).ends, dtype=np.float64)
+        ends = np.array(
+            run_dataflow(self.executed.table, self._inputs, durations, starts).ends, dtype=np.float64
+        )
         return RunTimes(self._starts(ends, starts), ends)
 
     def _starts(self, ends: Floats, starts: Sequence[float]) -> Floats:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.messages import Messages
 from penstock.ir.table import ActionTable, Ints
 from penstock.validation.send_model import SendModel
@@ -70,7 +70,7 @@ def _data_flows(table: ActionTable) -> bool:
     producer, consumer = table.crossings
     n = len(table.rank)
     inputs = Inputs.of(n, producer, consumer, np.zeros_like(producer))
-    return not replay(table, inputs, [1] * n, [0] * table.placement.num_ranks).stuck
+    return not run_dataflow(table, inputs, [1] * n, [0] * table.placement.num_ranks).stuck
 
 
 def _all_meet(messages: Messages) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from rich.text import Text
 
 from penstock.ir.action import Kind, Step
-from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.schedule import Schedule
 
 __all__ = ["STYLES", "UNITS", "cell_text", "grid", "unit_time"]
@@ -56,7 +56,7 @@ def unit_time(schedule: Schedule) -> tuple[list[int], list[int]] | None:
     lasts = durations.astype(np.int64).tolist()
     producer, consumer = columns.crossings
     inputs = Inputs.of(schedule.num_steps, producer, consumer, np.zeros_like(producer))
-    done = replay(columns, inputs, lasts, [0] * schedule.num_ranks)
+    done = run_dataflow(columns, inputs, lasts, [0] * schedule.num_ranks)
     if done.stuck:
         return None
     ends = [int(end) for end in done.ends]

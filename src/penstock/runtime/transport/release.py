@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.ir.dataflow import Inputs, replay
+from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 from penstock.validation.communication import Messages
@@ -60,7 +60,7 @@ def _known(schedule: Schedule, sends: Ints, consumers: Ints, rank: int) -> dict[
     table = schedule.table
     inputs = Inputs.of(schedule.num_steps, sends, consumers, np.zeros(len(sends), dtype=np.int64))
     ends = np.array(
-        replay(table, inputs, [1] * schedule.num_steps, [0] * schedule.num_ranks).ends, dtype=np.float64
+        run_dataflow(table, inputs, [1] * schedule.num_steps, [0] * schedule.num_ranks).ends, dtype=np.float64
     )
     carried: dict[int, Ints] = {}
     sources: dict[int, list[int]] = {}
