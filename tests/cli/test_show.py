@@ -126,7 +126,7 @@ def test_the_name_in_a_file_cannot_steer_the_terminal(run: Run, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["1f1c", "-p", 2, "-m", 2], "no family is called '1f1c'; did you mean 1f1b?"),
+        (["1f1c", "-p", 2, "-m", 2], "unknown family '1f1c'; did you mean 1f1b?"),
         (["interleaved", "-p", 2, "-m", 2], "did you mean interleaved-1f1b?"),
         (["zebra-horse", "-p", 2, "-m", 2], "known: gpipe, looped-bfs,"),
         (["1f1b"], "say --ranks and --microbatches, as in: penstock show 1f1b --ranks 4 --microbatches 8"),

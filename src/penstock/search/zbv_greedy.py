@@ -25,7 +25,7 @@ from itertools import product
 
 from penstock.cost.costs import Costs
 from penstock.errors import BuildError, CostsError
-from penstock.families.rows import keep_microbatches
+from penstock.families.rank_order import keep_microbatches
 from penstock.ir.action import Kind, code_of
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
