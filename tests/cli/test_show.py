@@ -147,8 +147,8 @@ def test_the_name_in_a_file_cannot_steer_the_terminal(run: Run, tmp_path: Path) 
         (["x.csv", "-p", 2, "-m", 2], "is a file and has its own numbers; drop --ranks and --microbatches"),
         (["x.csv", "-v", 2], "is a file and has its own numbers; drop --stages-per-rank"),
         (["x.csv"], "x.csv: No such file or directory"),
-        (["folder/x"], "the ending (none) is not known; it is .csv or .json"),
-        (["folder/x.xml"], "the ending .xml is not known; it is .csv or .json"),
+        (["folder/x"], "unknown file extension (none); use .csv or .json"),
+        (["folder/x.xml"], "unknown file extension .xml; use .csv or .json"),
     ],
 )
 def test_bad_usage_ends_with_2_and_says_what_to_do(words: list[object], says: str, run: Run) -> None:
