@@ -160,7 +160,7 @@ def test_bad_usage_ends_with_2_and_says_what_to_do(words: list[object], says: st
 
 def test_a_file_that_is_there_is_taken_for_a_file_whatever_its_ending(run: Run, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text(CSV)
-    assert "it is .csv or .json" in run("show", "notes.txt").said
+    assert "use .csv or .json" in run("show", "notes.txt").said
 
 
 def test_numbers_nobody_means_are_bad_usage(run: Run) -> None:
