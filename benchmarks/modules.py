@@ -75,10 +75,9 @@ class SleepingForTorch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.duration)
-        y: Tensor = _SleepInBackward.apply(x, self.duration) * _SleepInBackward.apply(
-            self.weight, self.duration
-        )  # type: ignore[no-untyped-call]
-        return y
+        x = _SleepInBackward.apply(x, self.duration)  # type: ignore[no-untyped-call]
+        weight: Tensor = _SleepInBackward.apply(self.weight, self.duration)  # type: ignore[no-untyped-call]
+        return x * weight
 
 
 class _SleepInBackward(torch.autograd.Function):
