@@ -1,4 +1,4 @@
-"""Stages to measure with: some that sleep, some that do nothing, some that compute."""
+"""Stages for benchmarks: some sleep, some do almost nothing, some compute; and the cost of split backward."""
 
 from __future__ import annotations
 
@@ -19,80 +19,81 @@ __all__ = ["Block", "Scale", "Sleeping", "SleepingForTorch", "SleepingRule", "me
 
 
 class Sleeping(nn.Module):
-    """A layer whose F, I and W take this many seconds each, and no processor."""
+    """A layer whose F, I and W each sleep for `duration` seconds and use no CPU."""
 
-    def __init__(self, nap: float) -> None:
+    def __init__(self, duration: float) -> None:
         super().__init__()
-        self.nap = nap
+        self.duration = duration
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Slept.apply(x, self.weight, self.nap)  # type: ignore[no-untyped-call, no-any-return]
+        return _SleepingFunction.apply(x, self.weight, self.duration)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Slept(torch.autograd.Function):
+class _SleepingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, nap: float) -> Tensor:
-        time.sleep(nap)
-        ctx.nap = nap
+    def forward(ctx: Any, x: Tensor, weight: Tensor, duration: float) -> Tensor:
+        time.sleep(duration)
+        ctx.duration = duration
         ctx.save_for_backward(x, weight)
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        time.sleep(2 * ctx.nap)
+        time.sleep(2 * ctx.duration)
         return gradient * weight, (gradient * x).sum(0), None
 
 
 class SleepingRule:
-    """How the backward of `Sleeping` comes apart."""
+    """The split backward of `Sleeping`: input gradient and weight gradient separately."""
 
     weights = ("weight",)
 
     def forward(self, layer: Sleeping, x: Tensor, *weights: Tensor | None) -> Tensor:
-        time.sleep(layer.nap)
+        time.sleep(layer.duration)
         return x * weights[0]  # type: ignore[operator]
 
     def input_gradient(self, layer: Sleeping, _x: Tensor, weights: Any, gradient: Tensor) -> Tensor:
-        time.sleep(layer.nap)
+        time.sleep(layer.duration)
         return gradient.mul(weights[0])
 
     def weight_gradients(
         self, layer: Sleeping, x: Tensor, _weights: Any, gradient: Tensor, _wanted: Any
     ) -> tuple[Tensor]:
-        time.sleep(layer.nap)
+        time.sleep(layer.duration)
         return ((gradient * x).sum(0),)
 
 
 class SleepingForTorch(nn.Module):
-    """The same for a backward that is split along the graph: one node for the input, one for the weight."""
+    """`Sleeping` for torch, which partitions the autograd graph: one node for the input, one for the weight."""
 
-    def __init__(self, nap: float) -> None:
+    def __init__(self, duration: float) -> None:
         super().__init__()
-        self.nap = nap
+        self.duration = duration
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.nap)
-        y: Tensor = _SleepsBack.apply(x, self.nap) * _SleepsBack.apply(self.weight, self.nap)  # type: ignore[no-untyped-call]
-        return y
+        time.sleep(self.duration)
+        x = _SleepInBackward.apply(x, self.duration)  # type: ignore[no-untyped-call]
+        weight: Tensor = _SleepInBackward.apply(self.weight, self.duration)  # type: ignore[no-untyped-call]
+        return x * weight
 
 
-class _SleepsBack(torch.autograd.Function):
+class _SleepInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, nap: float) -> Tensor:
-        ctx.nap = nap
+    def forward(ctx: Any, x: Tensor, duration: float) -> Tensor:
+        ctx.duration = duration
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.nap)
+        time.sleep(ctx.duration)
         return gradient, None
 
 
 class Scale(nn.Module):
-    """As good as nothing."""
+    """A stage with almost no compute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,57 +125,58 @@ class Block(nn.Module):
         return x + update
 
 
-def measure_split(tell: Callable[..., None]) -> None:
-    """(I + W) / B of two transformer blocks: ours by deferring, torch's by walking the graph."""
+def measure_split(print_row: Callable[..., None]) -> None:
+    """Measure (I + W) / B: Penstock defers weight gradients, torch partitions the autograd graph."""
     torch.set_num_threads(1)
     print("split (one process)\n  (I + W) / B of two transformer blocks, 4 x 64 tokens")
-    tell("width", "penstock", "torch")
+    print_row("width", "penstock", "torch")
     for width in (128, 256, 512):
         torch.manual_seed(0)
         module = nn.Sequential(Block(width), Block(width))
         x = torch.randn(4, 64, width, requires_grad=True)
         gradient = torch.randn(4, 64, width)
-        ways = (_whole, _deferred, _walked)
-        times = [[way(module, x, gradient) for way in ways] for _ in range(25)][5:]
-        full, mine, other = (statistics.median(column) for column in zip(*times))
-        tell(width, mine / full, other / full)
-    tell("MiB held, 8 microbatches", *(_in_a_process(_peak_of_split, way) for way in (_put_aside, _walk_apart)))
+        backwards = (_full, _deferred, _partitioned)
+        times = [[backward(module, x, gradient) for backward in backwards] for _ in range(25)][5:]
+        full, deferred, partitioned = (statistics.median(column) for column in zip(*times))
+        print_row(width, deferred / full, partitioned / full)
+    peaks = (_in_a_process(_peak_memory, run) for run in (_run_deferred, _run_partitioned))
+    print_row("MiB, 8 microbatches", *peaks)
 
 
-def _in_a_process(measure: Callable[..., float], *given: Any) -> float:
-    """A peak of memory is that of a whole process."""
+def _in_a_process(measure: Callable[..., float], *args: Any) -> float:
+    """Measure in a new process, because the peak memory is that of the whole process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measure, given)
+        return pool.apply(measure, args)
 
 
-def _peak_of_split(way: Callable[..., None]) -> float:
-    """MiB that F, I and then W of 8 microbatches hold at once, at width 512, beyond one of them."""
+def _peak_memory(run: Callable[..., None]) -> float:
+    """MiB that F, I and then W of 8 microbatches need at width 512, beyond the peak of one microbatch."""
     torch.set_num_threads(1)
     module = nn.Sequential(Block(512), Block(512))
     peaks = []
     for count in (1, 8):
-        way(
+        run(
             module, [torch.randn(4, 64, 512, requires_grad=True) for _ in range(count)], torch.randn(4, 64, 512)
         )
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     return peaks[1] - peaks[0]
 
 
-def _put_aside(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> None:
+def _run_deferred(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> None:
     deferral = Deferral(module)
-    put_aside = []
+    deferred = []
     with deferral.installed():
         outputs = [module(x) for x in inputs]
         inputs.clear()
         while outputs:
             with deferral.put_aside() as jobs:
                 torch.autograd.backward(outputs.pop(0), gradient)
-            put_aside.append(jobs)
-        for jobs in put_aside:
+            deferred.append(jobs)
+        for jobs in deferred:
             jobs.run()
 
 
-def _walk_apart(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> None:
+def _run_partitioned(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> None:
     outputs = [module(x) for x in inputs]
     groups = []
     while outputs:
@@ -184,27 +186,27 @@ def _walk_apart(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> No
         stage_backward_weight(module.parameters(), groups.pop(0))
 
 
-def _whole(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
+def _full(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
     output = module(x)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     output.backward(gradient)
-    return time.perf_counter() - begin
+    return time.perf_counter() - start
 
 
 def _deferred(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
     deferral = Deferral(module)
     with deferral.installed():
         output = module(x)
-        begin = time.perf_counter()
+        start = time.perf_counter()
         with deferral.put_aside() as jobs:
             output.backward(gradient)
         jobs.run()
-        return time.perf_counter() - begin
+        return time.perf_counter() - start
 
 
-def _walked(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
+def _partitioned(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
     output = module(x)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     _, groups = stage_backward_input([output], [gradient], [x], module.parameters())
     stage_backward_weight(module.parameters(), groups)
-    return time.perf_counter() - begin
+    return time.perf_counter() - start

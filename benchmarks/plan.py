@@ -1,10 +1,10 @@
-"""Build, lower, validate and simulate large schedules, beside torch, which builds, lowers and dry-runs.
+"""Build, lower, validate and simulate large schedules; torch builds, lowers and dry-runs the same ones.
 
     python -m benchmarks.plan            about three minutes; needs the extra `torch`
 
-Both run in this process, one after the other, each several times; the best of each is taken. torch validates
-less in its time (counts and per-stage order) and its dry run counts unit steps; Penstock proves every rule and
-the absence of deadlock, and simulates real costs with memory.
+Both run in this process one after the other, several times; the table has the fastest run of each. torch
+validates less (counts and the order per stage), and its dry run counts unit steps. Penstock checks every rule,
+proves the absence of deadlock, and simulates costs and memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from penstock.simulation.simulator import Engine
 
 
 class Instance(NamedTuple):
-    """One schedule to plan."""
+    """One schedule: torch's name, Penstock's name and the arguments."""
 
-    theirs: str
-    ours: str
+    torch_name: str
+    name: str
     ranks: int
     stages_per_rank: int
     microbatches: int
 
     def __str__(self) -> str:
-        return f"{self.theirs} p={self.ranks} v={self.stages_per_rank} m={self.microbatches}"
+        return f"{self.torch_name} p={self.ranks} v={self.stages_per_rank} m={self.microbatches}"
 
 
 INSTANCES = (
@@ -40,34 +40,36 @@ INSTANCES = (
 )
 
 
-def timed(work: Callable[[], object], times: int) -> float:
-    """Seconds of the fastest of several runs."""
+def fastest(call: Callable[[], object], times: int) -> float:
+    """Return the seconds of the fastest run."""
     best = float("inf")
     for _ in range(times):
         start = time.perf_counter()
-        work()
+        call()
         best = min(best, time.perf_counter() - start)
     return best
 
 
 def seconds(instance: Instance) -> dict[str, float]:
-    """Penstock's parts, and torch's whole."""
+    """Measure Penstock in total and per part, and torch in total."""
     _, name, ranks, stages_per_rank, microbatches = instance
 
     def build() -> penstock.Schedule:
         return penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
 
-    def all_of_it() -> None:
+    def build_lower_validate() -> None:
         assert penstock.validate(penstock.lower(build())) == []
 
     compute = build()
     lowered = penstock.lower(compute)
     return {
         "steps": lowered.num_steps,
-        "build": timed(build, 5),
-        "lower": timed(lambda: penstock.lower(build()), 5) - timed(build, 5),
-        "ours": timed(all_of_it, 5),
-        "torch": timed(lambda: torch_schedules.built(instance.theirs, ranks, stages_per_rank, microbatches), 2),
+        "build": fastest(build, 5),
+        "lower": fastest(lambda: penstock.lower(build()), 5) - fastest(build, 5),
+        "penstock": fastest(build_lower_validate, 5),
+        "torch": fastest(
+            lambda: torch_schedules.built(instance.torch_name, ranks, stages_per_rank, microbatches), 2
+        ),
     }
 
 
@@ -75,50 +77,51 @@ COSTS = penstock.Costs(forward=10, backward_input=11, backward_weight=9, latency
 
 
 def print_simulation(instance: Instance) -> None:
-    """Everything from nothing to a timeline with memory, and torch's way to its count of steps."""
+    """Compare build, lower and simulate with memory to torch's build, lower and dry run."""
     _, name, ranks, stages_per_rank, microbatches = instance
 
-    def ours() -> None:
+    def run_penstock() -> None:
         schedule = penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
         assert penstock.simulate(penstock.lower(schedule), COSTS).peak_memory
 
-    def theirs() -> None:
-        built = torch_schedules.built(instance.theirs, ranks, stages_per_rank, microbatches)
+    def run_torch() -> None:
+        built = torch_schedules.built(instance.torch_name, ranks, stages_per_rank, microbatches)
         assert torch_schedules.dry_run(built)
 
-    mine, rival = timed(ours, 3), timed(theirs, 1)
-    print(f"{instance!s:<56}{mine:>10.3f}{rival:>11.2f}{rival / mine:>7.1f}x")
+    penstock_seconds, torch_seconds = fastest(run_penstock, 3), fastest(run_torch, 1)
+    ratio = torch_seconds / penstock_seconds
+    print(f"{instance!s:<56}{penstock_seconds:>13.3f}{torch_seconds:>11.2f}{ratio:>7.1f}x")
 
 
 def print_rate() -> None:
-    """How many simulations a second, of a schedule that is new each time and of one with new costs."""
+    """Print simulations per second, of a new schedule each time and of the same schedule again."""
     schedule = penstock.build("zb-h1", ranks=8, microbatches=32)
     engine = Engine(schedule, COSTS)
-    fresh = timed(lambda: Engine(schedule.with_rows(schedule.table.rows), COSTS).run(), 200)
-    again = timed(engine.run, 200)
-    rates = f"{1 / fresh:,.0f} new, {1 / again:,.0f} run again"
-    print(f"simulations a second, p=8 m=32, {schedule.num_steps} steps: {rates}")
+    fresh = fastest(lambda: Engine(schedule.with_rows(schedule.table.rows), COSTS).run(), 200)
+    again = fastest(engine.run, 200)
+    rates = f"{1 / fresh:,.0f} new, {1 / again:,.0f} repeated"
+    print(f"simulations per second, p=8 m=32, {schedule.num_steps} steps: {rates}")
 
 
 def main() -> None:
-    """Print the tables: planning, growth with the number of microbatches, simulation."""
+    """Print the tables: planning, scaling with the number of microbatches, simulation."""
     logging.disable(logging.WARNING)
-    print(f"{'schedule':<42}{'lowered steps':>14}{'ours (s)':>10}{'torch (s)':>11}{'ratio':>8}")
+    print(f"{'schedule':<42}{'lowered steps':>14}{'penstock (s)':>13}{'torch (s)':>11}{'ratio':>8}")
     for instance in INSTANCES:
         t = seconds(instance)
-        ratio = t["torch"] / t["ours"]
-        print(f"{instance!s:<42}{t['steps']:>14,.0f}{t['ours']:>10.3f}{t['torch']:>11.2f}{ratio:>7.1f}x")
+        ratio = t["torch"] / t["penstock"]
+        print(f"{instance!s:<42}{t['steps']:>14,.0f}{t['penstock']:>13.3f}{t['torch']:>11.2f}{ratio:>7.1f}x")
         print(
-            f"    of it build {t['build']:.3f}, lower {t['lower']:.3f}, "
-            f"validate {t['ours'] - t['build'] - t['lower']:.3f}"
+            f"    of which build {t['build']:.3f}, lower {t['lower']:.3f}, "
+            f"validate {t['penstock'] - t['build'] - t['lower']:.3f}"
         )
-    print(f"\ntwice the microbatches{'ours':>30}{'torch':>16}")
+    print(f"\n{'time ratio for twice the microbatches':<42}{'penstock':>10}{'torch':>16}")
     for instance in INSTANCES:
         half = seconds(instance._replace(microbatches=instance.microbatches // 2))
         full = seconds(instance)
-        grown = [full[who] / half[who] for who in ("ours", "torch")]
-        print(f"{instance!s:<42}{grown[0]:>9.1f}x{grown[1]:>15.1f}x")
-    print(f"\n{'build, lower, validate, simulate':<56}{'ours (s)':>10}{'torch (s)':>11}{'ratio':>8}")
+        ratios = [full[library] / half[library] for library in ("penstock", "torch")]
+        print(f"{instance!s:<42}{ratios[0]:>9.1f}x{ratios[1]:>15.1f}x")
+    print(f"\n{'build, lower, validate, simulate':<56}{'penstock (s)':>13}{'torch (s)':>11}{'ratio':>8}")
     for instance in (INSTANCES[0], INSTANCES[2]):
         print_simulation(instance)
     print_rate()

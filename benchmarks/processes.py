@@ -1,4 +1,4 @@
-"""Processes that measure something together, the first of which prints rows."""
+"""Run a measurement in several processes, of which rank 0 prints the table."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.multiprocessing.spawn import start_processes
 
 
 def on_ranks(ranks: int, measure: Callable[..., None], *args: Any) -> None:
-    """Call `measure(*args, tell)` in so many processes joined by gloo, one thread each."""
+    """Call `measure(*args, print_row)` in gloo processes with one thread each; only rank 0 prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    start_processes(_work, (ranks, port, measure, args), ranks, start_method="spawn")  # type: ignore[no-untyped-call]
+    start_processes(_process, (ranks, port, measure, args), ranks, start_method="spawn")  # type: ignore[no-untyped-call]
 
 
-def _work(rank: int, ranks: int, port: int, measure: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _process(rank: int, ranks: int, port: int, measure: Callable[..., None], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo")
-    measure(*args, row if rank == 0 else lambda *_: None)
+    measure(*args, print_row if rank == 0 else lambda *_: None)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def row(*cells: Any) -> None:
+def print_row(*cells: Any) -> None:
     """Print one row of a table."""
     print("  " + "  ".join(_cell(cell) for cell in cells), flush=True)
 

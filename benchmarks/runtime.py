@@ -1,9 +1,9 @@
-"""How well steps are orchestrated: Penstock and torch.distributed.pipelining, same modules, same run.
+"""Runtime overhead: Penstock and torch.distributed.pipelining with the same modules in the same processes.
 
     python -m benchmarks.runtime [sleep] [empty] [alone] [transformer] [split]
 
-Stages that sleep measure orchestration alone, so more ranks than cores run honestly. Times are medians of
-steps, each step as long as its slowest rank; ratios are to torch's, or to what the simulator says.
+Stages that sleep use no CPU, so that more ranks than cores can be measured. Times are medians over steps; the
+time of a step is that of its slowest rank. Overheads are relative to the simulated makespan.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.pipelining as rival
+import torch.distributed.pipelining as torch_pipelining
 from torch import Tensor, nn
 
 import penstock
 from benchmarks import modules
-from benchmarks.processes import on_ranks, row
+from benchmarks.processes import on_ranks, print_row
 from penstock.runtime import Pipeline, register_layer
 
 STEPS = 7
-RIVALS = {
-    "gpipe": rival.ScheduleGPipe,
-    "1f1b": rival.Schedule1F1B,
-    "interleaved-1f1b": rival.ScheduleInterleaved1F1B,
-    "looped-bfs": rival.ScheduleLoopedBFS,
-    "interleaved-zero-bubble": rival.ScheduleInterleavedZeroBubble,
-    "zbv": rival.ScheduleZBVZeroBubble,
-    "dualpipev": rival.ScheduleDualPipeV,
+TORCH_SCHEDULES = {
+    "gpipe": torch_pipelining.ScheduleGPipe,
+    "1f1b": torch_pipelining.Schedule1F1B,
+    "interleaved-1f1b": torch_pipelining.ScheduleInterleaved1F1B,
+    "looped-bfs": torch_pipelining.ScheduleLoopedBFS,
+    "interleaved-zero-bubble": torch_pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": torch_pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": torch_pipelining.ScheduleDualPipeV,
 }
 SINGLE = ("gpipe", "1f1b")
 Make = Callable[[int], nn.Module]
@@ -41,11 +41,11 @@ Table = list[tuple[Any, ...]]
 
 
 def schedule_of(name: str, ranks: int, microbatches: int) -> penstock.Schedule:
-    given = {"stages_per_rank": 2} if "interleaved" in name or "looped" in name else {}
-    return penstock.build(name, ranks=ranks, microbatches=microbatches, **given)
+    options = {"stages_per_rank": 2} if "interleaved" in name or "looped" in name else {}
+    return penstock.build(name, ranks=ranks, microbatches=microbatches, **options)
 
 
-def ours(
+def penstock_step(
     schedule: penstock.Schedule, make: Callable[[int], nn.Module], x: Tensor, y: Tensor
 ) -> Callable[[], Any]:
     own = schedule.placement.stages_of_rank[dist.get_rank()]
@@ -53,92 +53,99 @@ def ours(
     return lambda: pipeline.step(x, target=y)
 
 
-def theirs(name: str, schedule: penstock.Schedule, make: Make, x: Tensor, y: Tensor) -> Callable[[], Any]:
+def torch_step(name: str, schedule: penstock.Schedule, make: Make, x: Tensor, y: Tensor) -> Callable[[], Any]:
     own = schedule.placement.stages_of_rank[dist.get_rank()]
     count, device = schedule.num_stages, torch.device("cpu")
-    stages: Any = [rival.PipelineStage(make(stage), stage, count, device) for stage in own]
-    runner: Any = RIVALS[name](
+    stages: Any = [torch_pipelining.PipelineStage(make(stage), stage, count, device) for stage in own]
+    runner: Any = TORCH_SCHEDULES[name](
         stages[0] if name in SINGLE else stages, schedule.microbatches, loss_fn=nn.functional.mse_loss
     )
     first, last = 0 in own, count - 1 in own
-    given = {"target": y} if last else {}
+    target = {"target": y} if last else {}
 
     def step() -> None:
-        runner.step(*((x,) if first else ()), losses=[] if last else None, **given)
+        runner.step(*((x,) if first else ()), losses=[] if last else None, **target)
 
     return step
 
 
 def seconds(*runners: Callable[[], Any], steps: int = STEPS) -> list[float]:
-    """Of each runner, the median over its steps of the slowest rank. They take turns, step by step."""
+    """Return per runner the median over steps of the slowest rank's time. The runners take turns."""
     taken: list[list[float]] = [[] for _ in runners]
     for _ in range(steps + 2):
         for runner, times in zip(runners, taken):
             dist.barrier()
-            begin = time.perf_counter()
+            start = time.perf_counter()
             runner()
-            took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             times.append(float(took))
     return [statistics.median(times[2:]) for times in taken]
 
 
-# --- stages that sleep -----------------------------------------------------------------------------
+# --- measurements ----------------------------------------------------------------------------------
 
 
-def sleeping(tell: Callable[..., None]) -> None:
-    """F = I = W = 10 ms: how much longer than the simulator's makespan a step takes."""
-    m, nap = 8, 0.010
-    tell("schedule", "simulated", "penstock", "over", "torch", "over", "torch / penstock")
-    for name in RIVALS:
+def sleeping(print_row: Callable[..., None]) -> None:
+    """F = I = W = 10 ms: overhead of a step over the simulated makespan."""
+    m, duration = 8, 0.010
+    print_row("schedule", "simulated s", "penstock s", "overhead", "torch s", "overhead", "torch / penstock")
+    for name in TORCH_SCHEDULES:
         schedule = schedule_of(name, dist.get_world_size(), m)
-        costs = penstock.Costs(forward=nap, backward_input=nap, backward_weight=nap)
+        costs = penstock.Costs(forward=duration, backward_input=duration, backward_weight=duration)
         ideal = penstock.simulate(schedule, costs).makespan
-        x = torch.zeros(m, 4, requires_grad=True)  # so that the first stage has an input gradient too
+        x = torch.zeros(m, 4, requires_grad=True)  # so that stage 0 computes an input gradient too
         y = torch.zeros(m, 4)
-        mine, other = seconds(
-            ours(schedule, lambda _: modules.Sleeping(nap), x, y),
-            theirs(name, schedule, lambda _: modules.SleepingForTorch(nap), x, y),
+        ours, theirs = seconds(
+            penstock_step(schedule, lambda _: modules.Sleeping(duration), x, y),
+            torch_step(name, schedule, lambda _: modules.SleepingForTorch(duration), x, y),
         )
-        tell(name, ideal, mine, mine / ideal - 1, other, other / ideal - 1, other / mine)
+        print_row(name, ideal, ours, ours / ideal - 1, theirs, theirs / ideal - 1, theirs / ours)
 
 
-def empty(tell: Callable[..., None]) -> None:
-    """Stages that do nothing: microseconds for each action, communication and compute."""
+def empty(print_row: Callable[..., None]) -> None:
+    """Stages with almost no compute: microseconds per action, with communication."""
     m = 16
-    tell("schedule", "actions", "penstock us", "torch us", "penstock / torch")
-    for name in RIVALS:
+    print_row("schedule", "actions", "penstock us", "torch us", "penstock / torch")
+    for name in TORCH_SCHEDULES:
         schedule = schedule_of(name, dist.get_world_size(), m)
         actions = max(map(len, penstock.lower(schedule).ranks))
         x, y = torch.zeros(m, 4, requires_grad=True), torch.zeros(m, 4)
-        mine, other = seconds(
-            ours(schedule, lambda _: modules.Scale(), x, y),
-            theirs(name, schedule, lambda _: modules.Scale(), x, y),
+        ours, theirs = seconds(
+            penstock_step(schedule, lambda _: modules.Scale(), x, y),
+            torch_step(name, schedule, lambda _: modules.Scale(), x, y),
             steps=40,
         )
-        tell(name, actions, mine / actions * 1e6, other / actions * 1e6, mine / other)
+        print_row(name, actions, ours / actions * 1e6, theirs / actions * 1e6, ours / theirs)
 
 
-def alone(tell: Callable[..., None]) -> None:
-    """The same on one rank, without messages: microseconds an action takes beyond bare autograd."""
+def alone(print_row: Callable[..., None]) -> None:
+    """The same on one rank, without communication: microseconds per action beyond plain autograd."""
     m = 16
-    tell("schedule", "actions", "bare autograd us", "penstock adds us", "torch adds us", "penstock / torch")
-    for name in RIVALS:
+    print_row(
+        "schedule",
+        "actions",
+        "plain autograd us",
+        "penstock overhead us",
+        "torch overhead us",
+        "penstock / torch",
+    )
+    for name in TORCH_SCHEDULES:
         schedule = schedule_of(name, 1, m)
         actions = max(map(len, penstock.lower(schedule).ranks))
         x, y = torch.zeros(m, 4, requires_grad=True), torch.zeros(m, 4)
-        floor, mine, other = seconds(
-            bare([modules.Scale() for _ in range(schedule.num_stages)], x, y, m),
-            ours(schedule, lambda _: modules.Scale(), x, y),
-            theirs(name, schedule, lambda _: modules.Scale(), x, y),
+        floor, ours, theirs = seconds(
+            plain_autograd([modules.Scale() for _ in range(schedule.num_stages)], x, y, m),
+            penstock_step(schedule, lambda _: modules.Scale(), x, y),
+            torch_step(name, schedule, lambda _: modules.Scale(), x, y),
             steps=100,
         )
-        mine, other = mine - floor, other - floor
-        tell(name, actions, *(each / actions * 1e6 for each in (floor, mine, other)), mine / other)
+        ours, theirs = ours - floor, theirs - floor
+        print_row(name, actions, *(each / actions * 1e6 for each in (floor, ours, theirs)), ours / theirs)
 
 
-def bare(stages: list[nn.Module], x: Tensor, y: Tensor, m: int) -> Callable[[], Any]:
-    """Forward and backward, microbatch by microbatch and stage by stage, and nothing else."""
+def plain_autograd(stages: list[nn.Module], x: Tensor, y: Tensor, m: int) -> Callable[[], Any]:
+    """Run forward and backward of each microbatch and stage in turn, and nothing else."""
 
     def step() -> None:
         for rows, target in zip(x.chunk(m), y.chunk(m)):
@@ -155,19 +162,21 @@ def bare(stages: list[nn.Module], x: Tensor, y: Tensor, m: int) -> Callable[[], 
     return step
 
 
-def transformer(tell: Callable[..., None]) -> None:
-    """Real compute, one thread a rank."""
+def transformer(print_row: Callable[..., None]) -> None:
+    """Eight transformer blocks of width 256, one thread per rank."""
     m, width = 8, 256
-    tell("schedule", "penstock s", "torch s", "torch / penstock")
-    for name in RIVALS:
+    print_row("schedule", "penstock s", "torch s", "torch / penstock")
+    for name in TORCH_SCHEDULES:
         schedule = schedule_of(name, dist.get_world_size(), m)
         x, y = torch.randn(m * 2, 64, width), torch.randn(m * 2, 64, width)
 
         def make(_: int, blocks: int = 8 // schedule.num_stages) -> nn.Module:
             return nn.Sequential(*(modules.Block(width) for _ in range(blocks)))
 
-        mine, other = seconds(ours(schedule, make, x, y), theirs(name, schedule, make, x, y), steps=25)
-        tell(name, mine, other, other / mine)
+        ours, theirs = seconds(
+            penstock_step(schedule, make, x, y), torch_step(name, schedule, make, x, y), steps=25
+        )
+        print_row(name, ours, theirs, theirs / ours)
 
 
 # --- processes -------------------------------------------------------------------------------------
@@ -175,20 +184,20 @@ def transformer(tell: Callable[..., None]) -> None:
 PARTS = {"sleep": (sleeping, 4), "empty": (empty, 4), "alone": (alone, 1), "transformer": (transformer, 2)}
 
 
-def measured(part: str, tell: Callable[..., None]) -> None:
-    ctypes.CDLL(None).prctl(29, 1)  # PR_SET_TIMERSLACK: naps end when they should, not up to 50 us later
+def run_part(part: str, print_row: Callable[..., None]) -> None:
+    ctypes.CDLL(None).prctl(29, 1)  # PR_SET_TIMERSLACK: sleeps end on time, not up to 50 us later
     register_layer(modules.Sleeping, modules.SleepingRule())
-    PARTS[part][0](tell)
+    PARTS[part][0](print_row)
 
 
 def main() -> None:
     for part in sys.argv[1:] or [*PARTS, "split"]:
         if part == "split":
-            modules.measure_split(row)
+            modules.measure_split(print_row)
             continue
         function, ranks = PARTS[part]
         print(f"{part} ({ranks} ranks)\n  {function.__doc__}")
-        on_ranks(ranks, measured, part)
+        on_ranks(ranks, run_part, part)
 
 
 if __name__ == "__main__":

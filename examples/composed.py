@@ -1,4 +1,4 @@
-"""Train a small Llama on a mesh: a pipeline inside of data, sharded data and tensor parallelism.
+"""Train a small Llama on a device mesh: pipeline, data and tensor parallelism, and FSDP.
 
 torchrun --nproc-per-node 4 examples/composed.py pp=2 dp=2
 torchrun --nproc-per-node 4 examples/composed.py pp=2 fsdp=2
@@ -32,8 +32,8 @@ CONFIG = LlamaConfig(
 )
 
 
-def parallelized(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """A stage of this rank, with its weights shared out over the other dimensions of the mesh."""
+def parallelize(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Apply tensor parallelism and FSDP to a stage of this rank, along the other dimensions of the mesh."""
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan = {name: ColwiseParallel() for name in columns}
     plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
@@ -48,29 +48,29 @@ def parallelized(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The next word."""
+    """Cross-entropy of the next token."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def main() -> None:
-    """Five steps on one batch; rank 0 prints."""
-    sizes = {name: int(size) for name, size in (given.split("=") for given in sys.argv[1:] or ["pp=2", "dp=2"])}
+    """Train five steps on one batch; rank 0 prints."""
+    sizes = {name: int(size) for name, size in (size.split("=") for size in sys.argv[1:] or ["pp=2", "dp=2"])}
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     schedule = penstock.build("zbv", ranks=sizes["pp"], microbatches=MICROBATCHES)
     layout = penstock.even_layout(CONFIG.num_hidden_layers, schedule.num_stages)
-    with torch.device("meta"):  # no rank ever holds more than its own stages
+    with torch.device("meta"):  # every rank allocates only its own stages
         stages = split(LlamaForCausalLM(CONFIG), layout=layout)
-    torch.manual_seed(0)  # replicas and tied weights begin with the same numbers
+    torch.manual_seed(0)  # replicas and tied weights start with the same values
     own = schedule.placement.stages_of_rank[mesh.get_local_rank("pp")]
-    mine = [parallelized(materialize(stages[index]), mesh) for index in own]
+    mine = [parallelize(materialize(stages[index]), mesh) for index in own]
 
     replicas = mesh["dp"] if "dp" in sizes else None
     with Pipeline(mine, schedule, loss=loss, group=mesh["pp"], replicas=replicas) as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01, foreach=False)
         shares = [name for name in ("dp", "fsdp") if name in sizes]
-        torch.manual_seed(1 + sum(map(mesh.get_local_rank, shares)))  # every replica has its own data
+        torch.manual_seed(1 + sum(map(mesh.get_local_rank, shares)))  # every replica has different data
         text = torch.randint(CONFIG.vocab_size, (ROWS, LENGTH + 1))
         for step in range(5):
             result = pipeline.step(text[:, :-1], target=text[:, 1:])
@@ -78,7 +78,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             if dist.get_rank() == 0:
-                print(f"step {step}: loss {result.loss:.4f}, norm of the gradients {norm:.4f}", flush=True)
+                print(f"step {step}: loss {result.loss:.4f}, gradient norm {norm:.4f}", flush=True)
     dist.destroy_process_group()
 
 

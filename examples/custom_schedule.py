@@ -1,4 +1,4 @@
-"""A schedule of your own in twenty lines: 1F1B by twos, proved, drawn, compared and written to a file.
+"""A custom schedule in twenty lines: 1F1B in groups of two, validated, printed and simulated.
 
 python examples/custom_schedule.py
 """
@@ -7,9 +7,9 @@ import penstock
 from penstock import Placement, Schedule
 
 
-@penstock.register("by-twos", "1F1B, two forwards and two backwards in turn", stages_per_rank=1)
+@penstock.register("by-twos", "1F1B with two forwards and two backwards in turn", stages_per_rank=1)
 def by_twos(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Rank r begins with 2(p - r) forwards; then two backwards and two forwards in turn."""
+    """Warm up with 2(p - r) forwards on rank r, then alternate two backwards and two forwards."""
     rows = []
     for r in range(ranks):
         forwards = [f"{r}F{k}" for k in range(microbatches)]
@@ -23,16 +23,16 @@ def by_twos(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
 
 
 def main() -> None:
-    """Everything that works for a family of ours works for this one."""
+    """Use it as any built-in family."""
     mine = penstock.build("by-twos", ranks=3, microbatches=6)
     print(mine)
-    print("faults:", penstock.validate(penstock.lower(mine)))
+    print("violations:", penstock.validate(penstock.lower(mine)))
     for name in ("1f1b", "by-twos"):
         for latency in (0, 0.5):
             made = penstock.build(name, ranks=3, microbatches=6)
             timeline = penstock.simulate(made, penstock.Costs(latency=latency))
-            held = max(timeline.peak_memory)
-            print(f"{name}, hops of {latency}: {timeline.makespan:g} long, {held:g} activations")
+            live = max(timeline.peak_memory)
+            print(f"{name}, latency {latency}: makespan {timeline.makespan:g}, {live:g} live activations")
 
 
 if __name__ == "__main__":

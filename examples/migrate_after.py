@@ -1,4 +1,4 @@
-"""The same on Penstock: one import is changed.
+"""The same script on Penstock: one import is different.
 
 torchrun --nproc-per-node 2 examples/migrate_after.py
 """
@@ -13,10 +13,10 @@ STAGES, MICROBATCHES = 4, 4
 
 
 def main() -> None:
-    """Three steps; the rank of the last stage prints."""
+    """Train three steps; the rank of the last stage prints."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)  # every rank makes the same model, and keeps its own part of it
+    torch.manual_seed(0)  # every rank creates the same model and uses its own stages
     parts = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(STAGES)]
     own = range(rank, STAGES, ranks)
     stages = [PipelineStage(parts[index], index, STAGES, torch.device("cpu")) for index in own]

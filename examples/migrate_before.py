@@ -1,4 +1,4 @@
-"""Two ranks with two stages each on torch.distributed.pipelining.
+"""Train on two ranks with two stages each, with torch.distributed.pipelining.
 
 torchrun --nproc-per-node 2 examples/migrate_before.py
 """
@@ -12,10 +12,10 @@ STAGES, MICROBATCHES = 4, 4
 
 
 def main() -> None:
-    """Three steps; the rank of the last stage prints."""
+    """Train three steps; the rank of the last stage prints."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)  # every rank makes the same model, and keeps its own part of it
+    torch.manual_seed(0)  # every rank creates the same model and uses its own stages
     parts = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(STAGES)]
     own = range(rank, STAGES, ranks)
     stages = [PipelineStage(parts[index], index, STAGES, torch.device("cpu")) for index in own]

@@ -1,4 +1,4 @@
-"""Plan a run from costs, without torch or a GPU: which schedule, how many microbatches, and does it fit?
+"""Choose a schedule and a number of microbatches from costs and a memory limit, without torch or a GPU.
 
 python examples/plan_run.py
 """
@@ -10,31 +10,31 @@ from penstock import Costs
 from penstock.simulation.comparison import compare
 
 RANKS, MEMORY = 8, 10
-"""What there is: ranks, and room for as many activations of one stage per rank."""
+"""The number of ranks, and the memory limit per rank in activations of a whole rank."""
 COSTS = Path(__file__).parent / "costs"
-CUTS = {
+SPLITS = {
     "one_stage_slow_hops.toml": ("1f1b", "eager-1f1b", "zb-h1", "zb-h2"),
     "two_stages_slow_hops.toml": ("interleaved-1f1b", "interleaved-zero-bubble", "zbv", "v-half"),
 }
-"""The model cut into one stage per rank, or two, and the families for that."""
+"""Costs of the model split into one or two stages per rank, and the families for each."""
 
 
 def main() -> None:
-    """Simulate all of them for three microbatch counts, and name the fastest that fits."""
+    """Simulate all of them, and print the fastest within the memory limit."""
     rows = []
-    for file, names in CUTS.items():
+    for file, names in SPLITS.items():
         costs = Costs.read(COSTS / file)
         for m in (8, 16, 32):
             made = [penstock.build(name, ranks=RANKS, microbatches=m) for name in names]
             rows += compare(*made, costs=costs)
     rows.sort(key=lambda row: row.makespan / row.microbatches)
-    print("family                    m  time of one  idle   holds")
+    print("family                    m  time per microbatch   idle  memory")
     for row in rows[:10]:
-        fits = "" if row.peak_memory <= MEMORY else "  too much"
+        fits = "" if row.peak_memory <= MEMORY else "  over the limit"
         each, m = row.makespan / row.microbatches, row.microbatches
-        print(f"{row.name:<24} {m:>2}  {each:>11.3f}  {row.bubble:5.1%}  {row.peak_memory:5.1f}{fits}")
+        print(f"{row.name:<24} {m:>2}  {each:>19.3f}  {row.bubble:5.1%}  {row.peak_memory:6.1f}{fits}")
     best = next(row for row in rows if row.peak_memory <= MEMORY)
-    print(f"take {best.name} with {best.microbatches} microbatches: within {best.gap:.1%} of the best order")
+    print(f"best: {best.name} with {best.microbatches} microbatches, gap to the lower bound {best.gap:.1%}")
 
 
 if __name__ == "__main__":

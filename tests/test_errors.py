@@ -1,3 +1,5 @@
+"""Promises of the exceptions: one base class, a complete tree, messages, pickling."""
+
 from __future__ import annotations
 
 import pickle
@@ -22,20 +24,22 @@ from penstock.errors import (
     ScheduleError,
     SearchError,
     StepFailedError,
+    UnhandledKindError,
 )
 
 ONE_OF_EACH = (
-    ActionError("1X0", 1, "this is not a kind of action"),
+    ActionError("1X0", 1, "unknown kind of action"),
     PlacementError("a placement needs at least one stage"),
-    BuildError("no family is called '1f1c'"),
+    BuildError("unknown family '1f1c'"),
     FormatError("mine.csv", ["row 1, column 2: wrong", "row 3: wrong too"]),
+    UnhandledKindError("RECOMPUTE", "simulation.network"),
     ScheduleError("a schedule needs at least 1 microbatch"),
     SearchError("nothing fits"),
     CostsError("forward: it must be 0 or more"),
     MissingExtraError("PNG needs Pillow"),
     PartitionError("no module is called 'layers.9'"),
-    BatchError("3 rows cannot be shared by 4 microbatches"),
-    PlanError("nothing fits: a rank may hold 10 bytes, the smallest way needs 12"),
+    BatchError("3 rows cannot be split into 4 microbatches"),
+    PlanError("no configuration fits into 10 bytes per rank; the smallest needs 12"),
     PipelineError("the schedule is for 4 ranks, but the process group has 2"),
     CheckpointError("step-100 cannot be loaded", ["no 'a.weight' in it", "no 'b.weight' in it"]),
     StepFailedError("step 3 failed on rank 1", 1, "1F0", 1, 0, "exception", "Traceback ..."),
@@ -48,7 +52,7 @@ def test_every_error_is_caught_as_penstock_error_and_as_value_error(error: Penst
     assert isinstance(error, ValueError)
 
 
-def test_the_tree_in_the_docstring_names_every_error_and_no_other() -> None:
+def test_the_tree_in_the_docstring_is_complete() -> None:
     assert errors.__doc__ is not None
     drawn = {word for word in errors.__doc__.split() if word.endswith("Error")}
     assert drawn == set(errors.__all__)
@@ -60,27 +64,27 @@ def test_every_error_is_a_public_name(name: str) -> None:
     assert getattr(penstock, name) is getattr(errors, name)
 
 
-def test_an_action_error_says_text_reason_and_position() -> None:
-    error = ActionError("1X0", 1, "this is not a kind of action")
-    assert str(error) == "'1X0' is not an action: this is not a kind of action (at position 1)"
-    assert (error.text, error.position, error.reason) == ("1X0", 1, "this is not a kind of action")
+def test_an_action_error_has_text_reason_and_position() -> None:
+    error = ActionError("1X0", 1, "unknown kind of action")
+    assert str(error) == "'1X0' is not an action: unknown kind of action (at position 1)"
+    assert (error.text, error.position, error.reason) == ("1X0", 1, "unknown kind of action")
 
 
-def test_an_action_error_shows_only_the_beginning_of_a_long_text() -> None:
+def test_an_action_error_shortens_a_long_text() -> None:
     error = ActionError("9" * 10_000, 0, "the stage number is too large")
     assert len(str(error)) < 200
     assert error.text == "9" * 10_000
 
 
-def test_a_format_error_has_one_line_for_each_fault_and_every_line_names_the_file() -> None:
+def test_a_format_error_has_one_line_per_problem_and_every_line_names_the_file() -> None:
     error = FormatError("mine.csv", ["row 1, column 2: wrong", "row 3: wrong too"])
     assert str(error).splitlines() == ["mine.csv: row 1, column 2: wrong", "mine.csv: row 3: wrong too"]
-    assert error.faults == ("row 1, column 2: wrong", "row 3: wrong too")
+    assert error.problems == ("row 1, column 2: wrong", "row 3: wrong too")
     assert error.source == "mine.csv"
 
 
 @pytest.mark.parametrize("error", ONE_OF_EACH, ids=lambda error: type(error).__name__)
-def test_an_error_reaches_another_process_as_it_was(error: PenstockError) -> None:
+def test_errors_can_be_pickled(error: PenstockError) -> None:
     there = pickle.loads(pickle.dumps(error))  # noqa: S301 -- our own bytes
     assert type(there) is type(error)
     assert str(there) == str(error)

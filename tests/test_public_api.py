@@ -1,3 +1,5 @@
+"""Promise: the public names are the documented ones, and each has a docstring."""
+
 from __future__ import annotations
 
 import re
@@ -8,18 +10,21 @@ import pytest
 import penstock
 
 DOCUMENTED = {
-    # values
+    # types
     "Action",
     "Kind",
     "Overlap",
     "Placement",
+    "SendModel",
+    "StageGraph",
+    "UnhandledKindError",
     "Schedule",
     "Costs",
     "Timeline",
     "Family",
     "SearchResult",
     "Violation",
-    # verbs
+    # functions
     "build",
     "even_layout",
     "families",
@@ -57,21 +62,21 @@ def test_the_public_names_are_exactly_the_documented_ones() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DOCUMENTED))
-def test_every_public_name_is_there_and_has_a_docstring(name: str) -> None:
+def test_every_public_name_exists_and_has_a_docstring(name: str) -> None:
     doc = getattr(penstock, name).__doc__
     assert doc
-    assert not doc.startswith(f"{name}(")  # what a dataclass writes for itself
+    assert not doc.startswith(f"{name}(")  # the generated docstring of a dataclass
 
 
-def test_everything_else_that_can_be_seen_is_a_module_or_private() -> None:
+def test_all_other_attributes_are_modules_or_private() -> None:
     modules = {path.stem for path in Path(penstock.__file__).parent.iterdir()}
     seen = {name for name in vars(penstock) if not name.startswith("_")}
     assert seen - modules <= DOCUMENTED
 
 
-def test_the_version_is_a_version() -> None:
+def test_the_version_is_valid() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", penstock.__version__)
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert (Path(penstock.__file__).parent / "py.typed").exists()

@@ -17,19 +17,22 @@ from penstock.errors import (
     ScheduleError,
     SearchError,
     StepFailedError,
+    UnhandledKindError,
 )
 from penstock.families import Family, build, families, register
 from penstock.formats import read
 from penstock.ir.action import Action, Kind, Overlap, parse_action
+from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.planning import plan
-from penstock.planning.layout import even_layout, parse_layout
+from penstock.planning.layout import even_layout
+from penstock.planning.layout_text import parse_layout
 from penstock.search import SearchResult, search
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
-from penstock.validation import Violation, validate
+from penstock.validation import SendModel, Violation, validate
 
 __version__ = "0.1.0"
 
@@ -56,8 +59,11 @@ __all__ = [
     "ScheduleError",
     "SearchError",
     "SearchResult",
+    "SendModel",
+    "StageGraph",
     "StepFailedError",
     "Timeline",
+    "UnhandledKindError",
     "Violation",
     "build",
     "even_layout",

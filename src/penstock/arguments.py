@@ -1,4 +1,4 @@
-"""What somebody gave, made safe to use: whole numbers of any type, texts and lists that go into a message."""
+"""Arguments and messages: accept integers of any type, and format foreign text and lists for messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["listed", "printable", "some", "whole_number"]
 
 
 def whole_number(value: object) -> int | None:
-    """The value as an `int` if it is a whole number of any type, numpy's included; a bool is none."""
+    """Convert an integer of any type, such as numpy's, to `int`; return None for a bool and everything else."""
     if isinstance(value, bool):
         return None
     try:
@@ -19,17 +19,17 @@ def whole_number(value: object) -> int | None:
 
 
 def printable(text: str, most: int = 60) -> str:
-    """A text somebody else wrote, as one short line that cannot steer a terminal."""
+    """Shorten foreign text to `most` characters on one line, and escape control characters."""
     shown = text if len(text) <= most else text[: most - 3] + "..."
     return shown if shown.isprintable() else ascii(shown)
 
 
 def listed(values: Iterable[object]) -> str:
-    """All of them, one after the other."""
+    """Join all values with commas."""
     return ", ".join(map(str, values))
 
 
 def some(values: Sequence[object], most: int = 8) -> str:
-    """The first of them, and how many there are besides."""
+    """Join the first values with commas, and append the number of the others."""
     more = len(values) - most
     return listed(values[:most]) + (f", and {more} more" if more > 0 else "")

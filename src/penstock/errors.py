@@ -1,23 +1,23 @@
-"""Every way Penstock refuses something, in one tree.
+"""Exceptions: everything Penstock raises on purpose, in one tree.
 
-    PenstockError                what all of these are, so that one `except` catches everything
-    ├── ActionError              a text that is not an action, with the position of the fault
-    ├── PlacementError           a mapping of stages to ranks that cannot be
-    ├── BuildError               a family that is unknown, or numbers it cannot be built for
-    ├── FormatError              a file that is not a schedule, with every fault and its place
-    ├── UnhandledKindError       an action kind that a part of Penstock has nothing for
-    ├── ScheduleError            a schedule that cannot be made, lowered or run as it stands
-    ├── CostsError               costs that cannot be, or that do not fit a schedule
-    ├── PlanError                a model that cannot be planned for as asked, or nothing that fits
-    ├── SearchError              work and limits that no order can meet
-    ├── MissingExtraError        something that needs an optional dependency which is not installed
-    ├── PartitionError           a model that cannot be cut into stages as asked
-    ├── BatchError               a batch that cannot be cut into microbatches, or outputs that cannot be merged
-    ├── PipelineError            stages, schedule and ranks that do not fit together
-    ├── CheckpointError          a checkpoint that cannot be saved or loaded, with every fault
-    └── StepFailedError          a step that failed on some rank: the same report on every rank
+    PenstockError                the base class: one `except` catches all of them
+    ├── ActionError              a text is not an action; has the position of the first error
+    ├── PlacementError           an invalid mapping of stages to ranks
+    ├── BuildError               an unknown family, or arguments that it does not support
+    ├── FormatError              a file that cannot be parsed; lists every problem with its location
+    ├── UnhandledKindError       a part of Penstock has no code for an action kind
+    ├── ScheduleError            a schedule that cannot be created, lowered or run
+    ├── CostsError               invalid costs, or costs that do not match the schedule
+    ├── PlanError                a plan request that is invalid or that no configuration satisfies
+    ├── SearchError              a search request that is invalid or that no order satisfies
+    ├── MissingExtraError        an optional dependency is not installed
+    ├── PartitionError           a model cannot be split into stages as requested
+    ├── BatchError               a batch cannot be split into microbatches, or outputs cannot be merged
+    ├── PipelineError            stages, schedule and ranks do not match
+    ├── CheckpointError          a checkpoint cannot be saved or loaded; lists every problem
+    └── StepFailedError          a training step failed on some rank; the report is the same on every rank
 
-All of them are `ValueError`s too, because nearly each is about a value somebody gave.
+All of them are also `ValueError`s, because almost all are about an argument.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = [
 
 
 class PenstockError(ValueError):
-    """The base of every error that Penstock raises on purpose."""
+    """The base class of all errors that Penstock raises on purpose."""
 
 
 class ActionError(PenstockError):
-    """A text that is not an action; `position` is the index of the first wrong character."""
+    """A text is not an action; `position` is the index of the first wrong character."""
 
     def __init__(self, text: str, position: int, reason: str) -> None:
         shown = text if len(text) <= 60 else text[:57] + "..."
@@ -63,27 +63,27 @@ class ActionError(PenstockError):
 
 
 class PlacementError(PenstockError):
-    """A mapping of stages to ranks that cannot be."""
+    """An invalid mapping of stages to ranks."""
 
 
 class BuildError(PenstockError):
-    """A family that is unknown, or numbers it cannot be built for."""
+    """An unknown family, or arguments that it does not support."""
 
 
 class FormatError(PenstockError):
-    """A file that is not a schedule; `faults` has one sentence for each place that is wrong."""
+    """A file that cannot be parsed; `problems` has one sentence per problem, with its location."""
 
-    def __init__(self, source: str, faults: Sequence[str]) -> None:
-        super().__init__("\n".join(f"{source}: {fault}" for fault in faults))
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(f"{source}: {problem}" for problem in problems))
         self.source = source
-        self.faults = tuple(faults)
+        self.problems = tuple(problems)
 
     def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
-        return type(self), (self.source, self.faults)
+        return type(self), (self.source, self.problems)
 
 
 class UnhandledKindError(PenstockError):
-    """An action kind that a part of Penstock has nothing for; `kind` is its text, `room` names the part."""
+    """A part of Penstock has no code for an action kind; `kind` is its text, `room` names the part."""
 
     def __init__(self, kind: str, room: str) -> None:
         super().__init__(f"{room} does not handle actions of kind {kind}")
@@ -95,54 +95,55 @@ class UnhandledKindError(PenstockError):
 
 
 class ScheduleError(PenstockError):
-    """A schedule that cannot be made, lowered or run as it stands."""
+    """A schedule that cannot be created, lowered or run."""
 
 
 class CostsError(PenstockError):
-    """Costs that cannot be, or that do not fit a schedule."""
+    """Invalid costs, or costs that do not match the schedule."""
 
 
 class PlanError(PenstockError):
-    """A model that cannot be planned for as asked, or nothing that fits."""
+    """A plan request that is invalid or that no configuration satisfies."""
 
 
 class SearchError(PenstockError):
-    """Work and limits that no order can meet, or a search that was asked for wrongly."""
+    """A search request that is invalid or that no order satisfies."""
 
 
 class MissingExtraError(PenstockError, ImportError):
-    """Something that needs an optional dependency which is not installed."""
+    """An optional dependency is not installed."""
 
 
 class PartitionError(PenstockError):
-    """A model that cannot be cut into stages as asked."""
+    """A model cannot be split into stages as requested."""
 
 
 class BatchError(PenstockError):
-    """A batch that cannot be cut into microbatches, or outputs that cannot be merged."""
+    """A batch cannot be split into microbatches, or outputs cannot be merged."""
 
 
 class PipelineError(PenstockError):
-    """Stages, schedule and ranks that do not fit together."""
+    """Stages, schedule and ranks do not match."""
 
 
 class CheckpointError(PenstockError):
-    """A checkpoint that cannot be saved or loaded; `faults` has one sentence for each thing that is wrong."""
+    """A checkpoint cannot be saved or loaded; `problems` has one sentence per problem."""
 
-    def __init__(self, summary: str, faults: Sequence[str]) -> None:
-        super().__init__("\n  ".join([f"{summary}:", *faults]))
+    def __init__(self, summary: str, problems: Sequence[str]) -> None:
+        super().__init__("\n  ".join([f"{summary}:", *problems]))
         self.summary = summary
-        self.faults = tuple(faults)
+        self.problems = tuple(problems)
 
     def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
-        return type(self), (self.summary, self.faults)
+        return type(self), (self.summary, self.problems)
 
 
 class StepFailedError(PenstockError):
-    """A step that failed on some rank; every rank raises it with the same report.
+    """A training step failed on some rank; every rank raises this error with the same report.
 
-    `rank` is where it began, `action` what that rank was doing, `stage` and `microbatch` are that action's,
-    where it has them; `kind` is `exception`, `timeout` or `lost`; `details` is the original traceback.
+    `rank` is the rank that failed first and `action` the action it was executing, with its `stage` and
+    `microbatch` if it has them. `kind` is `exception`, `timeout` or `lost` (a connection broke). `details` is
+    the original traceback.
     """
 
     def __init__(
@@ -165,5 +166,5 @@ class StepFailedError(PenstockError):
         self.details = details
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        given = (self.report, self.rank, self.action, self.stage, self.microbatch, self.kind, self.details)
-        return type(self), given
+        arguments = (self.report, self.rank, self.action, self.stage, self.microbatch, self.kind, self.details)
+        return type(self), arguments

@@ -94,9 +94,9 @@ def test_wrong_in_json_has_the_documented_keys_and_places(run: Run) -> None:
     ("file", "lines"),
     [
         ("malformed.csv", ["malformed.csv: row 1, column 2: 'zz'", "malformed.csv: row 2, column 1: '1F0x'"]),
-        ("malformed.json", ["malformed.json: version: it must be 1", "malformed.json: ranks: missing"]),
-        ("bytes.csv", ["bytes.csv: byte 0 is not UTF-8 text"]),
-        ("empty.csv", ["empty.csv: it is empty"]),
+        ("malformed.json", ["malformed.json: version: expected 1", "malformed.json: ranks: missing"]),
+        ("bytes.csv", ["bytes.csv: byte 0 is not valid UTF-8"]),
+        ("empty.csv", ["empty.csv: no rows"]),
     ],
 )
 def test_a_malformed_file_ends_with_1_and_names_every_place(file: str, lines: list[str], run: Run) -> None:
@@ -121,8 +121,8 @@ def test_a_malformed_file_in_json_is_not_valid_and_says_why(file: str, run: Run)
         (["missing.csv", "--json"], "missing.csv: No such file or directory"),
         (["folder.csv"], "folder.csv: Is a directory"),
         (["right.csv", "--sends", "pigeons"], "--sends is one of buffered, edge-streams, pair-streams"),
-        (["1f1b"], "it is .csv or .json"),
-        (["notes.txt"], "it is .csv or .json"),
+        (["1f1b"], "use .csv or .json"),
+        (["notes.txt"], "use .csv or .json"),
     ],
 )
 def test_bad_usage_ends_with_2(words: list[str], says: str, run: Run) -> None:

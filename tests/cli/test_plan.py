@@ -145,7 +145,7 @@ def test_bad_usage_is_told(run: Run, model: Path, tmp_path: Path) -> None:
         ((model, "--ranks", 9), "9 ranks need a layer for each, and the model has 8 layers"),
         ((model, "--memory", "60B"), "nothing fits: a rank may hold 60 B"),
         (("bad.json",), "bad.json: layers[0].forward: not a key of a layer"),
-        (("model.yaml",), "the ending .yaml is not known"),
+        (("model.yaml",), "unknown file extension .yaml"),
         (("missing.toml",), "missing.toml: No such file or directory"),
     ):
         answer = run("plan", *words, "--seconds", 0)

@@ -61,7 +61,7 @@ def test_objectives_placements_whole_backwards_and_noise_can_be_asked_for(run: R
         (["--objective", "speed"], "'speed' is not one of", 2),
         (["-o", "no/best.csv"], "no/best.csv: the folder no is not there or cannot be written to", 2),
         (["-o", "folder.csv"], "folder.csv is a folder", 2),
-        (["-o", "best.txt"], "best.txt: the ending .txt is not known; it is .csv or .json", 2),
+        (["-o", "best.txt"], "best.txt: unknown file extension .txt; use .csv or .json", 2),
     ],
 )
 def test_what_cannot_be_searched_for_is_bad_usage(

@@ -126,7 +126,7 @@ def test_the_name_in_a_file_cannot_steer_the_terminal(run: Run, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["1f1c", "-p", 2, "-m", 2], "no family is called '1f1c'; did you mean 1f1b?"),
+        (["1f1c", "-p", 2, "-m", 2], "unknown family '1f1c'; did you mean 1f1b?"),
         (["interleaved", "-p", 2, "-m", 2], "did you mean interleaved-1f1b?"),
         (["zebra-horse", "-p", 2, "-m", 2], "known: gpipe, looped-bfs,"),
         (["1f1b"], "say --ranks and --microbatches, as in: penstock show 1f1b --ranks 4 --microbatches 8"),
@@ -147,8 +147,8 @@ def test_the_name_in_a_file_cannot_steer_the_terminal(run: Run, tmp_path: Path) 
         (["x.csv", "-p", 2, "-m", 2], "is a file and has its own numbers; drop --ranks and --microbatches"),
         (["x.csv", "-v", 2], "is a file and has its own numbers; drop --stages-per-rank"),
         (["x.csv"], "x.csv: No such file or directory"),
-        (["folder/x"], "the ending (none) is not known; it is .csv or .json"),
-        (["folder/x.xml"], "the ending .xml is not known; it is .csv or .json"),
+        (["folder/x"], "unknown file extension (none); use .csv or .json"),
+        (["folder/x.xml"], "unknown file extension .xml; use .csv or .json"),
     ],
 )
 def test_bad_usage_ends_with_2_and_says_what_to_do(words: list[object], says: str, run: Run) -> None:
@@ -160,7 +160,7 @@ def test_bad_usage_ends_with_2_and_says_what_to_do(words: list[object], says: st
 
 def test_a_file_that_is_there_is_taken_for_a_file_whatever_its_ending(run: Run, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text(CSV)
-    assert "it is .csv or .json" in run("show", "notes.txt").said
+    assert "use .csv or .json" in run("show", "notes.txt").said
 
 
 def test_numbers_nobody_means_are_bad_usage(run: Run) -> None:

@@ -88,19 +88,19 @@ def test_a_file_has_all_its_faults_told_by_key(tmp_path: Path) -> None:
     path.write_text('forward = 1\nlatency_seconds = "fast"\nbackward_input_seconds = -1\n')
     with pytest.raises(FormatError) as caught:
         Costs.read(path)
-    names = [fault.split(":")[0] for fault in caught.value.faults]
+    names = [fault.split(":")[0] for fault in caught.value.problems]
     assert names == ["forward", "backward_input_seconds", "latency_seconds"]
-    assert "not a key of costs; they are forward_seconds" in caught.value.faults[0]
+    assert "not a key of costs; they are forward_seconds" in caught.value.problems[0]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
-        ("c.json", "{", "it is not JSON"),
+        ("c.json", "{", "invalid JSON"),
         ("c.json", "[]", "costs are an object"),
-        ("c.toml", "a = ", "it is not TOML"),
-        ("c.txt", "", "it is .json or .toml"),
-        ("c.json", "[" * 100_000, "it is not JSON"),
+        ("c.toml", "a = ", "invalid TOML"),
+        ("c.txt", "", "use .json or .toml"),
+        ("c.json", "[" * 100_000, "invalid JSON"),
     ],
 )
 def test_files_that_are_no_costs_are_refused(name: str, text: str, fault: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Promise: wherever torch's constructors accept the numbers, our orders and lowered lists are torch's.
+"""Promise: wherever torch's constructors accept the arguments, orders and lowered orders equal torch's.
 
-Idle slots aside. torch prints a wrong order for 1F1B's last rank, so its single-stage schedules are compared
-by what they do when they run. Which of several stages is resharded first is arbitrary in torch.
+Idle slots are ignored. torch prints a wrong order for the last rank of 1F1B, so its single-stage schedules are
+compared by the actions they execute. The order in which torch reshards several stages is arbitrary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.lowering import (
     lower,
 )
 
-pytest.importorskip("torch", reason="torch is the oracle of this file")
+pytest.importorskip("torch", reason="this file compares with torch")
 
 from tests.oracles import torch_schedules as torch
 
@@ -37,7 +37,7 @@ def rows_of(schedule: Schedule) -> torch.Rows:
 
 
 def reshards_sorted(rows: torch.Rows) -> torch.Rows:
-    """Runs of RESHARD in one order: torch takes them from a set."""
+    """Sort consecutive RESHARD actions: torch takes them from a set."""
     return [
         [
             text
@@ -48,7 +48,7 @@ def reshards_sorted(rows: torch.Rows) -> torch.Rows:
     ]
 
 
-def assert_lowered_alike(schedule: Schedule) -> None:
+def assert_lowered_equal(schedule: Schedule) -> None:
     stage_to_rank = dict(enumerate(schedule.placement.stage_to_rank))
     theirs = torch.lowered(rows_of(schedule), stage_to_rank, schedule.microbatches)
     assert reshards_sorted(rows_of(lower(schedule))) == reshards_sorted(theirs)
@@ -56,7 +56,7 @@ def assert_lowered_alike(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", SINGLE)
-def test_single_stage_schedules_run_in_torchs_order(name: str, ranks: int) -> None:
+def test_single_stage_schedules_execute_in_the_order_of_torch(name: str, ranks: int) -> None:
     accepted = 0
     for microbatches in MICROBATCHES:
         try:
@@ -66,13 +66,13 @@ def test_single_stage_schedules_run_in_torchs_order(name: str, ranks: int) -> No
         accepted += 1
         ours = penstock.build(name, ranks=ranks, microbatches=microbatches)
         assert rows_of(ours) == theirs
-        assert_lowered_alike(ours)
+        assert_lowered_equal(ours)
     assert accepted >= len(MICROBATCHES) - ranks
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", MULTI)
-def test_multi_stage_schedules_are_torchs(name: str, ranks: int) -> None:
+def test_multi_stage_schedules_equal_those_of_torch(name: str, ranks: int) -> None:
     accepted = 0
     for stages_per_rank, microbatches in itertools.product(STAGES_PER_RANK, MICROBATCHES):
         try:
@@ -89,9 +89,7 @@ def test_multi_stage_schedules_are_torchs(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", MULTI)
-def test_receives_deferred_past_sends_are_torchs_wherever_torch_keeps_the_channels_in_order(
-    name: str, ranks: int
-) -> None:
+def test_deferred_receives_equal_those_of_torch_where_torch_keeps_channel_order(name: str, ranks: int) -> None:
     passes = (AddSharding(), AddGradReduction(), AddCommunication(), DeferReceives(past_sends=True))
     for stages_per_rank, microbatches in itertools.product((1, 2, 3), (1, 2, 4, 6, 8, 12)):
         try:
@@ -115,21 +113,21 @@ def test_receives_deferred_past_sends_are_torchs_wherever_torch_keeps_the_channe
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])
-def test_backwards_are_merged_as_torch_merges_them(name: str) -> None:
+def test_merged_backwards_equal_those_of_torch(name: str) -> None:
     for ranks, microbatches in itertools.product((1, 2, 3, 4, 8), (1, 2, 4, 8, 12)):
         schedule = penstock.build(name, ranks=ranks, microbatches=microbatches)
         assert rows_of(MergeBackward()(schedule)) == torch.merged(rows_of(schedule))
 
 
-def test_torchs_own_deferral_hangs_on_one_communicator() -> None:
+def test_deferred_receives_of_torch_deadlock_on_one_communicator() -> None:
     theirs = torch.built("Interleaved1F1B", 2, 1, 2, defer_pp_recv=True).pipeline_order_with_comms
     (violation,) = penstock.validate(Schedule(torch.as_rows(theirs)))
     assert violation.code == "deadlock"
-    assert violation.models == ("pair-streams", "shared-stream", "rendezvous")
+    assert violation.send_models == penstock.SendModel.PAIR_STREAMS.and_stricter
 
 
-def test_torchs_own_deferral_mixes_up_a_channel() -> None:
-    """Rank 0 sends 0SEND_F2 to rank 1 before 3SEND_B0; rank 1 would take the second for the first."""
+def test_deferred_receives_of_torch_break_channel_order() -> None:
+    """Rank 0 sends 0SEND_F2 before 3SEND_B0 to rank 1; rank 1 would receive the first as the second."""
     theirs = torch.built("ZBVZeroBubble", 2, 2, 3, defer_pp_recv=True).pipeline_order_with_comms
     found = penstock.validate(Schedule(torch.as_rows(theirs)), send_model="edge-streams")
     assert [str(violation.action) for violation in found if violation.code == "channel-order"] == ["2RECV_B0"]

@@ -1,4 +1,4 @@
-"""Promises of the families: closed forms, memory, any numbers, and the figures in their docstrings."""
+"""Promises of the families: closed forms, memory, any number of ranks and microbatches, docstring figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def span(schedule: Schedule, f: float, i: float, w: float, hop: float) -> float:
 
 
 def peaks(schedule: Schedule) -> list[int]:
-    """The most activations each rank holds at once: from F until B, or until W."""
+    """Peak live activations of each rank: from F until B or W."""
     found = []
     for row in schedule.ranks:
         live = peak = 0
@@ -39,14 +39,14 @@ def peaks(schedule: Schedule) -> list[int]:
 
 
 def numbers(name: str) -> Iterator[tuple[int, int, int | None]]:
-    legs = [None] if FAMILIES[name].stages_per_rank else [1, 2, 3, 4]
-    yield from itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 5, 7, 8, 9, 12, 17), legs)
+    per_rank = [None] if FAMILIES[name].stages_per_rank else [1, 2, 3, 4]
+    yield from itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 5, 7, 8, 9, 12, 17), per_rank)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_is_right_for_any_numbers_compute_only_and_lowered(name: str) -> None:
-    for ranks, microbatches, legs in numbers(name):
-        schedule = penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=legs)
+def test_every_family_is_valid_for_any_numbers_compute_only_and_lowered(name: str) -> None:
+    for ranks, microbatches, per_rank in numbers(name):
+        schedule = penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
         assert schedule.name == name
         assert (schedule.num_ranks, schedule.microbatches) == (ranks, microbatches)
         assert penstock.validate(schedule) == []
@@ -54,17 +54,17 @@ def test_every_family_is_right_for_any_numbers_compute_only_and_lowered(name: st
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_runs_to_the_end_in_the_naive_interpreter(name: str) -> None:
+def test_every_family_is_valid_by_the_naive_oracle(name: str) -> None:
     for ranks, microbatches in ((1, 1), (2, 3), (3, 2), (3, 5)):
         schedule = penstock.lower(penstock.build(name, ranks=ranks, microbatches=microbatches))
         rows = [[str(step) for step in row] for row in schedule.ranks]
         judge = Judge(rows, schedule.placement.stage_to_rank, microbatches)
-        assert judge.is_right()
+        assert judge.is_valid()
         assert all(judge.runs(model) for model in MODELS)
 
 
 def accepted_by_torch(name: str, ranks: int, microbatches: int) -> bool:
-    """The numbers torch's constructors accept; tests/families/test_against_torch.py meets torch itself."""
+    """Whether torch's constructor accepts the arguments; test_against_torch.py compares with torch itself."""
     if name == "1f1b":
         return microbatches >= ranks
     if name == "dualpipev":
@@ -73,21 +73,21 @@ def accepted_by_torch(name: str, ranks: int, microbatches: int) -> bool:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev"])
-def test_where_torch_refuses_the_numbers_ours_is_no_slower_than_torchs_next_larger(name: str) -> None:
-    refused = 0
+def test_where_torch_rejects_the_numbers_we_are_not_slower_than_its_next_larger_schedule(name: str) -> None:
+    rejected = 0
     for ranks, microbatches in itertools.product(range(1, 9), range(1, 25)):
         if accepted_by_torch(name, ranks, microbatches):
             continue
         larger = next(m for m in itertools.count(microbatches) if accepted_by_torch(name, ranks, m))
-        for legs in [None] if FAMILIES[name].stages_per_rank else [1, 2, 3, 4]:
-            refused += 1
+        for per_rank in [None] if FAMILIES[name].stages_per_rank else [1, 2, 3, 4]:
+            rejected += 1
             ours, theirs = (
-                penstock.build(name, ranks=ranks, microbatches=m, stages_per_rank=legs)
+                penstock.build(name, ranks=ranks, microbatches=m, stages_per_rank=per_rank)
                 for m in (microbatches, larger)
             )
             assert penstock.validate(penstock.lower(ours)) == []
             assert length(ours) <= length(theirs)
-    assert refused > 20
+    assert rejected > 20
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_closed_forms_of_one_stage_per_rank(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), GRID)
 def test_memory_is_what_the_docstrings_say(p: int, m: int) -> None:
-    def of(name: str, legs: int | None = None) -> list[int]:
-        return peaks(penstock.build(name, ranks=p, microbatches=m, stages_per_rank=legs))
+    def of(name: str, per_rank: int | None = None) -> list[int]:
+        return peaks(penstock.build(name, ranks=p, microbatches=m, stages_per_rank=per_rank))
 
     assert of("gpipe") == [m] * p
     assert of("looped-bfs", 3) == [3 * m] * p
@@ -193,21 +193,21 @@ def test_interleaving_divides_the_bubble_and_pays_each_hop(p: int, v: int) -> No
 FIGURE = re.compile(r"^    penstock show (\S+) -p (\d+) -m (\d+)(?: -v (\d+))?$", re.MULTILINE)
 
 
-def test_the_figures_in_the_docstrings_are_what_is_built() -> None:
-    drawn = 0
+def test_the_figures_in_the_docstrings_are_current() -> None:
+    figures = 0
     for module in pkgutil.iter_modules(importlib.import_module("penstock.families").__path__):
         text = importlib.import_module(f"penstock.families.{module.name}").__doc__ or ""
-        for name, ranks, microbatches, legs in FIGURE.findall(text):
+        for name, ranks, microbatches, per_rank in FIGURE.findall(text):
             made = penstock.build(
                 name,
                 ranks=int(ranks),
                 microbatches=int(microbatches),
-                stages_per_rank=int(legs) if legs else None,
+                stages_per_rank=int(per_rank) if per_rank else None,
             )
-            picture = "\n".join(f"    {line}".rstrip() for line in grid(made, 104).plain.split("\n"))
-            assert picture in text, name
-            drawn += 1
-    assert drawn >= 8
+            figure = "\n".join(f"    {line}".rstrip() for line in grid(made, 104).plain.split("\n"))
+            assert figure in text, name
+            figures += 1
+    assert figures >= 8
 
 
 # family, stages per rank -> live activations at most, idle of the longest rank: the table of the README

@@ -1,4 +1,4 @@
-"""Promise: every family has a page, and the formulas that stand on the pages alone hold."""
+"""Promise: every family has a page, and the formulas that only the pages have hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F, I, W = 100, 110, 90
 
 
 @pytest.mark.parametrize("name", penstock.families())
-def test_every_family_has_a_page_with_picture_formulas_memory_and_advice(name: str) -> None:
+def test_every_family_has_a_page_with_figure_formulas_memory_and_advice(name: str) -> None:
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     assert text.startswith(f"# {name}\n")
     assert f"]({name}.svg)" in text
@@ -29,8 +29,8 @@ def test_the_formulas_of_the_pages_hold(p: int, v: int) -> None:
     costs = Costs(forward=F, backward_input=I, backward_weight=W)
     for m in (p, 2 * p, 4 * p):
 
-        def span(name: str, legs: int | None = v, at: Costs = costs, m: int = m) -> float:
-            return simulate(penstock.build(name, ranks=p, microbatches=m, stages_per_rank=legs), at).span
+        def span(name: str, per_rank: int | None = v, at: Costs = costs, m: int = m) -> float:
+            return simulate(penstock.build(name, ranks=p, microbatches=m, stages_per_rank=per_rank), at).span
 
         assert span("looped-bfs") == (m * v + p - 1) * (F + I + W)
         assert span("interleaved-zero-bubble") == m * v * (F + I + W) + (p - 1) * (F + I - W)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -144,3 +146,15 @@ def test_costs_have_one_entry_for_each_edge() -> None:
 def test_what_needs_a_chain_says_so() -> None:
     with pytest.raises(ScheduleError, match=r"search needs stages in a chain 0 -> 1 -> \.\.\. -> 2"):
         SKIP.require_chain("search")
+
+
+def test_a_file_keeps_the_graph_or_says_that_it_cannot(tmp_path: Path) -> None:
+    lowered = penstock.lower(skip())
+    lowered.write(tmp_path / "skip.json")
+    assert penstock.read(tmp_path / "skip.json") == lowered
+    with pytest.raises(penstock.FormatError, match="CSV cannot represent a stage graph that is not a chain"):
+        lowered.write(tmp_path / "skip.csv")
+    text = (tmp_path / "skip.json").read_text().replace("[0, 2]", "[0, 7]")
+    (tmp_path / "skip.json").write_text(text)
+    with pytest.raises(penstock.FormatError, match="edges: edge 0 -> 7: stages are 0 to 2"):
+        penstock.read(tmp_path / "skip.json")

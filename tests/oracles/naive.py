@@ -1,7 +1,7 @@
-"""A slow, literal judge of schedules over their texts: what `penstock.validate` is compared with.
+"""A slow, direct validator of schedules as text: the oracle for `penstock.validate`.
 
-It shares nothing with the library but the text of actions. Order and deadlock are judged by running the
-lists: each rank has a pointer, and whoever can take a step takes it, until nobody can.
+It shares nothing with the library except the text of actions. It checks order and deadlock by executing the
+lists: every rank that can take its next step takes it, until no rank can.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Part:
 
 def parts_of(text: str) -> list[Part]:
     inner = text[1 : text.index(")")].split(";") if text.startswith("(") else [text]
-    found = [re.fullmatch(r"(\d+)([A-Z_]+?)(\d*)", word) for word in inner]
+    found = [re.fullmatch(r"(\d+)([A-Z_]+?)(\d*)", part) for part in inner]
     return [Part(int(m[1]), m[2], int(m[3] or 0)) for m in found if m]
 
 
@@ -41,9 +41,9 @@ class Judge:
         self.flat = [(r, part) for r, row in enumerate(self.parts) for step in row for part in step]
         self.communicates = any("_" in part.kind and part.kind != "REDUCE_GRAD" for _, part in self.flat)
 
-    # --- counting ----------------------------------------------------------------------------------
+    # --- counts ------------------------------------------------------------------------------------
 
-    def counts_are_right(self) -> bool:
+    def counts_are_valid(self) -> bool:
         if any(
             p.stage >= len(self.hosts) or p.k >= self.microbatches or self.hosts[p.stage] != r
             for r, p in self.flat
@@ -57,9 +57,9 @@ class Judge:
                 return False
             if not trains and (i or w or b):
                 return False
-        return self._messages_are_right(count, trains=trains) and self._reductions_are_right(trains=trains)
+        return self._messages_are_valid(count, trains=trains) and self._reductions_are_valid(trains=trains)
 
-    def _messages_are_right(self, count: Counter[Part], *, trains: bool) -> bool:
+    def _messages_are_valid(self, count: Counter[Part], *, trains: bool) -> bool:
         if not self.communicates:
             return True
         wanted: Counter[Part] = Counter()
@@ -70,7 +70,7 @@ class Judge:
                     wanted.update([Part(a + 1, "SEND_B", k), Part(a, "RECV_B", k)])
         return wanted == Counter({p: n for p, n in count.items() if p.kind[:5] in ("SEND_", "RECV_")})
 
-    def _reductions_are_right(self, *, trains: bool) -> bool:
+    def _reductions_are_valid(self, *, trains: bool) -> bool:
         if not any(part.kind == "REDUCE_GRAD" for _, part in self.flat):
             return True
         for stage in range(len(self.hosts)):
@@ -79,7 +79,7 @@ class Judge:
                 return False
         return True
 
-    def sharding_is_right(self) -> bool:
+    def sharding_is_valid(self) -> bool:
         if not any(part.kind in ("UNSHARD", "RESHARD") for _, part in self.flat):
             return True
         for stage in range(len(self.hosts)):
@@ -119,10 +119,10 @@ class Judge:
         step = 1 if (verb == "SEND") == (value == "F") else -1
         return Part(part.stage + step, f"{'RECV' if verb == 'SEND' else 'SEND'}_{value}", part.k)
 
-    # --- running -----------------------------------------------------------------------------------
+    # --- execution ---------------------------------------------------------------------------------
 
     def runs(self, model: str) -> bool:
-        """Whether every rank reaches the end of its list, and every message arrives."""
+        """Whether every rank reaches the end of its list, and every message is delivered."""
         at = [0] * len(self.rows)
         done: set[Part] = set()
         arrived: set[Part] = set()
@@ -139,25 +139,25 @@ class Judge:
                     at[r] += 1
                     moved = True
                     if model == "rendezvous" and queues[r]:
-                        break  # stands there until it is delivered
+                        break  # blocks until the message is delivered
                     self._deliver(model, queues, done, arrived)
         return all(at[r] == len(row) for r, row in enumerate(self.parts)) and not any(queues)
 
     def _can(self, step: list[Part], done: set[Part], arrived: set[Part]) -> bool:
-        return all(self._input_there(part, done, arrived) for part in step)
+        return all(self._input_is_available(part, done, arrived) for part in step)
 
-    def _input_there(self, part: Part, done: set[Part], arrived: set[Part]) -> bool:
-        def value_there(stage: int, kinds: str, value: str) -> bool:
+    def _input_is_available(self, part: Part, done: set[Part], arrived: set[Part]) -> bool:
+        def is_available(stage: int, kinds: str, value: str) -> bool:
             here = self.hosts[stage] == self.hosts[part.stage]
             if here or not self.communicates:
                 return any(Part(stage, kind, part.k) in done for kind in kinds)
             return Part(part.stage, f"RECV_{value}", part.k) in arrived
 
         if part.kind == "F":
-            return part.stage == 0 or value_there(part.stage - 1, "F", "F")
+            return part.stage == 0 or is_available(part.stage - 1, "F", "F")
         if part.kind in "IB":
             own = Part(part.stage, "F", part.k) in done
-            return own and (part.stage == len(self.hosts) - 1 or value_there(part.stage + 1, "IB", "B"))
+            return own and (part.stage == len(self.hosts) - 1 or is_available(part.stage + 1, "IB", "B"))
         if part.kind == "W":
             return Part(part.stage, "I", part.k) in done
         if part.kind.startswith("SEND_"):
@@ -166,7 +166,7 @@ class Judge:
         return True
 
     def _deliver(self, model: str, queues: list[list[Part]], done: set[Part], arrived: set[Part]) -> bool:
-        """Let messages arrive as long as any can."""
+        """Deliver messages until none can be delivered."""
         any_moved = False
         moved = True
         while moved:
@@ -202,14 +202,14 @@ class Judge:
     def _first_of_pair(self, part: Part, queue: list[Part], there: list[Part]) -> bool:
         end = self.other_end(part)
         target, source = self.hosts[end.stage], self.hosts[part.stage]
-        here = [p for p in queue if self.hosts[self.other_end(p).stage] == target]
-        yonder = [p for p in there if self.hosts[self.other_end(p).stage] == source]
-        return here[0] == part and yonder[0] == end
+        local = [p for p in queue if self.hosts[self.other_end(p).stage] == target]
+        remote = [p for p in there if self.hosts[self.other_end(p).stage] == source]
+        return local[0] == part and remote[0] == end
 
-    def is_right(self) -> bool:
+    def is_valid(self) -> bool:
         return (
-            self.counts_are_right()
-            and self.sharding_is_right()
+            self.counts_are_valid()
+            and self.sharding_is_valid()
             and self.channels_are_in_order()
             and all(self.runs(model) for model in MODELS)
         )

@@ -1,4 +1,4 @@
-"""torch's own schedules as text, made without any process: what ours are compared with."""
+"""torch's schedules as text, created without processes: the oracle for the families and the lowering."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-torch_schedules: Any = schedules  # private functions whose types we do not follow
+torch_schedules: Any = schedules  # private functions, used without types
 Rows = list[list[str]]
 
 
 class Recorder:
-    """A stage that computes nothing and writes down what a schedule asks of it."""
+    """A stage that computes nothing and records the calls of a schedule."""
 
     def __init__(self, stage: int, stages: int, ranks: int, log: list[str]) -> None:
         self.stage_index, self.num_stages = stage, stages
@@ -31,7 +31,7 @@ class Recorder:
 
 
 def running_order(name: str, ranks: int, microbatches: int) -> Rows:
-    """What a single-stage schedule of torch does when it runs, rank by rank."""
+    """Return the actions that a single-stage schedule of torch executes, per rank."""
     rows: Rows = []
     for rank in range(ranks):
         log: list[str] = []
@@ -45,18 +45,18 @@ def running_order(name: str, ranks: int, microbatches: int) -> Rows:
 
 
 def built(name: str, ranks: int, stages_per_rank: int, microbatches: int, **options: bool) -> Any:
-    """A schedule object of torch; raises ValueError where torch refuses the numbers."""
-    stages = [Recorder(leg * ranks, ranks * stages_per_rank, ranks, []) for leg in range(stages_per_rank)]
+    """Create a schedule of torch; raises ValueError if torch rejects the arguments."""
+    stages = [Recorder(i * ranks, ranks * stages_per_rank, ranks, []) for i in range(stages_per_rank)]
     return torch_schedules.get_schedule_class(name)(stages, microbatches, loss_fn=lambda *_: None, **options)
 
 
 def as_rows(order: dict[int, list[Any]]) -> Rows:
-    """Actions as text, idle slots left out."""
+    """Convert actions to text, without idle slots."""
     return [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
 
 
 def as_order(rows: Rows) -> dict[int, list[Any]]:
-    """Text as torch's actions."""
+    """Convert text to torch's actions."""
     return {rank: [torch_schedules._Action.from_str(text) for text in row] for rank, row in enumerate(rows)}
 
 
@@ -64,7 +64,7 @@ UNKNOWN_TO_ITS_SIMULATOR = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 
 
 def dry_run(schedule: Any) -> int:
-    """How many unit steps torch's simulator counts, without the steps it does not know."""
+    """Return the number of unit steps in torch's simulator, without the kinds it does not know."""
     known = {
         rank: [action for action in actions if not str(action).endswith(UNKNOWN_TO_ITS_SIMULATOR)]
         for rank, actions in schedule.pipeline_order_with_comms.items()
@@ -76,12 +76,12 @@ def dry_run(schedule: Any) -> int:
 
 
 def merged(rows: Rows) -> Rows:
-    """What torch's pass makes of I and W side by side."""
+    """Apply torch's pass that merges adjacent I and W."""
     return as_rows({rank: torch_schedules._merge_bw(row) for rank, row in as_order(rows).items()})
 
 
 def lowered(rows: Rows, stage_to_rank: dict[int, int], microbatches: int, *, defer: bool = False) -> Rows:
-    """What torch's passes make of a compute order."""
+    """Lower a compute order with torch's passes."""
     num_stages = len(stage_to_rank)
     order = {
         rank: torch_schedules._add_reduce_grad(torch_schedules._add_unshard_reshard(actions), microbatches)

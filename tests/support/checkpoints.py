@@ -29,4 +29,4 @@ def same(one: Any, other: Any) -> bool:
 def refusal(path: Path, *given: Any) -> list[str]:
     with pytest.raises(CheckpointError, match=r"cannot be loaded:\n") as caught:
         load_checkpoint(path, *given)
-    return list(caught.value.faults)
+    return list(caught.value.problems)

@@ -26,7 +26,7 @@ def judge(schedule: Schedule) -> Judge:
 @given(seeds)
 def test_any_legal_interleaving_is_accepted(seed: int) -> None:
     schedule = random_right(random.Random(seed))
-    assert judge(schedule).is_right()
+    assert judge(schedule).is_valid()
     assert penstock.validate(schedule) == []
 
 
@@ -83,7 +83,7 @@ def test_any_single_change_is_caught_by_the_right_rule_or_is_still_right(seed: i
     rng = random.Random(seed)
     mutation = mutate(random_right(rng), rng)
     found = penstock.validate(mutation.schedule)
-    assert (found == []) == judge(mutation.schedule).is_right(), (mutation, str(mutation.schedule))
+    assert (found == []) == judge(mutation.schedule).is_valid(), (mutation, str(mutation.schedule))
     codes = {violation.code for violation in found}
     assert not codes or codes & CAUSES[mutation.what], (mutation.what, codes, str(mutation.schedule))
 

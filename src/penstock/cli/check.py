@@ -41,7 +41,7 @@ def check(
         if not as_json:
             raise
         typer.echo(
-            json.dumps({"file": str(file), "valid": False, "unreadable": error.faults, "violations": []})
+            json.dumps({"file": str(file), "valid": False, "unreadable": error.problems, "violations": []})
         )
         raise typer.Exit(1) from None
     violations = validate(schedule, sends)

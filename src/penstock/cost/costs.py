@@ -13,7 +13,6 @@ In a file, JSON or TOML, the keys are the names below with the unit behind them:
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from math import log2
@@ -23,15 +22,10 @@ from typing import Any, TypeAlias
 
 from penstock.arguments import printable
 from penstock.errors import CostsError, FormatError
-from penstock.formats import write_text
+from penstock.formats.files import read_keys, write_text
 from penstock.ir.graph import StageGraph
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # the same under its name before it was taken into Python
-    import tomli as tomllib
-
-__all__ = ["Cost", "Costs", "read_keys", "size_text"]
+__all__ = ["Cost", "Costs", "size_text"]
 
 Cost: TypeAlias = float | tuple[float, ...]
 
@@ -183,23 +177,6 @@ class Costs:
             write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in self.to_keys().items()), path)
         else:
             raise FormatError(str(path), [f"the ending {path.suffix or '(none)'} is not .json or .toml"])
-
-
-def read_keys(path: str | PathLike[str]) -> object:
-    """What is in a `.json` or `.toml` file."""
-    path = Path(path)
-    ending = path.suffix.lower()
-    if ending not in (".json", ".toml"):
-        fault = f"the ending {ending or '(none)'} is not known; it is .json or .toml"
-        raise FormatError(str(path), [fault])
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        document: object = json.loads(text) if ending == ".json" else tomllib.loads(text)
-    except UnicodeDecodeError as error:
-        raise FormatError(str(path), [f"byte {error.start} is not UTF-8 text"]) from None
-    except (ValueError, RecursionError) as error:
-        raise FormatError(str(path), [f"it is not {ending[1:].upper()}: {error}"]) from None
-    return document
 
 
 def size_text(count: float) -> str:

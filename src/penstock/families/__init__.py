@@ -1,7 +1,7 @@
-"""The families of schedules: one file for each idea, and the registry that finds them by name.
+"""Schedule families: one module per idea, and the registry that finds a family by name.
 
-To add one, write a function that takes ranks, microbatches and stages_per_rank and gives a `Schedule`,
-and put `@register("its-name", "one line on it")` above it.
+To add a family, write a function that takes ranks, microbatches and stages_per_rank and returns a `Schedule`,
+and decorate it with `@register("name", "one-line summary")`.
 """
 
 # importing a family registers it; the order of the imports is the order of `penstock list`

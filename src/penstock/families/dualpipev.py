@@ -1,4 +1,4 @@
-"""DualPipeV: a V of two stages per rank in which forwards and backwards overlap, hiding communication.
+"""DualPipeV: V placement of two stages per rank; forwards overlap with backwards to hide communication.
 
     penstock show dualpipev -p 2 -m 4
 
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from penstock.families.rank_order import RankOrder, keep_microbatches
 from penstock.families.registry import register
-from penstock.families.rows import Row, keep_microbatches
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
@@ -34,57 +34,71 @@ __all__ = ["dualpipev"]
     stages_per_rank=2,
 )
 def dualpipev(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Built for at least 2p microbatches, which fill the V both ways; those beyond m are left out."""
+    """Build for at least 2p microbatches, which fill the pipeline, and drop those beyond m."""
     built = max(2 * ranks, microbatches)
-    rows = [keep_microbatches(_row(ranks, rank, built), microbatches) for rank in range(ranks)]
-    return Schedule.from_codes(rows, Placement.v(ranks, stages_per_rank), microbatches, "dualpipev")
+    orders = [keep_microbatches(_order(ranks, rank, built), microbatches) for rank in range(ranks)]
+    return Schedule.from_codes(orders, Placement.v(ranks, stages_per_rank), microbatches, "dualpipev")
 
 
-def _row(p: int, r: int, n: int) -> list[int]:  # noqa: C901 -- eight steps, one loop each
+def _order(p: int, r: int, n: int) -> list[int]:
+    order = RankOrder()
+    _warm_up(order, p, r)
+    _steady_state(order, p, r, n)
+    _cool_down(order, p, r)
+    return order.codes
+
+
+def _warm_up(order: RankOrder, p: int, r: int) -> None:
     a, b = r, 2 * p - 1 - r
-    row = Row()
-    put_off: deque[int] = deque()
+    # Step 1: nFa
+    for _ in range(2 * (p - r - 1)):
+        order.F(a)
+    # Step 2: nFaFb
+    for _ in range(r + 1):
+        order.F(a)
+        order.F(b)
+    # Step 3: nIbWbFb
+    for _ in range(p - r - 1):
+        order.I(b)
+        order.W(b)
+        order.F(b)
+
+
+def _steady_state(order: RankOrder, p: int, r: int, n: int) -> None:
+    a, b = r, 2 * p - 1 - r
+    # Step 4: n(Fa&Bb)(Fb&Ba); on the last rank the first F and B are not overlapped
+    for i in range(n - 2 * p + r + 1):
+        if i == 0 and r == p - 1:
+            order.F(a)
+            order.B(b)
+        else:
+            order.F_and_B(a, b)
+        order.F_and_B(b, a)
+    # Step 5: nBb(Fb&Ba)
+    for _ in range(p - r - 1):
+        order.B(b)
+        order.F_and_B(b, a)
+
+
+def _cool_down(order: RankOrder, p: int, r: int) -> None:
+    a, b = r, 2 * p - 1 - r
+    deferred: deque[int] = deque()  # stages, by their deferred weight gradients
 
     def backward(stage: int, *, split: bool) -> None:
         if split:
-            row.I(stage)
-            put_off.append(stage)
+            order.I(stage)
+            deferred.append(stage)
         else:
-            row.B(stage)
+            order.B(stage)
 
-    # Step 1: nFa
-    for _ in range(2 * (p - r - 1)):
-        row.F(a)
-    # Step 2: nFaFb
-    for _ in range(r + 1):
-        row.F(a)
-        row.F(b)
-    # Step 3: nIbWbFb
-    for _ in range(p - r - 1):
-        row.I(b)
-        row.W(b)
-        row.F(b)
-    # Step 4 (main): n(Fa&Bb)(Fb&Ba); where the V turns, the first backward has nothing to hide behind
-    for i in range(n - 2 * p + r + 1):
-        if i == 0 and r == p - 1:
-            row.F(a)
-            row.B(b)
-        else:
-            row.F_and_B(a, b)
-        row.F_and_B(b, a)
-    # Step 5: nBb(Fb&Ba)
-    for _ in range(p - r - 1):
-        row.B(b)
-        row.F_and_B(b, a)
-    # Step 6: nBbBa, from the middle on with weights put off: nIbIa
+    # Step 6: nBbBa, and from the middle on with deferred weight gradients: nIbIa
     for i in range(r + 1):
         backward(b, split=2 * i >= r + 1)
         backward(a, split=2 * i >= r)
     # Step 7: nWIa
     for _ in range(p - r - 1):
-        row.W(put_off.popleft())
+        order.W(deferred.popleft())
         backward(a, split=True)
     # Step 8: nW
-    while put_off:
-        row.W(put_off.popleft())
-    return row.codes
+    while deferred:
+        order.W(deferred.popleft())

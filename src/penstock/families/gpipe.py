@@ -1,4 +1,4 @@
-"""All forwards, then all backwards: GPipe and Looped BFS.
+"""GPipe and Looped BFS: all forwards, then all backwards.
 
     penstock show gpipe -p 3 -m 4
 
@@ -7,7 +7,7 @@
     rank 1  ·  F0 F1 F2 F3 ·  ·  ·  B0─── B1─── B2─── B3─── ·  ·
     rank 2  ·  ·  F0 F1 F2 F3 B0─── B1─── B2─── B3─── ·  ·  ·  ·
 
-Legend: p ranks, m microbatches, v stages per rank; F, B the time of one stage's forward and backward.
+Legend: p ranks, m microbatches, v stages per rank; F, B the forward and backward time of one stage.
 
     makespan  (m + p - 1)(F + B)                     GPipe
               m·v(F + B) + (p - 1)(F + B)            Looped BFS, m >= p
@@ -17,8 +17,8 @@ Legend: p ranks, m microbatches, v stages per rank; F, B the time of one stage's
 
 from __future__ import annotations
 
+from penstock.families.rank_order import codes_of
 from penstock.families.registry import register
-from penstock.families.rows import each
 from penstock.ir.action import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -26,25 +26,25 @@ from penstock.ir.schedule import Schedule
 __all__ = ["gpipe", "looped_bfs"]
 
 
-@register("gpipe", "all forwards, then all backwards; holds every activation", stages_per_rank=1)
+@register("gpipe", "all forwards, then all backwards; activation memory grows with m", stages_per_rank=1)
 def gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """All forwards, then all backwards."""
+    """Run all forwards, then all backwards."""
     ks = range(microbatches)
-    rows = [each(Kind.F, stage, ks) + each(Kind.B, stage, ks) for stage in range(ranks)]
-    return Schedule.from_codes(rows, Placement.loop(ranks, stages_per_rank), microbatches, "gpipe")
+    orders = [codes_of(Kind.F, stage, ks) + codes_of(Kind.B, stage, ks) for stage in range(ranks)]
+    return Schedule.from_codes(orders, Placement.loop(ranks, stages_per_rank), microbatches, "gpipe")
 
 
 @register(
     "looped-bfs",
-    "breadth first: every microbatch through one local stage before the next; few unshards with FSDP",
+    "breadth-first: all microbatches through one local stage, then the next; few unshards with FSDP",
 )
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Local stage by local stage all forwards, then back through them all backwards, last microbatch first."""
+    """Run all forwards of each local stage in turn, then all backwards in reverse order."""
     placement = Placement.loop(ranks, stages_per_rank)
     ks = range(microbatches)
-    rows: list[list[int]] = []
+    orders: list[list[int]] = []
     for stages in placement.stages_of_rank:
-        forwards = [code for stage in stages for code in each(Kind.F, stage, ks)]
-        backwards = [code for stage in reversed(stages) for code in each(Kind.B, stage, reversed(ks))]
-        rows.append(forwards + backwards)
-    return Schedule.from_codes(rows, placement, microbatches, "looped-bfs")
+        forwards = [code for stage in stages for code in codes_of(Kind.F, stage, ks)]
+        backwards = [code for stage in reversed(stages) for code in codes_of(Kind.B, stage, reversed(ks))]
+        orders.append(forwards + backwards)
+    return Schedule.from_codes(orders, placement, microbatches, "looped-bfs")

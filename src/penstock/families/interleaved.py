@@ -1,4 +1,4 @@
-"""Interleaved: several stages per rank in a loop, so that filling the pipeline takes short steps.
+"""Interleaved schedules: several stages per rank in a loop, so that warm-up and cool-down take shorter steps.
 
     penstock show interleaved-1f1b -p 2 -m 4 -v 2
 
@@ -10,13 +10,13 @@
     rank 0  ─── 0B3────
     rank 1  ─── ·   ·
 
-Microbatches go in rounds of g: a round passes the first local stage, then the second, and so on.
+Microbatches run in rounds of g: a round passes the first local stage, then the second, and so on.
 
 Legend: p ranks, r this rank, v stages per rank, m microbatches, M = m·v forwards on each rank, c a hop;
-F, B, W the forward, input-gradient and weight-gradient time of all of a rank's stages together.
+F, B, W the forward, input-gradient and weight-gradient time of all stages of a rank together.
 
-    round     g = m / max(1, m div p); where that is no whole number, the next larger m that has one is
-              built and the microbatches beyond m are left out
+    round     g = m / max(1, m div p); if that is not an integer, the order is built for the next larger m
+              with an integer g, and the microbatches beyond m are dropped
     warm-up   min((v - 1)g + 2(p - 1 - r), M)        interleaved 1F1B
               min((v - 1)g +  (p - 1 - r), M)        interleaved zero bubble
     makespan  m(F + B + W) + (p - 1)(F + B + W)/v + (2pv - 2)c     interleaved 1F1B, p | m
@@ -27,8 +27,8 @@ F, B, W the forward, input-gradient and weight-gradient time of all of a rank's 
 
 from __future__ import annotations
 
+from penstock.families.rank_order import alternate, codes_of, defer_weights, keep_microbatches
 from penstock.families.registry import register
-from penstock.families.rows import delayed_weights, each, keep_microbatches, one_by_one
 from penstock.ir.action import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -36,20 +36,20 @@ from penstock.ir.schedule import Schedule
 __all__ = ["forward_only", "interleaved_1f1b", "interleaved_zero_bubble"]
 
 
-@register("interleaved-1f1b", "1F1B over several stages per rank: a v times smaller bubble, more messages")
+@register("interleaved-1f1b", "1F1B over several stages per rank: 1/v of the bubble, more messages")
 def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Warm up, then one forward and one backward in turn, then the backwards that are left."""
+    """Warm up, alternate forwards and backwards, then run the remaining backwards."""
     placement = Placement.loop(ranks, stages_per_rank)
     built, per_round = _rounds(ranks, microbatches)
-    rows = []
+    orders = []
     for rank, stages in enumerate(placement.stages_of_rank):
         forwards = _in_rounds(Kind.F, stages, built, per_round)
         backwards = _in_rounds(Kind.B, stages[::-1], built, per_round)
         warmup = min((stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank), len(forwards))
         steady = len(forwards) - warmup
-        row = forwards[:warmup] + one_by_one(forwards[warmup:], backwards) + backwards[steady:]
-        rows.append(keep_microbatches(row, microbatches))
-    return Schedule.from_codes(rows, placement, microbatches, "interleaved-1f1b")
+        order = forwards[:warmup] + alternate(forwards[warmup:], backwards) + backwards[steady:]
+        orders.append(keep_microbatches(order, microbatches))
+    return Schedule.from_codes(orders, placement, microbatches, "interleaved-1f1b")
 
 
 @register(
@@ -57,34 +57,34 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Sch
     "interleaved 1F1B with split backward: weight gradients fill the bubble",
 )
 def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Warm up half as deep, then F and I in turn; rank r puts each W off by r backwards."""
+    """Warm up with about half as many forwards, then alternate F and I; rank r defers each W by r backwards."""
     placement = Placement.loop(ranks, stages_per_rank)
     built, per_round = _rounds(ranks, microbatches)
-    rows = []
+    orders = []
     for rank, stages in enumerate(placement.stages_of_rank):
         forwards = _in_rounds(Kind.F, stages, built, per_round)
         inputs = _in_rounds(Kind.I, stages[::-1], built, per_round)
         weights = _in_rounds(Kind.W, stages[::-1], built, per_round)
         warmup = min((stages_per_rank - 1) * per_round + ranks - 1 - rank, len(forwards))
-        row = forwards[:warmup] + delayed_weights(forwards[warmup:], inputs, weights, delay=rank)
-        rows.append(keep_microbatches(row, microbatches))
-    return Schedule.from_codes(rows, placement, microbatches, "interleaved-zero-bubble")
+        order = forwards[:warmup] + defer_weights(forwards[warmup:], inputs, weights, delay=rank)
+        orders.append(keep_microbatches(order, microbatches))
+    return Schedule.from_codes(orders, placement, microbatches, "interleaved-zero-bubble")
 
 
 @register("forward-only", "inference: the forwards of interleaved 1F1B", default_stages_per_rank=1)
 def forward_only(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Round after round through all local stages; nothing is held."""
+    """Run round after round through all local stages; no activation is kept."""
     placement = Placement.loop(ranks, stages_per_rank)
     built, per_round = _rounds(ranks, microbatches)
-    rows = [
+    orders = [
         keep_microbatches(_in_rounds(Kind.F, stages, built, per_round), microbatches)
         for stages in placement.stages_of_rank
     ]
-    return Schedule.from_codes(rows, placement, microbatches, "forward-only")
+    return Schedule.from_codes(orders, placement, microbatches, "forward-only")
 
 
 def _rounds(ranks: int, microbatches: int) -> tuple[int, int]:
-    """How many microbatches to build for, and how many of them make a round."""
+    """Return the number of microbatches to build for, and the size of a round."""
     while microbatches % max(1, microbatches // ranks):
         microbatches += 1
     return microbatches, microbatches // max(1, microbatches // ranks)
@@ -95,5 +95,5 @@ def _in_rounds(kind: Kind, stages: tuple[int, ...], microbatches: int, per_round
         code
         for start in range(0, microbatches, per_round)
         for stage in stages
-        for code in each(kind, stage, range(start, start + per_round))
+        for code in codes_of(kind, stage, range(start, start + per_round))
     ]

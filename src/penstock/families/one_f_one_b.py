@@ -1,4 +1,4 @@
-"""1F1B: after a short warm-up, one forward and one backward in turn, so few activations are held.
+"""1F1B: after a warm-up, forwards and backwards alternate, so activation memory does not grow with m.
 
     penstock show 1f1b -p 3 -m 5
 
@@ -7,7 +7,7 @@
     rank 1  ·  F0 F1 ·  ·  B0─── F2 B1─── F3 B2─── F4 B3─── ·  B4─── ·  ·
     rank 2  ·  ·  F0 B0─── F1 B1─── F2 B2─── F3 B3─── F4 B4─── ·  ·  ·  ·
 
-Legend: p ranks, r this rank, m microbatches; F, B the time of a stage's forward and backward, c of a hop.
+Legend: p ranks, r this rank, m microbatches; F, B the forward and backward time of a stage, c of a hop.
 
     warm-up   min(m, p - r)  forwards              1F1B
               min(m, 2(p - 1 - r) + 1)             eager 1F1B
@@ -19,8 +19,8 @@ Legend: p ranks, r this rank, m microbatches; F, B the time of a stage's forward
 
 from __future__ import annotations
 
+from penstock.families.rank_order import alternate, codes_of
 from penstock.families.registry import register
-from penstock.families.rows import each, one_by_one
 from penstock.ir.action import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -28,25 +28,27 @@ from penstock.ir.schedule import Schedule
 __all__ = ["eager_1f1b", "one_f_one_b"]
 
 
-@register("1f1b", "one forward, one backward in turn; holds at most p activations", stages_per_rank=1)
+@register("1f1b", "one forward, one backward in turn; at most p live activations", stages_per_rank=1)
 def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Warm up with as many forwards as there are ranks from here on."""
-    rows = [_row(stage, ranks - stage, microbatches) for stage in range(ranks)]
-    return Schedule.from_codes(rows, Placement.loop(ranks, stages_per_rank), microbatches, "1f1b")
+    """Warm up with p - r forwards on rank r."""
+    orders = [_order(stage, ranks - stage, microbatches) for stage in range(ranks)]
+    return Schedule.from_codes(orders, Placement.loop(ranks, stages_per_rank), microbatches, "1f1b")
 
 
 @register(
-    "eager-1f1b", "1F1B with a deeper warm-up that hides latency; up to 2p - 1 activations", stages_per_rank=1
+    "eager-1f1b",
+    "1F1B with a longer warm-up that hides latency; at most 2p - 1 live activations",
+    stages_per_rank=1,
 )
 def eager_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Warm up twice as deep: a message may take as long as a step without holding anybody up."""
-    rows = [_row(stage, 2 * (ranks - 1 - stage) + 1, microbatches) for stage in range(ranks)]
-    return Schedule.from_codes(rows, Placement.loop(ranks, stages_per_rank), microbatches, "eager-1f1b")
+    """Warm up with twice as many forwards, so that a hop can take as long as a step without a wait."""
+    orders = [_order(stage, 2 * (ranks - 1 - stage) + 1, microbatches) for stage in range(ranks)]
+    return Schedule.from_codes(orders, Placement.loop(ranks, stages_per_rank), microbatches, "eager-1f1b")
 
 
-def _row(stage: int, warmup: int, microbatches: int) -> list[int]:
-    forwards = each(Kind.F, stage, range(microbatches))
-    backwards = each(Kind.B, stage, range(microbatches))
+def _order(stage: int, warmup: int, microbatches: int) -> list[int]:
+    forwards = codes_of(Kind.F, stage, range(microbatches))
+    backwards = codes_of(Kind.B, stage, range(microbatches))
     warmup = min(warmup, microbatches)
     steady = microbatches - warmup
-    return forwards[:warmup] + one_by_one(backwards, forwards[warmup:]) + backwards[steady:]
+    return forwards[:warmup] + alternate(backwards, forwards[warmup:]) + backwards[steady:]

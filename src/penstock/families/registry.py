@@ -1,4 +1,4 @@
-"""The families by name: what can be built, how to find it, how to add one."""
+"""The registry of families: find a family by name, build its schedule, register a new one."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from penstock.ir.schedule import Schedule
 __all__ = ["Family", "build", "families", "find", "register"]
 
 MAX_WORK = 1 << 24
-"""Stages times microbatches of the largest schedule that is built."""
+"""The largest product of stages and microbatches that `build` accepts."""
 
 Builder = Callable[[int, int, int], Schedule]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A way to make schedules: `builder(ranks, microbatches, stages_per_rank)` gives one."""
+    """A named schedule generator: `builder(ranks, microbatches, stages_per_rank)` returns a schedule."""
 
     name: str
     summary: str
     builder: Builder = field(repr=False)
     stages_per_rank: int | None = None
-    """How many stages every rank holds; None when that is free to choose."""
+    """The number of stages on every rank; None if the caller chooses it."""
     default_stages_per_rank: int = 2
-    """What is taken when it is free and not said."""
+    """The number of stages per rank if the caller does not choose one."""
     aliases: tuple[str, ...] = ()
 
 
@@ -45,39 +45,49 @@ def register(
     default_stages_per_rank: int = 2,
     aliases: Sequence[str] = (),
 ) -> Callable[[Builder], Builder]:
-    """Make a function known as a family: it takes ranks, microbatches, stages_per_rank, gives a `Schedule`.
+    """Register a function that takes ranks, microbatches and stages_per_rank and returns a `Schedule`.
 
-    A package can have its own found by naming the module that registers them under the entry point group
-    `penstock.families`.
+    A package registers its families on installation with an entry point in the group `penstock.families` that
+    names the module which registers them.
     """
 
-    def known(builder: Builder) -> Builder:
+    def decorate(builder: Builder) -> Builder:
         family = Family(name, summary, builder, stages_per_rank, default_stages_per_rank, tuple(aliases))
-        keys = [_key(word) for word in (name, *aliases)]
-        if taken := [key for key in keys if key in _BY_KEY]:
-            owners = ", ".join(sorted({_BY_KEY[key].name for key in taken}))
-            raise BuildError(f"the name {name!r} or one of its aliases is taken by {owners}")
+        keys = [_key(each) for each in (name, *aliases)]
+        if owners := sorted({_BY_KEY[key].name for key in keys if key in _BY_KEY}):
+            raise BuildError(f"the name {name!r} or one of its aliases is already used by {', '.join(owners)}")
         _REGISTRY[name] = family
         _BY_KEY.update(dict.fromkeys(keys, family))
         return builder
 
-    return known
+    return decorate
 
 
 def families() -> dict[str, Family]:
-    """What can be built: name to family."""
+    """Return all families by name."""
     _load_plugins()
     return dict(_REGISTRY)
 
 
 def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """Make the compute schedule of a family.
+    """Build the compute-only schedule of a family.
 
-    Names are matched without case, dashes or underscores, and torch's names work: `build("ZBVZeroBubble",
-    ranks=4, microbatches=8)`. `stages_per_rank` is for the families that leave it open.
+    Case, dashes and underscores in the name do not matter, and torch's names work: `build("ZBVZeroBubble",
+    ranks=4, microbatches=8)`. `stages_per_rank` is for families that accept any number of them.
     """
     family = find(name)
-    faults = [
+    if problems := _problems(family, ranks, microbatches, stages_per_rank):
+        raise BuildError("; ".join(problems))
+    per_rank = stages_per_rank or family.stages_per_rank or family.default_stages_per_rank
+    if ranks * per_rank * microbatches > MAX_WORK:
+        given = f"{ranks} ranks, {per_rank} stages per rank, {microbatches} microbatches"
+        raise BuildError(f"stages times microbatches must be at most {MAX_WORK} (given {given})")
+    return family.builder(ranks, microbatches, per_rank)
+
+
+def _problems(family: Family, ranks: int, microbatches: int, stages_per_rank: int | None) -> list[str]:
+    """List the arguments that are not positive integers or that the family does not support."""
+    problems = [
         f"{what} must be a whole number of at least 1 (given {value!r})"
         for what, value in (
             ("ranks", ranks),
@@ -89,17 +99,11 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
     fixed = family.stages_per_rank
     if fixed is not None and stages_per_rank not in (None, fixed):
         others = ", ".join(f.name for f in families().values() if f.stages_per_rank is None)
-        faults.append(
+        problems.append(
             f"{family.name} has {fixed} stage{'s' * (fixed > 1)} per rank (given {stages_per_rank!r}); "
             f"any number works with {others}"
         )
-    if faults:
-        raise BuildError("; ".join(faults))
-    legs = stages_per_rank or fixed or family.default_stages_per_rank
-    if ranks * legs * microbatches > MAX_WORK:
-        given = f"{ranks} ranks, {legs} stages per rank, {microbatches} microbatches"
-        raise BuildError(f"stages times microbatches can be at most {MAX_WORK} (given {given})")
-    return family.builder(ranks, microbatches, legs)
+    return problems
 
 
 def _key(name: str) -> str:
@@ -107,7 +111,7 @@ def _key(name: str) -> str:
 
 
 def find(name: str) -> Family:
-    """The family of this name, however it is spelled."""
+    """Return the family with this name; case, dashes and underscores do not matter."""
     family = _BY_KEY.get(_key(name))
     if family is None:
         _load_plugins()
@@ -115,13 +119,13 @@ def find(name: str) -> Family:
     if family is None:
         close = get_close_matches(_key(name), _BY_KEY, n=1, cutoff=0.5)
         guess = f"; did you mean {_BY_KEY[close[0]].name}?" if close else ""
-        raise BuildError(f"no family is called {name!r}{guess} (known: {', '.join(_REGISTRY)})")
+        raise BuildError(f"unknown family {name!r}{guess} (known: {', '.join(_REGISTRY)})")
     return family
 
 
 @cache
 def _load_plugins() -> None:
-    from importlib.metadata import entry_points  # noqa: PLC0415 -- a tenth of the start-up time
+    from importlib.metadata import entry_points  # noqa: PLC0415 -- it takes a tenth of the start-up time
 
     for entry_point in entry_points(group="penstock.families"):
         entry_point.load()

@@ -1,8 +1,8 @@
-"""V-Half and V-Min: a V of two stages per rank that holds a half, or a third, of 1F1B's activations.
+"""V-Half and V-Min: V placement of two stages per rank with a half or a third of 1F1B's activation memory.
 
 One microbatch makes four passes over the ranks: F of stage a down, F of stage b back up, I of b down, I of a
-back up. A *block* fixes how many slots each pass takes from rank to rank. It is repeated for every
-microbatch, one period of 6 slots later (F, I and W of two stages), and the holes are squeezed out:
+back up. A *building block* fixes how many slots each pass takes from rank to rank. It is repeated for every
+microbatch, one period of 6 slots later (F, I and W of two stages), and idle slots are then removed:
 
     penstock show v-half -p 4 -m 4
 
@@ -22,11 +22,11 @@ Legend: p ranks, r this rank, a = stage r, b = stage 2p - 1 - r, m microbatches.
 
     memory    2((p + 2) div 2) live activations of half-rank stages    V-Half, about half of 1F1B's 2p
               2((p + 4) div 3)                                         V-Min, about a third
-    idle      at F = I = W = 1 and free hops, for m >= max(p, 3), on the rank that idles most:
+    idle      at F = I = W = 1 and c = 0, for m >= max(p, 3), on the rank that idles most:
               3p - 7 for even p >= 4, 3p - 4 for odd p >= 3            V-Half, about half of 1F1B's 6(p - 1)
               4p - 7, 4p - 5, 4p - 9 for p mod 3 = 0, 1, 2, p >= 3     V-Min, about two thirds
 
-Nothing in V-Min absorbs unequal costs or slow hops: then every period gets longer, whatever m is.
+V-Min has no slack for unequal costs or slow hops: they make every period longer, for any m.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Block(NamedTuple):
     step: tuple[int, int, int, int]
     """Slots from rank to rank: F of a, F of b, I of b, I of a."""
     turn: tuple[int, int, int]
-    """Slots from one pass to the next, where it turns."""
+    """Slots from one pass to the next, on the rank where it turns."""
 
 
 _V_HALF = _Block(step=(2, 1, 2, 1), turn=(1, 2, 1))
@@ -57,35 +57,37 @@ _V_MIN = _Block(step=(1, 1, 1, 1), turn=(1, 3, 1))
 
 
 @register(
-    "v-half", "V placement with split backward: half of 1F1B's memory, half of its bubble", stages_per_rank=2
+    "v-half", "V placement with split backward: half the memory and half the bubble of 1F1B", stages_per_rank=2
 )
 def v_half(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Two slots a hop on the way down, one on the way up."""
-    rows = _Squeeze(ranks, microbatches, _V_HALF, limit=2 * ((ranks + 2) // 2)).run()
-    return Schedule.from_codes(rows, Placement.v(ranks, stages_per_rank), microbatches, "v-half")
+    """Two slots per hop on the way down, one on the way up."""
+    orders = _Compaction(ranks, microbatches, _V_HALF, limit=2 * ((ranks + 2) // 2)).run()
+    return Schedule.from_codes(orders, Placement.v(ranks, stages_per_rank), microbatches, "v-half")
 
 
 @register(
-    "v-min", "V placement with split backward: a third of 1F1B's memory, for equal costs", stages_per_rank=2
+    "v-min",
+    "V placement with split backward: a third of the memory of 1F1B, for equal costs",
+    stages_per_rank=2,
 )
 def v_min(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """One slot a hop everywhere: activations live as briefly as they can."""
-    rows = _Squeeze(ranks, microbatches, _V_MIN, limit=2 * ((ranks + 4) // 3)).run()
-    return Schedule.from_codes(rows, Placement.v(ranks, stages_per_rank), microbatches, "v-min")
+    """One slot per hop on every pass: the shortest lifetime of activations."""
+    orders = _Compaction(ranks, microbatches, _V_MIN, limit=2 * ((ranks + 4) // 3)).run()
+    return Schedule.from_codes(orders, Placement.v(ranks, stages_per_rank), microbatches, "v-min")
 
 
-def _place(p: int, block: _Block) -> list[list[int]]:
-    """Per rank: the slots of one microbatch's F of a, F of b, I of b, I of a.
+def _slots(p: int, block: _Block) -> list[list[int]]:
+    """Return per rank the slots of one microbatch's F of a, F of b, I of b, I of a.
 
-    Each takes the first slot on or after its straight line, and after the one before it, that its rank has
-    free in every period. W takes what is left over.
+    Each gets the first slot that is free on its rank in every period, not before the slot the block gives it
+    and after the slot of the step before it. W gets the remaining slots.
     """
     slots: list[list[int]] = [[] for _ in range(p)]
-    line, slot = 0, -1
+    nominal, slot = 0, -1
     for i, (turn, step) in enumerate(zip((0, *block.turn), block.step)):
         for hop, rank in enumerate(reversed(range(p)) if i % 2 else range(p)):
-            line += step if hop else turn
-            slot = max(line, slot + 1)
+            nominal += step if hop else turn
+            slot = max(nominal, slot + 1)
             while any((slot - taken) % _PERIOD == 0 for taken in slots[rank]):
                 slot += 1
             slots[rank].append(slot)
@@ -100,61 +102,62 @@ class _Pass(NamedTuple):
     stage: int
     microbatch: int
     can_wait: bool
-    """Whether a W may go first when memory is full: the pass has a slot to spare at every hop."""
+    """Whether a W may run first when memory is full: the pass has a spare slot at every hop."""
 
 
-class _Squeeze:
-    """Walk the repeated block slot by slot; in each, a rank does the first of these that it can:
+class _Compaction:
+    """Remove idle slots from the repeated block; in each slot, a rank runs the first possible one of:
 
-    1. a W, if memory is full and the next pass can wait: an F has to, an I where its hops are two slots;
+    1. a W, if memory is full and the next pass can wait: an F always, an I if its hops take two slots;
     2. the next pass in the order of the repeated block;
-    3. a W, in the hole;
-    4. the first later pass that is ready and leaves room for all it overtakes.
+    3. a W;
+    4. the first later pass that is ready and leaves enough memory for all passes it overtakes.
 
-    It always ends: the block alone keeps forwards without their I within the limit, and 4. preserves that, so
-    a rank that is full has a W to do; and of all passes left, the first in the repeated block is ready.
+    It terminates: the block alone keeps the forwards without their I within the limit, and 4. preserves that,
+    so a rank whose memory is full has a W to run; and of all remaining passes, the first in the repeated block
+    is ready.
     """
 
     def __init__(self, p: int, m: int, block: _Block, limit: int) -> None:
         self.ranks, self.limit, self.last_stage = range(p), limit, 2 * p - 1
-        self.todo: list[deque[_Pass]] = []
-        for rank, slots in enumerate(_place(p, block)):
+        self.pending: list[deque[_Pass]] = []
+        for rank, slots in enumerate(_slots(p, block)):
             stages = (rank, self.last_stage - rank, self.last_stage - rank, rank)
             passes = [
                 _Pass(slot + _PERIOD * k, i < 2, stage, k, can_wait=i < 2 or block.step[i] > 1)
                 for i, (slot, stage) in enumerate(zip(slots, stages))
                 for k in range(m)
             ]
-            self.todo.append(deque(sorted(passes)))
-        self.owed: list[deque[int]] = [deque() for _ in self.ranks]  # W whose I is done
-        self.held = [0] * p  # forwards done whose I is not
+            self.pending.append(deque(sorted(passes)))
+        self.deferred: list[deque[int]] = [deque() for _ in self.ranks]  # W whose I is done
+        self.live = [0] * p  # forwards whose I is not done
         self.done: set[tuple[bool, int, int]] = set()
 
     def run(self) -> list[list[int]]:
-        """The order of every rank."""
-        rows: list[list[int]] = [[] for _ in self.ranks]
-        while any(self.todo) or any(self.owed):
-            # chosen on what was done before this slot
+        """Return the order of every rank."""
+        orders: list[list[int]] = [[] for _ in self.ranks]
+        while any(self.pending) or any(self.deferred):
+            # all ranks choose by what is done before this slot
             for rank, chosen in [(rank, self._choose(rank)) for rank in self.ranks]:
                 if chosen is not None:
-                    rows[rank].append(self._do(rank, chosen))
-                elif self.owed[rank]:
-                    rows[rank].append(self.owed[rank].popleft())
-        return rows
+                    orders[rank].append(self._run_pass(rank, chosen))
+                elif self.deferred[rank]:
+                    orders[rank].append(self.deferred[rank].popleft())
+        return orders
 
     def _choose(self, rank: int) -> int | None:
-        """Which of the passes to do; None for a W, or for nothing."""
-        owed, level = len(self.owed[rank]), self.held[rank]
-        peak = level
-        for i, step in enumerate(self.todo[rank]):
-            if owed and (i > 0 or (step.can_wait and level + owed >= self.limit)):
+        """Return the index of the pending pass to run, or None for a W or an idle slot."""
+        deferred, live = len(self.deferred[rank]), self.live[rank]
+        peak = live
+        for i, step in enumerate(self.pending[rank]):
+            if deferred and (i > 0 or (step.can_wait and live + deferred >= self.limit)):
                 return None
             if step.is_forward and peak >= self.limit:
                 return None
             if self._is_ready(step):
                 return i
-            level += 1 if step.is_forward else -1
-            peak = max(peak, level)
+            live += 1 if step.is_forward else -1
+            peak = max(peak, live)
         return None
 
     def _is_ready(self, step: _Pass) -> bool:
@@ -164,12 +167,12 @@ class _Squeeze:
             return (True, step.stage, step.microbatch) in self.done
         return (False, step.stage + 1, step.microbatch) in self.done
 
-    def _do(self, rank: int, chosen: int) -> int:
-        _, is_forward, stage, microbatch, _ = self.todo[rank][chosen]
-        del self.todo[rank][chosen]
+    def _run_pass(self, rank: int, chosen: int) -> int:
+        _, is_forward, stage, microbatch, _ = self.pending[rank][chosen]
+        del self.pending[rank][chosen]
         self.done.add((is_forward, stage, microbatch))
-        self.held[rank] += 1 if is_forward else -1
+        self.live[rank] += 1 if is_forward else -1
         if is_forward:
             return code_of(Kind.F, stage, microbatch)
-        self.owed[rank].append(code_of(Kind.W, stage, microbatch))
+        self.deferred[rank].append(code_of(Kind.W, stage, microbatch))
         return code_of(Kind.I, stage, microbatch)

@@ -1,4 +1,4 @@
-"""ZB-V: two stages per rank placed as a V, split backward, 1F1B's memory, no bubble at F = B = W.
+"""ZB-V: V placement of two stages per rank, split backward, the memory of 1F1B, no bubble at F = B = W.
 
     penstock show zbv -p 2 -m 4
 
@@ -12,14 +12,14 @@
 
 Legend: p ranks, r this rank, a = stage r, b = stage 2p - 1 - r, m microbatches.
 
-    span      6m units at F = B = W = 1, c = 0 and m >= 2p - 1: every rank works without a break
-    memory    2p live activations of half-rank stages: as much as 1F1B holds
+    span      6m units at F = B = W = 1, c = 0 and m >= 2p - 1: no rank idles between its first and last step
+    memory    2p live activations of half-rank stages: the same as 1F1B
 """
 
 from __future__ import annotations
 
+from penstock.families.rank_order import RankOrder, keep_microbatches
 from penstock.families.registry import register
-from penstock.families.rows import Row, keep_microbatches
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
@@ -28,48 +28,48 @@ __all__ = ["zbv"]
 
 @register(
     "zbv",
-    "V placement with split backward: no bubble at equal costs, 1F1B's memory",
+    "V placement with split backward: no bubble at equal costs, the memory of 1F1B",
     stages_per_rank=2,
     aliases=("zb-v", "ZBVZeroBubble"),
 )
 def zbv(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Built for at least 2p - 1 microbatches, which fill the V; those beyond m are left out."""
+    """Build for at least 2p - 1 microbatches, which fill the pipeline, and drop those beyond m."""
     built = max(2 * ranks - 1, microbatches)
-    rows = [keep_microbatches(_row(ranks, rank, built), microbatches) for rank in range(ranks)]
-    return Schedule.from_codes(rows, Placement.v(ranks, stages_per_rank), microbatches, "zbv")
+    orders = [keep_microbatches(_order(ranks, rank, built), microbatches) for rank in range(ranks)]
+    return Schedule.from_codes(orders, Placement.v(ranks, stages_per_rank), microbatches, "zbv")
 
 
-def _row(p: int, r: int, n: int) -> list[int]:
+def _order(p: int, r: int, n: int) -> list[int]:
     a, b = r, 2 * p - 1 - r
-    row = Row()
-    # Fill: microbatches go down the V, and come back up
+    order = RankOrder()
+    # Warm-up: microbatches go down the V and back up
     for _ in range(2 * (p - r) - 1):
-        row.F(a)
+        order.F(a)
     for _ in range(r):
-        row.F(b)
-        row.F(a)
+        order.F(b)
+        order.F(a)
     for _ in range(p - r):
-        row.F(b)
-        row.I(b)
-        row.W(b)
-    # Steady: one microbatch in, one out
+        order.F(b)
+        order.I(b)
+        order.W(b)
+    # Steady state: one microbatch enters, one leaves
     for i in range(n - p):
         if 2 * p - r - 1 + i < n:
-            row.F(a)
-        row.I(a)
-        row.W(a)
-        row.F(b)
-        row.I(b)
-        row.W(b)
-    # Drain: first what others wait for, then the weights put off meanwhile
+            order.F(a)
+        order.I(a)
+        order.W(a)
+        order.F(b)
+        order.I(b)
+        order.W(b)
+    # Cool-down: input gradients first, because other ranks wait for them; then the deferred weight gradients
     for _ in range(r):
-        row.I(a)
-        row.I(b)
+        order.I(a)
+        order.I(b)
     for _ in range(p - r):
-        row.I(a)
-        row.W(a)
+        order.I(a)
+        order.W(a)
     for _ in range(r):
-        row.W(b)
+        order.W(b)
     for _ in range(r):
-        row.W(a)
-    return row.codes
+        order.W(a)
+    return order.codes

@@ -1,4 +1,4 @@
-"""Zero bubble with one stage per rank: the backward is split, and weight gradients fill what 1F1B idles.
+"""ZB-H1 and ZB-H2: split backward with one stage per rank; weight gradients fill the bubble of 1F1B.
 
     penstock show zb-h1 -p 3 -m 6
 
@@ -14,11 +14,11 @@
     rank 1  ·  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 ·
     rank 2  ·  ·  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
-Legend: p ranks, r this rank, m microbatches; F, B, W the time of forward, input and weight gradient, c of a
-hop between ranks; span is the longest time any rank is at work, from its own first to its own last step.
+Legend: p ranks, r this rank, m microbatches; F, B, W the time of forward, input gradient and weight gradient,
+c of a hop between ranks; span is the longest time on any rank from its own first to its own last step.
 
-    warm-up   p - 1 - r forwards; W is put off by r backwards            ZB-H1
-              2(p - 1 - r) forwards; W is put off by 2r backwards        ZB-H2
+    warm-up   p - 1 - r forwards; W is deferred by r backwards           ZB-H1
+              2(p - 1 - r) forwards; W is deferred by 2r backwards       ZB-H2
     span      m(F + B + W) + (p - 1)(F + B - W) + 4(p - 1)c              ZB-H1, m >= 2p
               m(F + B + W) + (p - 1)(F + B - 2W) + 2(p - 1)c             ZB-H2, m >= 2p
     memory    p live activations                                         ZB-H1
@@ -27,8 +27,8 @@ hop between ranks; span is the longest time any rank is at work, from its own fi
 
 from __future__ import annotations
 
+from penstock.families.rank_order import codes_of, defer_weights
 from penstock.families.registry import register
-from penstock.families.rows import delayed_weights, each
 from penstock.ir.action import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -38,22 +38,24 @@ __all__ = ["zb_h1", "zb_h2"]
 
 @register(
     "zb-h1",
-    "split backward at 1F1B's memory: a third of its bubble",
+    "split backward: a third of the bubble of 1F1B with the same memory",
     stages_per_rank=1,
 )
 def zb_h1(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """1F1B's depth; rank r puts each W off by r backwards, so all ranks hold p activations."""
-    rows = [_row(stage, ranks - 1 - stage, stage, microbatches) for stage in range(ranks)]
-    return Schedule.from_codes(rows, Placement.loop(ranks, stages_per_rank), microbatches, "zb-h1")
+    """Warm up as 1F1B; rank r defers each W by r backwards, so every rank has p live activations."""
+    orders = [_order(stage, ranks - 1 - stage, stage, microbatches) for stage in range(ranks)]
+    return Schedule.from_codes(orders, Placement.loop(ranks, stages_per_rank), microbatches, "zb-h1")
 
 
-@register("zb-h2", "split backward at twice 1F1B's memory: next to no bubble", stages_per_rank=1)
+@register("zb-h2", "split backward: almost no bubble with twice the memory of 1F1B", stages_per_rank=1)
 def zb_h2(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Twice ZB-H1's depth: 2p - 1 activations on all ranks."""
-    rows = [_row(stage, 2 * (ranks - 1 - stage), 2 * stage, microbatches) for stage in range(ranks)]
-    return Schedule.from_codes(rows, Placement.loop(ranks, stages_per_rank), microbatches, "zb-h2")
+    """Warm up with twice as many forwards as ZB-H1: 2p - 1 live activations on every rank."""
+    orders = [_order(stage, 2 * (ranks - 1 - stage), 2 * stage, microbatches) for stage in range(ranks)]
+    return Schedule.from_codes(orders, Placement.loop(ranks, stages_per_rank), microbatches, "zb-h2")
 
 
-def _row(stage: int, warmup: int, delay: int, microbatches: int) -> list[int]:
-    forwards, inputs, weights = (each(kind, stage, range(microbatches)) for kind in (Kind.F, Kind.I, Kind.W))
-    return forwards[:warmup] + delayed_weights(forwards[warmup:], inputs, weights, delay)
+def _order(stage: int, warmup: int, delay: int, microbatches: int) -> list[int]:
+    forwards, inputs, weights = (
+        codes_of(kind, stage, range(microbatches)) for kind in (Kind.F, Kind.I, Kind.W)
+    )
+    return forwards[:warmup] + defer_weights(forwards[warmup:], inputs, weights, delay)

@@ -1,5 +1,6 @@
-"""File formats: schedules as CSV and JSON, and files written whole or not at all."""
+"""File formats: schedules as torch CSV and as JSON, and whole files."""
 
-from penstock.formats.schedule_files import dumps, format_of, read, reads, write, write_bytes, write_text
+from penstock.formats.files import write_bytes, write_text
+from penstock.formats.schedules import dumps, format_of, read, reads, write
 
 __all__ = ["dumps", "format_of", "read", "reads", "write", "write_bytes", "write_text"]

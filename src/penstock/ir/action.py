@@ -178,7 +178,7 @@ def _error(text: str, part: str, offset: int) -> ActionError:
     tokens = [k.value for k in Kind if k is not Kind.OVERLAP_F_B and rest.startswith(k.value)]
     if not tokens:
         known = " ".join(k.value for k in Kind if k is not Kind.OVERLAP_F_B)
-        return ActionError(text, offset + digits, f"this is not a kind of action; the kinds are {known}")
+        return ActionError(text, offset + digits, f"unknown kind of action; the kinds are {known}")
     token = max(tokens, key=len)
     after = rest[len(token) :]
     position = offset + digits + len(token)

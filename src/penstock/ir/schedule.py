@@ -214,7 +214,7 @@ def _infer_placement(parts: Sequence[tuple[int, Action]], num_ranks: int) -> Pla
         hosts.append(max(vote, key=lambda rank: (vote[rank], -rank)) if vote else (hosts or [0])[-1])
     if idle := sorted(set(range(num_ranks)) - set(hosts)):
         shown = ", ".join(map(str, idle[:4])) + ", ..." * (len(idle) > 4)
-        raise ScheduleError(f"rank {shown} has no stage; every rank must have at least one")
+        raise ScheduleError(f"rank {shown}: no stage; every rank must have at least one")
     return Placement(tuple(hosts))
 
 

@@ -29,8 +29,9 @@ from os import PathLike
 from typing import Any
 
 from penstock.arguments import printable, whole_number
-from penstock.cost.costs import Costs, read_keys
+from penstock.cost.costs import Costs
 from penstock.errors import FormatError, PlanError
+from penstock.formats.files import read_keys
 from penstock.planning.model import (
     MESSAGES,
     MOST_LAYERS,
@@ -66,7 +67,7 @@ def model_of_keys(document: object, source: str = "<model>") -> Model:
             return Model.of_stages(Costs.from_keys(document, source), name=source)
         except FormatError as error:
             why = "it has no [[layers]], and as the costs of stages it is wrong too"
-            raise FormatError(source, [why, *error.faults]) from None
+            raise FormatError(source, [why, *error.problems]) from None
         except PlanError as error:
             raise FormatError(source, [f"it has no [[layers]], and {error}"]) from None
     faults: list[str] = []
@@ -135,7 +136,7 @@ def _costs(keys: dict[str, Any], place: str, faults: list[str]) -> Costs | None:
     try:
         return Costs.from_keys({key: value for key, value in keys.items() if not isinstance(value, list)})
     except FormatError as error:
-        faults += [f"{place}{fault}" for fault in error.faults]
+        faults += [f"{place}{fault}" for fault in error.problems]
     return None
 
 

@@ -27,7 +27,7 @@ from penstock.cost.costs import Costs
 from penstock.cost.memory import stage_bytes
 from penstock.cost.prices import action_seconds
 from penstock.errors import BuildError, CostsError
-from penstock.families.rows import keep_microbatches
+from penstock.families.rank_order import keep_microbatches
 from penstock.ir.encoding import code_of
 from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement

@@ -115,7 +115,7 @@ def test_what_is_no_model_or_has_no_memory_or_has_state_beside_tensors_is_refuse
         nowhere = nn.Linear(2, 2, bias=False)
     with pytest.raises(CheckpointError) as caught:
         save_checkpoint(tmp_path / "c", nn.ModuleDict({"a": nowhere, "b": Odd(2, 2)}))
-    told = " ".join(caught.value.faults)
+    told = " ".join(caught.value.problems)
     assert "'a.weight' of stage 0 is on the meta device" in told
     assert "the module 'b' has extra state" in told
 

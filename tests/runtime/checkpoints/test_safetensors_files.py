@@ -184,7 +184,7 @@ def test_all_faults_are_told_at_once_on_all_ranks_and_nothing_is_changed(pools: 
 def refusal(place: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         import_safetensors(place, nn.Linear(2, 2))
-    return "; ".join(caught.value.faults)
+    return "; ".join(caught.value.problems)
 
 
 def test_files_that_are_missing_damaged_or_elsewhere_are_named(tmp_path: Path) -> None:

@@ -237,8 +237,10 @@ def test_weight_gradients_of_gpt2_are_put_aside() -> None:
 
 def test_layouts_that_do_not_fit_the_layers_are_refused() -> None:
     whole = decoder("llama")
-    assert "has 4 layers (t), the model has 5: layer 4 would be left out" in refusal(whole, layout="Ett|ttL")
-    assert "has 6 layers (t), the model has 5: there is no layer 5" in refusal(whole, layout="Et*6|L")
+    assert "has 4 layers (t), but the model has 5: layer 4 would be left out" in refusal(
+        whole, layout="Ett|ttL"
+    )
+    assert "has 6 layers (t), but the model has 5: there is no layer 5" in refusal(whole, layout="Et*6|L")
 
 
 def test_names_that_are_no_beginning_of_a_stage_are_refused_all_at_once() -> None:

@@ -28,7 +28,7 @@ from torch import nn
 
 from penstock.arguments import printable
 from penstock.errors import PartitionError
-from penstock.planning.layout import Layout, StageLayout
+from penstock.planning.layout import PipelineLayout, StageLayout
 from penstock.runtime.models.decoder_stage import (
     Elsewhere,
     Nothing,
@@ -83,7 +83,7 @@ class Decoder:
         names |= {f"{layers}.{layer}": (layer + 1,) for layer in range(self.layers)}
         return names | {f"{inside}{self._norm_name}": (self.layers + 1,)}
 
-    def stages(self, layout: Layout) -> dict[int, nn.Module]:
+    def stages(self, layout: PipelineLayout) -> dict[int, nn.Module]:
         """The stages by their numbers."""
         register_conv1d()
         return {number: self._stage(stage) for number, stage in enumerate(layout)}

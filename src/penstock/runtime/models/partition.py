@@ -25,7 +25,8 @@ from torch import nn
 
 from penstock.arguments import printable, some
 from penstock.errors import PartitionError
-from penstock.planning.layout import Layout, layout_of_counts, parse_layout
+from penstock.planning.layout import PipelineLayout, layout_of_counts
+from penstock.planning.layout_text import parse_layout
 from penstock.runtime.models.decoders import Decoder, is_pretrained
 from penstock.runtime.models.tied_tensors import note_tied_weights
 
@@ -51,12 +52,12 @@ _HOOKS = (
 
 
 def split(
-    model: nn.Module, at: Sequence[str] | None = None, *, layout: str | Layout | None = None
+    model: nn.Module, at: Sequence[str] | None = None, *, layout: str | PipelineLayout | None = None
 ) -> dict[int, nn.Module]:
     """The stages of a model by their numbers.
 
     `at`      names of `model.named_modules()`, each the first module of a new stage
-    `layout`  how many layers each stage has, as in "Et*3|(tt|)*2,t|L"; see `penstock.planning.layout`
+    `layout`  how many layers each stage has, as in "Et*3|(tt|)*2,t|L"; see `penstock.planning.layout_text`
 
     The model is an `nn.Sequential`, with others inside it, or a decoder of transformers. The stages share their
     modules with the model. Without a name there is one stage, of an `nn.Sequential` the model itself. Every
@@ -73,7 +74,7 @@ def split(
 
 
 def _split_decoder(
-    model: nn.Module, at: Sequence[str] | None, layout: str | Layout | None
+    model: nn.Module, at: Sequence[str] | None, layout: str | PipelineLayout | None
 ) -> dict[int, nn.Module]:
     decoder = Decoder(model)
     if layout is not None:
@@ -92,7 +93,7 @@ def _split_decoder(
 
 
 def _split_sequential(
-    model: nn.Module, at: Sequence[str] | None, layout: str | Layout | None
+    model: nn.Module, at: Sequence[str] | None, layout: str | PipelineLayout | None
 ) -> dict[int, nn.Module]:
     if layout is not None:
         _check_model(model)
@@ -112,7 +113,7 @@ def _split_sequential(
     return dict(enumerate(parts))
 
 
-def _names_of_layout(model: nn.Module, layout: str | Layout) -> list[str]:
+def _names_of_layout(model: nn.Module, layout: str | PipelineLayout) -> list[str]:
     """The first modules of the stages after the first, where one child of the model has all its layers."""
     children = _children(model)
     containers = [name for name, child in children.items() if _runs_in_order(child)]

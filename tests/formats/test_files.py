@@ -1,4 +1,4 @@
-"""Promise: a file is written whole or not at all, and nobody else's file is touched."""
+"""Promise: files are written atomically, and no other file is changed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 
 from penstock.errors import FormatError
 from penstock.formats import read, reads, write
-from tests.formats.test_schedule_files import SMALL, SMALL_CSV, document
+from tests.support.schedule_files import SMALL, SMALL_CSV, document
 
 
-def full(*_: object, **__: object) -> None:
+def disk_full(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(
     "calls", [["os.fsync"], ["os.replace", "pathlib.Path.replace"]], ids=["while writing", "while replacing"]
 )
-@pytest.mark.parametrize("old", [None, "what was there before"])
-def test_a_failure_in_the_middle_leaves_everything_as_it_was(
+@pytest.mark.parametrize("old", [None, "old content"])
+def test_a_failed_write_leaves_the_directory_unchanged(
     calls: list[str], old: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "mine.csv"
@@ -30,7 +30,7 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(
         path.write_text(old)
     with monkeypatch.context() as broken:
         for call in calls:
-            broken.setattr(call, full)
+            broken.setattr(call, disk_full)
         with pytest.raises(OSError, match="No space left"):
             write(SMALL, path)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == (
@@ -38,9 +38,7 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(
     )
 
 
-def test_an_interrupt_in_the_middle_leaves_no_temporary_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: int) -> None:
         raise KeyboardInterrupt
 
@@ -50,7 +48,7 @@ def test_an_interrupt_in_the_middle_leaves_no_temporary_file(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_new_file_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("old " * 1000)
     write(SMALL, path)
@@ -59,7 +57,7 @@ def test_the_new_file_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_permissions_of_a_new_file_follow_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
+def test_the_mode_of_a_new_file_follows_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         write(SMALL, tmp_path / "mine.csv")
@@ -68,11 +66,11 @@ def test_permissions_of_a_new_file_follow_the_umask(umask: int, mode: int, tmp_p
     assert (tmp_path / "mine.csv").stat().st_mode & 0o777 == mode
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_symbolic_link_is_followed_and_stays_one(there: bool, tmp_path: Path) -> None:  # noqa: FBT001
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_symbolic_link_is_followed_and_kept(exists: bool, tmp_path: Path) -> None:  # noqa: FBT001
     target, link = tmp_path / "folder" / "target.csv", tmp_path / "link.csv"
     target.parent.mkdir()
-    if there:
+    if exists:
         target.write_text("old")
     link.symlink_to(target)
     write(SMALL, link)
@@ -93,27 +91,25 @@ def test_a_named_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-def test_a_temporary_file_left_by_a_crash_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_temporary_file_left_by_a_crash_does_not_matter(tmp_path: Path) -> None:
     (tmp_path / f".mine.csv.{os.getpid()}.tmp").write_text("half of it")
     write(SMALL, tmp_path / "mine.csv")
     assert read(tmp_path / "mine.csv") == SMALL
 
 
-def test_threads_that_write_one_file_do_not_disturb_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_can_write_one_file_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both_open = threading.Barrier(2)
-    monkeypatch.setattr("os.fsync", lambda _: meet_at(both_open))
+    monkeypatch.setattr("os.fsync", lambda _: wait_at(both_open))
     failures: list[BaseException] = []
 
-    def work() -> None:
+    def write_small() -> None:
         try:
             write(SMALL, tmp_path / "mine.csv")
         except OSError as error:
             failures.append(error)
             both_open.abort()
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
+    threads = [threading.Thread(target=write_small) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -122,19 +118,19 @@ def test_threads_that_write_one_file_do_not_disturb_each_other(
     assert read(tmp_path / "mine.csv") == SMALL
 
 
-def meet_at(barrier: threading.Barrier) -> None:
+def wait_at(barrier: threading.Barrier) -> None:
     with suppress(threading.BrokenBarrierError):
         barrier.wait(timeout=1)
 
 
-def test_a_name_as_long_as_the_file_system_allows_can_be_written(tmp_path: Path) -> None:
+def test_a_file_name_of_maximum_length_can_be_written(tmp_path: Path) -> None:
     path = tmp_path / ("a" * (os.pathconf(tmp_path, "PC_NAME_MAX") - 4) + ".csv")
     write(SMALL, path)
     assert read(path) == SMALL
 
 
 @pytest.mark.parametrize("file_format", ["csv", "json"])
-def test_whatever_was_read_can_be_written(file_format: str, tmp_path: Path) -> None:
+def test_what_was_read_can_be_written(file_format: str, tmp_path: Path) -> None:
     path = tmp_path / f"mine.{file_format}"
     try:
         schedule = reads(document(name="\ud800"), "json")
