@@ -1,4 +1,4 @@
-"""Promises of `penstock search`."""
+"""Tests of `penstock search`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import pytest
 import penstock
 from penstock import Costs, simulate
 from penstock.search import Progress
-from tests.cli.conftest import Run
+from tests.support.command_line import Run
 
 
-def test_it_draws_the_best_and_says_how_good_it_is(run: Run) -> None:
+def test_it_draws_the_best_schedule_and_prints_its_gap(run: Run) -> None:
     answer = run("search", "-p", 4, "-m", 8, "--live", 4)
     assert answer.code == 0
     assert "rank 3  " in answer.out
-    assert "makespan  27           proved best" in answer.out
+    assert "makespan  27           proved optimal" in answer.out
     assert "bound     27           " in answer.out
     assert "zb-h2 " in answer.out
-    assert "holds 7     too large" in answer.out
+    assert "needs 7  over limit" in answer.out
     assert answer.err == ""
 
 
-def test_it_writes_what_it_found_and_answers_in_json(run: Run, tmp_path: Path) -> None:
+def test_it_writes_the_schedule_and_prints_json(run: Run, tmp_path: Path) -> None:
     Costs(forward=(3, 1, 2), activation=(4, 2, 2), activation_freed_by_input=1).write(tmp_path / "costs.json")
     words = ("search", "-p", 3, "-m", 7, "-c", "costs.json", "--memory", 12, "--moves", 5000, "--seed", 3)
     answer = run(*words, "-o", "best.csv", "--json").json
@@ -41,7 +41,7 @@ def test_it_writes_what_it_found_and_answers_in_json(run: Run, tmp_path: Path) -
     assert again["schedule"] == answer["schedule"]
 
 
-def test_objectives_placements_whole_backwards_and_noise_can_be_asked_for(run: Run) -> None:
+def test_objective_placement_fused_backward_and_jitter_are_options(run: Run) -> None:
     for words in (
         ("--objective", "span", "--fused"),
         ("--objective", "period", "-v", 2, "--placement", "v"),
@@ -55,22 +55,22 @@ def test_objectives_placements_whole_backwards_and_noise_can_be_asked_for(run: R
 @pytest.mark.parametrize(
     ("words", "says", "code"),
     [
-        (["--memory", "lots"], "--memory is a number of bytes, as 80e9, 80GB or 74.5GiB (given lots)", 2),
+        (["--memory", "lots"], "--memory is a number of bytes, e.g. 80e9, 80GB or 74.5GiB (given lots)", 2),
         (["--memory", "0.5"], "nothing fits into 0.5 a rank: rank 0 needs 1; rank 1 needs 1", 2),
         (["--live", "0"], "live_limit must be a whole number of at least 1 (given 0)", 2),
         (["--objective", "speed"], "'speed' is not one of", 2),
-        (["-o", "no/best.csv"], "no/best.csv: the folder no is not there or cannot be written to", 2),
-        (["-o", "folder.csv"], "folder.csv is a folder", 2),
+        (["-o", "no/best.csv"], "no/best.csv: the directory no does not exist or is not writable", 2),
+        (["-o", "folder.csv"], "folder.csv is a directory", 2),
         (["-o", "best.txt"], "best.txt: the ending .txt is not known; it is .csv or .json", 2),
     ],
 )
-def test_what_cannot_be_searched_for_is_bad_usage(
+def test_impossible_searches_are_usage_errors(
     run: Run, tmp_path: Path, words: list[str], says: str, code: int
 ) -> None:
     (tmp_path / "folder.csv").mkdir()
     answer = run("search", "-p", 2, "-m", 2, *words)
     assert (answer.code, answer.out) == (code, "")
-    assert says in answer.said
+    assert says in answer.message
 
 
 @pytest.mark.parametrize(("text", "size"), [("7", 7), ("2e3", 2000), ("1.5KB", 1500), ("2GiB", 2 * 1024**3)])
@@ -85,8 +85,8 @@ def test_ctrl_c_keeps_and_writes_the_best(run: Run, tmp_path: Path, monkeypatch:
     def pressed_while_moving() -> Iterator[Callable[[Progress], None]]:
         yield lambda now: signal.raise_signal(signal.SIGINT) if now.doing == "moving steps" else None
 
-    monkeypatch.setattr(sys.modules["penstock.cli.search"], "shown_progress", pressed_while_moving)
+    monkeypatch.setattr(sys.modules["penstock.cli.search"], "search_progress", pressed_while_moving)
     answer = run("search", "-p", 8, "-m", 24, "-v", 2, "--live", 10, "--seconds", 600, "-o", "best.json")
     assert (answer.code, answer.err) == (0, "")
-    assert "stopped by hand: this is the best found until then" in answer.out
+    assert "interrupted: this is the best schedule found so far" in answer.out
     assert penstock.read(tmp_path / "best.json").microbatches == 24

@@ -1,4 +1,4 @@
-"""Promise: `penstock verify-grads` finds what a pipeline trains otherwise than one process, and names it."""
+"""Tests of `penstock verify-grads`: it finds and names what a pipeline trains differently from one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from tests.cli.conftest import Run
+from tests.support.command_line import Run
 
 pytestmark = pytest.mark.xdist_group("ranks-2")
 
@@ -129,8 +129,8 @@ def test_a_wrong_gradient_is_named_and_the_exit_code_is_1(verify: Run) -> None:
     answer = verify("models:planted", "1f1b", "zbv")
     assert answer.code == 1
     assert answer.out.count("NOT EQUAL") == 2
-    assert "2 of 2 not equal to one process; the worst: the gradient of 3.weight (stage 1 of" in answer.out
-    assert "is off by 0.5 of its size; 0.0001 is allowed" in answer.out
+    assert "2 of 2 differ from one process; worst: the gradient of 3.weight (stage 1 of" in answer.out
+    assert ", relative error 0.5; allowed: 0.0001" in answer.out
     first = verify("models:planted", "1f1b", "--json").json["schedules"][0]
     assert (first["worst_gradient"]["name"], first["worst_gradient"]["stage"]) == ("3.weight", 1)
     assert first["worst_gradient"]["error"] == pytest.approx(0.5, rel=1e-3)
@@ -210,7 +210,7 @@ def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> 
     ):
         answer = verify(function, "1f1b")
         assert (answer.code, answer.out) == (2, "")
-        assert says in answer.said
+        assert says in answer.message
         assert "Traceback" not in answer.err
 
 
@@ -218,13 +218,13 @@ def test_numbers_and_names_that_cannot_be_are_bad_usage(run: Run) -> None:
     for words, says in (
         (["1f1b", "--steps", 0, "-p", 2, "-m", 2], "steps are a whole number of at least 1 (given 0)"),
         (["1f1b", "--tolerance", 0, "-p", 2, "-m", 2], "a tolerance is a share above 0"),
-        (["1f1b", "--all", "-p", 2, "-m", 2], "--all is every family: drop it, or the names"),
-        (["-p", 2, "-m", 2], "say which schedules, as in: 1f1b zbv, or --all"),
-        (["1f1b"], "to build 1f1b, say --ranks and --microbatches"),
+        (["1f1b", "--all", "-p", 2, "-m", 2], "--all selects every family: remove it, or the names"),
+        (["-p", 2, "-m", 2], "name the schedules, e.g. 1f1b zbv, or give --all"),
+        (["1f1b"], "1f1b needs --ranks and --microbatches"),
     ):
         answer = run("verify-grads", "models:right", *words)
         assert (answer.code, answer.out) == (2, "")
-        assert says in answer.said
+        assert says in answer.message
 
 
 def test_without_torch_it_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,4 +235,4 @@ def test_without_torch_it_says_what_to_install(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "torch", None)
     answer = run("verify-grads", "models:right", "1f1b", "-p", 2, "-m", 2)
     assert (answer.code, answer.out) == (2, "")
-    assert "torch, which is not installed: pip install 'penstock[torch]'" in answer.said
+    assert "torch, which is not installed: pip install 'penstock[torch]'" in answer.message
