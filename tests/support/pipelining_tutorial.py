@@ -1,4 +1,4 @@
-"""The example that torch's tutorial on pipelining teaches with, written anew: a decoder cut by hand."""
+"""A decoder split by hand, after the example of torch's tutorial on pipelining."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.pipelining.scripts import Run, gradients_of
+from tests.support.pipelining_scripts import Run, gradients_of
 
 WIDTH, LAYERS, WORDS, LENGTH, ROWS, CHUNKS = 8, 4, 13, 5, 8, 4
 
