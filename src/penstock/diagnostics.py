@@ -162,13 +162,13 @@ def _torchrun_port(port: int = TORCHRUN_PORT) -> Check:
 
 def name_checks() -> list[Check]:
     """Whether names resolve, and fast: torch and gloo resolve both ends of every connection."""
-    own = socket.gethostname()
+    host = socket.gethostname()
     return [
         _resolution(
             "host name",
-            f"{own!r}",
-            lambda: str(socket.getaddrinfo(own, None)[0][4][0]),
-            f"add it to /etc/hosts ('127.0.0.1 {own}'), or set an interface: GLOO_SOCKET_IFNAME=lo "
+            f"{host!r}",
+            lambda: str(socket.getaddrinfo(host, None)[0][4][0]),
+            f"add it to /etc/hosts ('127.0.0.1 {host}'), or set an interface: GLOO_SOCKET_IFNAME=lo "
             "(e.g. eth0 for several machines)",
         ),
         _resolution(
@@ -184,15 +184,15 @@ def name_checks() -> list[Check]:
 def _resolution(name: str, what: str, resolve: Callable[[], str], advice: str) -> Check:
     begin = time.monotonic()
     try:
-        answer = _with_timeout(RESOLUTION_TIMEOUT_SECONDS, resolve)
+        address = _with_timeout(RESOLUTION_TIMEOUT_SECONDS, resolve)
     except OSError as error:
         return Check(name, "warn", f"{what} cannot be resolved ({error.strerror}): {advice}")
-    if answer is None:
+    if address is None:
         return Check(name, "warn", f"{what} was not resolved within {RESOLUTION_TIMEOUT_SECONDS:g} s: {advice}")
     seconds = time.monotonic() - begin
     if seconds > SLOW_RESOLUTION_SECONDS:
         return Check(name, "warn", f"resolving {what} took {seconds:.1f} s: {advice}")
-    return Check(name, "ok", f"{what} is {answer}")
+    return Check(name, "ok", f"{what} is {address}")
 
 
 def _with_timeout(seconds: float, function: Callable[[], T]) -> T | None:

@@ -42,11 +42,11 @@ def test_the_examples_in_the_help_run(line: str, run: Run, tmp_path: Path) -> No
 
 
 def test_help_starts_with_usage_and_names_every_command_and_a_first_example(tmp_path: Path) -> None:
-    answer = run_process("--help", cwd=tmp_path)
-    assert (answer.code, answer.err) == (0, "")
-    assert answer.out.split()[:2] == ["Usage:", "penstock"]
-    assert all(command in answer.out for command in COMMANDS)
-    assert "penstock show 1f1b --ranks 4 --microbatches 8" in answer.out
+    result = run_process("--help", cwd=tmp_path)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.split()[:2] == ["Usage:", "penstock"]
+    assert all(command in result.out for command in COMMANDS)
+    assert "penstock show 1f1b --ranks 4 --microbatches 8" in result.out
 
 
 @pytest.mark.parametrize(
@@ -54,15 +54,15 @@ def test_help_starts_with_usage_and_names_every_command_and_a_first_example(tmp_
     [("list", "--help"), ("show", "-h"), ("check", "--help"), ("verify-grads", "-h"), ("demo", "-h")],
 )
 def test_help_and_h_show_examples(command: str, option: str, tmp_path: Path) -> None:
-    answer = run_process(command, option, cwd=tmp_path)
-    assert answer.code == 0
-    assert "Examples:" in answer.out
-    assert f" penstock {command}" in answer.out.partition("Examples:")[2]
+    result = run_process(command, option, cwd=tmp_path)
+    assert result.code == 0
+    assert "Examples:" in result.out
+    assert f" penstock {command}" in result.out.partition("Examples:")[2]
 
 
 def test_the_version_is_printed(run: Run) -> None:
-    answer = run("--version")
-    assert (answer.code, answer.out) == (0, f"penstock {penstock.__version__}\n")
+    result = run("--version")
+    assert (result.code, result.out) == (0, f"penstock {penstock.__version__}\n")
 
 
 # --- completion ------------------------------------------------------------------------------------
@@ -75,9 +75,9 @@ def completions(line: str, tmp_path: Path) -> list[str]:
         "COMP_WORDS": line,
         "COMP_CWORD": str(len(line.split(" ")) - 1),
     }
-    answer = run_process(cwd=tmp_path, environment=environment)
-    assert answer.err == ""
-    return answer.out.split()
+    result = run_process(cwd=tmp_path, environment=environment)
+    assert result.err == ""
+    return result.out.split()
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,6 @@ def test_completion_can_be_installed_and_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_a_completion_script_that_calls_penstock(shell: str, tmp_path: Path) -> None:
-    answer = run_process(cwd=tmp_path, environment={"_PENSTOCK_COMPLETE": f"source_{shell}"})
-    assert (answer.code, answer.err) == (0, "")
-    assert f"_PENSTOCK_COMPLETE=complete_{shell}" in answer.out
+    result = run_process(cwd=tmp_path, environment={"_PENSTOCK_COMPLETE": f"source_{shell}"})
+    assert (result.code, result.err) == (0, "")
+    assert f"_PENSTOCK_COMPLETE=complete_{shell}" in result.out

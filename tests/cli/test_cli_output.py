@@ -28,7 +28,7 @@ SHOW = ("show", "1f1b", "-p", "2", "-m", "2")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         (["shwo"], "Did you mean 'show'?"),
         (["list", "--jsn"], "--json"),
@@ -36,11 +36,13 @@ SHOW = ("show", "1f1b", "-p", "2", "-m", "2")
         (["list", "1f1b"], "unexpected extra argument"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_suggests_a_correction(arguments: list[str], says: str, run: Run) -> None:
-    answer = run(*arguments)
-    assert answer.code == 2
-    assert says in answer.message
-    assert answer.out == ""
+def test_wrong_usage_exits_with_2_and_suggests_a_correction(
+    arguments: list[str], expected: str, run: Run
+) -> None:
+    result = run(*arguments)
+    assert result.code == 2
+    assert expected in result.message
+    assert result.out == ""
 
 
 def test_the_exit_codes_of_a_process_are_0_1_and_2_and_there_is_no_traceback(tmp_path: Path) -> None:
@@ -48,18 +50,18 @@ def test_the_exit_codes_of_a_process_are_0_1_and_2_and_there_is_no_traceback(tmp
     (tmp_path / "invalid.csv").write_text("0B0,0F0\n")
     (tmp_path / "malformed.csv").write_text("zz\n")
     for name, code in (("valid", 0), ("invalid", 1), ("malformed", 1), ("missing", 2)):
-        answer = run_process("check", f"{name}.csv", cwd=tmp_path)
-        assert answer.code == code
-        assert "Traceback" not in answer.err
+        result = run_process("check", f"{name}.csv", cwd=tmp_path)
+        assert result.code == code
+        assert "Traceback" not in result.err
 
 
 # --- pipes and encodings ---------------------------------------------------------------------------
 
 
 def test_a_terminal_that_lacks_a_character_shows_a_question_mark(tmp_path: Path) -> None:
-    answer = run_process(*SHOW, cwd=tmp_path, environment={"PYTHONIOENCODING": "ascii"})
-    assert (answer.code, answer.err) == (0, "")
-    assert "rank 0  F0 F1 ?  ?  B0??? ?  B1???" in answer.out
+    result = run_process(*SHOW, cwd=tmp_path, environment={"PYTHONIOENCODING": "ascii"})
+    assert (result.code, result.err) == (0, "")
+    assert "rank 0  F0 F1 ?  ?  B0??? ?  B1???" in result.out
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["--help"], SHOW, ["check", "valid.csv"]], ids=" ".join)
@@ -68,18 +70,18 @@ def test_a_closed_pipe_is_not_an_error(arguments: list[str], tmp_path: Path) -> 
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        answer = run_process(*arguments, cwd=tmp_path, stdout=writing)
+        result = run_process(*arguments, cwd=tmp_path, stdout=writing)
     finally:
         os.close(writing)
-    assert answer.err == ""
-    assert answer.code == -signal.SIGPIPE  # neither valid nor invalid
+    assert result.err == ""
+    assert result.code == -signal.SIGPIPE  # neither valid nor invalid
 
 
 def test_head_closes_a_long_picture_without_a_message() -> None:
     line = f"'{EXECUTABLE}' show gpipe -p 8 -m 2000 | head -n 1"
-    answer = subprocess.run(line, shell=True, capture_output=True, encoding="utf-8", check=False)  # noqa: S602
-    assert answer.stdout == "gpipe: 8 ranks, 8 stages (loop), 2000 microbatches, compute\n"
-    assert answer.stderr == ""
+    result = subprocess.run(line, shell=True, capture_output=True, encoding="utf-8", check=False)  # noqa: S602
+    assert result.stdout == "gpipe: 8 ranks, 8 stages (loop), 2000 microbatches, compute\n"
+    assert result.stderr == ""
 
 
 # --- colour ----------------------------------------------------------------------------------------
@@ -116,8 +118,8 @@ def test_every_fast_command_is_covered() -> None:
     assert {arguments[0] for arguments in COLOURED} >= fast
 
 
-def colours(answer: CommandResult) -> set[int]:
-    codes = re.findall(r"\x1b\[([0-9;]*)m", answer.out + answer.err)
+def colours(result: CommandResult) -> set[int]:
+    codes = re.findall(r"\x1b\[([0-9;]*)m", result.out + result.err)
     return {number for code in codes for number in map(int, filter(None, code.split(";"))) if number >= 30}
 
 
@@ -138,9 +140,9 @@ def test_commands_that_draw_use_colour_when_forced(tmp_path: Path) -> None:
 
 def test_without_the_extra_view_a_line_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    answer = run("show", "1f1b", "-p", 2, "-m", 2, "-o", "x.png")
-    assert answer.code == 2
-    assert answer.err == (
+    result = run("show", "1f1b", "-p", 2, "-m", 2, "-o", "x.png")
+    assert result.code == 2
+    assert result.err == (
         "penstock: PNG pictures are drawn by Pillow, which is not installed: "
         "pip install 'penstock[view]' (SVG pictures need nothing)\n"
     )
@@ -156,8 +158,8 @@ try:
 except ImportError as error:
     print(type(error).__name__, error)
 """
-    answer = run_python(code, tmp_path)
-    assert answer == (
+    result = run_python(code, tmp_path)
+    assert result == (
         "MissingExtraError training is done by torch, which is not installed: pip install 'penstock[torch]'\n"
     )
 
@@ -177,10 +179,10 @@ sys.argv = ["penstock", "search", "-p", "2", "-m", "3", "--live", "1", "--moves"
 from penstock.cli import main
 main()
 """
-    answer = run_python(code, tmp_path)
-    assert "makespan" in answer
-    assert "not installed, so not used: " in answer
-    assert "pip install 'penstock[search]'" in answer
+    result = run_python(code, tmp_path)
+    assert "makespan" in result
+    assert "not installed, so not used: " in result
+    assert "pip install 'penstock[search]'" in result
 
 
 def test_the_core_commands_need_no_torch(tmp_path: Path) -> None:

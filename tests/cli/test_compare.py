@@ -32,9 +32,9 @@ def test_without_names_it_compares_all_families(run: Run) -> None:
 
 def test_sizes_are_rejected_if_all_schedules_are_files(run: Run, tmp_path: Path) -> None:
     penstock.build("1f1b", ranks=2, microbatches=2).write(tmp_path / "a.csv")
-    answer = run("compare", "a.csv", "-p", 4)
-    assert (answer.code, answer.out) == (2, "")
-    assert "files have their own sizes" in answer.message
+    result = run("compare", "a.csv", "-p", 4)
+    assert (result.code, result.out) == (2, "")
+    assert "files have their own sizes" in result.message
 
 
 def test_it_draws_all_schedules_on_one_axis(run: Run, tmp_path: Path) -> None:
@@ -42,11 +42,11 @@ def test_it_draws_all_schedules_on_one_axis(run: Run, tmp_path: Path) -> None:
     page = (tmp_path / "both.html").read_text()
     assert '"name":"1f1b"' in page
     assert '"name":"zb-h1"' in page
-    answer = run("compare", "1f1b", "-p", 2, "-m", 2, "-o", "both.txt")
-    assert (answer.code, answer.out) == (2, "")
+    result = run("compare", "1f1b", "-p", 2, "-m", 2, "-o", "both.txt")
+    assert (result.code, result.out) == (2, "")
 
 
 def test_families_need_sizes(run: Run) -> None:
-    answer = run("compare", "1f1b")
-    assert answer.code == 2
-    assert "1f1b needs --ranks and --microbatches" in answer.message
+    result = run("compare", "1f1b")
+    assert result.code == 2
+    assert "1f1b needs --ranks and --microbatches" in result.message

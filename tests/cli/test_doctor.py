@@ -21,10 +21,10 @@ TORCH = ["torch", "gloo", "gpu", "exchange"]
 
 @pytest.mark.xdist_group("ranks-2")
 def test_a_machine_that_runs_these_tests_passes(run: Run) -> None:
-    answer = run("doctor", "--json")
-    assert answer.code == 0
-    assert answer.json["verdict"] in ("ok", "warn")
-    found = {check["name"]: check for check in answer.json["checks"]}
+    result = run("doctor", "--json")
+    assert result.code == 0
+    assert result.json["verdict"] in ("ok", "warn")
+    found = {check["name"]: check for check in result.json["checks"]}
     assert list(found) == CORE + NAMES + EXTRAS + TORCH
     assert found["penstock"]["message"] == penstock.__version__
     assert found["torch"]["verdict"] == "ok"
@@ -33,9 +33,9 @@ def test_a_machine_that_runs_these_tests_passes(run: Run) -> None:
 
 def test_without_torch_it_works_and_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    answer = run("doctor")
-    lines = answer.out.splitlines()
-    assert answer.code == 0
+    result = run("doctor")
+    lines = result.out.splitlines()
+    assert result.code == 0
     assert len(lines) == len(CORE + NAMES + EXTRAS)
     assert "warn  extra torch    torch not installed; for training: pip install 'penstock[torch]'" in lines
 
@@ -43,10 +43,10 @@ def test_without_torch_it_works_and_says_so(run: Run, monkeypatch: pytest.Monkey
 def test_every_line_has_a_verdict_and_a_failure_ends_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [Check("torch", "ok", "2.13.0"), Check("exchange", "fail", "no way")]
     monkeypatch.setattr(sys.modules["penstock.cli.doctor"], "torch_checks", lambda: given)
-    answer = run("doctor")
-    assert answer.code == 1
-    assert {line.split()[0] for line in answer.out.splitlines()} <= {"ok", "warn", "fail"}
-    assert answer.out.endswith("fail  exchange       no way\n")
+    result = run("doctor")
+    assert result.code == 1
+    assert {line.split()[0] for line in result.out.splitlines()} <= {"ok", "warn", "fail"}
+    assert result.out.endswith("fail  exchange       no way\n")
     assert run("doctor", "--json").json["verdict"] == "fail"
 
 

@@ -29,30 +29,30 @@ rank 1  ·  F0 B0─── F1 B1─── ·  ·
 
 
 def test_a_family_is_shown_over_time_with_its_numbers(run: Run) -> None:
-    answer = run(*SMALL)
-    assert (answer.code, answer.out, answer.err) == (0, PICTURE, "")
+    result = run(*SMALL)
+    assert (result.code, result.out, result.err) == (0, PICTURE, "")
 
 
 def test_a_lowered_schedule_is_shown_as_lists(run: Run) -> None:
-    answer = run(*SMALL, "--lowered")
-    assert answer.code == 0
-    assert "2 microbatches, lowered\n\nstep  rank 0        rank 1\n" in answer.out
-    assert "   2  0SEND_F0      1F0\n" in answer.out
+    result = run(*SMALL, "--lowered")
+    assert result.code == 0
+    assert "2 microbatches, lowered\n\nstep  rank 0        rank 1\n" in result.out
+    assert "   2  0SEND_F0      1F0\n" in result.out
 
 
 @pytest.mark.parametrize("family", penstock.families())
 def test_every_family_can_be_shown(family: str, run: Run) -> None:
     for more in ((), ("--lowered",)):
-        answer = run("show", family, "-p", 3, "-m", 4, *more)
-        assert (answer.code, answer.err) == (0, "")
-        assert answer.out.startswith(f"{family}: 3 ranks")
+        result = run("show", family, "-p", 3, "-m", 4, *more)
+        assert (result.code, result.err) == (0, "")
+        assert result.out.startswith(f"{family}: 3 ranks")
 
 
 def test_stages_per_rank_can_be_chosen_where_the_family_leaves_it_open(run: Run) -> None:
     assert "2 ranks, 6 stages" in run("show", "interleaved-1f1b", "-p", 2, "-m", 4, "-v", 3).out
-    answer = run(*SMALL, "-v", 3)
-    assert answer.code == 2
-    assert "1f1b has 1 stage per rank (given 3)" in answer.err
+    result = run(*SMALL, "-v", 3)
+    assert result.code == 2
+    assert "1f1b has 1 stage per rank (given 3)" in result.err
 
 
 def test_csv_and_json_are_printed_as_they_would_be_written(run: Run, tmp_path: Path) -> None:
@@ -97,17 +97,17 @@ def test_a_picture_goes_to_a_file_without_colour(run: Run, tmp_path: Path) -> No
 
 def test_an_invalid_file_is_shown_and_exits_with_1(run: Run, tmp_path: Path) -> None:
     (tmp_path / "dead.csv").write_text(DEADLOCK)
-    answer = run("show", "dead.csv")
-    assert answer.code == 1
-    assert "   1  0B0     1B1\n" in answer.out
-    assert answer.message == "penstock: dead.csv has 1 error; run: penstock check dead.csv"
+    result = run("show", "dead.csv")
+    assert result.code == 1
+    assert "   1  0B0     1B1\n" in result.out
+    assert result.message == "penstock: dead.csv has 1 error; run: penstock check dead.csv"
 
 
 def test_an_invalid_file_is_not_lowered(run: Run, tmp_path: Path) -> None:
     (tmp_path / "dead.csv").write_text(DEADLOCK)
-    answer = run("show", "dead.csv", "--lowered", "-o", "lowered.csv")
-    assert answer.code == 1
-    assert "error[deadlock]" in answer.err
+    result = run("show", "dead.csv", "--lowered", "-o", "lowered.csv")
+    assert result.code == 1
+    assert "error[deadlock]" in result.err
     assert not (tmp_path / "lowered.csv").exists()
 
 
@@ -134,16 +134,16 @@ def test_every_picture_format_is_drawn(run: Run, tmp_path: Path) -> None:
 
 
 def test_with_costs_the_timeline_is_scaled_to_the_width(run: Run) -> None:
-    answer = run("show", "1f1b", "-p", 2, "-m", 2, "--costs", "zb-h4096-p8-m24")
-    assert "0.238321 seconds, 33.6% idle" in answer.out
-    assert max(map(len, answer.out.splitlines())) <= 80
+    result = run("show", "1f1b", "-p", 2, "-m", 2, "--costs", "zb-h4096-p8-m24")
+    assert "0.238321 seconds, 33.6% idle" in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
 
 
 # --- wrong usage -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "expected"),
     [
         (["1f1c", "-p", 2, "-m", 2], "no family is called '1f1c'; did you mean 1f1b?"),
         (["interleaved", "-p", 2, "-m", 2], "did you mean interleaved-1f1b?"),
@@ -170,11 +170,11 @@ def test_with_costs_the_timeline_is_scaled_to_the_width(run: Run) -> None:
         (["folder/x.xml"], "the ending .xml is not known; it is .csv or .json"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_says_what_to_do(words: list[object], says: str, run: Run) -> None:
-    answer = run("show", *words)
-    assert answer.code == 2
-    assert says in answer.message
-    assert answer.out == ""
+def test_wrong_usage_exits_with_2_and_says_what_to_do(arguments: list[object], expected: str, run: Run) -> None:
+    result = run("show", *arguments)
+    assert result.code == 2
+    assert expected in result.message
+    assert result.out == ""
 
 
 def test_a_file_that_is_there_is_taken_for_a_file_whatever_its_ending(run: Run, tmp_path: Path) -> None:
@@ -187,16 +187,16 @@ def test_absurd_sizes_are_usage_errors(run: Run) -> None:
 
 
 def test_a_missing_directory_is_named(run: Run) -> None:
-    answer = run(*SMALL, "-o", "folder/mine.csv")
-    assert answer.code == 2
-    assert "No such file or directory" in answer.message
-    assert "mine.csv" in answer.message
-    assert ".tmp" not in answer.message
+    result = run(*SMALL, "-o", "folder/mine.csv")
+    assert result.code == 2
+    assert "No such file or directory" in result.message
+    assert "mine.csv" in result.message
+    assert ".tmp" not in result.message
 
 
 def test_a_directory_in_place_of_a_file_is_named(run: Run, tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
-    for words in ((*SMALL, "-o", "folder.csv"), ("show", "folder.csv")):
-        answer = run(*words)
-        assert answer.code == 2
-        assert "folder.csv: Is a directory" in answer.message
+    for arguments in ((*SMALL, "-o", "folder.csv"), ("show", "folder.csv")):
+        result = run(*arguments)
+        assert result.code == 2
+        assert "folder.csv: Is a directory" in result.message

@@ -9,44 +9,44 @@ from tests.support.command_line import Run
 
 
 def test_it_prints_times_bound_and_causes(run: Run) -> None:
-    answer = run("simulate", "1f1b", "-p", 4, "-m", 8)
-    assert answer.code == 0
-    assert "makespan  33           27.3% idle" in answer.out
-    assert "gap <= 0.0% (one-machine:" in answer.out
-    assert "0B0 waits for the gradient of stage 1, microbatch 0 (1B0, rank 1)" in answer.out
+    result = run("simulate", "1f1b", "-p", 4, "-m", 8)
+    assert result.code == 0
+    assert "makespan  33           27.3% idle" in result.out
+    assert "gap <= 0.0% (one-machine:" in result.out
+    assert "0B0 waits for the gradient of stage 1, microbatch 0 (1B0, rank 1)" in result.out
 
 
 def test_json_output(run: Run) -> None:
-    answer = run("simulate", "zbv", "-p", 2, "-m", 4, "--jitter", 0.05, "--json").json
-    assert (answer["makespan"], answer["span"], answer["period"]) == (25, 24, 24)
-    assert set(answer["jitter"]) == {"p5", "p50", "p95"}
-    assert answer["gaps"][0]["reason"] == "drain"
-    assert answer["critical_path"][0] == "0F0"
+    result = run("simulate", "zbv", "-p", 2, "-m", 4, "--jitter", 0.05, "--json").json
+    assert (result["makespan"], result["span"], result["period"]) == (25, 24, 24)
+    assert set(result["jitter"]) == {"p5", "p50", "p95"}
+    assert result["gaps"][0]["reason"] == "drain"
+    assert result["critical_path"][0] == "0F0"
 
 
 def test_costs_come_from_a_file_or_a_preset(run: Run, tmp_path: Path) -> None:
     Costs(forward=10).write(tmp_path / "costs.toml")
     assert run("simulate", "gpipe", "-p", 1, "-m", 1, "--costs", "costs.toml", "--json").json["makespan"] == 12
-    answer = run("simulate", "zb-h1", "-p", 8, "-m", 24, "-c", "zb-h4096-p8-m24", "--json").json
-    assert round(answer["makespan"] * 1e6) == 2187537
+    result = run("simulate", "zb-h1", "-p", 8, "-m", 24, "-c", "zb-h4096-p8-m24", "--json").json
+    assert round(result["makespan"] * 1e6) == 2187537
 
 
 def test_invalid_costs_and_send_models_are_usage_errors(run: Run, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"forward": 1}')
-    for words, says, code in (
+    for arguments, expected, code in (
         (["--costs", "fast"], "--costs is a .json or .toml file, or one of zb-h2304-p8-m24", 2),
         (["--costs", "missing.json"], "missing.json: No such file or directory", 2),
         (["--costs", "bad.json"], "bad.json: forward: not a key of costs; they are forward_seconds", 2),
         (["--sends", "pigeons"], "--sends is one of buffered", 2),
         (["--jitter", "7"], "noise: it must be from 0 to 1", 2),
     ):
-        answer = run("simulate", "1f1b", "-p", 2, "-m", 2, *words)
-        assert (answer.code, answer.out) == (code, "")
-        assert says in answer.message
+        result = run("simulate", "1f1b", "-p", 2, "-m", 2, *arguments)
+        assert (result.code, result.out) == (code, "")
+        assert expected in result.message
 
 
 def test_an_invalid_schedule_is_rejected_with_its_report(run: Run, tmp_path: Path) -> None:
     (tmp_path / "dead.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
-    answer = run("simulate", "dead.csv")
-    assert (answer.code, answer.out) == (1, "")
-    assert "error[deadlock]" in answer.err
+    result = run("simulate", "dead.csv")
+    assert (result.code, result.out) == (1, "")
+    assert "error[deadlock]" in result.err

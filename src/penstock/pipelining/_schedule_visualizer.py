@@ -42,25 +42,29 @@ def get_schedule_ops(
     """The actions of each rank; with None where a rank is idle, or with communication."""
     if add_spacing and with_comms:
         raise ValueError("add_spacing and with_comms exclude each other: spacing needs compute actions only")
-    made: Value = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
-    if not (isinstance(made, type) and issubclass(made, PipelineScheduleSingle | PipelineScheduleMulti)):
-        raise ValueError(f"a schedule is a name or a schedule class (given {schedule!r})")  # noqa: TRY004
-    single = issubclass(made, PipelineScheduleSingle)
+    schedule_class = _schedule_class(schedule)
+    single = issubclass(schedule_class, PipelineScheduleSingle)
     count = num_stages_per_rank or (1 if single else 2)
     if single and count != 1:
-        raise AssertionError(f"{made.__name__} has one stage per rank (given {num_stages_per_rank})")
+        raise AssertionError(f"{schedule_class.__name__} has one stage per rank (given {num_stages_per_rank})")
     about = {"num_stages": pp_degree * count, "group_size": pp_degree, "group_rank": 0, "submod": None}
-    stages: list[Value] = [SimpleNamespace(stage_index=leg * pp_degree, **about) for leg in range(count)]
-    make: Value = made
-    order = make(stages[0] if single else stages, num_microbatches).pipeline_order
+    stages: list[Value] = [SimpleNamespace(stage_index=nth * pp_degree, **about) for nth in range(count)]
+    order = schedule_class(stages[0] if single else stages, num_microbatches).pipeline_order
     if order is None:
-        raise AssertionError(f"{made.__name__} has no order")
+        raise AssertionError(f"{schedule_class.__name__} has no order")
     if with_comms:
         runtime = _PipelineScheduleRuntime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)  # type: ignore[no-untyped-call]
         runtime._prepare_schedule_with_comms(order)  # noqa: SLF001 -- our own
         order = runtime.pipeline_order_with_comms
     rows = [list(order[rank]) for rank in range(pp_degree)]
     return add_schedule_op_spacing(rows) if add_spacing else rows
+
+
+def _schedule_class(schedule: Value) -> Value:
+    found = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
+    if not (isinstance(found, type) and issubclass(found, PipelineScheduleSingle | PipelineScheduleMulti)):
+        raise ValueError(f"a schedule is a name or a schedule class (given {schedule!r})")  # noqa: TRY004
+    return found
 
 
 def add_schedule_op_spacing(schedule: RankActions) -> list[ActionList]:

@@ -169,8 +169,8 @@ def _message(timeline: Timeline, message: Message, *, leaving: bool) -> _Span:
         "stage": stage,
         "microbatch": message.microbatch,
         "bytes": message.size,
-        "made by": str(timeline.event(message.producer).step),
-        "used by": str(timeline.event(message.consumer).step),
+        "producer": str(timeline.event(message.producer).step),
+        "consumer": str(timeline.event(message.consumer).step),
     }
     thread = f"{'to' if leaving else 'from'} rank {peer}"
     times = (_ns(message.begin), _ns(message.arrival))
@@ -200,9 +200,9 @@ def _counters(timeline: Timeline, rank: int, process: int) -> Iterator[Entry]:
     """The memory of the rank at each change."""
     memory = timeline.memory[rank]
     times = [_ns(time) for time in memory.times.tolist()]
-    held = dict(zip(times, zip(memory.activations.tolist(), memory.unsharded.tolist())))
+    changes = dict(zip(times, zip(memory.activations.tolist(), memory.unsharded.tolist())))
     before = None
-    for time, (activations, unsharded) in {0: (0.0, 0.0), **held}.items():
+    for time, (activations, unsharded) in {0: (0.0, 0.0), **changes}.items():
         values = {"activations": activations, "unsharded": unsharded, "fixed": memory.fixed}
         if values != before:
             yield {"ph": "C", "name": MEMORY, "pid": process, "tid": process, "ts": _us(time), "args": values}
