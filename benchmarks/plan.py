@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tests.oracles import torch_schedules
 
 import penstock
-from penstock.simulation.simulator import Engine
+from penstock.simulation.simulator import Simulator
 
 
 class Instance(NamedTuple):
@@ -96,9 +96,9 @@ def print_simulation(instance: Instance) -> None:
 def print_rate() -> None:
     """Print simulations per second, of a new schedule each time and of the same schedule again."""
     schedule = penstock.build("zb-h1", ranks=8, microbatches=32)
-    engine = Engine(schedule, COSTS)
-    fresh = fastest(lambda: Engine(schedule.with_rows(schedule.table.rows), COSTS).run(), 200)
-    again = fastest(engine.run, 200)
+    simulator = Simulator(schedule, COSTS)
+    fresh = fastest(lambda: Simulator(schedule.with_rows(schedule.table.rows), COSTS).run(), 200)
+    again = fastest(simulator.run, 200)
     rates = f"{1 / fresh:,.0f} new, {1 / again:,.0f} repeated"
     print(f"simulations per second, p=8 m=32, {schedule.num_steps} steps: {rates}")
 

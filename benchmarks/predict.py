@@ -22,7 +22,7 @@ import penstock
 from benchmarks import modules
 from benchmarks.processes import on_ranks
 from penstock.runtime import Pipeline, register_layer
-from penstock.simulation.calibration import calibrated
+from penstock.simulation.calibration import calibrate
 from penstock.simulation.timeline import Timeline
 
 FAMILIES = [name for name in penstock.families() if name != "forward-only"]
@@ -53,7 +53,7 @@ def compare(
         schedule = penstock.build(name, ranks=dist.get_world_size(), microbatches=m)
         own = schedule.placement.stages_of_rank[dist.get_rank()]
         steps = profiled(schedule, [make(schedule.num_stages) for _ in own], (m * rows[0], *rows[1:]))
-        predicted = penstock.simulate(steps[0].schedule, calibrated(steps[::2])).makespan
+        predicted = penstock.simulate(steps[0].schedule, calibrate(steps[::2])).makespan
         measured = statistics.fmean(step.makespan for step in steps[1::2])
         errors.append(100 * (predicted / measured - 1))
         print_row(name, predicted * 1e3, measured * 1e3, errors[-1])

@@ -1,8 +1,8 @@
-"""Promise: what the README and the docs show is what happens.
+"""Tests that the code, commands and outputs in the README and the docs are correct.
 
-Python blocks run, those of a page one after the other in one namespace; a `text` block after one is what it
-prints. Console blocks are a command and its output. Lines of `sh` blocks run if they are ours, and files that
-they write are the files that are there; others are known to be run elsewhere.
+The Python blocks of a page run one after the other in one namespace; a `text` block is the output of the block
+before it. A console block is a command and its output. The lines of `sh` blocks run if they are `penstock`
+commands, and the files they write must equal those in the repository; other lines are tested elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typer.main import get_command
 import penstock
 from penstock.cli import app, main
 from penstock.families import registry
-from tests.cli.test_manners import SLOW
+from tests.support.command_line import SLOW_COMMANDS
 from tests.test_examples import COMMANDS, PRINTED
 
 if sys.version_info >= (3, 11):
@@ -34,10 +34,10 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-WORDS: dict[str, Any] = vars(get_command(app))["commands"]
+CLI_COMMANDS: dict[str, Any] = vars(get_command(app))["commands"]
 FILES = {".csv", ".json", ".toml"}
 FOR_READERS = {"", "diff", "error", "output"}
-"""Pictures, changes, what differs between machines, and messages, which have test_troubleshooting.py."""
+"""Pictures, diffs, machine-dependent output, and messages, which test_troubleshooting.py tests."""
 
 
 def name_of(page: Path) -> str:
@@ -45,7 +45,7 @@ def name_of(page: Path) -> str:
 
 
 class Shell:
-    """Runs `penstock` in this process, in an empty folder that has our examples, as on a terminal."""
+    """Runs `penstock` in this process, in a temporary directory that has our examples."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
         self.folder, self.patch, self.capture = folder, patch, capture
@@ -55,11 +55,11 @@ class Shell:
         patch.setenv("NO_COLOR", "1")
 
     def run(self, command: str, columns: int = 80) -> str:
-        """What it prints; a schedule that is shown to be bad is no fault."""
-        program, *words = shlex.split(command, comments=True)
+        """The output of a command; an invalid schedule (exit code 1) is not an error."""
+        program, *arguments = shlex.split(command, comments=True)
         assert program == "penstock"
         self.patch.setenv("COLUMNS", str(columns))
-        self.patch.setattr(sys, "argv", ["penstock", *words])
+        self.patch.setattr(sys, "argv", ["penstock", *arguments])
         self.capture.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
@@ -74,7 +74,9 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_code_blocks_do_what_they_say(page: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_blocks_run_and_print_what_they_show(
+    page: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     monkeypatch.setattr(registry, "_BY_KEY", dict(registry._BY_KEY))
     namespace: dict[str, object] = {"__name__": page.stem}
@@ -96,7 +98,7 @@ def test_code_blocks_do_what_they_say(page: Path, shell: Shell, monkeypatch: pyt
 
 
 def check_console(body: str, shell: Shell) -> None:
-    """A command and what it prints; what examples print is tested with them."""
+    """A command and its output; the output of examples is tested in test_examples.py."""
     command, _, expected = body.removeprefix("$ ").partition("\n")
     if command in PRINTED:
         assert PRINTED[command] == expected
@@ -106,7 +108,7 @@ def check_console(body: str, shell: Shell) -> None:
 
 
 def check_line(line: str, shell: Shell) -> None:
-    """A line somebody may type: it runs, or something else runs it, or at least it names what there is."""
+    """A shell line: it runs, or another test runs it, or at least what it names exists."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     if line.startswith("penstock "):
         check_command(line, shell)
@@ -123,19 +125,19 @@ def check_line(line: str, shell: Shell) -> None:
 
 
 def check_command(line: str, shell: Shell) -> None:
-    """A command of ours can be typed so; and it runs, unless that takes long or needs a reader's own files."""
-    _, word, *words = shlex.split(line)
-    context = WORDS[word].make_context(word, list(words))
-    made = context.params.get("output")
-    given = [name for name in words if Path(name).suffix in FILES and name != str(made)]
-    if word not in SLOW and all((shell.folder / name).exists() for name in given):
+    """A `penstock` command parses; and it runs, unless it is slow or needs files of the reader."""
+    _, command, *arguments = shlex.split(line)
+    context = CLI_COMMANDS[command].make_context(command, list(arguments))
+    output = context.params.get("output")
+    inputs = [name for name in arguments if Path(name).suffix in FILES and name != str(output)]
+    if command not in SLOW_COMMANDS and all((shell.folder / name).exists() for name in inputs):
         shell.run(line)
-        if str(made).startswith("docs/"):
-            assert (shell.folder / made).read_bytes() == (ROOT / made).read_bytes(), line
+        if str(output).startswith("docs/"):
+            assert (shell.folder / output).read_bytes() == (ROOT / output).read_bytes(), line
 
 
 def check_file(language: str, body: str) -> None:
-    """The text of a file, which can at least be read."""
+    """The text of a file, which must parse."""
     if language == "toml":
         assert tomllib.loads(body)
     elif language == "json":
@@ -147,7 +149,7 @@ def check_file(language: str, body: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
+def test_links_between_pages_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
 
@@ -157,16 +159,16 @@ def test_the_picture_of_the_readme_is_what_its_command_draws(shell: Shell) -> No
     assert (shell.folder / "zbv.svg").read_bytes() == (DOCS / "zbv.svg").read_bytes()
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_every_word_of_the_command_line_has_a_page_with_all_its_options(word: str) -> None:
-    text = (DOCS / f"{word}.md").read_text(encoding="utf-8")
-    assert text.startswith(f"# {word}: ")
-    for option in WORDS[word].params:
+@pytest.mark.parametrize("command", CLI_COMMANDS)
+def test_every_command_has_a_page_with_all_its_options(command: str) -> None:
+    text = (DOCS / f"{command}.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {command}: ")
+    for option in CLI_COMMANDS[command].params:
         names = "|".join(re.escape(name) for name in option.opts if name.startswith("-"))
         assert re.search(rf"(?<![\w-])({names})\b", text), option.opts
 
 
-def test_idle_shares_in_advice_are_those_that_the_commands_print() -> None:
+def test_idle_shares_in_advice_are_in_the_output_of_commands() -> None:
     decide = (DOCS / "decide.md").read_text(encoding="utf-8")
     printed = "".join(body for language, body in BLOCK.findall(decide) if language == "console")
     advice = [decide, *(page.read_text(encoding="utf-8") for page in (DOCS / "families").glob("*.md"))]
@@ -175,7 +177,7 @@ def test_idle_shares_in_advice_are_those_that_the_commands_print() -> None:
     assert all(f" {share}%" in printed for share in shares)
 
 
-def test_tests_that_are_named_are_there() -> None:
+def test_tests_and_paths_that_pages_name_exist() -> None:
     there = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

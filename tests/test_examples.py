@@ -1,8 +1,7 @@
-"""Promise: the examples run as their first lines say, and print what is in `examples/output`.
+"""Tests that the examples run as documented and print what is in `examples/output`.
 
-Each file there has commands after `$ ` and what they print. Losses may differ in the second digit after the
-point: processors add in different orders. `python -m tests.test_examples` writes the files anew, and the blocks
-of the pages that show them.
+Each file there has commands after `$ ` and their output. Losses may differ by 0.02, because processors sum in
+different orders. `python -m tests.test_examples` regenerates the files, and the pages that show them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import COMMAND
+from tests.support.command_line import EXECUTABLE
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -26,7 +25,7 @@ NOT_RUN = {
     "torchrun --nproc-per-node 4 examples/composed.py pp=2 tp=2",
     "torchrun --nproc-per-node 8 examples/composed.py pp=2 fsdp=2 tp=2",
 }
-"""More of the same example: it would take minutes, and tests/distributed has the same meshes in its pools."""
+"""Larger meshes of the same example, which take minutes; tests/runtime/data_parallel covers them."""
 
 ENVIRONMENT = {
     "COLUMNS": "80",
@@ -36,36 +35,36 @@ ENVIRONMENT = {
 }
 NUMBER = re.compile(r"\d+\.\d+")
 MEASURED = re.compile(r"(memory|tps) [\d.,]+")
-"""What differs from run to run."""
+"""Values that differ between runs."""
 
 
 def parts_of(output: Path) -> list[tuple[str, str]]:
-    """The commands of a file, each with what it prints."""
+    """The commands of a file with their outputs."""
     text = output.read_text(encoding="utf-8")
     return re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
 
 
 PRINTED = {command: printed for output in OUTPUTS for command, printed in parts_of(output)}
-"""What the examples print, by what is typed; the tests of the docs look here too."""
+"""The outputs of the examples by command; test_docs.py uses them too."""
 COMMANDS = {*PRINTED, *NOT_RUN}
 
 
 def run(command: str, folder: Path) -> str:
-    """What a command prints, in a folder that has our examples."""
-    program, *words = shlex.split(command)
+    """The output of a command, run in a directory that has our examples."""
+    program, *arguments = shlex.split(command)
     programs = {
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
         "python": [sys.executable],
-        "penstock": [str(COMMAND)],
+        "penstock": [str(EXECUTABLE)],
     }
     answer = subprocess.run(  # noqa: S603 -- our own examples
-        [*programs[program], *words],
+        [*programs[program], *arguments],
         capture_output=True,
         check=False,
         cwd=folder,
         encoding="utf-8",
         env=os.environ | ENVIRONMENT,
-        timeout=150,
+        timeout=900,
     )
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
@@ -91,7 +90,7 @@ def test_an_example_prints_what_is_committed(output: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda example: example.name)
-def test_every_example_says_how_to_run_it_and_is_run(example: Path) -> None:
+def test_every_example_documents_its_command_and_is_run(example: Path) -> None:
     doc = example.read_text(encoding="utf-8").split('"""')[1]
     lines = [line for line in doc.splitlines() if line.startswith(("torchrun ", "python "))]
     assert lines
@@ -99,7 +98,7 @@ def test_every_example_says_how_to_run_it_and_is_run(example: Path) -> None:
     assert set(lines) - NOT_RUN
 
 
-def test_composed_finds_the_same_losses_however_its_replicas_are_held() -> None:
+def test_composed_has_the_same_losses_with_dp_and_fsdp() -> None:
     composed = "torchrun --nproc-per-node 4 examples/composed.py pp=2 {}=2"
     copied, sharded = (PRINTED[composed.format(how)] for how in ("dp", "fsdp"))
     assert copied == sharded
@@ -125,7 +124,7 @@ def test_the_python_and_the_csv_of_the_custom_schedule_are_about_twenty_lines_or
 
 
 def rewrite() -> None:
-    """Run everything and write what it prints, here and into the pages that show it."""
+    """Run all commands and write their outputs to the files and the pages that show them."""
     for output in OUTPUTS:
         with tempfile.TemporaryDirectory() as folder:
             link_examples(Path(folder))

@@ -1,4 +1,4 @@
-"""Whether this machine has what Penstock needs: one `Check` for each thing; none raises, none hangs."""
+"""Checks whether this machine has what Penstock needs; no check raises or hangs."""
 
 from __future__ import annotations
 
@@ -34,38 +34,40 @@ Verdict = Literal["ok", "warn", "fail"]
 T = TypeVar("T")
 
 EXTRAS = {"torch": ("torch", "safetensors"), "view": ("PIL",), "search": ("numba", "ortools")}
-"""What each extra brings, as it is imported."""
-WHAT_FOR = {"torch": "to train", "view": "to draw PNG pictures", "search": "to search fast, and to prove"}
+"""The modules that each extra installs."""
+PURPOSES = {"torch": "training", "view": "PNG pictures", "search": "fast and exact search"}
 
-TORCH_SECONDS = 120
-TO_DO = "gloo needs this machine's name or an interface: see the names above, or set GLOO_SOCKET_IFNAME=lo"
-LOOKUP_SECONDS = 5.0
-SLOW_LOOKUP_SECONDS = 1.0
+TORCH_TIMEOUT_SECONDS = 120
+GLOO_ADVICE = (
+    "gloo needs a resolvable host name or an interface: see the names above, or set GLOO_SOCKET_IFNAME=lo"
+)
+RESOLUTION_TIMEOUT_SECONDS = 5.0
+SLOW_RESOLUTION_SECONDS = 1.0
 TORCHRUN_PORT = 29500
-COARSE_SECONDS = 1e-6
-LITTLE_MEMORY = 1 << 30
+COARSE_CLOCK_SECONDS = 1e-6
+LOW_MEMORY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: how it is, and if it is not well, what to try."""
+    """The result of one check; the message says what to try if the verdict is not ok."""
 
     name: str
     verdict: Verdict
     message: str
 
 
-def core_checks(ours: str) -> list[Check]:
-    """What the core is made of: if it runs at all, these are there. `ours` is the version of Penstock."""
+def core_checks(version: str) -> list[Check]:
+    """The versions of Python, Penstock and numpy, which the core needs."""
     return [
         Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        Check("penstock", "ok", ours),
+        Check("penstock", "ok", version),
         Check("numpy", "ok", np.__version__),
     ]
 
 
 def extra_checks() -> list[Check]:
-    """Which extras are installed; a missing one is no fault, but some commands need it."""
+    """Which extras are installed; a missing extra is a warning, because some commands need it."""
     found = []
     for extra, modules in EXTRAS.items():
         missing = [name for name in modules if not _is_installed(name)]
@@ -73,7 +75,7 @@ def extra_checks() -> list[Check]:
             Check(
                 f"extra {extra}",
                 "warn" if missing else "ok",
-                f"{', '.join(missing)} not installed; {WHAT_FOR[extra]}: pip install 'penstock[{extra}]'"
+                f"{', '.join(missing)} not installed; for {PURPOSES[extra]}: pip install 'penstock[{extra}]'"
                 if missing
                 else f"installed ({', '.join(modules)})",
             )
@@ -84,7 +86,7 @@ def extra_checks() -> list[Check]:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ValueError:  # somebody has put None in its place to say that it must not be imported
+    except ValueError:  # sys.modules has None for it, so that it cannot be imported
         return False
 
 
@@ -97,7 +99,7 @@ def _cores() -> Check:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if count > 1:
         return Check("cores", "ok", str(count))
-    return Check("cores", "warn", "1: ranks on this machine take turns, so times measured here mean little")
+    return Check("cores", "warn", "1: ranks on this machine share it, so measured times are not meaningful")
 
 
 def _memory() -> Check:
@@ -105,21 +107,21 @@ def _memory() -> Check:
     try:
         free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
-        return Check("memory", "ok", "this system does not say how much is free")
+        return Check("memory", "ok", "free memory is unknown on this system")
     shown = f"{free / (1 << 30):.1f} GiB free"
-    if free >= LITTLE_MEMORY:
+    if free >= LOW_MEMORY_BYTES:
         return Check("memory", "ok", shown)
-    return Check("memory", "warn", f"{shown}: every rank needs about 0.3 GiB before it holds any parameter")
+    return Check("memory", "warn", f"{shown}: every rank needs about 0.3 GiB without any parameters")
 
 
 def _clock() -> Check:
     info = time.get_clock_info("perf_counter")
     step = min(_ticks())
-    shown = f"{'monotonic' if info.monotonic else 'NOT monotonic'}, in steps of {step * 1e9:.0f} ns"
+    shown = f"{'monotonic' if info.monotonic else 'NOT monotonic'}, resolution {step * 1e9:.0f} ns"
     if not info.monotonic:
-        return Check("clock", "fail", f"{shown}: it may jump back, so measured timelines would be wrong")
-    if step > COARSE_SECONDS:
-        return Check("clock", "warn", f"{shown}: too coarse to measure short actions in a profile")
+        return Check("clock", "fail", f"{shown}: it may go backwards, so measured timelines would be wrong")
+    if step > COARSE_CLOCK_SECONDS:
+        return Check("clock", "warn", f"{shown}: too coarse to profile short actions")
     return Check("clock", "ok", shown)
 
 
@@ -133,89 +135,91 @@ def _ticks() -> list[float]:
     return found
 
 
-def _free_ports(wanted: int = 16) -> Check:
-    with contextlib.ExitStack() as opened:
+def _free_ports(count: int = 16) -> Check:
+    with contextlib.ExitStack() as sockets:
         try:
-            for _ in range(wanted):
-                opened.enter_context(socket.socket()).bind(("127.0.0.1", 0))
+            for _ in range(count):
+                sockets.enter_context(socket.socket()).bind(("127.0.0.1", 0))
         except OSError as error:
-            return Check("ports", "fail", f"no free TCP port on 127.0.0.1 ({error.strerror}): ranks need some")
-    return Check("ports", "ok", f"{wanted} free TCP ports found on 127.0.0.1")
+            return Check(
+                "ports", "fail", f"no free TCP port on 127.0.0.1 ({error.strerror}): ranks need free ports"
+            )
+    return Check("ports", "ok", f"{count} free TCP ports found on 127.0.0.1")
 
 
 def _torchrun_port(port: int = TORCHRUN_PORT) -> Check:
     name = f"port {port}"
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as candidate:
+        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind(("127.0.0.1", port))
+            candidate.bind(("127.0.0.1", port))
         except OSError as error:
-            taken = "taken" if error.errno == errno.EADDRINUSE else str(error.strerror)
-            message = f"{taken}; torchrun takes it unless told otherwise: give --standalone or --master-port"
+            status = "in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+            message = f"{status}; it is torchrun's default: give --standalone or --master-port"
             return Check(name, "warn", message)
-    return Check(name, "ok", "free; torchrun takes it unless told otherwise")
+    return Check(name, "ok", "free; it is torchrun's default")
 
 
 def name_checks() -> list[Check]:
-    """Whether names are looked up, and soon: torch and gloo ask for those of both ends of a connection."""
-    own = socket.gethostname()
+    """Whether names resolve, and fast: torch and gloo resolve both ends of every connection."""
+    host = socket.gethostname()
     return [
-        _looked_up(
+        _resolution(
             "host name",
-            f"{own!r}",
-            lambda: str(socket.getaddrinfo(own, None)[0][4][0]),
-            f"add it to /etc/hosts ('127.0.0.1 {own}'), or name an interface: GLOO_SOCKET_IFNAME=lo "
-            "(eth0 or the like for several machines)",
+            f"{host!r}",
+            lambda: str(socket.getaddrinfo(host, None)[0][4][0]),
+            f"add it to /etc/hosts ('127.0.0.1 {host}'), or set an interface: GLOO_SOCKET_IFNAME=lo "
+            "(e.g. eth0 for several machines)",
         ),
-        _looked_up(
+        _resolution(
             "loopback name",
             "127.0.0.1",
             lambda: socket.getnameinfo(("127.0.0.1", 0), 0)[0],
-            "have '127.0.0.1 localhost' in /etc/hosts, or RES_OPTIONS='timeout:1 attempts:1' in the "
-            "environment: torch asks for it at every connection",
+            "add '127.0.0.1 localhost' to /etc/hosts, or set RES_OPTIONS='timeout:1 attempts:1': torch "
+            "resolves it at every connection",
         ),
     ]
 
 
-def _looked_up(name: str, what: str, ask: Callable[[], str], to_do: str) -> Check:
+def _resolution(name: str, what: str, resolve: Callable[[], str], advice: str) -> Check:
     begin = time.monotonic()
     try:
-        answer = _within(LOOKUP_SECONDS, ask)
+        address = _with_timeout(RESOLUTION_TIMEOUT_SECONDS, resolve)
     except OSError as error:
-        return Check(name, "warn", f"{what} cannot be looked up ({error.strerror}): {to_do}")
-    if answer is None:
-        return Check(name, "warn", f"{what} was not looked up within {LOOKUP_SECONDS:g} s: {to_do}")
+        return Check(name, "warn", f"{what} cannot be resolved ({error.strerror}): {advice}")
+    if address is None:
+        return Check(name, "warn", f"{what} was not resolved within {RESOLUTION_TIMEOUT_SECONDS:g} s: {advice}")
     seconds = time.monotonic() - begin
-    if seconds > SLOW_LOOKUP_SECONDS:
-        return Check(name, "warn", f"looking up {what} took {seconds:.1f} s: {to_do}")
-    return Check(name, "ok", f"{what} is {answer}")
+    if seconds > SLOW_RESOLUTION_SECONDS:
+        return Check(name, "warn", f"resolving {what} took {seconds:.1f} s: {advice}")
+    return Check(name, "ok", f"{what} is {address}")
 
 
-def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """What `ask` gives, or None if it takes longer; a lookup cannot be called off, so it is left behind."""
-    answers: list[T] = []
-    faults: list[OSError] = []
+def _with_timeout(seconds: float, function: Callable[[], T]) -> T | None:
+    """The result of the function, or None after the timeout; its thread cannot be cancelled and runs on."""
+    results: list[T] = []
+    errors: list[OSError] = []
 
-    def try_it() -> None:
+    def call() -> None:
         try:
-            answers.append(ask())
+            results.append(function())
         except OSError as error:
-            faults.append(error)
+            errors.append(error)
 
-    asking = threading.Thread(target=try_it, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    if faults:
-        raise faults[0]
-    return answers[0] if answers else None
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return results[0] if results else None
 
 
-def torch_checks(seconds: int = TORCH_SECONDS) -> list[Check]:
-    """What two processes with torch find out: whatever torch does there, this one goes on."""
+def torch_checks(seconds: int = TORCH_TIMEOUT_SECONDS) -> list[Check]:
+    """Checks of torch in two processes, so that a crash or hang of torch does not affect this one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    begun = [
+    started = [
         subprocess.Popen(  # noqa: S603 -- our own module
             [sys.executable, "-m", "penstock.runtime.torch_checks", str(rank), str(port), str(seconds // 2)],
             stdout=subprocess.PIPE,
@@ -226,16 +230,18 @@ def torch_checks(seconds: int = TORCH_SECONDS) -> list[Check]:
         for rank in range(2)
     ]
     end = time.monotonic() + seconds
-    said = [_ended(process, end) for process in begun]
-    checks = [Check(**json.loads(line)) for line in said[0][0].splitlines() if line.startswith("{")]
+    outputs = [_output_of(process, end) for process in started]
+    checks = [Check(**json.loads(line)) for line in outputs[0][0].splitlines() if line.startswith("{")]
     if not any(check.name == "exchange" for check in checks):
-        fault = next((err for _, err in said if err), f"they did not end within {seconds} s")
-        checks.append(Check("exchange", "fail", f"two processes could not exchange a tensor: {fault}; {TO_DO}"))
+        reason = next((error for _, error in outputs if error), f"they did not end within {seconds} s")
+        checks.append(
+            Check("exchange", "fail", f"two processes could not exchange a tensor: {reason}; {GLOO_ADVICE}")
+        )
     return checks
 
 
-def _ended(process: subprocess.Popen[str], end: float) -> tuple[str, str]:
-    """What a process printed, and the last line of its complaint; it is ended if it does not end."""
+def _output_of(process: subprocess.Popen[str], end: float) -> tuple[str, str]:
+    """The stdout of a process and the last line of its stderr if it failed; killed after the deadline."""
     try:
         out, err = process.communicate(timeout=max(end - time.monotonic(), 0.1))
     except subprocess.TimeoutExpired:

@@ -1,3 +1,5 @@
+"""Tests of `penstock check`."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from tests.cli.conftest import Run
+from tests.support.command_line import Run
 
 DEADLOCK = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
 ANSWER = {"file", "valid", "ranks", "stages", "microbatches", "level", "violations"}
@@ -14,9 +16,9 @@ VIOLATION = {"code", "rank", "step", "action", "message", "suggestion", "models"
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path) -> None:
-    (tmp_path / "right.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    (tmp_path / "valid.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     (tmp_path / "dead.csv").write_text(DEADLOCK)
-    (tmp_path / "wrong.csv").write_text("0B0,0F0\n1F0,1F0\n")
+    (tmp_path / "invalid.csv").write_text("0B0,0F0\n1F0,1F0\n")
     (tmp_path / "malformed.csv").write_text("0F0,zz\n1F0x,,\n")
     (tmp_path / "malformed.json").write_text('{"version": 2}')
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0\x00F\x000\x00")
@@ -25,60 +27,60 @@ def files(tmp_path: Path) -> None:
     penstock.lower(penstock.build("zbv", ranks=2, microbatches=2)).write(tmp_path / "lowered.json")
 
 
-# --- right -----------------------------------------------------------------------------------------
+# --- valid -----------------------------------------------------------------------------------------
 
 
-def test_a_right_schedule_ends_with_0_and_says_what_was_proved(run: Run) -> None:
-    answer = run("check", "right.csv")
-    assert (answer.code, answer.err) == (0, "")
-    assert answer.out == (
-        "right.csv: right (2 ranks, 2 stages, 2 microbatches, 8 steps, compute); "
-        "no deadlock with sends buffered, edge-streams, pair-streams, shared-stream, rendezvous\n"
+def test_a_valid_schedule_exits_with_0_and_names_the_send_models(run: Run) -> None:
+    result = run("check", "valid.csv")
+    assert (result.code, result.err) == (0, "")
+    assert result.out == (
+        "valid.csv: valid (2 ranks, 2 stages, 2 microbatches, 8 steps, compute); "
+        "no deadlock under send models buffered, edge-streams, pair-streams, shared-stream, rendezvous\n"
     )
 
 
 def test_a_lowered_schedule_can_be_checked_for_weaker_sends(run: Run) -> None:
-    answer = run("check", "lowered.json", "--sends", "edge-streams")
-    assert answer.code == 0
-    assert answer.out.endswith("lowered); no deadlock with sends buffered, edge-streams\n")
+    result = run("check", "lowered.json", "--send-model", "edge-streams")
+    assert result.code == 0
+    assert result.out.endswith("lowered); no deadlock under send models buffered, edge-streams\n")
 
 
-def test_right_in_json_has_the_documented_keys(run: Run) -> None:
-    answer = run("check", "right.csv", "--json")
-    assert answer.code == 0
-    assert set(answer.json) == ANSWER
-    assert answer.json["valid"] is True
-    assert answer.json["violations"] == []
-    assert (answer.json["file"], answer.json["ranks"], answer.json["level"]) == ("right.csv", 2, "compute")
+def test_json_of_a_valid_schedule_has_the_documented_keys(run: Run) -> None:
+    result = run("check", "valid.csv", "--json")
+    assert result.code == 0
+    assert set(result.json) == ANSWER
+    assert result.json["valid"] is True
+    assert result.json["violations"] == []
+    assert (result.json["file"], result.json["ranks"], result.json["level"]) == ("valid.csv", 2, "compute")
 
 
-# --- wrong -----------------------------------------------------------------------------------------
+# --- invalid ---------------------------------------------------------------------------------------
 
 
-def test_a_deadlock_ends_with_1_and_shows_the_cycle_in_the_lists(run: Run) -> None:
-    answer = run("check", "dead.csv")
-    assert answer.code == 1
-    assert answer.out.startswith("error[deadlock] rank 0, step 1, 0B0: ranks 0 and 1 wait for each other")
-    assert "  rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3): " in answer.out
-    assert "  try: " in answer.out
-    assert "    rank 0 | 0F0 [0B0] [0F1] 0B1\n" in answer.out
-    assert answer.out.endswith("\ndead.csv: 1 fault\n")
+def test_a_deadlock_exits_with_1_and_shows_the_cycle(run: Run) -> None:
+    result = run("check", "dead.csv")
+    assert result.code == 1
+    assert result.out.startswith("error[deadlock] rank 0, step 1, 0B0: ranks 0 and 1 wait for each other")
+    assert "  rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3): " in result.out
+    assert "  try: " in result.out
+    assert "    rank 0 | 0F0 [0B0] [0F1] 0B1\n" in result.out
+    assert result.out.endswith("\ndead.csv: 1 error\n")
 
 
-def test_all_faults_are_told_at_once(run: Run) -> None:
-    answer = run("check", "wrong.csv")
-    assert answer.code == 1
+def test_all_errors_are_reported_at_once(run: Run) -> None:
+    result = run("check", "invalid.csv")
+    assert result.code == 1
     for code in ("backward-before-forward", "duplicate-action", "missing-backward"):
-        assert f"error[{code}]" in answer.out
-    assert answer.out.endswith("wrong.csv: 3 faults\n")
+        assert f"error[{code}]" in result.out
+    assert result.out.endswith("invalid.csv: 3 errors\n")
 
 
-def test_wrong_in_json_has_the_documented_keys_and_places(run: Run) -> None:
-    answer = run("check", "dead.csv", "--json")
-    assert answer.code == 1
-    assert set(answer.json) == ANSWER
-    assert answer.json["valid"] is False
-    (violation,) = answer.json["violations"]
+def test_json_of_an_invalid_schedule_has_the_documented_keys_and_places(run: Run) -> None:
+    result = run("check", "dead.csv", "--json")
+    assert result.code == 1
+    assert set(result.json) == ANSWER
+    assert result.json["valid"] is False
+    (violation,) = result.json["violations"]
     assert set(violation) == VIOLATION
     assert (violation["code"], violation["rank"], violation["step"]) == ("deadlock", 0, 1)
     assert violation["action"] == "0B0"
@@ -99,33 +101,36 @@ def test_wrong_in_json_has_the_documented_keys_and_places(run: Run) -> None:
         ("empty.csv", ["empty.csv: no rows"]),
     ],
 )
-def test_a_malformed_file_ends_with_1_and_names_every_place(file: str, lines: list[str], run: Run) -> None:
-    answer = run("check", file)
-    assert (answer.code, answer.out) == (1, "")
-    assert all(line in answer.err for line in lines)
+def test_a_malformed_file_exits_with_1_and_names_every_place(file: str, lines: list[str], run: Run) -> None:
+    result = run("check", file)
+    assert (result.code, result.out) == (1, "")
+    assert all(line in result.err for line in lines)
 
 
 @pytest.mark.parametrize("file", ["malformed.csv", "malformed.json", "bytes.csv", "empty.csv"])
 def test_a_malformed_file_in_json_is_not_valid_and_says_why(file: str, run: Run) -> None:
-    answer = run("check", file, "--json")
-    assert (answer.code, answer.err) == (1, "")
-    assert set(answer.json) == {"file", "valid", "unreadable", "violations"}
-    assert answer.json["valid"] is False
-    assert answer.json["unreadable"]
+    result = run("check", file, "--json")
+    assert (result.code, result.err) == (1, "")
+    assert set(result.json) == {"file", "valid", "unreadable", "violations"}
+    assert result.json["valid"] is False
+    assert result.json["unreadable"]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "expected"),
     [
         (["missing.csv"], "missing.csv: No such file or directory"),
         (["missing.csv", "--json"], "missing.csv: No such file or directory"),
         (["folder.csv"], "folder.csv: Is a directory"),
-        (["right.csv", "--sends", "pigeons"], "--sends is one of buffered, edge-streams, pair-streams"),
+        (
+            ["valid.csv", "--send-model", "pigeons"],
+            "--send-model is one of buffered, edge-streams, pair-streams",
+        ),
         (["1f1b"], "use .csv or .json"),
         (["notes.txt"], "use .csv or .json"),
     ],
 )
-def test_bad_usage_ends_with_2(words: list[str], says: str, run: Run) -> None:
-    answer = run("check", *words)
-    assert (answer.code, answer.out) == (2, "")
-    assert says in answer.said
+def test_wrong_usage_exits_with_2(arguments: list[str], expected: str, run: Run) -> None:
+    result = run("check", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert expected in result.message

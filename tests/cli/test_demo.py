@@ -1,4 +1,4 @@
-"""Promise: `penstock demo` trains, compares, predicts, searches and runs, and leaves its files alone."""
+"""Tests of `penstock demo`: it trains, compares, predicts, searches and runs, and writes only its two files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run
+from tests.support.command_line import Run
 
 pytestmark = pytest.mark.xdist_group("ranks-2")
 
 
-def test_it_shows_all_steps_and_writes_its_report(
+def test_it_prints_every_part_and_writes_its_report(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, number in (
@@ -26,15 +26,15 @@ def test_it_shows_all_steps_and_writes_its_report(
         ("_TRAINED", 1),
         ("_PROFILED", 1),
         ("_MEASURED", 2),
-        ("_SEARCHED", 1.0),
+        ("_SEARCH_SECONDS", 1.0),
     ):
         monkeypatch.setattr(sys.modules["penstock.cli.demo"], name, number)  # the function hides its module
-    answer = run("demo", "-p", 2, "-o", "out.html")
-    assert (answer.code, answer.err) == (0, "")  # quiet but for what it found, when nobody watches
-    assert "of the first 2 steps are the same as one process's" in answer.out
-    kinds = re.findall(r"^(1f1b|found) +(F|I|W|B|step) +[\d.]+ +[\d.]+ +[+-][\d.]+%$", answer.out, re.MULTILINE)
+    result = run("demo", "-p", 2, "-o", "out.html")
+    assert (result.code, result.err) == (0, "")  # no progress in a pipe
+    assert "of the first 2 steps match those of one process" in result.out
+    kinds = re.findall(r"^(1f1b|found) +(F|I|W|B|step) +[\d.]+ +[\d.]+ +[+-][\d.]+%$", result.out, re.MULTILINE)
     assert [kind for schedule, kind in kinds if schedule == "1f1b"] == ["F", "B", "step"]
-    rows = re.findall(r"^(1f1b|found) +([\d.]+) ms +[\d.]+ ms +[\d.]+% +(\d)$", answer.out, re.MULTILINE)
+    rows = re.findall(r"^(1f1b|found) +([\d.]+) ms +[\d.]+ ms +[\d.]+% +(\d)$", result.out, re.MULTILINE)
     assert [name for name, _, _ in rows] == ["1f1b", "found"]
     assert {live for _, _, live in rows} == {"2"}
     page = (tmp_path / "out.html").read_text()
@@ -47,13 +47,13 @@ def test_it_shows_all_steps_and_writes_its_report(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.jsonl"]
 
 
-def test_a_report_that_is_no_page_is_bad_usage(run: Run) -> None:
-    answer = run("demo", "-o", "out.txt")
-    assert (answer.code, answer.out) == (2, "")
-    assert "out.txt does not end in .html" in answer.said
-    answer = run("demo", "-o", "nowhere/out.html")
-    assert (answer.code, answer.out) == (2, "")
-    assert "there is no folder nowhere for out.html" in answer.said
+def test_a_report_that_is_not_html_is_a_usage_error(run: Run) -> None:
+    result = run("demo", "-o", "out.txt")
+    assert (result.code, result.out) == (2, "")
+    assert "out.txt does not end in .html" in result.message
+    result = run("demo", "-o", "nowhere/out.html")
+    assert (result.code, result.out) == (2, "")
+    assert "the directory nowhere of out.html does not exist" in result.message
 
 
 def test_ctrl_c_ends_it_and_all_its_processes_without_a_traceback(tmp_path: Path) -> None:

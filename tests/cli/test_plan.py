@@ -1,4 +1,4 @@
-"""Promises of `penstock plan`."""
+"""Tests of `penstock plan`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import penstock
 from penstock import Costs
 from penstock.planning import planner
-from tests.cli.conftest import Run
+from tests.support.command_line import Run
 from tests.support.planning_models import stand_in
 
 MODEL: dict[str, Any] = {
@@ -46,53 +46,65 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_plan_prints_a_ranking_a_picture_and_the_winner(run: Run, model: Path) -> None:
-    answer = run("plan", model, "--seconds", 0, "--top", 3)
-    assert (answer.code, answer.err) == (0, "")
-    lines = answer.out.splitlines()
+def test_it_prints_a_ranking_a_plot_and_the_best_plan(run: Run, model: Path) -> None:
+    result = run("plan", model, "--seconds", 0, "--top", 3)
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
     assert lines[0].split() == [
-        *("schedule", "v", "placed", "m", "size", "time", "samples/s", "bubble", "memory", "gap"),
+        *("schedule", "v", "placement", "m", "mbs", "time", "samples/s", "bubble", "memory", "gap"),
     ]
     assert lines[1].split()[0] == "1"
     assert lines[4].endswith("more: --top " + lines[4].rsplit(" ", 1)[-1])
     assert "seconds" in lines[6]
-    assert "time is the makespan, with 0.5 s of optimizer step" in answer.out
-    assert "layout E" in answer.out
-    assert "no order of any of these takes less than" in answer.out
-    assert "too large for 200 B" in answer.out
+    assert "time: makespan plus 0.5 s of optimizer step" in result.out
+    assert "layout E" in result.out
+    assert "lower bound over all combinations: " in result.out
+    assert "over the memory limit of 200 B" in result.out
 
 
-def test_plan_answers_in_json_with_everything(run: Run, model: Path) -> None:
-    answer = run("plan", model, "--seconds", 1, "--json", "--explain").json
-    best = answer["ranked"][0]
-    assert best["seconds"] == min(row["seconds"] for row in answer["ranked"])
+def test_json_output_has_everything(run: Run, model: Path) -> None:
+    result = run("plan", model, "--seconds", 1, "--json", "--explain").json
+    best = result["ranked"][0]
+    assert best["seconds"] == min(row["seconds"] for row in result["ranked"])
     assert best["on_frontier"]
-    assert all(row["peak_memory"] <= 200 for row in answer["ranked"])
+    assert all(row["peak_memory"] <= 200 for row in result["ranked"])
     assert sum(best["layers_per_stage"]) == 8
     assert best["microbatches"] * best["samples_per_microbatch"] == 8
-    assert answer["bound"] <= best["seconds"]
-    assert all(left["peak_memory"] > 200 for left in answer["too_large"])
-    assert answer["cut"]
-    assert "searched" in {row["schedule"] for row in answer["ranked"]}
-    assert answer["missing"] == ["a solver"]
-    assert answer["why"][0].startswith(best["schedule"])
-    assert {"change", "seconds", "gain", "best"} == set(answer["what_ifs"][0])
+    assert result["bound"] <= best["seconds"]
+    assert all(left["peak_memory"] > 200 for left in result["too_large"])
+    assert result["cut"]
+    assert "searched" in {row["schedule"] for row in result["ranked"]}
+    assert result["missing"] == ["a solver"]
+    assert result["why"][0].startswith(best["schedule"])
+    assert {"change", "seconds", "gain", "best"} == set(result["what_ifs"][0])
 
 
-def test_plan_explains_with_the_most_helpful_change_first(run: Run, model: Path) -> None:
-    answer = run("plan", model, "--seconds", 0, "--explain", "-v", 1)
-    told = answer.out.split("why it wins:")[1]
-    assert "the next, " in told
-    changes = told.split("what would help, most helpful first:")[1].strip().splitlines()
+def test_explain_lists_changes_by_gain(run: Run, model: Path) -> None:
+    result = run("plan", model, "--seconds", 0, "--explain", "-v", 1)
+    explanation = result.out.split("why it wins:")[1]
+    assert "the next, " in explanation
+    changes = explanation.split("what would help, largest gain first:")[1].strip().splitlines()
     assert len(changes) >= 4
     assert "faster" in changes[0]
 
 
-def test_options_go_before_what_the_file_says(run: Run, model: Path) -> None:
-    words = ("--ranks", 4, "--memory", "1KB", "--batch", 4, "--objective", "period", "--seconds", 0, "--json")
-    answer = run("plan", model, *words).json
-    assert (answer["ranks"], answer["memory_limit"], answer["samples"]) == (4, 1000, 4)
-    assert answer["objective"] == "period"
+def test_options_override_the_file(run: Run, model: Path) -> None:
+    arguments = (
+        "--ranks",
+        4,
+        "--memory",
+        "1KB",
+        "--batch",
+        4,
+        "--objective",
+        "period",
+        "--seconds",
+        0,
+        "--json",
+    )
+    result = run("plan", model, *arguments).json
+    assert (result["ranks"], result["memory_limit"], result["samples"]) == (4, 1000, 4)
+    assert result["objective"] == "period"
     jittered = run("plan", model, "--jitter", 0.05, "--batch", 2, "--seconds", 0)
     assert "p95" in jittered.out.splitlines()[0]
 
@@ -100,13 +112,13 @@ def test_options_go_before_what_the_file_says(run: Run, model: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "count"), [("512", 512), ("40GB", 4e10), ("1.5GiB", 1.5 * 2**30), ("4e10", 4e10), ("2TB", 2e12)]
 )
-def test_memory_is_said_in_bytes_with_or_without_a_unit(run: Run, model: Path, text: str, count: float) -> None:
+def test_memory_is_in_bytes_or_has_a_unit(run: Run, model: Path, text: str, count: float) -> None:
     assert run("plan", model, "--memory", text, "--seconds", 0, "--json").json["memory_limit"] == count
 
 
-def test_the_winner_is_written_with_its_costs_and_layout(run: Run, model: Path, tmp_path: Path) -> None:
-    answer = run("plan", model, "--seconds", 0, "--write", "best")
-    assert "written: best/schedule.json, best/costs.toml, best/plan.json" in answer.out
+def test_the_best_plan_is_written_with_its_costs_and_layout(run: Run, model: Path, tmp_path: Path) -> None:
+    result = run("plan", model, "--seconds", 0, "--write", "best")
+    assert "written: best/schedule.json, best/costs.toml, best/plan.json" in result.out
     written = json.loads((tmp_path / "best" / "plan.json").read_text())
     schedule = penstock.read(tmp_path / "best" / "schedule.json")
     timeline = penstock.simulate(schedule, Costs.read(tmp_path / "best" / "costs.toml"))
@@ -117,17 +129,15 @@ def test_the_winner_is_written_with_its_costs_and_layout(run: Run, model: Path, 
     assert simulated["makespan"] == written["makespan"]
 
 
-def test_stopped_by_hand_it_keeps_the_best_so_far(
-    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_keeps_the_best_plan(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(**_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(planner, "search", stopped)
-    answer = run("plan", model)
-    assert answer.code == 0
-    assert "interrupted: this is the best so far" in answer.out
-    assert "best: " in answer.out
+    result = run("plan", model)
+    assert result.code == 0
+    assert "interrupted: this is the best plan found so far" in result.out
+    assert "best: " in result.out
 
 
 def test_the_frontier_is_drawn(run: Run, model: Path, tmp_path: Path) -> None:
@@ -136,11 +146,11 @@ def test_the_frontier_is_drawn(run: Run, model: Path, tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(begin)
 
 
-def test_bad_usage_is_told(run: Run, model: Path, tmp_path: Path) -> None:
+def test_wrong_usage_exits_with_2(run: Run, model: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"layers": [{"forward": 1}]}')
-    for words, says in (
+    for arguments, expected in (
         ((model, "-o", "best.csv"), "best.csv does not end in .svg or .png; --write DIR writes the schedule"),
-        ((model, "--memory", "lots"), "--memory is a number of bytes, as"),
+        ((model, "--memory", "lots"), "--memory is a number of bytes, e.g."),
         ((model, "--objective", "luck"), "'luck' is not one of 'makespan', 'span', 'period'"),
         ((model, "--ranks", 9), "9 ranks need a layer for each, and the model has 8 layers"),
         ((model, "--memory", "60B"), "nothing fits: a rank may hold 60 B"),
@@ -148,16 +158,16 @@ def test_bad_usage_is_told(run: Run, model: Path, tmp_path: Path) -> None:
         (("model.yaml",), "unknown file extension .yaml"),
         (("missing.toml",), "missing.toml: No such file or directory"),
     ):
-        answer = run("plan", *words, "--seconds", 0)
-        assert (answer.code, answer.out) == (2, ""), says
-        assert says in answer.said
+        result = run("plan", *arguments, "--seconds", 0)
+        assert (result.code, result.out) == (2, ""), expected
+        assert expected in result.message
 
 
-def test_a_profile_is_planned_by_its_stages(run: Run, tmp_path: Path) -> None:
+def test_the_stages_of_a_profile_are_planned_as_layers(run: Run, tmp_path: Path) -> None:
     Costs(forward=(1, 2, 2, 1), backward=(2, 4, 4, 2), latency=(0.1, 0.0, 0.1)).write(tmp_path / "costs.toml")
-    answer = run("plan", "costs.toml", "-p", 2, "--batch", 8, "--seconds", 0)
-    assert answer.code == 0
-    assert "layers per stage [" in answer.out
+    result = run("plan", "costs.toml", "-p", 2, "--batch", 8, "--seconds", 0)
+    assert result.code == 0
+    assert "layers per stage [" in result.out
     missing = run("plan", "costs.toml", "--seconds", 0)
     assert missing.code == 2
-    assert "does not say how many ranks and samples" in missing.said
+    assert "does not say how many ranks and samples" in missing.message

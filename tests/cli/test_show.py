@@ -1,3 +1,5 @@
+"""Tests of `penstock show`."""
+
 from __future__ import annotations
 
 import json
@@ -6,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from tests.cli.conftest import Run
+from tests.support.command_line import Run
 
 SMALL = ("show", "1f1b", "--ranks", 2, "--microbatches", 2)
 CSV = "0F0,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n"
@@ -19,38 +21,38 @@ time    0              5
 rank 0  F0 F1 ·  ·  B0─── ·  B1───
 rank 1  ·  F0 B0─── F1 B1─── ·  ·
 
-9 units of time (F, I, W: 1, B: 2, hops free), 33.3% of it idle
+9 time units (F, I, W: 1, B: 2, communication: 0), 33.3% idle
 """
 
 
-# --- what is printed -------------------------------------------------------------------------------
+# --- printed output --------------------------------------------------------------------------------
 
 
 def test_a_family_is_shown_over_time_with_its_numbers(run: Run) -> None:
-    answer = run(*SMALL)
-    assert (answer.code, answer.out, answer.err) == (0, PICTURE, "")
+    result = run(*SMALL)
+    assert (result.code, result.out, result.err) == (0, PICTURE, "")
 
 
 def test_a_lowered_schedule_is_shown_as_lists(run: Run) -> None:
-    answer = run(*SMALL, "--lowered")
-    assert answer.code == 0
-    assert "2 microbatches, lowered\n\nstep  rank 0        rank 1\n" in answer.out
-    assert "   2  0SEND_F0      1F0\n" in answer.out
+    result = run(*SMALL, "--lowered")
+    assert result.code == 0
+    assert "2 microbatches, lowered\n\nstep  rank 0        rank 1\n" in result.out
+    assert "   2  0SEND_F0      1F0\n" in result.out
 
 
 @pytest.mark.parametrize("family", penstock.families())
 def test_every_family_can_be_shown(family: str, run: Run) -> None:
     for more in ((), ("--lowered",)):
-        answer = run("show", family, "-p", 3, "-m", 4, *more)
-        assert (answer.code, answer.err) == (0, "")
-        assert answer.out.startswith(f"{family}: 3 ranks")
+        result = run("show", family, "-p", 3, "-m", 4, *more)
+        assert (result.code, result.err) == (0, "")
+        assert result.out.startswith(f"{family}: 3 ranks")
 
 
 def test_stages_per_rank_can_be_chosen_where_the_family_leaves_it_open(run: Run) -> None:
     assert "2 ranks, 6 stages" in run("show", "interleaved-1f1b", "-p", 2, "-m", 4, "-v", 3).out
-    answer = run(*SMALL, "-v", 3)
-    assert answer.code == 2
-    assert "1f1b has 1 stage per rank (given 3)" in answer.err
+    result = run(*SMALL, "-v", 3)
+    assert result.code == 2
+    assert "1f1b has 1 stage per rank (given 3)" in result.err
 
 
 def test_csv_and_json_are_printed_as_they_would_be_written(run: Run, tmp_path: Path) -> None:
@@ -93,19 +95,19 @@ def test_a_picture_goes_to_a_file_without_colour(run: Run, tmp_path: Path) -> No
     assert (tmp_path / "picture.txt").read_text(encoding="utf-8") == PICTURE
 
 
-def test_a_file_with_faults_is_shown_and_ends_with_1(run: Run, tmp_path: Path) -> None:
+def test_an_invalid_file_is_shown_and_exits_with_1(run: Run, tmp_path: Path) -> None:
     (tmp_path / "dead.csv").write_text(DEADLOCK)
-    answer = run("show", "dead.csv")
-    assert answer.code == 1
-    assert "   1  0B0     1B1\n" in answer.out
-    assert answer.said == "penstock: dead.csv has faults (1): penstock check dead.csv"
+    result = run("show", "dead.csv")
+    assert result.code == 1
+    assert "   1  0B0     1B1\n" in result.out
+    assert result.message == "penstock: dead.csv has 1 error; run: penstock check dead.csv"
 
 
-def test_a_file_with_faults_is_not_lowered(run: Run, tmp_path: Path) -> None:
+def test_an_invalid_file_is_not_lowered(run: Run, tmp_path: Path) -> None:
     (tmp_path / "dead.csv").write_text(DEADLOCK)
-    answer = run("show", "dead.csv", "--lowered", "-o", "lowered.csv")
-    assert answer.code == 1
-    assert "error[deadlock]" in answer.err
+    result = run("show", "dead.csv", "--lowered", "-o", "lowered.csv")
+    assert result.code == 1
+    assert "error[deadlock]" in result.err
     assert not (tmp_path / "lowered.csv").exists()
 
 
@@ -115,23 +117,40 @@ def test_a_file_without_any_step_is_shown_like_any_other(run: Run, tmp_path: Pat
     assert run("show", "empty.json").code == 1
 
 
-def test_the_name_in_a_file_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+def test_the_name_in_a_file_cannot_inject_terminal_escapes(run: Run, tmp_path: Path) -> None:
     penstock.build("1f1b", ranks=1, microbatches=1).renamed("\x1b[2J\n").write(tmp_path / "x.json")
     assert "\x1b" not in run("show", "x.json").out
 
 
-# --- bad usage -------------------------------------------------------------------------------------
+# --- timelines -------------------------------------------------------------------------------------
+
+
+def test_every_picture_format_is_drawn(run: Run, tmp_path: Path) -> None:
+    for name, begin in (("a.svg", b"<"), ("a.png", b"\x89PNG"), ("a.html", b"<!")):
+        assert run("show", "1f1b", "-p", 2, "-m", 2, "-o", name).code == 0
+        assert (tmp_path / name).read_bytes().startswith(begin)
+    assert run("show", "1f1b", "-p", 2, "-m", 2, "-f", "trace", "-o", "a.json").code == 0
+    assert "traceEvents" in json.loads((tmp_path / "a.json").read_text())
+
+
+def test_with_costs_the_timeline_is_scaled_to_the_width(run: Run) -> None:
+    result = run("show", "1f1b", "-p", 2, "-m", 2, "--costs", "zb-h4096-p8-m24")
+    assert "0.238321 seconds, 33.6% idle" in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+
+
+# --- wrong usage -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "expected"),
     [
         (["1f1c", "-p", 2, "-m", 2], "unknown family '1f1c'; did you mean 1f1b?"),
         (["interleaved", "-p", 2, "-m", 2], "did you mean interleaved-1f1b?"),
         (["zebra-horse", "-p", 2, "-m", 2], "known: gpipe, looped-bfs,"),
-        (["1f1b"], "say --ranks and --microbatches, as in: penstock show 1f1b --ranks 4 --microbatches 8"),
-        (["1f1b", "-p", 2], "to build 1f1b, say --microbatches,"),
-        (["1f1b", "-m", 2], "to build 1f1b, say --ranks,"),
+        (["1f1b"], "1f1b needs --ranks and --microbatches, e.g. penstock show 1f1b --ranks 4 --microbatches 8"),
+        (["1f1b", "-p", 2], "1f1b needs --microbatches,"),
+        (["1f1b", "-m", 2], "1f1b needs --ranks,"),
         (
             ["1f1b", "-p", 0, "-m", -1],
             "ranks must be a whole number of at least 1 (given 0); microbatches must",
@@ -140,44 +159,44 @@ def test_the_name_in_a_file_cannot_steer_the_terminal(run: Run, tmp_path: Path) 
         (["1f1b", "-p", 2, "-m", 2, "-f", "xml"], "'--format'"),
         (
             ["1f1b", "-p", 2, "-m", 2, "-o", "x.csv", "-f", "json"],
-            "--format json does not go with the file x.csv",
+            "--format json does not match the file x.csv",
         ),
-        (["1f1b", "-p", 2, "-m", 2, "-o", "x.json", "-f", "grid"], "--format grid does not go with"),
+        (["1f1b", "-p", 2, "-m", 2, "-o", "x.json", "-f", "grid"], "--format grid does not match"),
         (["1f1b", "-p", 2, "-m", 2, "-o", "x.txt"], "x.txt does not end in .csv, .json, .svg, .png or .html;"),
-        (["x.csv", "-p", 2, "-m", 2], "is a file and has its own numbers; drop --ranks and --microbatches"),
-        (["x.csv", "-v", 2], "is a file and has its own numbers; drop --stages-per-rank"),
+        (["x.csv", "-p", 2, "-m", 2], "is a file with its own sizes; remove --ranks and --microbatches"),
+        (["x.csv", "-v", 2], "is a file with its own sizes; remove --stages-per-rank"),
         (["x.csv"], "x.csv: No such file or directory"),
         (["folder/x"], "unknown file extension (none); use .csv or .json"),
         (["folder/x.xml"], "unknown file extension .xml; use .csv or .json"),
     ],
 )
-def test_bad_usage_ends_with_2_and_says_what_to_do(words: list[object], says: str, run: Run) -> None:
-    answer = run("show", *words)
-    assert answer.code == 2
-    assert says in answer.said
-    assert answer.out == ""
+def test_wrong_usage_exits_with_2_and_says_what_to_do(arguments: list[object], expected: str, run: Run) -> None:
+    result = run("show", *arguments)
+    assert result.code == 2
+    assert expected in result.message
+    assert result.out == ""
 
 
 def test_a_file_that_is_there_is_taken_for_a_file_whatever_its_ending(run: Run, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text(CSV)
-    assert "use .csv or .json" in run("show", "notes.txt").said
+    assert "use .csv or .json" in run("show", "notes.txt").message
 
 
-def test_numbers_nobody_means_are_bad_usage(run: Run) -> None:
+def test_absurd_sizes_are_usage_errors(run: Run) -> None:
     assert run("show", "interleaved-1f1b", "-p", 2, "-m", 2, "-v", 10**18).code == 2
 
 
-def test_a_folder_that_is_not_there_is_named(run: Run) -> None:
-    answer = run(*SMALL, "-o", "folder/mine.csv")
-    assert answer.code == 2
-    assert "No such file or directory" in answer.said
-    assert "mine.csv" in answer.said
-    assert ".tmp" not in answer.said
+def test_a_missing_directory_is_named(run: Run) -> None:
+    result = run(*SMALL, "-o", "folder/mine.csv")
+    assert result.code == 2
+    assert "No such file or directory" in result.message
+    assert "mine.csv" in result.message
+    assert ".tmp" not in result.message
 
 
-def test_a_folder_in_the_place_of_a_file_is_named(run: Run, tmp_path: Path) -> None:
+def test_a_directory_in_place_of_a_file_is_named(run: Run, tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
-    for words in ((*SMALL, "-o", "folder.csv"), ("show", "folder.csv")):
-        answer = run(*words)
-        assert answer.code == 2
-        assert "folder.csv: Is a directory" in answer.said
+    for arguments in ((*SMALL, "-o", "folder.csv"), ("show", "folder.csv")):
+        result = run(*arguments)
+        assert result.code == 2
+        assert "folder.csv: Is a directory" in result.message

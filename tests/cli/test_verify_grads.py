@@ -1,4 +1,4 @@
-"""Promise: `penstock verify-grads` finds what a pipeline trains otherwise than one process, and names it."""
+"""Tests of `penstock verify-grads`: it finds and names what a pipeline trains differently from one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from tests.cli.conftest import Run
+from tests.support.command_line import Run
 
 pytestmark = pytest.mark.xdist_group("ranks-2")
 
@@ -96,24 +96,21 @@ def llama():
 
 @pytest.fixture
 def verify(run: Run, tmp_path: Path) -> Run:
-    """The command in a folder that has a module of models."""
+    """The command in a directory that has a module of models."""
     (tmp_path / "models.py").write_text(MODELS)
 
-    def answer(function: str, *words: object) -> object:
-        given = (
-            words
-            if any(str(word).endswith((".csv", ".json")) for word in words)
-            else (*words, "-p", 2, "-m", 4)
-        )
-        return run("verify-grads", function, *given)
+    def run_verify(function: str, *arguments: object) -> object:
+        has_files = any(str(argument).endswith((".csv", ".json")) for argument in arguments)
+        sizes = () if has_files else ("-p", 2, "-m", 4)
+        return run("verify-grads", function, *arguments, *sizes)
 
-    return answer  # type: ignore[return-value]
+    return run_verify  # type: ignore[return-value]
 
 
 def test_a_model_that_pipelines_train_alike_is_equal_for_every_family(verify: Run) -> None:
-    answer = verify("models:right", "--all")
-    assert answer.code == 0
-    head, *rows = answer.out.splitlines()
+    result = verify("models:right", "--all")
+    assert result.code == 0
+    head, *rows = result.out.splitlines()
     assert head.split() == ["schedule", "loss", "gradient", "norm", "parameters", "worst", "gradient"]
     assert [row.split()[0] for row in rows] == [name for name in penstock.families() if name != "forward-only"]
     assert all(" equal " in row for row in rows)
@@ -126,11 +123,11 @@ def test_in_float64_errors_are_those_of_float64(verify: Run) -> None:
 
 
 def test_a_wrong_gradient_is_named_and_the_exit_code_is_1(verify: Run) -> None:
-    answer = verify("models:planted", "1f1b", "zbv")
-    assert answer.code == 1
-    assert answer.out.count("NOT EQUAL") == 2
-    assert "2 of 2 not equal to one process; the worst: the gradient of 3.weight (stage 1 of" in answer.out
-    assert "is off by 0.5 of its size; 0.0001 is allowed" in answer.out
+    result = verify("models:planted", "1f1b", "zbv")
+    assert result.code == 1
+    assert result.out.count("NOT EQUAL") == 2
+    assert "2 of 2 differ from one process; worst: the gradient of 3.weight (stage 1 of" in result.out
+    assert ", relative error 0.5; allowed: 0.0001" in result.out
     first = verify("models:planted", "1f1b", "--json").json["schedules"][0]
     assert (first["worst_gradient"]["name"], first["worst_gradient"]["stage"]) == ("3.weight", 1)
     assert first["worst_gradient"]["error"] == pytest.approx(0.5, rel=1e-3)
@@ -159,9 +156,9 @@ def test_a_loss_with_weights_of_its_own_is_compared_too(verify: Run) -> None:
 
 
 def test_a_decoder_of_transformers_made_from_a_config_is_equal(verify: Run) -> None:
-    answer = verify("models:llama", "1f1b", "zbv")
-    assert answer.code == 0
-    assert "model.layers." in answer.out
+    result = verify("models:llama", "1f1b", "zbv")
+    assert result.code == 0
+    assert "model.layers." in result.out
 
 
 def test_files_of_other_numbers_of_ranks_go_together(verify: Run, tmp_path: Path) -> None:
@@ -175,16 +172,16 @@ def test_files_of_other_numbers_of_ranks_go_together(verify: Run, tmp_path: Path
 
 
 def test_what_cannot_be_run_is_told_with_its_reason(verify: Run) -> None:
-    for function, says in (
+    for function, expected in (
         ("branches", "Branches is no nn.Sequential"),
         ("uneven", "9 rows do not make 4 microbatches of the same size"),
         ("unseeded", "the function gives other weights or another batch each time it is called"),
     ):
-        answer = verify(f"models:{function}", "1f1b")
-        assert answer.code == 2
-        assert "refused" in answer.out
-        assert says in " ".join(answer.out.split())
-        assert "Traceback" not in answer.out + answer.err
+        result = verify(f"models:{function}", "1f1b")
+        assert result.code == 2
+        assert "refused" in result.out
+        assert expected in " ".join(result.out.split())
+        assert "Traceback" not in result.out + result.err
     assert "forward-only: it has no backward" in verify("models:right", "forward-only").out
     some = verify("models:right", "1f1b", "interleaved-1f1b", "-v", 4)
     assert some.code == 1
@@ -192,7 +189,7 @@ def test_what_cannot_be_run_is_told_with_its_reason(verify: Run) -> None:
 
 
 def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> None:
-    for function, says in (
+    for function, expected in (
         ("models", "models is not a module and a function in it: write models:function"),
         ("models.py:right", "models.py:right is not a module and a function in it: write models:right"),
         ("nowhere:right", "there is no module nowhere in"),
@@ -208,23 +205,23 @@ def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> 
         ("models:frozen", "the loss depends on no parameter that is trained"),
         ("models:raising", "models:raising() raised NameError: name 'undefined' is not defined ("),
     ):
-        answer = verify(function, "1f1b")
-        assert (answer.code, answer.out) == (2, "")
-        assert says in answer.said
-        assert "Traceback" not in answer.err
+        result = verify(function, "1f1b")
+        assert (result.code, result.out) == (2, "")
+        assert expected in result.message
+        assert "Traceback" not in result.err
 
 
 def test_numbers_and_names_that_cannot_be_are_bad_usage(run: Run) -> None:
-    for words, says in (
+    for arguments, expected in (
         (["1f1b", "--steps", 0, "-p", 2, "-m", 2], "steps are a whole number of at least 1 (given 0)"),
         (["1f1b", "--tolerance", 0, "-p", 2, "-m", 2], "a tolerance is a share above 0"),
-        (["1f1b", "--all", "-p", 2, "-m", 2], "--all is every family: drop it, or the names"),
-        (["-p", 2, "-m", 2], "say which schedules, as in: 1f1b zbv, or --all"),
-        (["1f1b"], "to build 1f1b, say --ranks and --microbatches"),
+        (["1f1b", "--all", "-p", 2, "-m", 2], "--all selects every family: remove it, or the names"),
+        (["-p", 2, "-m", 2], "name the schedules, e.g. 1f1b zbv, or give --all"),
+        (["1f1b"], "1f1b needs --ranks and --microbatches"),
     ):
-        answer = run("verify-grads", "models:right", *words)
-        assert (answer.code, answer.out) == (2, "")
-        assert says in answer.said
+        result = run("verify-grads", "models:right", *arguments)
+        assert (result.code, result.out) == (2, "")
+        assert expected in result.message
 
 
 def test_without_torch_it_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +230,6 @@ def test_without_torch_it_says_what_to_install(run: Run, monkeypatch: pytest.Mon
     for name in [name for name in sys.modules if name.startswith("penstock.runtime")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
-    answer = run("verify-grads", "models:right", "1f1b", "-p", 2, "-m", 2)
-    assert (answer.code, answer.out) == (2, "")
-    assert "torch, which is not installed: pip install 'penstock[torch]'" in answer.said
+    result = run("verify-grads", "models:right", "1f1b", "-p", 2, "-m", 2)
+    assert (result.code, result.out) == (2, "")
+    assert "torch, which is not installed: pip install 'penstock[torch]'" in result.message

@@ -1,4 +1,4 @@
-"""Promise: torch's functions on orders give what torch's give, and more wherever torch's give up."""
+"""Tests of torch's functions on orders: they return what torch's do, and more where torch's fail."""
 
 from __future__ import annotations
 
@@ -11,35 +11,10 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.pipelining import schedules as ours_untyped
 from tests.oracles import torch_schedules as oracle
+from tests.support.pipelining_orders import NAMES, action, made, order, ours, texts
 
-ours: Any = ours_untyped
 theirs: Any = oracle.torch_schedules
-action = ours._Action.from_str
-
-NAMES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
-
-def made(name: str, ranks: int, microbatches: int, legs: int = 2, **options: Any) -> Any:
-    """A schedule object of ours without modules or processes."""
-    single = name in ("GPipe", "1F1B")
-    about = {
-        "num_stages": ranks * (1 if single else legs),
-        "group_size": ranks,
-        "group_rank": 0,
-        "submod": None,
-    }
-    stages = [SimpleNamespace(stage_index=leg * ranks, **about) for leg in range(legs)]
-    return ours.get_schedule_class(name)(stages[0] if single else stages, microbatches, **options)
-
-
-def order(*rows: str) -> dict[int, list[Any]]:
-    return {rank: [action(text) for text in row.split()] for rank, row in enumerate(rows)}
-
-
-def texts(lists: Any) -> list[list[str]]:
-    return [["" if each is None else str(each) for each in lists[rank]] for rank in sorted(lists)]
 
 
 # --- actions ---------------------------------------------------------------------------------------
@@ -63,7 +38,7 @@ def test_an_action_is_torchs_named_tuple(text: str) -> None:
     assert found._replace(stage_index=7).stage_index == 7
 
 
-def test_an_action_is_read_whole_or_refused() -> None:
+def test_an_action_is_parsed_strictly() -> None:
     assert action("  ") is None
     for text in ("1F0junk", "1F", "1UNSHARD3", "()OVERLAP_F_B", "(1F0;2B1)F", "F0"):
         with pytest.raises(RuntimeError, match="Invalid action string"):
@@ -99,35 +74,35 @@ def test_each_pass_gives_what_torchs_gives(name: str) -> None:
     assert sent == theirs._add_send_recv({rank: list(row) for rank, row in rows.items()}, hosts, 4)
     deferred = ours._defer_recv_ops(sent, hosts)
     assert sorted(map(str, deferred[0])) == sorted(map(str, sent[0]))
-    assert rows == oracle.as_order(oracle.as_rows(yours.pipeline_order)), "what is given stays as it is"
+    assert rows == oracle.as_order(oracle.as_rows(yours.pipeline_order)), "the arguments are not changed"
 
 
-def test_a_pass_looks_at_one_rank_whatever_its_stages() -> None:
+def test_a_pass_takes_one_rank_with_any_stages() -> None:
     row = order("9F0 9I0 9W0 5F0 5B0")[0]
     assert texts({0: ours._merge_bw(row)}) == [["9F0", "9B0", "5F0", "5B0"]]
     assert str(ours._add_unshard_reshard(row)[0]) == "9UNSHARD"
     assert ours._get_1f1b_rank_ops(1, 2, 1, 2, 1, 0, lambda _: 0, lambda _: 0)[0] == action("0F0")
 
 
-def test_an_order_that_blocks_itself_is_told_apart_from_one_that_runs() -> None:
+def test_an_order_that_deadlocks_is_rejected() -> None:
     with pytest.raises(AssertionError, match="0B0"):
         ours._add_send_recv(order("0B0 0F0", "1F0 1B0"), lambda stage: stage, 2)
 
 
-# --- proofs ----------------------------------------------------------------------------------------
+# --- validation ------------------------------------------------------------------------------------
 
-RIGHT = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+VALID = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
 
 
-def test_a_right_order_tells_which_rank_has_which_stage() -> None:
-    assert ours._validate_schedule(order(*RIGHT), 2, 2, 2) == {0: 0, 1: 1}
-    spaced = order(*RIGHT)
+def test_a_valid_order_returns_its_stage_mapping() -> None:
+    assert ours._validate_schedule(order(*VALID), 2, 2, 2) == {0: 0, 1: 1}
+    spaced = order(*VALID)
     spaced[1].insert(0, None)
     assert ours._validate_schedule(spaced, 2, 2, 2) == {0: 0, 1: 1}
 
 
 @pytest.mark.parametrize(
-    ("rows", "counts", "told"),
+    ("rows", "counts", "code"),
     [
         (("0F0 0F0 0B0",), (1, 1, 1), "duplicate-action"),
         (("0F0 0B0 0B0",), (1, 1, 1), "duplicate-action"),
@@ -141,15 +116,15 @@ def test_a_right_order_tells_which_rank_has_which_stage() -> None:
         (("0F0 0B0",), (1, 2, 1), "1 stages, but the pipeline has 2"),
     ],
 )
-def test_a_wrong_order_is_refused_as_torch_refuses_and_with_our_report(
-    rows: tuple[str, ...], counts: tuple[int, int, int], told: str
+def test_an_invalid_order_raises_as_in_torch_and_with_our_report(
+    rows: tuple[str, ...], counts: tuple[int, int, int], code: str
 ) -> None:
-    with pytest.raises(AssertionError, match=told) as caught:
+    with pytest.raises(AssertionError, match=code) as caught:
         ours._validate_schedule(order(*rows), *counts)
     assert isinstance(caught.value, penstock.ScheduleError)
 
 
-def test_something_that_is_no_action_is_refused() -> None:
+def test_a_value_that_is_not_an_action_is_rejected() -> None:
     with pytest.raises(AssertionError, match="'0F0' is not an _Action"):
         ours._validate_schedule({0: ["0F0"]}, 1, 1, 1)
 
@@ -185,18 +160,18 @@ def test_a_dry_run_without_messages_waits_a_step_for_each_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "code"),
     [
         (("0F0 0RECV_B0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"), "deadlock"),
         (("0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"), "send-before-compute"),
     ],
 )
-def test_a_dry_run_that_gets_stuck_says_who_waits_for_whom(rows: tuple[str, str], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_dry_run_that_deadlocks_names_the_cycle(rows: tuple[str, str], code: str) -> None:
+    with pytest.raises(ValueError, match=code):
         ours._simulate_comms_compute(order(*rows), int, 2)
 
 
-def test_a_trace_has_every_action_at_its_step_and_says_what_computes(tmp_path: Path) -> None:
+def test_a_trace_has_every_compute_action_at_its_step(tmp_path: Path) -> None:
     steps = made("DualPipeV", 2, 4)._simulate()
     ours._dump_chrometrace(steps, str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -208,7 +183,7 @@ def test_a_trace_has_every_action_at_its_step_and_says_what_computes(tmp_path: P
                 assert spans[str(each)]["cat"] != "communication"
 
 
-def test_a_table_has_a_line_for_each_step_and_marks_the_wrong_one() -> None:
+def test_a_table_has_a_line_per_step_and_marks_the_wrong_one() -> None:
     table = ours._format_pipeline_order({0: [action("0F0"), None], 1: [None, action("1F0")]}, 1)
     lines = table.splitlines()
     assert "Rank 0" in lines[0]
@@ -220,7 +195,7 @@ def test_a_table_has_a_line_for_each_step_and_marks_the_wrong_one() -> None:
 # --- constructors ----------------------------------------------------------------------------------
 
 
-def test_numbers_that_torch_refuses_are_taken_and_nonsense_is_refused() -> None:
+def test_sizes_that_torch_rejects_are_accepted_and_invalid_ones_rejected() -> None:
     assert texts(made("1F1B", 4, 2).pipeline_order)[0] == ["0F0", "0F1", "0B0", "0B1"]
     for name, microbatches in (("DualPipeV", 3), ("Interleaved1F1B", 9), ("InterleavedZeroBubble", 11)):
         assert made(name, 4, microbatches)._simulate()
@@ -228,20 +203,20 @@ def test_numbers_that_torch_refuses_are_taken_and_nonsense_is_refused() -> None:
             oracle.built(name, 4, 2, microbatches)
     for name in ("ZBVZeroBubble", "DualPipeV"):
         with pytest.raises(ValueError, match="2 stages per rank"):
-            made(name, 2, 4, legs=3)
+            made(name, 2, 4, stages_per_rank=3)
     for name in ("GPipe", "LoopedBFS"):
         with pytest.raises(ValueError, match="microbatches must be"):
             made(name, 2, 0)
 
 
-def test_stages_that_do_not_add_up_are_refused() -> None:
+def test_inconsistent_numbers_of_stages_are_rejected() -> None:
     about = {"num_stages": 7, "group_size": 2, "group_rank": 0, "submod": None}
     stages = [SimpleNamespace(stage_index=index, **about) for index in (0, 2)]
-    with pytest.raises(ValueError, match="2 ranks of 2 stages have 4, not 7"):
+    with pytest.raises(ValueError, match="2 ranks of 2 stages have 4 stages, not 7"):
         ours.ScheduleLoopedBFS(stages, 4)
 
 
-def test_receives_are_deferred_on_demand() -> None:
+def test_receives_are_deferred_by_an_option() -> None:
     early, late = (made("Interleaved1F1B", 2, 4, defer_pp_recv=defer) for defer in (False, True))
     rows = [texts(each.pipeline_order_with_comms)[1] for each in (early, late)]
     assert rows[0] != rows[1]

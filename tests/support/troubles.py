@@ -132,7 +132,7 @@ def slow_names() -> str:
         return "localhost", "0"
 
     with (
-        mock.patch.object(diagnostics, "LOOKUP_SECONDS", 0.1),
+        mock.patch.object(diagnostics, "RESOLUTION_TIMEOUT_SECONDS", 0.1),
         mock.patch.object(socket, "getnameinfo", late),
     ):
         return diagnostics.name_checks()[1].message

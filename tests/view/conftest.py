@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 
-from tests.view.browser import BROWSER, DRIVER, FLAGS, ONE_F, ZBV, Browser
+from tests.support.browser import BROWSER, DRIVER, FLAGS, ONE_F, ZBV, Browser
 
 
 @pytest.fixture(scope="module")

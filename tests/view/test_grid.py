@@ -1,3 +1,5 @@
+"""Tests of the grid of characters."""
+
 from __future__ import annotations
 
 from textwrap import dedent
@@ -50,7 +52,7 @@ def test_units_of_time_are_one_for_f_i_w_and_two_for_b() -> None:
     assert unit_time(schedule) == ([0, 3, 1, 2, 3], [1, 5, 2, 3, 4])
 
 
-def test_what_does_not_fit_goes_on_below_in_panels_that_begin_with_their_time() -> None:
+def test_what_does_not_fit_continues_below_in_panels_that_start_with_their_time() -> None:
     assert lines(penstock.build("1f1b", ranks=2, microbatches=2), width=20) == drawn("""
         time    0
         rank 0  F0 F1 ·  ·
@@ -84,7 +86,7 @@ def test_a_lowered_schedule_has_one_column_per_rank() -> None:
     """)
 
 
-def test_columns_that_do_not_fit_go_on_below() -> None:
+def test_columns_that_do_not_fit_continue_below() -> None:
     upper, lower = lines(LOWERED, width=20)[:8], lines(LOWERED, width=20)[9:]
     assert upper[:3] == ["step  rank 0", "   0  0UNSHARD", "   1  0F0"]
     assert lower[:3] == ["step  rank 1", "   0  1UNSHARD", "   1  1RECV_F0"]

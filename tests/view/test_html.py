@@ -1,3 +1,5 @@
+"""Tests of the HTML page as text."""
+
 from __future__ import annotations
 
 import json
@@ -13,7 +15,6 @@ import pytest
 import penstock
 from penstock import Costs, Kind, Placement, Schedule, Timeline
 from penstock.simulation.attribution import critical_path, gaps
-from penstock.simulation.network import Run
 from penstock.view.html import html
 
 COSTS = Costs(forward=10, backward_input=11, backward_weight=9, latency=1)
@@ -90,7 +91,7 @@ def test_the_policy_allows_this_script_and_this_style_and_nothing_else() -> None
 HOSTILE = "</script><script>alert(1)</script><!-- & \u2028 \ud800 ${x} $data $$ \"quoted\" 'too'"
 
 
-def test_no_name_or_title_can_break_out() -> None:
+def test_names_and_titles_are_escaped() -> None:
     schedule = penstock.build("1f1b", ranks=2, microbatches=2).renamed(HOSTILE)
     plain = Page(html([penstock.simulate(schedule.renamed("plain"))]))
     page = Page(html([penstock.simulate(schedule)], title=HOSTILE))
@@ -165,7 +166,7 @@ def test_needs_are_what_a_step_waits_for_on_its_own_rank() -> None:
     }
 
 
-def test_gaps_and_the_critical_path_are_those_of_why() -> None:
+def test_gaps_and_the_critical_path_are_those_of_attribution() -> None:
     t = timeline("zbv")
     found = record(t)
     action, idle = texts(found), found["gaps"]
@@ -186,14 +187,14 @@ def test_memory_has_every_change_and_the_peak() -> None:
         assert [found["total"][i] for i in at] == memory.total[last].tolist()
 
 
-def test_the_figures_of_the_header_are_the_timelines() -> None:
+def test_the_header_shows_the_metrics_of_the_timeline() -> None:
     t = timeline("zbv")
     found = record(t)
     assert (found["makespan"], found["span"], found["period"]) == (t.makespan, t.span, t.period)
     assert found["bubble"] == t.bubble_rate
 
 
-def test_a_receive_that_held_up_its_rank_is_a_step() -> None:
+def test_a_receive_that_blocked_its_rank_is_a_step() -> None:
     built = penstock.build("1f1b", ranks=2, microbatches=2)
     t = penstock.simulate(built, Costs(latency=1), blocking_receives=True)
     assert any(re.search("RECV", text) for text in texts(record(t)))
@@ -212,8 +213,8 @@ def test_several_timelines_keep_their_order_and_their_own_sizes() -> None:
 
 
 def test_a_timeline_without_steps_is_shown_empty() -> None:
-    nothing = Run(np.empty(0), np.empty(0), None)
+    nothing = np.empty(0)
     schedule = Schedule([[], []], Placement.loop(2), 1)
-    found = record(Timeline(schedule, Costs(), nothing, lambda _: nothing))
+    found = record(Timeline(schedule, Costs(), nothing, nothing))
     assert found["bounds"] == [0, 0, 0]
     assert found["steps"]["kind"] == found["path"] == found["gaps"]["rank"] == []

@@ -1,4 +1,4 @@
-"""The trace is held against the trace-event format, the way Perfetto reads it.
+"""Tests of traces against the trace-event format, as Perfetto reads it.
 
 Times are cut to nanoseconds, threads are known by their number alone, and arrows are bound to the event that is
 open where they start, pass and end.
@@ -19,7 +19,6 @@ import pytest
 import penstock
 from penstock import Costs, Kind, Placement, Schedule, Timeline
 from penstock.simulation.attribution import gaps
-from penstock.simulation.network import Run
 from penstock.view.perfetto import _us, trace
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -149,13 +148,13 @@ def test_every_family_lowered_or_not_keeps_to_the_format(family: str, costs: Cos
 
 
 @pytest.mark.parametrize("sends", ["buffered", "rendezvous"])
-def test_every_way_of_sending_keeps_to_the_format(sends: str) -> None:
+def test_every_send_model_keeps_to_the_format(sends: str) -> None:
     schedule = penstock.lower(penstock.build("1f1b", ranks=4, microbatches=6))
     costs = Costs(latency=0.25, bandwidth=100, activation_message=30, gradient_message=70)
-    check(entries(penstock.simulate(schedule, costs, sends=sends, blocking_receives=True)))
+    check(entries(penstock.simulate(schedule, costs, send_model=sends, blocking_receives=True)))
 
 
-def test_work_that_takes_no_time_keeps_to_the_format() -> None:
+def test_actions_of_zero_duration_keep_to_the_format() -> None:
     schedule = penstock.build("zbv", ranks=3, microbatches=4)
     check(entries(penstock.simulate(schedule, Costs(forward=0, backward_weight=0, latency=0.5))))
 
@@ -167,15 +166,15 @@ def test_uneven_placements_keep_to_the_format() -> None:
 
 
 def test_no_steps_at_all_leave_names_and_empty_memory() -> None:
-    nothing = Run(np.empty(0), np.empty(0), None)
-    empty = Timeline(Schedule([[], []], Placement.loop(2), 1), Costs(), nothing, lambda _: nothing)
+    nothing = np.empty(0)
+    empty = Timeline(Schedule([[], []], Placement.loop(2), 1), Costs(), nothing, nothing)
     found = entries(empty)
     check(found)
     assert {entry["ph"] for entry in found} == {"M", "C"}
     assert entries() == []
 
 
-def test_no_nanosecond_is_lost_where_microseconds_are_cut_off() -> None:
+def test_truncating_microseconds_loses_no_nanosecond() -> None:
     for time in [*range(5000), *(10**k * 7 + 1 for k in range(4, 15))]:
         assert int(_us(time) * 1000) == time
         assert round(_us(time) * 1000) == time
@@ -196,7 +195,7 @@ def test_every_step_and_message_is_there_with_its_time(family: str) -> None:
     assert sum(entry["dur"] for entry in slices if entry["cat"] == "compute") == sum(shown.busy) * 1e6
 
 
-def test_arrows_go_from_the_maker_through_the_message_to_the_user() -> None:
+def test_arrows_go_from_the_producer_through_the_message_to_the_consumer() -> None:
     shown = timeline("zbv")
     found = entries(shown)
     assert len(of("s", found)) == len(of("t", found)) == len(of("f", found)) == len(shown.messages)
@@ -242,13 +241,13 @@ def test_counters_reach_the_peak_and_come_back() -> None:
     assert {values[-1] for values in by_process.values()} == {14}
 
 
-def test_messages_that_are_under_way_together_have_threads_of_their_own() -> None:
+def test_concurrent_messages_are_on_separate_threads() -> None:
     shown = timeline("gpipe", ranks=2, microbatches=3, costs=Costs(latency=1.5))
     names = [entry["args"]["name"] for entry in of("M", entries(shown)) if entry["name"] == "thread_name"]
     assert names[:4] == ["compute", "from rank 1", "to rank 1", "to rank 1 (2)"]
 
 
-def test_several_timelines_are_told_apart_by_name_and_number() -> None:
+def test_several_timelines_have_distinct_names_and_ids() -> None:
     names = [
         entry["args"]["name"]
         for entry in of("M", entries(timeline("1f1b", 2, 2), timeline("gpipe", 2, 2)))

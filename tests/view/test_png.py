@@ -1,3 +1,5 @@
+"""Tests of PNG pictures."""
+
 from __future__ import annotations
 
 import sys
@@ -8,7 +10,8 @@ from PIL import Image
 
 import penstock
 from penstock import Costs, Kind, MissingExtraError, Timeline
-from penstock.view.palette import KINDS, Box
+from penstock.view.kinds import style_of
+from penstock.view.marks import Box
 from penstock.view.picture import picture
 from penstock.view.png import SCALE, png
 
@@ -61,17 +64,19 @@ def test_a_large_picture_is_drawn_too() -> None:
     colours = image.getcolors(image.width * image.height)
     assert isinstance(colours, list)
     found = {colour for _, colour in colours}
-    assert {rgb(KINDS[kind][0]) for kind in (Kind.F, Kind.B)} <= found
+    assert {rgb(style_of(kind).colour) for kind in (Kind.F, Kind.B)} <= found
 
 
-def test_several_timelines_are_one_below_the_other() -> None:
+def test_several_timelines_are_below_each_other() -> None:
     one, two = timeline("1f1b"), timeline("zbv")
     assert opened(one, two).height > max(opened(one).height, opened(two).height)
 
 
-def test_what_would_be_too_large_is_drawn_at_the_size_of_the_svg(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_would_be_too_large_is_drawn_at_the_size_of_the_svg(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shown = timeline("1f1b")
-    monkeypatch.setattr(sys.modules["penstock.view.png"], "MOST_PIXELS", 1000)
+    monkeypatch.setattr(sys.modules["penstock.view.png"], "MAX_PIXELS", 1000)
     assert opened(shown).width == picture([shown]).width
 
 

@@ -1,3 +1,5 @@
+"""Tests of SVG pictures."""
+
 from __future__ import annotations
 
 import re
@@ -11,13 +13,15 @@ import pytest
 
 import penstock
 from penstock import Costs, PenstockError, Placement, Schedule, Timeline
-from penstock.simulation.network import Run
-from penstock.view.palette import COLLECTIVES, KINDS, PALEST, lightness, tint
-from penstock.view.picture import LEFT, WIDEST, picture
+from penstock.view.kinds import kinds_on, style_of
+from penstock.view.palette import PALEST, lightness, tint
+from penstock.view.picture import picture
+from penstock.view.scales import LEFT, WIDEST
 from penstock.view.svg import svg
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 COSTS = Costs(forward=10, backward_input=11, backward_weight=9, latency=1)
+COLOURS = [style_of(kind).colour for kind in kinds_on("compute")]
 SVG = "{http://www.w3.org/2000/svg}"
 BOX = re.compile(r"penstock-([FIWB])(\d+)(-narrow)?")
 
@@ -34,8 +38,8 @@ def uneven() -> Timeline:
 
 
 def empty() -> Timeline:
-    nothing = Run(np.empty(0), np.empty(0), None)
-    return Timeline(Schedule([[], []], Placement.loop(2), 1), Costs(), nothing, lambda _: nothing)
+    nothing = np.empty(0)
+    return Timeline(Schedule([[], []], Placement.loop(2), 1), Costs(), nothing, nothing)
 
 
 def parsed(*timelines: Timeline) -> ET.Element:
@@ -47,7 +51,7 @@ def ranks_of(root: ET.Element) -> list[ET.Element]:
 
 
 def boxes_of(rank: ET.Element) -> list[tuple[str, int, ET.Element]]:
-    """Kind, how manieth stage of the rank, element."""
+    """Kind, index of the stage on its rank, element."""
     found = []
     for group in rank.findall(f"{SVG}g"):
         if match := BOX.fullmatch(group.get("class", "")):
@@ -162,12 +166,12 @@ def test_without_memory_there_are_no_strips() -> None:
     assert not [key for key in texts(root, "key") if "memory" in key]
 
 
-def test_the_legend_has_what_there_is_and_nothing_else() -> None:
+def test_the_legend_has_only_what_is_drawn() -> None:
     plain = parsed(penstock.simulate(penstock.build("1f1b", ranks=2, microbatches=2)))
     assert texts(plain, "key") == ["time", "F: forward", "B: backward", "memory: activations"]
     keys = texts(parsed(timeline("dualpipev")), "key")
     assert {"overlapped pair", "first to last stage of a rank", "I: input gradient"} <= set(keys)
-    assert {meaning for _, meaning in COLLECTIVES.values()} <= set(keys)
+    assert {style_of(kind).meaning for kind in kinds_on("collective")} <= set(keys)
 
 
 # --- promises for every picture --------------------------------------------------------------------
@@ -232,7 +236,7 @@ def test_the_same_timeline_gives_the_same_bytes() -> None:
 
 @pytest.mark.parametrize("white", [0.0, PALEST])
 def test_kinds_differ_in_grey(white: float) -> None:
-    greys = sorted(lightness(tint(colour, white)) for colour, _ in KINDS.values())
+    greys = sorted(lightness(tint(colour, white)) for colour in COLOURS)
     assert min(b - a for a, b in pairwise(greys)) > (3 if white else 9)
-    assert [round(lightness(colour)) for colour, _ in KINDS.values()] == [46, 71, 61, 89]
+    assert [round(lightness(colour)) for colour in COLOURS] == [46, 71, 61, 89]
     assert (lightness("#000000"), round(lightness("#ffffff"), 1)) == (0, 100)

@@ -1,6 +1,6 @@
-"""The command line: argv in, text out. One module per word.
+"""The command line: parses argv, prints results. One module per command.
 
-Exit codes: 0 it is as it should be, 1 the schedule is bad, 2 the command was used wrongly.
+Exit codes: 0 success, 1 invalid schedule, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["app", "command", "main"]
 
 app = typer.Typer(
     name="penstock",
-    help="Pipeline-parallel training schedules: build, prove, simulate, show, search and run them.",
+    help="Pipeline-parallel training schedules: build, validate, simulate, show, search and run them.",
     epilog="Start with: penstock show 1f1b --ranks 4 --microbatches 8",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -49,8 +49,8 @@ app.command("demo")(demo)
 app.command("doctor")(doctor)
 
 
-def _print_version(asked: bool) -> None:  # noqa: FBT001 -- typer calls it so
-    if asked:
+def _print_version(requested: bool) -> None:  # noqa: FBT001 -- the signature typer calls
+    if requested:
         typer.echo(f"penstock {__version__}")
         raise typer.Exit
 
@@ -62,20 +62,20 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options that stand before the word."""
+    """Options before the command."""
 
 
 def command() -> None:
-    """What the shell starts: as `main`, but a reader that has seen enough, such as head, ends it quietly."""
+    """The console script: `main`, ended silently by a closed pipe, e.g. `| head`."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()
 
 
 def main() -> None:
-    """Run a command; a user's mistake gets a clear message and never a traceback."""
+    """Run a command; a user error prints a message, never a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" for it
+        sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot encode
     try:
         app()
     except (FormatError, ScheduleError) as error:

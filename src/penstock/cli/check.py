@@ -1,40 +1,48 @@
-"""`penstock check`: say whether a schedule in a file is right, and if not, everything that is wrong with it."""
+"""`penstock check`: validate the schedule in a file and report every error."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from penstock.cli.source import checked_sends, read_schedule
+from penstock.cli.inputs import read_schedule
+from penstock.cli.options import SEND_MODELS, AsJson, parse_send_model
 from penstock.errors import FormatError
 from penstock.ir.schedule import Schedule
-from penstock.validation import MODELS, Violation, report, validate
+from penstock.validation import SendModel, Violation, report, validate
 
 __all__ = ["check"]
 
 
-def check(
-    file: Annotated[Path, typer.Argument(help="A .csv or .json file.")],
-    *,
-    sends: Annotated[
-        str,
-        typer.Option(help=f"The strictest way of sending to prove it for: {', '.join(MODELS)}.", metavar="HOW"),
-    ] = MODELS[-1],
-    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
-) -> None:
-    """Check a schedule: every rule, and deadlock under every way of sending.
+ScheduleFile: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE", help="A .csv or .json file.")]
+StrictestSendModel: TypeAlias = Annotated[
+    SendModel,
+    typer.Option(
+        help=f"The strictest send model to check: {SEND_MODELS}.",
+        metavar="MODEL",
+        parser=parse_send_model,
+    ),
+]
 
-    Exit code 0 when it is right, 1 when it is not or is no schedule, 2 when there is no such file.
+
+def check(
+    file: ScheduleFile,
+    *,
+    send_model: StrictestSendModel = SendModel.RENDEZVOUS,
+    as_json: AsJson = False,
+) -> None:
+    """Check a schedule: every rule, and deadlock under every send model.
+
+    Exit code 0: valid. 1: invalid, or not a schedule. 2: no such file, or wrong usage.
 
     Examples:
       penstock check mine.csv
       penstock check mine.json --json
-      penstock check deferred.csv --sends edge-streams
+      penstock check deferred.csv --send-model edge-streams
     """
-    checked_sends(sends)
     try:
         schedule = read_schedule(file)
     except FormatError as error:
@@ -44,26 +52,26 @@ def check(
             json.dumps({"file": str(file), "valid": False, "unreadable": error.problems, "violations": []})
         )
         raise typer.Exit(1) from None
-    violations = validate(schedule, sends)
+    violations = validate(schedule, send_model)
     if as_json:
-        typer.echo(json.dumps(_answer(file, schedule, violations), indent=2))
+        typer.echo(json.dumps(_record(file, schedule, violations), indent=2))
     elif violations:
         typer.echo(report(schedule, violations))
-        typer.echo(f"\n{file}: {len(violations)} fault{'s' * (len(violations) > 1)}")
+        typer.echo(f"\n{file}: {len(violations)} error{'s' * (len(violations) > 1)}")
     else:
-        proved = ", ".join(MODELS[: MODELS.index(sends) + 1])
-        typer.echo(f"{file}: right ({_counts(schedule)}); no deadlock with sends {proved}")
+        models = ", ".join(str(model) for model in SendModel if model <= send_model)
+        typer.echo(f"{file}: valid ({_sizes(schedule)}); no deadlock under send models {models}")
     raise typer.Exit(1 if violations else 0)
 
 
-def _counts(schedule: Schedule) -> str:
+def _sizes(schedule: Schedule) -> str:
     return (
         f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches} microbatches, "
         f"{schedule.num_steps} steps, {schedule.level}"
     )
 
 
-def _answer(file: Path, schedule: Schedule, violations: list[Violation]) -> dict[str, Any]:
+def _record(file: Path, schedule: Schedule, violations: list[Violation]) -> dict[str, Any]:
     return {
         "file": str(file),
         "valid": not violations,
@@ -79,7 +87,7 @@ def _answer(file: Path, schedule: Schedule, violations: list[Violation]) -> dict
                 "action": None if v.action is None else str(v.action),
                 "message": v.message,
                 "suggestion": v.suggestion,
-                "models": v.models,
+                "send_models": [str(model) for model in v.send_models],
                 "cycle": [
                     {
                         "rank": w.rank,

@@ -1,4 +1,4 @@
-"""`penstock compare`: several schedules, and several microbatch counts, under one cost model."""
+"""`penstock compare`: several schedules and microbatch counts under one cost model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -15,56 +15,61 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.show import draw
-from penstock.cli.source import (
-    CostsFrom,
+from penstock.cli.inputs import costs_from, for_send_model, schedules_from
+from penstock.cli.options import (
+    AsJson,
+    CostsSource,
     Ranks,
-    Sends,
+    SendModelOption,
     StagesPerRank,
-    checked_sends,
-    costs_from,
-    families_beginning,
-    is_file,
-    schedule_from,
+    complete_family,
 )
-from penstock.families import families, find
+from penstock.cli.rendering import render, require_suffix
+from penstock.cost.costs import Costs
+from penstock.families import families
 from penstock.formats import write_bytes
-from penstock.simulation.comparison import Row, row_of
+from penstock.ir.schedule import Schedule
+from penstock.simulation.comparison import Comparison, comparison_of
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
-from penstock.validation import MODELS
+from penstock.validation import SendModel
 
 __all__ = ["compare"]
 
 
+ScheduleSources: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="NAME|FILE...",
+        help="Families or files; by default all families.",
+        autocompletion=complete_family,
+    ),
+]
+MicrobatchCounts: TypeAlias = Annotated[
+    list[int] | None,
+    typer.Option("--microbatches", "-m", help="Number of microbatches; may be repeated."),
+]
+PictureFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Draw all on one time axis: .svg, .png or .html."),
+]
+
+
 def compare(
-    schedules: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAME|FILE...",
-            help="Families or files; all families if none.",
-            autocompletion=families_beginning,
-        ),
-    ] = None,
+    schedules: ScheduleSources = None,
     *,
     ranks: Ranks = None,
-    microbatches: Annotated[
-        list[int] | None,
-        typer.Option("--microbatches", "-m", help="How many microbatches; may be given again."),
-    ] = None,
+    microbatches: MicrobatchCounts = None,
     stages_per_rank: StagesPerRank = None,
-    costs: CostsFrom = None,
-    sends: Sends = MODELS[0],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Draw them on one axis: .svg, .png or .html."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
+    costs: CostsSource = None,
+    send_model: SendModelOption = SendModel.BUFFERED,
+    output: PictureFile = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Compare schedules: makespan, span, period, bubble, memory, communication, gap to the bound.
+    """Compare schedules: makespan, span, period, bubble, memory, communication, gap to the lower bound.
 
-    Costs are per stage: a family with two stages per rank does twice the stages of one with one, so compare
-    those with the same number, or give costs for each in turn.
+    Costs are per stage: with two stages per rank a schedule has twice as many stages. Compare families with
+    the same number of stages per rank, or run the command once for each with its own costs.
 
     Examples:
       penstock compare 1f1b zb-h1 zb-h2 -p 8 -m 24 --costs zb-h4096-p8-m24
@@ -72,46 +77,36 @@ def compare(
       penstock compare 1f1b zb-h1 -p 4 -m 8 -o both.html
       penstock compare mine.csv other.csv --json
     """
-    picture = _picture_of(output)
+    picture = None if output is None else require_suffix(output, (".svg", ".png", ".html"))
     names = schedules or [name for name in families() if name != "forward-only"]
-    if all(map(is_file, names)) and (ranks or microbatches or stages_per_rank):
-        raise typer.BadParameter(
-            "files have their own numbers; drop --ranks, --microbatches and --stages-per-rank"
-        )
-    counts: list[int | None] = list(microbatches) if microbatches else [None]
-    wanted = [(name, m) for name in names for m in ([None] if is_file(name) else counts)]
-    known, how, timelines = costs_from(costs), checked_sends(sends), list[Timeline]()
-    errors = Console(stderr=True)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        for name, m in bar.track(wanted, description="simulating"):
-            # a family with its own number of stages goes beside those that take the number asked for
-            own_legs = is_file(name) or find(name).stages_per_rank is not None
-            legs = None if own_legs and len(names) > 1 else stages_per_rank
-            made = schedule_from(name, None if is_file(name) else ranks, m, legs)
-            timelines.append(simulate(made, known, sends=how))
+    compared = list(schedules_from(names, ranks, microbatches or [], stages_per_rank))
+    timelines = _simulate_all(compared, costs_from(costs), send_model)
     if output is not None and picture is not None:
-        write_bytes(draw(picture, timelines), output)
-    rows = [row_of(timeline) for timeline in timelines]
+        write_bytes(render(picture, timelines), output)
+    rows = [comparison_of(timeline) for timeline in timelines]
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         Console(highlight=False, width=max(shutil.get_terminal_size().columns, 100)).print(_table(rows))
 
 
-def _picture_of(output: Path | None) -> str | None:
-    ending = output.suffix.lower()[1:] if output is not None else ""
-    if output is not None and ending not in ("svg", "png", "html"):
-        raise typer.BadParameter(f"{output} does not end in .svg, .png or .html")
-    return ending or None
+def _simulate_all(schedules: list[Schedule], costs: Costs, send_model: SendModel) -> list[Timeline]:
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        tracked = bar.track(schedules, description="simulating")
+        return [
+            simulate(for_send_model(schedule, send_model), costs, send_model=send_model, with_period=True)
+            for schedule in tracked
+        ]
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[Comparison]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("schedule")
     for name in ("p", "v", "m", "makespan", "span", "period", "bubble", "memory", "sent", "bound", "gap"):
         table.add_column(name, justify="right")
     for row in rows:
-        numbers = (row.ranks, f"{row.stages / row.ranks:g}", row.microbatches)
+        sizes = (row.ranks, f"{row.stages / row.ranks:g}", row.microbatches)
         times = (f"{value:g}" for value in (row.makespan, row.span, row.period))
         rest = (
             f"{row.bubble:.1%}",
@@ -120,5 +115,5 @@ def _table(rows: list[Row]) -> Table:
             f"{row.bound:g}",
             f"{row.gap:.1%}",
         )
-        table.add_row(Text(printable(row.name)), *map(str, numbers), *times, *rest)
+        table.add_row(Text(printable(row.name)), *map(str, sizes), *times, *rest)
     return table

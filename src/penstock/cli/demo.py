@@ -1,16 +1,12 @@
-"""`penstock demo`: train a small GPT in pipelines here, measure, search a better schedule, and run that."""
+"""`penstock demo`: train a small GPT in a pipeline, profile it, search for a better schedule, and run that."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -18,15 +14,16 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.show import draw
+from penstock.cli.demo_report import MeasuredSchedule, kind_table, schedule_table
+from penstock.cli.progress import spinner
+from penstock.cli.rendering import render, require_suffix
 from penstock.cost.costs import Costs
 from penstock.families import build
 from penstock.formats import write_bytes
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.simulation.calibration import calibrated, errors_by_kind
+from penstock.simulation.calibration import calibrate
 from penstock.simulation.simulator import simulate
-from penstock.simulation.timeline import Timeline
 from penstock.view.terminal import terminal
 
 if TYPE_CHECKING:
@@ -36,226 +33,171 @@ if TYPE_CHECKING:
 __all__ = ["demo"]
 
 _COMPARED, _TRAINED, _PROFILED, _MEASURED = 3, 10, 8, 10  # steps
-_SEARCHED = 10.0  # seconds
-_MOST_RANKS = 4
+_SEARCH_SECONDS = 10.0
+_MAX_DEFAULT_RANKS = 4
+
+
+DemoRanks: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--ranks", "-p", min=2, max=8, help="Number of ranks; by default one per CPU, 2 to 4."),
+]
+ReportFile: TypeAlias = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", help="The report, an .html file.")
+]
 
 
 def demo(
     *,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", "-p", min=2, max=8, help="How many; as many as processors, 2 to 4."),
-    ] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the picture goes, an .html file.")
-    ] = Path("report.html"),
+    ranks: DemoRanks = None,
+    output: ReportFile = Path("report.html"),
 ) -> None:
-    """Show all of it: train a small GPT with 1F1B on processes of this machine, compare with one process,
-    profile, predict, search a better schedule for the measured costs under the same memory, and run it.
+    """Run an end-to-end demonstration on processes of this machine.
+
+    Train a small GPT with 1F1B, compare it with one process, profile it, predict its step time, search for a
+    better schedule at the measured costs and the same memory, and run that schedule.
 
     Examples:
       penstock demo
       penstock demo --ranks 4 -o demo.html
     """
-    if output.suffix.lower() != ".html":
-        raise typer.BadParameter(f"{output} does not end in .html")
+    require_suffix(output, (".html",))
     if not output.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {output.parent} for {output.name}")
-    count = ranks or min(_MOST_RANKS, max(2, _processors()))
+        raise typer.BadParameter(f"the directory {output.parent} of {output.name} does not exist")
+    count = ranks or min(_MAX_DEFAULT_RANKS, max(2, _cpus()))
     from penstock.runtime.local_ranks import LocalRanks  # noqa: PLC0415 -- torch, which is an extra
 
-    begun = time.monotonic()
+    started_at = time.monotonic()
     log = output.with_suffix(".jsonl")
     log.unlink(missing_ok=True)
     with LocalRanks(count) as started:
-        run = _Run(
-            started, Console(highlight=False, markup=False, width=max(shutil.get_terminal_size().columns, 80))
-        )
-        run.check(count)
-        measured = run.train_and_search(count, log)
-    write_bytes(draw("html", [picture for each in measured for picture in each.pictures]), output)
-    for each in measured:
-        for picture in each.pictures:
-            run.say(f"{picture.schedule.name}: {picture.makespan * 1e3:.0f} ms")
-            run.say(terminal(picture, run.console.width))
-            run.say("")
-    run.say(_errors(measured))
-    run.say("")
-    run.say(_table(measured))
-    run.say(
-        f"\n{output} has the timelines, predicted and measured; {log} has the training, step by step. "
-        f"All of it took {time.monotonic() - begun:.0f} s."
+        run = _Demo(started, count)
+        run.compare_with_one_process()
+        measured = run.train_and_search(log)
+    write_bytes(render("html", [picture for each in measured for picture in each.pictures]), output)
+    run.report(measured)
+    run.print(
+        f"\n{output} shows the predicted and measured timelines, {log} the log of every training step. "
+        f"Total time: {time.monotonic() - started_at:.0f} s."
     )
 
 
-def _processors() -> int:
+def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """One schedule: what was predicted, and the steps that were run."""
+class _Demo:
+    """The parts of the demonstration, in their order."""
 
-    predicted: Timeline
-    steps: list[list[Step]]
-    """By step and rank."""
+    def __init__(self, ranks: LocalRanks, count: int) -> None:
+        self.ranks, self.count = ranks, count
+        width = max(shutil.get_terminal_size().columns, 80)
+        self.console = Console(highlight=False, markup=False, width=width)
 
-    @property
-    def timelines(self) -> list[Timeline]:
-        return [ranks[0].timeline for ranks in self.steps]
-
-    @property
-    def seconds(self) -> float:
-        return fmean(timeline.makespan for timeline in self.timelines)
-
-    @property
-    def pictures(self) -> Iterator[Timeline]:
-        """What was predicted, and the measured step in the middle by length."""
-        middle = sorted(self.timelines, key=lambda timeline: timeline.makespan)[len(self.steps) // 2]
-        for what, timeline in (("predicted", self.predicted), ("measured", middle)):
-            named = timeline.schedule.renamed(f"{timeline.schedule.name}, {what}")
-            yield replace(timeline, schedule=named)
-
-    @property
-    def bubble(self) -> float:
-        return fmean(timeline.bubble_rate for timeline in self.timelines)
-
-    @property
-    def live(self) -> int:
-        return max(step.live for ranks in self.steps for step in ranks)
-
-
-class _Run:
-    """The demonstration as it goes along."""
-
-    def __init__(self, ranks: LocalRanks, console: Console) -> None:
-        self.ranks, self.console = ranks, console
-
-    def say(self, text: str | Text | Table) -> None:
+    def print(self, text: str | Text | Table) -> None:
         self.console.print(text, soft_wrap=not isinstance(text, Table))
 
-    def check(self, count: int) -> None:
-        """The first steps against one process."""
+    def compare_with_one_process(self) -> None:
+        """Train the first steps in one process too, and compare."""
         from penstock.runtime.verification.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
 
-        schedule = build("1f1b", ranks=count, microbatches=2 * count)
-        self.say(
-            f"A GPT of 8 layers learns a page of text, with {schedule.name} on {count} processes, "
-            f"{schedule.microbatches} microbatches a step.\n"
+        schedule = build("1f1b", ranks=self.count, microbatches=2 * self.count)
+        self.print(
+            f"Training a GPT with 8 layers on a page of text: {schedule.name}, {self.count} processes, "
+            f"{schedule.microbatches} microbatches per step.\n"
         )
-        with _waiting("comparing the first steps with one process"):
+        with spinner("comparing the first steps with one process"):
             (verdict,) = verdicts(
                 "penstock.runtime.demo.gpt:parts", [schedule], steps=_COMPARED, ranks=self.ranks
             )
-        worst = "" if verdict.gradient is None else f", worst gradient off by {verdict.gradient.error:.1e}"
-        said = "the same as" if verdict.equal else "NOT the same as"
-        self.say(f"Loss, gradients and weights of the first {_COMPARED} steps are {said} one process's{worst}.")
+        worst = "" if verdict.gradient is None else f" (largest gradient error {verdict.gradient.error:.1e})"
+        outcome = "match" if verdict.equal else "DO NOT match"
+        self.print(
+            f"Loss, gradients and weights of the first {_COMPARED} steps {outcome} those of one process{worst}."
+        )
         if not verdict.equal:
-            self.say(verdict.refused or verdict.cause)
+            self.print(verdict.refused or verdict.cause)
             raise typer.Exit(1)
 
-    def train_and_search(self, count: int, log: Path) -> list[_Measured]:
-        """Train and profile, predict, search, and run what was found."""
+    def train_and_search(self, log: Path) -> list[MeasuredSchedule]:
+        """Train and profile, predict, search, and run the schedule found beside 1F1B."""
         from penstock.runtime.demo.training import begin, end  # noqa: PLC0415 -- torch, which is an extra
 
-        first, split = (build(name, ranks=count, microbatches=2 * count) for name in ("1f1b", "zb-h1"))
-        self.ranks.run(begin, count, log.absolute())
-        warm = self._steps("training with 1f1b", [first] * _TRAINED + [split])
-        self.say(
-            f"Training: loss {warm[0][0].loss:.3f} at first, {warm[-1][0].loss:.3f} after {len(warm)} steps."
+        first, split = (
+            build(name, ranks=self.count, microbatches=2 * self.count) for name in ("1f1b", "zb-h1")
         )
-        # in turns, so that both see the same machine
-        profiled = self._steps("profiling", [first, split] * _PROFILED)
-        costs = calibrated([ranks[0].timeline for ranks in profiled])
-        before = _Measured(simulate(profiled[0][0].timeline.schedule, costs), profiled[::2])
-        with _waiting("searching for a better schedule"):
-            found, by = _better(count, costs, memory=max(before.predicted.peak_memory))
-        same = ", the very order of 1f1b" if found.ranks == first.ranks else ""
-        self.say(f"Found for what that took, within the memory of 1f1b{same}: {by}.")
-        self._steps("warming up", [found])
-        steps = self._steps("running it in turns with 1f1b", [first, found] * _MEASURED)
-        self.say(f"Loss after all steps: {steps[-1][0].loss:.3f}.")
+        self.ranks.run(begin, self.count, log.absolute())
+        trained = self._train("training with 1f1b", [first] * _TRAINED + [split])
+        losses = f"loss {trained[0][0].loss:.3f} at the first step, {trained[-1][0].loss:.3f}"
+        self.print(f"Training: {losses} after {len(trained)} steps.")
+        # alternating, so that both run under the same load of the machine
+        profiled = self._train("profiling", [first, split] * _PROFILED)
+        costs = calibrate([ranks[0].timeline for ranks in profiled])
+        before = MeasuredSchedule(simulate(profiled[0][0].timeline.schedule, costs), profiled[::2])
+        found = self._search(first, costs, memory=max(before.predicted.peak_memory))
+        self._train("warming up", [found])
+        steps = self._train("running it, alternating with 1f1b", [first, found] * _MEASURED)
+        self.print(f"Final loss: {steps[-1][0].loss:.3f}.")
         self.ranks.run(end)
-        # a machine that others use too is not as fast now as it was before the search
-        now = _Measured(before.predicted, steps[::2]).seconds / before.seconds
-        self.say(
-            f"1f1b now takes {now:.1%} of what it took when it was profiled; predictions are scaled by that.\n"
+        # the load of the machine may have changed since the profile
+        scale = MeasuredSchedule(before.predicted, steps[::2]).seconds / before.seconds
+        self.print(
+            f"1f1b now takes {scale:.1%} of its profiled step time; predictions are scaled accordingly.\n"
         )
         return [
-            _Measured(simulate(taken[0][0].timeline.schedule, costs.scaled(now)), taken)
+            MeasuredSchedule(simulate(taken[0][0].timeline.schedule, costs.scaled(scale)), taken)
             for taken in (steps[::2], steps[1::2])
         ]
 
-    def _steps(self, what: str, schedules: list[Schedule]) -> list[list[Step]]:
-        """One step with each, with a bar where somebody watches."""
+    def report(self, measured: list[MeasuredSchedule]) -> None:
+        """Print the timelines, and the tables of predictions and measurements."""
+        for each in measured:
+            for picture in each.pictures:
+                self.print(f"{picture.schedule.name}: {picture.makespan * 1e3:.0f} ms")
+                self.print(terminal(picture, self.console.width))
+                self.print("")
+        self.print(kind_table(measured))
+        self.print("")
+        self.print(schedule_table(measured))
+
+    def _search(self, first: Schedule, costs: Costs, *, memory: float) -> Schedule:
+        """The best schedule found at these costs within this memory."""
+        from penstock.search import search  # noqa: PLC0415 -- compiled code takes a second to load
+
+        with spinner("searching for a better schedule"):
+            result = search(
+                ranks=self.count,
+                microbatches=first.microbatches,
+                costs=costs,
+                placement=Placement.loop(self.count),
+                memory_limit=memory,
+                seconds=_SEARCH_SECONDS,
+            )
+        if result.interrupted:
+            raise KeyboardInterrupt
+        same = ", the same order as 1f1b" if result.schedule.ranks == first.ranks else ""
+        self.print(
+            f"Schedule found for the measured costs within the memory of 1f1b{same}: "
+            f"{result.found_by}, gap <= {result.gap:.1%}."
+        )
+        return result.schedule.renamed("found")
+
+    def _train(self, description: str, schedules: list[Schedule]) -> list[list[Step]]:
+        """One step with each schedule, with a progress bar on a terminal."""
         from penstock.runtime.demo.training import train  # noqa: PLC0415 -- torch, which is an extra
 
-        errors = Console(stderr=True)
+        stderr = Console(stderr=True)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("step {task.completed} of {task.total}"),
             TextColumn("{task.fields[now]}"),
         )
-        found = []
-        with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-            task = bar.add_task(what, total=len(schedules), now="")
+        steps = []
+        with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+            task = bar.add_task(description, total=len(schedules), now="")
             for schedule in schedules:
                 step = self.ranks.run(train, schedule)
                 now = f"loss {step[0].loss:.3f}  {step[0].tokens / step[0].seconds:,.0f} tokens/s"
                 bar.update(task, advance=1, now=now)
-                found.append(step)
-        return found
-
-
-@contextmanager
-def _waiting(what: str) -> Iterator[None]:
-    errors = Console(stderr=True)
-    if errors.is_terminal:
-        with errors.status(what):
-            yield
-    else:
-        yield
-
-
-def _better(count: int, costs: Costs, *, memory: float) -> tuple[Schedule, str]:
-    """The best schedule for these costs that holds no more, and how it was found."""
-    from penstock.search import search  # noqa: PLC0415 -- compiled code takes a second to load
-
-    found = search(
-        ranks=count,
-        microbatches=2 * count,
-        costs=costs,
-        placement=Placement.loop(count),
-        memory_limit=memory,
-        seconds=_SEARCHED,
-    )
-    if found.interrupted:
-        raise KeyboardInterrupt
-    return found.schedule.renamed("found"), f"{found.found_by}, at most {found.gap:.1%} from the best possible"
-
-
-# --- tables ----------------------------------------------------------------------------------------
-
-
-def _errors(measured: list[_Measured]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule")
-    for name in ("kind", "predicted ms", "measured ms", "error"):
-        table.add_column(name, justify="right")
-    for each in measured:
-        for row in errors_by_kind(each.predicted, each.timelines):
-            times = (f"{seconds * 1e3:.2f}" for seconds in (row.predicted, row.measured))
-            table.add_row(each.predicted.schedule.name, row.kind, *times, f"{row.error:+.1%}")
-    return table
-
-
-def _table(measured: list[_Measured]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule")
-    for name in ("predicted step", "measured step", "bubble", "peak live activations"):
-        table.add_column(name, justify="right")
-    for each in measured:
-        times = (f"{seconds * 1e3:.1f} ms" for seconds in (each.predicted.makespan, each.seconds))
-        table.add_row(each.predicted.schedule.name, *times, f"{each.bubble:.1%}", str(each.live))
-    return table
+                steps.append(step)
+        return steps

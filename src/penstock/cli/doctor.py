@@ -1,16 +1,16 @@
-"""`penstock doctor`: look at Python, torch, backends, ports, names and clocks, and say what is not well."""
+"""`penstock doctor`: check Python, torch, backends, ports, name resolution and clocks."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from penstock import __version__
+from penstock.cli.options import AsJson
 from penstock.diagnostics import (
     Check,
     Verdict,
@@ -26,11 +26,11 @@ __all__ = ["doctor"]
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def doctor(*, as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False) -> None:
-    """Check this machine: Python, torch and its backends, ports, names, clocks, extras.
+def doctor(*, as_json: AsJson = False) -> None:
+    """Check this machine: Python, torch and its backends, ports, name resolution, clocks, extras.
 
-    One line each: ok, warn (some things will not work, or slowly) or fail. Exit code 1 if anything fails.
-    With torch, two processes are started that exchange a tensor: some seconds, and two minutes at most.
+    One line per check: ok, warn (something is slow or unavailable) or fail. Exit code 1 if a check fails.
+    With torch, two processes exchange a tensor; this takes a few seconds, at most two minutes.
 
     Examples:
       penstock doctor

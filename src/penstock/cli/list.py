@@ -1,19 +1,19 @@
-"""`penstock list`: what can be built."""
+"""`penstock list`: the schedule families that can be built."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
 import typer
 
+from penstock.cli.options import AsJson
 from penstock.families import families
 
 __all__ = ["list_families"]
 
 
-def list_families(*, as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False) -> None:
-    """List the families of schedules that can be built.
+def list_families(*, as_json: AsJson = False) -> None:
+    """List the schedule families.
 
     Examples:
       penstock list
@@ -21,7 +21,7 @@ def list_families(*, as_json: Annotated[bool, typer.Option("--json", help="Answe
     """
     known = families().values()
     if as_json:
-        answer = [
+        records = [
             {
                 "name": family.name,
                 "summary": family.summary,
@@ -30,10 +30,10 @@ def list_families(*, as_json: Annotated[bool, typer.Option("--json", help="Answe
             }
             for family in known
         ]
-        typer.echo(json.dumps(answer, indent=2))
+        typer.echo(json.dumps(records, indent=2))
         return
     width = max(len(family.name) for family in known)
-    typer.echo(f"{'name':<{width}}  stages per rank  what it is")
+    typer.echo(f"{'name':<{width}}  stages per rank  description")
     for family in known:
         stages = "any" if family.stages_per_rank is None else str(family.stages_per_rank)
         typer.echo(f"{family.name:<{width}}  {stages:<15}  {family.summary}")

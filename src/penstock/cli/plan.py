@@ -1,11 +1,11 @@
-"""`penstock plan`: which partition, placement, microbatches and schedule for this model on these devices?"""
+"""`penstock plan`: choose partition, placement, microbatches and schedule for a model and its devices."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -13,8 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.search import Objective, shown_progress
-from penstock.cli.source import Memory, Ranks, StagesPerRank, bytes_from
+from penstock.cli.options import (
+    AsJson,
+    JitterShare,
+    MemoryLimit,
+    Objective,
+    ObjectiveOption,
+    Quantile,
+    Ranks,
+    Seed,
+    StagesPerRank,
+)
+from penstock.cli.progress import search_progress
+from penstock.cli.rendering import require_suffix
 from penstock.cost.costs import size_text
 from penstock.errors import FormatError
 from penstock.formats import write_bytes
@@ -26,47 +37,51 @@ from penstock.view.frontier import frontier_picture, frontier_text
 __all__ = ["plan"]
 
 
+ModelFile: TypeAlias = Annotated[
+    str,
+    typer.Argument(metavar="FILE", help="Costs of the layers, or of profiled stages: .toml or .json."),
+]
+BatchSize: TypeAlias = Annotated[
+    int | None, typer.Option("--batch", metavar="SAMPLES", help="Samples per step of this pipeline.")
+]
+TimeLimit: TypeAlias = Annotated[
+    float, typer.Option("--seconds", help="Time limit of the search; 0 evaluates families only.")
+]
+Explained: TypeAlias = Annotated[
+    bool, typer.Option("--explain", help="Explain why the best plan wins, and what would improve it.")
+]
+RowCount: TypeAlias = Annotated[int, typer.Option("--top", min=1, help="Number of rows to print.")]
+PlotFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Plot memory against time: .svg or .png."),
+]
+PlanDirectory: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--write", metavar="DIR", help="Write schedule, costs and layout of the best plan."),
+]
+
+
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="Costs of layers, or of the stages of a profile: .toml or .json."),
-    ],
+    model: ModelFile,
     *,
     ranks: Ranks = None,
-    memory: Memory = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", metavar="SAMPLES", help="Samples of one step of this pipeline.")
-    ] = None,
+    memory: MemoryLimit = None,
+    batch: BatchSize = None,
     stages_per_rank: StagesPerRank = None,
-    objective: Annotated[
-        Objective, typer.Option("--objective", help="What is to be as short as can be.")
-    ] = Objective.makespan,
-    seconds: Annotated[
-        float, typer.Option("--seconds", help="Time for searching; 0 takes families only.")
-    ] = 10.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the search, and of the jitter.")] = 0,
-    noise: Annotated[
-        float | None,
-        typer.Option("--jitter", metavar="SHARE", help="Rank by a quantile when steps vary by this share."),
-    ] = None,
-    quantile: Annotated[float, typer.Option("--quantile", help="Which quantile that is.")] = 0.95,
-    explained: Annotated[
-        bool, typer.Option("--explain", help="Say why the winner wins, and what would help most.")
-    ] = False,
-    top: Annotated[int, typer.Option("--top", min=1, help="How many rows to print.")] = 10,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Draw memory against time: .svg or .png."),
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--write", metavar="DIR", help="Write the winner: its schedule, costs and layout."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
+    objective: ObjectiveOption = Objective.makespan,
+    seconds: TimeLimit = 10.0,
+    seed: Seed = 0,
+    noise: JitterShare = None,
+    quantile: Quantile = 0.95,
+    explained: Explained = False,
+    top: RowCount = 10,
+    output: PlotFile = None,
+    folder: PlanDirectory = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Plan a run: cut layers into stages, place them, choose microbatches and a schedule, rank by time.
+    """Plan a run: partition layers into stages, place them, choose microbatches and schedule, rank by time.
 
-    Ctrl-C ends the search and keeps the best so far.
+    Ctrl-C stops the search and keeps the best plan found so far.
 
     Examples:
       penstock plan examples/models/llama-8b.toml
@@ -74,14 +89,14 @@ def plan(
       penstock plan model.toml --jitter 0.05 --quantile 0.95 --json
       penstock plan model.toml -o frontier.svg --write best/
     """
-    if output is not None and output.suffix.lower() not in (".svg", ".png"):
-        raise typer.BadParameter(f"{output} does not end in .svg or .png; --write DIR writes the schedule")
-    known = _model_from(model)
-    with shown_progress() as told:
+    if output is not None:
+        require_suffix(output, (".svg", ".png"), advice="; --write DIR writes the schedule")
+    known = _read_model(model)
+    with search_progress() as on_progress:
         made = make_plan(
             known,
             ranks=ranks,
-            memory_limit=bytes_from(memory),
+            memory_limit=memory,
             samples=batch,
             stages_per_rank=stages_per_rank,
             objective=objective.value,
@@ -89,40 +104,40 @@ def plan(
             seed=seed,
             jitter=noise,
             quantile=quantile,
-            told=told,
+            told=on_progress,
         )
-        why = explain(made, told) if explained else None
+        why = explain(made, on_progress) if explained else None
     if output is not None:
-        write_bytes(_drawn(made, output), output)
+        write_bytes(_render_frontier(made, output), output)
     written = made.write(folder) if folder is not None else []
     if as_json:
-        typer.echo(json.dumps(_answer(made, why), indent=2))
+        typer.echo(json.dumps(_record(made, why), indent=2))
     else:
         _print(made, why, top, written)
 
 
-def _model_from(source: str) -> Model:
+def _read_model(source: str) -> Model:
     try:
         return read_model(source)
     except FormatError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def _drawn(made: Plan, output: Path) -> bytes:
-    drawn = frontier_picture(made)
+def _render_frontier(made: Plan, output: Path) -> bytes:
+    picture = frontier_picture(made)
     if output.suffix.lower() == ".svg":
-        from penstock.view.svg import svg_of  # noqa: PLC0415 -- most plans draw nothing
+        from penstock.view.svg import svg_of  # noqa: PLC0415 -- loaded only when drawn
 
-        return svg_of(drawn).encode()
-    from penstock.view.png import png_of  # noqa: PLC0415 -- most plans draw nothing
+        return svg_of(picture).encode()
+    from penstock.view.png import png_of  # noqa: PLC0415 -- loaded only when drawn
 
-    return png_of(drawn)
-
-
-# --- what is printed -------------------------------------------------------------------------------
+    return png_of(picture)
 
 
-def _answer(made: Plan, why: Explanation | None) -> dict[str, Any]:
+# --- output ----------------------------------------------------------------------------------------
+
+
+def _record(made: Plan, why: Explanation | None) -> dict[str, Any]:
     question = made.question
     return {
         "model": question.model.name,
@@ -172,7 +187,7 @@ def _print(made: Plan, why: Explanation | None, top: int, written: list[Path]) -
         console.print("\nwhy it wins:")
         for line in why.why:
             console.print(f"  {line}", soft_wrap=True)
-        console.print("\nwhat would help, most helpful first:")
+        console.print("\nwhat would help, largest gain first:")
         for each in why.what_ifs:
             change = f"{each.gain:.1%} faster" if each.gain >= 0 else f"{-each.gain:.1%} slower"
             console.print(f"  {change:>13}  {each.change}: {each.seconds:.4g} s by {each.best}", soft_wrap=True)
@@ -186,7 +201,7 @@ def _table(made: Plan, top: int) -> Table:
     time = "time" if jitter is None else f"p{made.question.quantile * 100:g}"
     table.add_column("", justify="right")
     table.add_column("schedule")
-    for name in ("v", "placed", "m", "size", time, "samples/s", "bubble", "memory", "gap"):
+    for name in ("v", "placement", "m", "mbs", time, "samples/s", "bubble", "memory", "gap"):
         table.add_column(name, justify="right")
     for place, option in enumerate(made.options[:top], 1):
         frame = option.frame
@@ -207,30 +222,30 @@ def _table(made: Plan, top: int) -> Table:
 
 
 def _notes(made: Plan) -> list[str]:
-    """What the winner is in full, and what was left out."""
+    """The best plan in full, and what was left out."""
     best, question = made.best, made.question
     layout = question.model.layout(best.frame.counts)
     cut = f"layers per stage {list(best.frame.counts)}" if layout is None else f"layout {layout}"
     extra = best.frame.costs.optimizer_step
-    with_step = f", with {extra:g} s of optimizer step" if extra else ""
-    found = [f"time is the {question.objective}{with_step}"]
+    with_step = f" plus {extra:g} s of optimizer step" if extra else ""
+    found = [f"time: {question.objective}{with_step}"]
     found.append(f"best: {best}, {cut}")
     if best.found_by:
         found.append(f"found by: {best.found_by}")
-    bound = f"no order of any of these takes less than {made.bound:.4g} s; the best is {made.gap:.1%} above"
-    found.append(bound if question.jitter is None else f"{bound} without jitter")
+    bound = f"lower bound over all combinations: {made.bound:.4g} s; gap <= {made.gap:.1%}"
+    found.append(bound if question.jitter is None else f"{bound}, without jitter")
     if made.too_large:
-        limit = "" if question.memory_limit is None else f" for {size_text(question.memory_limit)}"
-        some = "; ".join(f"{each} holds {size_text(each.memory)}" for each in made.too_large[:3])
+        limit = "" if question.memory_limit is None else f" of {size_text(question.memory_limit)}"
+        some = "; ".join(f"{each} needs {size_text(each.memory)}" for each in made.too_large[:3])
         rest = "; ..." if len(made.too_large) > 3 else ""
-        found.append(f"too large{limit}: {len(made.too_large)} ({some}{rest})")
+        found.append(f"over the memory limit{limit}: {len(made.too_large)} ({some}{rest})")
     if made.cut:
         names = ", ".join(dict.fromkeys(each.name for each in made.cut))
-        found.append(f"not simulated, because their bounds show something better: {len(made.cut)} ({names})")
+        found.append(f"pruned by their lower bounds: {len(made.cut)} ({names})")
     if made.too_long:
-        found.append(f"too long to weigh: {made.too_long} combinations of stages and microbatches")
+        found.append(f"too large to evaluate: {made.too_long} combinations of stages and microbatches")
     if made.missing:
-        found.append(f"not installed, so not used for searching: {', '.join(made.missing)}")
+        found.append(f"not installed, so not used by the search: {', '.join(made.missing)}")
     if made.interrupted:
-        found.append("interrupted: this is the best so far")
+        found.append("interrupted: this is the best plan found so far")
     return found

@@ -5,31 +5,20 @@ from __future__ import annotations
 import shutil
 import sys
 from enum import Enum
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.source import (
-    CostsFrom,
-    Lowered,
-    Microbatches,
-    Ranks,
-    Source,
-    StagesPerRank,
-    costs_from,
-    is_file,
-    schedule_from,
-)
+from penstock.cli.inputs import costs_from, is_file, schedule_from
+from penstock.cli.options import CostsSource, Lowered, Microbatches, Ranks, ScheduleSource, StagesPerRank
+from penstock.cli.rendering import TIMELINE_FORMATS, render
 from penstock.formats import dumps, write_bytes
 from penstock.ir.schedule import Schedule
-from penstock.lowering import lower
 from penstock.simulation.simulator import simulate
-from penstock.simulation.timeline import Timeline
 from penstock.validation import validate
 from penstock.view.grid import grid, unit_time
 from penstock.view.terminal import terminal
@@ -38,7 +27,7 @@ __all__ = ["show"]
 
 
 class Format(str, Enum):
-    """How to show a schedule."""
+    """The output formats."""
 
     grid = "grid"
     csv = "csv"
@@ -49,29 +38,33 @@ class Format(str, Enum):
     trace = "trace"
 
 
-_PICTURES = (Format.svg, Format.png, Format.html, Format.trace)
+_SUFFIXES = ("csv", "json", "svg", "png", "html")
+
+
+FormatOption: TypeAlias = Annotated[
+    Format | None,
+    typer.Option("--format", "-f", help="Output format; by default from the suffix of -o, else grid."),
+]
+OutputFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Output file; written completely or not at all."),
+]
 
 
 def show(
-    schedule: Source,
+    schedule: ScheduleSource,
     *,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
     lowered: Lowered = False,
-    costs: CostsFrom = None,
-    output_format: Annotated[
-        Format | None,
-        typer.Option("--format", "-f", help="How to show it; a grid unless the file of -o says otherwise."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write it to a file, whole or not at all."),
-    ] = None,
+    costs: CostsSource = None,
+    output_format: FormatOption = None,
+    output: OutputFile = None,
 ) -> None:
-    """Show a schedule: a family built for these numbers, or a file.
+    """Show a schedule: a family built for the given sizes, or a file.
 
-    Pictures other than the grid, and the grid with --costs, have time: the schedule is simulated.
+    With --costs, and in the formats svg, png, html and trace, the schedule is simulated and drawn over time.
 
     Examples:
       penstock show 1f1b --ranks 4 --microbatches 8
@@ -79,50 +72,41 @@ def show(
       penstock show zbv -p 4 -m 8 -o zbv.csv
       penstock show zbv.csv --costs costs.toml -o zbv.html
     """
-    chosen = _format_of(output_format, output)
-    made = schedule_from(schedule, ranks, microbatches, stages_per_rank)
-    if lowered:
-        made = lower(made)
+    chosen = _choose_format(output_format, output)
+    shown = schedule_from(schedule, ranks, microbatches, stages_per_rank, lowered=lowered)
     width = shutil.get_terminal_size().columns
     if chosen is Format.grid and output is None:
-        Console(highlight=False, width=width).print(_grid(made, costs, width), soft_wrap=True)
+        Console(highlight=False, width=width).print(_grid(shown, costs, width), soft_wrap=True)
     else:
-        _put(_bytes(made, chosen, costs, width), output)
-    if is_file(schedule) and (faults := validate(made)):
-        typer.echo(f"penstock: {schedule} has faults ({len(faults)}): penstock check {schedule}", err=True)
+        _write(_content(shown, chosen, costs, width), output)
+    if is_file(schedule) and (errors := validate(shown)):
+        count = f"{len(errors)} error{'s' * (len(errors) > 1)}"
+        typer.echo(f"penstock: {schedule} has {count}; run: penstock check {schedule}", err=True)
         raise typer.Exit(1)
 
 
-def _format_of(asked: Format | None, output: Path | None) -> Format:
-    ending = output.suffix.lower()[1:] if output is not None else ""
-    by_ending = Format(ending) if ending in ("csv", "json", "svg", "png", "html") else None
-    if asked is Format.trace and by_ending is Format.json:
-        return asked
-    if asked and by_ending and asked is not by_ending:
-        raise typer.BadParameter(f"--format {asked.value} does not go with the file {output}")
-    if output is not None and not (asked or by_ending):
-        endings = ".csv, .json, .svg, .png or .html"
-        raise typer.BadParameter(f"{output} does not end in {endings}; say --format, or change the ending")
-    return asked or by_ending or Format.grid
+def _choose_format(requested: Format | None, output: Path | None) -> Format:
+    suffix = output.suffix.lower()[1:] if output is not None else ""
+    by_suffix = Format(suffix) if suffix in _SUFFIXES else None
+    if requested is Format.trace and by_suffix is Format.json:
+        return requested
+    if requested and by_suffix and requested is not by_suffix:
+        raise typer.BadParameter(f"--format {requested.value} does not match the file {output}")
+    if output is not None and not (requested or by_suffix):
+        suffixes = ".csv, .json, .svg, .png or .html"
+        raise typer.BadParameter(f"{output} does not end in {suffixes}; give --format, or change the suffix")
+    return requested or by_suffix or Format.grid
 
 
-def _bytes(schedule: Schedule, chosen: Format, costs: str | None, width: int) -> bytes:
-    if chosen in _PICTURES:
-        return draw(chosen.value, [simulate(schedule, costs_from(costs))])
+def _content(schedule: Schedule, chosen: Format, costs: str | None, width: int) -> bytes:
+    if chosen.value in TIMELINE_FORMATS:
+        return render(chosen.value, [simulate(schedule, costs_from(costs), with_period=True)])
     if chosen is Format.grid:
         return f"{_grid(schedule, costs, width).plain}\n".encode()
     return dumps(schedule, chosen.value).encode()
 
 
-def draw(chosen: str, timelines: list[Timeline]) -> bytes:
-    """The picture of timelines in one of the formats that have time."""
-    name = "perfetto" if chosen == "trace" else chosen
-    module = import_module(f"penstock.view.{name}")  # only when asked for: most commands draw nothing
-    drawn: str | bytes = getattr(module, chosen)(timelines)
-    return drawn.encode() if isinstance(drawn, str) else drawn
-
-
-def _put(content: bytes, output: Path | None) -> None:
+def _write(content: bytes, output: Path | None) -> None:
     if output is None:
         sys.stdout.flush()
         sys.stdout.buffer.write(content)
@@ -131,18 +115,18 @@ def _put(content: bytes, output: Path | None) -> None:
 
 
 def _grid(schedule: Schedule, costs: str | None, width: int) -> Text:
-    counted = (
+    header = (
         f"{printable(schedule.name)}: {schedule.num_ranks} ranks, {schedule.num_stages} stages "
         f"({schedule.placement.style}), {schedule.microbatches} microbatches, {schedule.level}"
     )
     if costs is not None:
         timeline = simulate(schedule, costs_from(costs))
-        below = f"\n\n{timeline.makespan:g} seconds, {timeline.bubble_rate:.1%} of it idle"
-        return Text.assemble(f"{counted}\n\n", terminal(timeline, width), below)
-    below = ""
+        footer = f"\n\n{timeline.makespan:g} seconds, {timeline.bubble_rate:.1%} idle"
+        return Text.assemble(f"{header}\n\n", terminal(timeline, width), footer)
+    footer = ""
     if schedule.level == "compute" and schedule.num_steps and (times := unit_time(schedule)):
         starts, ends = times
-        length, work = max(ends), sum(ends) - sum(starts)
-        idle = 1 - work / (length * schedule.num_ranks)
-        below = f"\n\n{length} units of time (F, I, W: 1, B: 2, hops free), {idle:.1%} of it idle"
-    return Text.assemble(f"{counted}\n\n", grid(schedule, width), below)
+        length, busy = max(ends), sum(ends) - sum(starts)
+        idle = 1 - busy / (length * schedule.num_ranks)
+        footer = f"\n\n{length} time units (F, I, W: 1, B: 2, communication: 0), {idle:.1%} idle"
+    return Text.assemble(f"{header}\n\n", grid(schedule, width), footer)

@@ -1,53 +1,51 @@
-"""`penstock trace`: a simulated timeline for Perfetto or chrome://tracing."""
+"""`penstock trace`: write a simulated timeline for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
-from penstock.cli.show import draw
-from penstock.cli.source import (
-    CostsFrom,
+from penstock.cli.inputs import costs_from, for_send_model, schedule_from
+from penstock.cli.options import (
+    CostsSource,
     Lowered,
     Microbatches,
     Ranks,
-    Sends,
-    Source,
+    ScheduleSource,
+    SendModelOption,
     StagesPerRank,
-    checked_sends,
-    costs_from,
-    schedule_from,
 )
+from penstock.cli.rendering import render
 from penstock.formats import write_bytes
-from penstock.lowering import lower
 from penstock.simulation.simulator import simulate
-from penstock.validation import MODELS
+from penstock.validation import SendModel
 
 __all__ = ["trace"]
 
 
+TraceFile: TypeAlias = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Output file.")]
+
+
 def trace(
-    schedule: Source,
+    schedule: ScheduleSource,
     *,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
     lowered: Lowered = False,
-    costs: CostsFrom = None,
-    sends: Sends = MODELS[0],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")] = Path(
-        "trace.json"
-    ),
+    costs: CostsSource = None,
+    send_model: SendModelOption = SendModel.BUFFERED,
+    output: TraceFile = Path("trace.json"),
 ) -> None:
-    """Write a trace of a simulated schedule, to be opened in Perfetto.
+    """Simulate a schedule and write the timeline as a trace for Perfetto.
 
     Examples:
       penstock trace zbv -p 4 -m 8 -o zbv.trace.json
       penstock trace mine.csv --costs costs.toml --lowered
     """
-    made = schedule_from(schedule, ranks, microbatches, stages_per_rank)
-    timeline = simulate(lower(made) if lowered else made, costs_from(costs), sends=checked_sends(sends))
-    write_bytes(draw("trace", [timeline]), output)
-    typer.echo(f"{output}: {made.num_steps} steps on {made.num_ranks} ranks; open it at ui.perfetto.dev")
+    chosen = schedule_from(schedule, ranks, microbatches, stages_per_rank, lowered=lowered)
+    timeline = simulate(for_send_model(chosen, send_model), costs_from(costs), send_model=send_model)
+    write_bytes(render("trace", [timeline]), output)
+    typer.echo(f"{output}: {chosen.num_steps} steps on {chosen.num_ranks} ranks; open it at ui.perfetto.dev")

@@ -1,10 +1,10 @@
-"""torch's names over our runtime: change `torch.distributed.pipelining` to this in a script, and it runs here.
+"""The API of `torch.distributed.pipelining` on our runtime: a script only changes its import.
 
-The words (actions, stages, chunk specs, traced pipes) are torch's own objects, so both sides understand each
-other; orders, proofs, pictures and steps are ours. docs/migrate.md says where the two differ.
+Actions, stages, chunk specs and traced pipes are torch's own objects, so both packages can be mixed. Orders,
+validation, pictures and steps are ours. docs/migrate.md lists the differences.
 """
 
-import penstock.runtime  # noqa: F401 -- first: it names a missing torch
+import penstock.runtime  # noqa: F401 -- first: its error names a missing torch
 
 # isort: split
 from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, build_stage, pipe_split, pipeline

@@ -1,6 +1,6 @@
-"""The classes under all schedules: torch's shape around an order and a `Pipeline` of ours."""
+"""The base classes of all schedules: torch's interface to an order of actions and our `Pipeline`."""
 
-# ruff: noqa: A002, ARG002, FBT001, FBT002, SLF001 -- torch's signatures, all of them
+# ruff: noqa: A002, ARG002, FBT001, FBT002, SLF001 -- torch's signatures
 # mypy: disable-error-code="misc, override, no-untyped-call"
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import DEFAULT_PASSES, DeferReceives, lower
 from penstock.pipelining import _orders
-from penstock.pipelining._orders import Format, Lists, Order, RefusedError, checked, order_of, read_csv
-from penstock.pipelining._running import Running
+from penstock.pipelining._orders import (
+    ActionLists,
+    Format,
+    InvalidOrderError,
+    Order,
+    checked_schedule,
+    order_of,
+    read_csv,
+)
+from penstock.pipelining._runner import Runner
 from penstock.pipelining.microbatch import TensorChunkSpec, _split_tensor
 from penstock.pipelining.stage import _PipelineStageBase
 from penstock.runtime.execution.microbatches import Batcher
@@ -28,24 +36,24 @@ LossKwargs: TypeAlias = dict[str, Value] | None
 
 
 class _PipelineSchedule(theirs._PipelineSchedule):
-    """Constructors and checks are torch's; what is checked goes through a pipeline made at the first step."""
+    """Constructors and input checks are torch's; steps run in a `Pipeline` created at the first step."""
 
     _computes_loss = True
     _built: Schedule | None = None
     _order: Order | None = None
-    _running: Running | None = None
+    _runner: Runner | None = None
     _outputs: Value = None
 
-    # --- the order ---------------------------------------------------------------------------------
+    # --- order -------------------------------------------------------------------------------------
 
     @property
-    def _held(self) -> list[_PipelineStageBase]:
+    def _local_stages(self) -> list[_PipelineStageBase]:
         """The stages of this rank."""
         return vars(self).get("_stages") or [vars(self)["_stage"]]
 
     @property
     def pipeline_order(self) -> Value:
-        """What each rank computes, in which order; idle slots are not stored."""
+        """The compute actions of each rank in order; idle slots are not stored."""
         if self._order is None and self._built is not None:
             self._order = order_of(self._built)
         return self._order
@@ -56,35 +64,35 @@ class _PipelineSchedule(theirs._PipelineSchedule):
 
     def _set_order(self, order: Order | None) -> None:
         self._order, self._built = order, None
-        self._forget()
+        self._disconnect()
 
-    def _forget(self) -> None:
-        """Another order or function: the next step connects anew."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
+    def _disconnect(self) -> None:
+        """Close the pipeline after a change of order or functions; the next step creates another."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
 
     def _schedule(self) -> Schedule:
-        """What is to run: as built, or as written into `pipeline_order`."""
+        """The schedule to run: as built, or as assigned to `pipeline_order`."""
         if self._order is None and self._built is not None:
             return self._built
         if not self._order:
-            raise PipelineError(f"{type(self).__name__} has no order: fill its pipeline_order before step()")
-        return self._checked(self._order)
+            raise PipelineError(f"{type(self).__name__} has no order: set pipeline_order before step()")
+        return self._checked_schedule(self._order)
 
-    def _checked(self, order: Order) -> Schedule:
-        stages = self._held[0].num_stages
+    def _checked_schedule(self, order: Order) -> Schedule:
+        stages = self._local_stages[0].num_stages
         ranks = vars(self).get("pp_group_size", stages)
-        return checked(order, ranks, stages, self._n_microbatches, type(self).__name__)
+        return checked_schedule(order, ranks, stages, self._n_microbatches, type(self).__name__)
 
-    def _connected(self) -> Running:
-        if self._running is None:
-            given = vars(self).get("_comp_type_to_function_map", {})
+    def _connect(self) -> Runner:
+        if self._runner is None:
+            registered = vars(self).get("_comp_type_to_function_map", {})
             functions = {
-                Kind(theirs._ComputationType(kind).value): function for kind, function in given.items()
+                Kind(theirs._ComputationType(kind).value): function for kind, function in registered.items()
             }
-            self._running = Running(self, self._schedule(), self._held, functions)
-        return self._running
+            self._runner = Runner(self, self._schedule(), self._local_stages, functions)
+        return self._runner
 
     # --- running -----------------------------------------------------------------------------------
 
@@ -97,18 +105,18 @@ class _PipelineSchedule(theirs._PipelineSchedule):
         loss_kwargs: LossKwargs = None,
         **kwargs: Value,
     ) -> Value:
-        """Forward and backward of a whole batch; gives the merged outputs on the last stage's rank."""
+        """Forward and backward of a batch; returns the merged outputs on the rank of the last stage."""
         needs_grad = self._has_backward and vars(self).get("_backward_requires_autograd", True)
-        with self._connected().telling(training=self._has_backward):
+        with self._connect().reporting_failures(training=self._has_backward):
             if needs_grad and not torch.is_grad_enabled():
-                raise RuntimeError("step() computes gradients, but they are switched off here; use eval()")
+                raise RuntimeError("step() computes gradients, but autograd is disabled; use eval()")
             split = *self._split_inputs(args, kwargs), None if target is None else self._split_target(target)
         self._step_microbatches(*split, losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs)
         outputs, self._outputs = self._outputs, None
         return outputs
 
     def _split_target(self, target: Value) -> list[Value]:
-        """A tensor comes apart as torch does it, all else as our batches do; a list is ready microbatches."""
+        """Split a tensor as torch does, other values as our batches; a list already is microbatches."""
         if isinstance(target, Tensor):
             return list(_split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
         return Batcher(self._n_microbatches).target(target)
@@ -122,43 +130,43 @@ class _PipelineSchedule(theirs._PipelineSchedule):
         return_outputs: bool = True,
         loss_kwargs: LossKwargs = None,
     ) -> None:
-        """The same for a batch that is in microbatches already."""
-        running = self._connected()
-        with running.telling(training=self._has_backward):
+        """The same for a batch that is already split."""
+        runner = self._connect()
+        with runner.reporting_failures(training=self._has_backward):
             if not self._computes_loss and (target_mbs is not None or losses is not None):
-                raise RuntimeError("a forward-only schedule computes no loss: leave out target and losses")
+                raise RuntimeError("a forward-only schedule computes no loss: remove target and losses")
             arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         context = theirs._PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
         self._begin()
         with torch.set_grad_enabled(self._has_backward or torch.is_grad_enabled()):
-            self._outputs = running.run(
+            self._outputs = runner.run(
                 context, loss_kwargs or {}, training=self._has_backward, return_outputs=return_outputs
             )
-        self._internal_losses = [running.losses[k] for k in sorted(running.losses)]
-        self._update_losses(self._held, losses)
+        self._internal_losses = [runner.losses[k] for k in sorted(runner.losses)]
+        self._update_losses(self._local_stages, losses)
 
     def _begin(self) -> None:
-        """Get ready for a step."""
+        """Prepare a step."""
 
     def _initialize_stages(
         self, args: Value, kwargs: Value, target: Value = None, loss_kwargs: Value = None
     ) -> None:
-        """Connect; what a message looks like is found when it is sent."""
-        self._connected()
+        """Connect; the shape of a message is determined when it is sent."""
+        self._connect()
 
     _initialize_stage = _initialize_stages
 
     def _maybe_compute_loss(
         self, stage: Value, output: Value, target_mbs: Value, mb_index: int, loss_kwargs: Value = None
     ) -> None:
-        """Nothing to do: the last stage's forward has computed it."""
+        """Nothing to do: the forward of the last stage computes the loss."""
 
     def _maybe_get_loss(self, stage: _PipelineStageBase, mb_index: int) -> Tensor | None:
-        return self._connected().losses.get(mb_index) if stage.is_last else None
+        return self._connect().losses.get(mb_index) if stage.is_last else None
 
 
 class PipelineScheduleMulti(_PipelineSchedule, theirs.PipelineScheduleMulti):
-    """Several stages per rank; a subclass fills `pipeline_order`."""
+    """Several stages per rank; a subclass sets `pipeline_order`."""
 
     def _map_stages(self, stage_index_to_group_rank: dict[int, int]) -> None:
         self.stage_index_to_group_rank = stage_index_to_group_rank
@@ -166,13 +174,13 @@ class PipelineScheduleMulti(_PipelineSchedule, theirs.PipelineScheduleMulti):
             stage.stage_index_to_group_rank = stage_index_to_group_rank
 
     def _validate_and_set_stage_mapping(self, actions: Order) -> Schedule:
-        """Prove the order right, and take from it which rank has which stage."""
-        schedule = self._checked(actions)
+        """Validate the order, and take the stage mapping from it."""
+        schedule = self._checked_schedule(actions)
         self._map_stages(dict(enumerate(schedule.placement.stage_to_rank)))
         return schedule
 
     def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
-        """Take the order from a file, as torch or we write them."""
+        """Read the order from a CSV file, written by torch or by us."""
         if format != "compute_only":
             raise AssertionError(f'format must be "compute_only" (given {format!r})')
         self.pipeline_order = read_csv(filename)
@@ -180,14 +188,14 @@ class PipelineScheduleMulti(_PipelineSchedule, theirs.PipelineScheduleMulti):
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRuntime):
-    """With communication: lowered from an order, or written by hand into `pipeline_order_with_comms`."""
+    """With communication: lowered from an order, or assigned to `pipeline_order_with_comms`."""
 
     _lowered: Schedule | None = None
     _order_with_comms: Order | None = None
 
     @property
     def pipeline_order_with_comms(self) -> Value:
-        """What each rank does, messages and all."""
+        """All actions of each rank, with communication."""
         if self._order_with_comms is None:
             self._order_with_comms = order_of(self._schedule())
         return self._order_with_comms
@@ -195,7 +203,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
     @pipeline_order_with_comms.setter
     def pipeline_order_with_comms(self, order: Order) -> None:
         self._order_with_comms, self._lowered = order, None
-        self._forget()
+        self._disconnect()
 
     def _set_order(self, order: Order | None) -> None:
         self._lowered = self._order_with_comms = None
@@ -203,37 +211,37 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
 
     def _schedule(self) -> Schedule:
         if self._order_with_comms is not None:
-            return self._checked(self._order_with_comms)
+            return self._checked_schedule(self._order_with_comms)
         if self._lowered is None:
             self._lowered = self._lower(super()._schedule())
         return self._lowered
 
     def _lower(self, schedule: Schedule) -> Schedule:
-        last = (DeferReceives(past_sends=True),) if self._defer_pp_recv else ()
-        return lower(schedule, (*DEFAULT_PASSES, *last))
+        extra = (DeferReceives(past_sends=True),) if self._defer_pp_recv else ()
+        return lower(schedule, (*DEFAULT_PASSES, *extra))
 
     def _prepare_schedule_with_comms(self, actions: Order, format: Format = "compute_only") -> None:
-        """Lower an order, or take one that has its communication."""
+        """Lower an order, or take one that has communication."""
         if format not in ("compute_only", "compute_comms"):
             raise NotImplementedError(f"format is 'compute_only' or 'compute_comms' (given {format!r})")
         schedule = self._validate_and_set_stage_mapping(actions)
         if format == "compute_only" and schedule.level != "compute":
-            raise ValueError("the order has more than compute actions: give format='compute_comms'")
+            raise ValueError("the order has other than compute actions: give format='compute_comms'")
         if format == "compute_comms" and any(action is None for row in actions.values() for action in row):
-            raise RefusedError("an order with communication has no idle slots (None)")
+            raise InvalidOrderError("an order with communication has no idle slots (None)")
         self._lowered = self._lower(schedule) if format == "compute_only" else schedule
         self._order_with_comms = None
-        self._forget()
+        self._disconnect()
 
     def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
-        """Take the order from a file, with or without communication, as torch or we write them."""
+        """Read the order from a CSV file, with or without communication, written by torch or by us."""
         order = read_csv(filename)
         if format == "compute_only":
             self.pipeline_order = order
         self._prepare_schedule_with_comms(order, format)
 
-    def _simulate(self) -> Lists:
-        """When each action runs if each takes one step."""
+    def _simulate(self) -> ActionLists:
+        """The step at which each action runs if every action takes one step."""
         mapping = self.stage_index_to_group_rank
         order = self.pipeline_order_with_comms
         return _orders._simulate_comms_compute(order, mapping.__getitem__, self._num_stages)
@@ -241,12 +249,12 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
     def register_custom_function(
         self, computation_type: theirs._ComputationType, custom_function: theirs._CustomFunctionProtocol
     ) -> None:
-        """Call a function in place of the actions of a kind; inside overlapped pairs too."""
+        """Call a function in place of the actions of a kind, also inside overlapped pairs."""
         super().register_custom_function(computation_type, custom_function)
-        self._forget()
+        self._disconnect()
 
     def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
-        """Nothing to do: the proof of the schedule says that a stage is whole where it computes."""
+        """Nothing to do: validation ensures that a stage is unsharded where it computes."""
 
     def _begin(self) -> None:
         self.backward_counter.clear()

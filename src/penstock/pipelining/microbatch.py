@@ -1,4 +1,4 @@
-"""torch's words for how a batch comes apart and together, as they are."""
+"""torch's functions to split a batch into microbatches and merge outputs, unchanged."""
 
 from torch.distributed.pipelining import microbatch as _theirs
 from torch.distributed.pipelining.microbatch import (

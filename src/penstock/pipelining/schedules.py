@@ -1,6 +1,6 @@
-"""torch's schedules by their names: each a family of ours, or an order that somebody writes."""
+"""torch's schedule classes: each builds one of our families, or takes an order from a subclass."""
 
-# ruff: noqa: SLF001 -- torch's signatures, all of them
+# ruff: noqa: SLF001 -- torch's private names
 # mypy: disable-error-code="misc, no-untyped-call"
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.errors import PipelineError
 from penstock.families import build
 from penstock.pipelining import _orders
 from penstock.pipelining._classes import PipelineScheduleMulti, _PipelineSchedule, _PipelineScheduleRuntime
-from penstock.pipelining._orders import List, Lists, _Action, order_of
+from penstock.pipelining._orders import ActionList, ActionLists, _Action, order_of
 from penstock.pipelining.stage import _PipelineStageBase
 from penstock.runtime.execution.splitters import Value
 
@@ -56,18 +56,18 @@ _get_warmup_ops = theirs._get_warmup_ops
 
 
 class PipelineScheduleSingle(_PipelineSchedule, theirs.PipelineScheduleSingle):
-    """One stage per rank; a subclass gives its order in `_get_pipeline_order`."""
+    """One stage per rank; a subclass returns its order from `_get_pipeline_order`."""
 
     _family: ClassVar[str | None] = None
 
-    def _get_pipeline_order(self) -> Lists | None:
+    def _get_pipeline_order(self) -> ActionLists | None:
         if self._family is None:
             return None
         return order_of(build(self._family, ranks=self._num_stages, microbatches=self._n_microbatches))
 
 
 class _ScheduleForwardOnly(PipelineScheduleSingle):
-    """Forwards alone."""
+    """Forwards only."""
 
     _family = "forward-only"
     _computes_loss = False
@@ -80,13 +80,13 @@ class ScheduleGPipe(PipelineScheduleSingle):
 
 
 class Schedule1F1B(PipelineScheduleSingle):
-    """One forward, one backward in turn; any number of microbatches."""
+    """One forward, one backward, alternating; any number of microbatches."""
 
     _family = "1f1b"
 
 
-class _OfFamily(_PipelineScheduleRuntime):
-    """A family of ours under torch's name."""
+class _FamilySchedule(_PipelineScheduleRuntime):
+    """One of our families under torch's name."""
 
     _family: ClassVar[str]
     __signature__: ClassVar[Signature]
@@ -96,71 +96,73 @@ class _OfFamily(_PipelineScheduleRuntime):
             cls.__signature__ = signature(getattr(theirs, cls.__name__))
 
     def __init__(self, *args: Value, **kwargs: Value) -> None:
-        given = self.__signature__.bind(*args, **kwargs).arguments
-        super().__init__(**given)
-        stages, n_microbatches = given["stages"], given["n_microbatches"]
-        ranks, each = self.pp_group_size, len(stages)
-        self.n_local_stages, self.num_stages = each, self._num_stages
-        built = build(self._family, ranks=ranks, microbatches=n_microbatches, stages_per_rank=each)
+        bound = self.__signature__.bind(*args, **kwargs).arguments
+        super().__init__(**bound)
+        ranks, per_rank = self.pp_group_size, len(bound["stages"])
+        self.n_local_stages, self.num_stages = per_rank, self._num_stages
+        built = build(self._family, ranks=ranks, microbatches=bound["n_microbatches"], stages_per_rank=per_rank)
         if built.num_stages != self._num_stages:
             raise PipelineError(
-                f"{ranks} ranks of {each} stages have {built.num_stages}, not {self._num_stages}"
+                f"{ranks} ranks of {per_rank} stages have {built.num_stages} stages, not {self._num_stages}"
             )
         self._order, self._built = None, built.renamed(type(self).__name__)
         self._map_stages(dict(enumerate(built.placement.stage_to_rank)))
-        if type(self)._calculate_single_rank_operations is not _OfFamily._calculate_single_rank_operations:
+        if (
+            type(self)._calculate_single_rank_operations
+            is not _FamilySchedule._calculate_single_rank_operations
+        ):
             self.pipeline_order = {rank: self._calculate_single_rank_operations(rank) for rank in range(ranks)}
             self._prepare_schedule_with_comms(self.pipeline_order)
 
-    def _calculate_single_rank_operations(self, rank: int) -> List:
-        """One rank's list; a subclass may write its own."""
+    def _calculate_single_rank_operations(self, rank: int) -> ActionList:
+        """One rank's actions; a subclass may override it."""
         assert self._built is not None
         return order_of(self._built)[rank]
 
 
-class ScheduleLoopedBFS(_OfFamily):
+class ScheduleLoopedBFS(_FamilySchedule):
     """Breadth first: every microbatch through one local stage before the next."""
 
     _family = "looped-bfs"
 
 
-class ScheduleInterleaved1F1B(_OfFamily):
+class ScheduleInterleaved1F1B(_FamilySchedule):
     """1F1B over several stages per rank; any number of microbatches."""
 
     _family = "interleaved-1f1b"
 
 
-class ScheduleInterleavedZeroBubble(_OfFamily):
+class ScheduleInterleavedZeroBubble(_FamilySchedule):
     """Interleaved 1F1B with split backward."""
 
     _family = "interleaved-zero-bubble"
 
-    def _add_bubbles_to_actions(self, num_stages_global: int) -> Lists:
+    def _add_bubbles_to_actions(self, num_stages_global: int) -> ActionLists:
         """The order with None where a rank waits."""
         mapping, order = self.stage_index_to_group_rank, self.pipeline_order or {}
         return _orders._simulate_comms_compute(order, mapping.__getitem__, num_stages_global)
 
 
-class ScheduleZBVZeroBubble(_OfFamily):
-    """Zero bubble on a V of two stages per rank."""
+class ScheduleZBVZeroBubble(_FamilySchedule):
+    """Zero bubble with V placement, two stages per rank."""
 
     _family = "zbv"
 
 
-class ScheduleDualPipeV(_OfFamily):
-    """Overlapped forwards and backwards on a V of two stages per rank; any number of microbatches."""
+class ScheduleDualPipeV(_FamilySchedule):
+    """Overlapped forwards and backwards with V placement, two stages per rank; any number of microbatches."""
 
     _family = "dualpipev"
 
 
 def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
-    """The class of this name, whatever its case."""
+    """The class of this name, case-insensitive."""
     classes = {name.removeprefix("Schedule"): globals()[name] for name in __all__ if name[0] in "PS"}
     for name, found in classes.items():
         if name.lower() == schedule_name.lower():
             return found  # type: ignore[no-any-return]
-    raise ValueError(f"no schedule is called {schedule_name!r}; there are {', '.join(classes)}")
+    raise ValueError(f"unknown schedule {schedule_name!r}; known: {', '.join(classes)}")
 
 
 def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedule_name: str) -> None:
-    """Nothing to refuse: a compiled stage's weight gradients are computed in I."""
+    """Nothing to check: compiled stages compute their weight gradients in I."""

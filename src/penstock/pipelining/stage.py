@@ -1,4 +1,4 @@
-"""torch's stages, as they are: a schedule of ours takes the module, the place and the group out of them."""
+"""torch's stages, unchanged: our schedules use their module, stage index and process group."""
 
 from torch.distributed.pipelining.stage import PipelineStage, _PipelineStage, _PipelineStageBase, build_stage
 

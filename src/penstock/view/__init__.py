@@ -1,6 +1,7 @@
-"""Views: schedules and timelines for the eye. All that mentions colour, width or characters is here.
+"""Views: schedules and timelines as text, SVG, PNG, HTML and Perfetto traces.
 
-Each module has one function of its own name: `from penstock.view.svg import svg`.
+Each format has a module with a function of its name: `from penstock.view.svg import svg`; `trace` is in
+`penstock.view.perfetto`. `penstock.view.kinds` says how each kind of action looks.
 """
 
 from penstock.view.grid import grid

@@ -1,4 +1,4 @@
-"""The options of a plan by memory and time: those that none beats in both have their number in the ranking.
+"""Plots the options of a plan by memory and time; Pareto-optimal ones have their number in the ranking.
 
 seconds
  13.27 │1                  ·
@@ -17,18 +17,22 @@ from math import floor, log10
 from rich.text import Text
 
 from penstock.cost.costs import size_text
+from penstock.ir.action import Kind
 from penstock.planning import Option, Plan
-from penstock.view.palette import GREY, KINDS, PALE, Box, Group, Label, Line, Mark, Picture, Style, styles
+from penstock.view.kinds import style_of
+from penstock.view.marks import Box, Group, Label, Line, Mark, Picture, Style
+from penstock.view.palette import GREY, PALE, styles
+from penstock.view.scales import round_step
 
 __all__ = ["frontier_picture", "frontier_text"]
 
 _ROWS = 11
 
-# --- in a terminal ---------------------------------------------------------------------------------
+# --- terminal --------------------------------------------------------------------------------------
 
 
 def frontier_text(plan: Plan, width: int = 80) -> Text:
-    """A plot `width` characters wide; numbers are places in the ranking, dots are beaten by some number."""
+    """A plot `width` characters wide; numbers are places in the ranking, dots are dominated options."""
     low, high = _range([option.seconds for option in plan.options])
     left, right = _range([option.memory for option in plan.options])
     labels = [f"{high - row * (high - low) / (_ROWS - 1):.5g}" for row in range(_ROWS)]
@@ -57,20 +61,20 @@ def _range(values: list[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-# --- as a picture ----------------------------------------------------------------------------------
+# --- picture ---------------------------------------------------------------------------------------
 
 _WIDTH, _HEIGHT = 940, 400
 _LEFT, _TOP, _RIGHT, _BOTTOM = 70, 50, 640, 340
-_MOST_NAMES = 16
-_BLUE = next(iter(KINDS.values()))[0]
+_MAX_NAMES = 16
+_BLUE = style_of(Kind.F).colour
 
 
 def frontier_picture(plan: Plan) -> Picture:
-    """The same to be drawn, with the limit and the bound where they are near."""
+    """The same plot as marks, with the memory limit and the lower bound where they are in range."""
     own = {
         "point": Style(_BLUE),
-        "beaten": Style(PALE, GREY, 0.5),
-        "stairs": Style(stroke=_BLUE, stroke_width=1),
+        "dominated": Style(PALE, GREY, 0.5),
+        "staircase": Style(stroke=_BLUE, stroke_width=1),
         "limit": Style(stroke="#d55e00", stroke_width=1),
         "seconds": Style(GREY, size=10, anchor="end"),
         "note": Style(GREY, size=10),
@@ -81,7 +85,7 @@ def frontier_picture(plan: Plan) -> Picture:
     groups = [
         Group("title", [Label("name", _LEFT, 24, title)]),
         Group("axes", list(plot.axes())),
-        Group("frontier", list(plot.stairs())),
+        Group("frontier", list(plot.staircase())),
         Group("options", list(plot.points())),
         Group("names", list(_names(plan))),
     ]
@@ -89,7 +93,7 @@ def frontier_picture(plan: Plan) -> Picture:
 
 
 class _Plot:
-    """Where memory and time are on the paper."""
+    """Maps memory and time to coordinates."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, limit = plan, plan.question.memory_limit
@@ -116,26 +120,26 @@ class _Plot:
         yield Line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM)
         yield Line("axis", _LEFT, _TOP, _LEFT, _BOTTOM)
         yield Label("key", _LEFT, _TOP - 8, f"time per step ({self.plan.question.objective})")
-        yield Label("key", _LEFT, _BOTTOM + 34, "the most memory that any rank holds")
+        yield Label("key", _LEFT, _BOTTOM + 34, "peak memory of any rank")
         yield Line("at-peak", _LEFT, self.y(self.plan.bound), _RIGHT, self.y(self.plan.bound))
-        yield Label("note", _LEFT + 4, self.y(self.plan.bound) - 4, "no order is faster")
+        yield Label("note", _LEFT + 4, self.y(self.plan.bound) - 4, "lower bound")
         if self.limit is not None:
             yield Line("limit", self.x(self.limit), _TOP, self.x(self.limit), _BOTTOM)
             yield Label("seconds", self.x(self.limit) - 4, _TOP + 8, "limit")
 
-    def stairs(self) -> Iterator[Mark]:
-        """What less memory costs: level until the next that holds less, then up to it."""
+    def staircase(self) -> Iterator[Mark]:
+        """The Pareto frontier as a staircase."""
         front = self.plan.frontier
         for fast, small in pairwise(front):
             (x, y), (to_x, to_y) = self._at(fast), self._at(small)
-            yield Line("stairs", x, y, x, to_y)
-            yield Line("stairs", x, to_y, to_x, to_y)
+            yield Line("staircase", x, y, x, to_y)
+            yield Line("staircase", x, to_y, to_x, to_y)
 
     def points(self) -> Iterator[Mark]:
         front = self.plan.frontier
         for option in (each for each in self.plan.options if each not in front):
             x, y = self._at(option)
-            yield Box("beaten", x - 3, y - 3, 6, 6)
+            yield Box("dominated", x - 3, y - 3, 6, 6)
         for option in front:
             x, y = self._at(option)
             yield Box("point", x - 4, y - 4, 8, 8)
@@ -146,26 +150,24 @@ class _Plot:
 
 
 def _names(plan: Plan) -> Iterator[Mark]:
-    """What the numbers stand for."""
-    for line, option in enumerate(plan.frontier[:_MOST_NAMES]):
+    """The options behind the numbers."""
+    for line, option in enumerate(plan.frontier[:_MAX_NAMES]):
         place = plan.options.index(option) + 1
         facts = f"{place}  {option}: {option.seconds:.4g} s, {size_text(option.memory)}"
         yield Label("key", _RIGHT + 16, _TOP + 8 + 17 * line, facts)
-    if len(plan.frontier) > _MOST_NAMES:
-        rest = f"and {len(plan.frontier) - _MOST_NAMES} more"
-        yield Label("note", _RIGHT + 16, _TOP + 8 + 17 * _MOST_NAMES, rest)
+    if len(plan.frontier) > _MAX_NAMES:
+        rest = f"and {len(plan.frontier) - _MAX_NAMES} more"
+        yield Label("note", _RIGHT + 16, _TOP + 8 + 17 * _MAX_NAMES, rest)
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """With a margin, so that nothing lies on an axis."""
+    """The range with a margin, so that no point lies on an axis."""
     margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
     return low - margin, high + margin
 
 
 def _ticks(low: float, high: float, unit: float) -> list[float]:
-    """About five round numbers of units."""
-    least = (high - low) / unit / 6
-    power = 10.0 ** floor(log10(least))
-    step = next(n * power for n in (1, 2, 5, 10) if n * power >= least) * unit
+    """About five round multiples of the unit."""
+    step = round_step((high - low) / unit / 6) * unit
     first = floor(low / step) + 1
     return [n * step for n in range(first, floor(high / step) + 1)]

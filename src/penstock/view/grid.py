@@ -1,4 +1,4 @@
-"""A schedule as a grid of characters: over time for compute schedules, list by list for lowered ones.
+"""A schedule as a grid of characters: over time for compute schedules, step by step for lowered ones.
 
     time    0           5
     rank 0  F0 F1 ·  ·  ·  B0─── B1───        one row per rank, time from left to right, B two units long
@@ -8,7 +8,7 @@
        0  0UNSHARD  1UNSHARD
        1  0F0       1RECV_F0
 
-What does not fit into the width goes on below, in further panels. Colour only repeats what the text says.
+What does not fit into the width continues below, in further panels. Colour adds no information.
 """
 
 from __future__ import annotations
@@ -22,26 +22,13 @@ from rich.text import Text
 from penstock.ir.action import Kind, Step
 from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.schedule import Schedule
+from penstock.view.kinds import style_of
 
-__all__ = ["STYLES", "UNITS", "cell_text", "grid", "unit_time"]
-
-UNITS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
-"""How long a part takes in the picture; a pair takes the sum of its parts, everything else nothing."""
-
-STYLES = {
-    Kind.F: "black on bright_blue",
-    Kind.I: "black on bright_magenta",
-    Kind.W: "black on bright_yellow",
-    Kind.B: "black on dark_orange",
-    Kind.OVERLAP_F_B: "black on bright_cyan",
-    Kind.UNSHARD: "dim",
-    Kind.RESHARD: "dim",
-    Kind.REDUCE_GRAD: "bold",
-}
+__all__ = ["cell_text", "grid", "unit_time"]
 
 
 def grid(schedule: Schedule, width: int = 80) -> Text:
-    """The picture, at most `width` characters wide where that is possible at all."""
+    """The grid, at most `width` characters wide where possible."""
     lines = None
     if schedule.level == "compute" and schedule.num_steps:
         lines = _over_time(schedule, width)
@@ -49,18 +36,18 @@ def grid(schedule: Schedule, width: int = 80) -> Text:
 
 
 def unit_time(schedule: Schedule) -> tuple[list[int], list[int]] | None:
-    """When each slot starts and ends at unit costs and free hops; None if the ranks block each other."""
-    columns = schedule.table
-    units = np.array([UNITS.get(kind, 0) for kind in Kind])
-    durations = np.bincount(columns.slot, weights=units[columns.kind], minlength=schedule.num_steps)
-    lasts = durations.astype(np.int64).tolist()
-    producer, consumer = columns.crossings
+    """Start and end of each slot at unit costs and free communication; None if the ranks deadlock."""
+    table = schedule.table
+    units = np.array([style_of(kind).units if table.has(kind) else 0 for kind in Kind])
+    per_slot = np.bincount(table.slot, weights=units[table.kind], minlength=schedule.num_steps)
+    durations = per_slot.astype(np.int64).tolist()
+    producer, consumer = table.crossings
     inputs = Inputs.of(schedule.num_steps, producer, consumer, np.zeros_like(producer))
-    done = run_dataflow(columns, inputs, lasts, [0] * schedule.num_ranks)
+    done = run_dataflow(table, inputs, durations, [0] * schedule.num_ranks)
     if done.stuck:
         return None
     ends = [int(end) for end in done.ends]
-    return [end - last for end, last in zip(ends, lasts)], ends
+    return [end - duration for end, duration in zip(ends, durations)], ends
 
 
 # --- over time -------------------------------------------------------------------------------------
@@ -100,18 +87,18 @@ def _time_panels(
 
 
 def cell_text(step: Step, *, with_stage: bool) -> str:
-    """The name of a step in a picture: with its stage, or without it where the row says it."""
+    """The name of a step in a cell, with or without its stage."""
     return "+".join(str(part) if with_stage else f"{part.kind}{part.microbatch}" for part in step.parts)
 
 
 def _cells(drawn: Iterable[tuple[Step, str, int, int]], length: int, cell: int) -> list[Text]:
-    """One text per unit of time: a step's name, a line as long as it lasts, a dot where the rank is idle."""
+    """One text per time unit: the name of a step, a line for its duration, a dot where the rank is idle."""
     cells = [Text("·".ljust(cell), style="dim")] * length
     for step, text, start, end in drawn:
         whole = text.ljust((end - start) * cell - 1, "─")
         for unit in range(start, end):
             piece = whole[(unit - start) * cell : (unit - start + 1) * cell]
-            cells[unit] = Text(piece, style=STYLES[step.kind]).append(
+            cells[unit] = Text(piece, style=style_of(step.kind).terminal).append(
                 " " * (cell - len(piece)), style="default on default"
             )
     return cells
@@ -128,7 +115,7 @@ def _ruler(units: range, cell: int) -> str:
     return line.rstrip()
 
 
-# --- list by list ----------------------------------------------------------------------------------
+# --- step by step ----------------------------------------------------------------------------------
 
 
 def _by_step(schedule: Schedule, width: int) -> Iterator[Text]:
@@ -144,17 +131,17 @@ def _by_step(schedule: Schedule, width: int) -> Iterator[Text]:
         for step in range(height):
             line = Text(str(step).rjust(label - 2) + "  ")
             for rank in ranks:
-                text, kind = "", None
+                text = style = ""
                 if step < len(columns[rank]):
-                    text, kind = columns[rank][step], schedule.ranks[rank][step].kind
-                line.append(text, style=STYLES.get(kind, "") if kind else "")
+                    text, style = columns[rank][step], style_of(schedule.ranks[rank][step].kind).terminal
+                line.append(text, style=style)
                 line.append(" " * (widths[rank] - len(text)))
             line.rstrip()
             yield line
 
 
 def _panels(widths: list[int], width: int) -> list[list[int]]:
-    """The ranks that fit side by side; at least one in each panel."""
+    """The ranks that fit side by side; at least one per panel."""
     panels: list[list[int]] = [[]]
     used = 0
     for rank, needed in enumerate(widths):

@@ -1,15 +1,15 @@
-"""Timelines as one HTML page that needs nothing else: zoom, pan, hover, keys, dark and light.
+"""Timelines as one self-contained HTML page: zoom, pan, hover, keyboard, dark and light.
 
-The page is `page/page.html` with style, scripts and data put in. The data is JSON in columns, so that
-the browser has as many numbers to read and as few objects to make as possible; the scripts draw them.
+The page is the template `page/page.html` with style, scripts and data inserted. The data is JSON in columns,
+which the browser parses fast; the scripts draw it.
 
-    steps      what is drawn as a box or a mark: compute, collectives, and messages that held up their rank
+    steps      compute steps, collectives, and sends and receives that blocked their rank
     pairs      the second halves of overlapped steps
-    messages   what crosses ranks           needs   what stays on one
-    gaps       idle stretches and why       path    the steps of the critical path
-    memory     per rank, one entry for each change
+    messages   values between ranks         needs   values within a rank
+    gaps       idle gaps with their causes  path    the steps of the critical path
+    memory     per rank, one entry per change
 
-Steps are numbered as they are drawn, not by slot. -1 stands for "none".
+Step numbers count the drawn steps, not the slots of the schedule. -1 means "none".
 """
 
 from __future__ import annotations
@@ -29,24 +29,29 @@ from penstock.ir.action import Kind
 from penstock.ir.table import Bools, Ints
 from penstock.simulation.attribution import critical_path, gaps
 from penstock.simulation.timeline import Event, Memory, Timeline
+from penstock.view.kinds import KIND_STYLES
 
 __all__ = ["html"]
 
-_SCRIPTS = ("data.js", "draw.js", "light.js", "point.js", "keys.js")
-"""Parts of one script, in this order."""
+_SCRIPTS = ("data.js", "timelines.js", "overlay.js", "pointer.js", "page.js")
+"""The parts of one script, in this order."""
 
 Record: TypeAlias = dict[str, object]
 
 
 def html(timelines: Sequence[Timeline], title: str = "penstock") -> str:
-    """One page with a panel for each timeline, on one axis of time."""
+    """One page with a panel per timeline, on one time axis."""
     page, style = _asset("page.html"), _asset("page.css")
     script = "\n".join(map(_asset, _SCRIPTS))
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    data = {"kinds": [kind.value for kind in Kind], "timelines": [_record(timeline) for timeline in timelines]}
+    data: Record = {
+        "kinds": [kind.value for kind in Kind],
+        "tracks": {kind.value: style.track for kind, style in KIND_STYLES.items()},
+        "timelines": [_record(timeline) for timeline in timelines],
+    }
     return Template(page).substitute(
         title=escape(title).encode("ascii", "xmlcharrefreplace").decode(),
         policy=policy,
@@ -61,12 +66,12 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """How a Content-Security-Policy names an inline script or style."""
+    """The hash by which a Content-Security-Policy allows an inline script or style."""
     return "sha256-" + b64encode(sha256(text.encode()).digest()).decode()
 
 
 def _safe_json(data: Record) -> str:
-    """ASCII, without the three characters that mean something in HTML, which JSON has only inside strings."""
+    """ASCII JSON with the characters that are special in HTML escaped; they occur only inside strings."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -74,7 +79,7 @@ def _safe_json(data: Record) -> str:
 
 
 def _numbers(values: Sequence[float]) -> list[float]:
-    """The same numbers, whole ones without their `.0`."""
+    """The same numbers, integers without `.0`."""
     return [int(value) if float(value).is_integer() else value for value in values]
 
 
@@ -83,6 +88,7 @@ def _numbers(values: Sequence[float]) -> list[float]:
 
 def _record(timeline: Timeline) -> Record:
     schedule = timeline.schedule
+    schedule.table.require_handled(KIND_STYLES, "view.html")
     shown = _shown(timeline)
     number = np.where(shown, np.cumsum(shown) - 1, -1)
     return {
@@ -107,7 +113,7 @@ def _record(timeline: Timeline) -> Record:
 
 
 def _shown(timeline: Timeline) -> Bools:
-    """Per slot: whether it is drawn. Sends and receives are drawn as messages, unless they took time."""
+    """Per slot: whether it is drawn as a step. Sends and receives are messages, unless they took time."""
     columns = timeline.schedule.table
     shown = timeline.end > timeline.start
     shown[columns.slot[~columns.is_communication]] = True
@@ -142,7 +148,7 @@ def _pairs(timeline: Timeline, number: Ints) -> Record:
 
 
 def _halves(timeline: Timeline) -> tuple[Ints, Ints]:
-    """The parts that open a step, and those that are the second half of an overlapped one."""
+    """The first parts of all steps, and the second parts of overlapped steps."""
     slot = timeline.schedule.table.slot
     opens = np.diff(slot, prepend=-1) > 0
     return np.flatnonzero(opens), np.flatnonzero(~opens)
@@ -163,17 +169,17 @@ def _messages(timeline: Timeline, number: Ints) -> Record:
 
 
 def _needs(timeline: Timeline, number: Ints) -> Record:
-    """What a step needs of its own rank: within a stage, and between stages that live together."""
+    """Dependencies within a rank: within a stage, and between stages of the same rank."""
     columns = timeline.schedule.table
     all_needs = (*columns.within_stage, *columns.between_stages)
     producer, consumer = (
         columns.slot_or_none[np.concatenate([getattr(need, side).ravel() for need in all_needs])]
         for side in ("producer", "consumer")
     )
-    there = (producer >= 0) & (consumer >= 0) & (producer != consumer)
-    producer, consumer = producer[there], consumer[there]
-    together = columns.rank[producer] == columns.rank[consumer]
-    return {"producer": number[producer[together]].tolist(), "consumer": number[consumer[together]].tolist()}
+    present = (producer >= 0) & (consumer >= 0) & (producer != consumer)
+    producer, consumer = producer[present], consumer[present]
+    local = columns.rank[producer] == columns.rank[consumer]
+    return {"producer": number[producer[local]].tolist(), "consumer": number[consumer[local]].tolist()}
 
 
 def _gaps(timeline: Timeline, number: Ints) -> Record:
@@ -196,7 +202,7 @@ def _number(event: Event | None, number: Ints) -> int:
 
 
 def _memory(memory: Memory) -> Record:
-    """The changes only; an instant at which memory goes up and down again has an entry for each."""
+    """The changes only; several changes at one instant are separate entries."""
     changes = np.diff(memory.total, prepend=memory.fixed) != 0
     return {
         "fixed": memory.fixed,

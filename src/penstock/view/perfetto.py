@@ -1,16 +1,16 @@
 """Timelines as a trace in the Chrome trace-event format, which Perfetto and chrome://tracing open.
 
     rank 0                 one process per rank
-      compute              one event per step; a gap before it is explained in its arguments
-      to rank 1            one event per message, from its begin to its arrival, here as it leaves ...
-      from rank 1          ... and here as it comes in
+      compute              one event per step; its arguments explain the idle gap before it
+      to rank 1            one event per sent message, from begin to arrival
+      from rank 1          one event per received message, the same
       collective           UNSHARD, RESHARD, REDUCE_GRAD
       memory (bytes)       counters
-    arrows                 from the step that makes a value through its message to the step that uses it
+    arrows                 from the producer of a value through its message to the consumer
 
-Times are microseconds, to the nanosecond. No number of a process or thread is used twice in a file, because
-Perfetto finds the name of a thread by its number alone. What happens at once on one thread goes on in a second
-thread of its name, because events of one thread may not overlap.
+Times are microseconds with nanosecond resolution. Process and thread ids are unique in a file, because Perfetto
+finds the name of a thread by its id alone. Concurrent events of one thread go to further threads of the same
+name, because events of one thread may not overlap.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from typing import Any, TypeAlias
 from penstock.ir.action import Kind, Step
 from penstock.simulation.attribution import Gap, gaps
 from penstock.simulation.timeline import Event, Message, Timeline
+from penstock.view.kinds import style_of
 
 __all__ = ["trace"]
 
 Entry: TypeAlias = dict[str, Any]
 
-COMPUTE, COLLECTIVE, MEMORY = "compute", "collective", "memory (bytes)"
+MEMORY = "memory (bytes)"
+_TRACK_ORDER = {"compute": 0, "message": 1, "collective": 2}
 
 
 @dataclass(slots=True)
 class _Span:
-    """A stretch of time on a thread of a rank, in nanoseconds."""
+    """An interval on a thread of a rank, in nanoseconds."""
 
     rank: int
     thread: str
@@ -45,20 +47,20 @@ class _Span:
     category: str
     args: Entry
     lane: int = 0
-    """Which of the threads of this name."""
+    """The index among the threads of this name."""
 
 
 def trace(timelines: Sequence[Timeline]) -> str:
-    """The timelines as the text of one JSON file; several are told apart by the names of their processes."""
+    """The timelines as the text of one JSON file; process names distinguish several timelines."""
     ids, flows = count(1), count(1)
     metadata: list[Entry] = []
     entries: list[Entry] = []
     for timeline in timelines:
         prefix = f"{timeline.schedule.name}: " if len(timelines) > 1 else ""
-        one = _Trace(timeline, ids, flows)
+        one = _TimelineTrace(timeline, ids, flows)
         metadata += one.metadata(prefix)
         entries += one.entries()
-    entries.sort(key=lambda entry: entry["ts"])  # stable: of one time, an event comes before its arrows
+    entries.sort(key=lambda entry: entry["ts"])  # stable: at equal times, an event precedes its arrows
     lines = ",\n".join(
         json.dumps(entry, allow_nan=False, separators=(",", ":")) for entry in metadata + entries
     )
@@ -75,8 +77,8 @@ def trace(timelines: Sequence[Timeline]) -> str:
     return f'{{{head},\n"traceEvents":[\n{lines}\n]}}\n'
 
 
-class _Trace:
-    """One timeline: where its spans go, and the entries they become."""
+class _TimelineTrace:
+    """The spans of one timeline, their threads, and their trace entries."""
 
     def __init__(self, timeline: Timeline, ids: Iterator[int], flows: Iterator[int]) -> None:
         self.timeline, self.flows = timeline, flows
@@ -84,8 +86,8 @@ class _Trace:
         self.sent = [_message(timeline, m, leaving=True) for m in timeline.messages]
         self.received = [_message(timeline, m, leaving=False) for m in timeline.messages]
         self.shown = [span for span in self.steps if span is not None] + self.sent + self.received
-        _spread(self.shown)
-        threads = sorted({(span.rank, _place(span.thread), span.lane) for span in self.shown})
+        _assign_lanes(self.shown)
+        threads = sorted({(span.rank, _thread_order(span.thread), span.lane) for span in self.shown})
         self.process = []
         self.thread: dict[tuple[int, str, int], int] = {}
         for rank in range(timeline.schedule.num_ranks):
@@ -94,23 +96,23 @@ class _Trace:
                 self.thread[rank, name, lane] = next(ids)
 
     def metadata(self, prefix: str) -> Iterator[Entry]:
-        """Names and order of processes and threads."""
+        """Names and sort order of processes and threads."""
         for rank, process in enumerate(self.process):
             stages = ", ".join(map(str, self.timeline.schedule.placement.stages_of_rank[rank]))
-            yield _named("process_name", process, process, name=f"{prefix}rank {rank}")
-            yield _named("process_labels", process, process, labels=f"stages {stages}")
-            yield _named("process_sort_index", process, process, sort_index=process)
+            yield _metadata("process_name", process, process, name=f"{prefix}rank {rank}")
+            yield _metadata("process_labels", process, process, labels=f"stages {stages}")
+            yield _metadata("process_sort_index", process, process, sort_index=process)
         for (rank, name, lane), thread in self.thread.items():
             shown = f"{name} ({lane + 1})" if lane else name
-            yield _named("thread_name", self.process[rank], thread, name=shown)
-            yield _named("thread_sort_index", self.process[rank], thread, sort_index=thread)
+            yield _metadata("thread_name", self.process[rank], thread, name=shown)
+            yield _metadata("thread_sort_index", self.process[rank], thread, sort_index=thread)
 
     def entries(self) -> Iterator[Entry]:
-        """Events first, then the arrows between them, then counters."""
+        """Events, the arrows between them, and counters."""
         for gap in gaps(self.timeline):
             span = self.steps[gap.before.slot] if gap.before is not None else None
             if span is not None and _ns(gap.end) > _ns(gap.start):
-                span.args.update(_reason(gap))
+                span.args.update(_gap_arguments(gap))
         for span in self.shown:
             yield {
                 "ph": "X",
@@ -130,7 +132,7 @@ class _Trace:
         return {"pid": self.process[span.rank], "tid": thread, "ts": _us(time)}
 
     def _arrow(self, message: Message, sent: _Span) -> Iterator[Entry]:
-        """An arrow binds to the events its points lie within, and nothing lies within what takes no time."""
+        """An arrow binds to the events that enclose its points; an event of zero duration encloses nothing."""
         producer, consumer = self.steps[message.producer], self.steps[message.consumer]
         assert producer is not None
         assert consumer is not None
@@ -144,13 +146,12 @@ class _Trace:
 
 
 def _step(event: Event) -> _Span | None:
-    """A step of compute or a collective; None for what is shown as a message."""
-    kind = event.step.kind
-    if kind.is_communication:
+    """The span of a compute step or a collective; None for sends and receives, which are message spans."""
+    track = style_of(event.step.kind).track
+    if track == "message":
         return None
-    stream = COMPUTE if kind.is_compute else COLLECTIVE
     times = (_ns(event.start), _ns(event.end))
-    return _Span(event.rank, stream, *times, str(event.step), stream, _arguments(event.step))
+    return _Span(event.rank, track, *times, str(event.step), track, _arguments(event.step))
 
 
 def _message(timeline: Timeline, message: Message, *, leaving: bool) -> _Span:
@@ -168,8 +169,8 @@ def _message(timeline: Timeline, message: Message, *, leaving: bool) -> _Span:
         "stage": stage,
         "microbatch": message.microbatch,
         "bytes": message.size,
-        "made by": str(timeline.event(message.producer).step),
-        "used by": str(timeline.event(message.consumer).step),
+        "producer": str(timeline.event(message.producer).step),
+        "consumer": str(timeline.event(message.consumer).step),
     }
     thread = f"{'to' if leaving else 'from'} rank {peer}"
     times = (_ns(message.begin), _ns(message.arrival))
@@ -177,7 +178,7 @@ def _message(timeline: Timeline, message: Message, *, leaving: bool) -> _Span:
 
 
 def _arguments(step: Step) -> Entry:
-    """Of a pair, both values."""
+    """Kind, stage and microbatch; lists of two for an overlapped pair."""
     pair = len(step.parts) > 1
     stages, microbatches = [part.stage for part in step.parts], [part.microbatch for part in step.parts]
     args: Entry = {"kind": step.kind.value, "stage": stages if pair else stages[0]}
@@ -186,7 +187,7 @@ def _arguments(step: Step) -> Entry:
     return args
 
 
-def _reason(gap: Gap) -> Entry:
+def _gap_arguments(gap: Gap) -> Entry:
     args: Entry = {"waited_us": _us(_ns(gap.end) - _ns(gap.start)), "reason": gap.reason}
     if gap.message is not None and gap.blame is not None:
         m = gap.message
@@ -196,20 +197,23 @@ def _reason(gap: Gap) -> Entry:
 
 
 def _counters(timeline: Timeline, rank: int, process: int) -> Iterator[Entry]:
-    """What the rank holds from each time on at which that changes."""
+    """The memory of the rank at each change."""
     memory = timeline.memory[rank]
     times = [_ns(time) for time in memory.times.tolist()]
-    held = dict(zip(times, zip(memory.activations.tolist(), memory.unsharded.tolist())))
+    lines = (memory.activations.tolist(), memory.unsharded.tolist(), memory.receive_buffers.tolist())
+    changes = dict(zip(times, zip(*lines)))
     before = None
-    for time, (activations, unsharded) in {0: (0.0, 0.0), **held}.items():
+    for time, (activations, unsharded, received) in {0: (0.0, 0.0, 0.0), **changes}.items():
         values = {"activations": activations, "unsharded": unsharded, "fixed": memory.fixed}
+        if memory.receive_buffers.any():
+            values["receive buffers"] = received
         if values != before:
             yield {"ph": "C", "name": MEMORY, "pid": process, "tid": process, "ts": _us(time), "args": values}
         before = values
 
 
-def _spread(spans: Sequence[_Span]) -> None:
-    """Give each span the first lane of its thread that is free when it starts."""
+def _assign_lanes(spans: Sequence[_Span]) -> None:
+    """Assign each span the first lane of its thread that is free at its start."""
     free: dict[tuple[int, str], list[int]] = {}
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         ends = free.setdefault((span.rank, span.thread), [])
@@ -217,14 +221,14 @@ def _spread(spans: Sequence[_Span]) -> None:
         ends[span.lane : span.lane + 1] = [span.end]
 
 
-def _place(thread: str) -> tuple[int, int, str]:
-    """Compute on top, then the peers in order, collectives below."""
-    if thread in (COMPUTE, COLLECTIVE):
-        return (0 if thread == COMPUTE else 2), 0, thread
-    return 1, int(thread.rsplit(" ", 1)[1]), thread
+def _thread_order(thread: str) -> tuple[int, int, str]:
+    """Sort key of threads: compute, then peers by rank, then collectives."""
+    if thread in _TRACK_ORDER:
+        return _TRACK_ORDER[thread], 0, thread
+    return _TRACK_ORDER["message"], int(thread.rsplit(" ", 1)[1]), thread
 
 
-def _named(what: str, process: int, thread: int, **args: object) -> Entry:
+def _metadata(what: str, process: int, thread: int, **args: object) -> Entry:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
 
 
@@ -233,7 +237,7 @@ def _ns(seconds: float) -> int:
 
 
 def _us(nanoseconds: int) -> float:
-    """A whole number where it is one; a hair more where Perfetto, which cuts off, would lose a nanosecond."""
+    """An integer if exact; else rounded up where Perfetto, which truncates, would lose a nanosecond."""
     if nanoseconds % 1000 == 0:
         return nanoseconds // 1000
     us = nanoseconds / 1000

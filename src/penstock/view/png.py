@@ -1,7 +1,6 @@
 """A picture as PNG, drawn by Pillow at twice the size of the SVG.
 
-The letters are those that come with Pillow, so that the same timelines give the same picture on every machine,
-also on one without fonts.
+The font is Pillow's own, so that the same timelines give the same picture on every machine.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import MissingExtraError
 from penstock.simulation.timeline import Timeline
-from penstock.view.palette import Area, Box, Label, Line, Mark, Picture, Style
+from penstock.view.marks import Area, Box, Label, Line, Mark, Picture, Style
 from penstock.view.picture import picture
 
 if TYPE_CHECKING:  # Pillow is an extra
@@ -23,14 +22,14 @@ if TYPE_CHECKING:  # Pillow is an extra
 __all__ = ["png", "png_of"]
 
 SCALE = 2
-MOST_PIXELS = 100_000_000
-"""A picture that would have more is drawn at the size of the SVG."""
+MAX_PIXELS = 100_000_000
+"""A picture that would have more is drawn at the size of the SVG instead."""
 
 _ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 
 
 def png(timelines: Sequence[Timeline]) -> bytes:
-    """The timelines one below the other on one axis of time, as the bytes of a PNG file."""
+    """The timelines below each other on one time axis, as the bytes of a PNG file."""
     return png_of(picture(timelines))
 
 
@@ -43,22 +42,22 @@ def png_of(drawn: Picture) -> bytes:
             "PNG pictures are drawn by Pillow, which is not installed: pip install 'penstock[view]' "
             "(SVG pictures need nothing)"
         ) from None
-    scale = SCALE if drawn.width * drawn.height * SCALE**2 <= MOST_PIXELS else 1
+    scale = SCALE if drawn.width * drawn.height * SCALE**2 <= MAX_PIXELS else 1
     image = Image.new("RGB", (drawn.width * scale, drawn.height * scale), "#ffffff")
-    pen = _Pen(ImageDraw.Draw(image), drawn, scale)
+    canvas = _Canvas(ImageDraw.Draw(image), drawn, scale)
     for group in drawn.groups:
         for mark in group.marks:
-            pen.draw(mark)
+            canvas.draw(mark)
     file = BytesIO()
     image.save(file, "PNG", dpi=(96 * scale, 96 * scale))
     return file.getvalue()
 
 
-class _Pen:
+class _Canvas:
     """Draws marks in whole pixels."""
 
-    def __init__(self, canvas: ImageDraw, drawn: Picture, scale: int) -> None:
-        self.canvas, self.styles, self.scale = canvas, drawn.styles, scale
+    def __init__(self, image: ImageDraw, drawn: Picture, scale: int) -> None:
+        self.image, self.styles, self.scale = image, drawn.styles, scale
 
     def draw(self, mark: Mark) -> None:
         style = self.styles[mark.style]
@@ -68,7 +67,7 @@ class _Pen:
             self._label(mark, style)
         elif isinstance(mark, Line):
             ends = [(self._px(mark.x), self._px(mark.y)), (self._px(mark.to_x), self._px(mark.to_y))]
-            self.canvas.line(ends, fill=style.stroke, width=max(round(style.stroke_width * self.scale), 1))
+            self.image.line(ends, fill=style.stroke, width=max(round(style.stroke_width * self.scale), 1))
         else:
             self._area(mark, style)
 
@@ -76,22 +75,22 @@ class _Pen:
         return round(value * self.scale)
 
     def _box(self, box: Box, style: Style) -> None:
-        """Neighbours share the pixel of their border."""
+        """Adjacent boxes share the pixel of their border."""
         left, top, right, bottom = (self._px(v) for v in (box.x, box.y, box.x + box.width, box.y + box.height))
         if style.stroke == "none":
             right, bottom = max(right - 1, left), max(bottom - 1, top)
-            self.canvas.rectangle((left, top, right, bottom), fill=style.fill)
+            self.image.rectangle((left, top, right, bottom), fill=style.fill)
         else:
-            self.canvas.rectangle((left, top, right, bottom), fill=style.fill, outline=style.stroke)
+            self.image.rectangle((left, top, right, bottom), fill=style.fill, outline=style.stroke)
 
     def _area(self, area: Area, style: Style) -> None:
-        self.canvas.polygon([(self._px(x), self._px(y)) for x, y in area.points], fill=style.fill)
+        self.image.polygon([(self._px(x), self._px(y)) for x, y in area.points], fill=style.fill)
 
     def _label(self, label: Label, style: Style) -> None:
         font = _font(style.size * self.scale)
         x, y, anchor = self._px(label.x), self._px(label.y), _ANCHORS[style.anchor]
         for shift in range(self.scale if style.bold else 1):
-            self.canvas.text((x + shift / 2, y), label.text, fill=style.fill, font=font, anchor=anchor)
+            self.image.text((x + shift / 2, y), label.text, fill=style.fill, font=font, anchor=anchor)
 
 
 @cache

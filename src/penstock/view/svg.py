@@ -1,7 +1,7 @@
-"""A picture as SVG: one group for each rank, one class for each style, plain rectangles and text.
+"""A picture as SVG: one group per rank, one CSS class per style, plain rectangles and text.
 
-The same timelines give the same bytes. Class names begin with `penstock-`, so that a page can hold the picture
-beside its own styles.
+The same timelines give the same bytes. Class names begin with `penstock-`, so that they do not collide with
+the styles of a page that embeds the picture.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from operator import attrgetter
 from xml.sax.saxutils import escape
 
 from penstock.simulation.timeline import Timeline
-from penstock.view.palette import Area, Box, Group, Label, Line, Mark, Picture, Style
+from penstock.view.marks import Area, Box, Group, Label, Line, Mark, Picture, Style
 from penstock.view.picture import picture
 
 __all__ = ["svg", "svg_of"]
@@ -21,7 +21,7 @@ FONT = "Helvetica,Arial,sans-serif"
 
 
 def svg(timelines: Sequence[Timeline]) -> str:
-    """The timelines one below the other on one axis of time, as a standalone SVG document."""
+    """The timelines below each other on one time axis, as a standalone SVG document."""
     return svg_of(picture(timelines))
 
 

@@ -1,11 +1,11 @@
-"""A timeline in a terminal: one row per rank, the whole time scaled to the width.
+"""A timeline on a terminal: one row per rank, the makespan scaled to the width.
 
     time    0              50             100
     rank 0  F0F1F2F3·······B0───F4B1───F5B2──···
     rank 1  ··F0F1F2····B0───F3B1───F4B2───F5B3─
 
-A step begins with its name, or its kind where there is no room for more, and goes on with a line as long as it
-lasts; a dot is an idle rank. Steps shorter than a character share one. Colour only repeats what the text says.
+A step starts with its name, or its kind where the name does not fit, followed by a line for its duration; a dot
+is idle time. Steps shorter than a character share one. Colour adds no information.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from itertools import pairwise
 from rich.text import Text
 
 from penstock.simulation.timeline import Timeline
-from penstock.view.grid import STYLES, cell_text
+from penstock.view.grid import cell_text
+from penstock.view.kinds import style_of
 
 __all__ = ["terminal"]
 
@@ -53,7 +54,7 @@ def _row(timeline: Timeline, rank: int, first: int, last: int, columns: int) -> 
         names = [cell_text(step, with_stage=with_stage), cell_text(step, with_stage=False)]
         names.append("".join(part.kind.value for part in step.parts)[:room])
         short = next(name for name in names if len(name) <= room)
-        pieces.append((short.ljust(room, "─"), STYLES[step.kind]))
+        pieces.append((short.ljust(room, "─"), style_of(step.kind).terminal))
         at = end
     return [*pieces, ("·" * (columns - at), "dim")]
 

@@ -1,41 +1,41 @@
 "use strict";
-// Draws the timelines of `penstock.view.html` and answers mouse, touch and keys.
+// The data of the page, its texts, and the visible time range.
 //
-//   panel   one timeline: a base canvas (steps, messages, memory) below an overlay (what is lit)
-//   step    an index into the columns of its panel: panel.steps.start[step]
-//   spot    { panel, step } or { panel, gap } or { panel, rank, time }: what the pointer or the keys are at
-//   t, x, y seconds; pixels from the left and the top of a canvas
+//   panel    one timeline: a base canvas (steps, messages, memory) below an overlay (highlights)
+//   step     an index into the columns of its panel: panel.steps.start[step]
+//   target   { panel, step } or { panel, gap } or { panel, rank, time }: what is hovered or selected
+//   t, x, y  seconds; pixels from the left and the top of a canvas
 
-// --- the data --------------------------------------------------------------------------------------
+// --- data ------------------------------------------------------------------------------------------
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const KIND = Object.fromEntries(data.kinds.map((name, number) => [name, number]));
-const COMPUTE = ["F", "I", "W", "B", "OVERLAP_F_B"].map((name) => KIND[name]);
-const COLLECTIVE = ["UNSHARD", "RESHARD", "REDUCE_GRAD"].map((name) => KIND[name]);
+const onTrack = (track) => data.kinds.flatMap((name, number) => (data.tracks[name] === track ? [number] : []));
+const COMPUTE = onTrack("compute"), COLLECTIVE = onTrack("collective");
 const MEANING = {
-  F: "forward", I: "backward for the input", W: "backward for the weights", B: "backward",
-  OVERLAP_F_B: "forward and backward as one", UNSHARD: "gather the parameters",
-  RESHARD: "let go of the gathered parameters", REDUCE_GRAD: "sum the gradients over replicas",
-  SEND_F: "held up by sending an activation", RECV_F: "held up by receiving an activation",
-  SEND_B: "held up by sending a gradient", RECV_B: "held up by receiving a gradient",
+  F: "forward", I: "input gradient", W: "weight gradient", B: "backward",
+  OVERLAP_F_B: "overlapped forward and backward", UNSHARD: "gather the parameters",
+  RESHARD: "free the gathered parameters", REDUCE_GRAD: "reduce the gradients over replicas",
+  SEND_F: "blocked sending an activation", RECV_F: "blocked receiving an activation",
+  SEND_B: "blocked sending a gradient", RECV_B: "blocked receiving a gradient",
 };
 const WAITING = {
-  "warm-up": "warm-up, until there is something to do",
+  "warm-up": "warm-up, no input yet",
   activation: "waits for an activation to be computed", gradient: "waits for a gradient to be computed",
-  link: "waits for a message on its way", "blocked receive": "held up by a message in front of it",
-  unshard: "waits for its parameters to be gathered", drain: "drain, nothing is left to do",
+  link: "waits for a message in transit", "blocked receive": "blocked by an earlier receive",
+  unshard: "waits for its parameters to be gathered", drain: "drain, no work left",
 };
 const LONGEST = Math.max(0, ...data.timelines.map((timeline) => timeline.makespan));
-const MOST_HELD = Math.max(0, ...data.timelines.flatMap((timeline) => timeline.memory.map((m) => m.peak)));
+const MAX_MEMORY = Math.max(0, ...data.timelines.flatMap((timeline) => timeline.memory.map((m) => m.peak)));
 
-// Gives one list per key of `length` keys, with the indices of `keys` in their order.
+// Returns one list per key below `length`, with the indices of `keys` that have it.
 function groupBy(keys, length) {
   const groups = Array.from({ length }, () => []);
   keys.forEach((key, index) => { if (key >= 0) groups[key].push(index); });
   return groups;
 }
 
-// Gives the first index of a sorted `count` for which `isPast` holds.
+// Returns the first index below `count` for which the monotonic `isPast` is true.
 function firstWhere(count, isPast) {
   let low = 0, high = count;
   while (low < high) {
@@ -45,7 +45,7 @@ function firstWhere(count, isPast) {
   return low;
 }
 
-// Makes a panel's record quick to ask: rows by rank, inputs and users by step.
+// Indexes the record of a panel: steps by rank, inputs and users by step.
 function makePanel(record, number) {
   const count = record.steps.kind.length;
   const rankOf = new Int32Array(count);
@@ -53,7 +53,7 @@ function makePanel(record, number) {
   const pairOf = new Map(record.pairs.step.map((step, index) => [step, index]));
   const panel = {
     ...record, number, count, rankOf, pairOf, onPath: new Set(record.path),
-    rows: Array.from({ length: record.ranks }, () => ({ compute: [], collective: [], held: [] })),
+    rows: Array.from({ length: record.ranks }, () => ({ compute: [], collective: [], blocked: [] })),
     messagesIn: groupBy(record.messages.consumer, count), messagesOut: groupBy(record.messages.producer, count),
     needsIn: groupBy(record.needs.consumer, count), needsOut: groupBy(record.needs.producer, count),
     gapsOf: groupBy(record.gaps.rank, record.ranks),
@@ -64,14 +64,15 @@ function makePanel(record, number) {
   return panel;
 }
 
-// Puts each step into the list of its rank and stream, and each message into the lane of its receiver.
+// Sorts each step into the list of its rank and track, and each message into the lane of its receiver.
 function sortIntoRows(panel) {
   panel.work = 0;
   for (let step = 0; step < panel.count; step++) {
     const kind = panel.steps.kind[step], row = panel.rows[panel.rankOf[step]];
-    const stream = COMPUTE.includes(kind) ? "compute" : COLLECTIVE.includes(kind) ? "collective" : "held";
-    row[stream].push(step);
-    if (stream === "compute") panel.work += panel.steps.end[step] - panel.steps.start[step];
+    const track = data.tracks[data.kinds[kind]];
+    if (track === undefined) throw new Error(`no style for actions of kind ${data.kinds[kind]}`);
+    row[track === "message" ? "blocked" : track].push(step);
+    if (track === "compute") panel.work += panel.steps.end[step] - panel.steps.start[step];
   }
   panel.meanStep = panel.work / Math.max(1, panel.rows.reduce((sum, row) => sum + row.compute.length, 0));
   const { begin, arrival, consumer } = panel.messages;
@@ -80,7 +81,7 @@ function sortIntoRows(panel) {
   panel.longestMessage = begin.reduce((most, from, m) => Math.max(most, arrival[m] - from), 0);
 }
 
-// Notes how short steps are and how long their labels, for single ones (0) and for pairs (1).
+// Measures the shortest steps and the longest labels, of single steps (0) and of pairs (1).
 function measureLabels(panel) {
   panel.shortest = [Infinity, Infinity];
   panel.longest = [[], []];
@@ -95,27 +96,27 @@ function measureLabels(panel) {
 
 const panels = data.timelines.map(makePanel);
 
-// --- words -----------------------------------------------------------------------------------------
+// --- texts -----------------------------------------------------------------------------------------
 
 const [UNIT, PER_SECOND] = LONGEST >= 1 || LONGEST === 0 ? ["s", 1] : LONGEST >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
 
-// Writes a time with its unit, to seven digits.
+// Formats a time with its unit, to seven digits.
 function seconds(t) {
   return `${Number((t * PER_SECOND).toPrecision(7))} ${UNIT}`;
 }
 
-// Writes an amount of memory.
+// Formats an amount of memory.
 function bytes(amount) {
   const power = amount > 0 ? Math.min(4, Math.max(0, Math.floor(Math.log2(amount) / 10))) : 0;
   return `${Number((amount / 1024 ** power).toPrecision(4))} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 }
 
-// Writes one part of a step as penstock does: 2F0, 1UNSHARD.
+// Formats one part of a step: 2F0, 1UNSHARD.
 function partText(kind, stage, microbatch) {
   return `${stage}${data.kinds[kind]}${COLLECTIVE.includes(kind) ? "" : microbatch}`;
 }
 
-// Writes a step as penstock does: 2F0 or (0F7;7B3)OVERLAP_F_B.
+// Formats a step: 2F0 or (0F7;7B3)OVERLAP_F_B.
 function stepText(panel, step) {
   const { kind, stage, microbatch } = panel.steps, pair = panel.pairOf.get(step);
   if (pair === undefined) return partText(kind[step], stage[step], microbatch[step]);
@@ -124,7 +125,7 @@ function stepText(panel, step) {
   return `(${first};${second})OVERLAP_F_B`;
 }
 
-// Gives what may stand in a step's box, the longest first: 2F0, 2·0, 0.
+// Returns the possible labels of a box, the longest first: 2F0, 2·0, 0.
 function labelsOf(panel, step) {
   const { kind, stage, microbatch } = panel.steps, pair = panel.pairOf.get(step);
   const k = `${microbatch[step]}`;
@@ -135,19 +136,19 @@ function labelsOf(panel, step) {
   return panel.stages > panel.ranks ? [partText(kind[step], stage[step], k), `${stage[step]}·${k}`, k] : [k];
 }
 
-// Names a message: "activation of stage 1, microbatch 3".
+// Describes a message: "activation of stage 1, microbatch 3".
 function messageText(panel, m) {
   const { gradient, stage, microbatch } = panel.messages;
   return `${gradient[m] ? "gradient" : "activation"} of stage ${stage[m]}, microbatch ${microbatch[m]}`;
 }
 
-// Says why a rank idles, and for whom.
+// Describes why a rank is idle, and which step it waits for.
 function gapText(panel, gap) {
   const { start, end, reason, blame, message } = panel.gaps;
   const text = `idle ${seconds(end[gap] - start[gap])}: ${WAITING[reason[gap]] ?? reason[gap]}`;
   if (blame[gap] < 0) return text;
   const culprit = `${stepText(panel, blame[gap])}, rank ${panel.rankOf[blame[gap]]}`;
-  return `${text} (${message[gap] < 0 ? "" : `${messageText(panel, message[gap])}, made by `}${culprit})`;
+  return `${text} (${message[gap] < 0 ? "" : `${messageText(panel, message[gap])}, computed by `}${culprit})`;
 }
 
 // --- the state -------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ function gapText(panel, gap) {
 const FIT = Object.freeze({ start: 0, end: LONGEST > 0 ? LONGEST * 1.005 : 1 });
 const state = {
   start: FIT.start, end: FIT.end,  // the visible range
-  hover: null, selected: null,  // spots
+  hover: null, selected: null,  // targets
   pointerTime: null, critical: false,
   frames: 0, firstDraw: null, lastDraw: null,  // for tests
 };
@@ -163,17 +164,17 @@ const layout = { width: 0, gutter: 0, ratio: 1 };
 const axis = document.getElementById("axis");
 const card = document.getElementById("card");
 
-// Gives the x of a time.
+// Returns the x of a time.
 function xOf(t) {
   return layout.gutter + ((t - state.start) / (state.end - state.start)) * (layout.width - layout.gutter - 10);
 }
 
-// Gives the time at an x.
+// Returns the time at an x.
 function timeAt(x) {
   return state.start + ((x - layout.gutter) / (layout.width - layout.gutter - 10)) * (state.end - state.start);
 }
 
-// Shows the range of time from `start`, `length` long, kept within what there is.
+// Shows the time range from `start` of this `length`, clamped to the data.
 function show(start, length) {
   const whole = FIT.end - FIT.start;
   const kept = Math.min(whole, Math.max(whole * 1e-6, length));
@@ -182,14 +183,14 @@ function show(start, length) {
   redraw();
 }
 
-// Zooms so that the time `t` stays where it is; a factor below 1 comes closer.
+// Zooms around the time `t`; a factor below 1 zooms in.
 function zoom(factor, t = (state.start + state.end) / 2) {
   const length = state.end - state.start, whole = FIT.end - FIT.start;
   const wanted = Math.min(whole, Math.max(whole * 1e-6, length * factor));
   show(t - ((t - state.start) / length) * wanted, wanted);
 }
 
-// Moves by a share of what is visible.
+// Pans by a share of the visible range.
 function pan(share) {
   show(state.start + share * (state.end - state.start), state.end - state.start);
 }

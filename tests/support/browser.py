@@ -83,6 +83,12 @@ class Browser:
         messages = [json.loads(entry["message"])["message"] for entry in self.log("performance")]
         return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
 
+    def cpu_seconds(self) -> float:
+        """CPU time of the page's main thread so far, which does not depend on the load of the machine."""
+        self.driver.execute_cdp_cmd("Performance.enable", {})
+        metrics = self.driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        return float(next(metric["value"] for metric in metrics if metric["name"] == "ThreadTime"))
+
     def place(self, step: int, panel: int = 0) -> tuple[int, int]:
         """The middle of a step in the window."""
         box = self.ask(f"penstock.placeOf({panel}, {step})")

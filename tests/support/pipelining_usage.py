@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.pipelining.scripts import (
+from tests.support.pipelining_scripts import (
     CPU,
     OURS,
     ROWS,
@@ -77,7 +77,7 @@ def forward_only() -> tuple[Any, list[str]]:
     from penstock.pipelining import PipelineStage, ScheduleGPipe, _ScheduleForwardOnly  # noqa: PLC0415
 
     rank = dist.get_rank()
-    told: list[str] = []
+    messages: list[str] = []
     outputs = []
     for make in (_ScheduleForwardOnly, ScheduleGPipe):
         stage = PipelineStage(modules(4)[rank], rank, 4, CPU)
@@ -89,8 +89,8 @@ def forward_only() -> tuple[Any, list[str]]:
             try:
                 schedule.step(*args, target=y)
             except RuntimeError as error:
-                told.append(str(error))
-    return outputs, told
+                messages.append(str(error))
+    return outputs, messages
 
 
 class Shifted(nn.Module):
@@ -133,30 +133,30 @@ def with_specs() -> tuple[Any, list[float]]:
     return output, [float(loss) for loss in losses]
 
 
-def told_to_all() -> list[str]:
+def failures_on_all_ranks() -> list[str]:
     """A batch that only the first rank knows to be wrong, and then a right one."""
     schedule, parts = made("1F1B", 4)
     x, y = batch(0, 8)
     rank = dist.get_rank()
-    told = []
+    messages = []
     for bad in ((x[:3],), (x, "not a tensor")):
         try:
             schedule.step(*(bad if rank == 0 else ()), **({"target": y} if rank == 3 else {}))
         except (ValueError, RuntimeError) as error:  # noqa: PERF203 -- two of them
-            told.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
     try:
         schedule.step(*((x,) if rank == 0 else ()))
     except ValueError as error:
-        told.append(f"{type(error).__name__}: {error}")
+        messages.append(f"{type(error).__name__}: {error}")
     with torch.no_grad():
         try:
             schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank == 3 else {}))
         except RuntimeError as error:
-            told.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
     try:
         schedule.step(*((x,) if rank == 0 else ()), target=y, losses=() if rank == 3 else None)
     except (TypeError, ValueError) as error:
-        told.append(f"{type(error).__name__}: {error}")
+        messages.append(f"{type(error).__name__}: {error}")
     schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank == 3 else {}))
     assert gradients_of(parts.items())
-    return told
+    return messages

@@ -1,4 +1,4 @@
-"""Functions that stand in for actions, written as torch asks for them; they run on every rank."""
+"""Custom functions for actions, written as for torch; they run on every rank."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.pipelining.scripts import (
+from tests.support.pipelining_scripts import (
     ROWS,
     Run,
     loop,
 )
-from tests.pipelining.ways import made
+from tests.support.pipelining_usage import made
 
 
 def forward_as_torch_writes_it(action: Any, ctx: Any) -> None:
@@ -113,16 +113,16 @@ def train_with_a_function_for_each_kind() -> Run:
     return run
 
 
-def refused_functions() -> list[str]:
-    """What happens to functions that cannot be."""
+def rejected_functions() -> list[str]:
+    """The errors of invalid functions."""
     from penstock.pipelining.schedules import SEND_F, F  # noqa: PLC0415
 
-    told = []
+    messages = []
     schedule, parts = made("Interleaved1F1B", 4)
     try:
         schedule.register_custom_function(SEND_F, print)
     except ValueError as error:
-        told.append(type(error).__name__)
+        messages.append(type(error).__name__)
     x = torch.zeros(ROWS, 8)
     for wrong in (
         lambda _, ctx: ctx.schedule_ref._stages[0].backward_one_chunk(bwd_chunk_id=0),
@@ -132,8 +132,8 @@ def refused_functions() -> list[str]:
         try:
             loop(schedule, parts, 7, ROWS * 4, steps=1)
         except ValueError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def fail_after_a_pair() -> str:

@@ -1,4 +1,4 @@
-"""Promise: a pipeline adds the losses of microbatches up when it is told not to average them."""
+"""Tests of `average=False`: a pipeline sums the losses of microbatches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Promise: whatever torch names, is named here too, and takes what torch's takes.
+"""Tests that every name of torch exists here and takes torch's parameters.
 
-Public names, and the underscored ones that the documents this package was begun from name.
+These are the public names, and the underscored ones that users of torch rely on.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PipelineScheduleMulti PipelineScheduleSingle Schedule1F1B ScheduleDualPipeV Sche
 ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBVZeroBubble
 _Action _ComputationType
 _CustomFunctionProtocol _PipelineContext _PipelineSchedule _PipelineScheduleRuntime _ScheduleForwardOnly
-""".split()  # noqa: SIM905 -- a list of words to read
+""".split()  # noqa: SIM905 -- a readable list of names
 
 FUNCTIONS = """
 _add_reduce_grad _add_send_recv _add_unshard_reshard _batch_p2p _check_torch_compile_compatibility
 _defer_recv_ops _dump_chrometrace _format_pipeline_order _get_1f1b_rank_ops _get_profiler_function_name
 _merge_bw _requires_reduce_grad _simulate_comms_compute _sorted_batch_p2p _validate_schedule _wait_batch_p2p
 get_schedule_class
-""".split()  # noqa: SIM905 -- a list of words to read
+""".split()  # noqa: SIM905 -- a readable list of names
 
 METHODS = """
 __call__ __init__ __repr__ __str__ _add_bubbles_to_actions _assert_unsharded _calculate_single_rank_operations
@@ -38,12 +38,12 @@ _check_inputs _compute_loss _dump_csv _get_pipeline_order _initialize_stage _ini
 _maybe_compute_loss _maybe_get_loss _merge_outputs _prepare_schedule_with_comms _simulate _split_inputs
 _step_microbatches _update_losses _validate_and_set_stage_mapping eval from_str is_compute_op
 register_custom_function step
-""".split()  # noqa: SIM905 -- a list of words to read
+""".split()  # noqa: SIM905 -- a readable list of names
 
 CONSTANTS = """
 B BACKWARD_INPUT BACKWARD_WEIGHT F FORWARD FULL_BACKWARD I OVERLAP_F_B RECV_B RECV_F REDUCE_GRAD RESHARD SEND_B
 SEND_F UNSHARD W
-""".split()  # noqa: SIM905 -- a list of words to read
+""".split()  # noqa: SIM905 -- a readable list of names
 
 
 def parameters(function: Any) -> list[tuple[str, Any, Any]]:
@@ -51,7 +51,7 @@ def parameters(function: Any) -> list[tuple[str, Any, Any]]:
 
 
 def names_of(module: Any) -> list[str]:
-    """What a module lists, or else what it defines without an underscore."""
+    """The names in `__all__`, or else those defined without an underscore."""
     listed = getattr(module, "__all__", None)
     if listed is not None:
         return list(listed)
@@ -78,18 +78,18 @@ def test_every_public_name_is_here_with_every_parameter(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*CLASSES, *FUNCTIONS, *CONSTANTS])
-def test_every_name_of_the_documents_is_here(name: str) -> None:
+def test_every_listed_name_is_here(name: str) -> None:
     assert hasattr(theirs, name), "torch has it"
     assert hasattr(ours, name)
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
-def test_the_kinds_of_work_are_torchs_own(name: str) -> None:
+def test_computation_types_are_torchs_own(name: str) -> None:
     assert getattr(ours, name) is getattr(theirs, name)
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if "Schedule" in name])
-def test_schedules_are_made_with_torchs_arguments_names_and_defaults(name: str) -> None:
+def test_constructors_have_torchs_parameters_and_defaults(name: str) -> None:
     if name != "_PipelineSchedule":
         assert parameters(getattr(ours, name)) == parameters(getattr(theirs, name))
 
@@ -134,7 +134,7 @@ def test_schedule_classes_are_found_by_torchs_names_in_any_case() -> None:
         ours.get_schedule_class("2F2B")
 
 
-def test_our_schedules_are_torchs_to_whoever_asks() -> None:
+def test_our_schedules_are_subclasses_of_torchs() -> None:
     assert issubclass(ours.Schedule1F1B, theirs.PipelineScheduleSingle)
     assert issubclass(ours.ScheduleZBVZeroBubble, theirs.PipelineScheduleMulti)
     assert issubclass(ours._PipelineScheduleRuntime, theirs._PipelineScheduleRuntime)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.pipelining.scripts import (
+from tests.support.pipelining_scripts import (
     CPU,
     OURS,
     ROWS,
@@ -62,7 +62,7 @@ class Skips(nn.Module):
         return result
 
 
-def refused_skip() -> str:
+def rejected_skip() -> str:
     """A traced pipe in which a value skips stages."""
     from penstock.pipelining import ScheduleGPipe, SplitPoint, pipeline  # noqa: PLC0415
 

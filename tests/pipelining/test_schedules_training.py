@@ -1,4 +1,4 @@
-"""Promise: a script written for torch.distributed.pipelining trains the same with only its import changed."""
+"""Tests that scripts written for torch.distributed.pipelining train the same with only their import changed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.pipelining import tutorial
-from tests.pipelining.scripts import NAMES, OURS, TORCH, Run, assert_alike, stages_of, train, train_alone
+from tests.support import pipelining_tutorial
+from tests.support.pipelining_scripts import (
+    NAMES,
+    OURS,
+    TORCH,
+    Run,
+    assert_alike,
+    stages_of,
+    train,
+    train_alone,
+)
 from tests.support.pool import Pools
 
 pytestmark = [pytest.mark.xdist_group("ranks-4"), pytest.mark.usefixtures("one_thread")]
@@ -26,14 +35,14 @@ def test_every_schedule_trains_as_torchs_and_as_one_process(pools: Pools, name: 
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-def test_losses_are_added_up_instead_of_averaged_on_demand(pools: Pools, name: str) -> None:
+def test_losses_are_summed_without_scale_grads(pools: Pools, name: str) -> None:
     wanted = train_alone(stages_of(name, 4), 4, scale_grads=False)
     for package in (TORCH, OURS):
         assert_alike(pools(4).run(case, package, name, 4, None, {"scale_grads": False}), wanted)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_batches_that_cannot_be_shared_evenly_and_few_microbatches_train_too(pools: Pools, name: str) -> None:
+def test_uneven_batches_and_few_microbatches_train(pools: Pools, name: str) -> None:
     """Torch refuses them or breaks."""
     for m, rows in ((3, 7), (1, 2)):
         assert_alike(pools(4).run(case, OURS, name, m, rows, {}), train_alone(stages_of(name, 4), m, rows))
@@ -46,4 +55,4 @@ def test_receives_may_be_deferred(pools: Pools) -> None:
 
 @pytest.mark.parametrize("package", [TORCH, OURS])
 def test_the_tutorials_decoder_trains(pools: Pools, package: str) -> None:
-    assert_alike(pools(4).run(tutorial.follow, package), tutorial.alone())
+    assert_alike(pools(4).run(pipelining_tutorial.follow, package), pipelining_tutorial.alone())

@@ -1,4 +1,4 @@
-"""Scripts as people write them for torch.distributed.pipelining; where they import from is a parameter."""
+"""Training scripts as written for torch.distributed.pipelining; the package they import is a parameter."""
 
 from __future__ import annotations
 

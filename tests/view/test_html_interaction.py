@@ -1,4 +1,4 @@
-"""Promise: the page tells what is under the pointer, and keys and buttons do what they say."""
+"""Tests of the HTML page in a browser: hovering, selection, keyboard, buttons."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from selenium.webdriver import Keys
 
 from penstock.simulation.attribution import critical_path
-from tests.view.browser import BROWSER, DRIVER, ONE_F, ZBV, Browser, number_of
+from tests.support.browser import BROWSER, DRIVER, ONE_F, ZBV, Browser, number_of
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium is not installed")
 
-# --- looking -------------------------------------------------------------------------------------
+# --- hovering ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("action", ["0F0", "3F0", "1I4", "7W7"])
@@ -28,28 +28,28 @@ def test_hovering_shows_the_step(browser: Browser, action: str) -> None:
     assert browser.card == ""
 
 
-def test_the_card_says_what_a_step_needs_and_why_it_waited(browser: Browser) -> None:
+def test_the_card_lists_the_inputs_of_a_step_and_why_it_waited(browser: Browser) -> None:
     browser.point(browser.place(number_of(ONE_F, "0B0")))
-    assert "needs the gradient of stage 1, microbatch 0 from 1B0, rank 1, there at 106 s" in browser.card
-    assert "needs 0F0 of its own rank, done at 10 s" in browser.card
+    assert "needs the gradient of stage 1, microbatch 0 from 1B0, rank 1, arrives at 106 s" in browser.card
+    assert "needs 0F0 of the same rank, completed at 10 s" in browser.card
     assert "idle 66 s: waits for a gradient to be computed" in browser.card
 
 
-def test_an_idle_stretch_says_why_it_is_there(browser: Browser) -> None:
+def test_an_idle_gap_shows_its_cause(browser: Browser) -> None:
     x, y = browser.place(number_of(ONE_F, "0B0"))
     browser.point((x - 80, y))
     assert browser.ask("penstock.hovered")["action"] is None
     assert "before 0B0" in browser.card
-    assert "made by 1B0, rank 1" in browser.card
+    assert "computed by 1B0, rank 1" in browser.card
 
 
-def test_the_chain_of_a_step_is_all_it_needs_and_its_direct_users(browser: Browser) -> None:
+def test_hovering_highlights_transitive_inputs_and_direct_users(browser: Browser) -> None:
     browser.point(browser.place(number_of(ONE_F, "2B5")))
     lit = {"0F5", "1F5", "2F5", "3F5", "3B5", "2B5", "1B5"}
-    assert set(browser.ask("penstock.lit")) == lit
+    assert set(browser.ask("penstock.highlighted")) == lit
 
 
-def test_below_the_boxes_the_memory_is_told(browser: Browser) -> None:
+def test_the_memory_strip_shows_the_memory_at_a_time(browser: Browser) -> None:
     x, y = browser.place(number_of(ONE_F, "0B0"))
     browser.point((x, y + 30))
     assert browser.card.startswith("4 B")
@@ -64,7 +64,7 @@ def action_selected(browser: Browser) -> str | None:
     return None if selected is None else str(selected["action"])
 
 
-def test_a_click_selects_and_keys_go_on_from_there(browser: Browser) -> None:
+def test_a_click_selects_and_keys_move_the_selection(browser: Browser) -> None:
     browser.point(browser.place(number_of(ONE_F, "1F1")), clicks=1)
     seen = [action_selected(browser)]
     for key in (Keys.ARROW_RIGHT, Keys.TAB, Keys.ARROW_LEFT, Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ARROW_UP):
@@ -77,7 +77,7 @@ def test_a_click_selects_and_keys_go_on_from_there(browser: Browser) -> None:
     assert browser.card == ""
 
 
-def test_without_a_mouse_a_panel_is_reached_by_tab_and_opened_by_enter(browser: Browser) -> None:
+def test_tab_focuses_a_panel_and_enter_selects_a_step(browser: Browser) -> None:
     label = "document.activeElement.getAttribute('aria-label') ?? ''"
     for _ in range(12):
         browser.press(Keys.TAB)
@@ -134,7 +134,7 @@ def test_dark_and_light_can_be_switched(browser: Browser, toggle: Any) -> None:
     assert browser.ask(ground) == light
 
 
-def test_the_theme_is_at_first_the_readers(chromium: Browser) -> None:
+def test_the_initial_theme_is_that_of_the_system(chromium: Browser) -> None:
     for wanted in ("dark", "light"):
         feature = {"name": "prefers-color-scheme", "value": wanted}
         chromium.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
@@ -160,7 +160,7 @@ def test_at_400_pixels_nothing_is_wider_than_the_window(browser: Browser) -> Non
     browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_what_the_page_tells_cannot_be_changed(browser: Browser) -> None:
+def test_the_exposed_state_is_read_only(browser: Browser) -> None:
     browser.driver.execute_script("penstock.view.start = 5; try { penstock.critical = true } catch {}")
     assert browser.view == browser.fit
     assert browser.ask("penstock.critical") is False

@@ -1,8 +1,8 @@
-// Keys, buttons, and the page as a whole.
+// Keyboard, buttons, and the assembly of the page.
 
 // --- keys ------------------------------------------------------------------------------------------
 
-// Moves the selection along its rank; tells whether there was a step to go to.
+// Moves the selection along its rank; returns whether there was a step to move to.
 function moveAlong(direction) {
   const { panel, step } = state.selected, next = step + direction;
   if (next < 0 || next >= panel.count || panel.rankOf[next] !== panel.rankOf[step]) return false;
@@ -11,7 +11,7 @@ function moveAlong(direction) {
   return true;
 }
 
-// Moves the selection to the next rank that has steps, on into the next panel.
+// Moves the selection to the next rank that has steps, also in the next panel.
 function moveAcross(direction) {
   let { panel, step } = state.selected, rank = panel.rankOf[step];
   const time = (panel.steps.start[step] + panel.steps.end[step]) / 2;
@@ -27,7 +27,7 @@ function moveAcross(direction) {
   reveal();
 }
 
-// Gives the compute step of a rank that is closest to a time.
+// Returns the compute step of a rank closest to a time.
 function stepNear(panel, rank, time) {
   const { start, end } = panel.steps, list = panel.rows[rank].compute;
   const after = firstWhere(list.length, (i) => end[list[i]] >= time);
@@ -45,7 +45,7 @@ function selectFirst(panel) {
   reveal();
 }
 
-// Brings the selected step into view, in time and on the page, and gives it the keys.
+// Scrolls the selected step into view, in time and on the page, and focuses its panel.
 function reveal() {
   const { panel, step } = state.selected, start = panel.steps.start[step], end = panel.steps.end[step];
   const length = state.end - state.start;
@@ -58,7 +58,7 @@ function reveal() {
   showCard();
 }
 
-// What each key does; `false` leaves the key to the browser.
+// The action of each key; `false` leaves the key to the browser.
 const KEYS = {
   "0": fit,
   "+": () => zoom(0.7),
@@ -76,12 +76,12 @@ const KEYS = {
   Enter: () => (onPanel() && !state.selected ? selectFirst(onPanel()) : false),
 };
 
-// Gives the panel that has the keyboard, if one has.
+// Returns the panel that has the focus, if any.
 function onPanel() {
   return panels.find((panel) => panel.plot === document.activeElement);
 }
 
-// Answers a key.
+// Handles a key.
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("keys").open) return;
   const act = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
@@ -90,11 +90,11 @@ function onKey(event) {
 
 // --- buttons ---------------------------------------------------------------------------------------
 
-// Switches the highlight of the critical path.
+// Toggles the highlight of the critical path.
 function toggleCritical() {
   state.critical = !state.critical;
   document.getElementById("critical").setAttribute("aria-pressed", state.critical);
-  relight();
+  redrawOverlay();
 }
 
 // Shows the list of keys.
@@ -105,18 +105,18 @@ function openKeys() {
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 let chosenTheme = null;
 
-// Gives the theme that was chosen, else the one the reader's system prefers.
+// Returns the chosen theme, else the one the system prefers.
 function theme() {
   return chosenTheme ?? (prefersDark.matches ? "dark" : "light");
 }
 
-// Switches between dark and light.
+// Toggles between dark and light.
 function toggleTheme() {
   chosenTheme = theme() === "dark" ? "light" : "dark";
   applyTheme();
 }
 
-// Puts the theme on the page.
+// Applies the theme to the page.
 function applyTheme() {
   document.documentElement.dataset.theme = theme();
   document.getElementById("theme").setAttribute("aria-pressed", theme() === "dark");
@@ -124,20 +124,20 @@ function applyTheme() {
   redraw();
 }
 
-// --- the page --------------------------------------------------------------------------------------
+// --- page ------------------------------------------------------------------------------------------
 
-// Gives the figures of a panel's header, each with its name.
+// Returns the metrics of a panel's header, each with its name.
 function metricsOf(panel) {
   const peak = Math.max(0, ...panel.memory.map((m) => m.peak));
   const where = panel.memory.findIndex((m) => m.peak === peak);
   return [
-    ["makespan", seconds(panel.makespan)], ["span", seconds(panel.span)], ["period", seconds(panel.period)],
+    ["makespan", seconds(panel.makespan)], ["span", seconds(panel.span)], ["period", panel.period === null ? "–" : seconds(panel.period)],
     ["bubble", `${(panel.bubble * 100).toFixed(1)} %`],
     ["peak memory", panel.ranks > 1 && peak > 0 ? `${bytes(peak)} (rank ${where})` : bytes(peak)],
   ];
 }
 
-// Gives how much longer or shorter a panel's makespan is than the first one's, if both do as much work.
+// Returns the difference of a panel's makespan to that of the first, if both do the same amount of work.
 function comparison(panel) {
   const { makespan: base, work } = panels[0];
   if (panel.number === 0 || panel.makespan === base || Math.abs(panel.work - work) > 1e-9 * work) return null;
@@ -146,7 +146,7 @@ function comparison(panel) {
   return element("dd", `${sign}${Math.abs(percent).toFixed(1)} %`, percent > 0 ? "worse" : "better");
 }
 
-// Makes the header of a panel.
+// Creates the header of a panel.
 function makeHeader(panel) {
   const header = element("header"), list = element("dl", "", "metrics");
   for (const [name, value] of metricsOf(panel)) {
@@ -159,7 +159,7 @@ function makeHeader(panel) {
   return header;
 }
 
-// Makes the elements of a panel and listens to them.
+// Creates the elements of a panel and adds its listeners.
 function mount(panel) {
   const section = element("section", "", "panel");
   panel.sizes = sizesFor(panel.ranks);
@@ -180,7 +180,7 @@ function mount(panel) {
   listen(panel);
 }
 
-// Listens to a panel's pointer and wheel.
+// Adds the listeners for a panel's pointer and wheel.
 function listen(panel) {
   panel.plot.addEventListener("pointerdown", (event) => onPointerDown(event, panel));
   panel.plot.addEventListener("pointermove", (event) => onPointerMove(event, panel));
@@ -192,23 +192,23 @@ function listen(panel) {
 }
 
 const LEGEND = {
-  F: "F forward", I: "I backward, input", W: "W backward, weights", B: "B backward",
+  F: "F forward", I: "I input gradient", W: "W weight gradient", B: "B backward",
   OVERLAP_F_B: "F and B overlapped", UNSHARD: "unshard", RESHARD: "reshard", REDUCE_GRAD: "reduce grad",
-  activation: "activation sent", gradient: "gradient sent", memory: "memory", peak: "its peak",
+  activation: "activation sent", gradient: "gradient sent", memory: "memory", peak: "peak memory",
 };
 
-// Gives what the legend has to explain: names of colours, each with the shape of its swatch.
+// Returns the entries of the legend: names of colours, each with the shape of its swatch.
 function inLegend() {
   const present = new Set();
   for (const panel of panels) for (const kind of panel.steps.kind) present.add(kind);
   const namesOf = (kinds) => kinds.filter((kind) => present.has(kind)).map((kind) => data.kinds[kind]);
   const entries = [...namesOf(COMPUTE).map((name) => [name, ""]), ...namesOf(COLLECTIVE).map((name) => [name, "mark"])];
   if (panels.some((panel) => panel.messages.stage.length)) entries.push(["activation", "thin"], ["gradient", "thin"]);
-  if (MOST_HELD > 0) entries.push(["memory", ""], ["peak", "thin"]);
+  if (MAX_MEMORY > 0) entries.push(["memory", ""], ["peak", "thin"]);
   return entries;
 }
 
-// Makes the legend.
+// Creates the legend.
 function makeLegend() {
   const legend = document.getElementById("legend");
   for (const [name, shape] of inLegend()) {
@@ -219,28 +219,28 @@ function makeLegend() {
   if (panels.some((panel) => panel.stages > panel.ranks)) legend.append(element("li", "s·k: stage s, microbatch k"));
 }
 
-// Gives a spot in plain values.
-function describe(spot) {
-  if (spot === null) return null;
-  const { panel, step, gap } = spot;
+// Returns a target as plain values.
+function describe(target) {
+  if (target === null) return null;
+  const { panel, step, gap } = target;
   if (step === undefined) return { panel: panel.number, action: null, gap };
   return { panel: panel.number, action: stepText(panel, step), step, rank: panel.rankOf[step] };
 }
 
-// Gives the texts of the steps in the chain of the current spot.
-function litTexts() {
-  const { panel, step } = currentSpot() ?? {};
+// Returns the texts of the steps highlighted for the current target.
+function highlightedTexts() {
+  const { panel, step } = currentTarget() ?? {};
   return step === undefined ? [] : Array.from(chainOf(panel, step), (each) => stepText(panel, each));
 }
 
-// Lets tests and the curious read, not change, what the page shows.
+// Exposes the state of the page read-only, for tests.
 function expose() {
   const exposed = {
     fit: FIT,
     get view() { return { start: state.start, end: state.end }; },
     get hovered() { return describe(state.hover); },
     get selected() { return describe(state.selected); },
-    get lit() { return litTexts(); },
+    get highlighted() { return highlightedTexts(); },
     get critical() { return state.critical; },
     get theme() { return theme(); },
     get frames() { return state.frames; },
@@ -257,10 +257,10 @@ const BUTTONS = {
   critical: toggleCritical, theme: toggleTheme, help: openKeys,
 };
 
-// Puts the page together.
+// Assembles the page.
 function open() {
   panels.forEach(mount);
-  if (!panels.length) document.getElementById("panels").append(element("p", "There is no timeline to show.", "empty"));
+  if (!panels.length) document.getElementById("panels").append(element("p", "No timelines to show.", "empty"));
   makeLegend();
   for (const [id, act] of Object.entries(BUTTONS)) document.getElementById(id).addEventListener("click", act);
   document.addEventListener("keydown", onKey);

@@ -1,20 +1,20 @@
-// What lies over it: what is lit, the axis, the frames.
+// The overlay canvas of a panel (highlights), the time axis, and the animation frames.
 
-// --- drawing: what is lit --------------------------------------------------------------------------
+// --- highlights ------------------------------------------------------------------------------------
 
-// Gives the steps that a step needs, directly.
+// Returns the steps that a step needs, directly.
 function inputsOf(panel, step) {
   const sent = panel.messagesIn[step].map((m) => panel.messages.producer[m]);
   return sent.concat(panel.needsIn[step].map((n) => panel.needs.producer[n]));
 }
 
-// Gives the steps that need a step, directly.
+// Returns the steps that need a step, directly.
 function usersOf(panel, step) {
   const sent = panel.messagesOut[step].map((m) => panel.messages.consumer[m]);
   return sent.concat(panel.needsOut[step].map((n) => panel.needs.consumer[n]));
 }
 
-// Gives a step, all it needs, what that needs and so on, and its direct users.
+// Returns a step, its transitive inputs, and its direct users.
 function chainOf(panel, step) {
   const chain = new Set([step]);
   for (const found of chain) for (const input of inputsOf(panel, found)) chain.add(input);
@@ -22,17 +22,17 @@ function chainOf(panel, step) {
   return chain;
 }
 
-// Draws over a panel's base: the lit steps, the way between them, the frame of the spot, the pointer's time.
+// Draws the overlay of a panel: highlighted steps, the critical path, the frame of the target, the pointer's time.
 function drawOverlay(panel) {
   const context = prepare(panel.overlay, layout.width, panel.height);
   context.save();
   context.beginPath();
   context.rect(layout.gutter - 3, 0, layout.width, panel.height);
   context.clip();
-  const spot = currentSpot();
-  const mine = spot !== null && spot.panel === panel ? spot : null;
-  if (mine?.step !== undefined) drawLit(context, panel, chainOf(panel, mine.step));
-  else if (state.critical) drawLit(context, panel, panel.onPath);
+  const target = currentTarget();
+  const mine = target !== null && target.panel === panel ? target : null;
+  if (mine?.step !== undefined) drawHighlighted(context, panel, chainOf(panel, mine.step));
+  else if (state.critical) drawHighlighted(context, panel, panel.onPath);
   if (state.critical) drawPath(context, panel);
   if (mine?.step !== undefined) frame(context, panel, mine.step, colour.accent, 2.5);
   if (mine?.gap !== undefined) drawGap(context, panel, mine.gap);
@@ -40,28 +40,28 @@ function drawOverlay(panel) {
   context.restore();
 }
 
-// Fades everything but some steps, and shows the messages between them.
-function drawLit(context, panel, lit) {
+// Fades everything except some steps, and draws the messages between them.
+function drawHighlighted(context, panel, highlighted) {
   context.globalAlpha = 0.72;
   context.fillStyle = colour.page;
   context.fillRect(layout.gutter, 0, layout.width, panel.height);
   context.globalAlpha = 1;
   const [first, last] = visibleRanks(panel), { start, end } = panel.steps;
-  for (const step of lit) {
+  for (const step of highlighted) {
     const rank = panel.rankOf[step];
     if (rank < first || rank > last || end[step] < state.start || start[step] > state.end) continue;
     if (COLLECTIVE.includes(panel.steps.kind[step])) continue;
     drawBox(context, panel, step, rowAt(panel, rank));
   }
-  if (lit !== panel.onPath) for (const step of lit) drawArrows(context, panel, step, lit);
+  if (highlighted !== panel.onPath) for (const step of highlighted) drawArrows(context, panel, step, highlighted);
 }
 
-// Draws an arrow for each message of a step that comes from a lit one.
-function drawArrows(context, panel, step, lit) {
+// Draws an arrow for each message from a highlighted step to this one.
+function drawArrows(context, panel, step, highlighted) {
   const { producer, begin, arrival, gradient } = panel.messages;
   const middleOf = (s) => rowAt(panel, panel.rankOf[s]).box + panel.sizes.box / 2;
   for (const m of panel.messagesIn[step]) {
-    if (!lit.has(producer[m]) || arrival[m] < state.start || begin[m] > state.end) continue;
+    if (!highlighted.has(producer[m]) || arrival[m] < state.start || begin[m] > state.end) continue;
     const stroke = gradient[m] ? colour.gradient : colour.activation;
     drawArrow(context, xOf(begin[m]), middleOf(producer[m]), xOf(arrival[m]), middleOf(step), stroke);
   }
@@ -98,7 +98,7 @@ function drawPath(context, panel) {
   if (!dense) for (const step of path) frame(context, panel, step, colour.ink, 1.5);
 }
 
-// Keeps an x near the canvas, so that lines to far away stay drawable.
+// Clamps an x near the canvas, because canvases cannot draw very long lines.
 function clampX(x) {
   return Math.max(layout.gutter - 20, Math.min(layout.width + 20, x));
 }
@@ -115,7 +115,7 @@ function frame(context, panel, step, stroke, width) {
   context.strokeRect(x - 0.5, top, Math.max(2, right - x), height);
 }
 
-// Draws the frame of an idle stretch.
+// Draws a frame around an idle gap.
 function drawGap(context, panel, gap) {
   const { rank, start, end } = panel.gaps, y = rowAt(panel, rank[gap]);
   const x = clampX(xOf(start[gap])), right = clampX(xOf(end[gap]));
@@ -136,9 +136,9 @@ function drawHairline(context, panel) {
   context.globalAlpha = 1;
 }
 
-// --- drawing: the axis and the frames --------------------------------------------------------------
+// --- axis and frames -------------------------------------------------------------------------------
 
-// Gives a round distance between ticks that leaves room for their numbers.
+// Returns a round distance between ticks that leaves room for their numbers.
 function tickDistance() {
   const room = layout.width < 600 ? 70 : 90;
   const least = (timeAt(room) - timeAt(0)) * PER_SECOND;
@@ -146,7 +146,7 @@ function tickDistance() {
   return power * ([1, 2, 5].find((factor) => factor * power >= least) ?? 10);
 }
 
-// Draws the shared axis of time, and which part of it is visible.
+// Draws the shared time axis, and which part of it is visible.
 function drawAxis() {
   const context = prepare(axis, layout.width, 34), distance = tickDistance();
   const digits = Math.max(0, -Math.floor(Math.log10(distance) + 1e-9));
@@ -169,7 +169,7 @@ function drawAxis() {
   if (state.pointerTime !== null && state.pointerTime >= state.start) drawPointerTime(context);
 }
 
-// Draws the bar below the axis that says which part of the whole is visible.
+// Draws the bar below the axis that shows the visible part.
 function drawVisiblePart(context) {
   const width = layout.width - layout.gutter - 10, whole = FIT.end - FIT.start;
   context.fillStyle = colour.line;
@@ -179,7 +179,7 @@ function drawVisiblePart(context) {
   context.fillRect(layout.gutter + from, 30, Math.max(3, length), 2);
 }
 
-// Writes the pointer's time onto the axis.
+// Draws the pointer's time on the axis.
 function drawPointerTime(context) {
   const distance = (state.end - state.start) * PER_SECOND / 1000;
   const digits = Math.max(0, Math.min(12, -Math.floor(Math.log10(distance))));
@@ -191,19 +191,19 @@ function drawPointerTime(context) {
 
 const pending = { base: false, overlay: false };
 
-// Asks for everything to be drawn with the next frame.
+// Schedules everything to be drawn in the next frame.
 function redraw() {
   pending.base = true;
-  relight();
+  redrawOverlay();
 }
 
-// Asks for the overlay to be drawn with the next frame.
-function relight() {
+// Schedules the overlay to be drawn in the next frame.
+function redrawOverlay() {
   if (!pending.overlay) requestAnimationFrame(drawFrame);
   pending.overlay = true;
 }
 
-// Draws what was asked for, in the panels that can be seen.
+// Draws what is scheduled, in the visible panels.
 function drawFrame() {
   const began = performance.now();
   for (const panel of panels) {
@@ -219,7 +219,7 @@ function drawFrame() {
   state.firstDraw ??= performance.now();
 }
 
-// Measures the page anew, and draws.
+// Measures the page again, and redraws.
 function resize() {
   layout.width = document.documentElement.clientWidth;
   layout.gutter = layout.width < 600 ? 34 : 72;

@@ -1,13 +1,13 @@
-// The card that tells about a step, and the pointer that brings it up.
+// The tooltip card, and mouse and touch input.
 
-// --- the card --------------------------------------------------------------------------------------
+// --- card ------------------------------------------------------------------------------------------
 
-// Gives what the card is about: what is under the pointer, else what is selected.
-function currentSpot() {
+// Returns the target of the card: what is hovered, else what is selected.
+function currentTarget() {
   return state.hover ?? state.selected;
 }
 
-// Makes an element with text and a class.
+// Creates an element with text and a class.
 function element(tag, text = "", className = "") {
   const made = document.createElement(tag);
   made.textContent = text;
@@ -15,24 +15,24 @@ function element(tag, text = "", className = "") {
   return made;
 }
 
-// Fills the card for the current spot and puts it beside it, or hides it.
+// Fills the card for the current target and places it next to it, or hides it.
 function showCard() {
-  const spot = currentSpot();
-  if (spot === null) return card.replaceChildren();
-  if (spot.step !== undefined) card.replaceChildren(...linesOfStep(spot.panel, spot.step));
-  else if (spot.gap !== undefined) card.replaceChildren(...linesOfGap(spot.panel, spot.gap));
-  else card.replaceChildren(...linesOfMemory(spot));
-  placeCard(spot);
+  const target = currentTarget();
+  if (target === null) return card.replaceChildren();
+  if (target.step !== undefined) card.replaceChildren(...linesOfStep(target.panel, target.step));
+  else if (target.gap !== undefined) card.replaceChildren(...linesOfGap(target.panel, target.gap));
+  else card.replaceChildren(...linesOfMemory(target));
+  placeCard(target);
 }
 
-// Makes the first line of the card: what it is, and what that means.
+// Creates the first line of the card: a name and its meaning.
 function headline(name, meaning) {
   const head = element("div");
   head.append(element("strong", name), element("span", meaning, "what"));
   return head;
 }
 
-// Says everything about a step; what came last before its start is marked.
+// Describes a step; the input that arrived last is marked.
 function linesOfStep(panel, step) {
   const { start, end, kind } = panel.steps, { arrival } = panel.messages;
   const when = `${seconds(start[step])} to ${seconds(end[step])}, takes ${seconds(end[step] - start[step])}`;
@@ -42,7 +42,7 @@ function linesOfStep(panel, step) {
   for (const m of panel.messagesIn[step]) lines.push(element("p", inputText(panel, m), last(arrival[m])));
   for (const n of panel.needsIn[step]) {
     const made = panel.needs.producer[n];
-    const text = `needs ${stepText(panel, made)} of its own rank, done at ${seconds(end[made])}`;
+    const text = `needs ${stepText(panel, made)} of the same rank, completed at ${seconds(end[made])}`;
     lines.push(element("p", text, last(end[made])));
   }
   if (panel.gapBefore.has(step)) lines.push(element("p", gapText(panel, panel.gapBefore.get(step)), "why"));
@@ -50,15 +50,15 @@ function linesOfStep(panel, step) {
   return lines;
 }
 
-// Says what a message brings, from where and when.
+// Describes an input message: its value, its producer, its arrival.
 function inputText(panel, m) {
   const { producer, arrival, size } = panel.messages;
   const from = `${stepText(panel, producer[m])}, rank ${panel.rankOf[producer[m]]}`;
-  const weight = size[m] ? `, ${bytes(size[m])}` : "";
-  return `needs the ${messageText(panel, m)} from ${from}, there at ${seconds(arrival[m])}${weight}`;
+  const amount = size[m] ? `, ${bytes(size[m])}` : "";
+  return `needs the ${messageText(panel, m)} from ${from}, arrives at ${seconds(arrival[m])}${amount}`;
 }
 
-// Says everything about an idle stretch.
+// Describes an idle gap.
 function linesOfGap(panel, gap) {
   const { rank, start, end, before } = panel.gaps;
   const where = before[gap] < 0 ? "after its last step" : `before ${stepText(panel, before[gap])}`;
@@ -66,23 +66,23 @@ function linesOfGap(panel, gap) {
   return [headline("idle", where), element("p", when), element("p", gapText(panel, gap), "why")];
 }
 
-// Says what a rank holds at a time.
+// Describes the memory of a rank at a time.
 function linesOfMemory({ panel, rank, time }) {
   const { times, total, fixed, peak } = panel.memory[rank];
   const after = firstWhere(times.length, (i) => times[i] > time);
-  const head = headline(bytes(after ? total[after - 1] : fixed), `held by rank ${rank} at ${seconds(time)}`);
+  const head = headline(bytes(after ? total[after - 1] : fixed), `memory of rank ${rank} at ${seconds(time)}`);
   return [head, element("p", `peak ${bytes(peak)} at ${seconds(times[total.indexOf(peak)] ?? 0)}`)];
 }
 
-// Puts the card below its spot, or above where there is no room, inside the window.
-function placeCard(spot) {
-  const box = placeOf(spot), size = card.getBoundingClientRect();
+// Places the card below its target, or above if there is no room, inside the window.
+function placeCard(target) {
+  const box = placeOf(target), size = card.getBoundingClientRect();
   const x = Math.max(8, Math.min(layout.width - size.width - 8, box.left));
   const y = box.bottom + 14 + size.height < innerHeight ? box.bottom + 14 : Math.max(8, box.top - size.height - 14);
   card.style.transform = `translate(${Math.round(x)}px, ${Math.round(y)}px)`;
 }
 
-// Gives the place of a spot in the window.
+// Returns the rectangle of a target in the window.
 function placeOf({ panel, step, gap, rank, time }) {
   const plot = panel.plot.getBoundingClientRect(), index = step ?? gap;
   const { start, end } = step !== undefined ? panel.steps : panel.gaps;
@@ -93,16 +93,16 @@ function placeOf({ panel, step, gap, rank, time }) {
   };
 }
 
-// --- pointing --------------------------------------------------------------------------------------
+// --- mouse and touch -------------------------------------------------------------------------------
 
-// Gives what is at a place of the window in a panel, or null.
-function spotAt(panel, clientX, clientY) {
+// Returns the target of a panel at window coordinates, or null.
+function targetAt(panel, clientX, clientY) {
   const plot = panel.plot.getBoundingClientRect(), x = clientX - plot.left, y = clientY - plot.top;
   const rank = Math.floor((y - 2) / panel.sizes.pitch);
   if (x < layout.gutter || rank < 0 || rank >= panel.ranks) return null;
   const row = rowAt(panel, rank), time = timeAt(x);
   if (time < 0 || time > panel.makespan) return null;
-  if (y >= row.memory) return MOST_HELD > 0 && y <= row.bottom ? { panel, rank, time } : null;
+  if (y >= row.memory) return MAX_MEMORY > 0 && y <= row.bottom ? { panel, rank, time } : null;
   const mark = y < row.box ? nearest(panel, panel.rows[rank].collective, time, 4) : undefined;
   const step = mark ?? nearest(panel, panel.rows[rank].compute, time, 0);
   if (step !== undefined) return { panel, step };
@@ -110,7 +110,7 @@ function spotAt(panel, clientX, clientY) {
   return gap === undefined ? null : { panel, gap };
 }
 
-// Gives the step of a list at a time, give or take some pixels.
+// Returns the step of a list at a time, within some pixels.
 function nearest(panel, list, time, pixels) {
   const { start, end } = panel.steps, margin = timeAt(pixels) - timeAt(0);
   const after = firstWhere(list.length, (i) => start[list[i]] > time + margin);
@@ -118,39 +118,39 @@ function nearest(panel, list, time, pixels) {
   return step !== undefined && end[step] + margin >= time ? step : undefined;
 }
 
-// Tells whether two spots are the same thing.
+// Returns whether two targets are equal.
 function same(a, b) {
   if (a === null || b === null) return a === b;
   return ["panel", "step", "gap", "rank", "time"].every((key) => a[key] === b[key]);
 }
 
-// Notes what is under the pointer.
-function hover(spot, time) {
-  const changed = !same(spot, state.hover);
-  state.hover = spot;
+// Updates what is under the pointer.
+function hover(target, time) {
+  const changed = !same(target, state.hover);
+  state.hover = target;
   state.pointerTime = time;
-  relight();
+  redrawOverlay();
   if (changed) showCard();
 }
 
 // Selects a step, or nothing.
-function select(spot) {
-  state.selected = spot?.step === undefined ? null : spot;
+function select(target) {
+  state.selected = target?.step === undefined ? null : target;
   state.hover = null;
-  relight();
+  redrawOverlay();
   showCard();
 }
 
 const pointers = new Map();
 const drag = { moved: 0, distance: 0, middle: 0 };
 
-// Gives the middle and the distance of the pressed pointers.
+// Returns the centre and the distance of the pressed pointers.
 function spread() {
   const xs = [...pointers.values()].map((p) => p.x);
   return { middle: xs.reduce((sum, x) => sum + x, 0) / xs.length, distance: Math.max(...xs) - Math.min(...xs) };
 }
 
-// Begins a drag or a pinch.
+// Starts a drag or a pinch.
 function onPointerDown(event, panel) {
   if (event.button !== 0) return;
   if (pointers.size === 0) drag.moved = 0;
@@ -159,10 +159,10 @@ function onPointerDown(event, panel) {
   Object.assign(drag, spread());
 }
 
-// Pans with one pointer, zooms with two, and looks at what is below when none is pressed.
+// Pans with one pressed pointer, zooms with two, and hovers with none.
 function onPointerMove(event, panel) {
   const before = pointers.get(event.pointerId), time = Math.max(0, timeAt(event.clientX));
-  if (before === undefined) return hover(spotAt(panel, event.clientX, event.clientY), time);
+  if (before === undefined) return hover(targetAt(panel, event.clientX, event.clientY), time);
   pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
   drag.moved += Math.abs(event.clientX - before.x) + Math.abs(event.clientY - before.y);
   if (drag.moved < 4) return;
@@ -175,15 +175,15 @@ function onPointerMove(event, panel) {
   Object.assign(drag, { middle, distance });
 }
 
-// Ends a drag, or selects when it was none.
+// Ends a drag, or selects after a click.
 function onPointerUp(event, panel) {
   if (!pointers.delete(event.pointerId)) return;
   panel.plot.classList.remove("dragging");
   if (pointers.size) Object.assign(drag, spread());
-  else if (drag.moved < 4 && event.type === "pointerup") select(spotAt(panel, event.clientX, event.clientY));
+  else if (drag.moved < 4 && event.type === "pointerup") select(targetAt(panel, event.clientX, event.clientY));
 }
 
-// Zooms around the pointer, or pans sideways; over the names of the ranks the page scrolls.
+// Zooms around the pointer, or pans horizontally; over the rank names the page scrolls.
 function onWheel(event) {
   if (event.clientX < layout.gutter && !event.ctrlKey) return;
   event.preventDefault();

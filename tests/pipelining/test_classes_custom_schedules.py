@@ -1,4 +1,4 @@
-"""Promise: schedules of one's own train, however they are written, and run on torch from our files."""
+"""Tests of user-defined schedules: all ways to write them train, and torch runs them from our files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import penstock
 from penstock import Costs
-from tests.pipelining.own_schedules import OWN, OneByOne
-from tests.pipelining.scripts import (
+from tests.support.pipelining_schedules import OWN, OneByOne
+from tests.support.pipelining_scripts import (
     CPU,
     OURS,
     TORCH,
@@ -40,7 +40,7 @@ def train_own(place: int) -> Run | None:
 
 
 @pytest.mark.parametrize("place", range(len(OWN)), ids=[own.__name__ for own in OWN])
-def test_a_schedule_of_ones_own_trains_as_one_process(pools: Pools, place: int) -> None:
+def test_a_custom_schedule_trains_as_one_process(pools: Pools, place: int) -> None:
     own: Any = OWN[place]
     assert_alike(pools(4).run(train_own, place), train_alone(len(own.stages_on_ranks), own.microbatches))
 

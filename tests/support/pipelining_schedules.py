@@ -1,4 +1,4 @@
-"""Schedules of one's own, written in the ways torch's users write them."""
+"""User-defined schedules, written in the ways that torch supports."""
 
 from __future__ import annotations
 

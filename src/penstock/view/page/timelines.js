@@ -1,21 +1,21 @@
-// What is always drawn: steps, messages, memory.
+// The base canvas of a panel: steps, messages, memory.
 
-// --- drawing: colours and sizes --------------------------------------------------------------------
+// --- colours and sizes -----------------------------------------------------------------------------
 
 let colour = {};
 const widths = new Map();
 
-// Reads the colours of the theme from the style.
+// Reads the colours of the theme from the style sheet.
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  const names = "page ink soft line track held activation gradient memory peak accent on-box".split(" ");
+  const names = "page ink soft line track blocked activation gradient memory peak accent on-box".split(" ");
   const valueOf = (name) => style.getPropertyValue(`--${name}`).trim();
   colour = Object.fromEntries([...names, ...data.kinds].map((name) => [name, valueOf(name)]));
   colour.font = style.getPropertyValue("--font");
   for (const panel of panels) panel.fills = new Map();
 }
 
-// Gives a step's colour; the later stages of a rank are lighter.
+// Returns a step's colour; the later stages of a rank are lighter.
 function fillOf(panel, step) {
   const kind = panel.steps.kind[step], stage = panel.steps.stage[step];
   const key = kind * 1e6 + stage;
@@ -23,7 +23,7 @@ function fillOf(panel, step) {
   return panel.fills.get(key);
 }
 
-// Gives how far along its rank's stages a step's stage is, from 0 to 1.
+// Returns how far along its rank's stages a step's stage is, from 0 to 1.
 function chunkOf(panel, step) {
   const stages = panel.stages_of_rank[panel.rankOf[step]];
   return stages.length > 1 ? Math.max(0, stages.indexOf(panel.steps.stage[step])) / (stages.length - 1) : 0;
@@ -35,21 +35,21 @@ function lighter(hex, share) {
   return hex.startsWith("#") ? `rgb(${mix(1)} ${mix(3)} ${mix(5)})` : hex;
 }
 
-// Chooses the heights of a row by the number of ranks: marks, box, message lane, memory strip, space.
+// Returns the heights of a row for this number of ranks: marks, box, message lane, memory strip, space.
 function sizesFor(ranks) {
   const choices = [[8, [4, 24, 5, 15, 8]], [64, [3, 13, 2, 7, 3]], [Infinity, [2, 7, 1, 4, 2]]];
   const [marks, box, lane, memory, space] = choices.find(([most]) => ranks <= most)[1];
   return { marks, box, lane, memory, pitch: marks + box + lane + memory + space };
 }
 
-// Gives the y of the parts of a rank's row.
+// Returns the y of the parts of a rank's row.
 function rowAt(panel, rank) {
   const { marks, box, lane, memory, pitch } = panel.sizes, top = rank * pitch + 2;
   const below = top + marks + box + 1;
   return { marks: top, box: top + marks, lane: below, memory: below + lane, bottom: below + lane + memory };
 }
 
-// Makes a canvas as fine as the screen, within what browsers can hold, and gives its context.
+// Resizes a canvas to the screen resolution, within browser limits, and returns its context.
 function prepare(canvas, width, height) {
   const ratio = Math.min(layout.ratio, 16000 / Math.max(width, height));
   const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
@@ -60,7 +60,7 @@ function prepare(canvas, width, height) {
   return context;
 }
 
-// Gives the first and last rank whose rows can be seen, with half a screen to spare.
+// Returns the first and last visible rank, with a margin of half a screen.
 function visibleRanks(panel) {
   const top = panel.plot.getBoundingClientRect().top, spare = innerHeight / 2;
   const first = Math.floor((-spare - top) / panel.sizes.pitch);
@@ -68,17 +68,17 @@ function visibleRanks(panel) {
   return [Math.max(0, first), Math.min(panel.ranks - 1, last)];
 }
 
-// Calls `visit(item)` for those of a list, sorted by start and by end, that can be seen.
+// Calls `visit(item)` for the visible items of a list that is sorted by start and by end.
 function eachVisible(items, startOf, endOf, visit) {
   let index = firstWhere(items.length, (i) => endOf(items[i]) >= state.start);
   for (; index < items.length && startOf(items[index]) <= timeAt(layout.width); index++) visit(items[index]);
 }
 
-// --- drawing: the base -----------------------------------------------------------------------------
+// --- drawing ---------------------------------------------------------------------------------------
 
 const BUCKET = 5; // pixels of time that share a stack
 
-// Tells whether steps are too narrow for boxes, so that shares of time are drawn instead.
+// Returns whether steps are too narrow for boxes, so that shares of time are drawn instead.
 function isDense(panel) {
   return panel.meanStep * ((layout.width - layout.gutter) / (state.end - state.start)) < 2.5;
 }
@@ -101,7 +101,7 @@ function drawBase(panel) {
   drawEnd(context, panel);
 }
 
-// Draws the ground on which idle time is seen.
+// Draws the background, which is visible where a rank is idle.
 function drawTrack(context, panel, rank) {
   const y = rowAt(panel, rank);
   const from = Math.max(layout.gutter, xOf(0)), to = Math.min(layout.width, xOf(panel.makespan));
@@ -109,7 +109,7 @@ function drawTrack(context, panel, rank) {
   if (to > from) context.fillRect(from, y.box, to - from, panel.sizes.box);
 }
 
-// Draws the name of the rank, and its peak, over whatever reaches into the margin.
+// Draws the name of the rank and its peak memory into the left margin.
 function drawRankName(context, panel, rank) {
   const y = rowAt(panel, rank), wide = layout.gutter > 44;
   context.clearRect(0, y.marks - 1, layout.gutter, panel.sizes.pitch);
@@ -137,10 +137,10 @@ function drawEnd(context, panel) {
   context.setLineDash([]);
 }
 
-// Draws a box for each step; of those narrower than a pixel, one for each pixel.
+// Draws a box per step, and at most one per pixel.
 function drawBoxes(context, panel, rank) {
   const { start, end } = panel.steps, row = panel.rows[rank], y = rowAt(panel, rank);
-  for (const stream of [row.held, row.compute]) {
+  for (const stream of [row.blocked, row.compute]) {
     let covered = -Infinity;
     eachVisible(stream, (s) => start[s], (s) => end[s], (step) => {
       if (xOf(end[step]) - covered < 1) return;
@@ -154,15 +154,15 @@ function drawBoxes(context, panel, rank) {
 function drawBox(context, panel, step, y) {
   const x = Math.max(layout.gutter - 4, xOf(panel.steps.start[step]));
   const width = Math.min(layout.width + 4, xOf(panel.steps.end[step])) - x;
-  const held = !COMPUTE.includes(panel.steps.kind[step]);
-  context.fillStyle = held ? colour.held : fillOf(panel, step);
+  const blocked = !COMPUTE.includes(panel.steps.kind[step]);
+  context.fillStyle = blocked ? colour.blocked : fillOf(panel, step);
   const shown = Math.max(1, width > 4 ? width - 1 : width);
-  if (held) context.fillRect(x, y.box + panel.sizes.box / 2 - 1, shown, 2);
+  if (blocked) context.fillRect(x, y.box + panel.sizes.box / 2 - 1, shown, 2);
   else context.fillRect(x, y.box, shown, panel.sizes.box);
-  if (!held && width > 7 && panel.sizes.box > 9) drawLabel(context, panel, step, x, shown, y);
+  if (!blocked && width > 7 && panel.sizes.box > 9) drawLabel(context, panel, step, x, shown, y);
 }
 
-// Writes into a box the longest kind of label that fits all of its panel, if it fits this box too.
+// Draws into a box the longest form of label that fits the whole panel, if it fits this box too.
 function drawLabel(context, panel, step, x, width, y) {
   context.font = `${panel.sizes.box > 18 ? 11.5 : 9.5}px ${colour.font}`;
   const pair = Number(panel.pairOf.has(step)), room = xOf(panel.shortest[pair]) - xOf(0) - 3;
@@ -175,14 +175,14 @@ function drawLabel(context, panel, step, x, width, y) {
   context.fillText(label, x + width / 2, y.box + panel.sizes.box / 2 + 0.5);
 }
 
-// Measures a text, each only once.
+// Returns the width of a text, cached.
 function widthOf(context, text) {
   const key = context.font + text;
   if (!widths.has(key)) widths.set(key, context.measureText(text).width);
   return widths.get(key);
 }
 
-// Draws, for each few pixels of time, how much of it went to each kind, as a stack.
+// Draws the share of each kind per few pixels of time, as a stack.
 function drawShares(context, panel, rank) {
   const { start, end, kind } = panel.steps, y = rowAt(panel, rank), width = timeAt(BUCKET) - timeAt(0);
   const spent = new Float64Array(data.kinds.length);
@@ -205,7 +205,7 @@ function drawShares(context, panel, rank) {
   moveTo(-1);
 }
 
-// Draws one stack and empties it.
+// Draws one stack and clears it.
 function drawStack(context, spent, from, width, top, height) {
   const x = xOf(from), right = xOf(from + width);
   let bottom = top + height;
@@ -247,30 +247,30 @@ function drawMessages(context, panel, rank) {
   }
 }
 
-// Draws what a rank holds over time as a stepped area, and its peak.
+// Draws the memory of a rank over time as a stepped area, and its peak.
 function drawMemory(context, panel, rank) {
   const { times, total, fixed, peak } = panel.memory[rank], y = rowAt(panel, rank);
-  if (MOST_HELD <= 0) return;
-  const yOf = (amount) => y.bottom - (amount / MOST_HELD) * (panel.sizes.memory - 1);
+  if (MAX_MEMORY <= 0) return;
+  const yOf = (amount) => y.bottom - (amount / MAX_MEMORY) * (panel.sizes.memory - 1);
   const right = Math.min(layout.width, xOf(panel.makespan));
   const first = firstWhere(times.length, (i) => times[i] >= state.start);
   context.fillStyle = colour.memory;
   context.beginPath();
   context.moveTo(layout.gutter, y.bottom);
-  const held = traceMemory(context, panel.memory[rank], first, right, yOf, first ? total[first - 1] : fixed);
-  context.lineTo(right, yOf(held));
+  const last = traceMemory(context, panel.memory[rank], first, right, yOf, first ? total[first - 1] : fixed);
+  context.lineTo(right, yOf(last));
   context.lineTo(right, y.bottom);
   if (right > layout.gutter) context.fill();
   if (peak > 0) drawPeak(context, panel, rank, yOf(peak));
 }
 
-// Traces the steps of the area; a pixel with many changes shows the most of them. Gives what is held last.
-function traceMemory(context, { times, total }, first, right, yOf, held) {
+// Traces the outline of the area; a pixel with many changes shows their maximum. Returns the last value.
+function traceMemory(context, { times, total }, first, right, yOf, amountNow) {
   const stepTo = (x, amount) => {
-    context.lineTo(x, yOf(held));
-    context.lineTo(x, yOf((held = amount)));
+    context.lineTo(x, yOf(amountNow));
+    context.lineTo(x, yOf((amountNow = amount)));
   };
-  stepTo(layout.gutter, held);
+  stepTo(layout.gutter, amountNow);
   for (let i = first; i < times.length && xOf(times[i]) <= right; i++) {
     const x = xOf(times[i]);
     let most = total[i];
@@ -278,10 +278,10 @@ function traceMemory(context, { times, total }, first, right, yOf, held) {
     stepTo(x, most);
     if (total[i] !== most) stepTo(Math.min(x + 1, right), total[i]);
   }
-  return held;
+  return amountNow;
 }
 
-// Marks the first time at which a rank holds the most.
+// Marks the first peak of a rank.
 function drawPeak(context, panel, rank, y) {
   const { times, total, peak } = panel.memory[rank];
   const x = xOf(times[total.indexOf(peak)] ?? 0);

@@ -1,4 +1,4 @@
-"""The example that torch's tutorial on pipelining teaches with, written anew: a decoder cut by hand."""
+"""A decoder split by hand, after the example of torch's tutorial on pipelining."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.pipelining.scripts import Run, gradients_of
+from tests.support.pipelining_scripts import Run, gradients_of
 
 WIDTH, LAYERS, WORDS, LENGTH, ROWS, CHUNKS = 8, 4, 13, 5, 8, 4
 
@@ -27,8 +27,8 @@ class Decoder(nn.Module):
         self.norm: nn.Module | None = nn.LayerNorm(WIDTH)
         self.output: nn.Module | None = nn.Linear(WIDTH, WORDS)
 
-    def forward(self, words: Tensor) -> Tensor:
-        value = words if self.embeddings is None else self.embeddings(words)
+    def forward(self, tokens: Tensor) -> Tensor:
+        value = tokens if self.embeddings is None else self.embeddings(tokens)
         for layer in self.layers.values():
             value = layer(value, value)
         value = value if self.norm is None else self.norm(value)
@@ -52,7 +52,7 @@ def tokenwise(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.reshape(-1, WORDS), target.reshape(-1))
 
 
-def words() -> tuple[Tensor, Tensor]:
+def token_batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=generator)
     return text[:, :-1], text[:, 1:]
@@ -65,7 +65,7 @@ def follow(package: str) -> Run:
     module = cut(Decoder(), rank, stages)
     stage = pipelining.PipelineStage(module, rank, stages, torch.device("cpu"))
     schedule = pipelining.ScheduleGPipe(stage, n_microbatches=CHUNKS, loss_fn=tokenwise)
-    x, y = words()
+    x, y = token_batch()
     run, losses = Run(), list[Tensor]()
     output = None
     if rank == 0:
@@ -84,7 +84,7 @@ def alone() -> Run:
     """The same in one process."""
     whole, run = Decoder(), Run()
     outputs, losses = [], []
-    for x, y in zip(*(part.chunk(CHUNKS) for part in words())):
+    for x, y in zip(*(part.chunk(CHUNKS) for part in token_batch())):
         outputs.append(whole(x))
         losses.append(tokenwise(outputs[-1], y))
         torch.autograd.backward(losses[-1] / CHUNKS)

@@ -1,4 +1,4 @@
-"""Promise: orders go to files and come from files, torch's and ours, and can be looked at."""
+"""Tests of reading and writing orders as CSV files: torch's and ours are interchangeable."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.pipelining import _schedule_visualizer as pictures
 from tests.oracles import torch_schedules as oracle
-from tests.pipelining.test_orders import NAMES, made, order, ours, texts
-
-# --- files -----------------------------------------------------------------------------------------
+from tests.support.pipelining_orders import NAMES, made, order, ours, texts
 
 
 def bare(ranks: int, stages: int, microbatches: int, runtime: bool = True) -> Any:  # noqa: FBT001, FBT002
@@ -50,7 +47,7 @@ def test_a_plain_multi_stage_schedule_reads_and_writes_orders_too(tmp_path: Path
         here._load_csv(tmp_path / "zbv.csv", format="compute_comms")
 
 
-def test_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_formats_that_do_not_match_are_rejected(tmp_path: Path) -> None:
     mine = made("LoopedBFS", 2, 2)
     mine._dump_csv(tmp_path / "lowered.csv")
     with pytest.raises(ValueError, match="compute_comms"):
@@ -62,37 +59,3 @@ def test_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_text("0F0,0B0\n1F0junk,1B0\n")
     with pytest.raises(penstock.FormatError, match="row 2, column 1"):
         bare(2, 2, 1)._load_csv(tmp_path / "bad.csv")
-
-
-# --- pictures --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["GPipe", "1F1B", *NAMES])
-def test_a_schedule_is_looked_at_plain_spaced_and_with_messages(name: str) -> None:
-    plain = pictures.get_schedule_ops(name, 2, 4)
-    spaced = pictures.get_schedule_ops(name, 2, 4, add_spacing=True)
-    with_messages = pictures.get_schedule_ops(name, 2, 4, with_comms=True)
-    for rank in range(2):
-        assert [each for each in spaced[rank] if each is not None] == plain[rank]
-        assert [each for each in with_messages[rank] if each is not None and each.is_compute_op] == plain[rank]
-    assert None in spaced[1]
-
-
-def test_what_cannot_be_looked_at_is_refused() -> None:
-    with pytest.raises(ValueError, match="add_spacing"):
-        pictures.get_schedule_ops("GPipe", 2, 4, add_spacing=True, with_comms=True)
-    with pytest.raises(AssertionError, match="one stage per rank"):
-        pictures.get_schedule_ops("GPipe", 2, 4, num_stages_per_rank=2)
-    with pytest.raises(ValueError, match="a name or a class"):
-        pictures.get_schedule_ops(int, 2, 4)  # type: ignore[arg-type]
-
-
-def test_pictures_go_to_files_and_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ops = pictures.get_schedule_ops("ZBVZeroBubble", 2, 4)
-    for ending, begin in (("svg", b"<svg"), ("png", b"\x89PNG"), ("html", b"<!")):
-        pictures.visualize_schedule(ops, str(tmp_path / f"a.{ending}"))
-        assert (tmp_path / f"a.{ending}").read_bytes().lstrip().lower().startswith(begin.lower())
-    pictures.visualize_schedule(ops)
-    assert "rank 1" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"\.svg"):
-        pictures.visualize_schedule(ops, str(tmp_path / "a.bmp"))

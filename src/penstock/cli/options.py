@@ -1,0 +1,138 @@
+"""The options that several commands share, each declared once, with their completion and parsing."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, TypeAlias
+
+import typer
+
+from penstock.cost.presets import presets
+from penstock.families import families
+from penstock.validation import SendModel
+
+__all__ = [
+    "SEND_MODELS",
+    "AsJson",
+    "CostsSource",
+    "JitterShare",
+    "Lowered",
+    "MemoryLimit",
+    "Microbatches",
+    "Objective",
+    "ObjectiveOption",
+    "Quantile",
+    "Ranks",
+    "ScheduleSource",
+    "Seed",
+    "SendModelOption",
+    "StagesPerRank",
+    "complete_family",
+    "parse_bytes",
+    "parse_send_model",
+]
+
+
+class Objective(str, Enum):
+    """The objective to minimize."""
+
+    makespan = "makespan"
+    span = "span"
+    period = "period"
+
+
+def complete_family(prefix: str) -> list[str]:
+    """Family names with this prefix, for shell completion; the shell falls back to files."""
+    return [name for name in families() if name.startswith(prefix)]
+
+
+def _complete_preset(prefix: str) -> list[str]:
+    return [name for name in presets() if name.startswith(prefix)]
+
+
+SEND_MODELS = ", ".join(map(str, SendModel))
+
+
+def parse_send_model(name: str) -> SendModel:
+    """The send model of this name, or a usage error."""
+    if name not in [model.value for model in SendModel]:
+        raise typer.BadParameter(f"--send-model is one of {SEND_MODELS} (given {name})")
+    return SendModel(name)
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for end, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def parse_bytes(text: str) -> float:
+    """A number of bytes, with or without a unit."""
+    number = text.strip().rstrip("BGKMTi")
+    unit = text.strip()[len(number) :]
+    try:
+        size = float(number) * float(_UNITS[unit])
+    except (ValueError, KeyError):
+        size = -1.0
+    if not 0 <= size < float("inf"):
+        raise typer.BadParameter(f"--memory is a number of bytes, e.g. 80e9, 80GB or 74.5GiB (given {text})")
+    return size
+
+
+ScheduleSource: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE",
+        help="A schedule family (see penstock list), or a .csv or .json file.",
+        autocompletion=complete_family,
+    ),
+]
+Ranks: TypeAlias = Annotated[int | None, typer.Option("--ranks", "-p", help="Number of pipeline ranks.")]
+Microbatches: TypeAlias = Annotated[
+    int | None, typer.Option("--microbatches", "-m", help="Number of microbatches.")
+]
+StagesPerRank: TypeAlias = Annotated[
+    int | None, typer.Option("--stages-per-rank", "-v", help="Number of stages per rank.")
+]
+Lowered: TypeAlias = Annotated[
+    bool, typer.Option("--lowered", help="Add communication, sharding and gradient reduction.")
+]
+CostsSource: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--costs",
+        "-c",
+        metavar="FILE|PRESET",
+        help="Cost model: a .json or .toml file, or a preset.",
+        autocompletion=_complete_preset,
+    ),
+]
+MemoryLimit: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--memory",
+        metavar="BYTES",
+        help="Memory limit per rank, e.g. 80e9, 80GB or 74.5GiB.",
+        parser=parse_bytes,
+    ),
+]
+SendModelOption: TypeAlias = Annotated[
+    SendModel,
+    typer.Option(
+        "--send-model",
+        metavar="MODEL",
+        help=f"Send model: {SEND_MODELS}. All but buffered add SEND and RECV where the schedule has none.",
+        parser=parse_send_model,
+    ),
+]
+ObjectiveOption: TypeAlias = Annotated[Objective, typer.Option("--objective", help="Objective to minimize.")]
+JitterShare: TypeAlias = Annotated[
+    float | None,
+    typer.Option("--jitter", metavar="SHARE", help="Vary the time of every step by this share, e.g. 0.05."),
+]
+Quantile: TypeAlias = Annotated[
+    float, typer.Option("--quantile", help="With --jitter: rank by this quantile of the objective.")
+]
+Seed: TypeAlias = Annotated[int, typer.Option("--seed", help="Random seed.")]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -1,0 +1,39 @@
+"""Progress on stderr while a command runs; nothing is shown when stderr is not a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from penstock.search import Progress as SearchProgress
+
+__all__ = ["search_progress", "spinner"]
+
+
+@contextmanager
+def search_progress() -> Iterator[Callable[[SearchProgress], None]]:
+    """A bar with the best value so far, the bound and the gap; yields the function that updates it."""
+    stderr = Console(stderr=True)
+    columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task("starting", total=1.0)
+
+        def update(now: SearchProgress) -> None:
+            text = f"{now.doing}: best {now.best:g}, bound {now.bound:g}, gap {now.gap:.2%}"
+            bar.update(task, completed=now.share, description=text)
+
+        yield update
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """A spinner with a text."""
+    stderr = Console(stderr=True)
+    if stderr.is_terminal:
+        with stderr.status(text):
+            yield
+    else:
+        yield

@@ -1,0 +1,32 @@
+"""Renders timelines in the formats that have a time axis; a view is imported only when it is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import typer
+
+from penstock.simulation.timeline import Timeline
+
+__all__ = ["TIMELINE_FORMATS", "render", "require_suffix"]
+
+TIMELINE_FORMATS = {"svg": "svg", "png": "png", "html": "html", "trace": "perfetto"}
+"""The module of `penstock.view` for each format; its function has the format's name."""
+
+
+def render(name: str, timelines: list[Timeline]) -> bytes:
+    """The timelines in one of these formats."""
+    view = getattr(import_module(f"penstock.view.{TIMELINE_FORMATS[name]}"), name)
+    content: str | bytes = view(timelines)
+    return content.encode() if isinstance(content, str) else content
+
+
+def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") -> str:
+    """The suffix of an output file without its dot; a usage error if it is none of these."""
+    suffix = output.suffix.lower()
+    if suffix not in suffixes:
+        *others, last = suffixes
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise typer.BadParameter(f"{output} does not end in {expected}{advice}")
+    return suffix[1:]

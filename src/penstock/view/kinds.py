@@ -1,0 +1,53 @@
+"""How views show each kind of action: one table, and an error for a kind that is not in it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from penstock.ir.kinds import Kind, handler_of
+
+__all__ = ["KIND_STYLES", "KindStyle", "Track", "kinds_on", "style_of"]
+
+Track = Literal["compute", "message", "collective"]
+
+
+class KindStyle(NamedTuple):
+    """How one kind of action is shown."""
+
+    track: Track
+    """The track of a rank on which it is drawn."""
+    meaning: str
+    """Its entry in the legend."""
+    terminal: str = ""
+    """Its style on a terminal, as rich writes it."""
+    colour: str = ""
+    """Its colour in SVG and PNG; empty if it has no box of its own there."""
+    units: int = 0
+    """Its length in pictures without costs."""
+
+
+KIND_STYLES = {
+    Kind.F: KindStyle("compute", "forward", "black on bright_blue", "#0072b2", 1),
+    Kind.B: KindStyle("compute", "backward", "black on dark_orange", "#e69f00", 2),
+    Kind.I: KindStyle("compute", "input gradient", "black on bright_magenta", "#cc79a7", 1),
+    Kind.W: KindStyle("compute", "weight gradient", "black on bright_yellow", "#f0e442", 1),
+    Kind.OVERLAP_F_B: KindStyle("compute", "overlapped pair", "black on bright_cyan"),
+    Kind.SEND_F: KindStyle("message", "send activation"),
+    Kind.RECV_F: KindStyle("message", "receive activation"),
+    Kind.SEND_B: KindStyle("message", "send gradient"),
+    Kind.RECV_B: KindStyle("message", "receive gradient"),
+    Kind.UNSHARD: KindStyle("collective", "unshard", "dim", "#009e73"),
+    Kind.RESHARD: KindStyle("collective", "reshard", "dim", "#56b4e9"),
+    Kind.REDUCE_GRAD: KindStyle("collective", "reduce gradients", "bold", "#d55e00"),
+}
+"""In the order of the legend."""
+
+
+def style_of(kind: Kind) -> KindStyle:
+    """How a kind is shown; `UnhandledKindError` for a kind without a style."""
+    return handler_of(KIND_STYLES, kind, "view.kinds")
+
+
+def kinds_on(track: Track) -> list[Kind]:
+    """The kinds of a track that have a colour, in the order of the legend."""
+    return [kind for kind, style in KIND_STYLES.items() if style.track == track and style.colour]

@@ -1,0 +1,56 @@
+"""The legend of a picture: a box and its meaning for each kind and each part of memory that is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.ir.action import Kind
+from penstock.view.kinds import KIND_STYLES, kinds_on
+from penstock.view.marks import Box, Group, Label, Mark, text_width
+from penstock.view.palette import box_style
+
+__all__ = ["Legend", "legend"]
+
+
+class Legend(NamedTuple):
+    """What the legend explains."""
+
+    kinds: list[Kind]
+    stages_per_rank: int
+    pairs: bool
+    memory: list[str]
+
+
+def legend(shown: Legend, left: int, width: int, top: int) -> tuple[Group, int]:
+    """The entries in as many lines as they need, and the y where they end."""
+    marks: list[Mark] = []
+    x, y = float(left), top
+    for boxes, meaning in _entries(shown):
+        right = max(box.x + box.width for box in boxes)
+        entry_width = right + 5 + text_width(meaning, 10)
+        if x > left and x + entry_width > left + width:
+            x, y = float(left), y + 18
+        marks += [box._replace(x=round(x + box.x, 2), y=y - 9 + box.y) for box in boxes]
+        marks.append(Label("key", round(x + right + 5, 2), y, meaning))
+        x += entry_width + 14
+    return Group("legend", marks), y + 4
+
+
+def _entries(shown: Legend) -> Iterator[tuple[list[Box], str]]:
+    """Boxes relative to (0, 0), and their meaning."""
+    kinds = [kind for kind in kinds_on("compute") if kind in shown.kinds]
+    for kind in kinds:
+        yield [Box(box_style(kind, 0), 0, 0, 16, 11)], f"{kind}: {KIND_STYLES[kind].meaning}"
+    if shown.pairs:
+        lower = Kind.B if Kind.B in kinds else Kind.I
+        halves = [Box(box_style(kind, 0), 0, 5.5 * n, 16, 5.5) for n, kind in enumerate((Kind.F, lower))]
+        yield halves, KIND_STYLES[Kind.OVERLAP_F_B].meaning
+    if kinds and shown.stages_per_rank > 1:
+        tints = [Box(box_style(kinds[0], n), 12 * n, 0, 12, 11) for n in range(shown.stages_per_rank)]
+        yield tints, "first to last stage of a rank"
+    for kind in kinds_on("collective"):
+        if kind in shown.kinds:
+            yield [Box(kind.value, 0, 4, 6, 4)], KIND_STYLES[kind].meaning
+    for part in shown.memory:
+        yield [Box(part, 0, 0, 16, 11)], f"memory: {part}"

@@ -1,0 +1,120 @@
+"""What all panels of a picture share: the time axis, the memory scale, the heights of rows, the styles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import floor, log10
+
+import numpy as np
+
+from penstock.cost.costs import Costs, size_text
+from penstock.ir.action import Kind
+from penstock.ir.table import Floats
+from penstock.simulation.timeline import Timeline
+from penstock.view.kinds import style_of
+from penstock.view.legend import Legend
+from penstock.view.marks import Style, text_width
+from penstock.view.palette import MEMORY, styles
+
+__all__ = ["GAP", "LEFT", "MARGIN", "ROW", "STRIP", "TITLE", "WIDEST", "Scales", "round_step", "short_bytes"]
+
+# sizes in pixels
+MARGIN, LEFT = 14, 64
+NARROWEST, WIDEST = 440, 2200  # the time axis
+TITLE, ROW, TICKS, STRIP, GAP = 26, 22, 6, 16, 8
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The time axis and the memory scale of these timelines."""
+
+    timelines: tuple[Timeline, ...]
+
+    @cached_property
+    def length(self) -> float:
+        """Length of the time axis in seconds."""
+        return max(timeline.makespan for timeline in self.timelines) or 1.0
+
+    @cached_property
+    def width(self) -> int:
+        """Width of the time axis in pixels: most boxes have room for their number."""
+        durations = np.concatenate([(t.end - t.start)[t.is_compute] for t in self.timelines])
+        positive = durations[durations > 0]
+        short = float(np.quantile(positive, 0.1)) if positive.size else self.length
+        digits = max(len(str(t.schedule.microbatches - 1)) for t in self.timelines)
+        wanted = self.length / short * (text_width("0" * digits, 10) + 6)
+        return round(min(max(wanted, NARROWEST), WIDEST))
+
+    def x(self, seconds: Floats) -> list[float]:
+        """The x of these times, to a hundredth of a pixel."""
+        places: list[float] = np.round(LEFT + seconds * (self.width / self.length), 2).tolist()
+        return places
+
+    @cached_property
+    def peak_memory(self) -> float:
+        """The highest peak of any rank."""
+        return max(max(timeline.peak_memory) for timeline in self.timelines)
+
+    @cached_property
+    def right(self) -> int:
+        """Room for the labels to the right of the axis."""
+        peaks = [short_bytes(peak, t.costs) for t in self.timelines for peak in t.peak_memory]
+        return round(max(text_width(f"peak {peak}", 10) for peak in [*peaks, "1.2 us"])) + 8 + MARGIN
+
+    @cached_property
+    def styles(self) -> dict[str, Style]:
+        """Every style by name."""
+        return styles(self.legend.stages_per_rank)
+
+    @cached_property
+    def kinds(self) -> list[Kind]:
+        """The kinds of actions in the timelines."""
+        return [kind for kind in Kind if any(t.schedule.table.has(kind) for t in self.timelines)]
+
+    @cached_property
+    def legend(self) -> Legend:
+        """What the legend explains."""
+        hosted = [stages for t in self.timelines for stages in t.schedule.placement.stages_of_rank]
+        pairs = any(len(t.schedule.table.slot) > t.schedule.num_steps for t in self.timelines)
+        memories = [memory for t in self.timelines for memory in t.memory]
+        used = [part for part in MEMORY if any(np.any(getattr(memory, part)) for memory in memories)]
+        return Legend(self.kinds, max(map(len, hosted)), pairs, used)
+
+    @cached_property
+    def unit(self) -> tuple[float, str]:
+        """The unit of the axis in seconds, and its name; no name at the unit costs of `Costs()`."""
+        names = ("forward", "backward_input", "backward_weight")
+        if all(getattr(t.costs, name) == 1 for t in self.timelines for name in names):
+            return 1, ""
+        return next(((u, name) for u, name in ((1, "s"), (1e-3, "ms")) if self.length >= u), (1e-6, "us"))
+
+    @cached_property
+    def row_height(self) -> int:
+        """Height of a rank with its collectives and its memory strip."""
+        ticks = any(style_of(kind).track == "collective" for kind in self.kinds)
+        return ROW + TICKS * ticks + (STRIP + 2 if self.peak_memory else 0) + GAP
+
+    def panel_height(self, timeline: Timeline) -> int:
+        """Height of a timeline with its title."""
+        return TITLE + self.row_height * timeline.schedule.num_ranks + GAP
+
+    @cached_property
+    def ticks(self) -> list[float]:
+        """Round times, in seconds, 50 to 125 pixels apart."""
+        unit, _ = self.unit
+        step = round_step(self.length / unit * 50 / self.width)
+        return [n * step * unit for n in range(int(self.length / unit / step * (1 + 1e-9)) + 1)]
+
+
+def round_step(least: float) -> float:
+    """The smallest 1, 2 or 5 times a power of ten that is at least this."""
+    power = 10.0 ** floor(log10(least))
+    return next(n * power for n in (1, 2, 5, 10) if n * power >= least)
+
+
+def short_bytes(count: float, costs: Costs) -> str:
+    """Bytes with their unit; a bare number where an activation counts as one byte."""
+    if costs.activation != 1:
+        return size_text(count)
+    return f"{count:.4g}" if count < 9999.5 else f"{count:.0f}"

@@ -1,0 +1,110 @@
+"""Tests of what all commands share: help, examples, version and shell completion."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.cli import app
+from tests.support.command_line import SLOW_COMMANDS, Run, run_process, write_example_files
+
+COMMANDS: dict[str, Any] = {str(command.name): command.callback for command in app.registered_commands}
+EXAMPLES = [
+    line.strip()
+    for callback in COMMANDS.values()
+    for line in str(callback.__doc__).partition("Examples:")[2].splitlines()
+    if line.strip()
+]
+
+
+# --- help ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_has_its_examples_one_per_line(command: str, tmp_path: Path) -> None:
+    mine = [line for line in EXAMPLES if line.split()[1] == command]
+    assert mine
+    shown = run_process(command, "--help", cwd=tmp_path, environment={"COLUMNS": "120"}).out
+    assert set(mine) <= {line.strip() for line in shown.splitlines()}
+
+
+@pytest.mark.parametrize("line", [line for line in EXAMPLES if line.split()[1] not in SLOW_COMMANDS])
+def test_the_examples_in_the_help_run(line: str, run: Run, tmp_path: Path) -> None:
+    write_example_files(tmp_path)
+    program, *arguments = shlex.split(line)
+    result = run(*arguments)
+    assert program == "penstock"
+    assert (result.code, result.err) == (0, "")
+
+
+def test_help_starts_with_usage_and_names_every_command_and_a_first_example(tmp_path: Path) -> None:
+    result = run_process("--help", cwd=tmp_path)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.split()[:2] == ["Usage:", "penstock"]
+    assert all(command in result.out for command in COMMANDS)
+    assert "penstock show 1f1b --ranks 4 --microbatches 8" in result.out
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("list", "--help"), ("show", "-h"), ("check", "--help"), ("verify-grads", "-h"), ("demo", "-h")],
+)
+def test_help_and_h_show_examples(command: str, option: str, tmp_path: Path) -> None:
+    result = run_process(command, option, cwd=tmp_path)
+    assert result.code == 0
+    assert "Examples:" in result.out
+    assert f" penstock {command}" in result.out.partition("Examples:")[2]
+
+
+def test_the_version_is_printed(run: Run) -> None:
+    result = run("--version")
+    assert (result.code, result.out) == (0, f"penstock {penstock.__version__}\n")
+
+
+# --- completion ------------------------------------------------------------------------------------
+
+
+def completions(line: str, tmp_path: Path) -> list[str]:
+    """What bash offers for a partial line."""
+    environment = {
+        "_PENSTOCK_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split(" ")) - 1),
+    }
+    result = run_process(cwd=tmp_path, environment=environment)
+    assert result.err == ""
+    return result.out.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("penstock si", {"simulate"}),
+        ("penstock ", set(COMMANDS)),
+        ("penstock show zb", {"zb-h1", "zb-h2", "zbv"}),
+        ("penstock compare 1f1b ea", {"eager-1f1b"}),
+        ("penstock simulate 1f1b --mic", {"--microbatches"}),
+        ("penstock show 1f1b --costs zb-h4096-p8-m24", {"zb-h4096-p8-m24"}),
+    ],
+)
+def test_bash_completes_commands_families_options_and_presets(
+    line: str, expected: set[str], tmp_path: Path
+) -> None:
+    assert set(completions(line, tmp_path)) == expected
+
+
+def test_completion_can_be_installed_and_shown(tmp_path: Path) -> None:
+    shown = run_process("--help", cwd=tmp_path).out
+    assert "--install-completion" in shown
+    assert "--show-completion" in shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_a_completion_script_that_calls_penstock(shell: str, tmp_path: Path) -> None:
+    result = run_process(cwd=tmp_path, environment={"_PENSTOCK_COMPLETE": f"source_{shell}"})
+    assert (result.code, result.err) == (0, "")
+    assert f"_PENSTOCK_COMPLETE=complete_{shell}" in result.out

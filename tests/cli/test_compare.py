@@ -1,0 +1,52 @@
+"""Tests of `penstock compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import penstock
+from tests.support.command_line import Run
+
+
+def test_it_prints_a_row_for_each_schedule_and_count(run: Run, tmp_path: Path) -> None:
+    penstock.build("zb-h1", ranks=2, microbatches=3).write(tmp_path / "mine.json")
+    rows = run("compare", "1f1b", "mine.json", "-p", 2, "-m", 2, "-m", 4, "--json").json
+    assert [(row["name"], row["microbatches"], row["makespan"]) for row in rows] == [
+        ("1f1b", 2, 9),
+        ("1f1b", 4, 15),
+        ("zb-h1", 3, 10),
+    ]
+    table = run("compare", "1f1b", "zb-h1", "-p", 2, "-m", 2).out.splitlines()
+    head = " ".join(table[0].split())
+    assert head == "schedule p v m makespan span period bubble memory sent bound gap"
+    assert table[1].split()[:5] == ["1f1b", "2", "1", "2", "9"]
+
+
+def test_without_names_it_compares_all_families(run: Run) -> None:
+    rows = run("compare", "-p", 2, "-m", 4, "-v", 3, "--json").json
+    assert len(rows) == 12
+    assert {row["name"]: row["stages"] for row in rows}["interleaved-1f1b"] == 6
+    rows = run("compare", "Interleaved1F1B", "1F1B", "-p", 2, "-m", 4, "-v", 3, "--json").json
+    assert [row["stages"] for row in rows] == [6, 2]
+
+
+def test_sizes_are_rejected_if_all_schedules_are_files(run: Run, tmp_path: Path) -> None:
+    penstock.build("1f1b", ranks=2, microbatches=2).write(tmp_path / "a.csv")
+    result = run("compare", "a.csv", "-p", 4)
+    assert (result.code, result.out) == (2, "")
+    assert "files have their own sizes" in result.message
+
+
+def test_it_draws_all_schedules_on_one_axis(run: Run, tmp_path: Path) -> None:
+    assert run("compare", "1f1b", "zb-h1", "-p", 2, "-m", 2, "-o", "both.html").code == 0
+    page = (tmp_path / "both.html").read_text()
+    assert '"name":"1f1b"' in page
+    assert '"name":"zb-h1"' in page
+    result = run("compare", "1f1b", "-p", 2, "-m", 2, "-o", "both.txt")
+    assert (result.code, result.out) == (2, "")
+
+
+def test_families_need_sizes(run: Run) -> None:
+    result = run("compare", "1f1b")
+    assert result.code == 2
+    assert "1f1b needs --ranks and --microbatches" in result.message

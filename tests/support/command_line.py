@@ -1,0 +1,83 @@
+"""Run the `penstock` command: in this process, which is fast, or in its own, as a shell does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import penstock
+from penstock.lowering import DeferReceives
+
+__all__ = [
+    "COLOUR_VARIABLES",
+    "EXECUTABLE",
+    "SLOW_COMMANDS",
+    "CommandResult",
+    "Run",
+    "run_process",
+    "write_example_files",
+]
+
+COLOUR_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "GITHUB_ACTIONS")
+EXECUTABLE = Path(sysconfig.get_path("scripts")) / "penstock"
+SLOW_COMMANDS = {"demo", "doctor", "plan", "search", "verify-grads"}
+"""Commands that start processes or take long; each has its own tests."""
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """The exit code and output of a command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def message(self) -> str:
+        """The text on stderr without the boxes, line breaks and colours that typer adds."""
+        return " ".join(re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯│─]", " ", self.err).split())
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., CommandResult]
+
+
+def run_process(
+    *arguments: str,
+    cwd: Path,
+    stdout: int = subprocess.PIPE,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> CommandResult:
+    """Run the installed command; `environment` extends ours, from which the colour variables are removed."""
+    ours = {name: value for name, value in os.environ.items() if name not in COLOUR_VARIABLES}
+    done = subprocess.run(  # noqa: S603 -- our own command
+        [EXECUTABLE, *arguments],
+        cwd=cwd,
+        env={**ours, "COLUMNS": "80", **environment},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        check=False,
+    )
+    return CommandResult(done.returncode, done.stdout or "", done.stderr)
+
+
+def write_example_files(directory: Path) -> None:
+    """Write the files that the examples in the help texts name."""
+    small = penstock.build("1f1b", ranks=2, microbatches=4)
+    for name in ("mine.csv", "mine.json", "other.csv"):
+        small.write(directory / name)
+    penstock.build("zbv", ranks=4, microbatches=8).write(directory / "zbv.csv")
+    DeferReceives(past_sends=True)(penstock.lower(small)).write(directory / "deferred.csv")
+    (directory / "costs.toml").write_text("forward_seconds = 2\n")

@@ -1,0 +1,61 @@
+"""Tests that every kind of action has a style in every view, and that a kind without one is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib.resources import files
+
+import pytest
+
+import penstock
+from penstock import Kind, PenstockError, Timeline
+from penstock.view import grid, terminal
+from penstock.view.html import html
+from penstock.view.kinds import KIND_STYLES, kinds_on, style_of
+from penstock.view.perfetto import trace
+from penstock.view.png import png
+from penstock.view.svg import svg
+
+LOWERED = penstock.simulate(penstock.lower(penstock.build("1f1b", ranks=2, microbatches=2)))
+VIEWS: dict[str, Callable[[Timeline], object]] = {
+    "grid": lambda timeline: grid(timeline.schedule),
+    "terminal": terminal,
+    "svg": lambda timeline: svg([timeline]),
+    "png": lambda timeline: png([timeline]),
+    "html": lambda timeline: html([timeline]),
+    "trace": lambda timeline: trace([timeline]),
+}
+
+
+def test_every_kind_has_a_style() -> None:
+    assert set(KIND_STYLES) == set(Kind)
+    for kind in Kind:
+        track = "compute" if kind.is_compute else "message" if kind.is_communication else "collective"
+        assert style_of(kind).track == track
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("kind", [Kind.F, Kind.RECV_F, Kind.REDUCE_GRAD])
+def test_a_kind_without_a_style_is_an_error_that_names_it(
+    view: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if view == "terminal" and not kind.is_compute:
+        pytest.skip("the terminal draws compute only")
+    monkeypatch.delitem(KIND_STYLES, kind)
+    with pytest.raises(PenstockError, match=f"no style for actions of kind {kind}:"):
+        VIEWS[view](LOWERED)
+
+
+def test_the_page_has_a_colour_a_meaning_and_a_legend_for_every_kind() -> None:
+    page = files("penstock.view").joinpath("page")
+    style, data, legend = (
+        page.joinpath(name).read_text("utf-8") for name in ("page.css", "data.js", "page.js")
+    )
+    meanings = data[data.index("const MEANING") : data.index("const WAITING")]
+    entries = legend[legend.index("const LEGEND") : legend.index("function inLegend")]
+    for kind in Kind:
+        assert re.search(rf"\b{kind}: ", meanings)
+    for kind in (*kinds_on("compute"), Kind.OVERLAP_F_B, *kinds_on("collective")):
+        assert style.count(f"--{kind}: #") == 2  # light and dark
+        assert re.search(rf"\b{kind}: ", entries)
