@@ -11,7 +11,7 @@ from tests.support.command_line import Run
 
 DEADLOCK = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
 ANSWER = {"file", "valid", "ranks", "stages", "microbatches", "level", "violations"}
-VIOLATION = {"code", "rank", "step", "action", "message", "suggestion", "models", "cycle"}
+VIOLATION = {"code", "rank", "step", "action", "message", "suggestion", "send_models", "cycle"}
 
 
 @pytest.fixture(autouse=True)

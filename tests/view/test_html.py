@@ -196,7 +196,7 @@ def test_the_header_shows_the_metrics_of_the_timeline() -> None:
 
 def test_a_receive_that_blocked_its_rank_is_a_step() -> None:
     built = penstock.build("1f1b", ranks=2, microbatches=2)
-    t = penstock.simulate(built, Costs(latency=1), blocking_receives=True)
+    t = penstock.simulate(penstock.lower(built), Costs(latency=1), blocking_receives=True)
     assert any(re.search("RECV", text) for text in texts(record(t)))
 
 

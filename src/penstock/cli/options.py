@@ -53,8 +53,10 @@ def _complete_preset(prefix: str) -> list[str]:
 SEND_MODELS = ", ".join(map(str, SendModel))
 
 
-def parse_send_model(name: str) -> SendModel:
-    """The send model of this name, or a usage error."""
+def parse_send_model(name: SendModel | str) -> SendModel:
+    """The send model of this name, or a usage error; a default is a model already."""
+    if isinstance(name, SendModel):
+        return name
     if name not in [model.value for model in SendModel]:
         raise typer.BadParameter(f"--send-model is one of {SEND_MODELS} (given {name})")
     return SendModel(name)

@@ -175,13 +175,13 @@ def memory_over_time(
     )
     order = np.lexsort((changes.slot, changes.late, changes.time, changes.rank))
     bounds = np.searchsorted(changes.rank[order], np.arange(table.placement.num_ranks + 1))
-    fixed = fixed_bytes(costs, table.placement)
     found = []
     for rank, (first, last) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist())):
+        fixed = fixed_bytes_of(costs, table.placement.stages_of_rank[rank], table.placement.num_stages)
         own = order[first:last]
         change, line = changes.change[own], changes.line[own]
         held = [np.cumsum(np.where(line == i, change, 0.0)) for i in range(len(_LINES))]
-        found.append(Memory(changes.time[own], fixed[rank] + sum(held), *held, float(fixed[rank])))
+        found.append(Memory(changes.time[own], fixed + sum(held), *held, fixed))
     return found
 
 

@@ -168,7 +168,7 @@ def _message(timeline: Timeline, message: Message, *, leaving: bool) -> _Span:
         "kind": kind.value,
         "stage": stage,
         "microbatch": message.microbatch,
-        "bytes": message.size,
+        "bytes": int(message.size),
         "producer": str(timeline.event(message.producer).step),
         "consumer": str(timeline.event(message.consumer).step),
     }
