@@ -163,7 +163,7 @@ except ImportError as error:
 """
     answer = in_a_process_of_python(code, tmp_path)
     assert answer == (
-        "MissingExtraError training is done by torch, which is not installed: pip install 'penstock[torch]'\n"
+        "MissingExtraError the runtime needs torch, which is not installed: pip install 'penstock[torch]'\n"
     )
 
 

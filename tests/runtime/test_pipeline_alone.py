@@ -181,8 +181,8 @@ def test_vmap_over_a_layer_works_under_a_split_backward() -> None:
     ("loss", "target", "said"),
     [
         (lambda output, target: mse_loss(output, target).detach(), batch()[1], "the loss has no gradient"),
-        (mse_loss, None, "called without a target, because this call got none"),
-        (lambda output, _: output, batch()[1], "must return a tensor with one number"),
+        (mse_loss, None, "called without a target, because this call has none"),
+        (lambda output, _: output, batch()[1], "must return a tensor with one element"),
     ],
 )
 def test_a_loss_that_trains_nothing_is_refused(loss: Any, target: Any, said: str) -> None:
@@ -226,11 +226,11 @@ def test_an_exception_comes_out_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"schedule": "1f1b", "microbatches": None}, "say for how many microbatches="),
-        ({"timeout": 0}, "a timeout is a number of seconds above 0"),
-        ({"schedule": None}, "a schedule is a family's name"),
-        ({"functions": {"SEND_F": print}}, "no function can take the place of 'SEND_F'"),
-        ({"functions": {"Q": print}}, "only of F, I, W, B"),
+        ({"schedule": "1f1b", "microbatches": None}, "give microbatches= as well"),
+        ({"timeout": 0}, "timeout= must be a number of seconds above 0"),
+        ({"schedule": None}, "a schedule is the name of a family"),
+        ({"functions": {"SEND_F": print}}, "a function cannot replace 'SEND_F'"),
+        ({"functions": {"Q": print}}, "only F, I, W, B"),
         ({"schedule": penstock.build("1f1b", ranks=2, microbatches=M)}, "is for 2 ranks, but .* has 1"),
         ({"schedule": penstock.build("1f1b", ranks=1, microbatches=8)}, "8 microbatches, but microbatches=4"),
     ],
@@ -242,7 +242,9 @@ def test_what_does_not_fit_is_refused(given: dict[str, Any], said: str) -> None:
 
 
 def test_one_module_is_not_a_list_of_stages() -> None:
-    with pytest.raises(PipelineError, match=r"`stages` is one module: .* as \[module\], or what split"):
+    with pytest.raises(
+        PipelineError, match=r"`stages` is one module: .* as \[module\], or the result of split"
+    ):
         Pipeline(model(), "1f1b", microbatches=M, loss=mse_loss)  # type: ignore[arg-type]
 
 

@@ -117,14 +117,14 @@ def wrong_step(name: str) -> tuple[str, float | None]:
 
 WRONG_STEPS = {
     "no grad": ("use eval()",),
-    "many losses": ("one number", "shape [2]", "step 1 failed on rank 1"),
-    "loss is no tensor": ("one number", "float"),
+    "many losses": ("one element", "shape [2]", "step 1 failed on rank 1"),
+    "loss is no tensor": ("one element", "float"),
     "module fails": ("step 1 failed on rank 0", "shapes"),
     "no loss": ("needs a loss",),
     "few rows": ("has 3 along dimension 0 for 4 microbatches",),
     "few targets": ("has 3 along dimension 0 for 4 microbatches",),
     "short list": ("has 2 entries for 4 microbatches",),
-    "no tokens": ("nothing to weigh",),
+    "no tokens": ("needs a positive total",),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.execution.microbatches import Batcher
+from penstock.runtime.execution.batcher import Batcher
 
 
 def rows(count: int, *more: int) -> Tensor:
@@ -17,7 +17,7 @@ def rows(count: int, *more: int) -> Tensor:
 
 def only_argument(batcher: Batcher, value: object) -> list[Any]:
     """The parts of a value that is the only argument."""
-    args, kwargs = batcher.arguments((value,), {})
+    args, kwargs = batcher.split_arguments((value,), {})
     assert kwargs == [{} for _ in args]
     return [value for (value,) in args]
 

@@ -26,7 +26,7 @@ from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.runtime import Custom, Pipeline
-from penstock.runtime.transport.channels import Inbox, Outbox
+from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 
 __all__ = [
     "SOON",
@@ -151,8 +151,10 @@ class Bench:
         self.gradients: dict[int, list[Tensor]] = {}
         self._reckon(stages, microbatches)
         self._patches = [
-            mock.patch.object(Outbox, "send", self._watched(Outbox.send, Kind.SEND_F, Kind.SEND_B)),
-            mock.patch.object(Inbox, "post", self._watched(Inbox.post, Kind.RECV_F, Kind.RECV_B)),
+            mock.patch.object(SendChannel, "send", self._patched(SendChannel.send, Kind.SEND_F, Kind.SEND_B)),
+            mock.patch.object(
+                ReceiveChannel, "post", self._patched(ReceiveChannel.post, Kind.RECV_F, Kind.RECV_B)
+            ),
         ]
         for patch in self._patches:
             patch.start()
@@ -191,15 +193,15 @@ class Bench:
             return NotFiniteBack.apply(output)  # type: ignore[no-untyped-call, no-any-return]
         return output
 
-    def _watched(self, usual: Any, forward: Kind, backward: Kind) -> Callable[[Any, int], None]:
-        def watched(end: Any, microbatch: int) -> None:
-            below, back = divmod(end.number, 2)
+    def _patched(self, method: Any, forward: Kind, backward: Kind) -> Callable[..., None]:
+        def with_fault(channel: Any, microbatch: int, *value: Any) -> None:
+            below, back = divmod(channel.number, 2)
             kind = backward if back else forward
             stage = below + (kind in (Kind.SEND_B, Kind.RECV_F))
             self.strike(f"{stage}{kind.value}{microbatch}")
-            usual(end, microbatch)
+            method(channel, microbatch, *value)
 
-        return watched
+        return with_fault
 
     def strike(self, action: str) -> None:
         """Let the fault happen if it belongs here."""
@@ -295,7 +297,7 @@ def bench(family: str, microbatches: int, **options: Any) -> Iterator[Bench]:
 
 def watchers() -> int:
     """How many watching threads live, after those that are to end had time for it."""
-    return settled(lambda: sum(thread.name == "penstock-watch" for thread in threading.enumerate()))
+    return settled(lambda: sum(thread.name == "penstock-failure-monitor" for thread in threading.enumerate()))
 
 
 def settled(count: Callable[[], int], seconds: float = 2) -> int:

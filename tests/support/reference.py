@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from penstock import Kind, Schedule
 from penstock.runtime import Pipeline
-from penstock.runtime.execution.program import CustomFunction
+from penstock.runtime.execution.custom_function import CustomFunction
 from tests.support.models import TASKS, Batch, Task
 
 __all__ = [

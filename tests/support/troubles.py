@@ -299,7 +299,7 @@ def replicas_differ() -> str:
 
 
 @together
-def value_that_cannot_cross() -> str:
+def value_that_cannot_be_sent() -> str:
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, object]:
             return x, lambda: None

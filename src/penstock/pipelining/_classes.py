@@ -20,7 +20,7 @@ from penstock.pipelining._orders import Format, Lists, Order, RefusedError, chec
 from penstock.pipelining._running import Running
 from penstock.pipelining.microbatch import TensorChunkSpec, _split_tensor
 from penstock.pipelining.stage import _PipelineStageBase
-from penstock.runtime.execution.microbatches import Batcher
+from penstock.runtime.execution.batcher import Batcher
 from penstock.runtime.execution.splitters import Value
 
 Microbatches: TypeAlias = list[Value] | None
@@ -111,7 +111,7 @@ class _PipelineSchedule(theirs._PipelineSchedule):
         """A tensor comes apart as torch does it, all else as our batches do; a list is ready microbatches."""
         if isinstance(target, Tensor):
             return list(_split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
-        return Batcher(self._n_microbatches).target(target)
+        return Batcher(self._n_microbatches).split_target(target)
 
     def _step_microbatches(
         self,

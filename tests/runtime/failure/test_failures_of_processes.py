@@ -137,7 +137,7 @@ def test_ranks_that_one_does_not_join_end_at_the_timeout_and_it_hears_of_it_when
 ) -> None:
     told = failing_pool.run(stay_away)
     assert_timed_out(told)
-    assert re.search("rank 3 +is in neither step nor eval", told[0].text)
+    assert re.search("rank 3 +runs neither step nor eval", told[0].text)
 
 
 def mix_calls(first: str) -> Told:

@@ -164,4 +164,4 @@ def test_outputs_that_cannot_be_merged_are_told_to_all(pools: Pools) -> None:
     told = pools(2).run(merge_unequal)
     assert told[0] == told[1]
     assert told[0].startswith("1: ")
-    assert "outputs are merged along dimension 0 and agree in all others" in told[0]
+    assert "outputs are merged along dimension 0 and must agree in all others" in told[0]

@@ -165,7 +165,7 @@ def refused_value(kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("sparse", "cannot cross to another rank"), ("lambda", "cannot be pickled")]
+    ("kind", "words"), [("sparse", "cannot be sent to another rank"), ("lambda", "cannot be pickled")]
 )
 def test_a_value_that_cannot_cross_is_refused_on_every_rank(pools: Pools, kind: str, words: str) -> None:
     for told in pools(2).run(refused_value, kind):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BatchError
-from penstock.runtime.execution.microbatches import Batcher
+from penstock.runtime.execution.batcher import Batcher
 from penstock.runtime.execution.splitters import REPLICATE, register_splitter
 from tests.support.batches import Words, only_argument, rows
 
@@ -50,13 +50,13 @@ class KeyedOutput(OrderedDict[str, Any]):
 
 def test_arguments_and_keywords_are_split_along_dimension_0() -> None:
     x, mask = rows(8, 2), rows(8)
-    args, kwargs = Batcher(4).arguments((x,), {"mask": mask})
+    args, kwargs = Batcher(4).split_arguments((x,), {"mask": mask})
     assert [part.tolist() for (part,) in args] == [part.tolist() for part in x.chunk(4)]
     assert [part["mask"].tolist() for part in kwargs] == [part.tolist() for part in mask.chunk(4)]
 
 
 def test_nothing_to_split_gives_every_microbatch_an_empty_call() -> None:
-    assert Batcher(3).arguments((), {}) == ([(), (), ()], [{}, {}, {}])
+    assert Batcher(3).split_arguments((), {}) == ([(), (), ()], [{}, {}, {}])
 
 
 @settings(deadline=None)  # the first run of a torch kernel takes long
@@ -68,7 +68,7 @@ def test_parts_differ_by_one_row_at_most_and_merge_to_the_whole(size: int, count
     batcher = Batcher(count, {0: dim}, merge=dim)
     parts = only_argument(batcher, whole)
     assert [part.shape for part in parts] == [part.shape for part in whole.tensor_split(count, dim)]
-    assert torch.equal(batcher.merged(parts), whole)
+    assert torch.equal(batcher.merge_outputs(parts), whole)
 
 
 def test_parts_are_views_of_the_batch() -> None:
@@ -86,7 +86,9 @@ def test_the_gradient_of_a_batch_gathers_microbatch_by_microbatch() -> None:
 
 
 def test_each_argument_can_have_its_own_dimension() -> None:
-    args, kwargs = Batcher(2, {0: 1, "mask": -1}).arguments((rows(3, 4), rows(4)), {"mask": rows(2, 2, 4)})
+    args, kwargs = Batcher(2, {0: 1, "mask": -1}).split_arguments(
+        (rows(3, 4), rows(4)), {"mask": rows(2, 2, 4)}
+    )
     assert [(x.shape, y.shape) for x, y in args] == [((3, 2), (2,))] * 2
     assert [part["mask"].shape for part in kwargs] == [(2, 2, 2)] * 2
 
@@ -96,7 +98,7 @@ def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:
     whole = rows(3, 4)
     parts = only_argument(batcher, whole)
     assert [part.shape for part in parts] == [(3, 2)] * 2
-    assert torch.equal(batcher.merged(parts), whole)
+    assert torch.equal(batcher.merge_outputs(parts), whole)
 
 
 # --- what every microbatch gets whole ------------------------------------------------------------
@@ -104,19 +106,19 @@ def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:
 
 @pytest.mark.parametrize("value", [None, 3, "text", torch.tensor(2.0), torch.Size((2, 3)), {1, 2}], ids=repr)
 def test_what_has_no_rows_is_handed_to_every_microbatch(value: object) -> None:
-    args, kwargs = Batcher(3).arguments((rows(3), value), {"same": value})
+    args, kwargs = Batcher(3).split_arguments((rows(3), value), {"same": value})
     assert all(part == value for _, part in args)
     assert all(part["same"] == value for part in kwargs)
 
 
 def test_a_dimension_for_a_mask_does_no_harm_where_the_mask_is_none() -> None:
-    assert Batcher(2, {"mask": 1}).arguments((), {"mask": None})[1] == [{"mask": None}] * 2
+    assert Batcher(2, {"mask": 1}).split_arguments((), {"mask": None})[1] == [{"mask": None}] * 2
 
 
 def test_replicate_hands_the_same_object_to_every_microbatch() -> None:
     table, entries = rows(7), [1, 2, 3]
     batcher = Batcher(2, {1: REPLICATE, "entries": REPLICATE})
-    args, kwargs = batcher.arguments((rows(4), table), {"entries": entries})
+    args, kwargs = batcher.split_arguments((rows(4), table), {"entries": entries})
     assert all(part is table for _, part in args)
     assert all(part["entries"] is entries for part in kwargs)
     assert repr(REPLICATE) == "REPLICATE"
@@ -124,8 +126,8 @@ def test_replicate_hands_the_same_object_to_every_microbatch() -> None:
 
 def test_replicate_as_merge_gives_the_outputs_as_they_are() -> None:
     same, other = rows(2), rows(2)
-    assert Batcher(2, merge=REPLICATE).merged([same, same]) is same
-    left, right = Batcher(2, merge=REPLICATE).merged([same, other])
+    assert Batcher(2, merge=REPLICATE).merge_outputs([same, same]) is same
+    left, right = Batcher(2, merge=REPLICATE).merge_outputs([same, other])
     assert (left is same, right is other) == (True, True)
 
 
@@ -167,7 +169,7 @@ def test_tensors_inside_structures_are_split_and_the_structure_stays() -> None:
 
 def test_a_structure_that_was_split_merges_to_what_it_was() -> None:
     batcher = Batcher(3)
-    whole, again = nested(), batcher.merged(only_argument(batcher, nested()))
+    whole, again = nested(), batcher.merge_outputs(only_argument(batcher, nested()))
     assert list(again) == list(whole)
     assert torch.equal(again["tuple"][1][0], whole["tuple"][1][0])
     assert again["tuple"][1][1] == "x"
@@ -182,10 +184,10 @@ def test_a_structure_that_was_split_merges_to_what_it_was() -> None:
 
 def test_a_list_is_a_ready_list_of_microbatches() -> None:
     ready = [rows(1), rows(9), rows(2)]
-    args, kwargs = Batcher(3).arguments((ready, rows(3)), {"names": ["a", "b", "c"]})
+    args, kwargs = Batcher(3).split_arguments((ready, rows(3)), {"names": ["a", "b", "c"]})
     assert all(part is entry for (part, _), entry in zip(args, ready))
     assert [part["names"] for part in kwargs] == ["a", "b", "c"]
-    assert Batcher(3).target([1, 2, 3]) == [1, 2, 3]
+    assert Batcher(3).split_target([1, 2, 3]) == [1, 2, 3]
 
 
 def test_a_list_in_a_tuple_is_one_value() -> None:
@@ -196,19 +198,19 @@ def test_a_list_in_a_tuple_is_one_value() -> None:
 @pytest.mark.parametrize("length", [0, 2, 4])
 def test_a_ready_list_of_another_length_is_refused_with_the_way_out(length: int) -> None:
     with pytest.raises(BatchError) as caught:
-        Batcher(3).arguments((), {"names": ["x"] * length})
+        Batcher(3).split_arguments((), {"names": ["x"] * length})
     message = str(caught.value)
     assert f'kwargs["names"] has {length} entries for 3 microbatches' in message
     assert "wrap it in a tuple" in message
 
 
 def test_the_target_is_split_by_its_own_key() -> None:
-    assert [part.shape for part in Batcher(2).target(rows(4, 3))] == [(2, 3)] * 2
+    assert [part.shape for part in Batcher(2).split_target(rows(4, 3))] == [(2, 3)] * 2
     batcher = Batcher(2, {"target": 1})
-    assert [part.shape for part in batcher.target(rows(3, 4))] == [(3, 2)] * 2
-    assert batcher.arguments((rows(2),), {"mask": rows(2)})[1][0]["mask"].shape == (1,)
+    assert [part.shape for part in batcher.split_target(rows(3, 4))] == [(3, 2)] * 2
+    assert batcher.split_arguments((rows(2),), {"mask": rows(2)})[1][0]["mask"].shape == (1,)
     with pytest.raises(BatchError, match="target of shape"):
-        Batcher(5).target(rows(4))
+        Batcher(5).split_target(rows(4))
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -216,27 +218,27 @@ def test_the_target_is_split_by_its_own_key() -> None:
 
 def test_different_numbers_of_rows_are_told_with_all_names() -> None:
     with pytest.raises(BatchError) as caught:
-        Batcher(2).arguments((rows(8), {"a": rows(8), "b": rows(5)}), {"mask": rows(6)})
+        Batcher(2).split_arguments((rows(8), {"a": rows(8), "b": rows(5)}), {"mask": rows(6)})
     message = str(caught.value)
     assert "8 in args[0], args[1]['a'], 5 in args[1]['b'], 6 in kwargs[\"mask\"]" in message
     assert "REPLICATE" in message
 
 
 def test_replicated_arguments_and_ready_lists_may_have_any_number_of_rows() -> None:
-    Batcher(2, {1: REPLICATE}).arguments((rows(8), rows(5)), {"ready": [rows(1), rows(1)]})
+    Batcher(2, {1: REPLICATE}).split_arguments((rows(8), rows(5)), {"ready": [rows(1), rows(1)]})
 
 
 def test_fewer_rows_than_microbatches_are_refused_with_the_numbers() -> None:
     with pytest.raises(BatchError, match=r"args\[0\] of shape \(3, 2\) has 3 along dimension 0 for 4 micro"):
-        Batcher(4).arguments((rows(3, 2),), {})
+        Batcher(4).split_arguments((rows(3, 2),), {})
     with pytest.raises(BatchError, match=r"has 0 along dimension 0 for 1 micro"):
-        Batcher(1).arguments((rows(0),), {})
+        Batcher(1).split_arguments((rows(0),), {})
 
 
 @pytest.mark.parametrize("dim", [2, -3])
 def test_a_dimension_that_is_not_there_is_refused_with_the_shape(dim: int) -> None:
     with pytest.raises(BatchError, match=rf'"x"\].a cannot be split along dimension {dim}: .* \(4, 2\)'):
-        Batcher(2, {"x": dim}).arguments((), {"x": KeyedPair(rows(4, 2))})
+        Batcher(2, {"x": dim}).split_arguments((), {"x": KeyedPair(rows(4, 2))})
 
 
 @dataclass
@@ -246,22 +248,22 @@ class KeyedPair:
 
 def test_keys_that_are_not_in_the_call_are_refused_with_what_there_is() -> None:
     with pytest.raises(BatchError) as caught:
-        Batcher(2, {0: 0, 2: 1, "maks": 0}).arguments((rows(2), rows(2)), {"mask": rows(2)})
+        Batcher(2, {0: 0, 2: 1, "maks": 0}).split_arguments((rows(2), rows(2)), {"mask": rows(2)})
     first, second = str(caught.value).splitlines()
-    assert first == 'split[2] is for no argument of this call, which has args[0], args[1], kwargs["mask"]'
+    assert first == 'split[2] matches no argument of this call, which has args[0], args[1], kwargs["mask"]'
     assert second.startswith("split['maks']")
 
 
 def test_keys_do_not_matter_on_a_rank_that_is_handed_no_such_arguments() -> None:
     batcher = Batcher(2, {0: 1, "mask": 0})
-    assert batcher.arguments((), {}) == ([(), ()], [{}, {}])
-    batcher.arguments((), {"mask": rows(2)})
-    batcher.arguments((rows(2, 2),), {})
+    assert batcher.split_arguments((), {}) == ([(), ()], [{}, {}])
+    batcher.split_arguments((), {"mask": rows(2)})
+    batcher.split_arguments((rows(2, 2),), {})
 
 
 def test_every_fault_of_a_call_is_told_at_once() -> None:
     with pytest.raises(BatchError) as caught:
-        Batcher(4, {0: 3, "no": 0}).arguments((rows(8), [1], rows(3)), {"mask": rows(6)})
+        Batcher(4, {0: 3, "no": 0}).split_arguments((rows(8), [1], rows(3)), {"mask": rows(6)})
     message = str(caught.value)
     for fault in ("split['no']", "args[0] cannot", "args[1] has 1 entries", "args[2] of shape", "6 in kwargs"):
         assert fault in message
