@@ -30,7 +30,7 @@ VALUES: list[tuple[object, list[str]]] = [
     (Pair(1, "b"), [".left", ".right"]),
     ({"h": Hidden((1, 2), 4)}, ["['h'].states[0]", "['h'].states[1]", "['h'].length"]),
     (OrderedDict(b=1, a=2), ["['b']", "['a']"]),
-    (defaultdict(list, x=1), ["['x']"]),
+    (defaultdict(int, x=1), ["['x']"]),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Batches to cut up, and a splitter for texts."""
+"""Batches to split, and a splitter for strings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def only_argument(batcher: Batcher, value: object) -> list[Any]:
 
 
 class Words:
-    """Splits a text by its words."""
+    """Splits a string into words."""
 
     def split(self, value: Any, count: int) -> Sequence[Any]:
         return str(value).split(" ")[:count]

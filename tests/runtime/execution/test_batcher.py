@@ -1,4 +1,4 @@
-"""Promise: a batch comes apart into microbatches, and what cannot be cut is told at once."""
+"""Promise: a batch is split into microbatches, and all problems are reported together."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_tensors_inside_structures_are_split_and_the_structure_stays() -> None:
         assert part["order"].values.tolist() == expected
 
 
-def test_a_structure_that_was_split_merges_to_what_it_was() -> None:
+def test_a_split_structure_merges_to_the_original() -> None:
     batcher = Batcher(3)
     whole, again = nested(), batcher.merge_outputs(only_argument(batcher, nested()))
     assert list(again) == list(whole)
@@ -179,10 +179,10 @@ def test_a_structure_that_was_split_merges_to_what_it_was() -> None:
     assert again["ordered"]["a"].tolist() == [1.0, 1.0, 1.0]
 
 
-# --- ready lists and the target ------------------------------------------------------------------
+# --- lists and the target ------ ------------------------------------------------------------------
 
 
-def test_a_list_is_a_ready_list_of_microbatches() -> None:
+def test_a_list_is_a_list_of_microbatches() -> None:
     ready = [rows(1), rows(9), rows(2)]
     args, kwargs = Batcher(3).split_arguments((ready, rows(3)), {"names": ["a", "b", "c"]})
     assert all(part is entry for (part, _), entry in zip(args, ready))
@@ -196,7 +196,7 @@ def test_a_list_in_a_tuple_is_one_value() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 2, 4])
-def test_a_ready_list_of_another_length_is_refused_with_the_way_out(length: int) -> None:
+def test_a_list_of_another_length_is_refused_with_a_suggestion(length: int) -> None:
     with pytest.raises(BatchError) as caught:
         Batcher(3).split_arguments((), {"names": ["x"] * length})
     message = str(caught.value)
@@ -216,7 +216,7 @@ def test_the_target_is_split_by_its_own_key() -> None:
 # --- what is refused -----------------------------------------------------------------------------
 
 
-def test_different_numbers_of_rows_are_told_with_all_names() -> None:
+def test_different_numbers_of_rows_are_refused_with_all_names() -> None:
     with pytest.raises(BatchError) as caught:
         Batcher(2).split_arguments((rows(8), {"a": rows(8), "b": rows(5)}), {"mask": rows(6)})
     message = str(caught.value)
@@ -224,7 +224,7 @@ def test_different_numbers_of_rows_are_told_with_all_names() -> None:
     assert "REPLICATE" in message
 
 
-def test_replicated_arguments_and_ready_lists_may_have_any_number_of_rows() -> None:
+def test_replicated_arguments_and_lists_may_have_any_number_of_rows() -> None:
     Batcher(2, {1: REPLICATE}).split_arguments((rows(8), rows(5)), {"ready": [rows(1), rows(1)]})
 
 
@@ -246,7 +246,7 @@ class KeyedPair:
     a: Any
 
 
-def test_keys_that_are_not_in_the_call_are_refused_with_what_there_is() -> None:
+def test_unknown_keys_are_refused_with_the_known_ones() -> None:
     with pytest.raises(BatchError) as caught:
         Batcher(2, {0: 0, 2: 1, "maks": 0}).split_arguments((rows(2), rows(2)), {"mask": rows(2)})
     first, second = str(caught.value).splitlines()
@@ -254,14 +254,14 @@ def test_keys_that_are_not_in_the_call_are_refused_with_what_there_is() -> None:
     assert second.startswith("split['maks']")
 
 
-def test_keys_do_not_matter_on_a_rank_that_is_handed_no_such_arguments() -> None:
+def test_keys_are_not_checked_on_a_rank_without_such_arguments() -> None:
     batcher = Batcher(2, {0: 1, "mask": 0})
     assert batcher.split_arguments((), {}) == ([(), ()], [{}, {}])
     batcher.split_arguments((), {"mask": rows(2)})
     batcher.split_arguments((rows(2, 2),), {})
 
 
-def test_every_fault_of_a_call_is_told_at_once() -> None:
+def test_all_problems_of_a_call_are_reported_together() -> None:
     with pytest.raises(BatchError) as caught:
         Batcher(4, {0: 3, "no": 0}).split_arguments((rows(8), [1], rows(3)), {"mask": rows(6)})
     message = str(caught.value)
@@ -269,7 +269,7 @@ def test_every_fault_of_a_call_is_told_at_once() -> None:
         assert fault in message
 
 
-def test_every_fault_of_a_batcher_is_told_at_once() -> None:
+def test_all_problems_of_a_batcher_are_reported_together() -> None:
     with pytest.raises(BatchError) as caught:
         Batcher(0, {-1: 0, "x": "rows", 1: True}, merge=None)  # type: ignore[dict-item, arg-type]
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""Promise: the outputs of microbatches come together again, or it is told where they differ."""
+"""Promise: the outputs of microbatches are merged, or an error says where they differ."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def test_gradients_flow_through_merged_outputs() -> None:
     ],
     ids=str,
 )
-def test_outputs_that_do_not_go_together_are_refused_with_the_microbatch(
-    outputs: list[Any], message: str
-) -> None:
+def test_outputs_that_differ_are_refused_with_the_microbatch(outputs: list[Any], message: str) -> None:
     with pytest.raises(BatchError, match=message):
         Batcher(2).merge_outputs(outputs)
 

@@ -1,4 +1,4 @@
-"""Promise: objects that know how are split their own way, block masks among them."""
+"""Promise: splitters split the values of their arguments and types; block masks have one built in."""
 
 from __future__ import annotations
 

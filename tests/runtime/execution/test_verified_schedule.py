@@ -43,6 +43,6 @@ def test_an_invalid_schedule_is_refused(text: str) -> None:
 
 def test_a_pipeline_validates_a_lowered_schedule_once() -> None:
     schedule = penstock.lower(penstock.build("1f1b", ranks=1, microbatches=4))
-    with mock.patch.object(verified_schedule, "validate", wraps=verified_schedule.validate) as validate:
+    with mock.patch.object(verified_schedule, "validate", wraps=penstock.validate) as validate:
         Pipeline([nn.Linear(2, 2)], schedule).close()
     assert validate.call_count == 1

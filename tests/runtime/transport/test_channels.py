@@ -1,4 +1,4 @@
-"""Promise: whatever a stage hands on arrives as it was, and stays as it is for who keeps it."""
+"""Promise: values are received as they were sent, and stay unchanged while a user keeps them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from penstock import Schedule, build
 from penstock.errors import PenstockError
 from penstock.runtime import Pipeline
-from tests.support.crossing import VALUES
 from tests.support.models import TASKS, WIDTH, Task, made, squared
 from tests.support.pool import Pools
 from tests.support.reference import TIMEOUT, Case, Outcome, faults_of, run_cases, train_in_pipeline
+from tests.support.stage_values import VALUES
 
 pytestmark = pytest.mark.xdist_group("ranks-2")
 
@@ -38,7 +38,7 @@ def schedules() -> list[Schedule]:
     "name",
     VALUES,
 )
-def test_between_stages_there_can_be(pools: Pools, name: str) -> None:
+def test_stages_can_pass(pools: Pools, name: str) -> None:
     cases = [Case(schedule, name, steps=3) for schedule in schedules()]
     assert not faults_of(cases, pools(2).run(run_cases, cases, run_values))
 
@@ -91,7 +91,7 @@ def run_keeping(schedule: Schedule) -> Outcome:
     return outcome
 
 
-def test_what_a_user_keeps_is_never_overwritten(pools: Pools) -> None:
+def test_tensors_that_a_user_keeps_are_never_overwritten(pools: Pools) -> None:
     cases = [*schedules(), build("gpipe", ranks=2, microbatches=4), build("zb-h2", ranks=2, microbatches=6)]
     assert not faults_of(cases, pools(2).run(run_cases, cases, run_keeping))
 
@@ -115,12 +115,12 @@ class Recurrent(nn.Module):
 TASKS["recurrent"] = Task(made(lambda *_: Recurrent()), TASKS["mlp"].batch, squared)
 
 
-def test_a_stage_may_remember_its_last_input(pools: Pools) -> None:
+def test_a_stage_may_keep_its_last_input(pools: Pools) -> None:
     cases = [Case(schedule, "recurrent") for schedule in schedules()]
     assert not faults_of(cases, pools(2).run(run_cases, cases, run_values))
 
 
-def test_outputs_that_a_user_asked_for_stay_as_they_are(pools: Pools) -> None:
+def test_returned_outputs_stay_unchanged(pools: Pools) -> None:
     assert pools(2).run(outputs_kept) == [True, True]
 
 
@@ -138,7 +138,7 @@ def outputs_kept() -> bool:
     return all(torch.equal(*pair) for pair in kept) and len(kept) in (0, 8)
 
 
-# --- what cannot cross ---------------------------------------------------------------------------
+# --- what cannot be sent-------------------------------------------------------------------------
 
 
 class Giving(nn.Module):
@@ -167,6 +167,6 @@ def refused_value(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "words"), [("sparse", "cannot be sent to another rank"), ("lambda", "cannot be pickled")]
 )
-def test_a_value_that_cannot_cross_is_refused_on_every_rank(pools: Pools, kind: str, words: str) -> None:
+def test_a_value_that_cannot_be_sent_is_refused_on_every_rank(pools: Pools, kind: str, words: str) -> None:
     for told in pools(2).run(refused_value, kind):
         assert words in told

@@ -8,33 +8,33 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.faults import Fault, Told, assert_one_report, attempt, bench, show
+from tests.support.faults import CallOutcome, Fault, assert_one_report, attempt, faulty_pipeline, print_report
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.xdist_group("failures")
 
 
-def assert_timed_out(told: list[Told]) -> None:
-    show(told[0].text)
-    assert_one_report(told)
-    assert told[0].where[-1] == "timeout"
+def assert_timed_out(outcomes: list[CallOutcome]) -> None:
+    print_report(outcomes[0].text)
+    assert_one_report(outcomes)
+    assert outcomes[0].where[-1] == "timeout"
 
 
 # --- processes that die --------------------------------------------------------------------------
 
 
-def die(family: str, microbatches: int, faults: tuple[Fault, ...]) -> Told:
-    with bench(family, microbatches) as one:
-        return one.suffer(*faults)
+def die(family: str, microbatches: int, faults: tuple[Fault, ...]) -> CallOutcome:
+    with faulty_pipeline(family, microbatches) as one:
+        return one.run_with_faults(*faults)
 
 
-def assert_lost(told: list[Told], rank: int) -> None:
-    del told[rank]
-    show(told[0].text)
-    assert_one_report(told)
-    assert told[0].where[-1] == "lost"
-    assert f"rank {rank}" in told[0].text.splitlines()[1]
-    assert re.search(rf"rank {rank} +does not answer", told[0].text)
+def assert_lost(outcomes: list[CallOutcome], rank: int) -> None:
+    del outcomes[rank]
+    print_report(outcomes[0].text)
+    assert_one_report(outcomes)
+    assert outcomes[0].where[-1] == "lost"
+    assert f"rank {rank}" in outcomes[0].text.splitlines()[1]
+    assert re.search(rf"rank {rank} +does not answer", outcomes[0].text)
 
 
 @pytest.mark.parametrize(
@@ -68,85 +68,85 @@ def test_a_rank_that_dies_while_others_do_not_wait_for_its_messages_is_named_by_
 
 
 def test_the_death_of_the_rank_with_the_store_is_said_clearly(failing_pool: Pool) -> None:
-    told = failing_pool.run(die, "1f1b", 4, (Fault(0, "0F2", "kill", 0.5),), lost=(0,))[1:]
-    show(told[0].text)
-    assert_one_report(told)
-    assert told[0].where[-1] == "lost"
-    assert "the process that hosts it is gone" in told[0].text
-    assert "rank -1" not in told[0].text
-    assert "None" not in told[0].text
+    outcomes = failing_pool.run(die, "1f1b", 4, (Fault(0, "0F2", "kill", 0.5),), lost=(0,))[1:]
+    print_report(outcomes[0].text)
+    assert_one_report(outcomes)
+    assert outcomes[0].where[-1] == "lost"
+    assert "the process that hosts it is gone" in outcomes[0].text
+    assert "rank -1" not in outcomes[0].text
+    assert "None" not in outcomes[0].text
 
 
 # --- too slow ------------------------------------------------------------------------------------
 
 
-def sleep_too_long(fault: Fault) -> Told:
-    with bench("1f1b", 4, timeout=2) as one:
-        told = one.suffer(fault)
-        one.assert_right()
-    return told
+def sleep_too_long(fault: Fault) -> CallOutcome:
+    with faulty_pipeline("1f1b", 4, timeout=2) as one:
+        outcome = one.run_with_faults(fault)
+        one.assert_correct()
+    return outcome
 
 
 @pytest.mark.parametrize("fault", [Fault(1, "1F1", "nap", 4)], ids=str)
 def test_a_rank_that_takes_too_long_is_shown_computing_and_the_others_waiting(
     failing_pool: Pool, fault: Fault
 ) -> None:
-    told = failing_pool.run(sleep_too_long, fault)
-    assert_timed_out(told)
-    rows = [line for line in told[0].text.splitlines() if line.startswith("    rank ")]
+    outcomes = failing_pool.run(sleep_too_long, fault)
+    assert_timed_out(outcomes)
+    rows = [line for line in outcomes[0].text.splitlines() if line.startswith("    rank ")]
     for rank, row in enumerate(rows):
         assert ("waits for" in row and "from rank" in row) == (rank != fault.rank)
     assert f"[{fault.action}]" in rows[fault.rank]
-    for each in told:
+    for each in outcomes:
         assert each.seconds < (6 if each.rank == fault.rank else 4), each
 
 
-def refuse_tokens() -> Told:
+def refuse_tokens() -> CallOutcome:
     def count(target: Tensor) -> int:
         if broken:
             raise LookupError("no such token")
         return len(target)
 
     broken = False
-    with bench("1f1b", 4, tokens=count) as one:
+    with faulty_pipeline("1f1b", 4, tokens=count) as one:
         broken = True
-        told = one.suffer(Fault(-1, ""))
+        outcome = one.run_with_faults(Fault(-1, ""))
         broken = False
-        one.assert_right()
-    return told
+        one.assert_correct()
+    return outcome
 
 
 def test_an_error_before_the_first_action_of_a_rank_is_reported_by_all(failing_pool: Pool) -> None:
-    told = failing_pool.run(refuse_tokens)
-    show(told[0].text)
-    assert_one_report(told)
-    assert told[0].where == (3, None, None, None, "exception")
-    assert "LookupError: no such token" in told[0].text
+    outcomes = failing_pool.run(refuse_tokens)
+    print_report(outcomes[0].text)
+    assert_one_report(outcomes)
+    assert outcomes[0].where == (3, None, None, None, "exception")
+    assert "LookupError: no such token" in outcomes[0].text
 
 
-def stay_away() -> Told | None:
-    with bench("1f1b", 4, timeout=2) as one:
+def stay_away() -> CallOutcome | None:
+    with faulty_pipeline("1f1b", 4, timeout=2) as one:
         dist.barrier()
-        told = None if dist.get_rank() == 3 else attempt(one.step)
+        outcome = None if dist.get_rank() == 3 else attempt(one.step)
         dist.barrier()
-        return attempt(one.step) if told is None else told
+        return attempt(one.step) if outcome is None else outcome
 
 
 def test_ranks_that_one_does_not_join_end_at_the_timeout_and_it_hears_of_it_when_it_comes(
     failing_pool: Pool,
 ) -> None:
-    told = failing_pool.run(stay_away)
-    assert_timed_out(told)
-    assert re.search("rank 3 +runs neither step nor eval", told[0].text)
+    outcomes = failing_pool.run(stay_away)
+    assert_timed_out(outcomes)
+    assert re.search("rank 3 +runs neither step nor eval", outcomes[0].text)
 
 
-def mix_calls(first: str) -> Told:
-    with bench("1f1b", 4, timeout=2) as one:
+def mix_calls(first: str) -> CallOutcome:
+    with faulty_pipeline("1f1b", 4, timeout=2) as one:
         other = {"step": one.evaluate, "evaluate": one.step}[first]
         dist.barrier()
-        told = attempt(getattr(one, first) if dist.get_rank() == 0 else other)
-        one.assert_right()
-    return told
+        outcome = attempt(getattr(one, first) if dist.get_rank() == 0 else other)
+        one.assert_correct()
+    return outcome
 
 
 @pytest.mark.parametrize(

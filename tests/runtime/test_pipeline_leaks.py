@@ -1,4 +1,4 @@
-"""Nothing is left behind: no thread, no process, no descriptor, no tensor, no memory, however long it runs."""
+"""Promise: nothing leaks, in long runs or after failures: threads, processes, descriptors, tensors, memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,9 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.runtime import Pipeline
-from tests.support.faults import (
-    Fault,
-    bench,
-    children,
-    descriptors,
-    live_tensors,
-    resident,
-    schedule_of,
-    watchers,
-)
+from tests.support.faults import Fault, faulty_pipeline, schedule_of
 from tests.support.pool import Pool
+from tests.support.resources import children, descriptors, live_tensors, monitor_threads, resident
 
 pytestmark = pytest.mark.xdist_group("leaks")
 
@@ -100,16 +92,16 @@ def construct_often(end: str) -> tuple[int, int, int, list[str], int]:
 
     for _ in range(3):
         once()
-    watchers()
+    monitor_threads()
     before, memory = descriptors(), resident()
     for _ in range(20):
         once()
-    threads = watchers()
+    threads = monitor_threads()
     return before, descriptors(), threads, children(), resident() - memory
 
 
 @pytest.mark.parametrize("end", ["close", "let go"])
-def test_a_pipeline_that_is_closed_or_let_go_leaves_nothing_behind(leaking_pool: Pool, end: str) -> None:
+def test_a_pipeline_that_is_closed_or_deleted_leaves_nothing_behind(leaking_pool: Pool, end: str) -> None:
     for before, after, threads, processes, growth in leaking_pool.run(construct_often, end):
         assert threads == 0
         assert processes == []
@@ -119,11 +111,11 @@ def test_a_pipeline_that_is_closed_or_let_go_leaves_nothing_behind(leaking_pool:
 
 def fail_often() -> tuple[int, int, int, int, list[str]]:
     """Descriptors and tensors before and after, and processes left."""
-    with bench("zbv", 4) as one:
+    with faulty_pipeline("zbv", 4) as one:
 
         def once() -> None:
-            assert one.suffer(Fault(1, "1F2")).error == "StepFailedError"
-            one.assert_right()
+            assert one.run_with_faults(Fault(1, "1F2")).error == "StepFailedError"
+            one.assert_correct()
 
         return *grown(once), children()
 
@@ -164,10 +156,10 @@ def test_a_pipeline_that_is_closed_and_used_again_leaves_nothing_behind(leaking_
 
 
 def watch_after_failure() -> int:
-    with bench("1f1b", 4) as one:
-        one.suffer(Fault(1, "1F2"))
+    with faulty_pipeline("1f1b", 4) as one:
+        one.run_with_faults(Fault(1, "1F2"))
     gc.collect()
-    return watchers()
+    return monitor_threads()
 
 
 def test_a_failed_step_leaves_no_thread_behind(leaking_pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Promise: gradients add up from step to step, and eval leaves no trace."""
+"""Runs `eval` before, between and after steps, and compares it with plain modules."""
 
 from __future__ import annotations
 
@@ -6,80 +6,26 @@ import copy
 from contextlib import closing
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from penstock import Schedule, build
+from penstock import Schedule
 from penstock.runtime import Pipeline
-from tests.runtime.execution.test_gradients import FAMILIES, ranks
-from tests.support.models import TASKS, WIDTH, Batch, Task
+from tests.support.models import TASKS, Batch, Task
 from tests.support.pipelines import batch_of, gradients, pipeline_of, state
-from tests.support.pool import Pools
-from tests.support.reference import (
-    Case,
-    Outcome,
-    backwards_in_order,
-    differences,
-    faults_of,
-    forward,
-    gradients_of,
-    run_cases,
-    split_plainly,
-    step_plainly,
-)
+from tests.support.reference import Case, Outcome, differences, forward, split_plainly
 
-# --- accumulation --------------------------------------------------------------------------------
-
-
-def run_twice(case: Case) -> Outcome:
-    """Two steps on the same batch without zero_grad."""
-    outcome, batch = Outcome(), batch_of(case)
-    with closing(pipeline_of(case)) as pipeline:
-        pipeline.step(*batch.args, target=batch.target, **batch.kwargs)
-        once = gradients(pipeline)
-        for parameter in pipeline.parameters():
-            parameter.grad = None
-        for _ in range(2):
-            pipeline.step(*batch.args, target=batch.target, **batch.kwargs)
-        stages = TASKS[case.task].stages(case.schedule.num_stages, case.dtype)
-        for _ in range(2):
-            step_plainly(stages, TASKS[case.task], batch, case.schedule.microbatches)
-        found = gradients(pipeline)
-        wanted = {
-            f"{stage}.{name}": value
-            for stage in pipeline.modules
-            for name, value in gradients_of(stages[stage]).items()
-        }
-        outcome.faults += differences("as one process", found, wanted, exact=backwards_in_order(case.schedule))
-        doubled = {name: None if value is None else 2 * value for name, value in once.items()}
-        # one microbatch: the sum of two equal numbers is exact, and no other number comes in between
-        exact = case.schedule.microbatches == 1
-        outcome.faults += differences("twice", found, doubled, exact=exact, slack=10)
-    return outcome
-
-
-@pytest.mark.parametrize("p", ranks(2, 4))
-def test_two_steps_without_zero_grad_give_twice_the_gradient(pools: Pools, p: int) -> None:
-    cases = [
-        Case(build(family, ranks=p, microbatches=m), task)
-        for family in ("gpipe", "interleaved-1f1b", "zb-h1", "zbv", "dualpipev")
-        for m, task in ((1, "mlp"), (4, "transformer"))
-    ]
-    assert not faults_of(cases, pools(p).run(run_cases, cases, run_twice))
-
-
-# --- eval ----------------------------------------------------------------------------------------
+__all__ = ["run_eval"]
 
 
 def run_eval(case: Case) -> Outcome:
-    """Eval before, between and after steps: right, and without a trace."""
+    """Eval before, between and after steps: correct, and without side effects."""
     outcome, task, schedule = Outcome(), TASKS[case.task], case.schedule
     m, stages = schedule.microbatches, TASKS[case.task].stages(schedule.num_stages, case.dtype)
     with closing(pipeline_of(case, stages)) as pipeline:
         for module in list(pipeline.modules.values())[:1]:
-            next(iter(module.children())).eval()  # a part that somebody set to eval stays so
+            next(iter(module.children())).eval()  # a submodule that a user set to eval mode stays so
         for step in range(3):
             batch = batch_of(case, step)
             wanted = _evaluated(stages, pipeline, task, batch, m)
@@ -116,7 +62,7 @@ def _flags(pipeline: Pipeline) -> list[bool]:
 def _evaluated(
     stages: list[nn.Module], pipeline: Pipeline, task: Task, batch: Batch, m: int
 ) -> tuple[list[float], list[Any]]:
-    """The losses and the outputs by plain modules in eval mode."""
+    """The losses and the outputs of plain modules in eval mode."""
     plain = copy.deepcopy(stages)
     for index, stage in enumerate(plain):
         if index in pipeline.modules:
@@ -155,58 +101,3 @@ def _eval_faults(
         if merged.requires_grad or not torch.equal(merged, right):
             faults.append("other outputs")
     return faults
-
-
-@pytest.mark.parametrize("p", ranks(2, 4))
-def test_eval_is_right_and_leaves_no_trace(pools: Pools, p: int) -> None:
-    tasks = ("transformer", "batch-norm", "dropout", "nested", "mlp", "uneven")
-    cases = [
-        Case(build(family, ranks=p, microbatches=p + 1), tasks[place % len(tasks)])
-        for place, family in enumerate(FAMILIES)
-    ]
-    assert not faults_of(cases, pools(p).run(run_cases, cases, run_eval))
-
-
-class Drawing(nn.Module):
-    """Draws random numbers, training or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        return y + torch.rand_like(y)
-
-
-def drawn() -> bool:
-    stages = [Drawing() for _ in range(4)]
-    with closing(pipeline_of(Case(build("zbv", ranks=2, microbatches=3)), list(stages))) as pipeline:
-        before = torch.get_rng_state()
-        pipeline.eval(torch.ones(6, WIDTH))
-        return torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.xdist_group("ranks-2")
-def test_eval_gives_random_numbers_back(pools: Pools) -> None:
-    assert pools(2).run(drawn) == [True, True]
-
-
-# --- one rank ------------------------------------------------------------------------------------
-
-
-def alone(family: str, stages: int | None) -> Schedule:
-    return build(family, ranks=1, microbatches=3, stages_per_rank=stages)
-
-
-@pytest.mark.parametrize(
-    ("family", "stages"),
-    [("1f1b", None), ("gpipe", None), ("interleaved-1f1b", 3), ("zbv", None), ("interleaved-zero-bubble", 4)],
-)
-@pytest.mark.usefixtures("one_thread")
-def test_one_rank_needs_no_process_group(family: str, stages: int | None) -> None:
-    schedule = alone(family, stages)
-    for task in ("transformer", "nested", "batch-norm"):
-        case = Case(schedule, task)
-        assert not run_twice(case).faults
-        assert not run_eval(case).faults

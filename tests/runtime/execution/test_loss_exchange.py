@@ -1,4 +1,4 @@
-"""Promise: the loss is the mean over the batch's tokens, and a batch that wants a gradient gets it."""
+"""Promise: the loss is the mean over the tokens of the batch, and a batch that requires a gradient gets it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock import Schedule, build
-from tests.runtime.execution.test_gradients import ranks
+from tests.support.families import ranks
 from tests.support.models import TASKS, Batch
 from tests.support.pipelines import batch_of, gradients, pipeline_of
 from tests.support.pool import Pools
@@ -78,7 +78,7 @@ def run_without_tokens(schedule: Schedule) -> Outcome:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_a_microbatch_without_tokens_counts_for_nothing(pools: Pools) -> None:
+def test_a_microbatch_without_tokens_has_no_weight(pools: Pools) -> None:
     cases = [build(family, ranks=2, microbatches=4) for family in ("1f1b", "zbv")]
     assert not faults_of(cases, pools(2).run(run_cases, cases, run_without_tokens))
 

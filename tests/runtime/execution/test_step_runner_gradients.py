@@ -1,4 +1,4 @@
-"""Promises of training: with every family of schedules, losses, gradients, weights are those of one process."""
+"""Promise: with every family of schedules, losses, gradients and weights are those of one process."""
 
 from __future__ import annotations
 
@@ -7,32 +7,15 @@ import torch
 
 from penstock import Schedule, build
 from penstock.lowering import MergeBackward, SplitBackward
+from tests.support.families import FAMILIES, ranks
 from tests.support.models import MODELS
 from tests.support.pool import Pools
 from tests.support.reference import Case, backwards_in_order, faults_of, run_cases
 
-FAMILIES = (
-    "gpipe",
-    "1f1b",
-    "eager-1f1b",
-    "interleaved-1f1b",
-    "looped-bfs",
-    "interleaved-zero-bubble",
-    "zb-h1",
-    "zb-h2",
-    "zbv",
-    "v-half",
-    "v-min",
-    "dualpipev",
-)
 OPEN = ("interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble")
 TASKS_IN_TURN = ("dropout", "batch-norm", "tied", "repeated", "nested", "uneven", "padded")
 MICROBATCHES = {2: (1, 4, 7), 4: (2, 8, 7)}
 """Fewer than ranks, as many or twice as many, and no multiple of them."""
-
-
-def ranks(*counts: int) -> list[object]:
-    return [pytest.param(count, marks=pytest.mark.xdist_group(f"ranks-{count}")) for count in counts]
 
 
 def forms(schedule: Schedule) -> list[Schedule]:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.pool import Pool
-from tests.support.troubles import ALONE, TOGETHER
+from tests.support.troubles import ALONE
+from tests.support.troubles_of_ranks import TOGETHER
 
-PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTES = re.findall(r"^<!-- case: (\w+) -->\n```error\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 pytestmark = pytest.mark.xdist_group("failures")

@@ -1,4 +1,4 @@
-"""Promise: one rank alone, without a process group, is a pipeline like any other."""
+"""Promise: a pipeline of a single rank works without a process group."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def plain(whole: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", ["1F1B", "GPipe", "interleaved-1f1b", "InterleavedZeroBubble", "looped-bfs"])
-def test_a_family_is_built_by_its_name_for_the_stages_given(family: str) -> None:
+def test_a_family_is_built_by_name_for_the_given_stages(family: str) -> None:
     whole = model()
     wanted = plain(copy.deepcopy(whole))
     single = family in ("1F1B", "GPipe")
@@ -67,7 +68,7 @@ def test_a_schedule_is_read_from_a_file(tmp_path: Path, ending: str) -> None:
     assert all(map(torch.equal, gradients(whole), wanted))
 
 
-def test_every_action_is_a_range_of_the_profiler_and_only_then() -> None:
+def test_every_action_is_a_range_of_torchs_profiler() -> None:
     pipeline = Pipeline([model()], "zb-h1", microbatches=2, loss=mse_loss)
     x, y = batch()
     pipeline.step(x, target=y)
@@ -77,7 +78,7 @@ def test_every_action_is_a_range_of_the_profiler_and_only_then() -> None:
     assert seen == {f"PP:0{kind}{microbatch}" for kind in "FIW" for microbatch in (0, 1)}
 
 
-def test_that_compiled_modules_are_left_whole_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_says_once_that_compiled_modules_are_not_deferred(caplog: pytest.LogCaptureFixture) -> None:
     whole = model()
     whole[0].compile(backend="eager")
     wanted = plain(copy.deepcopy(whole))
@@ -123,7 +124,7 @@ class Dropped(nn.Module):
         return nn.functional.dropout(weight, 0.5)
 
 
-def test_a_computed_weight_is_computed_once_for_each_forward() -> None:
+def test_a_parametrized_weight_is_computed_once_per_forward() -> None:
     found = []
     for family in ("1f1b", "zb-h1"):
         torch.manual_seed(0)
@@ -178,16 +179,16 @@ def test_vmap_over_a_layer_works_under_a_split_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "target", "said"),
+    ("loss", "target", "message"),
     [
         (lambda output, target: mse_loss(output, target).detach(), batch()[1], "the loss has no gradient"),
         (mse_loss, None, "called without a target, because this call has none"),
         (lambda output, _: output, batch()[1], "must return a tensor with one element"),
     ],
 )
-def test_a_loss_that_trains_nothing_is_refused(loss: Any, target: Any, said: str) -> None:
+def test_a_loss_that_trains_nothing_is_refused(loss: Any, target: Any, message: str) -> None:
     pipeline = Pipeline([model()], "1f1b", microbatches=M, loss=loss)
-    with pytest.raises(PipelineError, match=said):
+    with pytest.raises(PipelineError, match=message):
         pipeline.step(batch()[0], target=target)
 
 
@@ -207,14 +208,14 @@ def test_a_microbatch_without_tokens_passes_the_check_for_finite_numbers() -> No
     assert result.loss == pytest.approx(wanted.item())
 
 
-def test_outputs_that_do_not_go_together_can_be_had_as_a_list() -> None:
+def test_outputs_that_cannot_be_merged_can_be_returned_as_a_list() -> None:
     with Pipeline([model()], "1f1b", microbatches=2, loss=mse_loss, merge=REPLICATE) as pipeline:
         outputs = pipeline.eval([torch.ones(1, 4), torch.ones(3, 4)], return_outputs=True).outputs
     assert [len(output) for output in outputs] == [1, 3]
     assert repr(pipeline) == "<Pipeline 1f1b: rank 0 of 1, stage 0>"
 
 
-def test_an_exception_comes_out_as_it_is() -> None:
+def test_an_exception_is_raised_unchanged() -> None:
     def bad(_output: Tensor, _target: Tensor) -> Tensor:
         raise KeyError("mine")
 
@@ -224,7 +225,7 @@ def test_an_exception_comes_out_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"schedule": "1f1b", "microbatches": None}, "give microbatches= as well"),
         ({"timeout": 0}, "timeout= must be a number of seconds above 0"),
@@ -235,9 +236,9 @@ def test_an_exception_comes_out_as_it_is() -> None:
         ({"schedule": penstock.build("1f1b", ranks=1, microbatches=8)}, "8 microbatches, but microbatches=4"),
     ],
 )
-def test_what_does_not_fit_is_refused(given: dict[str, Any], said: str) -> None:
+def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"schedule": "1f1b", "microbatches": M, "loss": mse_loss} | given
-    with pytest.raises(PipelineError, match=said):
+    with pytest.raises(PipelineError, match=message):
         Pipeline([model()], **options)
 
 
@@ -248,12 +249,12 @@ def test_one_module_is_not_a_list_of_stages() -> None:
         Pipeline(model(), "1f1b", microbatches=M, loss=mse_loss)  # type: ignore[arg-type]
 
 
-def test_modules_without_memory_are_refused() -> None:
+def test_modules_on_the_meta_device_are_refused() -> None:
     with pytest.raises(PipelineError, match=r"on the meta device: .*materialize"):
         Pipeline([model().to("meta")], "1f1b", microbatches=M, loss=mse_loss)
 
 
-def test_a_profile_of_one_stage_has_costs_without_links() -> None:
+def test_a_profile_of_one_stage_has_no_link_costs() -> None:
     pipeline = Pipeline([model()], "zb-h1", microbatches=2, loss=mse_loss)
     with pipeline.profile() as profile:
         with pytest.raises(PipelineError, match="nothing was recorded"):
@@ -264,7 +265,7 @@ def test_a_profile_of_one_stage_has_costs_without_links() -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "failed"])
-def test_after_a_new_connection_weight_gradients_are_put_aside_as_before(how: str) -> None:
+def test_weight_gradients_are_deferred_after_a_new_connection_too(how: str) -> None:
     whole = Both()
     weights_in_i: list[bool] = []
 
@@ -283,3 +284,14 @@ def test_after_a_new_connection_weight_gradients_are_put_aside_as_before(how: st
         pipeline.step(*batch()[:1], target=batch()[1])
         whole.zero_grad()
     assert weights_in_i == [False, False]
+
+
+def test_a_step_connects_once() -> None:
+    pipeline = Pipeline([model()], "1f1b", microbatches=M, loss=mse_loss)
+    runner = pipeline._runner
+    x, y = batch()
+    with mock.patch.object(runner, "connect", wraps=runner.connect) as connect:
+        pipeline.step(x, target=y)
+        assert connect.call_count == 1
+        pipeline.eval(x, target=y)
+        assert connect.call_count == 2

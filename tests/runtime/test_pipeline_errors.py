@@ -1,4 +1,4 @@
-"""Promise: what users do wrong is refused on every rank in the same words; what they may do, works."""
+"""Promise: wrong arguments raise the same error on every rank; unusual valid uses work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from penstock import Placement, Schedule, build
 from penstock.errors import PenstockError
 from penstock.runtime import Pipeline
-from tests.runtime.execution.test_eval_and_accumulation import run_eval
+from tests.support.evaluation import run_eval
 from tests.support.models import TASKS, WIDTH
 from tests.support.pipelines import batch_of, pipeline_of
 from tests.support.pool import Pools
@@ -25,7 +25,7 @@ from tests.support.reference import (
 )
 
 
-def told_by(make: Callable[[], object]) -> str:
+def message_of(make: Callable[[], object]) -> str:
     try:
         made = make()
     except PenstockError as error:
@@ -44,19 +44,19 @@ def wrong_pipelines() -> dict[str, str]:
     two = build("1f1b", ranks=2, microbatches=4)
     short: dict[str, Any] = {"timeout": 10.0}
     return {
-        "modules": told_by(lambda: Pipeline(layers(3), two, **short)),
-        "mapping": told_by(lambda: Pipeline(dict.fromkeys((5, 6), layers(1)[0]), two, **short)),
-        "ranks": told_by(lambda: Pipeline(layers(1), build("1f1b", ranks=4, microbatches=4), **short)),
-        "microbatches": told_by(lambda: Pipeline(layers(1), two, microbatches=5, **short)),
-        "no microbatches": told_by(lambda: Pipeline(layers(1), "1f1b", **short)),
-        "uneven": told_by(lambda: Pipeline(dict(enumerate(layers(3))), "1f1b", microbatches=4, **short)),
-        "other schedules": told_by(
+        "modules": message_of(lambda: Pipeline(layers(3), two, **short)),
+        "mapping": message_of(lambda: Pipeline(dict.fromkeys((5, 6), layers(1)[0]), two, **short)),
+        "ranks": message_of(lambda: Pipeline(layers(1), build("1f1b", ranks=4, microbatches=4), **short)),
+        "microbatches": message_of(lambda: Pipeline(layers(1), two, microbatches=5, **short)),
+        "no microbatches": message_of(lambda: Pipeline(layers(1), "1f1b", **short)),
+        "uneven": message_of(lambda: Pipeline(dict(enumerate(layers(3))), "1f1b", microbatches=4, **short)),
+        "other schedules": message_of(
             lambda: Pipeline(layers(1), build(("1f1b", "gpipe")[rank], ranks=2, microbatches=4), **short)
         ),
-        "other microbatches": told_by(
+        "other microbatches": message_of(
             lambda: Pipeline(layers(1), build("1f1b", ranks=2, microbatches=4 + rank), **short)
         ),
-        "other placements": told_by(
+        "other placements": message_of(
             lambda: Pipeline(
                 dict(enumerate(layers(4))),
                 (build("zbv", ranks=2, microbatches=4), build("interleaved-1f1b", ranks=2, microbatches=4))[
@@ -82,14 +82,14 @@ WRONG_PIPELINES = {
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_pipelines_that_cannot_be_are_refused_on_every_rank(pools: Pools) -> None:
-    for rank, told in enumerate(pools(2).run(wrong_pipelines)):
+def test_invalid_pipelines_are_refused_on_every_rank(pools: Pools) -> None:
+    for rank, messages in enumerate(pools(2).run(wrong_pipelines)):
         for name, words in WRONG_PIPELINES.items():
-            assert all(word in told[name] for word in words), f"rank {rank}, {name}: {told[name]!r}"
+            assert all(word in messages[name] for word in words), f"rank {rank}, {name}: {messages[name]!r}"
 
 
 def wrong_step(name: str) -> tuple[str, float | None]:
-    """What the step says, and the loss of a right step of a new pipeline after it."""
+    """The error message of the step, and the loss of a correct step of a new pipeline after it."""
     schedule = build("1f1b", ranks=2, microbatches=4)
     x, y = torch.ones(8, WIDTH), torch.zeros(8, WIDTH)
     options: dict[str, Any] = {"loss": TASKS["mlp"].loss, "timeout": 5.0}
@@ -103,7 +103,7 @@ def wrong_step(name: str) -> tuple[str, float | None]:
         options["tokens"] = lambda _target: 0
     pipeline = pipeline_of(Case(schedule), None, **options)
     with closing(pipeline), torch.set_grad_enabled(name != "no grad"):
-        told = told_by(
+        message = message_of(
             {
                 "few rows": lambda: pipeline.step(x[:3], target=y[:3]),
                 "few targets": lambda: pipeline.step(x, target=y[:3]),
@@ -112,7 +112,7 @@ def wrong_step(name: str) -> tuple[str, float | None]:
             }.get(name, lambda: pipeline.step(x, target=y))
         )
     with closing(pipeline_of(Case(schedule))) as pipeline:
-        return told, pipeline.step(x, target=y).loss
+        return message, pipeline.step(x, target=y).loss
 
 
 WRONG_STEPS = {
@@ -130,15 +130,15 @@ WRONG_STEPS = {
 
 @pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("name", WRONG_STEPS)
-def test_a_wrong_step_is_refused_on_every_rank_in_the_same_words(pools: Pools, name: str) -> None:
+def test_a_wrong_step_is_refused_on_every_rank_with_the_same_message(pools: Pools, name: str) -> None:
     answers = pools(2).run(wrong_step, name)
-    for rank, (told, loss) in enumerate(answers):
-        assert all(word in told for word in WRONG_STEPS[name]), f"rank {rank}: {told!r}"
+    for rank, (message, loss) in enumerate(answers):
+        assert all(word in message for word in WRONG_STEPS[name]), f"rank {rank}: {message!r}"
         assert loss is not None
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_a_pipeline_runs_again_after_it_was_closed(pools: Pools) -> None:
+def test_a_closed_pipeline_connects_and_runs_again(pools: Pools) -> None:
     assert pools(2).run(closed_and_used) == [True, True]
 
 
@@ -172,7 +172,7 @@ def side_by_side() -> bool:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_a_placement_of_ones_own_evaluates_with_neighbours_on_one_rank(pools: Pools) -> None:
+def test_a_custom_placement_with_neighbours_on_one_rank_evaluates(pools: Pools) -> None:
     placement = Placement((1, 1, 0, 0, 1))
     rows = ["2F0 3F0 2F1 3F1 3B0 2B0 3B1 2B1", "0F0 1F0 0F1 1F1 4F1 4F0 4B1 4B0 1B1 0B1 1B0 0B0"]
     cases = [Case(Schedule(rows, placement, 2), "mlp")]
