@@ -1,4 +1,4 @@
-"""Whatever raises in a step ends it on every rank, soon, with one report."""
+"""Promise: an exception in a step ends it on every rank, soon, with one report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAMILIES = [("1f1b", 4, False), ("interleaved-1f1b", 4, False), ("zbv", 4, False
 # --- exceptions ----------------------------------------------------------------------------------
 
 
-def strike_all(family: str, microbatches: int, *, everywhere: bool) -> list[tuple[Fault, CallOutcome]]:
+def inject_all(family: str, microbatches: int, *, everywhere: bool) -> list[tuple[Fault, CallOutcome]]:
     outcomes = []
     with faulty_pipeline(family, microbatches) as one:
         for fault in faults_of_each_kind(family, dist.get_world_size(), microbatches, everywhere=everywhere):
@@ -48,7 +48,7 @@ def strike_all(family: str, microbatches: int, *, everywhere: bool) -> list[tupl
 def test_an_exception_in_any_action_on_any_rank_is_reported_by_all(
     failing_pool: Pool, family: str, microbatches: int, *, everywhere: bool
 ) -> None:
-    answers = failing_pool.run(partial(strike_all, everywhere=everywhere), family, microbatches, seconds=120)
+    answers = failing_pool.run(partial(inject_all, everywhere=everywhere), family, microbatches, seconds=120)
     for each in zip(*answers, strict=True):
         fault: Fault = each[0][0]
         outcomes: list[CallOutcome] = [answer for _, answer in each]
@@ -72,39 +72,39 @@ def test_an_exception_in_any_action_on_any_rank_is_reported_by_all(
             assert one.cause == (f"InjectedError('injected at {action}')" if one.rank == rank else "")
 
 
-def strike_and_hold(fault: Fault) -> CallOutcome:
+def inject_and_hold(fault: Fault) -> CallOutcome:
     with faulty_pipeline("1f1b", 4) as one:
         return one.run_with_faults(fault, hold=3)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_handles_its_error_for_long_keeps_nobody_waiting(failing_pool: Pool, rank: int) -> None:
-    assert_one_report(failing_pool.run(strike_and_hold, Fault(rank, f"{rank}F2")), within=2)
+    assert_one_report(failing_pool.run(inject_and_hold, Fault(rank, f"{rank}F2")), within=2)
 
 
-def strike_in_a_pair() -> CallOutcome:
+def inject_in_a_pair() -> CallOutcome:
     with faulty_pipeline("dualpipev", 8) as one:
         return one.run_with_faults(Fault(1, "6B2"))
 
 
 def test_of_an_overlapped_pair_the_part_that_failed_is_named(failing_pool: Pool) -> None:
-    outcomes = failing_pool.run(strike_in_a_pair)
+    outcomes = failing_pool.run(inject_in_a_pair)
     assert_one_report(outcomes)
     assert outcomes[0].where == (1, "(1F6;6B2)OVERLAP_F_B", 6, 2, "exception")
 
 
-def strike_without_text() -> CallOutcome:
+def inject_without_text() -> CallOutcome:
     with faulty_pipeline("1f1b", 4, timeout=3) as one:
         return one.run_with_faults(Fault(1, "1F1", "raise badly"))
 
 
 def test_an_exception_without_a_text_is_reported_like_any_other(failing_pool: Pool) -> None:
-    outcomes = failing_pool.run(strike_without_text)
+    outcomes = failing_pool.run(inject_without_text)
     assert_one_report(outcomes, within=2)
     assert outcomes[0].where == (1, "1F1", 1, 1, "exception")
 
 
-def two_strikes() -> CallOutcome:
+def inject_two() -> CallOutcome:
     with faulty_pipeline("1f1b", 4) as one:
         outcome = one.run_with_faults(Fault(1, "1F1", seconds=0.5), Fault(2, "2F0", seconds=0.5))
         one.assert_correct()
@@ -112,7 +112,7 @@ def two_strikes() -> CallOutcome:
 
 
 def test_of_two_exceptions_at_once_one_is_the_cause_everywhere(failing_pool: Pool) -> None:
-    outcomes = failing_pool.run(two_strikes)
+    outcomes = failing_pool.run(inject_two)
     assert_one_report(outcomes)
     assert outcomes[0].where in {(1, "1F1", 1, 1, "exception"), (2, "2F0", 2, 0, "exception")}
 
@@ -146,7 +146,7 @@ def interrupt() -> CallOutcome:
     return outcome
 
 
-def test_an_interrupt_stays_an_interrupt_where_it_came_and_is_reported_by_the_others(
+def test_an_interrupt_is_raised_where_it_came_and_reported_by_the_others(
     failing_pool: Pool,
 ) -> None:
     outcomes = failing_pool.run(interrupt)
@@ -166,7 +166,7 @@ def fail_at_the_end() -> list[CallOutcome]:
     return outcomes
 
 
-def test_who_finished_before_the_failure_hears_of_it_at_the_next_call(failing_pool: Pool) -> None:
+def test_a_rank_that_finished_before_the_failure_raises_at_its_next_call(failing_pool: Pool) -> None:
     for outcomes in zip(*failing_pool.run(fail_at_the_end), strict=True):
         assert_one_report(list(outcomes))
         assert [each.calls for each in outcomes] == [1, 2, 2, 2]
@@ -181,7 +181,7 @@ def exit_after_failing() -> CallOutcome:
     return outcome
 
 
-def test_the_cause_is_told_even_if_the_rank_with_the_store_has_exited_since(failing_pool: Pool) -> None:
+def test_the_cause_is_reported_even_if_the_rank_with_the_store_has_exited_since(failing_pool: Pool) -> None:
     outcomes = failing_pool.run(exit_after_failing, lost=(0,))[1:]
     print_report(outcomes[1].text)
     assert [each.where for each in outcomes] == [(0, "0F2", 0, 2, "exception")] * 3

@@ -1,4 +1,4 @@
-"""A process that dies or takes too long is named by all others, and nobody waits for ever."""
+"""Promise: a process that dies or takes too long is named by all others, and no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_rank_that_dies_while_others_do_not_wait_for_its_messages_is_named_by_
     assert_lost(failing_pool.run(die, family, 4, faults, lost=(faults[0].rank,)), faults[0].rank)
 
 
-def test_the_death_of_the_rank_with_the_store_is_said_clearly(failing_pool: Pool) -> None:
+def test_the_death_of_the_rank_with_the_store_is_reported(failing_pool: Pool) -> None:
     outcomes = failing_pool.run(die, "1f1b", 4, (Fault(0, "0F2", "kill", 0.5),), lost=(0,))[1:]
     print_report(outcomes[0].text)
     assert_one_report(outcomes)
@@ -124,7 +124,7 @@ def test_an_error_before_the_first_action_of_a_rank_is_reported_by_all(failing_p
     assert "LookupError: no such token" in outcomes[0].text
 
 
-def stay_away() -> CallOutcome | None:
+def join_late() -> CallOutcome | None:
     with faulty_pipeline("1f1b", 4, timeout=2) as one:
         dist.barrier()
         outcome = None if dist.get_rank() == 3 else attempt(one.step)
@@ -132,10 +132,10 @@ def stay_away() -> CallOutcome | None:
         return attempt(one.step) if outcome is None else outcome
 
 
-def test_ranks_that_one_does_not_join_end_at_the_timeout_and_it_hears_of_it_when_it_comes(
+def test_a_step_without_one_rank_times_out_and_that_rank_raises_when_it_joins(
     failing_pool: Pool,
 ) -> None:
-    outcomes = failing_pool.run(stay_away)
+    outcomes = failing_pool.run(join_late)
     assert_timed_out(outcomes)
     assert re.search("rank 3 +runs neither step nor eval", outcomes[0].text)
 

@@ -1,4 +1,4 @@
-"""After a failure all ranks are in step again; ranks that do not fit together never get so far."""
+"""Promise: after a failed step the next step is correct on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("failures")
 # --- after the failure ---------------------------------------------------------------------------
 
 
-def fail_and_look(family: str) -> None:
+def fail_and_check(family: str) -> None:
     with faulty_pipeline(family, 4) as one:
         parts = [part for module in one.pipeline.modules.values() for part in module.modules()]
         parts[-1].eval()
@@ -40,7 +40,7 @@ def fail_and_look(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["1f1b", "zbv"])
 def test_after_failures_the_modules_are_as_before_and_steps_are_right(failing_pool: Pool, family: str) -> None:
-    failing_pool.run(fail_and_look, family)
+    failing_pool.run(fail_and_check, family)
 
 
 # --- Ctrl-C while a message is waited for --------------------------------------------------------
@@ -69,11 +69,11 @@ def press_while_waiting() -> str:
             outcome = type(error).__name__
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         naps[0] = 0.0
-        pipeline.step(x, target=y)  # all ranks are in step again
+        pipeline.step(x, target=y)  # all ranks are connected again
     return outcome
 
 
-def test_ctrl_c_while_waiting_is_told_to_all_and_the_next_step_works(pools: Pools) -> None:
+def test_ctrl_c_while_waiting_fails_on_all_ranks_and_the_next_step_works(pools: Pools) -> None:
     assert pools(2).run(press_while_waiting) == ["KeyboardInterrupt", "StepFailedError"]
 
 
@@ -88,7 +88,7 @@ def merge_unequal() -> str:
     return "nothing"
 
 
-def test_outputs_that_cannot_be_merged_are_told_to_all(pools: Pools) -> None:
+def test_outputs_that_cannot_be_merged_fail_on_all_ranks(pools: Pools) -> None:
     outcomes = pools(2).run(merge_unequal)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0].startswith("1: ")
