@@ -9,6 +9,7 @@ import penstock
 from penstock import Kind
 from penstock.runtime.execution.action_rules import ExecutionContext
 from penstock.runtime.execution.compiler import compile_program
+from penstock.runtime.execution.program import Program
 from penstock.runtime.execution.verified_schedule import verify_schedule
 
 
@@ -67,14 +68,15 @@ def test_a_function_runs_in_place_of_its_action() -> None:
 
 
 def test_the_current_part_of_an_overlapped_pair_is_known() -> None:
-    log: list[str] = []
-    schedule = penstock.Schedule.parse("0F0 (0F1;0B0)OVERLAP_F_B 0B1")
     parts: list[int] = []
-    stage = SimpleNamespace(
-        forward=lambda _: parts.append(program.progress.part),
-        backward=lambda _: parts.append(program.progress.part),
-    )
-    context: Any = context_of(log)._replace(stages={0: stage}, send_channels={}, receive_channels={})
-    program = compile_program(verify_schedule(schedule), 0, context)
-    program.run()
+    programs: list[Program] = []
+
+    def record_part(_microbatch: int) -> None:
+        parts.append(programs[0].progress.part)
+
+    stages: Any = {0: SimpleNamespace(forward=record_part, backward=record_part)}
+    context = context_of([])._replace(stages=stages, send_channels={}, receive_channels={})
+    schedule = penstock.Schedule.parse("0F0 (0F1;0B0)OVERLAP_F_B 0B1")
+    programs.append(compile_program(verify_schedule(schedule), 0, context))
+    programs[0].run()
     assert parts == [0, 0, 1, 0]
