@@ -160,7 +160,7 @@ except ImportError as error:
 """
     result = run_python(code, tmp_path)
     assert result == (
-        "MissingExtraError training is done by torch, which is not installed: pip install 'penstock[torch]'\n"
+        "MissingExtraError the runtime needs torch, which is not installed: pip install 'penstock[torch]'\n"
     )
 
 

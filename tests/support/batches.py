@@ -1,4 +1,4 @@
-"""Batches to cut up, and a splitter for texts."""
+"""Batches to split, and a splitter for strings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.execution.microbatches import Batcher
+from penstock.runtime.execution.batcher import Batcher
 
 
 def rows(count: int, *more: int) -> Tensor:
@@ -17,13 +17,13 @@ def rows(count: int, *more: int) -> Tensor:
 
 def only_argument(batcher: Batcher, value: object) -> list[Any]:
     """The parts of a value that is the only argument."""
-    args, kwargs = batcher.arguments((value,), {})
+    args, kwargs = batcher.split_arguments((value,), {})
     assert kwargs == [{} for _ in args]
     return [value for (value,) in args]
 
 
 class Words:
-    """Splits a text by its words."""
+    """Splits a string into words."""
 
     def split(self, value: Any, count: int) -> Sequence[Any]:
         return str(value).split(" ")[:count]

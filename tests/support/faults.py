@@ -1,17 +1,14 @@
-"""Faults to put into running pipelines, and what every rank tells of them, for the failure tests."""
+"""Faults that are injected into running pipelines, and how the calls end on every rank."""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,25 +23,19 @@ from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.runtime import Custom, Pipeline
-from penstock.runtime.transport.channels import Inbox, Outbox
+from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 
 __all__ = [
     "SOON",
-    "Bench",
+    "CallOutcome",
     "Fault",
-    "Told",
+    "FaultyPipeline",
     "assert_one_report",
     "attempt",
-    "bench",
-    "children",
-    "descriptors",
-    "live_tensors",
-    "resident",
+    "faults_of_each_kind",
+    "faulty_pipeline",
+    "print_report",
     "schedule_of",
-    "settled",
-    "show",
-    "strikes",
-    "watchers",
 ]
 
 WIDTH = 4
@@ -61,13 +52,13 @@ class Fault:
     rank: int
     action: str
     effect: str = "raise"
-    """`raise`, `raise badly`, `interrupt`, `kill`, or `nap`: go on."""
+    """`raise`, `raise badly` (an exception whose text raises), `interrupt`, `kill`, or `nap`: only wait."""
     seconds: float = 0
-    """How long the rank computes before that."""
+    """How long the rank waits before that."""
 
 
 @dataclass(frozen=True)
-class Told:
+class CallOutcome:
     """How a call ended on one rank."""
 
     rank: int
@@ -84,24 +75,24 @@ class Told:
     """The exception that it was raised from."""
     loss: float | None = None
     at: float = 0
-    """When it ended, on the clock that all processes share."""
-    struck: float = 0
+    """When it ended, on the clock of the machine."""
+    injected_at: float = 0
     """When the fault happened, on the rank where it did."""
 
 
-class StruckError(Exception):
+class InjectedError(Exception):
     """What a fault raises."""
 
 
-class UnspeakableError(Exception):
+class TextlessError(Exception):
     """An exception that has no text."""
 
     def __str__(self) -> str:
         raise ValueError("no text")
 
 
-class NotFiniteBack(torch.autograd.Function):
-    """Leaves numbers alone on the way forward and spoils them on the way back."""
+class NanGradient(torch.autograd.Function):
+    """Identity in the forward; its backward gives nan."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
@@ -119,8 +110,8 @@ def schedule_of(family: str, ranks: int, microbatches: int) -> Schedule:
     )
 
 
-def strikes(family: str, ranks: int, microbatches: int, *, everywhere: bool) -> list[Fault]:
-    """A fault for each kind of action, in the midst of its like: on every rank, or each on one."""
+def faults_of_each_kind(family: str, ranks: int, microbatches: int, *, everywhere: bool) -> list[Fault]:
+    """A fault for each kind of action, at the middle one of its kind: on every rank, or each on one."""
     found = []
     for rank, row in enumerate(schedule_of(family, ranks, microbatches).ranks):
         by_kind: dict[Kind, list[str]] = {}
@@ -132,43 +123,45 @@ def strikes(family: str, ranks: int, microbatches: int, *, everywhere: bool) -> 
     return found
 
 
-class Bench:
-    """A small model in a pipeline that faults can be put into, and the numbers it should give."""
+class FaultyPipeline:
+    """A small model in a pipeline with injected faults, and its correct loss and gradients."""
 
     def __init__(self, family: str, microbatches: int, **options: Any) -> None:
         self.rank, ranks = dist.get_rank(), dist.get_world_size()
         self.faults: tuple[Fault, ...] = ()
         self.action = ""
-        """What this rank is doing."""
-        self.poison = ""
-        """The forward or backward, such as 2F1, whose numbers shall not be finite."""
-        self.struck = 0.0
+        """The current action of this rank."""
+        self.nan_at = ""
+        """The forward or backward, such as 2F1, whose result is nan."""
+        self.injected_at = 0.0
         schedule = schedule_of(family, ranks, microbatches)
         torch.manual_seed(0)
         stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(schedule.num_stages)]
         self.x, self.y = torch.randn(2, microbatches * ROWS, WIDTH)
         self.loss = 0.0
         self.gradients: dict[int, list[Tensor]] = {}
-        self._reckon(stages, microbatches)
+        self._compute_reference(stages, microbatches)
         self._patches = [
-            mock.patch.object(Outbox, "send", self._watched(Outbox.send, Kind.SEND_F, Kind.SEND_B)),
-            mock.patch.object(Inbox, "post", self._watched(Inbox.post, Kind.RECV_F, Kind.RECV_B)),
+            mock.patch.object(SendChannel, "send", self._patched(SendChannel.send, Kind.SEND_F, Kind.SEND_B)),
+            mock.patch.object(
+                ReceiveChannel, "post", self._patched(ReceiveChannel.post, Kind.RECV_F, Kind.RECV_B)
+            ),
         ]
         for patch in self._patches:
             patch.start()
         functions: dict[Kind | str, Callable[[Custom], None]] = {
-            kind: self._act for kind in Kind if not kind.is_communication
+            kind: self._run_action for kind in Kind if not kind.is_communication
         }
         for stage in stages:
-            stage.register_forward_hook(lambda _module, _x, output: self._poisoned(output))
+            stage.register_forward_hook(lambda _module, _x, output: self._with_nan(output))
         self.pipeline = Pipeline(
             dict(enumerate(stages)),
             schedule,
             **{"loss": mse_loss, "functions": functions, "timeout": 20, **options},
         )
 
-    def _reckon(self, stages: list[nn.Sequential], microbatches: int) -> None:
-        """The loss and the gradients of one process alone."""
+    def _compute_reference(self, stages: list[nn.Sequential], microbatches: int) -> None:
+        """Compute the loss and the gradients in one process."""
         whole = nn.Sequential(*stages)
         for x, y in zip(self.x.chunk(microbatches), self.y.chunk(microbatches)):
             loss = mse_loss(whole(x), y) / microbatches
@@ -178,40 +171,40 @@ class Bench:
             self.gradients[index] = [p.grad for p in stage.parameters() if p.grad is not None]
         whole.zero_grad()
 
-    def _act(self, custom: Custom) -> None:
-        self.strike(str(custom.action))
+    def _run_action(self, custom: Custom) -> None:
+        self.inject(str(custom.action))
         self.action = str(custom.action)
         custom.run()
 
-    def _poisoned(self, output: Tensor) -> Tensor:
-        """The output of a forward, or one whose gradient will not be finite."""
-        if self.poison == self.action:
+    def _with_nan(self, output: Tensor) -> Tensor:
+        """The output of a forward, made nan itself or in its gradient."""
+        if self.nan_at == self.action:
             return output * torch.nan
-        if self.poison == self.action.replace("F", "B"):
-            return NotFiniteBack.apply(output)  # type: ignore[no-untyped-call, no-any-return]
+        if self.nan_at == self.action.replace("F", "B"):
+            return NanGradient.apply(output)  # type: ignore[no-untyped-call, no-any-return]
         return output
 
-    def _watched(self, usual: Any, forward: Kind, backward: Kind) -> Callable[[Any, int], None]:
-        def watched(end: Any, microbatch: int) -> None:
-            below, back = divmod(end.number, 2)
+    def _patched(self, method: Any, forward: Kind, backward: Kind) -> Callable[..., None]:
+        def with_fault(channel: Any, microbatch: int, *value: Any) -> None:
+            below, back = divmod(channel.number, 2)
             kind = backward if back else forward
             stage = below + (kind in (Kind.SEND_B, Kind.RECV_F))
-            self.strike(f"{stage}{kind.value}{microbatch}")
-            usual(end, microbatch)
+            self.inject(f"{stage}{kind.value}{microbatch}")
+            method(channel, microbatch, *value)
 
-        return watched
+        return with_fault
 
-    def strike(self, action: str) -> None:
-        """Let the fault happen if it belongs here."""
+    def inject(self, action: str) -> None:
+        """Let the fault of this action happen, if there is one."""
         fault = next((each for each in self.faults if (each.rank, each.action) == (self.rank, action)), None)
         if fault is None:
             return
         time.sleep(fault.seconds)
-        self.struck = time.monotonic()
+        self.injected_at = time.monotonic()
         if fault.effect == "raise":
-            raise StruckError(f"struck at {action}")
+            raise InjectedError(f"injected at {action}")
         if fault.effect == "raise badly":
-            raise UnspeakableError
+            raise TextlessError
         if fault.effect == "interrupt":
             raise KeyboardInterrupt
         if fault.effect == "kill":
@@ -227,30 +220,32 @@ class Bench:
         """The same batch without gradients."""
         return self.pipeline.eval(self.x, target=self.y).loss
 
-    def assert_right(self) -> None:
-        """A step gives the loss and the gradients of one process alone."""
+    def assert_correct(self) -> None:
+        """Assert that a step gives the loss and the gradients of one process."""
         assert self.step() == self.loss
         for index, module in self.pipeline.modules.items():
             for parameter, wanted in zip(module.parameters(), self.gradients[index], strict=True):
                 torch.testing.assert_close(parameter.grad, wanted)
 
-    def suffer(self, *faults: Fault, call: Callable[[], Any] | None = None, hold: float = 0) -> Told:
-        """How a call with these faults ends; who had finished before the fault is asked once more."""
+    def run_with_faults(
+        self, *faults: Fault, call: Callable[[], Any] | None = None, hold: float = 0
+    ) -> CallOutcome:
+        """How a call with these faults ends; a rank that finished before the fault makes a second call."""
         dist.barrier()
-        self.faults, self.struck = faults, 0.0
-        told = attempt(call or self.step, calls=2, hold=hold if faults[0].rank == self.rank else 0)
+        self.faults, self.injected_at = faults, 0.0
+        outcome = attempt(call or self.step, calls=2, hold=hold if faults[0].rank == self.rank else 0)
         self.faults = ()
-        return replace(told, struck=self.struck)
+        return replace(outcome, injected_at=self.injected_at)
 
     def close(self) -> None:
-        """Hang up, and leave no patch behind."""
+        """Close the pipeline and remove the patches."""
         self.pipeline.close()
         for patch in self._patches:
             patch.stop()
 
 
-def attempt(call: Callable[[], Any], calls: int = 1, hold: float = 0) -> Told:
-    """How the call ends; the error is held on to for a while, as a handler that saves its state would."""
+def attempt(call: Callable[[], Any], calls: int = 1, hold: float = 0) -> CallOutcome:
+    """How the call ends; the error is kept for `hold` seconds, as by a handler that saves a checkpoint."""
     rank = dist.get_rank()
     loss = None
     begin = time.monotonic()
@@ -259,7 +254,7 @@ def attempt(call: Callable[[], Any], calls: int = 1, hold: float = 0) -> Told:
         try:
             loss = call()
         except StepFailedError as error:
-            told = Told(
+            outcome = CallOutcome(
                 rank,
                 type(error).__name__,
                 str(error),
@@ -271,79 +266,35 @@ def attempt(call: Callable[[], Any], calls: int = 1, hold: float = 0) -> Told:
                 at=time.monotonic(),
             )
             time.sleep(hold)
-            return told
-        except BaseException as error:  # noqa: BLE001 -- the test looks at it
-            return Told(
+            return outcome
+        except BaseException as error:  # noqa: BLE001 -- the test checks it
+            return CallOutcome(
                 rank, type(error).__name__, str(error), time.monotonic() - begin, count, at=time.monotonic()
             )
     shown = loss if isinstance(loss, float) else None
-    return Told(rank, "", "", time.monotonic() - begin, calls, loss=shown, at=time.monotonic())
+    return CallOutcome(rank, "", "", time.monotonic() - begin, calls, loss=shown, at=time.monotonic())
 
 
 @contextmanager
-def bench(family: str, microbatches: int, **options: Any) -> Iterator[Bench]:
-    """A bench that is closed at the end."""
-    made = Bench(family, microbatches, **options)
+def faulty_pipeline(family: str, microbatches: int, **options: Any) -> Iterator[FaultyPipeline]:
+    """A faulty pipeline that is closed at the end."""
+    pipeline = FaultyPipeline(family, microbatches, **options)
     try:
-        yield made
+        yield pipeline
     finally:
-        made.close()
+        pipeline.close()
 
 
-# --- what is left behind ------------------------------------------------------------------------------
-
-
-def watchers() -> int:
-    """How many watching threads live, after those that are to end had time for it."""
-    return settled(lambda: sum(thread.name == "penstock-watch" for thread in threading.enumerate()))
-
-
-def settled(count: Callable[[], int], seconds: float = 2) -> int:
-    """A count that threads may still be lowering: what it is at 0, or when the time is over."""
-    end = time.monotonic() + seconds
-    while (left := count()) and time.monotonic() < end:
-        time.sleep(0.02)
-    return left
-
-
-def descriptors() -> int:
-    """How many files and sockets this process has open, once all ranks had time to let go of theirs."""
-    gc.collect()
-    dist.barrier()
-    time.sleep(0.3)
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def resident() -> int:
-    """The bytes of memory this process uses."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def live_tensors() -> int:
-    """How many tensors Python knows of."""
-    gc.collect()
-    return sum(torch.is_tensor(each) for each in gc.get_objects())
-
-
-def children() -> list[str]:
-    """The processes that this one started and has not taken leave of."""
-    return [
-        child
-        for task in Path("/proc/self/task").iterdir()
-        for child in (task / "children").read_text(encoding="ascii").split()
-    ]
-
-
-def show(report: str) -> None:
-    """Put a report into what pytest shows of a test."""
+def print_report(report: str) -> None:
+    """Print a report, which pytest shows if the test fails."""
     sys.stdout.write(report + "\n")
 
 
-def assert_one_report(told: list[Told], within: float = SOON) -> None:
+def assert_one_report(outcomes: list[CallOutcome], within: float = SOON) -> None:
     """All ranks raised the same, and soon after the fault."""
-    assert [each.error for each in told] == ["StepFailedError"] * len(told), told
-    assert len({each.where for each in told}) == 1, [each.where for each in told]
-    assert len({each.text for each in told}) == 1, [each.text for each in told]
-    struck = max(each.struck for each in told)
-    for each in told:
-        assert each.calls > 1 or (each.at - struck if struck else each.seconds) < within, each
+    assert [each.error for each in outcomes] == ["StepFailedError"] * len(outcomes), outcomes
+    assert len({each.where for each in outcomes}) == 1, [each.where for each in outcomes]
+    assert len({each.text for each in outcomes}) == 1, [each.text for each in outcomes]
+    injected_at = max(each.injected_at for each in outcomes)
+    for each in outcomes:
+        assert each.calls > 1 or (each.at - injected_at if injected_at else each.seconds) < within, each

@@ -1,4 +1,4 @@
-"""Pipelines of cases, and what can be read off them."""
+"""Pipelines of test cases, and their gradients and states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gradients(pipeline: Pipeline) -> dict[str, Tensor | None]:
 def gradient_faults(
     pipeline: Pipeline, stages: Sequence[nn.Module], plain: Sequence[nn.Module], where: str = "", **how: Any
 ) -> list[str]:
-    """How the gradients of this rank's stages differ from those of stages that were trained plainly."""
+    """How the gradients of this rank's stages differ from those of plain training."""
     return [
         fault
         for stage in pipeline.modules

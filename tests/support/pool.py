@@ -1,4 +1,4 @@
-"""A pool of real processes joined by gloo: started once for each number of ranks, given many cases."""
+"""A pool of processes connected by gloo, started once for each number of ranks and used for many cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Pool", "Pools", "WorkerError"]
 
 
 class WorkerError(AssertionError):
-    """A case raised on some ranks, or did not end."""
+    """A case raised on some ranks, or did not finish."""
 
 
 class Pool:
@@ -20,20 +20,20 @@ class Pool:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        # torch asks for the name of 127.0.0.1 at every connection, and a name server may leave that unanswered
+        # torch looks up the name of 127.0.0.1 at every connection, and a name server may not answer
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         self._local = LocalRanks(ranks)
 
     def run(
         self, function: Callable[..., Any], *args: Any, seconds: float = 60, lost: tuple[int, ...] = ()
     ) -> list[Any]:
-        """What `function(*args)` gives on every rank; `lost` are the ranks that are meant to die."""
+        """The results of `function(*args)` on every rank; `lost` are the ranks that are expected to die."""
         answers = self._local.answers(function, *args, seconds=seconds, lost=lost)
         faults = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Failure)}
         if faults:
             self.stop()
-            told = (f"rank {rank}:\n{fault.details or fault.message}" for rank, fault in faults.items())
-            raise WorkerError("\n".join(told))
+            messages = (f"rank {rank}:\n{fault.details or fault.message}" for rank, fault in faults.items())
+            raise WorkerError("\n".join(messages))
         return answers
 
     def stop(self) -> None:
@@ -42,4 +42,4 @@ class Pool:
 
 
 Pools = Callable[[int], Pool]
-"""The pool of so many ranks."""
+"""Gives the pool of this number of ranks."""

@@ -1,4 +1,4 @@
-"""Training in one process with plain autograd, and the comparison of what a pipeline made with it."""
+"""Training in one process with plain autograd, and the comparison of a pipeline with it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from penstock import Kind, Schedule
 from penstock.runtime import Pipeline
-from penstock.runtime.execution.program import CustomFunction
+from penstock.runtime.execution.custom_function import CustomFunction
 from tests.support.models import TASKS, Batch, Task
+from tests.support.schedule_order import backwards_in_order, forwards_in_order
 
 __all__ = [
     "Case",
@@ -45,7 +46,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     steps: int = 3
     demands_bits: bool = False
-    """Where a task gives them up for split backwards."""
+    """Whether to compare bits also with a split backward, where the task does not promise them."""
 
     def __str__(self) -> str:
         s = self.schedule
@@ -67,7 +68,7 @@ class Outcome:
 
 
 def split_plainly(value: Any, m: int) -> list[Any]:
-    """Lists are ready, tensors are cut by rows, all else is for everybody."""
+    """Lists are microbatches already, tensors are split by rows, everything else is for all microbatches."""
     if isinstance(value, list):
         return value
     if isinstance(value, Tensor) and value.dim():
@@ -103,7 +104,7 @@ def step_plainly(stages: Sequence[nn.Module], task: Task, batch: Batch, m: int) 
 
 @dataclass
 class Trained:
-    """What a training left: per step the losses and the gradients by stage, and the last states."""
+    """The result of a training: per step the losses and the gradients by stage, and the final states."""
 
     losses: list[list[float]] = field(default_factory=list)
     totals: list[float] = field(default_factory=list)
@@ -141,31 +142,6 @@ def train_plainly(task: str, optimizer: str, dtype: torch.dtype, steps: int, sta
     return result
 
 
-# --- what a schedule promises ----------------------------------------------------------------------
-
-
-def _in_order(schedule: Schedule, *kinds: Kind) -> bool:
-    seen: dict[int, int] = {}
-    for row in schedule.ranks:
-        for step in row:
-            for part in step.parts:
-                if part.kind in kinds and part.microbatch is not None:
-                    if part.microbatch < seen.get(part.stage, -1):
-                        return False
-                    seen[part.stage] = part.microbatch
-    return True
-
-
-def backwards_in_order(schedule: Schedule) -> bool:
-    """Whether each stage adds up its gradients in the order of the microbatches, as one process does."""
-    return _in_order(schedule, Kind.B, Kind.I) and _in_order(schedule, Kind.B, Kind.W)
-
-
-def forwards_in_order(schedule: Schedule) -> bool:
-    """Whether each stage sees the microbatches in their order."""
-    return _in_order(schedule, Kind.F)
-
-
 # --- comparing -------------------------------------------------------------------------------------
 
 
@@ -177,7 +153,7 @@ def differences(
     exact: bool,
     slack: float = 1,
 ) -> Iterator[str]:
-    """What is not equal: to the last bit, or else within the rounding of another order of adding up."""
+    """What differs: in any bit, or else by more than the rounding of another order of summation."""
     if list(got) != list(wanted):
         yield f"{where}: has {list(got)}, not {list(wanted)}"
         return
@@ -187,10 +163,10 @@ def differences(
         left = got[name]
         if left is None or right is None:
             if left is not right:
-                yield f"{where} {name}: is {_said(left)}, not {_said(right)}"
+                yield f"{where} {name}: is {_described(left)}, not {_described(right)}"
             continue
         if left.shape != right.shape or left.dtype != right.dtype:
-            yield f"{where} {name}: is {_said(left)}, not {_said(right)}"
+            yield f"{where} {name}: is {_described(left)}, not {_described(right)}"
         elif exact or not right.is_floating_point():
             if not torch.equal(left, right):
                 yield f"{where} {name}: not the same bits, off by up to {_off(left, right):.3g} of {scale:.3g}"
@@ -200,7 +176,7 @@ def differences(
                 yield f"{where} {name}: off by up to {_off(left, right):.3g} of {scale:.3g}"
 
 
-def _said(value: Tensor | None) -> str:
+def _described(value: Tensor | None) -> str:
     return "None" if value is None else f"{value.dtype}{list(value.shape)}"
 
 
@@ -215,7 +191,7 @@ _groups: dict[int, dist.ProcessGroup] = {}
 
 
 def first_ranks(count: int) -> dist.ProcessGroup | None:
-    """A group of the first so many ranks, None on all others; every rank asks for it."""
+    """A group of the first `count` ranks, None on all others; every rank must call this."""
     if count not in _groups:
         _groups[count] = dist.new_group(list(range(count)))
     return _groups[count] if dist.get_rank() < count else None
@@ -250,7 +226,7 @@ def train_in_pipeline(case: Case, functions: Mapping[Kind | str, CustomFunction]
             result = pipeline.step(*batch.args, target=batch.target, **batch.kwargs)
             outcome.peak_live, outcome.peak_buffers = pipeline.peak_live_activations, pipeline.peak_buffers
             outcome.losses.append(result.loss)
-            same = exact or (step == 0 and task.bits != "never")  # then no order of adding up matters yet
+            same = exact or (step == 0 and task.bits != "never")  # the order of sums does not matter yet
             outcome.faults += _loss_faults(f"step {step}", result.loss, result.losses, wanted, step, exact=same)
             for stage, module in enumerate(made):
                 right = wanted.gradients[step][stage]
@@ -282,27 +258,27 @@ def _loss_faults(
 
 
 def run_cases(cases: Sequence[Any], run: Callable[[Any], Outcome] = train_in_pipeline) -> list[Outcome]:
-    """Every case in turn on this rank; what one raises is a fault of it."""
+    """Run the cases in order on this rank; an exception is a fault of its case."""
     outcomes = []
     for case in cases:
         try:
             outcome = run(case)
-        except Exception:  # noqa: BLE001 -- told to the test
+        except Exception:  # noqa: BLE001 -- reported by the test
             outcome = Outcome([traceback.format_exc()])
         outcomes.append(outcome)
     return outcomes
 
 
 def faults_of(cases: Sequence[Any], ranks: Sequence[Sequence[Outcome]]) -> str:
-    """All faults of all ranks in words, and losses that are not the same on every rank; empty if none."""
-    told = []
+    """All faults of all ranks as text, and losses that differ between ranks; empty if there are none."""
+    lines = []
     for place, case in enumerate(cases):
         outcomes = [rank[place] for rank in ranks]
         for rank, outcome in enumerate(outcomes):
-            told += [f"{case}, rank {rank}: {fault}" for fault in outcome.faults[:4]]
+            lines += [f"{case}, rank {rank}: {fault}" for fault in outcome.faults[:4]]
         if any(outcome.losses != outcomes[0].losses for outcome in outcomes[: _ranks_of(case, ranks)]):
-            told.append(f"{case}: the ranks have other losses: {[outcome.losses for outcome in outcomes]}")
-    return "\n".join(told[:30])
+            lines.append(f"{case}: the ranks have different losses: {[outcome.losses for outcome in outcomes]}")
+    return "\n".join(lines[:30])
 
 
 def _ranks_of(case: Any, ranks: Sequence[Any]) -> int:

@@ -1,4 +1,4 @@
-"""The troubles of docs/troubleshooting.md: each function gets into one, and gives or raises what is said."""
+"""The troubles of docs/troubleshooting.md in one process: each function raises or returns the quoted text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,23 +24,15 @@ import penstock
 from penstock import Costs, diagnostics
 from penstock.runtime import Pipeline, load_checkpoint, save_checkpoint, split
 from penstock.view.png import png
-from tests.support.faults import Fault, attempt, bench
 
-__all__ = ["ALONE", "TOGETHER"]
+__all__ = ["ALONE", "model", "step"]
 
 ALONE: dict[str, Callable[[], object]] = {}
 """Troubles of one process: what they raise is the text, or what they return."""
-TOGETHER: dict[str, Callable[[], Any]] = {}
-"""Troubles that four ranks have together; each returns the text on its rank."""
 
 
 def alone(trouble: Callable[[], object]) -> Callable[[], object]:
     ALONE[trouble.__name__] = trouble
-    return trouble
-
-
-def together(trouble: Callable[[], Any]) -> Callable[[], Any]:
-    TOGETHER[trouble.__name__] = trouble
     return trouble
 
 
@@ -226,90 +218,3 @@ def other_checkpoint() -> None:
 @alone
 def no_checkpoint() -> None:
     load_checkpoint("runs/lost", model())
-
-
-# --- several ranks ---------------------------------------------------------------------------------
-
-
-@together
-def timeout() -> str:
-    with bench("1f1b", 4, timeout=2) as one:
-        return one.suffer(Fault(1, "1F1", "nap", 4)).text
-
-
-@together
-def one_rank_stays_away() -> str:
-    with bench("1f1b", 4, timeout=2) as one:
-        dist.barrier()
-        told = attempt(one.step).text if dist.get_rank() != 3 else ""
-        dist.barrier()
-        return told or attempt(one.step).text
-
-
-@together
-def ranks_disagree() -> str:
-    family = "1f1b" if dist.get_rank() else "gpipe"
-    stages = dict(enumerate(model(4)))
-    return attempt(lambda: Pipeline(stages, family, microbatches=4, loss=mse_loss, timeout=10)).text
-
-
-@together
-def wrong_shape() -> str:
-    stages = dict(enumerate([*model(2), nn.Linear(5, 4), nn.Linear(4, 4)]))
-    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, timeout=10) as made:
-        return attempt(lambda: step(made)).text
-
-
-@together
-def one_rank_makes_no_pipeline() -> str:
-    dist.barrier()
-    if dist.get_rank() == 3:
-        return ""
-    return attempt(lambda: Pipeline(dict(enumerate(model(4))), "1f1b", microbatches=4, timeout=2)).text
-
-
-@together
-def tied_weights_drift() -> str:
-    stages = dict(enumerate(nn.Linear(4, 4, bias=False) for _ in range(4)))
-    torch.manual_seed(dist.get_rank())
-    own = stages[dist.get_rank()]
-    nn.init.normal_(own.weight)
-    tie = {0: "weight", 3: "weight"}
-    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, tied=[tie], timeout=10) as made:
-        return attempt(lambda: step(made)).text
-
-
-@together
-def one_rank_clips() -> str:
-    with Pipeline(dict(enumerate(model(4))), "1f1b", microbatches=4, loss=mse_loss, timeout=2) as made:
-        step(made)
-        told = attempt(lambda: made.clip_grad_norm_(1.0)).text if dist.get_rank() == 0 else ""
-        dist.barrier()
-        return told
-
-
-@together
-def replicas_differ() -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    torch.manual_seed(dist.get_rank())
-    stages = dict(enumerate(model(2)))
-    made = Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, group=mesh["pp"], replicas=mesh["dp"])
-    with made:
-        return attempt(lambda: step(made)).text
-
-
-@together
-def value_that_cannot_cross() -> str:
-    class Odd(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, object]:
-            return x, lambda: None
-
-    stages = {0: Odd(), 1: nn.Identity(), 2: nn.Identity(), 3: nn.Linear(4, 4)}
-    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, timeout=10) as made:
-        return attempt(lambda: step(made)).text
-
-
-@together
-def lost_rank() -> str:
-    with bench("1f1b", 4) as one:
-        return one.suffer(Fault(1, "1F2", "kill", 0.8)).text

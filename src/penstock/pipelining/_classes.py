@@ -28,7 +28,7 @@ from penstock.pipelining._orders import (
 from penstock.pipelining._runner import Runner
 from penstock.pipelining.microbatch import TensorChunkSpec, _split_tensor
 from penstock.pipelining.stage import _PipelineStageBase
-from penstock.runtime.execution.microbatches import Batcher
+from penstock.runtime.execution.batcher import Batcher
 from penstock.runtime.execution.splitters import Value
 
 Microbatches: TypeAlias = list[Value] | None
@@ -119,7 +119,7 @@ class _PipelineSchedule(theirs._PipelineSchedule):
         """Split a tensor as torch does, other values as our batches; a list already is microbatches."""
         if isinstance(target, Tensor):
             return list(_split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
-        return Batcher(self._n_microbatches).target(target)
+        return Batcher(self._n_microbatches).split_target(target)
 
     def _step_microbatches(
         self,

@@ -1,14 +1,14 @@
-"""Schedules at work on real ranks: `Pipeline` runs them with torch.distributed."""
+"""The runtime: `Pipeline` runs schedules on the ranks of torch.distributed."""
 
 from penstock.errors import MissingExtraError
 
 try:
-    import torch  # noqa: F401 -- before all else, so that a missing torch is named
+    import torch  # noqa: F401 -- first of all, so that a missing torch is reported
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise MissingExtraError(
-        "training is done by torch, which is not installed: pip install 'penstock[torch]'"
+        "the runtime needs torch, which is not installed: pip install 'penstock[torch]'"
     ) from None
 
 from penstock.runtime.backward.deferral import LayerRule, register_layer
@@ -18,8 +18,8 @@ from penstock.runtime.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
+from penstock.runtime.execution.custom_function import Custom
 from penstock.runtime.execution.grad_scaler import GradScaler
-from penstock.runtime.execution.program import Custom
 from penstock.runtime.execution.result import StepResult
 from penstock.runtime.execution.splitters import REPLICATE, Splitter, register_splitter
 from penstock.runtime.local_ranks import LocalRanks

@@ -1,6 +1,6 @@
-"""`Pipeline`: the stages of this rank, a schedule, and a process group, ready to train and to evaluate.
+"""`Pipeline`: trains and evaluates the stages of this rank by a schedule, with the ranks of a process group.
 
-Every rank of the group makes one, with the same schedule, and calls `step` and `eval` in the same order:
+Every rank of the group creates one, with the same schedule, and calls `step` and `eval` in the same order:
 
     schedule = penstock.build("1f1b", ranks=2, microbatches=8)
     pipeline = Pipeline(split(model, at=["4"]), schedule, loss=cross_entropy)
@@ -28,44 +28,43 @@ from penstock.errors import PipelineError
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime import setup
-from penstock.runtime.data_parallel.fsdp import shards_by_stage
 from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm, sharing_groups
-from penstock.runtime.data_parallel.replication import Replication
-from penstock.runtime.data_parallel.tied_weights import Tie, Ties, find_ties
-from penstock.runtime.execution.connections import Plan
-from penstock.runtime.execution.engine import Engine
+from penstock.runtime.data_parallel.tied_weights import Tie
+from penstock.runtime.execution.batcher import Batcher
+from penstock.runtime.execution.config import ExecutionConfig
+from penstock.runtime.execution.custom_function import CustomFunction
 from penstock.runtime.execution.grad_scaler import GradScaler
-from penstock.runtime.execution.microbatches import Batcher
-from penstock.runtime.execution.module_state import evaluating, kept_random_state
+from penstock.runtime.execution.module_state import eval_mode, preserved_rng_state
 from penstock.runtime.execution.profile import Profile, Recorder
-from penstock.runtime.execution.program import CustomFunction
 from penstock.runtime.execution.result import StepResult
 from penstock.runtime.execution.splitters import Splitter
-from penstock.runtime.execution.step_inputs import Intake
+from penstock.runtime.execution.step_inputs import StepInputBuilder
+from penstock.runtime.execution.step_runner import StepRunner
+from penstock.runtime.execution.verified_schedule import verify_schedule
 from penstock.runtime.transport.process_groups import Group, members_of, process_group
 
 __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """This rank's part of a pipeline.
+    """One rank's part of a pipeline.
 
-    `stages`      the modules of this rank's stages in the order of the stages, or a mapping from the number of
-                  a stage to its module, which may name all stages, as `split` does: each rank takes its own
-    `schedule`    a family's name, a `.csv` or `.json` file, or a `Schedule`, lowered or not
-    `microbatches`  how many; needed with a family's name
-    `loss`        called with the last stage's output and, if there is one, the target; gives one number
+    `stages`      the modules of this rank's stages in the order of the stages, or a mapping from stage number
+                  to module, which may contain all stages, as the result of `split` does: each rank uses its own
+    `schedule`    the name of a family, a `.csv` or `.json` file, or a `Schedule`, lowered or not
+    `microbatches`  their number; required with the name of a family
+    `loss`        called with the last stage's output and, if there is one, the target; returns one number
     `tokens`      counts the tokens of a microbatch's target; the loss is then weighted by them
     `average`     whether the loss of a step is the mean of the microbatches' losses, or else their sum
-    `group`       a process group or one dimension of a DeviceMesh; all ranks unless given
-    `replicas`    the same: the ranks that train copies of this rank's stages on other data; not needed for
+    `group`       a process group or one dimension of a DeviceMesh; all ranks by default
+    `replicas`    the same for the ranks that train copies of this rank's stages on other data; not needed for
                   modules that are wrapped in DistributedDataParallel, replicate or fully_shard
-    `tied`        weights that several stages hold, each a mapping from stage to the name in that stage; those
-                  that `split` finds need not be named
-    `device`      where the messages are; that of the first parameter unless given
-    `split`, `merge`  how arguments come apart and outputs go together, see `Batcher`
-    `functions`   called in place of actions of a kind, see `Custom`
-    `check_finite`  fail at the first number that is not finite, and name where it arose
+    `tied`        weights that several stages share, each a mapping from stage to its name in that stage; not
+                  needed for those that `split` finds
+    `device`      the device of the messages; by default that of the first parameter
+    `split`, `merge`  how arguments are split and outputs are merged, see `Batcher`
+    `functions`   functions that run in place of actions of a kind, see `Custom`
+    `check_finite`  raise at the first value that is not finite, with the place where it appeared
     `timeout`     seconds that a rank waits for another
     """
 
@@ -88,52 +87,39 @@ class Pipeline:
         check_finite: bool = False,
         timeout: float = 300,
     ) -> None:
-        if not timeout > 0:
-            raise PipelineError(f"a timeout is a number of seconds above 0 (given {timeout!r})")
-        if tokens is not None and not average:
-            raise PipelineError("average=False adds losses up, but tokens= weighs them for a mean: give one")
-        members, rank = members_of(process_group(group, "group=", "pp"))
-        self.schedule = setup.lowered(setup.chosen_schedule(schedule, stages, len(members), microbatches))
-        """The schedule that runs, with all its communication."""
-        self.rank = rank
+        setup.check_options(timeout, tokens, average=average)
+        members, self.rank = members_of(process_group(group, "group=", "pp"))
         """This rank's number in the pipeline."""
-        modules = setup.modules_of_rank(stages, self.schedule, rank)
-        ties = find_ties(tied, stages, self.schedule.num_stages)
-        self.device = torch.device(device) if device is not None else setup.device_of(modules.values())
-        """Where the messages are."""
-        self._trained = setup.with_loss(modules, loss, self.schedule.num_stages - 1)
-        shards = shards_by_stage(self._trained)
-        self._ties = Ties(ties, modules, shards, self.schedule, rank)
-        self._replication = Replication(self._trained, shards, replicas, self.schedule, rank)
-        setup.refuse_own_ranks(members, self._replication.groups)
-        self._plan = Plan(
-            self.schedule,
-            rank,
+        verified = verify_schedule(setup.resolve_schedule(schedule, stages, len(members), microbatches))
+        self.schedule = verified.schedule
+        """The schedule that runs, with all its communication."""
+        model = setup.rank_model(stages, self.schedule, self.rank, loss, tied, replicas, device)
+        setup.check_replicas_outside(members, model.replication.groups)
+        self.device = model.device
+        """The device of the messages."""
+        self._config = ExecutionConfig(
+            verified,
+            self.rank,
             members,
             self.device,
             timedelta(seconds=timeout),
+            model.modules,
+            model.trained,
+            loss,
             setup.functions_by_kind(functions),
-            self._replication,
+            model.replication,
+            check_finite,
             group if isinstance(group, DeviceMesh) else None,
         )
+        self._ties, self._replication = model.ties, model.replication
         self.scaler: GradScaler | None = None
-        """Scales the loss; a `GradScaler` puts itself here."""
+        """Scales the loss; set by a `GradScaler` of this pipeline."""
         self._reduces = True
-        self._modules = modules
-        intake = Intake(
-            Batcher(self.schedule.microbatches, split, merge),
-            self._replication,
-            self.device,
-            has_first=0 in modules,
-            has_last=self.schedule.num_stages - 1 in modules,
-            has_loss=loss is not None,
-            tokens=tokens,
-            share=1 / self.schedule.microbatches if average else 1.0,
+        batcher = Batcher(self.schedule.microbatches, split, merge)
+        self._runner = StepRunner(
+            self._config, self._ties, StepInputBuilder(self._config, batcher, tokens, average)
         )
-        self._engine = Engine(
-            self._plan, modules, self._ties, intake, loss=loss, checks=check_finite, trained=self._trained
-        )
-        self._engine.connect()
+        self._runner.connect()
 
     # --- steps -------------------------------------------------------------------------------------
 
@@ -144,15 +130,15 @@ class Pipeline:
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> StepResult:
-        """Forward and backward of one batch: gradients are added to the parameters' `.grad`.
+        """Forward and backward of one batch; gradients are accumulated in `.grad` of the parameters.
 
-        `args` matter on the rank of the first stage, `target` on that of the last, keyword arguments on every
-        stage of the rank they are given on. A list is taken as ready microbatches. Every rank may be given all.
+        `args` are used on the rank of the first stage, `target` on that of the last, keyword arguments on every
+        stage of the rank that gets them. A list is a list of microbatches. Every rank may get all arguments.
         """
         if not self.schedule.table.has(Kind.B, Kind.I):
             return self.eval(*args, target=target, return_outputs=return_outputs, **kwargs)
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-        return self._engine.step(
+        return self._runner.step(
             args, kwargs, target, scale=scale, reduces=self._reduces, keep_outputs=return_outputs
         )
 
@@ -163,116 +149,116 @@ class Pipeline:
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> StepResult:
-        """Forward of one batch, with the modules in eval mode; with a target, the loss too.
+        """Forward of one batch with the modules in eval mode; with a target, also the loss.
 
-        It builds no graph and changes no gradient, no buffer and no random state.
+        It builds no autograd graph and changes no gradient, buffer or random state.
         """
-        # parameters that are gathered in inference mode could not be trained later
+        # parameters that FSDP gathers in inference mode cannot be trained later
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
-            evaluating(self._modules.values()),
-            kept_random_state(self._plan.device),
+            eval_mode(self._config.modules.values()),
+            preserved_rng_state(self.device),
         ):
-            return self._engine.eval(args, kwargs, target, keep_outputs=return_outputs)
+            return self._runner.eval(args, kwargs, target, keep_outputs=return_outputs)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Steps in here add to the gradients and reduce nothing; the next step outside reduces them all."""
+        """Steps inside accumulate gradients without reducing them; the next step outside reduces them all."""
         before, self._reduces = self._reduces, False
         try:
             yield
         finally:
             self._reduces = before
 
-    # --- what ranks do together between steps ------------------------------------------------------
+    # --- collectives between steps -----------------------------------------------------------------
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale the gradients of all ranks so that the norm of them all is at most `max_norm`.
+        """Scale the gradients of all ranks so that their total norm is at most `max_norm`.
 
-        Every rank calls it and gets the norm they had, which is that of one process: tied weights count once,
-        sharded ones as a whole.
+        Every rank must call it. It returns the norm before scaling, equal to that of one process: tied weights
+        count once, sharded ones as a whole.
         """
-        self.refuse_incomplete()
-        with self._all_calling("clip_grad_norm_()"):
+        self.check_gradients_complete()
+        with self._collective("clip_grad_norm_()"):
             return clip_grad_norm(
-                self._trained,
+                self._config.trained,
                 self._ties.counted_elsewhere,
-                self._engine.connect().links,
+                self._runner.connect().communicator,
                 float(max_norm),
                 float(norm_type),
                 error_if_nonfinite=error_if_nonfinite,
             )
 
     @contextmanager
-    def _all_calling(self, what: str) -> Iterator[None]:
-        """What ranks do together outside of steps: one that does not makes the others wait."""
+    def _collective(self, name: str) -> Iterator[None]:
+        """Report a failed collective outside of steps: usually a rank has not called it."""
         try:
             yield
         except RuntimeError as error:
             self.close()
             raise PipelineError(
-                f"{what} failed on rank {self.rank}: every rank must call it, and another has not within "
-                f"{self._plan.timeout.total_seconds():g} s, or is gone ({str(error).splitlines()[0]})"
+                f"{name} failed on rank {self.rank}: every rank must call it, but another rank did not within "
+                f"{self._config.timeout.total_seconds():g} s, or is gone ({str(error).splitlines()[0]})"
             ) from error
 
-    def refuse_incomplete(self) -> None:
-        """Raise if there are gradients that are not summed over all ranks yet."""
+    def check_gradients_complete(self) -> None:
+        """Raise if there are gradients that are not reduced over all ranks yet."""
         if self._replication.unreduced or self._ties.unsummed:
             raise PipelineError(
                 "the gradients are not complete: the last step was inside accumulate(), and only the next step "
-                "outside of it sums them over all ranks"
+                "outside of it reduces them over all ranks"
             )
 
-    def largest_anywhere(self, numbers: Tensor) -> Tensor:
-        """The largest of these on all ranks that train this model, be it other stages, shards or replicas."""
-        found = numbers.clone()
-        for group in sharing_groups(self._trained.values(), self._replication.groups):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group)
-        links = self._engine.connect().links
-        if links is not None:
-            with self._all_calling("unscaling by a GradScaler"):
-                found = torch.stack(links.all_gather(found.cpu(), links.size)).amax(0).to(numbers.device)
-        return found
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        """The maximum over all ranks that train this model: other stages, shards and replicas."""
+        largest = values.clone()
+        for group in sharing_groups(self._config.trained.values(), self._replication.groups):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        communicator = self._runner.connect().communicator
+        if communicator is not None:
+            with self._collective("unscaling by a GradScaler"):
+                largest = torch.stack(communicator.all_gather(largest.cpu())).amax(0).to(values.device)
+        return largest
 
     @contextmanager
     def profile(self) -> Iterator[Profile]:
-        """Record the steps inside: their timelines, on every rank, and the costs that follow from them."""
-        if self._engine.recorder is not None:
-            raise PipelineError("this pipeline is being profiled already")
-        self._engine.recorder = Recorder(self._engine.connect())
+        """Record the timelines of the steps inside, and the costs derived from them; all ranks must call it."""
+        if self._runner.recorder is not None:
+            raise PipelineError("this pipeline is already being profiled")
+        self._runner.recorder = Recorder(self._runner.connect())
         try:
-            yield self._engine.recorder.profile
+            yield self._runner.recorder.profile
         finally:
-            self._engine.recorder = None
+            self._runner.recorder = None
 
-    # --- what it is, and its end -------------------------------------------------------------------
+    # --- properties and closing --------------------------------------------------------------------
 
     @property
     def modules(self) -> Mapping[int, nn.Module]:
-        """The modules of this rank by the number of their stage."""
-        return self._modules
+        """The modules of this rank by stage number."""
+        return self._config.modules
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages and of the loss, each once: what to give to an optimizer."""
-        return iter(dict.fromkeys(p for module in self._trained.values() for p in module.parameters()))
+        """The parameters of this rank's stages and of the loss, each once, for an optimizer."""
+        return iter(dict.fromkeys(p for module in self._config.trained.values() for p in module.parameters()))
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """The weights that several stages hold: for each, the stages and its name in them."""
+        """The weights that several stages share: for each, the stages and its name in them."""
         return self._ties.all
 
     @property
     def peak_live_activations(self) -> int:
-        """The most microbatches' activations this rank held at once in its last step."""
-        return self._engine.live.peak
+        """The most microbatches whose activations this rank held at once in its last step."""
+        return self._runner.activations.peak
 
     @property
     def peak_buffers(self) -> int:
         """The most message buffers this rank used at once in its last step."""
-        return self._engine.pool.peak
+        return self._runner.pool.peak
 
     def __enter__(self) -> Pipeline:  # noqa: PYI034 -- Self comes with Python 3.11
         return self
@@ -281,9 +267,9 @@ class Pipeline:
         self.close()
 
     def __repr__(self) -> str:
-        place = f"rank {self.rank} of {self.schedule.num_ranks}, stage {listed(self._modules)}"
+        place = f"rank {self.rank} of {self.schedule.num_ranks}, stage {listed(self.modules)}"
         return f"<Pipeline {self.schedule.name}: {place}>"
 
     def close(self) -> None:
-        """Hang up. The pipeline connects again when it is used again."""
-        self._engine.close()
+        """Close the connections. The pipeline connects again when it is used again."""
+        self._runner.close()

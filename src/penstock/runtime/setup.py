@@ -1,10 +1,11 @@
-"""What `Pipeline` is made from, checked before anything is connected: schedule, stages, ranks, functions."""
+"""Checks the arguments of `Pipeline` before anything is connected: schedule, stages, ranks, functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,46 +17,83 @@ from penstock.families import build
 from penstock.formats import read
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-from penstock.lowering import lower
+from penstock.runtime.data_parallel.fsdp import shards_by_stage
+from penstock.runtime.data_parallel.replication import Replication
+from penstock.runtime.data_parallel.tied_weights import Tie, Ties, find_ties
 from penstock.runtime.data_parallel.wrappers import noted
-from penstock.runtime.execution.program import CustomFunction
-from penstock.validation import refusal, validate
+from penstock.runtime.execution.custom_function import CustomFunction
+from penstock.runtime.transport.process_groups import Group
 
 __all__ = [
-    "chosen_schedule",
-    "device_of",
+    "RankModel",
+    "check_options",
+    "check_replicas_outside",
     "functions_by_kind",
-    "lowered",
-    "modules_of_rank",
-    "refuse_own_ranks",
-    "with_loss",
+    "rank_model",
+    "resolve_schedule",
 ]
 
-_WAYS_OF_SENDING = "edge-streams"  # what our channels promise: none waits behind another
+
+class RankModel(NamedTuple):
+    """What one rank trains."""
+
+    modules: dict[int, nn.Module]
+    """The modules of its stages."""
+    trained: dict[int, nn.Module]
+    """The same with the parameters of the loss, if it has any."""
+    device: torch.device
+    """The device of its messages."""
+    ties: Ties
+    replication: Replication
 
 
-def chosen_schedule(
+def check_options(timeout: float, tokens: object, *, average: bool) -> None:
+    """Check the options that do not depend on others."""
+    if not timeout > 0:
+        raise PipelineError(f"timeout= must be a number of seconds above 0 (given {timeout!r})")
+    if tokens is not None and not average:
+        raise PipelineError("average=False sums the losses, but tokens= weights them for a mean: give one")
+
+
+def rank_model(
+    stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+    schedule: Schedule,
+    rank: int,
+    loss: object,
+    tied: Sequence[Tie],
+    replicas: Group,
+    device: torch.device | str | None,
+) -> RankModel:
+    """The modules of this rank, with their device, shards, ties and replicas."""
+    modules = _modules_of_rank(stages, schedule, rank)
+    tied = find_ties(tied, stages, schedule.num_stages)
+    device = torch.device(device) if device is not None else _device_of(modules.values())
+    trained = _with_loss(modules, loss, schedule.num_stages - 1)
+    shards = shards_by_stage(trained)
+    ties = Ties(tied, modules, shards, schedule, rank)
+    return RankModel(modules, trained, device, ties, Replication(trained, shards, replicas, schedule, rank))
+
+
+def resolve_schedule(
     schedule: Schedule | str | PathLike[str],
     stages: Sequence[nn.Module] | Mapping[int, nn.Module],
     ranks: int,
     microbatches: int | None,
 ) -> Schedule:
-    """The schedule that was given, read or named; refused if it does not fit the ranks."""
+    """The schedule of a `schedule=` argument: itself, read from a file, or built; raises if it does not fit."""
     if isinstance(stages, nn.Module):
         raise PipelineError(
             "`stages` is one module: give a list with a module for each stage of this rank, as [module], or "
-            "what split() makes of it"
+            "the result of split()"
         )
     if not isinstance(schedule, Schedule | str | PathLike):
         raise PipelineError(
-            "a schedule is a family's name, a .csv or .json file or a Schedule "
+            "a schedule is the name of a family, a .csv or .json file or a Schedule "
             f"(given {type(schedule).__name__})"
         )
     if isinstance(schedule, str) and Path(schedule).suffix not in (".csv", ".json"):
         if microbatches is None:
-            raise PipelineError(
-                f'"{schedule}" is a family of schedules: say for how many microbatches= to build it'
-            )
+            raise PipelineError(f'"{schedule}" is the name of a family: give microbatches= as well')
         schedule = _built(schedule, stages, ranks, microbatches)
     elif not isinstance(schedule, Schedule):
         schedule = read(schedule)
@@ -66,7 +104,7 @@ def chosen_schedule(
     if microbatches is not None and schedule.microbatches != microbatches:
         raise PipelineError(
             f"the schedule {schedule.name} is for {schedule.microbatches} microbatches, but microbatches="
-            f"{microbatches} is asked for"
+            f"{microbatches} is given"
         )
     return schedule
 
@@ -74,90 +112,81 @@ def chosen_schedule(
 def _built(
     name: str, stages: Sequence[nn.Module] | Mapping[int, nn.Module], ranks: int, microbatches: int
 ) -> Schedule:
-    """A family, with as many stages per rank as were given."""
+    """The schedule of a family, with the number of stages per rank that `stages` has."""
     whole_model = isinstance(stages, Mapping) and sorted(stages) == list(range(len(stages)))
     count, rest = divmod(len(stages), ranks) if whole_model and len(stages) >= ranks else (len(stages), 0)
     if rest:
         raise PipelineError(
-            f"{len(stages)} stages cannot be shared evenly by {ranks} ranks; "
-            f"give {count * ranks} or {(count + 1) * ranks}, or a Schedule with a placement of its own"
+            f"{len(stages)} stages cannot be divided evenly over {ranks} ranks: "
+            f"give {count * ranks} or {(count + 1) * ranks}, or a Schedule with its own placement"
         )
-    plain = build(name, ranks=ranks, microbatches=microbatches)
-    if plain.num_stages == count * ranks:
-        return plain
+    default = build(name, ranks=ranks, microbatches=microbatches)
+    if default.num_stages == count * ranks:
+        return default
     try:
         return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=count)
     except BuildError as error:
         raise PipelineError(
-            f"{name} on {ranks} ranks has {plain.num_stages} stages, and {len(stages)} modules are given, "
-            f"{count} for each rank: cut the model into {plain.num_stages}, or take another family ({error})"
+            f"{name} on {ranks} ranks has {default.num_stages} stages, but {len(stages)} modules are given, "
+            f"{count} for each rank: split the model into {default.num_stages}, or use another family ({error})"
         ) from error
 
 
-def lowered(schedule: Schedule) -> Schedule:
-    """With communication, and proved to run on our channels."""
-    if schedule.level == "compute":
-        schedule = lower(schedule)
-    if faults := validate(schedule, _WAYS_OF_SENDING):
-        raise refusal(schedule, faults)
-    return schedule
-
-
-def modules_of_rank(
+def _modules_of_rank(
     stages: Sequence[nn.Module] | Mapping[int, nn.Module], schedule: Schedule, rank: int
 ) -> dict[int, nn.Module]:
     """The modules of this rank by stage."""
     own = schedule.placement.stages_of_rank[rank]
     if isinstance(stages, Mapping):
         count = schedule.num_stages
-        if strangers := sorted(stage for stage in stages if stage not in range(count)):
+        if unknown := sorted(stage for stage in stages if stage not in range(count)):
             raise PipelineError(
-                f"the schedule {schedule.name} has {count} stages, 0 to {count - 1}: stage "
-                f"{listed(strangers)} would never run, and its layers would be left out"
+                f"the schedule {schedule.name} has {count} stages, 0 to {count - 1}: stage {listed(unknown)} "
+                "would never run, and its layers would be left out"
             )
-        wanted = own if set(stages) <= set(own) else range(count)  # of all or of the rank's own, none may lack
-        if missing := [stage for stage in wanted if stage not in stages]:
+        expected = own if set(stages) <= set(own) else range(count)  # the rank's own stages, or all stages
+        if missing := [stage for stage in expected if stage not in stages]:
             raise PipelineError(
-                f"stage {listed(missing)} of {count} is missing among the stages that are given "
-                f"({listed(sorted(stages))}): give all of them, or those of rank {rank} alone, {listed(own)}"
+                f"stage {listed(missing)} of {count} is missing in `stages` ({listed(sorted(stages))}): give "
+                f"all of them, or only those of rank {rank}, {listed(own)}"
             )
-        return _in_their_places({stage: stages[stage] for stage in own}, schedule)
+        return _with_checked_numbers({stage: stages[stage] for stage in own}, schedule)
     if len(stages) != len(own):
         raise PipelineError(
             f"{len(stages)} stage modules are given, but rank {rank} has {len(own)} stages of schedule "
-            f"{schedule.name}: stage {listed(own)}; a mapping from stage to module may name all stages"
+            f"{schedule.name}: stage {listed(own)}; a mapping from stage to module may contain all stages"
         )
-    return _in_their_places(dict(zip(own, stages)), schedule)
+    return _with_checked_numbers(dict(zip(own, stages)), schedule)
 
 
-def _in_their_places(modules: dict[int, nn.Module], schedule: Schedule) -> dict[int, nn.Module]:
-    """The modules, if what split() made of a model for this very number of stages is where it belongs."""
+def _with_checked_numbers(modules: dict[int, nn.Module], schedule: Schedule) -> dict[int, nn.Module]:
+    """The modules; raises if split() made one of them, for as many stages, as another stage."""
     for stage, module in modules.items():
         number, parts = noted(module, "cut") or (stage, ())
         if number != stage and len(parts) == schedule.num_stages:
             raise PipelineError(
                 f"stage {number} of the model is given as stage {stage}: with {schedule.name} this rank has "
-                f"stages {listed(modules)}; give all that split() made, or [stages[i] for i in "
+                f"stages {listed(modules)}; give the whole result of split(), or [stages[i] for i in "
                 "schedule.placement.stages_of_rank[rank]]"
             )
     return modules
 
 
-def with_loss(modules: Mapping[int, nn.Module], loss: object, last: int) -> dict[int, nn.Module]:
-    """The modules of this rank with a loss that has parameters: it is trained with the last stage."""
-    found = dict(modules)
-    if last in found and isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-        found[last] = nn.ModuleDict({"stage": found[last], "loss": loss})
-    return found
+def _with_loss(modules: Mapping[int, nn.Module], loss: object, last: int) -> dict[int, nn.Module]:
+    """The modules of this rank; a loss with parameters is trained together with the last stage."""
+    trained = dict(modules)
+    if last in trained and isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        trained[last] = nn.ModuleDict({"stage": trained[last], "loss": loss})
+    return trained
 
 
-def device_of(modules: Iterable[nn.Module]) -> torch.device:
-    """Where the first parameter is; a CPU if there is none."""
+def _device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """The device of the first parameter; the CPU if there is none."""
     for module in modules:
         for parameter in module.parameters():
             if parameter.is_meta:
                 raise PipelineError(
-                    "the modules of this rank are on the meta device: give them memory and first numbers with "
+                    "the modules of this rank are on the meta device: allocate and initialize them with "
                     "penstock.runtime.materialize(stage), for each stage of this rank"
                 )
             return parameter.device
@@ -165,24 +194,24 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
 
 
 def functions_by_kind(functions: Mapping[Kind | str, CustomFunction] | None) -> dict[Kind, CustomFunction]:
-    """The user's functions; sends and receives have none, because both ends must agree."""
+    """The user functions by kind; sends and receives can have none, because both ends must match."""
     found: dict[Kind, CustomFunction] = {}
-    for given, function in (functions or {}).items():
-        kind = given if isinstance(given, Kind) else next((k for k in Kind if k.value == given), None)
+    for key, function in (functions or {}).items():
+        kind = key if isinstance(key, Kind) else next((k for k in Kind if k.value == key), None)
         allowed = [k.value for k in Kind if not k.is_communication]
         if kind is None or kind.is_communication:
-            raise PipelineError(f"no function can take the place of {given!r}; only of {', '.join(allowed)}")
+            raise PipelineError(f"a function cannot replace {key!r}, only {', '.join(allowed)}")
         found[kind] = function
     return found
 
 
-def refuse_own_ranks(members: Sequence[int], groups: Iterable[dist.ProcessGroup]) -> None:
-    """The ranks of a pipeline hold different stages, so they cannot be each other's replicas."""
+def check_replicas_outside(members: Sequence[int], groups: Iterable[dist.ProcessGroup]) -> None:
+    """Raise if two ranks of this pipeline are replicas: they have different stages."""
     for group in groups:
         ranks = dist.get_process_group_ranks(group)
         if len(shared := [rank for rank in ranks if rank in members]) > 1:
             raise PipelineError(
                 f"stages are replicated over world ranks {listed(ranks)}, but {listed(shared)} are ranks of "
-                'this very pipeline: give the other dimension of the mesh, such as replicas=mesh["dp"] beside '
+                'this pipeline: give the other dimension of the mesh, such as replicas=mesh["dp"] with '
                 'group=mesh["pp"]'
             )

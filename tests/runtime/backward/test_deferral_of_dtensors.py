@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral
-from penstock.runtime.transport.values import Layout, describe, flatten
+from penstock.runtime.pytree import flatten
+from penstock.runtime.transport.message_spec import MessageSpec, spec_key
 from tests.support.models import numbers
 from tests.support.pool import Pools
 
@@ -182,7 +183,7 @@ class Box:
 def told_of_a_box() -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     try:
-        describe(*flatten(Box(DTensor.from_local(torch.ones(2), mesh, [ROWS]))))
+        spec_key(*flatten(Box(DTensor.from_local(torch.ones(2), mesh, [ROWS]))))
     except PipelineError as error:
         return str(error)
     return ""
@@ -190,11 +191,11 @@ def told_of_a_box() -> str:
 
 def test_an_object_that_hides_a_dtensor_is_refused(pools: Pools) -> None:
     for text in pools(2).run(told_of_a_box):
-        assert "a DTensor is inside of an object that cannot be taken apart" in text
+        assert "a DTensor is inside of an object that cannot be flattened" in text
 
 
-def layouts_shared() -> list[tuple[str, str]]:
-    """Values that take each other's layout, though they are not alike."""
+def specs_shared() -> list[tuple[str, str]]:
+    """Values that match each other's spec, though they differ."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     other = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     part = torch.ones(2, 3)
@@ -209,11 +210,14 @@ def layouts_shared() -> list[tuple[str, str]]:
         "on another mesh": DTensor.from_local(part, other, [ROWS]),
         "wanting a gradient": DTensor.from_local(part, mesh, [ROWS]).requires_grad_(),
     }
-    layouts = {name: Layout.loads(Layout(describe(*flatten(value))).dumps()) for name, value in values.items()}
-    fitting = [(one, two) for one in layouts for two in values if layouts[one].fits(*flatten(values[two]))]
+    specs = {
+        name: MessageSpec.loads(MessageSpec(spec_key(*flatten(value))).dumps())
+        for name, value in values.items()
+    }
+    fitting = [(one, two) for one in specs for two in values if specs[one].matches(*flatten(values[two]))]
     assert {(name, name) for name in values} <= set(fitting)
     return [(one, two) for one, two in fitting if one != two]
 
 
-def test_dtensors_that_differ_do_not_share_a_layout(pools: Pools) -> None:
-    assert pools(2).run(layouts_shared) == [[], []]
+def test_dtensors_that_differ_do_not_share_a_spec(pools: Pools) -> None:
+    assert pools(2).run(specs_shared) == [[], []]

@@ -121,7 +121,7 @@ def test_a_loss_is_trained_with_the_last_stage(pools: Pools) -> None:
 @pytest.mark.xdist_group("ranks-4")
 def test_a_last_stage_that_does_not_know_of_its_replicas_is_refused(pools: Pools) -> None:
     for told in pools(4).run(_says_nothing):
-        assert "replicas of its stages: rank 0: 2; rank 1: 1 (say replicas= if there are more)" in told
+        assert "replicas of its stages: rank 0: 2; rank 1: 1 (give replicas= if there are more)" in told
 
 
 def in_inference_mode() -> list[bool]:

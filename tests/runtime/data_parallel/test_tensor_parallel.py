@@ -16,7 +16,7 @@ from penstock import build
 from penstock.errors import PenstockError, PipelineError
 from penstock.runtime import Pipeline
 from penstock.runtime.dtensors import Meshes, is_dtensor, sharding_of
-from penstock.runtime.execution.program import Custom
+from penstock.runtime.execution.custom_function import Custom
 from tests.support.models import TASKS, numbers
 from tests.support.pool import Pools
 from tests.support.reference import TIMEOUT, faults_of, run_cases
@@ -190,7 +190,7 @@ def told_of_numbers() -> str:
 
 def test_a_number_that_is_not_finite_in_one_piece_is_told_by_all_ranks(pools: Pools) -> None:
     for text in pools(4).run(told_of_numbers):
-        assert f"stage 0: {2 * WIDTH} of {2 * 5 * WIDTH} numbers in its output" in text
+        assert f"stage 0: {2 * WIDTH} of {2 * 5 * WIDTH} elements of its output" in text
 
 
 def _words_by_rank(x: Tensor) -> Tensor:

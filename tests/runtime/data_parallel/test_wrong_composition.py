@@ -147,10 +147,10 @@ def wrong_cuts() -> dict[str, str]:
 def test_a_model_that_ranks_have_cut_in_different_ways_is_refused(pools: Pools) -> None:
     for rank, told in enumerate(pools(2).run(wrong_cuts)):
         assert "tied weights: rank 0: {0: '0.weight', 1: '3.weight'}; rank 1: none" in told["tied on one rank"]
-        assert "cut of the model: rank 0: 2 parameters, 0.weight to 0.bias | 6" in told["cut elsewhere"]
+        assert "split of the model: rank 0: 2 parameters, 0.weight to 0.bias | 6" in told["cut elsewhere"]
         assert f"stage {rank + 2} of the model is given as stage {3 - rank}" in told["loop for a V"]
-        assert "zbv on 2 ranks has 4 stages, and 2 modules are given" in told["too few stages"]
-        assert "ranks of this very pipeline" in told["its own replicas"]
+        assert "zbv on 2 ranks has 4 stages, but 2 modules are given" in told["too few stages"]
+        assert "ranks of this pipeline" in told["its own replicas"]
         assert not told["right"]
 
 

@@ -1,4 +1,4 @@
-"""Promise: the outputs of microbatches come together again, or it is told where they differ."""
+"""Promise: the outputs of microbatches are merged, or an error says where they differ."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import pytest
 import torch
 
 from penstock.errors import BatchError
-from penstock.runtime.execution.microbatches import Batcher
+from penstock.runtime.execution.batcher import Batcher
 from tests.support.batches import rows
 
 
 def test_tensors_without_dimensions_are_stacked() -> None:
-    assert Batcher(3).merged([torch.tensor(float(k)) for k in range(3)]).tolist() == [0, 1, 2]
+    assert Batcher(3).merge_outputs([torch.tensor(float(k)) for k in range(3)]).tolist() == [0, 1, 2]
 
 
 def test_equal_values_are_merged_to_one_and_others_to_their_list() -> None:
-    merged = Batcher(2).merged([(float("1.5"), 1, None, True), (float("1.5"), 2, 0, True)])
+    merged = Batcher(2).merge_outputs([(float("1.5"), 1, None, True), (float("1.5"), 2, 0, True)])
     assert merged == (1.5, [1, 2], [None, 0], True)
     array = np.arange(3)
-    left, right = Batcher(2).merged([array, array.copy()])
+    left, right = Batcher(2).merge_outputs([array, array.copy()])
     assert (left is array, right.tolist()) == (True, [0, 1, 2])
 
 
 def test_keys_may_come_in_another_order() -> None:
-    merged = Batcher(2).merged([{"a": rows(1), "b": 1}, {"b": 1, "a": rows(1)}])
+    merged = Batcher(2).merge_outputs([{"a": rows(1), "b": 1}, {"b": 1, "a": rows(1)}])
     assert merged["a"].tolist() == [0, 0]
     assert merged["b"] == 1
 
 
 def test_gradients_flow_through_merged_outputs() -> None:
     parts = [rows(2).requires_grad_() for _ in range(2)]
-    Batcher(2).merged(parts).sum().backward()
+    Batcher(2).merge_outputs(parts).sum().backward()
     assert all(part.grad is not None for part in parts)
 
 
@@ -54,13 +54,11 @@ def test_gradients_flow_through_merged_outputs() -> None:
     ],
     ids=str,
 )
-def test_outputs_that_do_not_go_together_are_refused_with_the_microbatch(
-    outputs: list[Any], message: str
-) -> None:
+def test_outputs_that_differ_are_refused_with_the_microbatch(outputs: list[Any], message: str) -> None:
     with pytest.raises(BatchError, match=message):
-        Batcher(2).merged(outputs)
+        Batcher(2).merge_outputs(outputs)
 
 
 def test_a_dimension_that_outputs_do_not_have_is_refused_with_the_shape() -> None:
     with pytest.raises(BatchError, match=r"merged along dimension 1: its shape is \(2,\)"):
-        Batcher(2, merge=1).merged([rows(2), rows(2)])
+        Batcher(2, merge=1).merge_outputs([rows(2), rows(2)])

@@ -1,4 +1,4 @@
-"""Promise: a measured timeline is what happened, on all ranks, in the same words as a simulated one."""
+"""Promise: a measured timeline shows what happened on all ranks, in the format of a simulated one."""
 
 from __future__ import annotations
 

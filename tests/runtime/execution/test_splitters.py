@@ -1,4 +1,4 @@
-"""Promise: objects that know how are split their own way, block masks among them."""
+"""Promise: splitters split the values of their arguments and types; block masks have one built in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from penstock.errors import BatchError
-from penstock.runtime.execution.microbatches import Batcher
+from penstock.runtime.execution.batcher import Batcher
 from penstock.runtime.execution.splitters import REPLICATE, Splitter, register_splitter
 from tests.support.batches import Words, only_argument, rows
 
@@ -31,14 +31,14 @@ class LongSentence(Sentence):
 
 
 def test_a_splitter_splits_the_argument_it_is_for_and_merges_the_outputs() -> None:
-    args, kwargs = Batcher(2, {0: Words(), "ready": Words()}).arguments(("a b",), {"ready": "c d"})
+    args, kwargs = Batcher(2, {0: Words(), "ready": Words()}).split_arguments(("a b",), {"ready": "c d"})
     assert (args, kwargs) == ([("a",), ("b",)], [{"ready": "c"}, {"ready": "d"}])
-    assert Batcher(2, merge=Words()).merged([rows(1).tolist(), "x"]) == "[0.0] x"
+    assert Batcher(2, merge=Words()).merge_outputs([rows(1).tolist(), "x"]) == "[0.0] x"
 
 
 def test_a_splitter_that_gives_another_number_of_parts_is_refused() -> None:
-    with pytest.raises(BatchError, match=r"gave 2 parts of args\[0\] for 3 microbatches"):
-        Batcher(3, {0: Words()}).arguments(("a b",), {})
+    with pytest.raises(BatchError, match=r"returned 2 parts of args\[0\] for 3 microbatches"):
+        Batcher(3, {0: Words()}).split_arguments(("a b",), {})
 
 
 def test_registered_types_and_their_subclasses_are_split_wherever_they_stand() -> None:
@@ -46,7 +46,7 @@ def test_registered_types_and_their_subclasses_are_split_wherever_they_stand() -
     batcher = Batcher(2)
     parts = only_argument(batcher, {"text": (Sentence("a b"), rows(2)), "long": LongSentence("c d")})
     assert [(part["text"][0], part["long"]) for part in parts] == [("a", "c"), ("b", "d")]
-    assert batcher.merged([(Sentence("x"),), (LongSentence("y"),)]) == ("x y",)
+    assert batcher.merge_outputs([(Sentence("x"),), (LongSentence("y"),)]) == ("x y",)
 
 
 def test_the_exact_type_is_looked_up_before_types_it_is_an_instance_of() -> None:
@@ -108,23 +108,23 @@ def test_attention_over_microbatches_is_attention_over_the_batch() -> None:
     query = torch.rand(5, 2, 64, 8)
     whole = flex_attention(query, query, query, block_mask=block_mask(5))
     batcher = Batcher(3)
-    args, kwargs = batcher.arguments((query,), {"block_mask": block_mask(5)})
+    args, kwargs = batcher.split_arguments((query,), {"block_mask": block_mask(5)})
     parts = [flex_attention(q, q, q, **keywords) for (q,), keywords in zip(args, kwargs)]
-    torch.testing.assert_close(batcher.merged(parts), whole)
+    torch.testing.assert_close(batcher.merge_outputs(parts), whole)
 
 
 def test_a_block_mask_for_all_rows_is_handed_to_every_microbatch() -> None:
     mask = block_mask(None)
-    args, _ = Batcher(2).arguments((rows(4), mask), {})
+    args, _ = Batcher(2).split_arguments((rows(4), mask), {})
     assert all(part is mask for _, part in args)
-    assert Batcher(2).merged([mask, mask]) is mask
+    assert Batcher(2).merge_outputs([mask, mask]) is mask
 
 
 def test_a_block_mask_has_as_many_rows_as_the_tensors() -> None:
     with pytest.raises(BatchError, match=r"4 in args\[0\], 5 in args\[1\]"):
-        Batcher(2).arguments((rows(4), block_mask(5)), {})
+        Batcher(2).split_arguments((rows(4), block_mask(5)), {})
     with pytest.raises(BatchError, match=r"has 5 along dimension 0 for 6 microbatches"):
-        Batcher(6).arguments((block_mask(5),), {})
+        Batcher(6).split_arguments((block_mask(5),), {})
 
 
 def test_a_block_mask_is_split_along_the_batch_whatever_the_dimension_of_tensors() -> None:
@@ -134,18 +134,18 @@ def test_a_block_mask_is_split_along_the_batch_whatever_the_dimension_of_tensors
 
 def test_block_masks_of_different_microbatches_are_not_merged() -> None:
     with pytest.raises(BatchError, match="leave them out of the output"):
-        Batcher(2).merged([block_mask(5), block_mask(5)])
+        Batcher(2).merge_outputs([block_mask(5), block_mask(5)])
 
 
 def test_a_block_mask_with_an_order_of_its_own_is_not_split() -> None:
     mask = block_mask(5)
     mask.dq_kv_order = torch.zeros(5, 1, 4)
-    with pytest.raises(BatchError, match="hand over a ready list of masks"):
-        Batcher(2).arguments((mask,), {})
+    with pytest.raises(BatchError, match="give a list of masks"):
+        Batcher(2).split_arguments((mask,), {})
 
 
 def test_microbatches_do_not_wait_for_the_attention_module() -> None:
     module = "torch.nn.attention.flex_attention"
-    loaded = f"import sys, penstock.runtime.execution.microbatches; print({module!r} in sys.modules)"
+    loaded = f"import sys, penstock.runtime.execution.batcher; print({module!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)  # noqa: S603
     assert done.stdout.strip() == "False"

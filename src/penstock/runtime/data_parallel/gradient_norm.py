@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import is_dtensor, local
-from penstock.runtime.transport.links import Links
+from penstock.runtime.transport.communicator import Communicator
 
 __all__ = ["clip_grad_norm", "sharing_groups"]
 
@@ -30,7 +30,7 @@ class _Named(NamedTuple):
 def clip_grad_norm(
     modules: Mapping[int, nn.Module],
     counted_elsewhere: Collection[nn.Parameter],
-    links: Links | None,
+    links: Communicator | None,
     max_norm: float,
     norm_type: float,
     *,
@@ -120,18 +120,18 @@ def _added(norms: Tensor, p: float, group: dist.ProcessGroup) -> Tensor:
     return powers if p == 0 else powers ** (1 / p)
 
 
-def _gathered(stages: list[int], norms: list[Tensor], links: Links | None) -> tuple[list[int], Tensor]:
+def _gathered(stages: list[int], norms: list[Tensor], links: Communicator | None) -> tuple[list[int], Tensor]:
     """The norms of all parameters of the pipeline and the stages they are of, in the order of the stages."""
     mine = torch.stack([norm.to(norms[0].device) for norm in norms]).cpu() if norms else torch.zeros(0)
     if links is None:
         return stages, mine
     # every number fits into 64 bits with all its digits, and so does what it is
     about = torch.tensor([len(mine), _TYPES.index(mine.dtype)], dtype=torch.float64)
-    abouts = links.all_gather(about, links.size)
+    abouts = links.all_gather(about)
     rows = torch.zeros(max(int(each[0]) for each in abouts), 2, dtype=torch.float64)
     rows[: len(mine), 0] = torch.tensor(stages, dtype=torch.float64)
     rows[: len(mine), 1] = mine.to(torch.float64)
-    gathered = links.all_gather(rows, links.size)
+    gathered = links.all_gather(rows)
     kept = torch.cat([row[: int(each[0])] for row, each in zip(gathered, abouts)])
     kept = kept[torch.argsort(kept[:, 0], stable=True)]
     types = [_TYPES[int(each[1])] for each in abouts if each[0]]

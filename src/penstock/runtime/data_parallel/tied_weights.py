@@ -21,7 +21,7 @@ from penstock.runtime.data_parallel.fsdp import Shards
 from penstock.runtime.data_parallel.gradient_buckets import Row, differing, mark_of
 from penstock.runtime.data_parallel.wrappers import named_parameters, noted, owners
 from penstock.runtime.dtensors import is_dtensor, local
-from penstock.runtime.transport.links import Links
+from penstock.runtime.transport.communicator import Communicator
 
 __all__ = ["Tie", "Ties", "find_ties"]
 
@@ -191,14 +191,14 @@ class Ties:
     def _own_stages(self, tie: Tie) -> list[int]:
         return [stage for stage in tie if stage in self._modules]
 
-    def begin(self, links: Links | None) -> None:
+    def begin(self, links: Communicator | None) -> None:
         """Before a step: the copies must be the same, and a gradient that is summed already stays with one."""
         self._find_owners()
         self._refuse_parted()
         if links is None:
             return
         for tie, ranks, parameter in self._own():
-            if any(differing(mark_of(parameter).reshape(1), partial(links.largest, ranks=ranks))):
+            if any(differing(mark_of(parameter).reshape(1), partial(links.subgroup_max, ranks=ranks))):
                 raise PipelineError(_diverged(tie, sorted(tie)))
             if not self.unsummed and not self._is_first(tie):
                 self._settled[parameter], parameter.grad = parameter.grad, None
@@ -217,13 +217,13 @@ class Ties:
                     "made, by load_state_dict(assign=True) for example: load without it, or make another one"
                 )
 
-    def finish(self, links: Links | None, *, sums: bool) -> None:
+    def finish(self, links: Communicator | None, *, sums: bool) -> None:
         """After a step: every holder gets the sum of all gradients, unless more are to come."""
         self.unsummed = not sums and bool(self._shared_by)
         if links is not None and sums:
             for _, ranks, parameter in self._own():
                 row = Row([parameter])
-                row.unpack(links.summed(row.packed(), ranks))
+                row.unpack(links.subgroup_sum(row.packed(), ranks))
         self._settled.clear()
 
     def drop(self) -> None:

@@ -1,1 +1,1 @@
-"""A rank's list at work: stages, microbatches, programs and their connections."""
+"""Execution of a rank's list of actions: batches, stages, programs and the connection they use."""

@@ -1,8 +1,8 @@
-"""A `GradScaler` for a pipeline: the loss is scaled where it is made, and all ranks agree on what overflowed.
+"""A `GradScaler` for a pipeline: the last stage scales the loss, and all ranks agree on overflows.
 
 scaler = GradScaler(pipeline)
-pipeline.step(x, target=y)     # gradients come out multiplied by the scale
-scaler.unscale_(optimizer)     # only if something looks at them, such as clip_grad_norm_
+pipeline.step(x, target=y)     # gradients are multiplied by the scale
+scaler.unscale_(optimizer)     # only if something reads them before the step, such as clip_grad_norm_
 scaler.step(optimizer)         # on every rank, or on none
 scaler.update()
 """
@@ -21,24 +21,24 @@ __all__ = ["GradScaler"]
 
 
 class _Pipeline(Protocol):
-    """What is needed of the pipeline that makes the gradients."""
+    """What a `GradScaler` uses of the pipeline."""
 
     device: torch.device
     scaler: Any
 
-    def largest_anywhere(self, numbers: Tensor) -> Tensor: ...
-    def refuse_incomplete(self) -> None: ...
+    def all_reduce_max(self, values: Tensor) -> Tensor: ...
+    def check_gradients_complete(self) -> None: ...
 
 
 class GradScaler(torch.amp.GradScaler):
-    """As torch's, for the gradients that a pipeline makes; its options are torch's too."""
+    """torch's GradScaler for the gradients of a pipeline, with the same options."""
 
     def __init__(self, pipeline: _Pipeline, **options: Any) -> None:
         super().__init__(pipeline.device.type, **options)
         self._pipeline = pipeline
         if self.is_enabled():
             self._lazy_init_scale_growth_tracker(pipeline.device)
-        pipeline.scaler = self if self.is_enabled() else None  # one before this may have scaled the loss
+        pipeline.scaler = self if self.is_enabled() else None  # replaces an earlier scaler
 
     def _unscale_grads_(
         self,
@@ -47,21 +47,21 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,  # noqa: FBT001 -- torch's
     ) -> dict[torch.device, Tensor]:
-        """Divide by the scale what this rank holds; what is not finite on any rank counts on all of them."""
-        self._pipeline.refuse_incomplete()
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        """Divide this rank's gradients by the scale; an overflow on any rank counts on all ranks."""
+        self._pipeline.check_gradients_complete()
+        by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     gradient = local(parameter.grad)
                     if gradient.dtype == torch.float16 and not allow_fp16:
-                        raise ValueError("gradients in float16 cannot be unscaled: keep the weights in float32")
-                    by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        found = {found_inf.device: found_inf}
+                        raise ValueError("float16 gradients cannot be unscaled: keep the weights in float32")
+                    by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        overflows = {found_inf.device: found_inf}
         with torch.no_grad():
-            for (device, _), gradients in by_kind.items():
-                on_device = found.setdefault(device, torch.zeros_like(found_inf, device=device))
+            for (device, _), gradients in by_type.items():
+                on_device = overflows.setdefault(device, torch.zeros_like(found_inf, device=device))
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, on_device, inv_scale.to(device))
-        anywhere = torch.stack([each.to(found_inf.device) for each in found.values()]).max()
-        # a fused optimizer computes with it, and wants a number without dimensions
-        return {found_inf.device: self._pipeline.largest_anywhere(anywhere.reshape(1)).reshape(())}
+        largest = torch.stack([each.to(found_inf.device) for each in overflows.values()]).max()
+        # fused optimizers need a tensor without dimensions
+        return {found_inf.device: self._pipeline.all_reduce_max(largest.reshape(1)).reshape(())}

@@ -1,95 +1,90 @@
-"""The outputs of all microbatches become the output of the batch."""
+"""Merges the outputs of all microbatches into the output of the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 from torch import Tensor, cat, stack
 
 from penstock.arguments import printable, some
 from penstock.errors import BatchError
-from penstock.runtime.execution.splitters import Value, splitter_of
-from penstock.runtime.trees import Node, closed, labels, opened
+from penstock.runtime.execution.splitters import Value, has_splitter, splitter_of
+from penstock.runtime.pytree import child_paths, map_together, node_of
 
-__all__ = ["merged"]
+__all__ = ["merge_outputs"]
 
 
-def merged(parts: Sequence[Value], dim: int, where: str) -> Value:
-    """These parts as one value, tensors joined along a dimension; `where` says what it is."""
+def merge_outputs(outputs: Sequence[Value], dim: int, name: str) -> Value:
+    """One value in which tensors are concatenated along a dimension; `name` is used in error messages."""
+    return map_together(
+        partial(_merged_leaves, dim=dim), outputs, name, is_leaf=has_splitter, check=_check_structure
+    )
+
+
+def _check_structure(parts: Sequence[Value], path: str) -> None:
     first = parts[0]
     structure = _structure(first)
-    for k, part in enumerate(parts):
+    for microbatch, part in enumerate(parts):
         if _structure(part) != structure:
             raise BatchError(
-                f"the outputs of all microbatches must have the same structure, but {where} is {_words(first)} "
-                f"in microbatch 0 and {_words(part)} in microbatch {k}: use a Splitter as `merge`"
+                f"the outputs of all microbatches must have the same structure, but {path} is "
+                f"{_described(first)} in microbatch 0 and {_described(part)} in microbatch {microbatch}: use a "
+                "Splitter as `merge`"
             )
+
+
+def _merged_leaves(leaves: Sequence[Value], path: str, dim: int) -> Value:
+    first = leaves[0]
     if (splitter := splitter_of(first)) is not None:
-        return splitter.merge(parts)
+        return splitter.merge(leaves)
     if isinstance(first, Tensor):
-        return _merged_tensors(parts, dim, where)
-    if (tree := opened(first)) is None:
-        return first if all(_equal(first, part) for part in parts) else list(parts)
-    node, children = tree
-    across = zip(*(_in_order_of(node, part) for part in parts))
-    names = labels(node, len(children))
-    return closed(node, [merged(row, dim, where + label) for label, row in zip(names, across)])
+        return _merged_tensors(leaves, path, dim)
+    return first if all(_equal(first, leaf) for leaf in leaves) else list(leaves)
 
 
-def _merged_tensors(parts: Sequence[Tensor], dim: int, where: str) -> Tensor:
-    first = parts[0]
+def _merged_tensors(tensors: Sequence[Tensor], path: str, dim: int) -> Tensor:
+    first = tensors[0]
     if not first.dim():
-        return stack(list(parts))
+        return stack(list(tensors))
     if not -first.dim() <= dim < first.dim():
-        raise BatchError(f"{where} cannot be merged along dimension {dim}: its shape is {tuple(first.shape)}")
-    for k, part in enumerate(parts):
-        if _without(part.shape, dim) != _without(first.shape, dim):
+        raise BatchError(f"{path} cannot be merged along dimension {dim}: its shape is {tuple(first.shape)}")
+    for microbatch, tensor in enumerate(tensors):
+        if _without(tensor.shape, dim) != _without(first.shape, dim):
             raise BatchError(
-                f"outputs are merged along dimension {dim} and agree in all others, but {where} has shape "
-                f"{tuple(first.shape)} in microbatch 0 and {tuple(part.shape)} in microbatch {k}: "
+                f"outputs are merged along dimension {dim} and must agree in all others, but {path} has shape "
+                f"{tuple(first.shape)} in microbatch 0 and {tuple(tensor.shape)} in microbatch {microbatch}: "
                 "use another dimension or a Splitter as `merge`"
             )
-    return cat(list(parts), dim)
+    return cat(list(tensors), dim)
 
 
 def _without(shape: Sequence[int], dim: int) -> list[int]:
-    return [size for place, size in enumerate(shape) if place != dim % len(shape)]
+    return [size for position, size in enumerate(shape) if position != dim % len(shape)]
 
 
 def _structure(value: Value) -> Hashable:
-    """What must be the same in all microbatches."""
+    """What must be equal in all microbatches."""
     if (splitter := splitter_of(value)) is not None:
         return id(splitter)
     if isinstance(value, Tensor):
         return Tensor, value.dim()
-    tree = opened(value)
-    if tree is None:
+    if (opened := node_of(value)) is None:
         return None
-    node, children = tree
+    node, children = opened
     return type(value), frozenset(node.names) if node.kind == "dict" else len(children)
 
 
-def _in_order_of(first: Node, part: Value) -> list[Value]:
-    """The children of `part`, those of a dict in the order of the keys of `first`."""
-    tree = opened(part)
-    assert tree is not None, "the structures are the same"
-    node, children = tree
-    if node.kind != "dict":
-        return children
-    by_name = dict(zip(node.names, children))
-    return [by_name[name] for name in first.names]
-
-
-def _words(value: Value) -> str:
+def _described(value: Value) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    kind = printable(type(value).__name__)
-    tree = opened(value)
-    return f"a {kind}" if tree is None else f"a {kind} with {some(labels(tree[0], len(tree[1])))}"
+    name = printable(type(value).__name__)
+    opened = node_of(value)
+    return f"a {name}" if opened is None else f"a {name} with {some(child_paths(opened[0], len(opened[1])))}"
 
 
 def _equal(one: Value, other: Value) -> bool:
     try:
         return one is other or bool(one == other)
-    except Exception:  # noqa: BLE001 -- a value may compare in any way it likes
+    except Exception:  # noqa: BLE001 -- a value may define any comparison
         return False

@@ -1,8 +1,9 @@
-"""What a stage is given for a step, and what it keeps of a microbatch between its actions."""
+"""What a stage gets for a step, and what it keeps of a microbatch between its actions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,64 +13,73 @@ from torch.autograd.graph import GradientEdge
 from penstock.runtime.backward.deferral import Jobs
 from penstock.runtime.transport.buffer_pool import Buffer
 
-__all__ = ["Entrance", "Live", "Record", "StepInputs"]
+__all__ = ["LiveActivations", "MicrobatchState", "NonLeafInputs", "StepInputs"]
 
 
-class Live:
-    """How many microbatches' activations a rank holds, and the most it held at once."""
+class LiveActivations:
+    """The number of microbatches whose activations a rank holds, and its peak."""
 
     def __init__(self) -> None:
-        self.now = 0
+        self.count = 0
         self.peak = 0
 
+    def reset(self) -> None:
+        """Start a new step."""
+        self.count = self.peak = 0
+
     def add(self) -> None:
-        """One more."""
-        self.now += 1
-        self.peak = max(self.peak, self.now)
+        """Count one more."""
+        self.count += 1
+        self.peak = max(self.peak, self.count)
 
     def remove(self) -> None:
-        """One less."""
-        self.now -= 1
+        """Count one less."""
+        self.count -= 1
 
 
+@dataclass(frozen=True)
 class StepInputs:
-    """What one call of `step` or `eval` hands to the stages of a rank, one entry per microbatch."""
+    """The inputs of one `step` or `eval` for the stages of a rank, with one entry per microbatch."""
 
-    def __init__(
-        self,
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[Mapping[str, Any]],
-        targets: Sequence[Any] | None,
-        weights: Sequence[float],
-        *,
-        scale: float,
-        training: bool,
-        keep_outputs: bool,
-    ) -> None:
-        self.args, self.kwargs, self.targets, self.weights = args, kwargs, targets, weights
-        self.scale, self.training, self.keep_outputs = scale, training, keep_outputs
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[Mapping[str, Any]]
+    targets: Sequence[Any] | None
+    weights: Sequence[float]
+    """The weight of each microbatch's loss in the loss of the step."""
+    scale: float
+    """The factor of a GradScaler."""
+    training: bool
+    keep_outputs: bool
 
 
-class Record:
-    """What is kept of a microbatch between its forward and the end of its backward."""
+class MicrobatchState:
+    """What a stage keeps of a microbatch from its forward to the end of its backward.
+
+    F creates it, B consumes it; I consumes everything but the deferred weight gradients, which W consumes.
+    """
 
     __slots__ = ("buffer", "inputs", "jobs", "roots", "shapes")
 
     def __init__(self, buffer: Buffer | None, inputs: list[Tensor]) -> None:
         self.buffer = buffer
+        """The buffer that the inputs are views of."""
         self.inputs = inputs
+        """The leaves of the autograd graph that need a gradient."""
         self.roots: list[GradientEdge | Tensor] = []
+        """Where the backward starts: the loss, or the outputs that need a gradient."""
         self.shapes: list[torch.Size] = []
+        """The shapes of these outputs."""
         self.jobs: Jobs | None = None
+        """The deferred weight gradients."""
 
 
-class Entrance(torch.autograd.Function):
-    """The way into a stage: what comes out can be changed in place, which leaves of a graph cannot."""
+class NonLeafInputs(torch.autograd.Function):
+    """Identity on the inputs of a stage: its results may be changed in place, which autograd leaves may not."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The same numbers, as results of this node."""
-        ctx.set_materialize_grads(False)  # an input that was not used has no gradient, not zeros
+        """The same tensors, as results of this node."""
+        ctx.set_materialize_grads(False)  # an unused input has no gradient instead of zeros
         return tuple([each.detach() for each in inputs])
 
     @staticmethod

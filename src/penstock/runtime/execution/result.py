@@ -1,4 +1,4 @@
-"""What a step gives back: the same on every rank."""
+"""The result of a step, the same on every rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class StepResult:
     """The result of `Pipeline.step` or `Pipeline.eval`."""
 
     loss: float | None
-    """The mean of the microbatches' losses over all replicas, weighted by tokens if those are counted, or with
-    `average=False` their sum; None without a loss."""
+    """The mean of the microbatches' losses over all replicas, weighted by tokens if `tokens=` counts them, or
+    their sum with `average=False`; None without a loss."""
     losses: Tensor | None
     """The loss of each microbatch of this pipeline."""
     outputs: Any = None
-    """The merged outputs, on the rank of the last stage and only when asked for."""
+    """The merged outputs, with `return_outputs=True` on the rank of the last stage."""
     timeline: Timeline | None = None
-    """What all ranks did when, inside `with pipeline.profile()`."""
+    """The measured timeline of all ranks, inside `with pipeline.profile()`."""

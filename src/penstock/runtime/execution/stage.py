@@ -1,17 +1,10 @@
-"""One stage at work: its forward, backward, input gradient and weight gradient for each microbatch.
-
-What a microbatch leaves behind between its actions is one `Record`:
-
-    F   inputs (leaves of the graph), roots (where the graph ends), the buffer the inputs look into
-    B   uses it up
-    I   uses up all but the weight gradients that were put aside
-    W   uses those up
-"""
+"""One stage of the model on this rank: F, B, I and W of each microbatch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,271 +13,254 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral
 from penstock.runtime.data_parallel.fsdp import Shards
-from penstock.runtime.dtensors import whole
-from penstock.runtime.execution.microbatch_state import Entrance, Live, Record, StepInputs
-from penstock.runtime.execution.module_state import Undo
-from penstock.runtime.transport.buffer_pool import Pool
-from penstock.runtime.transport.channels import Parcel
-from penstock.runtime.transport.values import Leaves, Structure, flatten, unflatten
+from penstock.runtime.execution.microbatch_state import (
+    LiveActivations,
+    MicrobatchState,
+    NonLeafInputs,
+    StepInputs,
+)
+from penstock.runtime.execution.module_state import ForwardSnapshot
+from penstock.runtime.execution.stage_checks import (
+    LossFunction,
+    check_finite,
+    check_gradient_shapes,
+    checked_loss,
+)
+from penstock.runtime.pytree import Leaves, Structure, flatten, unflatten
+from penstock.runtime.transport.buffer_pool import BufferPool
+from penstock.runtime.transport.channels import FlatValue
 
-__all__ = ["Stage"]
+__all__ = ["Stage", "StageConfig"]
 
-Loss = Callable[..., Tensor]
+Source: TypeAlias = Callable[[int], FlatValue]
+"""Gives the value of a microbatch that another stage computed."""
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """How one stage runs."""
+
+    input_source: Source | None
+    """The outputs of the previous stage; None for the first stage."""
+    gradient_source: Source | None
+    """The input gradients of the next stage; None for the last stage."""
+    split_microbatches: Collection[int]
+    """The microbatches whose backward is split into I and W."""
+    loss: LossFunction | None
+    """The loss, for the last stage."""
+    shards: Shards | None
+    """The parameters that FSDP shards."""
+    is_replicated: bool
+    """Whether other ranks train the same stage on other data."""
+    check_finite: bool
 
 
 class Stage:
-    """A module and its place in the pipeline; `split` are the microbatches whose backward is split.
-
-    `take` and `take_gradient` give what other stages made of a microbatch; they are set where stages are wired.
-    """
-
-    take: Callable[[int], Parcel]
-    take_gradient: Callable[[int], Parcel]
+    """A module and its place in the pipeline."""
 
     def __init__(
         self,
         index: int,
-        count: int,
         module: nn.Module,
-        live: Live,
-        pool: Pool,
-        *,
-        split: Collection[int],
-        checks: bool,
+        config: StageConfig,
+        activations: LiveActivations,
+        pool: BufferPool,
     ) -> None:
         self.index, self.module = index, module
-        self.is_first, self.is_last = index == 0, index == count - 1
-        self.deferral = Deferral(module) if split else None
-        self._split = split
-        self.loss: Loss | None = None
-        self.shards: Shards | None = None
-        self.is_replicated = False
-        """Whether other ranks train the same stage on other data."""
+        self.deferral = Deferral(module) if config.split_microbatches else None
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
-        self._live, self._pool, self._checks = live, pool, checks
+        self._config, self._activations, self._pool = config, activations, pool
         self._step: StepInputs
-        self._records: dict[int, Record] = {}
-        self._made: dict[int, tuple[Leaves, Structure]] = {}
-        self._gradients: dict[int, tuple[Leaves, Structure]] = {}
-        self._tried = False
-        """Whether a forward has shown which weights can be put aside."""
+        self._states: dict[int, MicrobatchState] = {}
+        self._sent_outputs: dict[int, tuple[Leaves, Structure]] = {}
+        self._input_gradients: dict[int, tuple[Leaves, Structure]] = {}
+        self._found_shared = False
+        """Whether a forward has shown which weights cannot be deferred."""
 
     def begin(self, step: StepInputs) -> None:
-        """Get ready for a step; whatever a failed one left behind goes."""
+        """Start a step; discards what a failed step left."""
         self._step = step
-        for kept in (self._records, self._made, self._gradients, self.losses, self.outputs):
+        for kept in (self._states, self._sent_outputs, self._input_gradients, self.losses, self.outputs):
             kept.clear()
 
     # --- forward -----------------------------------------------------------------------------------
 
     def forward(self, microbatch: int) -> None:
         """F."""
-        step = self._step
-        parcel = None if self.is_first else self.take(microbatch)
-        splits = microbatch in self._split
+        step, config = self._step, self._config
+        received = None if config.input_source is None else config.input_source(microbatch)
+        splits = microbatch in config.split_microbatches
         if self.deferral is not None:
             self.deferral.engaged = splits
-        call = self._first_call if splits and step.training and not self._tried else self._call
-        record, output = call(microbatch, parcel)
+        call = self._first_call if splits and step.training and not self._found_shared else self._call
+        state, output = call(microbatch, received)
+        del received
         leaves, structure = flatten(output)
-        if self._checks:
-            self._refuse_not_finite(leaves, "its output")
-        if self.is_last:
-            self._finish(microbatch, output, leaves, record)
+        if config.check_finite:
+            check_finite(leaves, "its output", self.index)
+        if config.gradient_source is None:
+            self._compute_loss(microbatch, output, leaves, state)
             if step.keep_outputs:
                 self.outputs[microbatch] = unflatten(structure, _detached(leaves))
         else:
-            self._made[microbatch] = leaves, structure
+            self._sent_outputs[microbatch] = leaves, structure
             if step.training:
                 kept = _differentiable(leaves)
-                # an edge keeps the graph but not the numbers, which are gone once they are sent
-                record.roots = [get_gradient_edge(leaf) for leaf in kept]
-                record.shapes = [leaf.shape for leaf in kept]
+                # an edge keeps the graph but not the tensor, whose memory is free once it is sent
+                state.roots = [get_gradient_edge(leaf) for leaf in kept]
+                state.shapes = [leaf.shape for leaf in kept]
                 del kept
         if step.training:
-            self._live.add()
-            self._records[microbatch] = record
-        elif record.buffer is not None:
+            self._activations.add()
+            self._states[microbatch] = state
+        elif state.buffer is not None:
             del leaves, output
-            self._pool.give(record.buffer)
+            self._pool.release(state.buffer)
 
-    def _call(self, microbatch: int, parcel: Parcel | None) -> tuple[Record, Any]:
-        """Run the module on what the stage before made, or on the batch."""
+    def _call(self, microbatch: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
+        """Run the module on the output of the previous stage, or on the batch."""
         step = self._step
-        if parcel is None:
-            return Record(None, []), self.module(*step.args[microbatch], **step.kwargs[microbatch])
+        if received is None:
+            return MicrobatchState(None, []), self.module(*step.args[microbatch], **step.kwargs[microbatch])
         inputs: list[Tensor] = []
         if step.training:
-            wanted = [place for place, wanted in enumerate(parcel.differentiable) if wanted]
-            inputs = [parcel.leaves[place].requires_grad_() for place in wanted]
+            positions = [position for position, needed in enumerate(received.differentiable) if needed]
+            inputs = [received.leaves[position].requires_grad_() for position in positions]
             if inputs:
-                for place, entered in zip(wanted, Entrance.apply(*inputs)):  # type: ignore[no-untyped-call]
-                    parcel.leaves[place] = entered
-        value = unflatten(parcel.structure, parcel.leaves)
+                for position, entered in zip(positions, NonLeafInputs.apply(*inputs)):  # type: ignore[no-untyped-call]
+                    received.leaves[position] = entered
+        value = unflatten(received.structure, received.leaves)
         args = value if type(value) is tuple else (value,)
-        return Record(parcel.buffer, inputs), self.module(*args, **step.kwargs[microbatch])
+        return MicrobatchState(received.buffer, inputs), self.module(*args, **step.kwargs[microbatch])
 
-    def _first_call(self, microbatch: int, parcel: Parcel | None) -> tuple[Record, Any]:
-        """The first forward whose weight gradients are put aside.
+    def _first_call(self, microbatch: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
+        """The first forward with deferred weight gradients.
 
-        It shows which weights are used outside of their layers too, and so cannot be; if there are any, it is
-        undone and done again.
+        It shows which weights are used outside of their layers as well, and so cannot be deferred. If there are
+        any, the forward is undone and repeated.
         """
         assert self.deferral is not None, "the backward of this microbatch is split"
-        undo = Undo(self.module, self._pool.device)
-        again = None
-        if parcel is not None:
-            copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in parcel.leaves]
-            again = parcel._replace(leaves=copies)
-        record, output = self._call(microbatch, parcel)
-        self._tried = True
+        snapshot = ForwardSnapshot(self.module, self._pool.device)
+        copy = None
+        if received is not None:
+            copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in received.leaves]
+            copy = received._replace(leaves=copies)
+        state, output = self._call(microbatch, received)
+        self._found_shared = True
         if not self.deferral.find_shared(_differentiable(flatten(output)[0])):
-            return record, output
-        undo.undo()
-        return self._call(microbatch, again)
+            return state, output
+        snapshot.restore()
+        return self._call(microbatch, copy)
 
-    def _finish(self, microbatch: int, output: object, leaves: Leaves, record: Record) -> None:
-        """The end of the last stage: the loss, if there is one to compute."""
-        step = self._step
-        if self.loss is None or not (step.training or step.targets is not None):
+    def _compute_loss(self, microbatch: int, output: object, leaves: Leaves, state: MicrobatchState) -> None:
+        """The end of the last stage's forward: the loss, if there is one to compute."""
+        step, config = self._step, self._config
+        if config.loss is None or not (step.training or step.targets is not None):
             return
-        loss = self._loss_of(output, microbatch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise PipelineError(f"the loss function must return a tensor with one number, it gave {shown}")
-        if self._checks and step.weights[microbatch]:
-            self._refuse_not_finite([loss], "its loss")
+        loss = checked_loss(config.loss, output, step.targets, microbatch)
+        weight = step.weights[microbatch]
+        if config.check_finite and weight:
+            check_finite([loss], "its loss", self.index)
         self.losses[microbatch] = loss.detach()
-        if step.training and not step.weights[microbatch] and self.is_replicated:
-            # it counts for nothing, but replicas wait for its gradients, and a mean over nothing has none
-            record.roots = list(_differentiable(leaves))
+        if step.training and not weight and config.is_replicated:
+            # its weight is 0, but replicas wait for its gradients, and a mean over nothing has none
+            state.roots = list(_differentiable(leaves))
         elif step.training and loss.requires_grad:
-            record.roots = [loss]
+            state.roots = [loss]
         elif step.training and _differentiable(leaves):
             raise PipelineError(
-                "the loss has no gradient, though the output it is computed from has: nothing would be "
-                "trained; do not detach it, and give it a type with fractions"
+                "the loss has no gradient, but the output that it is computed from has one, so nothing would "
+                "be trained: do not detach the loss, and give it a floating-point dtype"
             )
 
-    def _loss_of(self, output: object, microbatch: int) -> Any:
-        targets = self._step.targets
-        assert self.loss is not None
-        if targets is not None:
-            return self.loss(output, targets[microbatch])
-        try:
-            return self.loss(output)
-        except TypeError as error:
-            raise PipelineError(
-                f"the loss function was called without a target, because this call got none ({error}): give "
-                "target= on the rank of the last stage"
-            ) from error
+    def pop_output(self, microbatch: int) -> tuple[Leaves, Structure]:
+        """The output of forward, to be sent to the rank of the next stage."""
+        return self._sent_outputs.pop(microbatch)
 
-    def made(self, microbatch: int) -> tuple[Leaves, Structure]:
-        """What forward made, for the rank of the next stage."""
-        return self._made.pop(microbatch)
-
-    def hand_over(self, microbatch: int) -> Parcel:
-        """What forward made, for the next stage on this same rank: no copy, but a graph of its own."""
-        leaves, structure = self._made.pop(microbatch)
+    def take_output(self, microbatch: int) -> FlatValue:
+        """The output of forward, for the next stage on the same rank: not copied, detached from the graph."""
+        leaves, structure = self._sent_outputs.pop(microbatch)
         differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        return Parcel(_detached(leaves), structure, differentiable, None)
+        return FlatValue(_detached(leaves), structure, differentiable, None)
 
     # --- backward ----------------------------------------------------------------------------------
 
     def backward(self, microbatch: int) -> None:
         """B."""
-        record = self._records.pop(microbatch)
+        state = self._states.pop(microbatch)
         if self.deferral is not None:
             self.deferral.engaged = False
-        self._run_backward(microbatch, record)
-        self._let_go(record)
+        self._run_backward(microbatch, state)
+        self._release(state)
 
     def backward_input(self, microbatch: int) -> None:
         """I."""
-        assert self.deferral is not None, "the schedule splits this stage's backward"
-        record = self._records[microbatch]
+        assert self.deferral is not None, "the schedule splits the backward of this stage"
+        state = self._states[microbatch]
         self.deferral.engaged = True
-        with self.deferral.put_aside() as record.jobs:
-            self._run_backward(microbatch, record)
+        with self.deferral.put_aside() as state.jobs:
+            self._run_backward(microbatch, state)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        record = self._records.pop(microbatch)
-        assert record.jobs is not None, "the validator saw I before W"
-        record.jobs.run()
-        record.jobs = None
-        if self.shards is not None:
-            self.shards.keep_gradients()
-        self._let_go(record)
+        state = self._states.pop(microbatch)
+        assert state.jobs is not None, "a valid schedule has I before W"
+        state.jobs.run()
+        state.jobs = None
+        if self._config.shards is not None:
+            self._config.shards.keep_gradients()
+        self._release(state)
 
-    def _run_backward(self, microbatch: int, record: Record) -> None:
-        buffer = None
-        if self.is_last:
-            # the gradient starts here, and here alone it is scaled; a microbatch without tokens has none
-            weight = self._step.weights[microbatch] * self._step.scale
-            roots = [root for root in record.roots if isinstance(root, Tensor)]
-            starts = weight or self.is_replicated
-            gradients: Leaves = [torch.full_like(root, weight) if starts else None for root in roots]
-        else:
-            gradients, _, _, buffer = self.take_gradient(microbatch)
-            self._compare_shapes(record, gradients)
-        there = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        if there:
-            ends: Any = [record.roots[place] for place in there]
-            torch.autograd.backward(ends, [gradients[place] for place in there])
-            del ends
+    def _run_backward(self, microbatch: int, state: MicrobatchState) -> None:
+        gradients, buffer = self._root_gradients(microbatch, state)
+        positions = [position for position, gradient in enumerate(gradients) if gradient is not None]
+        if positions:
+            roots: Any = [state.roots[position] for position in positions]
+            torch.autograd.backward(roots, [gradients[position] for position in positions])
+            del roots
         del gradients
-        record.roots = []
+        state.roots = []
         if buffer is not None:
-            self._pool.give(buffer)
-        if not self.is_first:
-            found = [leaf.grad for leaf in record.inputs]
-            if self._checks:
-                self._refuse_not_finite(found, "the gradient of its input")
-            for leaf in record.inputs:
+            self._pool.release(buffer)
+        if self._config.input_source is not None:
+            found = [leaf.grad for leaf in state.inputs]
+            if self._config.check_finite:
+                check_finite(found, "the gradient of its input", self.index)
+            for leaf in state.inputs:
                 leaf.grad = None
-            self._gradients[microbatch] = flatten(tuple(found))
-        record.inputs = []
+            self._input_gradients[microbatch] = flatten(tuple(found))
+        state.inputs = []
 
-    def _let_go(self, record: Record) -> None:
-        self._live.remove()
-        if self._checks:
+    def _root_gradients(self, microbatch: int, state: MicrobatchState) -> tuple[Leaves, Any]:
+        """The gradient of each root, and the buffer that holds them."""
+        if (source := self._config.gradient_source) is None:
+            # the loss is weighted and scaled here and nowhere else; a microbatch of weight 0 has no gradient
+            weight = self._step.weights[microbatch] * self._step.scale
+            roots = [root for root in state.roots if isinstance(root, Tensor)]
+            starts = weight or self._config.is_replicated
+            return [torch.full_like(root, weight) if starts else None for root in roots], None
+        gradients, _, _, buffer = source(microbatch)
+        check_gradient_shapes(gradients, state.shapes, self.index)
+        return gradients, buffer
+
+    def _release(self, state: MicrobatchState) -> None:
+        """The end of a microbatch's backward."""
+        self._activations.remove()
+        if self._config.check_finite:
             for name, parameter in self.module.named_parameters():
-                self._refuse_not_finite([parameter.grad], f"the gradient of {name}")
-        if record.buffer is not None:
-            self._pool.give(record.buffer)
+                check_finite([parameter.grad], f"the gradient of {name}", self.index)
+        if state.buffer is not None:
+            self._pool.release(state.buffer)
 
-    def _compare_shapes(self, record: Record, gradients: Leaves) -> None:
-        """A gradient must look like the output it is for."""
-        came = [None if gradient is None else gradient.shape for gradient in gradients]
-        if len(came) != len(record.shapes) or any(
-            there is not None and there != made for there, made in zip(came, record.shapes)
-        ):
-            raise PipelineError(
-                f"stage {self.index + 1} sent gradients of shapes {_shown(came)} to stage {self.index}, whose "
-                f"outputs that require gradients have shapes {_shown(record.shapes)}"
-            )
+    def pop_input_gradient(self, microbatch: int) -> tuple[Leaves, Structure]:
+        """The input gradients of backward, to be sent to the rank of the previous stage."""
+        return self._input_gradients.pop(microbatch)
 
-    def gradient(self, microbatch: int) -> tuple[Leaves, Structure]:
-        """What backward made for the rank of the stage before."""
-        return self._gradients.pop(microbatch)
-
-    def hand_back(self, microbatch: int) -> Parcel:
-        """What backward made, for the stage before on this same rank."""
-        leaves, structure = self._gradients.pop(microbatch)
-        return Parcel(leaves, structure, [], None)
-
-    def _refuse_not_finite(self, leaves: Sequence[Any], what: str) -> None:
-        for place, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-                continue
-            bad = int(whole((~torch.isfinite(leaf)).sum()))
-            if bad:
-                raise PipelineError(
-                    f"stage {self.index}: {bad} of {leaf.numel()} numbers in {what} (tensor {place}, shape "
-                    f"{list(leaf.shape)}) are not finite"
-                )
+    def take_input_gradient(self, microbatch: int) -> FlatValue:
+        """The input gradients of backward, for the previous stage on the same rank."""
+        leaves, structure = self._input_gradients.pop(microbatch)
+        return FlatValue(leaves, structure, [], None)
 
 
 def _differentiable(leaves: Leaves) -> list[Tensor]:
@@ -293,7 +269,3 @@ def _differentiable(leaves: Leaves) -> list[Tensor]:
 
 def _detached(leaves: Leaves) -> Leaves:
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-def _shown(shapes: Sequence[torch.Size | None]) -> str:
-    return ", ".join("none" if shape is None else str(list(shape)) for shape in shapes) or "none at all"

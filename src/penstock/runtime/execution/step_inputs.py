@@ -1,4 +1,4 @@
-"""What a step is given, made ready for the stages of a rank: microbatches, and how much each of them counts."""
+"""Builds the inputs of a step: splits the batch into microbatches and computes the weight of each loss."""
 
 from __future__ import annotations
 
@@ -9,29 +9,26 @@ from typing import Any
 import torch
 
 from penstock.errors import PipelineError
-from penstock.runtime.data_parallel.replication import Replication
 from penstock.runtime.dtensors import whole
+from penstock.runtime.execution.batcher import Batcher
+from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.microbatch_state import StepInputs
-from penstock.runtime.execution.microbatches import Batcher
 
-__all__ = ["Intake"]
+__all__ = ["StepInputBuilder"]
 
 
 @dataclass(frozen=True)
-class Intake:
-    """How a rank takes batches in."""
+class StepInputBuilder:
+    """How one rank prepares batches."""
 
+    config: ExecutionConfig
     batcher: Batcher
-    replication: Replication
-    device: torch.device
-    has_first: bool
-    has_last: bool
-    has_loss: bool
     tokens: Callable[[Any], int] | None
-    share: float
-    """What a microbatch counts where tokens are not counted."""
+    """Counts the tokens of a microbatch's target."""
+    average: bool
+    """Whether the loss of a step is the mean of the microbatches' losses, or else their sum."""
 
-    def __call__(
+    def build(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -41,16 +38,18 @@ class Intake:
         training: bool,
         keep_outputs: bool,
     ) -> StepInputs:
-        """The batch in microbatches."""
+        """The inputs of one call of `step` or `eval`."""
         if training and not torch.is_grad_enabled():
-            raise PipelineError("step() computes gradients, but they are switched off here; use eval()")
-        if training and not self.has_loss and self.has_last:
+            raise PipelineError("step() computes gradients, but gradients are disabled here: use eval()")
+        schedule, modules = self.config.schedule, self.config.modules
+        has_first, has_last = 0 in modules, schedule.num_stages - 1 in modules
+        if training and self.config.loss is None and has_last:
             raise PipelineError("step() needs a loss: give `loss=` to Pipeline, or use eval()")
-        split_args, split_kwargs = self.batcher.arguments(args if self.has_first else (), kwargs)
-        targets = None if target is None or not self.has_last else self.batcher.target(target)
-        weights = [self.share] * len(split_args)
+        split_args, split_kwargs = self.batcher.split_arguments(args if has_first else (), kwargs)
+        targets = None if target is None or not has_last else self.batcher.split_target(target)
+        weights = [1 / schedule.microbatches if self.average else 1.0] * len(split_args)
         if self.tokens is not None and targets is not None:
-            weights = self._token_shares([int(whole(self.tokens(part))) for part in targets])
+            weights = self._token_weights([int(whole(self.tokens(part))) for part in targets])
         return StepInputs(
             split_args,
             split_kwargs,
@@ -61,10 +60,14 @@ class Intake:
             keep_outputs=keep_outputs,
         )
 
-    def _token_shares(self, counts: list[int]) -> list[float]:
-        """What each microbatch counts; gradients are averaged over replicas, whose targets may be longer."""
-        total = torch.tensor(sum(counts), dtype=torch.float64)
-        everywhere = float(self.replication.total(total, self.device))
-        if everywhere <= 0 or min(counts) < 0:
-            raise PipelineError(f"the microbatches' targets have {counts} tokens: there is nothing to weigh")
-        return [count * self.replication.count / everywhere for count in counts]
+    def _token_weights(self, counts: list[int]) -> list[float]:
+        """Token counts as weights. Gradients are averaged over replicas, which may have other counts."""
+        replication = self.config.replication
+        local = torch.tensor(sum(counts), dtype=torch.float64)
+        total = float(replication.total(local, self.config.device))
+        if total <= 0 or min(counts) < 0:
+            raise PipelineError(
+                f"the targets of the microbatches have {counts} tokens: a loss weighted by tokens needs a "
+                "positive total and no negative count"
+            )
+        return [count * replication.count / total for count in counts]

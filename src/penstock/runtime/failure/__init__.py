@@ -1,1 +1,1 @@
-"""Failed steps: the watch, the abort, the report, and agreement before a step."""
+"""Failed steps: the failure monitor, the abort, the report, and the agreement of ranks when they connect."""

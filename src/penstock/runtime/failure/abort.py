@@ -1,4 +1,4 @@
-"""What a rank does when its step failed: it tells the others why, hangs up, and gives the error to raise."""
+"""Aborts a failed step on this rank: publishes the cause, closes the connection, gives the error to raise."""
 
 from __future__ import annotations
 
@@ -6,61 +6,61 @@ import traceback
 from contextlib import suppress
 
 from penstock.errors import PenstockError
-from penstock.runtime.execution.connections import Wiring
-from penstock.runtime.execution.program import Program, StoppedError
-from penstock.runtime.failure.report import cause_of, failed
-from penstock.runtime.failure.watch import Cause, Status
+from penstock.runtime.execution.connection import Connection
+from penstock.runtime.execution.program import Program, StepAbortedError
+from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
+from penstock.runtime.failure.report import failure_cause, failure_report
 
-__all__ = ["hang_up"]
+__all__ = ["abort_step"]
 
-_TELL_WITHIN = 1.0  # seconds that ranks have to say what they were doing
+_STATUS_SECONDS = 1.0  # how long ranks have to publish what they were doing
 
 
-def hang_up(error: BaseException, wiring: Wiring, program: Program) -> BaseException:
-    """Close all connections after this error; on every rank the result says the same."""
-    watch = wiring.watch
-    if watch is None:
+def abort_step(error: BaseException, connection: Connection, program: Program) -> BaseException:
+    """Close all connections after this error; gives the error to raise, with the same text on every rank."""
+    monitor = connection.monitor
+    if monitor is None:
         return error
-    schedules = {mode: each.schedule for mode, each in wiring.programs.items()}
-    cause = _cause(error, wiring, program)
+    schedules = {mode: each.schedule for mode, each in connection.programs.items()}
+    cause = _agreed_cause(error, monitor, connection, program)
     with suppress(RuntimeError):  # the store may be gone by now, but the cause is known
-        watch.tell_status()
+        monitor.publish_status()
     if program.communicates:
-        # frames hold on to messages, and those to the connections
+        # frames refer to pending messages, which keep the connections open
         traceback.clear_frames(error.__traceback__)
-    wiring.close()
-    statuses: dict[int, Status] = {}
+    connection.close()
+    statuses: dict[int, RankStatus] = {}
     with suppress(RuntimeError):
-        statuses = watch.statuses(_TELL_WITHIN)
+        statuses = monitor.statuses(_STATUS_SECONDS)
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return error
-    if isinstance(error, PenstockError) and program.at < 0:
+    if isinstance(error, PenstockError) and not program.started:
         return error
-    report = failed(cause, statuses, schedules)
-    if cause.rank == wiring.plan.rank and cause.kind == "exception":
+    report = failure_report(cause, statuses, schedules)
+    if cause.rank == connection.config.rank and cause.kind == "exception":
         report.__cause__ = error
     return report
 
 
-def _cause(error: BaseException, wiring: Wiring, program: Program) -> Cause:
-    """What somebody wrote down, or what went wrong here."""
-    watch = wiring.watch
-    assert watch is not None
-    mine = cause_of(error, program, wiring.plan.rank, wiring.step, wiring.waits_for(program))
+def _agreed_cause(
+    error: BaseException, monitor: FailureMonitor, connection: Connection, program: Program
+) -> FailureCause:
+    """The cause that another rank published, or else the failure of this rank."""
+    own = failure_cause(error, program, connection.config.rank, connection.step, connection.awaited(program))
     try:
-        if isinstance(error, StoppedError) or mine.kind == "lost":
-            found = watch.wait_for_cause()
-            if found is not None:
-                return found
-        return watch.tell(mine)
+        if isinstance(error, StepAbortedError) or own.kind == "lost":
+            published = monitor.wait_for_cause()
+            if published is not None:
+                return published
+        return monitor.publish_cause(own)
     except RuntimeError:
-        known = watch.cause or (mine if mine.kind == "exception" else None)
-        return known or _lost_store(wiring.step)
+        known = monitor.cause or (own if own.kind == "exception" else None)
+        return known or _lost_store(connection.step)
 
 
-def _lost_store(step: int) -> Cause:
+def _lost_store(step: int) -> FailureCause:
     message = (
         "the connection to the job's key-value store broke, so the process that hosts it is gone: rank 0 of "
         "the world, or the agent of torchrun"
     )
-    return Cause(-1, "lost", step, "", None, None, message, "")
+    return FailureCause(-1, "lost", step, "", None, None, message, "")

@@ -1,13 +1,13 @@
-"""What the ranks of a pipeline must have in common, compared when they connect."""
+"""Compares what all ranks of a pipeline must have in common, when they connect."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 import penstock
 from penstock.arguments import listed
@@ -15,54 +15,59 @@ from penstock.errors import PipelineError
 from penstock.formats import dumps
 from penstock.runtime.data_parallel.tied_weights import Ties
 from penstock.runtime.data_parallel.wrappers import noted
-from penstock.runtime.execution.connections import Plan
-from penstock.runtime.transport.links import Links
+from penstock.runtime.execution.config import ExecutionConfig
+from penstock.runtime.transport.communicator import Communicator
 
-__all__ = ["refuse_disagreement"]
+__all__ = ["check_agreement"]
+
+_Facts: TypeAlias = dict[str, tuple[Any, Any]]
+"""By topic: the value that is compared, and its text for an error message."""
 
 
-def refuse_disagreement(
-    plan: Plan,
-    ties: Ties,
-    modules: Mapping[int, nn.Module],
-    trained: Mapping[int, nn.Module],
-    links: Links,
-) -> None:
-    """Every rank must have the same schedule, version and ties, or steps would hang or train wrongly.
+def check_agreement(config: ExecutionConfig, ties: Ties, communicator: Communicator) -> None:
+    """Raise unless every rank has the same schedule, versions and ties: steps would hang or train wrongly.
 
-    A rank has no say in what it does not mention: in tied weights that it does not hold, for example.
+    A topic is compared between the ranks that have it, such as a tied weight between those that hold it.
     """
-    schedule = plan.schedule
-    steps = hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[:12]
-    mine = {  # what is compared, and how it is told
+    own = json.dumps(_facts(config, ties))
+    texts = communicator.exchange_texts("facts", own, config.rank, config.timeout)
+    if differences := list(_differences([json.loads(text) for text in texts])):
+        raise PipelineError("the ranks of the pipeline do not agree:\n" + "\n".join(differences))
+
+
+def _facts(config: ExecutionConfig, ties: Ties) -> _Facts:
+    schedule = config.schedule
+    digest = hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[:12]
+    facts: _Facts = {
         "version of penstock": (penstock.__version__, penstock.__version__),
         "version of torch": (torch.__version__, torch.__version__),
         "microbatches": (schedule.microbatches, schedule.microbatches),
         "stages": (schedule.num_stages, schedule.num_stages),
-        "schedule": (steps, f"{schedule.name} ({steps})"),
+        "schedule": (digest, f"{schedule.name} ({digest})"),
         "tied weights": (str(ties.all), listed(ties.all) or "none"),
     }
-    mine |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.looks().items()}
-    for module in modules.values():
+    facts |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.looks().items()}
+    for module in config.modules.values():
         _, parts = noted(module, "cut") or (0, ())
         if len(parts) == schedule.num_stages:
-            cut = " | ".join(parts)
-            mine["cut of the model"] = (cut, cut)
-    weighs = schedule.placement.stage_to_rank[-1] == plan.rank  # the loss, with or without parameters
-    if weighs or any(each.requires_grad for module in trained.values() for each in module.parameters()):
-        count = plan.replication.count
-        told = f"{count}" if count > 1 else "1 (say replicas= if there are more)"
-        mine["replicas of its stages"] = (count, told)
-    texts = links.agree("about", json.dumps(mine), plan.rank, len(plan.members), plan.timeout)
-    everyone = [json.loads(text) for text in texts]
-    faults = []
-    for what in dict.fromkeys(what for about in everyone for what in about):
-        answers = {rank: about[what] for rank, about in enumerate(everyone) if what in about}
-        if len({compared for compared, _ in answers.values()}) > 1:
-            said: dict[object, list[int]] = {}
-            for rank, (_, words) in answers.items():
-                said.setdefault(words, []).append(rank)
-            told = "; ".join(f"rank {listed(ranks)}: {words}" for words, ranks in said.items())
-            faults.append(f"  {what}: {told}")
-    if faults:
-        raise PipelineError("the ranks of the pipeline do not agree:\n" + "\n".join(faults))
+            split = " | ".join(parts)
+            facts["split of the model"] = (split, split)
+    has_loss = schedule.placement.stage_to_rank[-1] == config.rank  # it weighs losses by the replicas
+    trained = [each for module in config.trained.values() for each in module.parameters()]
+    if has_loss or any(parameter.requires_grad for parameter in trained):
+        count = config.replication.count
+        text = f"{count}" if count > 1 else "1 (give replicas= if there are more)"
+        facts["replicas of its stages"] = (count, text)
+    return facts
+
+
+def _differences(by_rank: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """One line for each topic on which ranks differ."""
+    for topic in dict.fromkeys(topic for facts in by_rank for topic in facts):
+        answers = {rank: facts[topic] for rank, facts in enumerate(by_rank) if topic in facts}
+        if len({value for value, _ in answers.values()}) > 1:
+            ranks_by_text: dict[object, list[int]] = {}
+            for rank, (_, text) in answers.items():
+                ranks_by_text.setdefault(text, []).append(rank)
+            groups = "; ".join(f"rank {listed(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+            yield f"  {topic}: {groups}"

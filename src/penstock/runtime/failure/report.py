@@ -1,4 +1,4 @@
-"""The report of a failed step: who, where, why, and what every rank was doing, the same on all ranks."""
+"""The report of a failed step: which rank, where, why, and what every rank was doing; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -8,74 +8,80 @@ from collections.abc import Mapping
 from penstock.errors import StepFailedError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.execution.program import Program
-from penstock.runtime.failure.watch import Cause, Status
+from penstock.runtime.failure.monitor import FailureCause, RankStatus
 
-__all__ = ["cause_of", "failed"]
+__all__ = ["failure_cause", "failure_report"]
 
-_AROUND = 3  # steps shown before and after the one at hand
+_CONTEXT = 3  # steps shown before and after the current one
 
 
-def cause_of(error: BaseException, program: Program, rank: int, step: int, waits_for: str) -> Cause:
-    """What went wrong on this rank; `waits_for` says which message it was about, if it was about one."""
-    place = program.place
-    at = program.steps[place] if place >= 0 else None
-    part = at.parts[program.part] if at is not None else None
+def failure_cause(error: BaseException, program: Program, rank: int, step: int, awaited: str) -> FailureCause:
+    """The failure of this rank; `awaited` is the message that it waited for, if it waited."""
+    position = program.position
+    current = program.steps[position] if position >= 0 else None
+    part = current.parts[program.progress.part] if current is not None else None
     kind, message, details = "exception", _last_line(error), _traceback(error)
     if isinstance(error, KeyboardInterrupt):
         kind, message, details = "interrupted", "KeyboardInterrupt", ""
-    elif isinstance(error, RuntimeError) and (program.communicates or (at is None and waits_for)):
-        late = "Timed out" in message
-        kind, details = ("timeout", "") if late else ("lost", "")
-        why = "it did not come in time" if late else "the connection broke: that process is gone"
-        waited = "had done all its steps and waited" if program.finished else f"waited in {at}"
-        if at is None:
-            waited = "waited before its first action"
-        message = f"rank {rank} {waited} for {waits_for}, and {why}"
+    elif isinstance(error, RuntimeError) and (program.communicates or (current is None and awaited)):
+        timed_out = "Timed out" in message
+        kind, details = ("timeout", "") if timed_out else ("lost", "")
+        reason = "it did not come in time" if timed_out else "the connection broke: that process is gone"
+        where = "had finished all its actions and waited" if program.finished else f"waited in {current}"
+        if current is None:
+            where = "waited before its first action"
+        message = f"rank {rank} {where} for {awaited}, and {reason}"
     stage, microbatch = (None, None) if part is None else (part.stage, part.microbatch)
-    return Cause(rank, kind, step, "" if at is None else str(at), stage, microbatch, message, details)
+    action = "" if current is None else str(current)
+    return FailureCause(rank, kind, step, action, stage, microbatch, message, details)
 
 
 def _last_line(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception_only(error)).strip()
-    except Exception:  # noqa: BLE001 -- an exception may have any __str__
+    except Exception:  # noqa: BLE001 -- __str__ of an exception may raise anything
         return type(error).__name__
 
 
 def _traceback(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
-    except Exception:  # noqa: BLE001 -- an exception may have any __str__
+    except Exception:  # noqa: BLE001 -- __str__ of an exception may raise anything
         return "".join(traceback.format_tb(error.__traceback__))
 
 
-def failed(cause: Cause, statuses: Mapping[int, Status], schedules: Mapping[str, Schedule]) -> StepFailedError:
+def failure_report(
+    cause: FailureCause, statuses: Mapping[int, RankStatus], schedules: Mapping[str, Schedule]
+) -> StepFailedError:
     """The error that every rank raises."""
     lines = [f"step {cause.step} failed{_where(cause)}", f"  {cause.message}"]
     if statuses:
-        lines += ["  what each rank was doing:", *(f"    {line}" for line in _grid(cause, statuses, schedules))]
+        status_lines = _status_lines(cause, statuses, schedules)
+        lines += ["  what each rank was doing:", *(f"    {line}" for line in status_lines)]
     if cause.details:
         lines += [f"  traceback on rank {cause.rank}:", *(f"    {line}" for line in cause.details.splitlines())]
     rank = None if cause.rank < 0 else cause.rank
-    given = (cause.action or None, cause.stage, cause.microbatch, cause.kind, cause.details)
-    return StepFailedError("\n".join(lines), rank, *given)
+    where = (cause.action or None, cause.stage, cause.microbatch)
+    return StepFailedError("\n".join(lines), rank, *where, cause.kind, cause.details)
 
 
-def _where(cause: Cause) -> str:
+def _where(cause: FailureCause) -> str:
     if cause.rank < 0:
         return ""
     if cause.kind == "timeout":
         return f": rank {cause.rank} waited too long"
     if cause.kind == "lost":
-        return f": rank {cause.rank} lost the connection to another"
+        return f": rank {cause.rank} lost the connection to another rank"
     if cause.stage is None:
         return f" on rank {cause.rank}, before its first action"
     microbatch = "" if cause.microbatch is None else f", microbatch {cause.microbatch}"
     return f" on rank {cause.rank}, stage {cause.stage}{microbatch}, in {cause.action}"
 
 
-def _grid(cause: Cause, statuses: Mapping[int, Status], schedules: Mapping[str, Schedule]) -> list[str]:
-    """A line for each rank: the steps around the one at hand, which stands in brackets."""
+def _status_lines(
+    cause: FailureCause, statuses: Mapping[int, RankStatus], schedules: Mapping[str, Schedule]
+) -> list[str]:
+    """One line for each rank: the actions around the current one, which is in brackets."""
     modes = {status.mode for status in statuses.values()} - {"outside"}
     lines = []
     for rank in range(schedules["step"].num_ranks):
@@ -84,26 +90,26 @@ def _grid(cause: Cause, statuses: Mapping[int, Status], schedules: Mapping[str, 
             lines.append(f"rank {rank}   does not answer")
             continue
         if status.mode == "outside":
-            lines.append(f"rank {rank}   is in neither step nor eval, after step {status.step}")
+            lines.append(f"rank {rank}   runs neither step nor eval, after step {status.step}")
             continue
-        which = "" if status.step == cause.step else f"already in step {status.step}: "
+        other_step = "" if status.step == cause.step else f"already in step {status.step}: "
         mode = f"in {status.mode}: " if len(modes) > 1 else ""
-        row = schedules[status.mode].ranks[rank]
-        lines.append(f"rank {rank}   {which}{mode}{_excerpt(row, status.place)}{_note(rank, cause, status)}")
+        excerpt = _excerpt(schedules[status.mode].ranks[rank], status.position)
+        lines.append(f"rank {rank}   {other_step}{mode}{excerpt}{_note(rank, cause, status)}")
     return lines
 
 
-def _note(rank: int, cause: Cause, status: Status) -> str:
+def _note(rank: int, cause: FailureCause, status: RankStatus) -> str:
     if rank == cause.rank and cause.kind in ("exception", "interrupted"):
         return "   <-- here"
-    if status.waits:
-        return f"   waits for {status.waits}"
+    if status.awaited:
+        return f"   waits for {status.awaited}"
     return "   is computing" if cause.kind == "timeout" else ""
 
 
-def _excerpt(row: tuple[object, ...], place: int) -> str:
-    if place < 0:
-        return "[about to begin] " + " ".join(map(str, row[:_AROUND])) + " ..." * (len(row) > _AROUND)
-    first, last = max(place - _AROUND, 0), place + _AROUND + 1
-    cells = [f"[{step}]" if first + i == place else str(step) for i, step in enumerate(row[first:last])]
-    return "... " * (first > 0) + " ".join(cells) + " ..." * (last < len(row))
+def _excerpt(steps: tuple[object, ...], position: int) -> str:
+    if position < 0:
+        return "[not started] " + " ".join(map(str, steps[:_CONTEXT])) + " ..." * (len(steps) > _CONTEXT)
+    first, last = max(position - _CONTEXT, 0), position + _CONTEXT + 1
+    cells = [f"[{step}]" if first + i == position else str(step) for i, step in enumerate(steps[first:last])]
+    return "... " * (first > 0) + " ".join(cells) + " ..." * (last < len(steps))

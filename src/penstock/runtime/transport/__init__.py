@@ -1,1 +1,1 @@
-"""Values between ranks: channels, links, buffers and process groups."""
+"""Messages between ranks: channels, buffers, the communicator and process groups."""

@@ -1,4 +1,4 @@
-"""Rows of bytes for messages, used again and again: as many as are in flight, never one per microbatch."""
+"""A pool of byte buffers for messages: as many as are in flight at once, not one per microbatch."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.transport.values import PRELUDE, Layout
+from penstock.runtime.transport.message_spec import HEADER_BYTES, MessageSpec
 
-__all__ = ["Buffer", "Pool"]
+__all__ = ["Buffer", "BufferPool"]
 
-_KEPT_LAYOUTS = 4  # of one buffer: outputs and gradients take turns
-_KEPT_STEPS = 2  # a buffer that nobody took for so many steps is let go
+_CACHED_SPECS = 4  # per buffer: activations and gradients share buffers
+_KEPT_STEPS = 2  # a buffer that is unused for so many steps is freed
 
 
 class Buffer:
-    """A row of bytes; `bytes_` is the part that the current message uses."""
+    """A byte tensor; `message` is the part that the current message uses."""
 
-    __slots__ = ("_flag", "_own", "_views", "bytes_", "last_step", "row")
+    __slots__ = ("_flag", "_own", "_views", "last_step", "message", "storage")
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        self.row = torch.empty(capacity, dtype=torch.uint8, device=device)
-        self.bytes_ = self.row
+        self.storage = torch.empty(capacity, dtype=torch.uint8, device=device)
+        self.message = self.storage
         self.last_step = 0
-        self._views: dict[Layout, list[Tensor]] = {}
-        # on a CPU the flag is written and read in place; elsewhere it travels by itself
-        self._flag: Any = self.row[:8].numpy().view("int64") if device.type == "cpu" else None
+        self._views: dict[MessageSpec, list[Tensor]] = {}
+        # on a CPU the flag is written and read in place; on other devices it is a message of its own
+        self._flag: Any = self.storage[:8].numpy().view("int64") if device.type == "cpu" else None
         self.flag = 0
-        self._own = self._users()
+        self._own = self._reference_count()
 
     @property
     def flag(self) -> int:
-        """The number at the very front: 0, or the length of the announcement of another layout."""
+        """The first eight bytes: 0, or the length of the new spec that follows this message."""
         return 0 if self._flag is None else int(self._flag[0])
 
     @flag.setter
@@ -42,44 +42,44 @@ class Buffer:
             self._flag[0] = value
 
     def resized(self, nbytes: int) -> Buffer:
-        """The same buffer for a message of this length; nobody else may look at it."""
-        if len(self.bytes_) != nbytes:
-            self.bytes_ = self.row[:nbytes]
-            self._own = self._users()
+        """The same buffer for a message of this length. Requires that there are no external references."""
+        if len(self.message) != nbytes:
+            self.message = self.storage[:nbytes]
+            self._own = self._reference_count()
         return self
 
-    def views(self, layout: Layout) -> list[Tensor]:
-        """The tensors of a layout in these bytes, kept for the next message; nobody else may look at it yet."""
-        views = self._views.get(layout)
+    def views(self, spec: MessageSpec) -> list[Tensor]:
+        """The tensors of a spec in this buffer, cached. Requires that there are no external references."""
+        views = self._views.get(spec)
         if views is None:
-            if len(self._views) == _KEPT_LAYOUTS:
+            if len(self._views) == _CACHED_SPECS:
                 self._views.clear()
-            views = self._views[layout] = layout.views(self.row)
-            self._own = self._users()
+            views = self._views[spec] = spec.views(self.storage)
+            self._own = self._reference_count()
         return views
 
-    def _users(self) -> int:
-        """How many tensors use these bytes, this buffer's own among them."""
-        return int(torch._C._storage_Use_Count(self.row.untyped_storage()._cdata))  # noqa: SLF001
+    def _reference_count(self) -> int:
+        """How many tensors use the storage, those of this buffer included."""
+        return int(torch._C._storage_Use_Count(self.storage.untyped_storage()._cdata))  # noqa: SLF001
 
     @property
-    def holders(self) -> int:
-        """How many tensors look at these bytes, besides this buffer's own."""
-        return self._users() - self._own
+    def external_references(self) -> int:
+        """How many tensors use the storage, those of this buffer excluded."""
+        return self._reference_count() - self._own
 
 
-class Pool:
+class BufferPool:
     """Free buffers by capacity."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.in_use = 0
         self.peak = 0
-        """The most buffers that were in use at once since `peak` was last set to 0."""
+        """The most buffers in use at once since `peak` was set to 0."""
         self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
         self._step = 0
 
-    def take(self, nbytes: int) -> Buffer:
+    def acquire(self, nbytes: int) -> Buffer:
         """A buffer for this many bytes."""
         capacity = _capacity(nbytes)
         free = self._free[capacity]
@@ -89,16 +89,16 @@ class Pool:
         self.peak = max(self.peak, self.in_use)
         return buffer.resized(nbytes)
 
-    def give(self, buffer: Buffer) -> None:
-        """Back for the next message, unless someone still looks at its bytes: then it is theirs."""
+    def release(self, buffer: Buffer) -> None:
+        """Return a buffer to the pool; if it has external references, they keep it and the pool forgets it."""
         self.in_use -= 1
-        if buffer.holders == 0:
+        if buffer.external_references == 0:
             if buffer.flag:
                 buffer.flag = 0
-            self._free[len(buffer.row)].append(buffer)
+            self._free[len(buffer.storage)].append(buffer)
 
     def end_step(self) -> None:
-        """Let go what was not needed for a while, so that changing shapes do not fill the memory."""
+        """Free buffers that were not used for some steps, so that changing shapes do not fill the memory."""
         self._step += 1
         oldest = self._step - _KEPT_STEPS
         for capacity in list(self._free):
@@ -110,16 +110,11 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """How many buffers wait to be used."""
+        """How many buffers are free."""
         return sum(map(len, self._free.values()))
 
 
 def _capacity(nbytes: int) -> int:
-    """Rounded up to an eighth of a power of two, so that nearly equal messages share buffers."""
-    grain = max(PRELUDE, 1 << max(nbytes.bit_length() - 4, 0))
+    """Rounded up to an eighth of a power of two, so that messages of similar length share buffers."""
+    grain = max(HEADER_BYTES, 1 << max(nbytes.bit_length() - 4, 0))
     return -(-nbytes // grain) * grain
-
-
-def tensor_of(text: bytes) -> Tensor:
-    """Bytes as a tensor."""
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -1,19 +1,18 @@
-"""A channel carries the values of one edge one way: an outbox on the sending rank, an inbox on the other.
+"""A channel carries the values of one edge in one direction, from a `SendChannel` to a `ReceiveChannel`.
 
-Both ends remember the layout of each microbatch's last message, so a message of the same layout is one row of
-bytes and nothing else. When the layout changes, the sender fills the message that the receiver expects with a
-flag alone, and sends after it what the new layout is and then the data:
+Both ends remember the spec of each microbatch's last message, so a message of the same spec is only its bytes.
+When the spec changes, the sender still sends a message of the expected length, with a nonzero flag in it, and
+after it the new spec and the data:
 
-    same layout       | flag 0, data |
-    another layout    | flag n, ...  |   | n bytes: the layout |   | data |
+    same spec     | flag 0, data |
+    new spec      | flag n, ...  |   | n bytes: the spec |   | data |
 
-Where the device is not a CPU, the host cannot look at the flag without waiting for the device, so the flag goes
-from host to host by itself.
+On devices other than CPUs the host cannot read the flag without waiting for the device, so the flag is sent
+separately from host to host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,27 +20,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.dtensors import Meshes
-from penstock.runtime.transport.buffer_pool import Buffer, Pool, tensor_of
-from penstock.runtime.transport.links import DATA, EDGE_DATA, FLAG, HEADER, Links
-from penstock.runtime.transport.values import (
-    PRELUDE,
-    Layout,
-    Leaves,
-    Structure,
-    describe,
-    layout_of,
-    refuse_unsendable,
+from penstock.runtime.pytree import Leaves, Structure
+from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
+from penstock.runtime.transport.communicator import Communicator, Lane
+from penstock.runtime.transport.message_spec import (
+    HEADER_BYTES,
+    MessageSpec,
+    check_sendable,
+    message_spec,
+    spec_key,
 )
 
-__all__ = ["Inbox", "Outbox", "Parcel"]
+__all__ = ["FlatValue", "ReceiveChannel", "SendChannel"]
 
 
 _Sent: TypeAlias = tuple[dist.Work, Buffer | Tensor]
-"""A message under way and the bytes that must stay until it has left."""
+"""A pending message and the memory that must stay until it is sent."""
 
 
-class Parcel(NamedTuple):
-    """A value taken apart: its leaves, how they hang together, which get gradients, and where its bytes are."""
+class FlatValue(NamedTuple):
+    """A flattened value: leaves, structure, which leaves need gradients, and the buffer that holds them."""
 
     leaves: Leaves
     structure: Structure
@@ -49,122 +47,129 @@ class Parcel(NamedTuple):
     buffer: Buffer | None
 
 
-class _End:
-    """What both ends have: the peer, the layouts that are expected, for training and behind that for eval."""
+class _Channel:
+    """What both ends have: the peer, and the expected specs, first those of training, then those of eval."""
 
-    def __init__(self, links: Links, pool: Pool, number: int, peer: int, microbatches: int, what: str) -> None:
-        self.links, self.pool, self.number, self.peer, self.what = links, pool, number, peer, what
-        self.expected: list[Layout | None] = [None] * (2 * microbatches)
-        self.mode = 0
-        """Where the layouts of this mode begin: 0 for training, `microbatches` for eval."""
-        self._under_way: dict[int, Any] = {}
-        self._tags = [[links.tag(number, slot, lane) for lane in range(4)] for slot in range(2 * microbatches)]
+    def __init__(
+        self, communicator: Communicator, pool: BufferPool, number: int, peer: int, microbatches: int, name: str
+    ) -> None:
+        self.communicator, self.pool, self.number, self.peer = communicator, pool, number, peer
+        self.name = name
+        """What is sent, for error messages."""
+        self.specs: list[MessageSpec | None] = [None] * (2 * microbatches)
+        self.offset = 0
+        """The first slot of the current mode: 0 in training, `microbatches` in eval."""
+        self._pending: dict[int, Any] = {}
+        self._tags = [
+            [communicator.tag(number, slot, lane) for lane in Lane] for slot in range(2 * microbatches)
+        ]
 
-    def drop(self) -> None:
-        """Let go of everything under way, and of the connection: the step failed."""
-        self._under_way.clear()
-        del self.links
+    @property
+    def max_nbytes(self) -> int:
+        """The length of the longest message so far."""
+        return max((spec.nbytes for spec in self.specs if spec is not None), default=0)
+
+    def abandon(self) -> None:
+        """Release the pending messages and the communicator, after a failed step."""
+        self._pending.clear()
+        del self.communicator
 
 
-class Outbox(_End):
-    """The sending end. `source` gives the leaves and the structure of a microbatch's value."""
+class SendChannel(_Channel):
+    """The sending end."""
 
-    def __init__(self, *given: Any, source: Callable[[int], tuple[Leaves, Structure]]) -> None:
-        super().__init__(*given)
-        self._source = source
-
-    def send(self, microbatch: int) -> None:
+    def send(self, microbatch: int, leaves: Leaves, structure: Structure) -> None:
         """Send the value of this microbatch; returns at once."""
-        leaves, structure = self._source(microbatch)
-        layout = self.expected[self.mode + microbatch]
-        if layout is not None and layout.fits(leaves, structure):
-            buffer = self.pool.take(layout.nbytes)
-            layout.write(buffer.views(layout), leaves)
+        spec = self.specs[self.offset + microbatch]
+        if spec is not None and spec.matches(leaves, structure):
+            buffer = self.pool.acquire(spec.nbytes)
+            spec.write(buffer.views(spec), leaves)
             sent = self._post(buffer, microbatch, 0)
         else:
-            refuse_unsendable(leaves, self.what)
-            sent = self._announced(layout_of(describe(leaves, structure)), leaves, microbatch)
-        self._under_way[microbatch] = sent
+            check_sendable(leaves, self.name)
+            sent = self._send_with_spec(message_spec(spec_key(leaves, structure)), leaves, microbatch)
+        self._pending[microbatch] = sent
 
     def _post(self, buffer: Buffer, microbatch: int, flag: int) -> list[_Sent]:
-        tags = self._tags[self.mode + microbatch]
-        if flag:  # it is down in every buffer of the pool
+        tags = self._tags[self.offset + microbatch]
+        if flag:  # it is 0 in every buffer of the pool
             buffer.flag = flag
-        sent: list[_Sent] = [(self.links.send(buffer.bytes_, self.peer, self.number, tags[EDGE_DATA]), buffer)]
-        if not self.links.one_group:
+        work = self.communicator.send(buffer.message, self.peer, self.number, tags[Lane.MESSAGE])
+        sent: list[_Sent] = [(work, buffer)]
+        if not self.communicator.single_group:
             number = torch.tensor([flag])
-            sent.append((self.links.send_host(number, self.peer, tags[FLAG]), number))
+            sent.append((self.communicator.send_host(number, self.peer, tags[Lane.FLAG]), number))
         return sent
 
-    def _announced(self, layout: Layout, leaves: Leaves, microbatch: int) -> list[_Sent]:
-        """A layout that the other end does not expect: flag, layout, data."""
-        slot, tags = self.mode + microbatch, self._tags[self.mode + microbatch]
-        expected, self.expected[slot] = self.expected[slot], layout
-        header = tensor_of(layout.dumps())
-        filler = self.pool.take(PRELUDE if expected is None else expected.nbytes)
+    def _send_with_spec(self, spec: MessageSpec, leaves: Leaves, microbatch: int) -> list[_Sent]:
+        """Send a value whose spec the other end does not expect: flag, spec, data."""
+        slot, tags = self.offset + microbatch, self._tags[self.offset + microbatch]
+        expected, self.specs[slot] = self.specs[slot], spec
+        header = torch.frombuffer(bytearray(spec.dumps()), dtype=torch.uint8)
+        filler = self.pool.acquire(HEADER_BYTES if expected is None else expected.nbytes)
         flagged = self._post(filler, microbatch, len(header))
-        told = self.links.send_host(header, self.peer, tags[HEADER])
-        buffer = self.pool.take(layout.nbytes)
-        layout.write(buffer.views(layout), leaves)
-        sent = self.links.send(buffer.bytes_, self.peer, self.number, tags[DATA])
-        return [*flagged, (told, header), (sent, buffer)]
+        announced = self.communicator.send_host(header, self.peer, tags[Lane.SPEC])
+        buffer = self.pool.acquire(spec.nbytes)
+        spec.write(buffer.views(spec), leaves)
+        sent = self.communicator.send(buffer.message, self.peer, self.number, tags[Lane.DATA])
+        return [*flagged, (announced, header), (sent, buffer)]
 
     def release(self, microbatch: int) -> None:
-        """The message was received, so its buffer is free again; where that is certain, this does not wait."""
-        for work, held in self._under_way.pop(microbatch):
+        """Wait until the message is received, and return its buffers to the pool."""
+        for work, memory in self._pending.pop(microbatch):
             work.wait()
-            if isinstance(held, Buffer):
-                self.pool.give(held)
+            if isinstance(memory, Buffer):
+                self.pool.release(memory)
 
 
-class Inbox(_End):
-    """The receiving end. `meshes` are those that DTensors can be put together on."""
+class ReceiveChannel(_Channel):
+    """The receiving end. `meshes` are those that received DTensors can be on."""
 
-    def __init__(self, *given: Any, meshes: Meshes) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any, meshes: Meshes) -> None:
+        super().__init__(*arguments)
         self._meshes = meshes
-        self._arrived: dict[int, tuple[Layout, Buffer]] = {}
+        self._received: dict[int, tuple[MessageSpec, Buffer]] = {}
 
     def post(self, microbatch: int) -> None:
-        """Get ready for the value of this microbatch; returns at once."""
-        layout, tags = self.expected[self.mode + microbatch], self._tags[self.mode + microbatch]
-        buffer = self.pool.take(PRELUDE if layout is None else layout.nbytes)
-        work = self.links.receive(buffer.bytes_, self.peer, self.number, tags[EDGE_DATA])
+        """Post the receive of this microbatch's value; returns at once."""
+        spec, tags = self.specs[self.offset + microbatch], self._tags[self.offset + microbatch]
+        buffer = self.pool.acquire(HEADER_BYTES if spec is None else spec.nbytes)
+        work = self.communicator.receive(buffer.message, self.peer, self.number, tags[Lane.MESSAGE])
         flag = None
-        if not self.links.one_group:
+        if not self.communicator.single_group:
             number = torch.zeros(1, dtype=torch.int64)
-            flag = self.links.receive_host(number, self.peer, tags[FLAG]), number
-        self._under_way[microbatch] = work, buffer, flag
+            flag = self.communicator.receive_host(number, self.peer, tags[Lane.FLAG]), number
+        self._pending[microbatch] = work, buffer, flag
 
     def wait(self, microbatch: int) -> None:
-        """Wait until the value is there."""
-        work, buffer, flag = self._under_way[microbatch]
+        """Wait until the value is received."""
+        work, buffer, flag = self._pending[microbatch]
         work.wait()
         if flag is None:
-            announced = buffer.flag
+            spec_length = buffer.flag
         else:
             flag[0].wait()
-            announced = int(flag[1])
-        slot = self.mode + microbatch
-        if announced:
-            self.pool.give(buffer)
-            self.expected[slot], buffer = self._announced(announced, microbatch)
-        del self._under_way[microbatch]
-        layout = self.expected[slot]
-        assert layout is not None, "announced, now or before"
-        self._arrived[microbatch] = layout, buffer
+            spec_length = int(flag[1])
+        slot = self.offset + microbatch
+        if spec_length:
+            self.pool.release(buffer)
+            self.specs[slot], buffer = self._receive_with_spec(spec_length, microbatch)
+        del self._pending[microbatch]
+        spec = self.specs[slot]
+        assert spec is not None, "received now or with an earlier message"
+        self._received[microbatch] = spec, buffer
 
-    def _announced(self, length: int, microbatch: int) -> tuple[Layout, Buffer]:
-        tags = self._tags[self.mode + microbatch]
+    def _receive_with_spec(self, length: int, microbatch: int) -> tuple[MessageSpec, Buffer]:
+        tags = self._tags[self.offset + microbatch]
         header = torch.empty(length, dtype=torch.uint8)
-        self.links.receive_host(header, self.peer, tags[HEADER]).wait()
-        layout = Layout.loads(header.numpy().tobytes())
-        buffer = self.pool.take(layout.nbytes)
-        self.links.receive(buffer.bytes_, self.peer, self.number, tags[DATA]).wait()
-        return layout, buffer
+        self.communicator.receive_host(header, self.peer, tags[Lane.SPEC]).wait()
+        spec = MessageSpec.loads(header.numpy().tobytes())
+        buffer = self.pool.acquire(spec.nbytes)
+        self.communicator.receive(buffer.message, self.peer, self.number, tags[Lane.DATA]).wait()
+        return spec, buffer
 
-    def take(self, microbatch: int) -> Parcel:
-        """The value that `wait` waited for; whoever takes it gives its buffer back."""
-        layout, buffer = self._arrived.pop(microbatch)
-        leaves = layout.read(buffer.views(layout), self._meshes)
-        return Parcel(leaves, layout.structure, layout.differentiable, buffer)
+    def take(self, microbatch: int) -> FlatValue:
+        """The value that `wait` received; the caller releases its buffer."""
+        spec, buffer = self._received.pop(microbatch)
+        leaves = spec.read(buffer.views(spec), self._meshes)
+        return FlatValue(leaves, spec.structure, spec.differentiable, buffer)

@@ -1,4 +1,4 @@
-"""Which ranks are meant: a process group, one dimension of a mesh, or all of the world."""
+"""The ranks of a `group=` argument: a process group, one dimension of a mesh, or the whole world."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ __all__ = ["Group", "members_of", "process_group"]
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
 
-def process_group(given: Group, name: str, example: str) -> dist.ProcessGroup | None:
-    """The group that somebody gave under this name; None for the whole world."""
-    if not isinstance(given, DeviceMesh):
-        return given
-    if given.ndim != 1:
+def process_group(group: Group, name: str, example: str) -> dist.ProcessGroup | None:
+    """The process group of the argument `name`; None for the whole world. `example` is a dimension's name."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
         raise PipelineError(
-            f"{name} is a mesh of {given.ndim} dimensions ({listed(given.mesh_dim_names or ())}): give one of "
+            f"{name} is a mesh of {group.ndim} dimensions ({listed(group.mesh_dim_names or ())}): give one of "
             f'them, such as mesh["{example}"], or a process group'
         )
-    return given.get_group()
+    return group.get_group()
 
 
 def members_of(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
-    """The ranks of a group as the world numbers them, and this rank's number among them."""
+    """The world ranks of a group, and this process's rank in the group."""
     if not dist.is_initialized():
         if group is not None:
-            raise PipelineError("the group belongs to no process group that is initialized")
+            raise PipelineError("torch.distributed is not initialized, so the group cannot be used")
         return [0], 0
     members = dist.get_process_group_ranks(group)
     if dist.get_rank() not in members:
         raise PipelineError(
-            f"rank {dist.get_rank()} of the world is not in the group, which has world ranks {listed(members)}"
-            ": only its members make this call"
+            f"world rank {dist.get_rank()} is not in the group, which has world ranks {listed(members)}: only "
+            "members of the group may make this call"
         )
     return members, members.index(dist.get_rank())

@@ -7,7 +7,7 @@ import random
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from penstock.arguments import printable
 from penstock.errors import PipelineError
 from penstock.runtime.models.decoders import is_pretrained
-from penstock.runtime.trees import opened
+from penstock.runtime.pytree import flatten
 
 __all__ = ["Parts", "Source", "parts_from"]
 
@@ -76,16 +76,7 @@ class Parts:
         return f"{found:08x}"
 
     def _leaves(self) -> list[Any]:
-        return list(_leaves((self.args, self.target)))
-
-
-def _leaves(value: object) -> Iterator[Any]:
-    tree = opened(value)
-    if tree is None:
-        yield value
-    else:
-        for child in tree[1]:
-            yield from _leaves(child)
+        return flatten((self.args, self.target))[0]
 
 
 def parts_from(source: Source) -> Parts:

@@ -21,7 +21,7 @@ from torch.nn.utils import get_total_norm
 
 from penstock.errors import BatchError, PipelineError
 from penstock.ir.schedule import Schedule
-from penstock.runtime.execution.microbatches import Batcher
+from penstock.runtime.execution.batcher import Batcher
 from penstock.runtime.models.even_split import split_evenly
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.verification.user_model import Parts, Source, parts_from
@@ -65,8 +65,8 @@ def train_alone(source: Source, steps: int, microbatches: int, file: Path) -> No
         return
     fingerprint, whole = parts.fingerprint, parts.whole
     batcher = Batcher(microbatches)
-    args, _ = batcher.arguments(parts.args, {})
-    targets = batcher.target(parts.target)
+    args, _ = batcher.split_arguments(parts.args, {})
+    targets = batcher.split_target(parts.target)
     optimizer = _optimizer(whole.parameters())
     tensors: dict[str, Tensor] = {}
     losses, norms, before = [], [], torch.get_rng_state()

@@ -1,0 +1,69 @@
+"""This rank's ends of the channels between ranks."""
+
+from __future__ import annotations
+
+from penstock.ir.action import Kind
+from penstock.ir.schedule import Schedule
+from penstock.runtime.dtensors import Meshes
+from penstock.runtime.transport.buffer_pool import BufferPool
+from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
+from penstock.runtime.transport.communicator import Communicator
+
+__all__ = ["ChannelEnds", "channels_between_ranks"]
+
+
+def channels_between_ranks(schedule: Schedule) -> list[tuple[int, int, int]]:
+    """Number, sending rank and receiving rank of every channel between ranks, in the same order on all ranks.
+
+    Channel 2e carries activations along edge e of the stage graph, channel 2e + 1 the gradients back.
+    """
+    hosts = schedule.placement.stage_to_rank
+    found = []
+    for edge, (source, target) in enumerate(schedule.graph.edges):
+        here, there = hosts[source], hosts[target]
+        if here != there:
+            found += [(2 * edge, here, there), (2 * edge + 1, there, here)]
+    return found
+
+
+class ChannelEnds:
+    """The channel ends of one rank by the kind and the stage of their action; none without a communicator."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        communicator: Communicator | None,
+        pool: BufferPool,
+        meshes: Meshes,
+    ) -> None:
+        self.sends: dict[tuple[Kind, int], SendChannel] = {}
+        self.receives: dict[tuple[Kind, int], ReceiveChannel] = {}
+        self._microbatches = schedule.microbatches
+        if communicator is None:
+            return
+        for number, source, target in channels_between_ranks(schedule):
+            common = (communicator, pool, number, target if rank == source else source, schedule.microbatches)
+            edge, back = divmod(number, 2)
+            feeds, fed = schedule.graph.edges[edge]
+            if rank == source:
+                kind, stage = (Kind.SEND_B, fed) if back else (Kind.SEND_F, feeds)
+                name = f"stage {stage}, {'gradients to' if back else 'output for'} rank {target}"
+                self.sends[kind, stage] = SendChannel(*common, name)
+            elif rank == target:
+                kind, stage = (Kind.RECV_B, feeds) if back else (Kind.RECV_F, fed)
+                self.receives[kind, stage] = ReceiveChannel(*common, f"stage {stage}", meshes=meshes)
+
+    @property
+    def _all(self) -> tuple[SendChannel | ReceiveChannel, ...]:
+        return (*self.sends.values(), *self.receives.values())
+
+    def set_mode(self, *, training: bool) -> None:
+        """Use the message specs of training or of eval."""
+        for channel in self._all:
+            channel.offset = 0 if training else self._microbatches
+
+    def abandon(self) -> None:
+        """Release everything that refers to the connections."""
+        for channel in self._all:
+            channel.abandon()

@@ -1,0 +1,107 @@
+"""Compiles a rank's list of actions into a `Program` of bound calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from penstock.ir.action import Action, Kind, Overlap, Step
+from penstock.runtime.execution.action_rules import ExecutionContext, Work, microbatch_of, rule_of
+from penstock.runtime.execution.custom_function import Custom
+from penstock.runtime.execution.program import Call, CallType, Program, Progress
+from penstock.runtime.execution.verified_schedule import VerifiedSchedule
+from penstock.runtime.transport.buffer_release import ReleasePoints, bounded_release_points, release_points
+
+__all__ = ["compile_program"]
+
+_MOST_PENDING = 8  # sends per channel, where a send may block
+
+
+def compile_program(verified: VerifiedSchedule, rank: int, context: ExecutionContext) -> Program:
+    """The program of one rank."""
+    progress = Progress()
+    compiler = _Compiler(verified.schedule.ranks[rank], context, progress)
+    calls = compiler.calls(_release_points(verified, rank))
+    return Program(verified.schedule, rank, tuple(calls), progress)
+
+
+def _release_points(verified: VerifiedSchedule, rank: int) -> ReleasePoints:
+    """When the buffers of sends are released: where the send is known to be received, or else at the end.
+
+    If the schedule is safe with blocking sends, the number of pending sends is bounded as well.
+    """
+    if verified.schedule.num_ranks == 1:
+        return ReleasePoints({}, [])
+    if verified.safe_with_blocking_sends:
+        return bounded_release_points(verified.schedule, rank, _MOST_PENDING)
+    return release_points(verified.schedule, rank)
+
+
+class _Compiler:
+    def __init__(self, steps: tuple[Step, ...], context: ExecutionContext, progress: Progress) -> None:
+        self._steps, self._context, self._progress = steps, context, progress
+
+    def calls(self, releases: ReleasePoints) -> Iterator[Call]:
+        for position, step in enumerate(self._steps):
+            for part in step.parts:
+                if (wait := self._wait(part)) is not None:
+                    yield Call(position, CallType.WAIT, wait, part)
+            yield from (self._release(position, send) for send in releases.at.get(position, ()))
+            if (work := self._work(step)) is not None:
+                yield Call(position, CallType.ACTION, work)
+        yield from (self._release(len(self._steps) - 1, send) for send in releases.at_end)
+
+    def _wait(self, part: Action) -> Work | None:
+        """The wait for the message that an action needs, if it comes from another rank."""
+        needs = rule_of(part.kind).needs
+        channel = None if needs is None else self._context.receive_channels.get((needs, part.stage))
+        return None if channel is None else partial(channel.wait, microbatch_of(part))
+
+    def _release(self, position: int, earlier: int) -> Call:
+        (send,) = self._steps[earlier].parts
+        channel = self._context.send_channels[send.kind, send.stage]
+        return Call(position, CallType.RELEASE, partial(channel.release, microbatch_of(send)), send)
+
+    def _work(self, step: Step) -> Work | None:
+        """The call that runs a step; None if there is nothing to do."""
+        if isinstance(step, Overlap):
+            return self._overlap(step)
+        work = rule_of(step.kind).bind(self._context, step)
+        if (function := self._context.functions.get(step.kind)) is None:
+            return work
+        return partial(function, Custom(step, self._context.stages, work or _do_nothing))
+
+    def _overlap(self, step: Overlap) -> Work:
+        works = [self._tracked(number, self._work(part)) for number, part in enumerate(step.parts)]
+
+        def run_in_order() -> None:
+            for work in works:
+                work()
+            self._progress.part = 0
+
+        if (function := self._context.functions.get(Kind.OVERLAP_F_B)) is None:
+            return run_in_order
+        stages = self._context.stages
+        parts = tuple(Custom(part, stages, work) for part, work in zip(step.parts, works))
+        return self._run_custom(function, Custom(step, stages, run_in_order, parts))
+
+    def _run_custom(self, function: Callable[[Custom], None], custom: Custom) -> Work:
+        def run_custom() -> None:
+            function(custom)
+            self._progress.part = 0
+
+        return run_custom
+
+    def _tracked(self, number: int, work: Work | None) -> Work:
+        """The work of one part of an overlapped pair, which sets the progress to that part."""
+
+        def tracked() -> None:
+            self._progress.part = number
+            if work is not None:
+                work()
+
+        return tracked
+
+
+def _do_nothing() -> None:
+    """Run an action that has nothing to do on this rank."""

@@ -1,0 +1,180 @@
+"""The connected part of a pipeline on one rank: communicator, channels, stages, programs and failure monitor.
+
+A failed step breaks the connections, so all of this is discarded and created anew. Modules, gradients and the
+schedule stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from penstock.ir.action import Kind
+from penstock.ir.schedule import Schedule
+from penstock.runtime.dtensors import Meshes
+from penstock.runtime.execution.action_rules import ExecutionContext
+from penstock.runtime.execution.channel_ends import ChannelEnds, channels_between_ranks
+from penstock.runtime.execution.compiler import compile_program
+from penstock.runtime.execution.config import ExecutionConfig
+from penstock.runtime.execution.forward_only import forward_only
+from penstock.runtime.execution.microbatch_state import LiveActivations
+from penstock.runtime.execution.program import CallType, Program
+from penstock.runtime.execution.stage import Source, Stage, StageConfig
+from penstock.runtime.failure.monitor import FailureMonitor, RankStatus
+from penstock.runtime.transport.buffer_pool import BufferPool
+from penstock.runtime.transport.channels import FlatValue
+from penstock.runtime.transport.communicator import Communicator
+
+__all__ = ["Connection"]
+
+
+class Connection:
+    """One rank's connection; all ranks of the pipeline create it at the same time."""
+
+    def __init__(self, config: ExecutionConfig, activations: LiveActivations, pool: BufferPool) -> None:
+        self.config, self.pool = config, pool
+        self.mode = "outside"
+        """`step` or `eval` while one runs."""
+        self.waiting_for = ""
+        """What this rank waits for before its first or after its last action, for error messages."""
+        self.step = 0
+        """The number of the current or last step or eval."""
+        schedule, rank = config.schedule, config.rank
+        self.communicator: Communicator | None = None
+        if not config.is_single_rank:
+            self.communicator = Communicator(
+                config.members,
+                rank,
+                channels_between_ranks(schedule),
+                schedule.microbatches,
+                config.device,
+                config.timeout,
+            )
+        meshes = Meshes(list(config.modules.values()), config.mesh)
+        self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
+        self.stages: dict[int, Stage] = {}
+        for index, module in config.modules.items():
+            self.stages[index] = Stage(index, module, self._stage_config(index), activations, pool)
+        self.programs = self._compiled()
+        self.monitor: FailureMonitor | None = None
+        if self.communicator is not None:
+            self.monitor = FailureMonitor(
+                self.communicator.monitor_store, rank, len(config.members), self.status, self.abort_programs
+            )
+
+    # --- stages and programs -----------------------------------------------------------------------
+
+    def _stage_config(self, index: int) -> StageConfig:
+        config = self.config
+        is_last = not config.schedule.graph.outputs(index)
+        return StageConfig(
+            input_source=self._input_source(index),
+            gradient_source=self._gradient_source(index),
+            split_microbatches=_split_microbatches(config.schedule, index),
+            loss=config.loss if is_last else None,
+            shards=config.replication.shards.get(index),
+            is_replicated=config.replication.count > 1,
+            check_finite=config.check_finite,
+        )
+
+    def _input_source(self, index: int) -> Source | None:
+        """Where a stage gets its inputs from: a channel, or its neighbour on this rank; None for the batch."""
+        if (channel := self._channels.receives.get((Kind.RECV_F, index))) is not None:
+            return channel.take
+        inputs = self.config.schedule.graph.inputs(index)
+        return partial(_local_output, self.stages, inputs[0]) if inputs else None
+
+    def _gradient_source(self, index: int) -> Source | None:
+        """Where a stage gets the gradients of its outputs from; None for the loss."""
+        if (channel := self._channels.receives.get((Kind.RECV_B, index))) is not None:
+            return channel.take
+        outputs = self.config.schedule.graph.outputs(index)
+        return partial(_local_input_gradient, self.stages, outputs[0]) if outputs else None
+
+    def _compiled(self) -> dict[str, Program]:
+        config, channels = self.config, self._channels
+        context = ExecutionContext(
+            self.stages, channels.sends, channels.receives, config.functions, config.replication
+        )
+        verified = config.verified
+        evaluated = replace(verified, schedule=forward_only(verified.schedule))
+        return {
+            "step": compile_program(verified, config.rank, context),
+            "eval": compile_program(evaluated, config.rank, context),
+        }
+
+    # --- a step ------------------------------------------------------------------------------------
+
+    def begin(self, mode: str, step: int) -> Program:
+        """Start a step or eval; gives the program to run."""
+        self._channels.set_mode(training=mode == "step")
+        self.mode, self.step, self.waiting_for = mode, step, ""
+        program = self.programs[mode]
+        program.begin()
+        return program
+
+    def end(self) -> None:
+        """End a step or eval, successful or not."""
+        self.mode = "outside"
+        self.pool.end_step()
+
+    def abort_programs(self) -> None:
+        """Make the running program stop before its next call."""
+        for program in self.programs.values():
+            program.progress.abort_requested = True
+
+    def message_sizes(self) -> dict[tuple[Kind, int], int]:
+        """Bytes of the longest message of each send channel so far."""
+        return {key: channel.max_nbytes for key, channel in self._channels.sends.items()}
+
+    # --- status ------------------------------------------------------------------------------------
+
+    def status(self) -> RankStatus:
+        """What this rank is doing."""
+        if self.mode == "outside":
+            return RankStatus("outside", self.step, 0, "")
+        program = self.programs[self.mode]
+        return RankStatus(self.mode, self.step, program.position, self.awaited(program))
+
+    def awaited(self, program: Program) -> str:
+        """The message that the rank waits for, and its peer, as text; empty if it computes."""
+        hosts, call = self.config.schedule.placement.stage_to_rank, program.current_call
+        if call is None:
+            return self.waiting_for or (f"the losses from rank {hosts[-1]}" if program.finished else "")
+        part = call.subject if call.type is not CallType.ACTION else program.steps[call.position].parts[0]
+        assert part is not None, "every wait has a subject"
+        graph = self.config.schedule.graph
+        if part.kind.is_send:
+            peer = graph.peer(part.kind, part.stage, 0)
+            return f"{part} to be received by rank {hosts[peer]}"
+        if call.type is CallType.ACTION:
+            return ""
+        if part.kind is Kind.F:
+            (peer,) = graph.inputs(part.stage)
+            return f"the output of {peer}F{part.microbatch} from rank {hosts[peer]}"
+        (peer,) = graph.outputs(part.stage)
+        return f"the gradient of {peer}F{part.microbatch}'s input from rank {hosts[peer]}"
+
+    def close(self) -> None:
+        """Close all connections; pending messages are released first, see `Communicator.close`."""
+        if self.monitor is not None:
+            self.monitor.stop()
+        communicator, self.communicator = self.communicator, None
+        if communicator is not None:
+            self._channels.abandon()
+            communicator.close()
+
+
+def _local_output(stages: dict[int, Stage], index: int, microbatch: int) -> FlatValue:
+    return stages[index].take_output(microbatch)
+
+
+def _local_input_gradient(stages: dict[int, Stage], index: int, microbatch: int) -> FlatValue:
+    return stages[index].take_input_gradient(microbatch)
+
+
+def _split_microbatches(schedule: Schedule, stage: int) -> frozenset[int]:
+    """The microbatches of a stage whose backward is split into I and W."""
+    table = schedule.table
+    of_stage = table.of_kind(Kind.I) & (table.stage == stage)
+    return frozenset(table.microbatch[of_stage].tolist())

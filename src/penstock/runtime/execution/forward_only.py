@@ -1,0 +1,32 @@
+"""The forward-only part of a schedule: what `eval` runs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.ir.encoding import JOINED, STAGE_SHIFT
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Ints, kinds_in
+
+__all__ = ["forward_only"]
+
+_KEPT = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
+_OMITTED = (Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The schedule without backward actions, gradient messages and gradient reductions."""
+    schedule.table.require_handled((*_KEPT, *_OMITTED), "runtime.execution.forward_only")
+    kept = [kind.number for kind in _KEPT]
+    rows = [row[np.isin(kinds_in(row), kept)] & ~np.int64(JOINED) for row in schedule.table.rows]
+    return schedule.with_rows([_without_idle_unshards(row) for row in rows])
+
+
+def _without_idle_unshards(row: Ints) -> Ints:
+    """Remove every UNSHARD and its RESHARD if no action of the stage is between them."""
+    by_stage = np.argsort(row >> STAGE_SHIFT, kind="stable")
+    stage, kind = row[by_stage] >> STAGE_SHIFT, kinds_in(row[by_stage])
+    idle = (kind[:-1] == Kind.UNSHARD.number) & (kind[1:] == Kind.RESHARD.number) & (stage[:-1] == stage[1:])
+    first = np.flatnonzero(idle)
+    return np.delete(row, by_stage[np.concatenate((first, first + 1))])

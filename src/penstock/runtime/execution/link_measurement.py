@@ -1,0 +1,61 @@
+"""Measures the latency and the bandwidth of every edge between stages, by round trips on its channels."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.ir.schedule import Schedule
+from penstock.runtime.transport.communicator import Communicator, ControlMessage, gather_arrays
+
+__all__ = ["LinkCosts", "measure_links"]
+
+_ROUNDS = 20
+_SMALL, _LARGE = 64, 1 << 20  # bytes
+
+
+class LinkCosts(NamedTuple):
+    """Per edge between stages: seconds and bytes per second; 0 and None where the stages share a rank."""
+
+    latency: tuple[float, ...]
+    bandwidth: tuple[float | None, ...]
+
+
+def measure_links(communicator: Communicator | None, schedule: Schedule, rank: int) -> LinkCosts:
+    """Latency and bandwidth of each edge, from small and large messages, one edge after the other."""
+    hosts, edges = schedule.placement.stage_to_rank, schedule.graph.edges
+    found = np.zeros((len(edges), 2), dtype=np.int64)
+    for edge, ends in enumerate(edges):
+        here, there = (hosts[stage] for stage in ends)
+        if communicator is not None and here != there and rank in (here, there):
+            small, large = (
+                _round_trip(communicator, edge, there if rank == here else here, size, first=rank == here)
+                for size in (_SMALL, _LARGE)
+            )
+            found[edge] = small // 2, max(large - small, 1) // 2
+    taken = np.maximum.reduce(gather_arrays(communicator, found, [len(edges)] * schedule.num_ranks))
+    bandwidth = [_LARGE / (seconds / 1e9) if seconds else None for seconds in taken[:, 1].tolist()]
+    return LinkCosts(tuple((taken[:, 0] / 1e9).tolist()), tuple(bandwidth))
+
+
+def _round_trip(communicator: Communicator, edge: int, peer: int, size: int, *, first: bool) -> int:
+    """Nanoseconds of the fastest of several round trips on the channels of the edge."""
+    up, down = 2 * edge, 2 * edge + 1
+    tags = [communicator.control_tag(ControlMessage.PING) + channel % 2 for channel in (up, down)]
+    message = torch.zeros(size, dtype=torch.uint8, device=communicator.device)
+    best = 1 << 62
+    for _ in range(_ROUNDS):
+        begin = perf_counter_ns()
+        if first:
+            communicator.send(message, peer, up, tags[0]).wait()
+            communicator.receive(message, peer, down, tags[1]).wait()
+        else:
+            communicator.receive(message, peer, up, tags[0]).wait()
+            communicator.send(message, peer, down, tags[1]).wait()
+        if communicator.device.type != "cpu":
+            torch.accelerator.synchronize()
+        best = min(best, perf_counter_ns() - begin)
+    return best

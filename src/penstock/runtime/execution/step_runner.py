@@ -1,0 +1,178 @@
+"""Runs the steps of one rank; connects when needed, and again after a failure.
+
+Pipeline          what users create and call
+  StepRunner      one step after the other
+    Connection    what is created anew after a failure
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from penstock.errors import PipelineError
+from penstock.runtime.data_parallel.tied_weights import Ties
+from penstock.runtime.execution.config import ExecutionConfig
+from penstock.runtime.execution.connection import Connection
+from penstock.runtime.execution.loss_exchange import LossExchange
+from penstock.runtime.execution.microbatch_state import LiveActivations, StepInputs
+from penstock.runtime.execution.profile import Recorder
+from penstock.runtime.execution.program import Program
+from penstock.runtime.execution.result import StepResult
+from penstock.runtime.execution.stage import Stage
+from penstock.runtime.execution.step_inputs import StepInputBuilder
+from penstock.runtime.failure.abort import abort_step
+from penstock.runtime.failure.agreement import check_agreement
+from penstock.runtime.transport.buffer_pool import BufferPool
+
+__all__ = ["StepRunner"]
+
+_log = logging.getLogger("penstock")
+
+
+class StepRunner:
+    """The executor of one rank."""
+
+    def __init__(self, config: ExecutionConfig, ties: Ties, input_builder: StepInputBuilder) -> None:
+        self._config, self._ties, self._input_builder = config, ties, input_builder
+        self._steps = 0
+        self._connection: Connection | None = None
+        self.activations = LiveActivations()
+        self.pool: BufferPool
+        self.recorder: Recorder | None = None
+        """Records the steps while the pipeline is profiled."""
+
+    # --- connecting --------------------------------------------------------------------------------
+
+    def connect(self) -> Connection:
+        """The connection, created if there is none; then all ranks must do this at the same time."""
+        if self._connection is not None:
+            return self._connection
+        config = self._config
+        self.pool = BufferPool(config.device)
+        connection = Connection(config, self.activations, self.pool)
+        self._warn_of_compiled_modules(connection)
+        if connection.communicator is not None:
+            try:
+                check_agreement(config, self._ties, connection.communicator)
+                connection.communicator.connect_subgroups(config.rank, self._ties.holders, config.timeout)
+            except (PipelineError, RuntimeError):
+                connection.close()
+                raise
+        self._connection = connection
+        self._finalizer = weakref.finalize(self, connection.close)
+        return connection
+
+    def _warn_of_compiled_modules(self, connection: Connection) -> None:
+        for index, stage in connection.stages.items():
+            if stage.deferral is not None and stage.deferral.compiled and not self._steps:
+                names = ", ".join(name or "the whole stage" for name in stage.deferral.compiled)
+                text = "stage %d: the weight gradients of compiled modules are computed in I, not in W: %s"
+                _log.warning(text, index, names)
+
+    def close(self) -> None:
+        """Close the connection; the next step connects again."""
+        if (connection := self._connection) is not None:
+            self._discard_connection()
+            connection.close()
+
+    def _discard_connection(self) -> None:
+        self._connection = None
+        self._finalizer.detach()
+
+    # --- running -----------------------------------------------------------------------------------
+
+    def step(self, *batch: Any, scale: float, reduces: bool, keep_outputs: bool) -> StepResult:
+        """Forward and backward."""
+        connection = self.connect()
+        with ExitStack() as installed:
+            for stage in connection.stages.values():
+                if stage.deferral is not None:
+                    installed.enter_context(stage.deferral.installed())
+            return self._run(connection, "step", batch, scale=scale, reduces=reduces, keep_outputs=keep_outputs)
+
+    def eval(self, *batch: Any, keep_outputs: bool) -> StepResult:
+        """Forward."""
+        return self._run(self.connect(), "eval", batch, scale=1.0, reduces=True, keep_outputs=keep_outputs)
+
+    def _run(
+        self,
+        connection: Connection,
+        mode: str,
+        batch: tuple[Any, ...],
+        *,
+        scale: float,
+        reduces: bool,
+        keep_outputs: bool,
+    ) -> StepResult:
+        self._steps += 1
+        self.activations.reset()
+        self.pool.peak = 0
+        program = connection.begin(mode, self._steps)
+        last = connection.stages.get(self._config.schedule.num_stages - 1)
+        losses = LossExchange(connection, last)
+        try:
+            inputs = self._input_builder.build(
+                *batch, scale=scale, training=mode == "step", keep_outputs=keep_outputs
+            )
+            for stage in connection.stages.values():
+                stage.begin(inputs)
+            losses.begin()
+            self._run_program(connection, program, inputs, reduces=reduces)
+            outputs = self._merged_outputs(last) if keep_outputs and last is not None else None
+            loss, microbatch_losses = losses.finish(inputs.weights)
+        except BaseException as error:  # noqa: BLE001 -- the other ranks must know of every failure
+            failure = self._abort(error, connection, program, losses)
+            raise failure from failure.__cause__
+        finally:
+            connection.end()
+        timeline = None if self.recorder is None else self.recorder.gathered(connection, program)
+        return StepResult(loss, microbatch_losses, outputs=outputs, timeline=timeline)
+
+    def _merged_outputs(self, last: Stage) -> Any:
+        outputs = [last.outputs[microbatch] for microbatch in range(self._config.schedule.microbatches)]
+        last.outputs.clear()
+        return self._input_builder.batcher.merge_outputs(outputs)
+
+    def _run_program(
+        self, connection: Connection, program: Program, inputs: StepInputs, *, reduces: bool
+    ) -> None:
+        """Run the actions, and before and after them the collectives of replicas and tied weights."""
+        replication, training = self._config.replication, inputs.training
+        replication.begin(training=training, reduces=reduces)
+        if training:
+            connection.waiting_for = "the other ranks with its tied weights"
+            self._ties.begin(connection.communicator)
+        connection.waiting_for = ""
+        with replication.driven():
+            if self.recorder is not None:
+                self.recorder.run(program)
+            else:
+                program.run()
+            program.finish()
+            connection.waiting_for = "the gradients of its replicas"
+            replication.finish(trained=training)
+        if training:
+            connection.waiting_for = "the gradients of tied weights"
+            self._ties.finish(connection.communicator, sums=reduces)
+        connection.waiting_for = ""
+
+    def _abort(
+        self, error: BaseException, connection: Connection, program: Program, losses: LossExchange
+    ) -> BaseException:
+        """Publish the failure and close the connection; gives the exception to raise.
+
+        A Ctrl-C during a wait for a message is raised only after the wait, possibly while this runs.
+        """
+        while True:
+            try:
+                losses.abandon()
+                self._ties.drop()
+                with suppress(Exception):  # the first failure is the one to report
+                    self._config.replication.drop()
+                self._discard_connection()
+                return abort_step(error, connection, program)
+            except KeyboardInterrupt as interrupt:  # noqa: PERF203 -- it happens once or twice
+                error = interrupt

@@ -1,0 +1,177 @@
+"""Pytrees: nested tuples, lists, dicts, named tuples and dataclasses, flattened into leaves and rebuilt.
+
+Everything else is a leaf:
+
+    value       (hidden, {"mask": None, "step": 3})
+    leaves      [hidden, None, 3]
+    structure   (node of the tuple, (None, (node of the dict, (None, None))))
+    paths       [0]  [1]['mask']  [1]['step']
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+__all__ = [
+    "Leaves",
+    "Node",
+    "Structure",
+    "child_paths",
+    "flatten",
+    "leaf_paths",
+    "map_together",
+    "node_of",
+    "rebuild",
+    "unflatten",
+]
+
+Leaves: TypeAlias = list[Any]
+Structure: TypeAlias = Any
+"""None for a leaf, else its node and the structures of its children. Structures can be compared and pickled."""
+IsLeaf: TypeAlias = Callable[[Any], bool]
+
+
+# --- one level -------------------------------------------------------------------------------------
+
+
+class Node(NamedTuple):
+    """A container without its children."""
+
+    kind: str
+    """`items` and `fields` (a tuple or list without and with names), `dict` or `dataclass`."""
+    made_of: Any
+    """Its class; for a defaultdict, the class and the default factory."""
+    names: tuple[Any, ...]
+    """The names of its children, if they have names."""
+
+
+def node_of(value: Any) -> tuple[Node, list[Any]] | None:
+    """The node and the children of a container; None for a leaf."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, (tuple, list)):
+        names = getattr(kind, "_fields", None)
+        return Node("items" if names is None else "fields", kind, tuple(names or ())), list(value)
+    # dataclasses come first: one that is also a dict keeps its fields and its keys equal by itself
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        names += [name for name in getattr(value, "__dict__", ()) if name not in names]
+        return Node("dataclass", kind, tuple(names)), [getattr(value, name) for name in names]
+    if isinstance(value, dict):
+        made_of = (kind, value.default_factory) if isinstance(value, defaultdict) else kind
+        return Node("dict", made_of, tuple(value)), list(value.values())
+    return None
+
+
+def rebuild(node: Node, children: Sequence[Any]) -> Any:
+    """A container of the node's class with these children."""
+    kind, made_of, names = node
+    if kind == "items":
+        return children if made_of is list else made_of(children)
+    if kind == "fields":
+        return made_of(*children)
+    pairs = dict(zip(names, children))
+    if kind == "dict":
+        return made_of[0](made_of[1], pairs) if isinstance(made_of, tuple) else made_of(pairs)
+    if issubclass(made_of, dict):  # it stores its entries twice, as fields and as items
+        return made_of(**pairs)
+    made = object.__new__(made_of)  # __init__ may take other arguments, or transform what it gets
+    for name, child in pairs.items():
+        object.__setattr__(made, name, child)
+    return made
+
+
+def child_paths(node: Node, count: int) -> list[str]:
+    """The path from the node to each of its `count` children: `[0]`, `['key']` or `.field`."""
+    if node.kind == "items":
+        return [f"[{position}]" for position in range(count)]
+    return [f"[{name!r}]" if node.kind == "dict" else f".{name}" for name in node.names]
+
+
+# --- whole trees -----------------------------------------------------------------------------------
+
+
+def flatten(value: object, is_leaf: IsLeaf | None = None) -> tuple[Leaves, Structure]:
+    """The leaves of a value, from left to right, and its structure; `is_leaf` marks more values as leaves."""
+    if isinstance(value, Tensor):
+        return [value], None
+    leaves: Leaves = []
+    return leaves, _flatten_into(leaves, value, is_leaf)
+
+
+def _flatten_into(leaves: Leaves, value: object, is_leaf: IsLeaf | None) -> Structure:
+    opened = None if is_leaf is not None and is_leaf(value) else node_of(value)
+    if opened is None:
+        leaves.append(value)
+        return None
+    node, children = opened
+    return node, tuple([_flatten_into(leaves, child, is_leaf) for child in children])
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """The inverse of `flatten`."""
+    return leaves[0] if structure is None else _unflatten_from(structure, iter(leaves).__next__)
+
+
+def _unflatten_from(structure: Structure, next_leaf: Callable[[], Any]) -> Any:
+    if structure is None:
+        return next_leaf()
+    node, inner = structure
+    return rebuild(node, [_unflatten_from(part, next_leaf) for part in inner])
+
+
+def leaf_paths(structure: Structure, prefix: str) -> list[str]:
+    """The path of each leaf, in the order of `flatten`."""
+    if structure is None:
+        return [prefix]
+    node, inner = structure
+    return [
+        path
+        for child, part in zip(child_paths(node, len(inner)), inner)
+        for path in leaf_paths(part, prefix + child)
+    ]
+
+
+def map_together(
+    function: Callable[[Sequence[Any], str], Any],
+    values: Sequence[Any],
+    prefix: str,
+    *,
+    is_leaf: IsLeaf,
+    check: Callable[[Sequence[Any], str], None],
+) -> Any:
+    """One value whose leaves are `function(corresponding leaves, path)`.
+
+    `check` is called with the corresponding containers or leaves before they are opened; it raises if they
+    differ in structure. The keys of dicts may be in any order.
+    """
+    check(values, prefix)
+    first = values[0]
+    opened = None if is_leaf(first) else node_of(first)
+    if opened is None:
+        return function(values, prefix)
+    node, children = opened
+    columns = zip(*(_children_in_order(node, value) for value in values))
+    paths = child_paths(node, len(children))
+    mapped = [
+        map_together(function, column, prefix + path, is_leaf=is_leaf, check=check)
+        for path, column in zip(paths, columns)
+    ]
+    return rebuild(node, mapped)
+
+
+def _children_in_order(first: Node, value: Any) -> list[Any]:
+    """The children of a value; those of a dict in the order of the keys of `first`."""
+    opened = node_of(value)
+    assert opened is not None, "the structures are equal"
+    node, children = opened
+    if node.kind != "dict":
+        return children
+    by_name = dict(zip(node.names, children))
+    return [by_name[name] for name in first.names]

@@ -1,0 +1,236 @@
+"""The process groups of one pipeline, connected before the first step.
+
+    on a CPU          one gloo group for all ranks; every message has its own tag, so none waits behind another
+    on other devices  one NCCL communicator per directed edge (a communicator is a queue), and the gloo group
+                      for what the host must know before the data arrives
+
+The groups are created directly on the job's store under a prefix that is used once. They are not registered
+with torch.distributed: creating a registered group needs all ranks of the world, and would reuse its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from penstock.errors import PipelineError
+from penstock.runtime.transport.stores import agree_on_prefix, delete_announcement, store_connection
+
+__all__ = ["Communicator", "ControlMessage", "Lane", "gather_arrays"]
+
+
+class Lane(IntEnum):
+    """The parts of a message of the schedule, each with its own tag."""
+
+    MESSAGE = 0
+    SPEC = 1
+    """A spec that the receiver does not expect."""
+    DATA = 2
+    """The data that follows such a spec."""
+    FLAG = 3
+    """The flag, where it is not inside the message."""
+
+
+class ControlMessage(IntEnum):
+    """Messages that are not part of the schedule."""
+
+    LOSSES = 0
+    CLOCK = 1
+    PING = 2
+
+
+_FIRST_CONTROL_TAG = 2**31 - 1024  # above every tag of the schedule's messages
+
+
+class _Group(Protocol):
+    """The methods of a process group that are used here; torch does not annotate them."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work: ...
+    def allreduce(self, tensors: list[Tensor], options: Any = ...) -> dist.Work: ...
+    def barrier(self) -> dist.Work: ...
+    def abort(self) -> None: ...
+
+
+class Communicator:
+    """The process groups and messages of tensors on them. Peers are ranks of the pipeline, not of the world."""
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        rank: int,
+        channels: Sequence[tuple[int, int, int]],
+        microbatches: int,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
+        self.device = device
+        self.size = len(members)
+        self._microbatches = microbatches
+        self.single_group = single_group_suffices(device)
+        """Whether all messages use one group, with the flags inside the messages."""
+        self._edges: dict[int, _Group] = {}
+        self._subgroups: dict[tuple[int, ...], _Group] = {}
+        store = store_connection("connect")
+        try:
+            self._connect(store, tuple(members), rank, channels, timeout)
+        except RuntimeError as error:
+            raise PipelineError(
+                f"rank {rank} of the pipeline could not connect to the others (world ranks "
+                f"{', '.join(map(str, members))}) within {timeout.total_seconds():g} s: every rank must create "
+                f"the pipeline, and no process may have died ({str(error).splitlines()[0]})"
+            ) from error
+        finally:
+            if rank == 0:
+                delete_announcement(store, members)
+
+    def _connect(
+        self,
+        store: Store,
+        members: tuple[int, ...],
+        rank: int,
+        channels: Sequence[tuple[int, int, int]],
+        timeout: timedelta,
+    ) -> None:
+        prefix = agree_on_prefix(store, members, rank, timeout)
+        self._store = PrefixStore(prefix, store)
+        self.monitor_store: Store = PrefixStore(prefix, store_connection("monitor"))
+        """The store on which ranks publish failures, over a separate connection."""
+        gloo: Any = dist.ProcessGroupGloo
+        self._group: _Group = gloo(PrefixStore("gloo", self._store), rank, len(members), timeout)
+        if not self.single_group:
+            self._connect_edges(rank, channels, timeout)
+        self.barrier()
+
+    def _connect_edges(self, rank: int, channels: Sequence[tuple[int, int, int]], timeout: timedelta) -> None:
+        """One communicator per directed edge. All ranks connect them in one order, so there is no deadlock."""
+        for number, source, target in channels:
+            if rank not in (source, target):
+                continue
+            store = PrefixStore(f"edge/{number}", self._store)
+            self._edges[number] = edge = device_group(self.device, store, int(rank == target), timeout)
+            token = torch.zeros(1, device=self.device)
+            (edge.send([token], 1, 0) if rank == source else edge.recv([token], 0, 0)).wait()
+
+    def connect_subgroups(self, rank: int, subgroups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
+        """One group for each of these sets of ranks, the same list on all ranks."""
+        for ranks in subgroups:
+            if rank in ranks:
+                store = PrefixStore(f"subgroup/{'-'.join(map(str, ranks))}", self._store)
+                position, size = ranks.index(rank), len(ranks)
+                gloo: Any = dist.ProcessGroupGloo
+                self._subgroups[ranks] = (
+                    gloo(store, position, size, timeout)
+                    if self.single_group
+                    else device_group(self.device, store, position, timeout, size)
+                )
+        if subgroups:
+            self.barrier()  # a rank that closes at once would break connections that others still establish
+
+    # --- messages ----------------------------------------------------------------------------------
+
+    def tag(self, channel: int, slot: int, lane: Lane) -> int:
+        """One tag for each message that can be pending; the slots of eval follow those of training."""
+        return (channel * 2 * self._microbatches + slot) * len(Lane) + lane
+
+    def control_tag(self, purpose: ControlMessage) -> int:
+        """The first of two tags for this control message."""
+        return _FIRST_CONTROL_TAG + 2 * purpose
+
+    def send(self, tensor: Tensor, peer: int, channel: int, tag: int) -> dist.Work:
+        """Send from this rank's device."""
+        edge = self._edges.get(channel)
+        return self._group.send([tensor], peer, tag) if edge is None else edge.send([tensor], 1, tag)
+
+    def receive(self, tensor: Tensor, peer: int, channel: int, tag: int) -> dist.Work:
+        """Receive on this rank's device."""
+        edge = self._edges.get(channel)
+        return self._group.recv([tensor], peer, tag) if edge is None else edge.recv([tensor], 0, tag)
+
+    def send_host(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Send a tensor in host memory."""
+        return self._group.send([tensor], peer, tag)
+
+    def receive_host(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Receive a tensor in host memory."""
+        return self._group.recv([tensor], peer, tag)
+
+    # --- collectives -------------------------------------------------------------------------------
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, all of the same shape, in host memory."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._group.allgather([gathered], [tensor]).wait()
+        return gathered
+
+    def subgroup_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """All-reduce by sum over a subgroup, in place; the result has the same bits on each of its ranks."""
+        self._subgroups[ranks].allreduce([tensor]).wait()
+        return tensor
+
+    def subgroup_max(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """All-reduce by maximum over a subgroup, in place."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._subgroups[ranks].allreduce([tensor], options).wait()
+        return tensor
+
+    def exchange_texts(self, name: str, own: str, rank: int, timeout: timedelta) -> list[str]:
+        """Every rank's text under this name, through the store."""
+        self._store.set(f"{name}/{rank}", own)
+        keys = [f"{name}/{other}" for other in range(self.size)]
+        self._store.wait(keys, timeout)
+        return [self._store.get(key).decode() for key in keys]
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the pipeline."""
+        self._group.barrier().wait()
+
+    def close(self) -> None:
+        """Close all connections, which wakes up every rank that waits for this one.
+
+        gloo closes its connections when the last reference to the group and to its pending messages is gone, so
+        the caller must release those messages first. Communicators of devices are aborted.
+        """
+        for edge in self._edges.values():
+            edge.abort()
+        if not self.single_group:
+            for group in self._subgroups.values():
+                group.abort()
+        self._edges.clear()
+        self._subgroups.clear()
+        del self._group
+
+
+def gather_arrays(communicator: Communicator | None, own: Any, lengths: Sequence[int]) -> list[Any]:
+    """Every rank's array of integers; `lengths` are those of the ranks' arrays."""
+    if communicator is None:
+        return [own]
+    padded = torch.zeros((max(lengths, default=0), *own.shape[1:]), dtype=torch.int64)
+    padded[: len(own)] = torch.from_numpy(np.ascontiguousarray(own))
+    return [array[:length].numpy() for array, length in zip(communicator.all_gather(padded), lengths)]
+
+
+def single_group_suffices(device: torch.device) -> bool:
+    """Whether messages with different tags can overtake each other in one group, as in gloo."""
+    return device.type == "cpu"
+
+
+def device_group(device: torch.device, store: Store, rank: int, timeout: timedelta, size: int = 2) -> _Group:
+    """A group for one directed edge, in which rank 0 sends and rank 1 receives, or for a subgroup."""
+    if not (device.type == "cuda" and dist.is_nccl_available()):
+        raise PipelineError(f"a pipeline runs on CPUs (gloo) and CUDA devices (NCCL), not on {device}")
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout  # noqa: SLF001 -- it has no public name
+    group: _Group = nccl(store, rank, size, options)
+    return group

@@ -1,0 +1,82 @@
+"""Promise: a rank's list becomes calls in its order, with waits and releases where the schedule allows them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import penstock
+from penstock import Kind
+from penstock.runtime.execution.action_rules import ExecutionContext
+from penstock.runtime.execution.compiler import compile_program
+from penstock.runtime.execution.program import Program
+from penstock.runtime.execution.verified_schedule import verify_schedule
+
+
+class Recording:
+    """Stands for a stage, a channel or a replication, and records the calls of its methods."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+        self.shards: dict[int, Any] = {}
+
+    def __getattr__(self, method: str) -> Any:
+        def record(*args: Any) -> tuple[()]:
+            self._log.append(f"{self._name}.{method}({', '.join(map(str, args))})")
+            return ()
+
+        return record
+
+    def has(self, *_: object) -> bool:
+        return False
+
+
+def context_of(log: list[str], functions: dict[Kind, Any] | None = None) -> ExecutionContext:
+    """The context of the first of two ranks with a stage each."""
+    named: Any = {name: Recording(name, log) for name in ("stage", "send", "receive", "replication")}
+    return ExecutionContext(
+        {0: named["stage"]},
+        {(Kind.SEND_F, 0): named["send"]},
+        {(Kind.RECV_B, 0): named["receive"]},
+        functions or {},
+        named["replication"],
+    )
+
+
+def test_actions_become_waits_releases_and_calls() -> None:
+    log: list[str] = []
+    verified = verify_schedule(penstock.build("gpipe", ranks=2, microbatches=1))
+    compile_program(verified, 0, context_of(log)).run()
+    assert log == [
+        "stage.forward(0)",
+        "stage.pop_output(0)",
+        "send.send(0)",
+        "receive.post(0)",
+        "receive.wait(0)",
+        "send.release(0)",
+        "stage.backward(0)",
+    ]
+
+
+def test_a_function_runs_in_place_of_its_action() -> None:
+    log: list[str] = []
+    functions = {Kind.F: lambda custom: log.append(f"custom {custom.action}")}
+    verified = verify_schedule(penstock.build("gpipe", ranks=2, microbatches=1))
+    compile_program(verified, 0, context_of(log, functions)).run()
+    assert log[0] == "custom 0F0"
+    assert "stage.forward(0)" not in log
+
+
+def test_the_current_part_of_an_overlapped_pair_is_known() -> None:
+    parts: list[int] = []
+    programs: list[Program] = []
+
+    def record_part(_microbatch: int) -> None:
+        parts.append(programs[0].progress.part)
+
+    stages: Any = {0: SimpleNamespace(forward=record_part, backward=record_part)}
+    context = context_of([])._replace(stages=stages, send_channels={}, receive_channels={})
+    schedule = penstock.Schedule.parse("0F0 (0F1;0B0)OVERLAP_F_B 0B1")
+    programs.append(compile_program(verify_schedule(schedule), 0, context))
+    programs[0].run()
+    assert parts == [0, 0, 1, 0]

@@ -1,0 +1,118 @@
+"""Promise: user functions run in place of every kind of action but sends and receives."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from penstock import Kind, Overlap, Schedule, build, lower
+from penstock.errors import PipelineError
+from penstock.lowering import SplitBackward
+from penstock.runtime import Custom, Pipeline
+from tests.support.families import ranks
+from tests.support.pool import Pools
+from tests.support.reference import (
+    TIMEOUT,
+    Case,
+    Outcome,
+    differences,
+    faults_of,
+    gradients_of,
+    run_cases,
+    train_in_pipeline,
+    train_plainly,
+)
+from tests.support.runnable_schedules import random_schedule
+
+COUNTED = ("F", "I", "W", "B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "OVERLAP_F_B")
+
+
+def run_with_functions(case: Case) -> Outcome:
+    """Functions for all kinds that count themselves; overlapped pairs run their backward first."""
+    counts: Counter[str] = Counter()
+    faults: list[str] = []
+    wanted = train_plainly(
+        case.task, case.optimizer, case.dtype, 1, case.schedule.num_stages, case.schedule.microbatches
+    )
+
+    def count(custom: Custom) -> None:
+        counts[str(custom.action)] += 1
+        if custom.action.kind is Kind.REDUCE_GRAD:
+            stage = custom.action.parts[0].stage
+            got = gradients_of(custom.stages[stage].module)
+            faults.extend(differences("when reduced", got, wanted.gradients[0][stage], exact=False))
+        custom.run()
+
+    def swap(custom: Custom) -> None:
+        counts[str(custom.action)] += 1
+        if [part.action for part in custom.parts] != list(custom.action.parts):
+            faults.append(f"{custom.action} has the parts {custom.parts}")
+        for part in reversed(custom.parts):
+            part.run()
+
+    outcome = train_in_pipeline(case, {**dict.fromkeys(COUNTED[:-1], count), "OVERLAP_F_B": swap})
+    rank = torch.distributed.get_rank()
+    right: Counter[str] = Counter()
+    for step in (
+        lower(case.schedule).ranks[rank] if case.schedule.level == "compute" else case.schedule.ranks[rank]
+    ):
+        if not step.kind.is_communication:
+            right.update({str(step), *map(str, step.parts)})
+    if counts != right:
+        outcome.faults.append(f"called {counts - right} too often and {right - counts} too seldom")
+    outcome.faults += faults
+    return outcome
+
+
+@pytest.mark.parametrize("p", ranks(2, 4))
+def test_functions_replace_every_kind_of_action_also_inside_overlaps(pools: Pools, p: int) -> None:
+    built = [build(family, ranks=p, microbatches=2 * p) for family in ("dualpipev", "zbv", "1f1b", "zb-h1")]
+    built += [lower(SplitBackward()(built[0])), random_schedule(random.Random(p), p)]
+    cases = [Case(schedule, steps=1) for schedule in built]
+    assert any(isinstance(step, Overlap) for step in built[0].ranks[0])
+    assert not faults_of(cases, pools(p).run(run_cases, cases, run_with_functions))
+
+
+def run_one_function(case: tuple[str, Schedule]) -> Outcome:
+    kind, schedule = case
+    called = []
+
+    def function(custom: Custom) -> None:
+        called.append(custom.action)
+        custom.run()
+
+    outcome = train_in_pipeline(Case(schedule, steps=1), {kind: function})
+    if not called:
+        outcome.faults.append("not called")
+    return outcome
+
+
+@pytest.mark.xdist_group("ranks-2")
+def test_a_function_for_a_single_kind_is_called(pools: Pools) -> None:
+    cases = [(kind, build("dualpipev", ranks=2, microbatches=5)) for kind in COUNTED]
+    assert not faults_of(cases, pools(2).run(run_cases, cases, run_one_function))
+
+
+def error_messages() -> list[str]:
+    messages = []
+    for kind in ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "G"):
+        with pytest.raises(PipelineError) as caught:
+            Pipeline(
+                {0: torch.nn.Identity(), 1: torch.nn.Identity()},
+                "1f1b",
+                microbatches=2,
+                functions={kind: lambda _: None},
+                timeout=TIMEOUT,
+            ).close()
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.xdist_group("ranks-2")
+def test_sends_and_receives_cannot_be_replaced(pools: Pools) -> None:
+    for messages in pools(2).run(error_messages):
+        assert len(messages) == 5
+        assert all("a function cannot replace" in text and "REDUCE_GRAD" in text for text in messages)

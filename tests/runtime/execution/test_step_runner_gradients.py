@@ -1,0 +1,68 @@
+"""Promise: with every family of schedules, losses, gradients and weights are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock import Schedule, build
+from penstock.lowering import MergeBackward, SplitBackward
+from tests.support.families import FAMILIES, ranks
+from tests.support.models import MODELS
+from tests.support.pool import Pools
+from tests.support.reference import Case, backwards_in_order, faults_of, run_cases
+
+OPEN = ("interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble")
+TASKS_IN_TURN = ("dropout", "batch-norm", "tied", "repeated", "nested", "uneven", "padded")
+MICROBATCHES = {2: (1, 4, 7), 4: (2, 8, 7)}
+"""Fewer than ranks, as many or twice as many, and no multiple of them."""
+
+
+def forms(schedule: Schedule) -> list[Schedule]:
+    """As it is, with every backward split, and with those merged that can be."""
+    found = [schedule]
+    for step in (SplitBackward(), MergeBackward()):
+        changed = step(schedule)
+        if changed not in found:
+            found.append(changed.renamed(f"{schedule.name} {step.name}"))
+    return found
+
+
+def schedules(family: str, p: int) -> list[Schedule]:
+    few, many, odd = MICROBATCHES[p]
+    legs = (1, 3) if family in OPEN else ()
+    built = [build(family, ranks=p, microbatches=m) for m in (few, many)]
+    built += [build(family, ranks=p, microbatches=odd, stages_per_rank=v) for v in legs]
+    return built + forms(build(family, ranks=p, microbatches=odd))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("p", ranks(2, 4))
+def test_every_family_trains_as_one_process(pools: Pools, family: str, p: int) -> None:
+    cases = []
+    for place, schedule in enumerate(schedules(family, p)):
+        turn = (place // 2 + FAMILIES.index(family)) % len(TASKS_IN_TURN)
+        task = "transformer" if place % 2 == 0 else TASKS_IN_TURN[turn]
+        in_order = backwards_in_order(schedule)
+        cases.append(Case(schedule, task, "adamw" if in_order and place % 3 else "sgd"))
+    cases.append(Case(cases[-1].schedule, "transformer", "adamw", torch.float64))
+    assert not faults_of(cases, pools(p).run(run_cases, cases))
+
+
+@pytest.mark.xdist_group("ranks-8")
+def test_eight_ranks_train_as_one_process(pools: Pools) -> None:
+    cases = [
+        Case(build("1f1b", ranks=8, microbatches=3), steps=1),
+        Case(build("interleaved-1f1b", ranks=8, microbatches=8), steps=1),
+        Case(build("zbv", ranks=8, microbatches=9), "transformer", steps=1),
+        Case(build("dualpipev", ranks=8, microbatches=16), steps=1),
+    ]
+    assert not faults_of(cases, pools(8).run(run_cases, cases))
+
+
+@pytest.mark.xdist_group("ranks-2")
+@pytest.mark.parametrize("family", ["gpipe", "1f1b", "zb-h1", "zbv", "interleaved-zero-bubble"])
+def test_every_model_trains_as_in_one_process(pools: Pools, family: str) -> None:
+    schedule = build(family, ranks=2, microbatches=4)
+    cases = [Case(schedule, task, steps=2) for task in MODELS]
+    assert not faults_of(cases, pools(2).run(run_cases, cases))

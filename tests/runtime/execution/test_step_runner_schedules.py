@@ -1,0 +1,103 @@
+"""Promise: any valid schedule trains as one process does, in whatever order it is."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+
+import pytest
+import torch
+
+from penstock import build, lower, validate
+from penstock.lowering import (
+    DeferReceives,
+)
+from penstock.runtime import Pipeline
+from tests.support.families import FAMILIES, ranks
+from tests.support.models import TASKS
+from tests.support.pool import Pools
+from tests.support.reference import (
+    TIMEOUT,
+    Case,
+    Outcome,
+    faults_of,
+    forward,
+    run_cases,
+    split_plainly,
+)
+from tests.support.runnable_schedules import early, late, random_schedule, randomly_lowered
+
+TASKS_OF_ANY_ORDER = ("mlp", "nested", "transformer", "dropout", "uneven")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("p", ranks(2, 4))
+def test_random_valid_schedules_train_as_one_process(pools: Pools, p: int, seed: int) -> None:
+    rng = random.Random(100 * p + seed)
+    cases = []
+    for place in range(8):
+        while True:
+            schedule = randomly_lowered(rng, random_schedule(rng, p - 1 if p == 4 and place % 2 else p))
+            if not validate(schedule, "edge-streams"):
+                break
+        task = TASKS_OF_ANY_ORDER[place % len(TASKS_OF_ANY_ORDER)]
+        cases.append(Case(schedule, task, dtype=rng.choice((torch.float32, torch.float64)), steps=2))
+    assert not faults_of(cases, pools(p).run(run_cases, cases))
+
+
+# --- orders of communication -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", ranks(2, 4))
+def test_receives_may_be_posted_early_or_late(pools: Pools, p: int) -> None:
+    cases = []
+    for family in ("1f1b", "interleaved-1f1b", "dualpipev"):
+        plain = lower(build(family, ranks=p, microbatches=2 * p))
+        orders = (early, late, DeferReceives(), DeferReceives(past_sends=True))
+        changed = [order(plain) for order in orders]
+        cases += [Case(schedule, steps=2) for schedule in changed if not validate(schedule, "edge-streams")]
+    assert len(cases) > 9
+    assert not faults_of(cases, pools(p).run(run_cases, cases))
+
+
+@pytest.mark.parametrize("p", ranks(2, 4))
+def test_schedules_that_deadlock_with_blocking_sends_run(pools: Pools, p: int) -> None:
+    plain = [lower(build(family, ranks=p, microbatches=m)) for family in FAMILIES for m in (p, 2 * p)]
+    changed = [order(schedule) for schedule in plain for order in (late, DeferReceives(past_sends=True))]
+    cases = [
+        Case(schedule, steps=2)
+        for schedule in changed
+        if validate(schedule) and not validate(schedule, "edge-streams")
+    ][:8]
+    assert len(cases) > 3
+    assert not faults_of(cases, pools(p).run(run_cases, cases))
+
+
+def run_forwards_only(case: Case) -> Outcome:
+    task, schedule, outcome = TASKS[case.task], case.schedule, Outcome()
+    m = schedule.microbatches
+    stages = task.stages(schedule.num_stages, case.dtype)
+    batch = task.batch(0, m, case.dtype)
+    parts = zip(split_plainly(batch.args[0], m), split_plainly(batch.target, m))
+    losses = [float(task.loss(forward(stages, (x,), {}), y)) for x, y in parts]
+    with closing(Pipeline(dict(enumerate(stages)), schedule, loss=task.loss, timeout=TIMEOUT)) as pipeline:
+        for call in (pipeline.step, pipeline.eval, pipeline.step):
+            result = call(*batch.args, target=batch.target)
+            outcome.losses.append(result.loss)
+            if result.losses is None or result.losses.tolist() != losses:
+                outcome.faults.append(f"{call.__name__}: {result.losses} is not {losses}")
+            if pipeline.step(*batch.args).loss is not None:
+                outcome.faults.append("a loss without a target")
+        if any(parameter.grad is not None for stage in stages for parameter in stage.parameters()):
+            outcome.faults.append("there are gradients")
+    return outcome
+
+
+@pytest.mark.parametrize("p", ranks(2, 4))
+def test_forward_only_schedules_run_by_step_and_by_eval(pools: Pools, p: int) -> None:
+    cases = [
+        Case(build("forward-only", ranks=p, microbatches=m, stages_per_rank=v), task)
+        for m, v, task in ((1, 1, "mlp"), (5, 2, "transformer"), (8, 3, "mlp"))
+    ]
+    cases.append(Case(lower(cases[1].schedule), "transformer"))
+    assert not faults_of(cases, pools(p).run(run_cases, cases, run_forwards_only))
