@@ -167,7 +167,7 @@ def _put_aside(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> Non
         outputs = [module(x) for x in inputs]
         inputs.clear()
         while outputs:
-            with deferral.put_aside() as jobs:
+            with deferral.deferring() as jobs:
                 torch.autograd.backward(outputs.pop(0), gradient)
             put_aside.append(jobs)
         for jobs in put_aside:
@@ -196,7 +196,7 @@ def _deferred(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
     with deferral.installed():
         output = module(x)
         begin = time.perf_counter()
-        with deferral.put_aside() as jobs:
+        with deferral.deferring() as jobs:
             output.backward(gradient)
         jobs.run()
         return time.perf_counter() - begin

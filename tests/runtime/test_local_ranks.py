@@ -72,17 +72,17 @@ def test_any_other_error_is_told_in_one_line_with_its_rank(
 
 
 def test_a_process_that_dies_is_told_and_the_next_call_starts_anew(ranks: LocalRanks) -> None:
-    assert ranks.answers(die) == [Failure("the process ended with exit code 3")] * 2
+    assert ranks.results(die) == [Failure("the process ended with exit code 3")] * 2
     assert ranks.run(summed, 0) == [1, 1]
 
 
 def test_what_cannot_be_sent_back_is_told(ranks: LocalRanks) -> None:
-    with pytest.raises(PipelineError, match="function cannot be sent back"):
+    with pytest.raises(PipelineError, match="function cannot be pickled"):
         ranks.run(unsendable)
 
 
 def test_numbers_of_ranks_are_checked() -> None:
-    with pytest.raises(PipelineError, match="ranks are a whole number of at least 1"):
+    with pytest.raises(PipelineError, match="the number of ranks must be a whole number of at least 1"):
         LocalRanks(0)
 
 

@@ -136,7 +136,7 @@ class _Run:
 
     def check(self, count: int) -> None:
         """The first steps against one process."""
-        from penstock.runtime.verification.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
+        from penstock.runtime.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
 
         schedule = build("1f1b", ranks=count, microbatches=2 * count)
         self.say(
@@ -145,7 +145,7 @@ class _Run:
         )
         with _waiting("comparing the first steps with one process"):
             (verdict,) = verdicts(
-                "penstock.runtime.demo.gpt:parts", [schedule], steps=_COMPARED, ranks=self.ranks
+                "penstock.runtime.demo.gpt:model_and_batch", [schedule], steps=_COMPARED, ranks=self.ranks
             )
         worst = "" if verdict.gradient is None else f", worst gradient off by {verdict.gradient.error:.1e}"
         said = "the same as" if verdict.equal else "NOT the same as"

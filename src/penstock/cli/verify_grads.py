@@ -26,7 +26,7 @@ from penstock.families import families, find
 from penstock.ir.schedule import Schedule
 
 if TYPE_CHECKING:
-    from penstock.runtime.verification.verification import Deviation, Verdict
+    from penstock.runtime.verification import Deviation, Verdict
 
 __all__ = ["verify_grads"]
 
@@ -67,7 +67,7 @@ def verify_grads(
       penstock verify-grads my_model:parts mine.csv --tolerance 1e-6 --json
     """
     wanted = _wanted(schedules or [], ranks, microbatches, stages_per_rank, every=every)
-    from penstock.runtime.verification.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
+    from penstock.runtime.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
 
     found: list[Verdict] = []
     errors = Console(stderr=True)

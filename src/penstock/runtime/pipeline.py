@@ -28,10 +28,11 @@ from penstock.errors import PipelineError
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime import setup
-from penstock.runtime.data_parallel.fsdp import shards_by_stage
-from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm, sharing_groups
-from penstock.runtime.data_parallel.replication import Replication
-from penstock.runtime.data_parallel.tied_weights import Tie, Ties, find_ties
+from penstock.runtime.data_parallel.fsdp import fsdp_shards_by_stage
+from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm, model_groups
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
+from penstock.runtime.data_parallel.tied_names import TiedNames, find_tied_weights
+from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.execution.connections import Plan
 from penstock.runtime.execution.engine import Engine
 from penstock.runtime.execution.grad_scaler import GradScaler
@@ -80,7 +81,7 @@ class Pipeline:
         average: bool = True,
         group: Group = None,
         replicas: Group = None,
-        tied: Sequence[Tie] = (),
+        tied: Sequence[TiedNames] = (),
         device: torch.device | str | None = None,
         split: Mapping[int | str, int | Splitter] | None = None,
         merge: int | Splitter = 0,
@@ -98,13 +99,13 @@ class Pipeline:
         self.rank = rank
         """This rank's number in the pipeline."""
         modules = setup.modules_of_rank(stages, self.schedule, rank)
-        ties = find_ties(tied, stages, self.schedule.num_stages)
+        ties = find_tied_weights(tied, stages, self.schedule.num_stages)
         self.device = torch.device(device) if device is not None else setup.device_of(modules.values())
         """Where the messages are."""
         self._trained = setup.with_loss(modules, loss, self.schedule.num_stages - 1)
-        shards = shards_by_stage(self._trained)
-        self._ties = Ties(ties, modules, shards, self.schedule, rank)
-        self._replication = Replication(self._trained, shards, replicas, self.schedule, rank)
+        shards = fsdp_shards_by_stage(self._trained)
+        self._ties = TiedWeights(ties, modules, shards, self.schedule, rank)
+        self._replication = ReplicaGroup(self._trained, shards, replicas, self.schedule, rank)
         setup.refuse_own_ranks(members, self._replication.groups)
         self._plan = Plan(
             self.schedule,
@@ -229,7 +230,7 @@ class Pipeline:
     def largest_anywhere(self, numbers: Tensor) -> Tensor:
         """The largest of these on all ranks that train this model, be it other stages, shards or replicas."""
         found = numbers.clone()
-        for group in sharing_groups(self._trained.values(), self._replication.groups):
+        for group in model_groups(self._trained.values(), self._replication.groups):
             dist.all_reduce(found, dist.ReduceOp.MAX, group)
         links = self._engine.connect().links
         if links is not None:
@@ -260,7 +261,7 @@ class Pipeline:
         return iter(dict.fromkeys(p for module in self._trained.values() for p in module.parameters()))
 
     @property
-    def ties(self) -> tuple[Tie, ...]:
+    def ties(self) -> tuple[TiedNames, ...]:
         """The weights that several stages hold: for each, the stages and its name in them."""
         return self._ties.all
 

@@ -17,7 +17,7 @@ from penstock.formats import read
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
-from penstock.runtime.data_parallel.wrappers import noted
+from penstock.runtime.data_parallel.wrappers import split_metadata
 from penstock.runtime.execution.program import CustomFunction
 from penstock.validation import refusal, validate
 
@@ -133,7 +133,7 @@ def modules_of_rank(
 def _in_their_places(modules: dict[int, nn.Module], schedule: Schedule) -> dict[int, nn.Module]:
     """The modules, if what split() made of a model for this very number of stages is where it belongs."""
     for stage, module in modules.items():
-        number, parts = noted(module, "cut") or (stage, ())
+        number, parts = split_metadata(module, "cut") or (stage, ())
         if number != stage and len(parts) == schedule.num_stages:
             raise PipelineError(
                 f"stage {number} of the model is given as stage {stage}: with {schedule.name} this rank has "

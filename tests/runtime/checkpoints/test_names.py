@@ -62,14 +62,17 @@ def test_every_rank_tells_the_faults_of_all_and_changes_nothing(pools: Pools, tm
         assert unchanged
         assert told.splitlines() == [
             f"the checkpoint {tmp_path / 'c'} cannot be loaded:",
-            "  'layers.0.lin.weight' is float32 [8, 8] in it, but float32 [8, 9] in the model",
-            "  the model has names that are missing in it: tail.weight, tail.bias",
+            "  'layers.0.lin.weight' is float32 [8, 8] in the checkpoint, but float32 [8, 9] in the model",
+            "  the model has names that are missing in the checkpoint: tail.weight, tail.bias",
             (
-                "  it has no optimizer options for parameters that this optimizer has: tail.weight, tail.bias; "
-                "give the optimizer the same parameters, or load without optimizer="
+                "  the checkpoint has no optimizer options for these parameters of the optimizer: tail.weight, "
+                "tail.bias; create the optimizer with the same parameters, or load without optimizer="
             ),
-            "  it has names that no rank's model has: head.weight, head.bias",
-            "  it has optimizer options for parameters that no rank's optimizer has: head.weight, head.bias",
+            "  the checkpoint has names that no rank's model has: head.weight, head.bias",
+            (
+                "  the checkpoint has optimizer options for parameters that no rank's optimizer has: "
+                "head.weight, head.bias"
+            ),
         ]
 
 
@@ -106,7 +109,7 @@ def test_what_is_wrong_on_one_rank_is_told_on_all(pools: Pools, tmp_path: Path) 
     for shapes, kinds, extra, group, paths in pools(2).run(save_what_differs, tmp_path / "c"):
         assert "'weight' is float32 [3, 2] on rank 1 and float32 [2, 2] on another rank" in shapes
         assert "the ranks have different optimizers: SGD, AdamW" in kinds
-        assert "extra is a builtin_function_or_method, which is not stored" in extra
+        assert "extra is a builtin_function_or_method, which cannot be stored" in extra
         assert "is sharded over world ranks 0, 1, but rank" in group
         assert f"{tmp_path / 'c'} does not exist" in paths
         assert f"{tmp_path / 'elsewhere'} does not exist" in paths

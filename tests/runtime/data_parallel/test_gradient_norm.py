@@ -13,15 +13,8 @@ from torch import Tensor, nn
 from penstock import PipelineError, build
 from penstock.runtime import GradScaler, Pipeline
 from penstock.runtime.dtensors import local
-from tests.support.composition import (
-    Composed,
-    batch_of,
-    data_place,
-    gradients,
-    loss,
-    pipeline_of,
-    stages_of,
-)
+from tests.support.composed_model import Composed, batch_of, loss, stages_of
+from tests.support.composition import gradients, pipeline_of, replica_index
 from tests.support.meshes import mesh_of_ranks
 from tests.support.pool import Pools
 
@@ -30,7 +23,7 @@ NORMS = (2.0, 1.0, 3.0, torch.inf, -torch.inf, 0.0)
 
 
 def step(pipeline: Pipeline, case: Composed, mesh: Any, number: int = 0) -> float:
-    x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, number, 0))
+    x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, number, 0))
     found = pipeline.step(x, target=y).loss
     assert found is not None
     return found

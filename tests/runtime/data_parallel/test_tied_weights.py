@@ -14,7 +14,8 @@ from torch.nn import functional
 from penstock import PenstockError, build
 from penstock.runtime import Pipeline
 from penstock.runtime.dtensors import local
-from tests.support.composition import Composed, batch_of, data_place, pipeline_of
+from tests.support.composed_model import Composed, batch_of
+from tests.support.composition import pipeline_of, replica_index
 from tests.support.pool import Pools
 
 WIDTH = 6
@@ -88,12 +89,12 @@ def on_one_rank(data: str) -> dict[str, Any]:
     with closing(pipeline):
         names = {} if pipeline.rank else {0: "embed.weight", 3: "head.words.weight"}
         holders = [pipeline.modules[stage].get_parameter(name) for stage, name in names.items()]
-        x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+        x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
         pipeline.step(x, target=y)
         found = {
             "one parameter": len(set(holders)) < 2,
             "one memory": len({local(each.data).data_ptr() for each in holders}) < 2,
-            "groups": len(pipeline._ties.holders),
+            "groups": len(pipeline._ties.rank_groups),
         }
         if holders:  # what the optimizer does to one of them is there for the other
             with torch.no_grad():

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-from penstock.runtime.data_parallel.replication import Replication
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
 from penstock.runtime.dtensors import Meshes
 from penstock.runtime.execution.program import WORK, CustomFunction, Program, Wires, forward_part
 from penstock.runtime.execution.stage import Stage
@@ -40,7 +40,7 @@ class Plan:
     device: torch.device
     timeout: timedelta
     functions: Mapping[Kind, CustomFunction]
-    replication: Replication
+    replication: ReplicaGroup
     mesh: DeviceMesh | None = None
     """The pipeline's own, if it was given one: DTensors may come on other slices of the same."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.errors import PipelineError
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-from penstock.runtime.data_parallel.tied_weights import Ties
+from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.execution.connections import Plan, Wiring
 from penstock.runtime.execution.losses import Losses
 from penstock.runtime.execution.microbatch_state import Live, StepInputs
@@ -43,7 +43,7 @@ class Engine:
         self,
         plan: Plan,
         modules: Mapping[int, nn.Module],
-        ties: Ties,
+        ties: TiedWeights,
         intake: Intake,
         *,
         loss: Callable[..., Tensor] | None,
@@ -74,7 +74,7 @@ class Engine:
         if wiring.links is not None:
             try:
                 refuse_disagreement(self._plan, self._ties, self._modules, self._trained, wiring.links)
-                wiring.links.connect_holders(self._plan.rank, self._ties.holders, self._plan.timeout)
+                wiring.links.connect_holders(self._plan.rank, self._ties.rank_groups, self._plan.timeout)
             except (PipelineError, RuntimeError):
                 wiring.close()
                 raise
@@ -160,7 +160,7 @@ class Engine:
             wiring.waiting = "the other holders of its tied weights"
             self._ties.begin(wiring.links)
         wiring.waiting = ""
-        with replication.driven():
+        with replication.scheduled():
             if self.recorder is not None:
                 self.recorder(program)
             else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.runtime.backward.deferral import Jobs
+from penstock.runtime.backward.deferred_gradients import DeferredGradients
 from penstock.runtime.transport.buffer_pool import Buffer
 
 __all__ = ["Entrance", "Live", "Record", "StepInputs"]
@@ -60,7 +60,7 @@ class Record:
         self.inputs = inputs
         self.roots: list[GradientEdge | Tensor] = []
         self.shapes: list[torch.Size] = []
-        self.jobs: Jobs | None = None
+        self.jobs: DeferredGradients | None = None
 
 
 class Entrance(torch.autograd.Function):

@@ -18,7 +18,7 @@ import torch
 from penstock.ir.action import JOINED, STAGE_SHIFT, Action, Kind, Overlap, Step
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints, kinds_in
-from penstock.runtime.data_parallel.replication import Replication
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.transport.channels import Inbox, Outbox
 from penstock.runtime.transport.release import Releases, releases
@@ -63,7 +63,7 @@ class Wires(NamedTuple):
     outboxes: Mapping[tuple[Kind, int], Outbox]
     inboxes: Mapping[tuple[Kind, int], Inbox]
     functions: Mapping[Kind, CustomFunction]
-    replication: Replication
+    replication: ReplicaGroup
 
 
 class Program:

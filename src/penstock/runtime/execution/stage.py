@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral
-from penstock.runtime.data_parallel.fsdp import Shards
+from penstock.runtime.data_parallel.fsdp import FsdpShards
 from penstock.runtime.dtensors import whole
 from penstock.runtime.execution.microbatch_state import Entrance, Live, Record, StepInputs
 from penstock.runtime.execution.module_state import Undo
@@ -57,7 +57,7 @@ class Stage:
         self.deferral = Deferral(module) if split else None
         self._split = split
         self.loss: Loss | None = None
-        self.shards: Shards | None = None
+        self.shards: FsdpShards | None = None
         self.is_replicated = False
         """Whether other ranks train the same stage on other data."""
         self.losses: dict[int, Tensor] = {}
@@ -84,7 +84,7 @@ class Stage:
         parcel = None if self.is_first else self.take(microbatch)
         splits = microbatch in self._split
         if self.deferral is not None:
-            self.deferral.engaged = splits
+            self.deferral.enabled = splits
         call = self._first_call if splits and step.training and not self._tried else self._call
         record, output = call(microbatch, parcel)
         leaves, structure = flatten(output)
@@ -139,7 +139,7 @@ class Stage:
             again = parcel._replace(leaves=copies)
         record, output = self._call(microbatch, parcel)
         self._tried = True
-        if not self.deferral.find_shared(_differentiable(flatten(output)[0])):
+        if not self.deferral.exclude_shared_weights(_differentiable(flatten(output)[0])):
             return record, output
         undo.undo()
         return self._call(microbatch, again)
@@ -196,7 +196,7 @@ class Stage:
         """B."""
         record = self._records.pop(microbatch)
         if self.deferral is not None:
-            self.deferral.engaged = False
+            self.deferral.enabled = False
         self._run_backward(microbatch, record)
         self._let_go(record)
 
@@ -204,8 +204,8 @@ class Stage:
         """I."""
         assert self.deferral is not None, "the schedule splits this stage's backward"
         record = self._records[microbatch]
-        self.deferral.engaged = True
-        with self.deferral.put_aside() as record.jobs:
+        self.deferral.enabled = True
+        with self.deferral.deferring() as record.jobs:
             self._run_backward(microbatch, record)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -215,7 +215,7 @@ class Stage:
         record.jobs.run()
         record.jobs = None
         if self.shards is not None:
-            self.shards.keep_gradients()
+            self.shards.accumulate_gradients()
         self._let_go(record)
 
     def _run_backward(self, microbatch: int, record: Record) -> None:

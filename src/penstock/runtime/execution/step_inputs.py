@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.errors import PipelineError
-from penstock.runtime.data_parallel.replication import Replication
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
 from penstock.runtime.dtensors import whole
 from penstock.runtime.execution.microbatch_state import StepInputs
 from penstock.runtime.execution.microbatches import Batcher
@@ -22,7 +22,7 @@ class Intake:
     """How a rank takes batches in."""
 
     batcher: Batcher
-    replication: Replication
+    replication: ReplicaGroup
     device: torch.device
     has_first: bool
     has_last: bool

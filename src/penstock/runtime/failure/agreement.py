@@ -13,8 +13,8 @@ import penstock
 from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.formats import dumps
-from penstock.runtime.data_parallel.tied_weights import Ties
-from penstock.runtime.data_parallel.wrappers import noted
+from penstock.runtime.data_parallel.tied_weights import TiedWeights
+from penstock.runtime.data_parallel.wrappers import split_metadata
 from penstock.runtime.execution.connections import Plan
 from penstock.runtime.transport.links import Links
 
@@ -23,7 +23,7 @@ __all__ = ["refuse_disagreement"]
 
 def refuse_disagreement(
     plan: Plan,
-    ties: Ties,
+    ties: TiedWeights,
     modules: Mapping[int, nn.Module],
     trained: Mapping[int, nn.Module],
     links: Links,
@@ -42,9 +42,9 @@ def refuse_disagreement(
         "schedule": (steps, f"{schedule.name} ({steps})"),
         "tied weights": (str(ties.all), listed(ties.all) or "none"),
     }
-    mine |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.looks().items()}
+    mine |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.descriptions().items()}
     for module in modules.values():
-        _, parts = noted(module, "cut") or (0, ())
+        _, parts = split_metadata(module, "cut") or (0, ())
         if len(parts) == schedule.num_stages:
             cut = " | ".join(parts)
             mine["cut of the model"] = (cut, cut)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.runtime.dtensors import Meshes, Sharding, is_dtensor, local, placement_fault, sharding_of
+from penstock.runtime.dtensors import Meshes, Sharding, is_dtensor, local, placement_problem, sharding_of
 from penstock.runtime.trees import closed, opened
 
 __all__ = ["PRELUDE", "Layout", "Leaves", "Structure", "describe", "flatten", "layout_of", "unflatten"]
@@ -196,7 +196,7 @@ class Layout:
             # unlike detach(), it can be changed in place without its neighbours knowing
             leaves[place] = view.data
         for place, sharding in self._shardings:
-            leaves[place] = sharding.put_together(leaves[place], meshes.like(sharding.mesh))
+            leaves[place] = sharding.build(leaves[place], meshes.matching(sharding.mesh))
         return leaves
 
     def dumps(self) -> bytes:
@@ -229,5 +229,5 @@ def refuse_unsendable(leaves: Sequence[Any], where: str) -> None:
                 f"{where}: a tensor of layout {what} cannot cross to another rank; "
                 "hand on a dense one (`to_dense()`, `dequantize()`, padding)"
             )
-        if is_dtensor(leaf) and (fault := placement_fault(leaf)):
+        if is_dtensor(leaf) and (fault := placement_problem(leaf)):
             raise PipelineError(f"{where}: {fault}, cannot cross to another rank; `redistribute()` it first")

@@ -116,7 +116,7 @@ def test_extra_comes_back_as_it_was_and_a_scheduler_fits_in_it(tmp_path: Path) -
         optimizer.step()
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    with pytest.raises(CheckpointError, match=r"extra\['a'\]\[1\] is a Tensor, which is not stored"):
+    with pytest.raises(CheckpointError, match=r"extra\['a'\]\[1\] is a Tensor, which cannot be stored"):
         save_checkpoint(tmp_path / "c", model, extra={"a": [0, torch.zeros(1)]})
     assert load_checkpoint(tmp_path / "c", model) == extra
 
@@ -154,5 +154,5 @@ def test_a_weight_under_two_names_is_stored_under_both_and_its_state_once(tmp_pa
     assert states[0] is not states[1]
     save_checkpoint(tmp_path / "c", apart, alone)
     assert refusal(tmp_path / "c", again) == [
-        "'embed.weight' and head.weight are one weight in the model, but not in it"
+        "'embed.weight' and head.weight are one weight in the model, but not in the checkpoint"
     ]

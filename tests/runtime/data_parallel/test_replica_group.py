@@ -13,17 +13,9 @@ from torch.nn import functional
 
 from penstock import PipelineError, build
 from penstock.runtime import GradScaler, Pipeline
-from tests.support.composition import (
-    PADDING,
-    Composed,
-    batch_of,
-    count_tokens,
-    data_place,
-    gradients,
-    pipeline_of,
-    stages_of,
-)
-from tests.support.composition import loss as next_word
+from tests.support.composed_model import PADDING, Composed, batch_of, count_tokens, stages_of
+from tests.support.composed_model import loss as next_word
+from tests.support.composition import gradients, pipeline_of, replica_index
 from tests.support.meshes import mesh_of_ranks
 from tests.support.pool import Pools
 
@@ -46,7 +38,7 @@ def without_tokens(data: str) -> list[str]:
     pipeline, mesh = pipeline_of(case)
     faults = []
     with closing(pipeline):
-        place = data_place(case, mesh)
+        place = replica_index(case, mesh)
         found = pipeline.step(x.chunk(2)[place], target=y.chunk(2)[place]).loss
         if found is None or abs(found - float(right)) > 1e-9:
             faults.append(f"loss {found}, not {float(right)}")
@@ -127,7 +119,7 @@ def test_a_last_stage_that_does_not_know_of_its_replicas_is_refused(pools: Pools
 def in_inference_mode() -> list[bool]:
     case = Composed(build("zbv", ranks=2, microbatches=4), "fsdp", 2)
     pipeline, mesh = pipeline_of(case)
-    x, y = (all_.chunk(2)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+    x, y = (all_.chunk(2)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
     with closing(pipeline):
         with torch.inference_mode():
             before = pipeline.eval(x, target=y).loss

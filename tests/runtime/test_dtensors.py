@@ -172,8 +172,8 @@ def told_without_a_mesh() -> str:
 def test_a_dtensor_is_refused_where_no_mesh_is_like_its_own(pools: Pools) -> None:
     for text in pools(4).run(told_without_a_mesh):
         assert "in 1F0" in text
-        assert "a DTensor came on a mesh (tp: 2) of cpu, this rank at [" in text
-        assert "this rank knows no mesh like it, but none at all" in text
+        assert "received a DTensor on a mesh (tp: 2) of cpu, this rank at [" in text
+        assert "this rank has no such mesh, but none at all" in text
         assert 'group=mesh["pp"]' in text
 
 
@@ -219,7 +219,7 @@ def two_meshes_alike() -> str:
     module.register_buffer("two", two)
     coordinates = mesh.get_coordinate(), other.get_coordinate()
     try:
-        found = Meshes([module]).like(sharding_of(one).mesh)
+        found = Meshes([module]).matching(sharding_of(one).mesh)
     except PipelineError as error:
         return str(error) if coordinates[0] == coordinates[1] else ""
     return "right" if found is mesh and coordinates[0] != coordinates[1] else "wrong"
@@ -227,6 +227,6 @@ def two_meshes_alike() -> str:
 
 def test_two_meshes_that_look_the_same_are_refused(pools: Pools) -> None:
     first, second, third, last = pools(4).run(two_meshes_alike)
-    assert "knows 2 meshes like it, of world ranks [0, 1] and [0, 2]: give their dimensions" in first
-    assert "knows 2 meshes like it, of world ranks [2, 3] and [1, 3]: give their dimensions" in last
+    assert "has 2 such meshes, of world ranks [0, 1] and [0, 2]: give their dimensions" in first
+    assert "has 2 such meshes, of world ranks [2, 3] and [1, 3]: give their dimensions" in last
     assert second == third == "right"

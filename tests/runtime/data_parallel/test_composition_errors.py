@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock import PenstockError, build
 from penstock.errors import StepFailedError
 from penstock.runtime import Pipeline, split
-from tests.support.composition import Composed, batch_of, data_place, gradients, pipeline_of
+from tests.support.composed_model import Composed, batch_of
+from tests.support.composition import gradients, pipeline_of, replica_index
 from tests.support.meshes import mesh_of_ranks
 from tests.support.pool import Pools
 
@@ -173,7 +174,7 @@ def recovered(data: str) -> list[str]:
     case = Composed(build("zbv", ranks=2, microbatches=4), data, 2, tied=True)
     fresh, _ = pipeline_of(case)
     pipeline, mesh = pipeline_of(case)
-    x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+    x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
     faults = []
     with closing(fresh), closing(pipeline):
         fresh.step(x, target=y)
@@ -211,7 +212,7 @@ def test_after_a_failed_step_replicas_train_on(pools: Pools, data: str) -> None:
 def clipped_by_some() -> str:
     case = Composed(build("1f1b", ranks=2, microbatches=4), "replicas", 2)
     pipeline, mesh = pipeline_of(case, timeout=2.0)
-    x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+    x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
     told = ""
     with closing(pipeline):
         pipeline.step(x, target=y)

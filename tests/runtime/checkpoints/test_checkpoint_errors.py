@@ -29,14 +29,17 @@ def test_all_faults_are_told_at_once_and_nothing_is_changed(tmp_path: Path) -> N
     del other.norm
     before = {name: value.clone() for name, value in other.state_dict().items()}
     assert refusal(tmp_path / "c", other, SGD(other.parameters())) == [
-        "'first.weight' is float32 [3, 2] in it, but bfloat16 [4, 2] in the model",
-        "'first.bias' is float32 [3] in it, but bfloat16 [4] in the model",
-        "'last.weight' is float32 [2, 3] in it, but bfloat16 [2, 4] in the model",
-        "'last.bias' is float32 [2] in it, but bfloat16 [2] in the model",
-        "the model has names that are missing in it: extra.weight, extra.bias",
-        "its optimizer is AdamW, but this one is SGD: make the same, or load without optimizer=",
+        "'first.weight' is float32 [3, 2] in the checkpoint, but bfloat16 [4, 2] in the model",
+        "'first.bias' is float32 [3] in the checkpoint, but bfloat16 [4] in the model",
+        "'last.weight' is float32 [2, 3] in the checkpoint, but bfloat16 [2, 4] in the model",
+        "'last.bias' is float32 [2] in the checkpoint, but bfloat16 [2] in the model",
+        "the model has names that are missing in the checkpoint: extra.weight, extra.bias",
         (
-            "it has names that no rank's model has: norm.weight, norm.bias, norm.running_mean, "
+            "the optimizer in the checkpoint is AdamW, but this one is SGD: create the same, or load without "
+            "optimizer="
+        ),
+        (
+            "the checkpoint has names that no rank's model has: norm.weight, norm.bias, norm.running_mean, "
             "norm.running_var, norm.num_batches_tracked"
         ),
     ]
@@ -47,15 +50,18 @@ def test_an_optimizer_with_other_parameters_is_refused(tmp_path: Path) -> None:
     model = small()
     save_checkpoint(tmp_path / "c", model)
     assert refusal(tmp_path / "c", model, SGD(model.parameters())) == [
-        "it has no optimizer state: load it without optimizer="
+        "the checkpoint has no optimizer state: load it without optimizer="
     ]
     save_checkpoint(tmp_path / "c", model, SGD(model.first.parameters()))
     assert refusal(tmp_path / "c", model, SGD(model.last.parameters())) == [
         (
-            "it has no optimizer options for parameters that this optimizer has: last.weight, last.bias; "
-            "give the optimizer the same parameters, or load without optimizer="
+            "the checkpoint has no optimizer options for these parameters of the optimizer: last.weight, "
+            "last.bias; create the optimizer with the same parameters, or load without optimizer="
         ),
-        "it has optimizer options for parameters that no rank's optimizer has: first.weight, first.bias",
+        (
+            "the checkpoint has optimizer options for parameters that no rank's optimizer has: first.weight, "
+            "first.bias"
+        ),
     ]
     with pytest.raises(
         CheckpointError, match=r"parameters that no module of the model has: parameter 1 of group 0"
@@ -66,9 +72,9 @@ def test_an_optimizer_with_other_parameters_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none", small()) == [f"{tmp_path / 'none'} does not exist"]
     (tmp_path / ".none.unfinished").mkdir()
-    assert "a save to it began, but did not finish" in refusal(tmp_path / "none", small())[0]
+    assert "a save began, but did not finish" in refusal(tmp_path / "none", small())[0]
     (tmp_path / "empty").mkdir()
-    assert "is no checkpoint: it has no file .metadata" in refusal(tmp_path / "empty", small())[0]
+    assert "is not a checkpoint: it has no .metadata" in refusal(tmp_path / "empty", small())[0]
     (tmp_path / "file").touch()
     assert "is a file, but a checkpoint is a directory" in refusal(tmp_path / "file", small())[0]
 
@@ -80,7 +86,9 @@ def test_a_directory_of_something_else_is_never_replaced(tmp_path: Path) -> None
     save_checkpoint(tmp_path / "c", small())
     (tmp_path / "c" / "notes.txt").touch()
     for path in (precious, precious.parent, tmp_path / "c"):
-        with pytest.raises(CheckpointError, match="something else than a checkpoint, and stays as it is"):
+        with pytest.raises(
+            CheckpointError, match="other files than those of a checkpoint, and is not replaced"
+        ):
             save_checkpoint(path, small())
     assert (tmp_path / "c" / "notes.txt").exists()
     assert precious.read_text(encoding="utf-8") == "years"
@@ -99,7 +107,7 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         patched.setattr(checkpoint, "FORMAT", 2)
         save_checkpoint(tmp_path / "c", small())
     assert refusal(tmp_path / "c", small()) == [
-        "it has format 2, but this version of Penstock reads formats up to 1: install a newer one"
+        "it has format 2, but this version of Penstock reads formats up to 1: install a newer version"
     ]
 
 
@@ -109,7 +117,7 @@ def test_what_is_no_model_or_has_no_memory_or_has_state_beside_tensors_is_refuse
             return {"a": 1}
 
     stages: Any = {0: nn.Linear(2, 2)}
-    with pytest.raises(CheckpointError, match=r"the model is a Pipeline or an nn.Module, not a dict"):
+    with pytest.raises(CheckpointError, match=r"the model must be a Pipeline or an nn.Module, not a dict"):
         save_checkpoint(tmp_path / "c", stages)
     with torch.device("meta"):
         nowhere = nn.Linear(2, 2, bias=False)
@@ -136,7 +144,7 @@ def test_an_index_that_would_run_code_runs_nothing(tmp_path: Path) -> None:
     index = tmp_path / "c" / ".metadata"
     index.write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     (fault,) = refusal(tmp_path / "c", small())
-    assert fault.startswith("its index refers to posix.mkdir, which has no place there")
+    assert fault.startswith("its index refers to posix.mkdir, which is not allowed there")
     assert not (tmp_path / "ran").exists()
 
 
@@ -181,7 +189,7 @@ def test_data_that_is_cut_off_or_missing_or_elsewhere_is_refused(tmp_path: Path)
     (data,) = (tmp_path / "c").glob("*.distcp")
     whole = data.read_bytes()
     data.write_bytes(whole[:5000])
-    assert f"its file {data.name} is cut off: it has 5000 bytes of {len(whole)}" in str(
+    assert f"its file {data.name} is truncated: it has 5000 bytes instead of {len(whole)}" in str(
         refusal(tmp_path / "c", small())
     )
     data.unlink()

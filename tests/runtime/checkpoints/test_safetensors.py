@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from penstock import CheckpointError, MissingExtraError
 from penstock.runtime import Pipeline, export_safetensors, import_safetensors, split
-from penstock.runtime.checkpoints import safetensors_files
+from penstock.runtime.checkpoints import safetensors_export
 from tests.runtime.checkpoints.test_names import TIES, tied_stages
 from tests.support.checkpointing import Bits, Layout, bits, bits_of_model, named_model, sharded, stages_of
 from tests.support.hub_models import decoder, next_word
@@ -175,9 +175,9 @@ def test_all_faults_are_told_at_once_on_all_ranks_and_nothing_is_changed(pools: 
             f"the weights of {tmp_path} cannot be imported:",
             "  'layers.1.lin.bias' is F32 [9] in model.safetensors, but float32 [8] in the model",
             "  'layers.2.norm.num_batches_tracked' is F32 [] in model.safetensors, but int64 [] in the model",
-            "  the model has names that are missing in them: layers.0.lin.bias",
-            "  the model has names that are missing in them: head.bias",
-            "  they have names that no rank's model has: strange",
+            "  the model has names that are missing in the files: layers.0.lin.bias",
+            "  the model has names that are missing in the files: head.bias",
+            "  the files have names that no rank's model has: strange",
         ]
 
 
@@ -194,10 +194,10 @@ def test_files_that_are_missing_damaged_or_elsewhere_are_named(tmp_path: Path) -
     )
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]", encoding="utf-8")
-    assert "is no index" in refusal(tmp_path)
+    assert "is not a valid index" in refusal(tmp_path)
     index.write_text(json.dumps({"weight_map": {"weight": "../a", "bias": "b"}}), encoding="utf-8")
     assert refusal(tmp_path) == (
-        "model.safetensors.index.json names files of other directories: ../a; "
+        "model.safetensors.index.json names files in other directories: ../a; "
         "model.safetensors.index.json names files that are missing: b"
     )
     index.unlink()
@@ -212,7 +212,7 @@ def test_weights_that_are_there_are_not_overwritten_and_other_files_stay(tmp_pat
     (tmp_path / ".unfinished" / "rubbish").touch()
     export_safetensors(tmp_path, model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    with pytest.raises(CheckpointError, match=r"there are weights already \(model.safetensors\)"):
+    with pytest.raises(CheckpointError, match=r"already has weights \(model.safetensors\)"):
         export_safetensors(tmp_path, nn.Linear(2, 2))
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], model.weight)
 
@@ -234,7 +234,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def fill_disk(directory: Path) -> tuple[str, list[str]]:
     """One rank cannot write."""
     model: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
-    files: Any = safetensors_files
+    files: Any = safetensors_export
     written = files._write
 
     def full(*_: Any) -> None:
