@@ -109,7 +109,7 @@ def construct_often(end: str) -> tuple[int, int, int, list[str], int]:
 
 
 @pytest.mark.parametrize("end", ["close", "let go"])
-def test_a_pipeline_that_is_closed_or_let_go_leaves_nothing_behind(leaking_pool: Pool, end: str) -> None:
+def test_a_closed_or_deleted_pipeline_leaves_nothing_behind(leaking_pool: Pool, end: str) -> None:
     for before, after, threads, processes, growth in leaking_pool.run(construct_often, end):
         assert threads == 0
         assert processes == []
@@ -157,7 +157,7 @@ def close_often() -> tuple[int, int, int, int]:
     return grown(once)
 
 
-def test_a_pipeline_that_is_closed_and_used_again_leaves_nothing_behind(leaking_pool: Pool) -> None:
+def test_a_closed_and_reused_pipeline_leaves_nothing_behind(leaking_pool: Pool) -> None:
     for before, after, tensors, tensors_after in leaking_pool.run(close_often):
         assert after <= before + 3
         assert tensors_after <= tensors

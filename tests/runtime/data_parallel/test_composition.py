@@ -129,7 +129,7 @@ def _summed_in_double(schedules: list[Schedule]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_weight_gradients_that_are_put_aside_are_summed_in_the_type_that_is_asked_for(pools: Pools) -> None:
+def test_deferred_weight_gradients_are_reduced_in_the_given_dtype(pools: Pools) -> None:
     m = 6
     apart = [
         " ".join(f"{stage}{kind}{microbatch}" for kind in "FIW" for microbatch in range(m))

@@ -1,4 +1,4 @@
-"""Promises on replicas with little to do: none of their tokens counts, or they train nothing but a loss."""
+"""Promise: replicas without tokens, and stages that train only a loss, take part."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def without_tokens(data: str) -> list[str]:
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
 @pytest.mark.xdist_group("ranks-4")
-def test_a_replica_without_tokens_takes_part_and_counts_for_nothing(pools: Pools, data: str) -> None:
+def test_a_replica_without_tokens_takes_part_with_weight_zero(pools: Pools, data: str) -> None:
     assert pools(4).run(without_tokens, data) == [[]] * 4
 
 
@@ -111,7 +111,7 @@ def test_a_loss_is_trained_with_the_last_stage(pools: Pools) -> None:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_a_last_stage_that_does_not_know_of_its_replicas_is_refused(pools: Pools) -> None:
+def test_a_last_stage_without_its_replicas_is_rejected(pools: Pools) -> None:
     for told in pools(4).run(_says_nothing):
         assert "replicas of its stages: rank 0: 2; rank 1: 1 (say replicas= if there are more)" in told
 
@@ -135,5 +135,5 @@ def in_inference_mode() -> list[bool]:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_an_evaluation_in_inference_mode_does_no_harm_and_unscaling_waits_for_reduction(pools: Pools) -> None:
+def test_eval_in_inference_mode_is_harmless_and_unscaling_needs_reduced_gradients(pools: Pools) -> None:
     assert pools(4).run(in_inference_mode) == [[True, True]] * 4

@@ -1,4 +1,4 @@
-"""Promise: stages of a decoder of transformers are the decoder, under the names of the decoder."""
+"""Promise: the stages of a decoder of transformers compute what the decoder does, under its names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(stages: dict[int, Any], value: Tensor, **named: Any) -> Tensor:
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_stages_one_after_the_other_give_the_logits_of_the_model(kind: str, layout: str, given: str) -> None:
+def test_stages_in_sequence_give_the_logits_of_the_model(kind: str, layout: str, given: str) -> None:
     whole = decoder(kind)
     ids, _, named = batch(3, given)
     for mode in (True, False):
@@ -71,7 +71,7 @@ def test_names_and_tensors_of_all_stages_are_those_of_the_model(kind: str, *, ti
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_names_and_layouts_say_the_same(kind: str) -> None:
+def test_names_and_layouts_give_the_same_stages(kind: str) -> None:
     whole, layers = decoder(kind), layer_names(kind)
     norm = "transformer.ln_f" if kind == "gpt2" else "model.norm"
     for layout, at in (
@@ -86,7 +86,7 @@ def test_names_and_layouts_say_the_same(kind: str) -> None:
         ]
 
 
-def test_a_stage_is_of_the_class_of_its_model_and_knows_its_layers() -> None:
+def test_a_stage_is_an_instance_of_the_model_class_and_has_own_layers() -> None:
     whole = decoder("llama")
     first, second = split(whole, layout="Et|t*4L").values()
     assert isinstance(second, transformers.LlamaForCausalLM)
@@ -97,7 +97,7 @@ def test_a_stage_is_of_the_class_of_its_model_and_knows_its_layers() -> None:
     assert not list(first.get_submodule("lm_head").parameters())
 
 
-def test_the_model_itself_is_left_as_it_was() -> None:
+def test_the_model_is_unchanged() -> None:
     whole = decoder("gpt2")
     before = list(whole.named_modules())
     split(whole, layout="Ett|t*3L")
@@ -114,7 +114,7 @@ def test_stages_can_be_copied_and_pickled() -> None:
     assert torch.equal(run(pickle.loads(pickle.dumps(stages)), ids, **named), logits)  # noqa: S301
 
 
-def test_gpt2_drops_out_after_its_embedding_alone() -> None:
+def test_only_the_first_stage_of_gpt2_has_embedding_dropout() -> None:
     whole = decoder("gpt2", embd_pdrop=0.5).train()
     ids, _, _ = batch(3)
     stages = split(whole, layout="E|t*5|L")
@@ -144,7 +144,9 @@ def test_gpt2_adds_token_types_once() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) and "For" in value else "",
 )
-def test_other_decoders_of_the_same_build_are_cut_too(model: str, config: str, changes: dict[str, Any]) -> None:
+def test_other_decoders_of_the_same_structure_are_split(
+    model: str, config: str, changes: dict[str, Any]
+) -> None:
     options = decoder("llama").config.to_dict()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     made = getattr(transformers, config)(
@@ -180,14 +182,14 @@ def differing(
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
-def test_gradients_are_those_of_the_model_to_the_last_bit(kind: str, *, tied: bool) -> None:
+def test_gradients_are_bitwise_those_of_the_model(kind: str, *, tied: bool) -> None:
     whole = decoder(kind, tied=tied)
     stages = split(whole, layout="Ett|tt|tL")
     assert not differing(whole, stages, "interleaved-1f1b", exact=not tied)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_split_backwards_give_the_same_bits(kind: str) -> None:
+def test_split_backwards_are_bitwise_equal(kind: str) -> None:
     whole = decoder(kind)
     assert not differing(whole, split(whole, layout="Et*3|ttL"), "zbv", exact=True)
 
@@ -217,7 +219,7 @@ def test_layers_may_be_checkpointed(kind: str, when: str, family: str) -> None:
     assert len(calls) == 4  # two microbatches, and each once more in its backward
 
 
-def test_weight_gradients_of_gpt2_are_put_aside() -> None:
+def test_weight_gradients_of_gpt2_are_deferred() -> None:
     _, second = split(decoder("gpt2"), layout="Et*3|ttL").values()
     kinds = [type(layer).__name__ for layer in Deferral(second).layers]
     assert kinds.count("Conv1D") == 2 * 4

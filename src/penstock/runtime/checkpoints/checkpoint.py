@@ -51,8 +51,6 @@ def save_checkpoint(
     An existing checkpoint is replaced only when the new one is complete. If saving fails on any rank, all ranks
     raise a `CheckpointError`.
     """
-    from penstock.runtime.checkpoints.files import StoredCheckpoint, write  # noqa: PLC0415 -- slow to load
-
     directory = AtomicDirectory(path)
     ranks = Collective(group, f"the checkpoint {directory.path} cannot be saved")
     mine, job = names_of_job(model, ranks)
@@ -71,6 +69,15 @@ def save_checkpoint(
     optimizers = [header for header, _ in collected if header is not None]
     ranks.raise_problems(type_conflicts(optimizers))
     header = {"format": FORMAT, "ties": ties, "optimizer": join_headers(optimizers), "extra": collected[0][1]}
+    _write_atomically(directory, entries, header, ranks)
+
+
+def _write_atomically(
+    directory: AtomicDirectory, entries: Mapping[str, Tensor], header: object, ranks: Collective
+) -> None:
+    """Write a new directory, check that it is complete, and replace the old one."""
+    from penstock.runtime.checkpoints.files import StoredCheckpoint, write  # noqa: PLC0415 -- slow to load
+
     ranks.run_on_first(directory.begin)
     try:
         write(directory.unfinished, entries, header, ranks)

@@ -39,11 +39,9 @@ def train_reference(source: Source, steps: int, microbatches: int, file: Path) -
         losses.append(_accumulate_gradients(user_model, batches))
         gradients = [weight.grad for weight in modules.parameters() if weight.grad is not None]
         norms.append(float(get_total_norm(gradients)))
-        tensors |= {
-            f"gradient {step} {name}": _copy(weight.grad)
-            for name, weight in named_parameters(modules)
-            if weight.grad is not None
-        }
+        for name, weight in named_parameters(modules):
+            if weight.grad is not None:
+                tensors[f"gradient {step} {name}"] = _copy(weight.grad)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
@@ -55,7 +53,7 @@ def train_reference(source: Source, steps: int, microbatches: int, file: Path) -
         "draws": not torch.equal(random_state, torch.get_rng_state()),
         "largest": [_largest(tensors, f"gradient {step} ") for step in range(steps)],
         "largest parameter": _largest(tensors, "parameter "),
-        "tolerance": max((_TOLERANCES.get(p.dtype, 1e-4) for p in modules.parameters()), default=1e-4),
+        "tolerance": _tolerance(modules),
     }
     from safetensors.torch import save_file  # noqa: PLC0415 -- an extra
 
@@ -70,6 +68,11 @@ def _accumulate_gradients(user_model: UserModel, batches: list[tuple[Any, Any]])
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total
+
+
+def _tolerance(modules: nn.Module) -> float:
+    """The default tolerance, for the least precise dtype of the parameters."""
+    return max((_TOLERANCES.get(p.dtype, 1e-4) for p in modules.parameters()), default=1e-4)
 
 
 def _copy(tensor: Tensor) -> Tensor:

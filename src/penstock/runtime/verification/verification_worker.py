@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -74,18 +75,15 @@ def train_in_pipeline(source: Source, schedule: Schedule, steps: int, file: Path
             losses.append(relative_error(result.loss, reference.header["losses"][step]))
             norm = float(pipeline.clip_grad_norm_(inf))
             norms.append(relative_error(norm, reference.header["norms"][step]))
-            gradients += [
-                Deviation(name, stage, step, reference.gradient_error(step, name, weight.grad))
-                for stage, module in modules.items()
-                for name, weight in named_parameters(module)
-            ]
+            for stage, name, weight in _parameters(modules):
+                error = reference.gradient_error(step, name, weight.grad)
+                gradients.append(Deviation(name, stage, step, error))
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
     parameters = [
         Deviation(name, stage, steps - 1, reference.parameter_error(name, weight))
-        for stage, module in modules.items()
-        for name, weight in named_parameters(module)
+        for stage, name, weight in _parameters(modules)
     ]
     header = reference.header
     return RankErrors(
@@ -109,6 +107,12 @@ def _modules_by_stage(pipeline: Pipeline, user_model: UserModel) -> dict[int, nn
     if last in modules and isinstance(user_model.loss, nn.Module):
         modules[last]["loss"] = user_model.loss
     return modules
+
+
+def _parameters(modules: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Parameter]]:
+    for stage, module in modules.items():
+        for name, weight in named_parameters(module):
+            yield stage, name, weight
 
 
 @cache
