@@ -169,7 +169,7 @@ def _run_deferred(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> 
         outputs = [module(x) for x in inputs]
         inputs.clear()
         while outputs:
-            with deferral.put_aside() as jobs:
+            with deferral.deferring() as jobs:
                 torch.autograd.backward(outputs.pop(0), gradient)
             deferred.append(jobs)
         for jobs in deferred:
@@ -198,7 +198,7 @@ def _deferred(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
     with deferral.installed():
         output = module(x)
         start = time.perf_counter()
-        with deferral.put_aside() as jobs:
+        with deferral.deferring() as jobs:
             output.backward(gradient)
         jobs.run()
         return time.perf_counter() - start

@@ -40,7 +40,8 @@ def main() -> None:
             mine = pipeline.modules[rank].named_parameters()
             worst = max(float((p.grad - whole[name].grad).abs().max()) for name, p in mine)
             log.step(result.loss, pipeline.clip_grad_norm_(float("inf")), tokens=ROWS)
-            log.say(f"gradients equal to one process: {worst < 1e-6}")
+            if rank == 0:
+                print(f"[rank 0] gradients equal to one process: {worst < 1e-6}", flush=True)
             for each in (optimizer, reference_optimizer):
                 each.step()
                 each.zero_grad()

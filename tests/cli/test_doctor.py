@@ -28,7 +28,7 @@ def test_a_machine_that_runs_these_tests_passes(run: Run) -> None:
     assert list(found) == CORE + NAMES + EXTRAS + TORCH
     assert found["penstock"]["message"] == penstock.__version__
     assert found["torch"]["verdict"] == "ok"
-    assert found["exchange"]["message"].startswith("two processes met and exchanged a tensor in ")
+    assert found["exchange"]["message"].startswith("two processes connected and exchanged a tensor in ")
 
 
 def test_without_torch_it_works_and_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

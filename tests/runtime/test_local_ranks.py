@@ -1,4 +1,4 @@
-"""Promise: local ranks give what functions give, tell a failure once, and never outlive who started them."""
+"""Promise: local ranks return results, report a failure once, and end with the process that started them."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def unsendable() -> object:
     return lambda: None
 
 
-def test_a_function_runs_on_every_rank_and_ranks_reach_each_other(ranks: LocalRanks) -> None:
+def test_a_function_runs_on_every_rank_of_one_group(ranks: LocalRanks) -> None:
     assert ranks.run(summed, 10) == [21, 21]
 
 
-def test_processes_are_used_again(ranks: LocalRanks) -> None:
+def test_processes_are_reused(ranks: LocalRanks) -> None:
     assert ranks.run(os.getpid) == ranks.run(os.getpid)
 
 
-def test_an_error_of_ours_is_raised_as_it_is_and_does_not_wait_for_ranks_that_hang(
+def test_a_penstock_error_is_raised_unchanged_without_waiting_for_hanging_ranks(
     ranks: LocalRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.runtime.local_ranks._GRACE", 0.2)
@@ -62,7 +62,7 @@ def test_an_error_of_ours_is_raised_as_it_is_and_does_not_wait_for_ranks_that_ha
         ranks.run(raise_on_one, 1, BuildError("no such thing"))
 
 
-def test_any_other_error_is_told_in_one_line_with_its_rank(
+def test_any_other_error_is_reported_in_one_line_with_its_rank(
     ranks: LocalRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.runtime.local_ranks._GRACE", 0.2)
@@ -71,18 +71,18 @@ def test_any_other_error_is_told_in_one_line_with_its_rank(
     assert ranks.run(summed, 0) == [1, 1]
 
 
-def test_a_process_that_dies_is_told_and_the_next_call_starts_anew(ranks: LocalRanks) -> None:
-    assert ranks.answers(die) == [Failure("the process ended with exit code 3")] * 2
+def test_a_dead_process_is_reported_and_the_next_call_restarts(ranks: LocalRanks) -> None:
+    assert ranks.results(die) == [Failure("the process ended with exit code 3")] * 2
     assert ranks.run(summed, 0) == [1, 1]
 
 
-def test_what_cannot_be_sent_back_is_told(ranks: LocalRanks) -> None:
-    with pytest.raises(PipelineError, match="function cannot be sent back"):
+def test_a_result_that_cannot_be_pickled_is_reported(ranks: LocalRanks) -> None:
+    with pytest.raises(PipelineError, match="function cannot be pickled"):
         ranks.run(unsendable)
 
 
-def test_numbers_of_ranks_are_checked() -> None:
-    with pytest.raises(PipelineError, match="ranks are a whole number of at least 1"):
+def test_the_number_of_ranks_is_checked() -> None:
+    with pytest.raises(PipelineError, match="the number of ranks must be a whole number of at least 1"):
         LocalRanks(0)
 
 

@@ -1,4 +1,4 @@
-"""Promise: what the runtime measures can be planned with, and what is planned can be run."""
+"""Promise: the planner takes measured costs, and the runtime runs its plans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), blocks, nn.Linear(4, 2))
 
 
-def test_layers_profiled_as_stages_of_one_device_are_planned_for_more(tmp_path: Path) -> None:
+def test_costs_profiled_on_one_device_are_used_to_plan_for_several(tmp_path: Path) -> None:
     stages = split(model(), layout="E|(t|)*6L")
     pipeline = Pipeline(stages, "interleaved-1f1b", microbatches=4, loss=mse_loss)
     with pipeline.profile() as profile:
@@ -36,7 +36,7 @@ def test_layers_profiled_as_stages_of_one_device_are_planned_for_more(tmp_path: 
     assert sum(planned) == pytest.approx(sum(measured) * plan.best.frame.samples)
 
 
-def test_a_plan_that_was_written_cuts_the_model_and_runs(tmp_path: Path) -> None:
+def test_a_written_plan_splits_the_model_and_runs(tmp_path: Path) -> None:
     costs = Costs(activation=1)
     ends = Layer("embedding", costs, "embedding"), Layer("head", costs, "head")
     layers = (ends[0], *(Layer("block", costs) for _ in range(6)), ends[1])
@@ -48,7 +48,7 @@ def test_a_plan_that_was_written_cuts_the_model_and_runs(tmp_path: Path) -> None
     assert result.loss is not None
 
 
-def test_a_layout_of_a_plan_for_several_ranks_cuts_the_model_into_its_stages() -> None:
+def test_the_layout_of_a_plan_splits_the_model_into_its_stages() -> None:
     block = Layer("block", Costs())
     layers = (Layer("embedding", Costs(forward=0), "embedding"), *[block] * 6, Layer("head", Costs(), "head"))
     plan = penstock.plan(Model(layers), ranks=3, samples=6, stages_per_rank=2, seconds=0)

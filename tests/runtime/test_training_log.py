@@ -1,4 +1,4 @@
-"""Promise: a training log says one line a step, and its files hold the same as numbers."""
+"""Promise: a training log prints one line per step, and its files hold the same numbers."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_a_step_is_one_line_with_rank_step_loss_norm_memory_and_tokens(
     assert line.endswith("  lr 0.1\n")
 
 
-def test_what_is_not_given_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_values_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     TrainingLog(every=0).step(1.0)
     TrainingLog().step(None)
     assert capsys.readouterr().out.split()[:4] == ["[rank", "0]", "step", "0"]
 
 
-def test_json_lines_hold_every_step_as_numbers_and_are_added_to_the_file(
+def test_json_lines_hold_every_step_and_are_appended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train.jsonl"
@@ -67,7 +67,7 @@ def test_json_lines_hold_every_step_as_numbers_and_are_added_to_the_file(
     assert [line.split()[3] for line in capsys.readouterr().out.splitlines()] == ["0", "2", "4"]
 
 
-def test_numbers_that_are_not_finite_are_null_in_json_and_words_in_the_line(
+def test_nonfinite_numbers_are_null_in_json_and_text_in_the_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train.jsonl"
@@ -78,30 +78,29 @@ def test_numbers_that_are_not_finite_are_null_in_json_and_words_in_the_line(
     assert "loss nan  grad_norm inf" in capsys.readouterr().out
 
 
-def test_rank_0_alone_speaks_unless_others_are_asked_to(
+def test_only_rank_0_logs_by_default(
     as_rank: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     as_rank(1)
     with TrainingLog(jsonl=tmp_path / "a.jsonl") as quiet:
         quiet.step(1.0)
-        quiet.say("hello")
     assert capsys.readouterr().out == ""
     assert not list(tmp_path.iterdir())
     for ranks in (None, [1]):
         with TrainingLog(jsonl=tmp_path / "a.jsonl", ranks=ranks) as log:
             log.step(1.0)
-            log.say("hello")
-    assert capsys.readouterr().out.splitlines()[1::2] == ["[rank 1] hello"] * 2
+    printed = capsys.readouterr().out.splitlines()
+    assert [line[:15] for line in printed] == ["[rank 1] step 0"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["a.rank1.jsonl"]
 
 
-def test_without_tensorboard_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtraError, match="pip install tensorboard"):
         TrainingLog(tensorboard=tmp_path)
 
 
-def test_tensorboard_gets_every_number_by_its_name(
+def test_tensorboard_gets_every_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_rank: Callable[[int], None]
 ) -> None:
     calls: list[Any] = []
@@ -127,7 +126,7 @@ def test_tensorboard_gets_every_number_by_its_name(
     assert "memory" in {call[0] for call in calls}
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_values_other_than_numbers_are_rejected() -> None:
     with pytest.raises(PipelineError, match="only numbers can be logged"):
         TrainingLog().step("high")  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match="at least 0"):

@@ -26,7 +26,7 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def refusal(path: Path, *given: Any) -> list[str]:
+def error_of(path: Path, *given: Any) -> list[str]:
     with pytest.raises(CheckpointError, match=r"cannot be loaded:\n") as caught:
         load_checkpoint(path, *given)
     return list(caught.value.problems)

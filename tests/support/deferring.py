@@ -35,9 +35,9 @@ def split(module: nn.Module, inputs: Inputs) -> None:
     for x in inputs:
         with deferral.installed():
             output = module(x)
-        with deferral.put_aside() as jobs:
+        with deferral.deferring() as deferred:
             output.backward(upstream(output))
-        jobs.run()
+        deferred.run()
 
 
 def whole(module: nn.Module, inputs: Inputs) -> None:
@@ -81,12 +81,12 @@ def autocasting() -> Iterator[None]:
         yield
 
 
-def jobs_of(module: nn.Module, x: Tensor) -> int:
+def deferred_calls(module: nn.Module, x: Tensor) -> int:
     deferral = Deferral(module)
-    with deferral.put_aside() as jobs:
+    with deferral.deferring() as deferred:
         output = module(x)
         output.backward(upstream(output))
-    return len(jobs)
+    return len(deferred)
 
 
 class Chain(nn.Sequential):
@@ -112,3 +112,14 @@ class Block(nn.Module):
         x = x + functional.scaled_dot_product_attention(self.query(y), self.key(y), self.value(y))
         output: Tensor = x + self.down(functional.gelu(self.up(x)))
         return output
+
+
+class UsedTwice(nn.Module):
+    """A weight that its layer uses, and somebody else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.other(self.layer(x)), self.layer.weight)

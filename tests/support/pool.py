@@ -28,7 +28,7 @@ class Pool:
         self, function: Callable[..., Any], *args: Any, seconds: float = 60, lost: tuple[int, ...] = ()
     ) -> list[Any]:
         """The results of `function(*args)` on every rank; `lost` are the ranks that are expected to die."""
-        answers = self._local.answers(function, *args, seconds=seconds, lost=lost)
+        answers = self._local.results(function, *args, seconds=seconds, may_die=lost)
         faults = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Failure)}
         if faults:
             self.stop()

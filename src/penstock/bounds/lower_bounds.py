@@ -174,7 +174,8 @@ def _idle(work: Workload, rank: int, limit: float) -> float:
     stages = work.placement.num_stages
     first, *deeper = work.placement.stages_of_rank[rank]
     sizes = activation_bytes(work.costs, stages)
-    size, kept = sizes.full.tolist(), sizes.after_input_gradient.tolist()
+    size: list[float] = sizes.full.tolist()
+    kept: list[float] = sizes.after_input_gradient.tolist()
     if not size[first] or work.paired or not work.stage_graph.is_chain:
         return 0.0
     launch = work.costs.launch_overhead

@@ -67,11 +67,13 @@ def simulate(
     """
     given = schedule_from(schedule, ranks, microbatches, stages_per_rank, lowered=lowered)
     simulated = for_send_model(given, send_model, blocking_receives=blocking_receives)
-    known, how = costs_from(costs), {"send_model": send_model, "blocking_receives": blocking_receives}
-    timeline = run_simulation(simulated, known, with_period=True, **how)
+    known = costs_from(costs)
+    timeline = run_simulation(
+        simulated, known, send_model=send_model, blocking_receives=blocking_receives, with_period=True
+    )
     quantiles = None
     if noise is not None:
-        runs = jitter(simulated, known, noise=noise, **how)
+        runs = jitter(simulated, known, noise=noise, send_model=send_model, blocking_receives=blocking_receives)
         quantiles = {f"p{q}": runs.quantile(q / 100) for q in _QUANTILES}
     idle = gaps(timeline)
     if as_json:

@@ -180,8 +180,12 @@ def memory_over_time(
         fixed = fixed_bytes_of(costs, table.placement.stages_of_rank[rank], table.placement.num_stages)
         own = order[first:last]
         change, line = changes.change[own], changes.line[own]
-        held = [np.cumsum(np.where(line == i, change, 0.0)) for i in range(len(_LINES))]
-        found.append(Memory(changes.time[own], fixed + sum(held), *held, fixed))
+        activations, unsharded, received = (
+            np.cumsum(np.where(line == _LINES.index(each), change, 0.0))
+            for each in (MemoryLine.ACTIVATIONS, MemoryLine.UNSHARDED, MemoryLine.RECEIVE_BUFFERS)
+        )
+        total = fixed + activations + unsharded + received
+        found.append(Memory(changes.time[own], total, activations, unsharded, received, fixed))
     return found
 
 

@@ -51,7 +51,7 @@ def pair_seconds(costs: Costs, first: Floats, second: Floats) -> Floats:
 def step_seconds(table: ActionTable, costs: Costs) -> Floats:
     """Per slot: seconds, with the launch overhead of compute and overlapped pairs as one step."""
     part = action_seconds(costs, table.placement.num_stages)[table.kind, table.stage]
-    total = np.bincount(table.slot, weights=part, minlength=len(table.rank))
+    total: Floats = np.bincount(table.slot, weights=part, minlength=len(table.rank)).astype(np.float64)
     second = np.flatnonzero(table.slot[1:] == table.slot[:-1]) + 1
     if second.size:
         total[table.slot[second]] = pair_seconds(costs, part[second - 1], part[second])
@@ -92,11 +92,10 @@ def edge_prices(costs: Costs, graph: StageGraph, value: str) -> EdgePrices:
 def message_seconds(messages: Messages, costs: Costs) -> tuple[Floats, Floats]:
     """Per message: seconds that it occupies its channel, and its latency."""
     by_value = [edge_prices(costs, messages.table.graph, value) for value in VALUES]
-    transfer, latency = (
-        np.where(messages.is_gradient, *(getattr(prices, what)[messages.edge] for prices in by_value[::-1]))
-        for what in ("transfer", "latency")
-    )
-    return transfer, latency
+    forward, backward = by_value
+    edge, is_gradient = messages.edge, messages.is_gradient
+    transfer = np.where(is_gradient, backward.transfer[edge], forward.transfer[edge])
+    return transfer, np.where(is_gradient, backward.latency[edge], forward.latency[edge])
 
 
 def message_bytes(messages: Messages, costs: Costs) -> Floats:

@@ -51,15 +51,20 @@ class Messages:
             (activation.producer, gradient.producer),
             (activation.consumer, gradient.consumer),
         ]
-        count = len(crossing) * m
+        send, receive, producer, consumer = (
+            np.concatenate([side[crossing].ravel() for side in sides]) for sides in ends
+        )
         return cls(
             table,
-            np.tile(np.repeat(crossing, m), 2),
-            np.tile(np.arange(m), 2 * len(crossing)),
-            np.repeat([False, True], count),
-            *(np.concatenate([side[crossing].ravel() for side in sides]) for sides in ends),
-            np.repeat(np.concatenate(hosts), m),
-            np.repeat(np.concatenate(hosts[::-1]), m),
+            edge=np.tile(np.repeat(crossing, m), 2),
+            microbatch=np.tile(np.arange(m), 2 * len(crossing)),
+            is_gradient=np.repeat([False, True], len(crossing) * m),
+            send=send,
+            receive=receive,
+            producer=producer,
+            consumer=consumer,
+            source=np.repeat(np.concatenate(hosts), m),
+            target=np.repeat(np.concatenate(hosts[::-1]), m),
         )
 
     @cached_property

@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
         "the runtime needs torch, which is not installed: pip install 'penstock[torch]'"
     ) from None
 
-from penstock.runtime.backward.deferral import LayerRule, register_layer
+from penstock.runtime.backward.layer_rules import LayerRule, register_layer
 from penstock.runtime.checkpoints import (
     export_safetensors,
     import_safetensors,
@@ -26,7 +26,7 @@ from penstock.runtime.local_ranks import LocalRanks
 from penstock.runtime.models import materialize, split
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.training_log import TrainingLog
-from penstock.runtime.verification.verification import Verdict, verify_gradients
+from penstock.runtime.verification import Verdict, verify_gradients
 
 __all__ = [
     "REPLICATE",

@@ -1,10 +1,10 @@
-"""Tensors that several ranks hold together (DTensor): what is told of one to a rank of another stage.
+"""DTensors: access to their local and full tensors, and how one is sent from stage to stage.
 
-    stage 0   rank 0 | rank 1   its mesh "tp"    each rank hands on its own part, and a `Sharding`
+    stage 0   rank 0 | rank 1   its mesh "tp"    each rank sends its local tensor and a `Sharding`
                  |        |
-    stage 1   rank 2 | rank 3   its mesh "tp"    puts the same tensor together on the mesh it knows
+    stage 1   rank 2 | rank 3   its mesh "tp"    each rank builds the same DTensor on its own mesh
 
-A mesh cannot cross, because it names ranks: it is known again by its look.
+A mesh itself cannot be sent, because it names ranks. The receiver finds its own mesh with the same description.
 """
 
 from __future__ import annotations
@@ -23,130 +23,132 @@ from penstock.errors import PipelineError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Meshes", "Sharding", "is_dtensor", "local", "sharding_of", "whole"]
+__all__ = ["Meshes", "Sharding", "is_dtensor", "local", "placement_problem", "sharding_of", "whole"]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether ranks hold it together; before the module of DTensors is loaded, there can be none."""
+    """Whether the value is a DTensor; does not import the module of DTensors."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor that are on this rank, to be read and written."""
+    """The local tensor of a DTensor, or the tensor itself; it shares memory."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # noqa: SLF001
 
 
 def whole(value: Any) -> Any:
-    """All of it, without its graph; of a DTensor, all ranks of its mesh must ask at once."""
+    """The full tensor, detached; for a DTensor this is a collective over its mesh."""
     value = value.detach() if isinstance(value, Tensor) else value
     return value.full_tensor() if is_dtensor(value) else value
 
 
-class _Look(NamedTuple):
-    """What a mesh and the one that a neighbouring stage uses have in common."""
+class _MeshDescription(NamedTuple):
+    """What a mesh has in common with the mesh that a neighbouring stage uses."""
 
     device: str
     names: tuple[str, ...] | None
     shape: tuple[int, ...]
-    place: tuple[int, ...] | None
-    """Where in it this rank stands."""
+    coordinate: tuple[int, ...] | None
+    """The coordinate of this rank."""
 
     @staticmethod
-    def of(mesh: DeviceMesh) -> _Look:
-        return _Look(mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), _place(mesh))
+    def of(mesh: DeviceMesh) -> _MeshDescription:
+        coordinate = mesh.get_coordinate()
+        return _MeshDescription(
+            mesh.device_type,
+            mesh.mesh_dim_names,
+            tuple(mesh.shape),
+            None if coordinate is None else tuple(coordinate),
+        )
 
     def __str__(self) -> str:
-        names = self.names or [f"dimension {place}" for place in range(len(self.shape))]
+        names = self.names or [f"dimension {index}" for index in range(len(self.shape))]
         sizes = ", ".join(f"{name}: {size}" for name, size in zip(names, self.shape))
-        return f"({sizes}) of {self.device}, this rank at {list(self.place or ())}"
-
-
-def _place(mesh: DeviceMesh) -> tuple[int, ...] | None:
-    place = mesh.get_coordinate()
-    return None if place is None else tuple(place)
+        return f"({sizes}) of {self.device}, this rank at {list(self.coordinate or ())}"
 
 
 class Sharding(NamedTuple):
-    """What a rank's part does not say of the whole."""
+    """How a DTensor is sharded: everything but its local tensor."""
 
-    mesh: _Look
+    mesh: _MeshDescription
     placements: tuple[Any, ...]
     shape: torch.Size
     strides: tuple[int, ...]
 
-    def put_together(self, part: Tensor, mesh: DeviceMesh) -> DTensor:
-        """The whole that this is a part of."""
+    def build(self, local_tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+        """The DTensor with this local tensor."""
         from torch.distributed.tensor import DTensor  # noqa: PLC0415 -- slow to load, and rarely needed
 
-        return DTensor.from_local(part, mesh, self.placements, shape=self.shape, stride=self.strides)
+        return DTensor.from_local(local_tensor, mesh, self.placements, shape=self.shape, stride=self.strides)
 
 
 def sharding_of(tensor: DTensor) -> Sharding:
-    """How the ranks hold it."""
-    return Sharding(_Look.of(tensor.device_mesh), tensor.placements, tensor.shape, tensor.stride())
+    """How a DTensor is sharded."""
+    return Sharding(_MeshDescription.of(tensor.device_mesh), tensor.placements, tensor.shape, tensor.stride())
 
 
-def placement_fault(tensor: DTensor) -> str:
-    """Why it cannot cross; empty if it can."""
+def placement_problem(tensor: DTensor) -> str:
+    """Why a DTensor cannot be sent; empty if it can."""
     masked = [placement for placement in tensor.placements if type(placement).__name__ == "_MaskPartial"]
     if not masked:
         return ""
     return (
-        f"a DTensor with the placement {masked[0]}, the unfinished sum of an embedding that is sharded by words"
+        f"a DTensor with the placement {masked[0]}, the partial sum of an embedding with a sharded vocabulary"
     )
 
 
 class Meshes:
-    """The meshes that a rank knows: those of its parameters and buffers, `given`, and their slices."""
+    """The meshes of a rank: those of its parameters and buffers, the pipeline's own, and their slices."""
 
-    def __init__(self, modules: Iterable[nn.Module], given: DeviceMesh | None = None) -> None:
+    def __init__(self, modules: Iterable[nn.Module], pipeline_mesh: DeviceMesh | None = None) -> None:
         self._modules = tuple(modules)
-        self._given = given
-        self._found: dict[_Look, DeviceMesh] = {}
+        self._pipeline_mesh = pipeline_mesh
+        self._found: dict[_MeshDescription, DeviceMesh] = {}
 
-    def like(self, look: _Look) -> DeviceMesh:
-        """The one mesh that looks like this."""
-        mesh = self._found.get(look)
+    def matching(self, description: _MeshDescription) -> DeviceMesh:
+        """The one mesh with this description."""
+        mesh = self._found.get(description)
         if mesh is None:
-            mesh = self._found[look] = self._the_one_like(look)
+            mesh = self._found[description] = self._find(description)
         return mesh
 
-    def _the_one_like(self, look: _Look) -> DeviceMesh:
+    def _find(self, description: _MeshDescription) -> DeviceMesh:
         known = list(self._known())
-        slices = [_slice(mesh, look.names) for mesh in known if look.names]
-        fitting: dict[str, DeviceMesh] = {}
+        slices = [_slice(mesh, description.names) for mesh in known if description.names]
+        matching: dict[str, DeviceMesh] = {}
         for mesh in (*known, *slices):
-            if mesh is not None and _Look.of(mesh) == look:
-                fitting.setdefault(str(mesh.mesh.tolist()), mesh)
-        if len(fitting) == 1:
-            return next(iter(fitting.values()))
-        came = f"a DTensor came on a mesh {look}, and this rank knows"
-        if fitting:
+            if mesh is not None and _MeshDescription.of(mesh) == description:
+                matching.setdefault(str(mesh.mesh.tolist()), mesh)
+        if len(matching) == 1:
+            return next(iter(matching.values()))
+        received = f"received a DTensor on a mesh {description}, and this rank has"
+        if matching:
             raise PipelineError(
-                f"{came} {len(fitting)} meshes like it, of world ranks {' and '.join(fitting)}: give their "
+                f"{received} {len(matching)} such meshes, of world ranks {' and '.join(matching)}: give their "
                 "dimensions different names"
             )
-        there = "; ".join(dict.fromkeys(str(_Look.of(mesh)) for mesh in known)) or "none at all"
+        present = "; ".join(dict.fromkeys(str(_MeshDescription.of(mesh)) for mesh in known)) or "none at all"
         raise PipelineError(
-            f"{came} no mesh like it, but {there}: make one mesh for the whole job with named dimensions, as "
-            'init_device_mesh(device, (2, 2), mesh_dim_names=("pp", "tp")), give the pipeline group=mesh["pp"] '
-            'and the stages mesh["tp"]; or hand on plain tensors (use_local_output=True, `full_tensor()`)'
+            f"{received} no such mesh, but {present}: create one mesh for the whole job with named dimensions, "
+            'as init_device_mesh(device, (2, 2), mesh_dim_names=("pp", "tp")), pass group=mesh["pp"] to the '
+            'pipeline and mesh["tp"] to the stages; or send plain tensors (use_local_output=True, '
+            "`full_tensor()`)"
         )
 
     def _known(self) -> Iterator[DeviceMesh]:
-        """Each mesh before the one it was cut from."""
+        """Each mesh, followed by its root mesh."""
         seen: list[DeviceMesh] = []
         tensors = chain.from_iterable(chain(each.parameters(), each.buffers()) for each in self._modules)
         own = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]
-        for mesh in own if self._given is None else [*own, self._given]:
-            for each in (mesh, mesh._get_root_mesh()):  # noqa: SLF001 -- it has no other name
+        for mesh in own if self._pipeline_mesh is None else [*own, self._pipeline_mesh]:
+            for each in (mesh, mesh._get_root_mesh()):  # noqa: SLF001 -- there is no public name
                 if not any(each is other for other in seen):
                     seen.append(each)
                     yield each
 
 
 def _slice(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
-    """The dimensions of these names, if the mesh has them, in this order."""
-    there = [name for name in mesh.mesh_dim_names or () if name in names]
-    return mesh[names] if tuple(there) == names else None
+    """The submesh of these dimensions, if the mesh has them in this order."""
+    present = [name for name in mesh.mesh_dim_names or () if name in names]
+    return mesh[names] if tuple(present) == names else None

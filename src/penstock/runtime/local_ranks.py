@@ -1,10 +1,10 @@
-"""Ranks on this machine: processes joined by gloo, started once and called many times.
+"""Ranks on this machine: processes of one gloo group, started once and called many times.
 
     with LocalRanks(2) as ranks:
-        losses = ranks.run(train, "1f1b")    # train("1f1b") on both; what they give, rank by rank
+        losses = ranks.run(train, "1f1b")    # calls train("1f1b") on both; the results, rank by rank
 
-Functions, what they are given and what they give travel by pickle, so functions are those of a module. The
-processes end with the one that started them, however that ends. Ctrl-C is for that one alone to hear.
+Functions, arguments and results are pickled, so functions must be at the top level of a module. The processes
+end with the process that started them, however it ends. Only that process handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,104 +35,113 @@ __all__ = ["Failure", "LocalRanks"]
 
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "penstock.runtime"]
 _GRACE = 10
-"""Seconds that the others have to end once a rank has failed."""
+"""Seconds that the other ranks have to finish once a rank has failed."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank raised."""
+    """The failure of a rank."""
 
     message: str
-    """In one line, such as `ValueError: 3 rows are too few`."""
+    """One line, such as `ValueError: 3 rows are too few`."""
     details: str = ""
     """The traceback."""
     error: PenstockError | None = None
-    """The error itself if it is one of ours, which can be raised again elsewhere."""
+    """The exception itself if it is a `PenstockError`, which can be pickled and raised again."""
 
 
 class LocalRanks:
-    """So many ranks; started at the first call, and anew if some of them are gone."""
+    """`count` ranks; started at the first call, and again if some of them have ended."""
 
     def __init__(self, count: int) -> None:
         if (whole_number(count) or 0) < 1:
-            raise PipelineError(f"ranks are a whole number of at least 1 (given {printable(repr(count))})")
+            raise PipelineError(
+                f"the number of ranks must be a whole number of at least 1 (given {printable(repr(count))})"
+            )
         self.count = count
         self._context = multiprocessing.get_context("forkserver")
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(*args)` gives on every rank; raises what one rank raised, once."""
-        answers = self.answers(function, *args)
-        failed = [(rank, answer) for rank, answer in enumerate(answers) if isinstance(answer, Failure)]
-        # who did not end in time waited for the one that raised
+        """The results of `function(*args)` on every rank; raises the error of the first rank that failed."""
+        results = self.results(function, *args)
+        failed = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Failure)]
+        # a rank that timed out waited for the rank that raised, which has a traceback
         for rank, failure in sorted(failed, key=lambda each: not each[1].details):
             if failure.error is not None:
                 raise failure.error
             raise PipelineError(f"{function.__name__}() failed on rank {rank}: {failure.message}")
-        return answers
+        return results
 
-    def answers(
-        self, function: Callable[..., Any], *args: Any, seconds: float | None = None, lost: Sequence[int] = ()
+    def results(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        seconds: float | None = None,
+        may_die: Sequence[int] = (),
     ) -> list[Any]:
-        """The same, with a `Failure` where a rank raised, died, or took longer than so many seconds.
+        """The results, with a `Failure` for a rank that raised, died, or took longer than `seconds`.
 
-        Without `seconds` they have all the time they need, but once one has failed the others must end soon.
-        Ranks in `lost` are meant to die. After a failure all are started anew at the next call.
+        Without `seconds` there is no limit, but once a rank has failed the others must finish soon. Ranks in
+        `may_die` give None if they die. After a failure the next call starts all ranks again.
         """
         self._start()
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # it is dead: there will be no answer either
+            with contextlib.suppress(OSError):  # a dead process: receiving fails, too
                 pipe.send((function, args))
-        answers: list[Any] = [None] * self.count
-        missing = dict(enumerate(self._pipes))
-        end = inf if seconds is None else time.monotonic() + seconds
-        while missing and (left := end - time.monotonic()) > 0:
-            waited_for = {pipe: rank for rank, pipe in missing.items()}
-            for ready in wait(list(waited_for), None if left == inf else left):
-                rank = waited_for[ready]  # type: ignore[index]
-                answers[rank] = self._heard(rank, lost)
-                del missing[rank]
-                if seconds is None and isinstance(answers[rank], Failure):
-                    end = min(end, time.monotonic() + _GRACE)
-        for rank in missing:
-            answers[rank] = Failure("it did not end in time")
-        if lost or any(isinstance(answer, Failure) for answer in answers):
+        results: list[Any] = [None] * self.count
+        pending = dict(enumerate(self._pipes))
+        deadline = inf if seconds is None else time.monotonic() + seconds
+        while pending and (left := deadline - time.monotonic()) > 0:
+            rank_of = {pipe: rank for rank, pipe in pending.items()}
+            for ready in wait(list(rank_of), None if left == inf else left):
+                rank = rank_of[ready]  # type: ignore[index]
+                results[rank] = self._receive(rank, may_die)
+                del pending[rank]
+                if seconds is None and isinstance(results[rank], Failure):
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        for rank in pending:
+            results[rank] = Failure("timed out")
+        if may_die or any(isinstance(result, Failure) for result in results):
             self.stop()
-        return answers
+        return results
 
-    def _heard(self, rank: int, lost: Sequence[int]) -> Any:
+    def _receive(self, rank: int, may_die: Sequence[int]) -> Any:
         try:
             return self._pipes[rank].recv()
         except (EOFError, OSError):
-            return None if rank in lost else Failure(self._how_it_died(rank))
+            return None if rank in may_die else Failure(self._exit_reason(rank))
 
-    def _how_it_died(self, rank: int) -> str:
+    def _exit_reason(self, rank: int) -> str:
         self._processes[rank].join(5)
         code = self._processes[rank].exitcode
-        by = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
-        return f"the process ended {by}{', as it does when memory runs out' if code == -signal.SIGKILL else ''}"
+        how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+        out_of_memory = " (the process may have run out of memory)" if code == -signal.SIGKILL else ""
+        return f"the process ended {how}{out_of_memory}"
 
     def _start(self) -> None:
         if self._processes and all(process.is_alive() for process in self._processes):
             return
         self.stop()
         self._context.set_forkserver_preload(_PRELOADED)
-        with _deaf_to_ctrl_c():
+        with _ignore_sigint():
             forkserver.ensure_running()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(self.count):
-            ours, theirs = self._context.Pipe()
-            self._pipes.append(ours)
-            process = self._context.Process(target=_work, args=(rank, self.count, port, theirs), daemon=True)
+            own_end, child_end = self._context.Pipe()
+            self._pipes.append(own_end)
+            process = self._context.Process(
+                target=_serve, args=(rank, self.count, port, child_end), daemon=True
+            )
             self._processes.append(process)
             process.start()
-            theirs.close()
+            child_end.close()
 
     def stop(self) -> None:
-        """End all processes; the next call starts them again."""
+        """Kill all processes; the next call starts them again."""
         started = [process for process in self._processes if process.pid is not None]
         for process in started:
             process.kill()
@@ -142,7 +151,7 @@ class LocalRanks:
             pipe.close()
         self._processes, self._pipes = [], []
 
-    def __enter__(self) -> LocalRanks:  # noqa: PYI034 -- Self comes with Python 3.11
+    def __enter__(self) -> LocalRanks:  # noqa: PYI034 -- Self needs Python 3.11
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -150,8 +159,8 @@ class LocalRanks:
 
 
 @contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """What is started in here never hears it, nor does anything that starts."""
+def _ignore_sigint() -> Iterator[None]:
+    """Processes started in here ignore SIGINT, and so do their children."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -165,21 +174,21 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 # --- in the processes ------------------------------------------------------------------------------
 
 
-def _work(rank: int, count: int, port: int, pipe: Connection) -> None:
-    """The life of a rank."""
+def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
+    """Join the process group, then run the functions that arrive through the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.dup2(2, 1)  # what a command answers on stdout is for the one that started it to say
+    os.dup2(2, 1)  # stdout belongs to the parent process
     torch.set_num_threads(1)
-    # torch asks for the name of 127.0.0.1 at every connection, and a name server may leave that unanswered
+    # torch resolves 127.0.0.1 for every connection, and a name server may not answer
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count))
     dist.init_process_group("gloo")
     with contextlib.suppress(EOFError):
         while True:
-            answer = _answer(pipe)
+            result = _call(pipe)
             sys.stdout.flush()
-            _send(pipe, answer)
+            _send(pipe, result)
 
 
 def _end_with_parent() -> None:
@@ -189,19 +198,19 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _answer(pipe: Connection) -> Any:
+def _call(pipe: Connection) -> Any:
     try:
         function, args = pipe.recv()
         return function(*args)
     except EOFError:
         raise
-    except BaseException as error:  # noqa: BLE001 -- told to the one that asked
+    except BaseException as error:  # noqa: BLE001 -- the parent process gets it
         message = "".join(traceback.format_exception_only(error)).strip()
         return Failure(message, traceback.format_exc(), error if isinstance(error, PenstockError) else None)
 
 
-def _send(pipe: Connection, answer: Any) -> None:
+def _send(pipe: Connection, result: Any) -> None:
     try:
-        pipe.send(answer)
-    except (AttributeError, TypeError, ValueError) as error:  # pickle's way to say that it cannot
-        pipe.send(Failure(f"{type(answer).__name__} cannot be sent back: {error}"))
+        pipe.send(result)
+    except (AttributeError, TypeError, ValueError) as error:  # what pickle raises
+        pipe.send(Failure(f"the result of type {type(result).__name__} cannot be pickled: {error}"))

@@ -28,8 +28,8 @@ from penstock.errors import PipelineError
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime import setup
-from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm, sharing_groups
-from penstock.runtime.data_parallel.tied_weights import Tie
+from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm, model_groups
+from penstock.runtime.data_parallel.tied_names import TiedNames
 from penstock.runtime.execution.batcher import Batcher
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.custom_function import CustomFunction
@@ -79,7 +79,7 @@ class Pipeline:
         average: bool = True,
         group: Group = None,
         replicas: Group = None,
-        tied: Sequence[Tie] = (),
+        tied: Sequence[TiedNames] = (),
         device: torch.device | str | None = None,
         split: Mapping[int | str, int | Splitter] | None = None,
         merge: int | Splitter = 0,
@@ -215,7 +215,7 @@ class Pipeline:
     def all_reduce_max(self, values: Tensor) -> Tensor:
         """The maximum over all ranks that train this model: other stages, shards and replicas."""
         largest = values.clone()
-        for group in sharing_groups(self._config.trained.values(), self._replication.groups):
+        for group in model_groups(self._config.trained.values(), self._replication.groups):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         communicator = self._runner.connect().communicator
         if communicator is not None:
@@ -246,7 +246,7 @@ class Pipeline:
         return iter(dict.fromkeys(p for module in self._config.trained.values() for p in module.parameters()))
 
     @property
-    def ties(self) -> tuple[Tie, ...]:
+    def ties(self) -> tuple[TiedNames, ...]:
         """The weights that several stages share: for each, the stages and its name in them."""
         return self._ties.all
 

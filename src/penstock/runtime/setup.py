@@ -17,10 +17,11 @@ from penstock.families import build
 from penstock.formats import read
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-from penstock.runtime.data_parallel.fsdp import shards_by_stage
-from penstock.runtime.data_parallel.replication import Replication
-from penstock.runtime.data_parallel.tied_weights import Tie, Ties, find_ties
-from penstock.runtime.data_parallel.wrappers import noted
+from penstock.runtime.data_parallel.fsdp import fsdp_shards_by_stage
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
+from penstock.runtime.data_parallel.tied_names import TiedNames, find_tied_weights
+from penstock.runtime.data_parallel.tied_weights import TiedWeights
+from penstock.runtime.data_parallel.wrappers import split_metadata
 from penstock.runtime.execution.custom_function import CustomFunction
 from penstock.runtime.transport.process_groups import Group
 
@@ -43,8 +44,8 @@ class RankModel(NamedTuple):
     """The same with the parameters of the loss, if it has any."""
     device: torch.device
     """The device of its messages."""
-    ties: Ties
-    replication: Replication
+    ties: TiedWeights
+    replication: ReplicaGroup
 
 
 def check_options(timeout: float, tokens: object, *, average: bool) -> None:
@@ -60,18 +61,18 @@ def rank_model(
     schedule: Schedule,
     rank: int,
     loss: object,
-    tied: Sequence[Tie],
+    tied: Sequence[TiedNames],
     replicas: Group,
     device: torch.device | str | None,
 ) -> RankModel:
     """The modules of this rank, with their device, shards, ties and replicas."""
     modules = _modules_of_rank(stages, schedule, rank)
-    tied = find_ties(tied, stages, schedule.num_stages)
+    tied = find_tied_weights(tied, stages, schedule.num_stages)
     device = torch.device(device) if device is not None else _device_of(modules.values())
     trained = _with_loss(modules, loss, schedule.num_stages - 1)
-    shards = shards_by_stage(trained)
-    ties = Ties(tied, modules, shards, schedule, rank)
-    return RankModel(modules, trained, device, ties, Replication(trained, shards, replicas, schedule, rank))
+    shards = fsdp_shards_by_stage(trained)
+    ties = TiedWeights(tied, modules, shards, schedule, rank)
+    return RankModel(modules, trained, device, ties, ReplicaGroup(trained, shards, replicas, schedule, rank))
 
 
 def resolve_schedule(
@@ -162,7 +163,7 @@ def _modules_of_rank(
 def _with_checked_numbers(modules: dict[int, nn.Module], schedule: Schedule) -> dict[int, nn.Module]:
     """The modules; raises if split() made one of them, for as many stages, as another stage."""
     for stage, module in modules.items():
-        number, parts = noted(module, "cut") or (stage, ())
+        number, parts = split_metadata(module, "split_stage") or (stage, ())
         if number != stage and len(parts) == schedule.num_stages:
             raise PipelineError(
                 f"stage {number} of the model is given as stage {stage}: with {schedule.name} this rank has "

@@ -1,6 +1,6 @@
-"""What `penstock doctor` runs in two processes of their own: what torch is like here, and whether gloo works.
+"""The checks that `penstock doctor` runs in two processes: the torch installation, and an exchange over gloo.
 
-Each prints lines of JSON as it goes, so that whoever started it knows how far it came if it does not end.
+Each process prints one line of JSON per check, so that the parent knows how far it came if it hangs.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ TESTED_WITH = (2, 13)
 
 
 def main() -> None:
-    """One of the two: its rank, the port to meet at, and how many seconds that may take."""
-    rank, port, seconds = (int(word) for word in sys.argv[1:])
+    """Run one of the two processes; its arguments are its rank, the rendezvous port, and a timeout."""
+    rank, port, seconds = (int(argument) for argument in sys.argv[1:])
     for check in torch_checks():
-        print(json.dumps(asdict(check)), flush=True)  # noqa: T201 -- to the process that started this one
+        print(json.dumps(asdict(check)), flush=True)  # noqa: T201 -- for the parent process
     print(json.dumps(asdict(_exchange(rank, port, seconds))), flush=True)  # noqa: T201
 
 
 def torch_checks() -> list[Check]:
-    """The version of torch, and the backends it has."""
+    """The version of torch, and its backends."""
     return [_version(torch.__version__), _gloo(), _gpus()]
 
 
-def _version(given: str) -> Check:
+def _version(installed: str) -> Check:
     wanted = ".".join(map(str, TESTED_WITH))
-    found = tuple(int(part) for part in given.split(".")[:2])
+    found = tuple(int(part) for part in installed.split(".")[:2])
     if found < TESTED_WITH:
-        return Check("torch", "fail", f"{given}, older than {wanted}: pip install 'penstock[torch]'")
+        return Check("torch", "fail", f"{installed}, older than {wanted}: pip install 'penstock[torch]'")
     if found > TESTED_WITH:
         return Check(
             "torch",
             "warn",
-            f"{given}; tested with {wanted}: sharded stages reach into fields of FSDP2 that may have changed",
+            f"{installed}; tested with {wanted}: sharded stages use FSDP2 internals that may have changed",
         )
-    return Check("torch", "ok", f"{given} (tested with {wanted})")
+    return Check("torch", "ok", f"{installed} (tested with {wanted})")
 
 
 def _gloo() -> Check:
@@ -58,8 +58,8 @@ def _gpus() -> Check:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         if built is None:
-            return Check("gpu", "ok", "none, and torch is built without: ranks run on CPUs")
-        return Check("gpu", "warn", f"torch is built for {built} but finds no GPU: is there a driver?")
+            return Check("gpu", "ok", "none, and torch is built without GPU support: ranks run on CPUs")
+        return Check("gpu", "warn", f"torch is built for {built} but finds no GPU: check the driver")
     if not dist.is_nccl_available():
         return Check("gpu", "fail", "there are GPUs, but NCCL is not in this build of torch")
     found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
@@ -67,7 +67,7 @@ def _gpus() -> Check:
 
 
 def _exchange(rank: int, port: int, seconds: int) -> Check:
-    """Rank 0 sends three numbers, rank 1 gives them back doubled."""
+    """Rank 0 sends three numbers, rank 1 sends them back doubled."""
     begin = time.monotonic()
     limit = timedelta(seconds=seconds)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout=limit, rank=rank, world_size=2)
@@ -79,10 +79,10 @@ def _exchange(rank: int, port: int, seconds: int) -> Check:
         dist.recv(numbers, 0)
         dist.send(2 * numbers, 0)
     dist.destroy_process_group()
-    took = time.monotonic() - begin
+    elapsed = time.monotonic() - begin
     if rank == 0 and numbers.tolist() != [0.0, 2.0, 4.0]:
-        return Check("exchange", "fail", f"two processes exchanged [0, 1, 2] and got {numbers.tolist()} back")
-    return Check("exchange", "ok", f"two processes met and exchanged a tensor in {took:.1f} s")
+        return Check("exchange", "fail", f"two processes exchanged [0, 1, 2] and received {numbers.tolist()}")
+    return Check("exchange", "ok", f"two processes connected and exchanged a tensor in {elapsed:.1f} s")
 
 
 if __name__ == "__main__":

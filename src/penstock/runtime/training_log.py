@@ -1,4 +1,4 @@
-"""What a training tells while it runs: one line a step, and the same as JSON lines and for TensorBoard.
+"""The log of a training run: one line per step, also as JSON lines and for TensorBoard.
 
     with TrainingLog(jsonl="train.jsonl") as log:
         for x, y in batches:
@@ -9,9 +9,8 @@
 
     [rank 0] step 0  loss 4.1589  grad_norm 1.204  memory 0.31 GiB  tps 12,400
 
-`memory` is the most that the process, or its device, has held so far. `tps` are the tokens of a step, as they
-were given, by the seconds since the step before, and so those of all ranks together if every rank is given the
-same batch.
+`memory` is the peak memory of the process, or of its accelerator, so far. `tps` is the number of tokens of a
+step divided by the seconds since the step before. It covers all ranks if every rank passes the same batch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import isfinite
 from os import PathLike
 from pathlib import Path
@@ -38,12 +37,12 @@ _GIB = 1 << 30
 
 
 class TrainingLog:
-    """Every rank makes one and calls `step`; the ranks that are to speak do.
+    """Every rank creates one and calls `step`; only the ranks in `ranks` print and write.
 
-    `ranks`        which speak: rank 0 unless given, `None` for all of them
-    `jsonl`        a file that gets one JSON object a step; that of rank 1 has `.rank1` before its ending
-    `tensorboard`  a folder for TensorBoard's events; those of rank 1 are in `rank1` inside it
-    `every`        print every so many steps, 0 for never; files get them all
+    `ranks`        the ranks that log: rank 0 by default, `None` for all
+    `jsonl`        a file that gets one JSON object per step; that of rank 1 has `.rank1` before its suffix
+    `tensorboard`  a directory for TensorBoard events; those of rank 1 are in its subdirectory `rank1`
+    `every`        print every so many steps, 0 for never; files get all steps
     `first`        the number of the first step, after a run was resumed
     """
 
@@ -57,21 +56,21 @@ class TrainingLog:
         first: int = 0,
     ) -> None:
         if every < 0:
-            raise PipelineError(f"every how many steps to print is a number of at least 0 (given {every!r})")
+            raise PipelineError(f"every= must be a number of steps of at least 0 (given {every!r})")
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        """This rank's number in the world."""
-        self.speaks = ranks is None or self.rank in ranks
+        """The world rank."""
+        self.enabled = ranks is None or self.rank in ranks
         """Whether this rank prints and writes."""
-        self._every, self._next = every, first
+        self._every, self._next_step = every, first
         self._file: TextIO | None = None
         self._board: Any = None
-        if self.speaks and jsonl is not None:
+        if self.enabled and jsonl is not None:
             path = Path(jsonl)
             own = path if self.rank == 0 else path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")
             self._file = own.open("a", encoding="utf-8")
-        if self.speaks and tensorboard is not None:
-            self._board = _board(Path(tensorboard) / (f"rank{self.rank}" if self.rank else ""))
-        self._since = time.perf_counter()
+        if self.enabled and tensorboard is not None:
+            self._board = _summary_writer(Path(tensorboard) / (f"rank{self.rank}" if self.rank else ""))
+        self._last_time = time.perf_counter()
 
     def step(
         self,
@@ -81,36 +80,35 @@ class TrainingLog:
         tokens: int | None = None,
         **others: float | Tensor,
     ) -> None:
-        """Tell of one step that has just ended; `others` are numbers of your own, such as `lr=`."""
+        """Log a step that has just ended; `others` are numbers of your own, such as `lr=`."""
         now = time.perf_counter()
-        taken, self._since = now - self._since, now
-        number, self._next = self._next, self._next + 1
-        if not self.speaks:
+        seconds, self._last_time = now - self._last_time, now
+        number, self._next_step = self._next_step, self._next_step + 1
+        if not self.enabled:
             return
-        told: dict[str, float | None] = {
-            "loss": _plain(loss),
-            "grad_norm": _plain(grad_norm),
-            "memory": float(_memory()),
-            "tps": None if tokens is None else tokens / max(taken, 1e-9),
+        optional: dict[str, float | None] = {
+            "loss": _number(loss),
+            "grad_norm": _number(grad_norm),
+            "memory": float(_peak_memory()),
+            "tps": None if tokens is None else tokens / max(seconds, 1e-9),
+            **{name: _number(value) for name, value in others.items()},
         }
-        told |= {name: _plain(value) for name, value in others.items()}
-        told = {name: value for name, value in told.items() if value is not None}
+        values = {name: value for name, value in optional.items() if value is not None}
         if self._every and number % self._every == 0:
-            words = "  ".join(_word(name, value) for name, value in told.items() if value is not None)
-            print(f"[rank {self.rank}] step {number}  {words}", flush=True)  # noqa: T201 -- what it is for
-        if self._file is not None:
-            finite = {name: value if value is None or isfinite(value) else None for name, value in told.items()}
-            line = {"rank": self.rank, "step": number, "seconds": taken} | finite
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
-            self._file.flush()
+            texts = "  ".join(_text(name, value) for name, value in values.items())
+            print(f"[rank {self.rank}] step {number}  {texts}", flush=True)  # noqa: T201 -- its purpose
+        self._write_json(number, seconds, values)
         if self._board is not None:
-            for name, value in told.items():
+            for name, value in values.items():
                 self._board.add_scalar(name, value, number)
 
-    def say(self, text: str) -> None:
-        """Print a line of your own with the rank before it, on the ranks that speak."""
-        if self.speaks:
-            print(f"[rank {self.rank}] {text}", flush=True)  # noqa: T201 -- what it is for
+    def _write_json(self, number: int, seconds: float, values: Mapping[str, float]) -> None:
+        if self._file is None:
+            return
+        line: dict[str, float | None] = {"rank": self.rank, "step": number, "seconds": seconds}
+        line |= {name: value if isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Close the files."""
@@ -120,25 +118,25 @@ class TrainingLog:
             self._board.close()
         self._file = self._board = None
 
-    def __enter__(self) -> TrainingLog:  # noqa: PYI034 -- Self comes with Python 3.11
+    def __enter__(self) -> TrainingLog:  # noqa: PYI034 -- Self needs Python 3.11
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _board(folder: Path) -> Any:
+def _summary_writer(directory: Path) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- needs a package of its own
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- needs an optional package
     except ImportError:
         raise MissingExtraError(
-            "events for TensorBoard are written by the package tensorboard, which is not installed: pip "
-            "install tensorboard (jsonl= needs nothing)"
+            "tensorboard= needs the package tensorboard, which is not installed: pip install tensorboard "
+            "(jsonl= needs no package)"
         ) from None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(directory))
 
 
-def _plain(value: float | Tensor | None) -> float | None:
+def _number(value: float | Tensor | None) -> float | None:
     if isinstance(value, Tensor):
         value = value.detach().item()
     try:
@@ -147,7 +145,7 @@ def _plain(value: float | Tensor | None) -> float | None:
         raise PipelineError(f"only numbers can be logged (given {printable(repr(value))})") from None
 
 
-def _word(name: str, value: float) -> str:
+def _text(name: str, value: float) -> str:
     if name == "memory":
         return f"memory {value / _GIB:.2f} GiB"
     if name == "tps":
@@ -155,8 +153,8 @@ def _word(name: str, value: float) -> str:
     return f"{name} {value:.4f}" if name == "loss" else f"{name} {value:.4g}"
 
 
-def _memory() -> int:
-    """Bytes: the most that was held on the device, or by the process where there is none."""
+def _peak_memory() -> int:
+    """The peak memory in bytes, of the accelerator, or of the process if there is none."""
     if torch.accelerator.is_available():
         return torch.accelerator.max_memory_allocated()
     try:

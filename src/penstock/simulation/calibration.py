@@ -21,7 +21,9 @@ from penstock.simulation.timeline import Timeline
 
 __all__ = ["KindError", "calibrate", "errors_by_kind"]
 
-_COMPUTE = {kind: kind.spec.cost for kind in Kind if kind.is_compute and kind is not Kind.OVERLAP_F_B}
+_COMPUTE: dict[Kind, str | None] = {
+    kind: kind.spec.cost for kind in Kind if kind.is_compute and kind is not Kind.OVERLAP_F_B
+}
 
 Samples = dict[tuple[Kind, int], list[float]]
 Means = dict[tuple[Kind, int], float]

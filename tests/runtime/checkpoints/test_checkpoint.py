@@ -1,4 +1,4 @@
-"""Promise: what was saved on some ranks goes on, to the last bit, on any others."""
+"""Promise: training continues bitwise equal from a checkpoint on any other number of ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def saved(
 
 @pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("other", OTHERS)
-def test_training_goes_on_in_another_layout_as_if_nothing_had_been(
+def test_training_continues_in_another_layout(
     pools: Pools, saved: tuple[str, str, Found, list[float]], other: str
 ) -> None:
     path, optimizer, stored, losses = saved
@@ -89,6 +89,6 @@ def keep_factors(path: str) -> list[Bits]:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_state_of_another_shape_than_its_sharded_weight_comes_back(pools: Pools, tmp_path: Path) -> None:
+def test_state_of_another_shape_than_its_sharded_weight_is_restored(pools: Pools, tmp_path: Path) -> None:
     wanted = [bits(torch.arange(3.0)), bits(torch.tensor(5.0)), bits(torch.tensor(7))]
     assert pools(2).run(keep_factors, str(tmp_path / "c")) == [[*wanted, *wanted]] * 2

@@ -1,4 +1,4 @@
-"""Promise: ranks that know only a part of the model agree about the whole of it, or say why they cannot."""
+"""Promise: ranks combine their parts into one model, or all report why they cannot."""
 
 from __future__ import annotations
 
@@ -56,20 +56,23 @@ def load_what_does_not_fit(path: Path) -> tuple[str, bool]:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_every_rank_tells_the_faults_of_all_and_changes_nothing(pools: Pools, tmp_path: Path) -> None:
+def test_every_rank_reports_the_problems_of_all_and_changes_nothing(pools: Pools, tmp_path: Path) -> None:
     answers = pools(2).run(load_what_does_not_fit, tmp_path / "c")
     for told, unchanged in answers:
         assert unchanged
         assert told.splitlines() == [
             f"the checkpoint {tmp_path / 'c'} cannot be loaded:",
-            "  'layers.0.lin.weight' is float32 [8, 8] in it, but float32 [8, 9] in the model",
-            "  the model has names that are missing in it: tail.weight, tail.bias",
+            "  'layers.0.lin.weight' is float32 [8, 8] in the checkpoint, but float32 [8, 9] in the model",
+            "  the model has names that are missing in the checkpoint: tail.weight, tail.bias",
             (
-                "  it has no optimizer options for parameters that this optimizer has: tail.weight, tail.bias; "
-                "give the optimizer the same parameters, or load without optimizer="
+                "  the checkpoint has no optimizer options for these parameters of the optimizer: tail.weight, "
+                "tail.bias; create the optimizer with the same parameters, or load without optimizer="
             ),
-            "  it has names that no rank's model has: head.weight, head.bias",
-            "  it has optimizer options for parameters that no rank's optimizer has: head.weight, head.bias",
+            "  the checkpoint has names that no rank's model has: head.weight, head.bias",
+            (
+                "  the checkpoint has optimizer options for parameters that no rank's optimizer has: "
+                "head.weight, head.bias"
+            ),
         ]
 
 
@@ -79,7 +82,7 @@ def save_equal_names(path: Path) -> str:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_different_parameters_of_the_same_name_are_refused(pools: Pools, tmp_path: Path) -> None:
+def test_different_parameters_of_the_same_name_are_rejected(pools: Pools, tmp_path: Path) -> None:
     for told in pools(2).run(save_equal_names, tmp_path / "c"):
         assert "different parameters have the same name: 'weight' in stages 0, 1, 'bias' in stages 0, 1" in told
         assert "split() keeps these names" in told
@@ -102,11 +105,11 @@ def save_what_differs(path: Path) -> list[str]:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_what_is_wrong_on_one_rank_is_told_on_all(pools: Pools, tmp_path: Path) -> None:
+def test_problems_on_one_rank_are_reported_on_all(pools: Pools, tmp_path: Path) -> None:
     for shapes, kinds, extra, group, paths in pools(2).run(save_what_differs, tmp_path / "c"):
         assert "'weight' is float32 [3, 2] on rank 1 and float32 [2, 2] on another rank" in shapes
         assert "the ranks have different optimizers: SGD, AdamW" in kinds
-        assert "extra is a builtin_function_or_method, which is not stored" in extra
+        assert "extra is a builtin_function_or_method, which cannot be stored" in extra
         assert "is sharded over world ranks 0, 1, but rank" in group
         assert f"{tmp_path / 'c'} does not exist" in paths
         assert f"{tmp_path / 'elsewhere'} does not exist" in paths
@@ -127,7 +130,7 @@ def save_replicas(path: Path) -> bool:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_what_replicas_have_is_written_once_under_its_plain_name(pools: Pools, tmp_path: Path) -> None:
+def test_tensors_of_replicas_are_written_once_under_their_plain_names(pools: Pools, tmp_path: Path) -> None:
     assert pools(2).run(save_replicas, tmp_path / "c") == [True, True]
     entries = [index.fqn for index in FileSystemReader(tmp_path / "c").read_metadata().storage_data]
     assert len(entries) == len(set(entries))
@@ -191,7 +194,7 @@ def save_and_load_after_an_evaluation(path: Path) -> list[float]:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_parameters_that_are_gathered_are_saved_and_loaded_as_shards(pools: Pools, tmp_path: Path) -> None:
+def test_unsharded_parameters_are_saved_and_loaded_as_shards(pools: Pools, tmp_path: Path) -> None:
     assert pools(2).run(save_and_load_after_an_evaluation, tmp_path / "c") == [[0.0, 4.0]] * 2
     chunks = FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata["model.weight"]
     assert [list(chunk.sizes) for chunk in getattr(chunks, "chunks", [])] == [[1, 2], [1, 2]]
@@ -205,7 +208,7 @@ def load_whole(path: Path) -> dict[str, dict[str, Bits]]:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_stages_that_are_sharded_are_one_model_too(pools: Pools, tmp_path: Path) -> None:
+def test_sharded_stages_form_one_model(pools: Pools, tmp_path: Path) -> None:
     saved = pools(4).run(train_shards_in_a_pipeline, tmp_path / "c", "save")
     (whole,) = pools(1).run(load_whole, tmp_path / "c")
     for kind in ("model", "optimizer"):
@@ -268,7 +271,7 @@ def load_ties(path: Path, family: str) -> list[tuple[str, float, float]]:
 @pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("saving", [(4, "1f1b"), (2, "zbv"), (2, "interleaved-1f1b")])
 @pytest.mark.parametrize("loading", [(4, "1f1b"), (2, "zbv")])
-def test_every_holder_of_a_tied_weight_gets_it_with_its_state(
+def test_every_stage_loads_a_tied_weight_with_its_state(
     pools: Pools, tmp_path: Path, saving: tuple[int, str], loading: tuple[int, str]
 ) -> None:
     pools(saving[0]).run(save_ties, tmp_path / "c", saving[1])

@@ -13,14 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from penstock import Kind, Schedule, build
 from penstock.lowering import SplitBackward
-from tests.support.composition import (
-    Composed,
-    batch_of,
-    data_place,
-    gradients,
-    pipeline_of,
-    train_composed,
-)
+from tests.support.composed_model import Composed, batch_of
+from tests.support.composition import gradients, pipeline_of, replica_index, train_composed
 from tests.support.pool import Pools
 from tests.support.reference import faults_of, run_cases
 
@@ -47,8 +41,8 @@ def test_replicated_stages_train_as_one_process(pools: Pools, data: str, family:
         cases += [
             Composed(schedule, data, 2),
             Composed(schedule, data, 2, tied=True, tokens=place == 0),
-            Composed(schedule, data, 2, tied=True, steps_together=3, checkpointed=place == 1),
-            Composed(schedule, data, 2, steps_together=3, checkpointed=place == 0, tokens=place == 1),
+            Composed(schedule, data, 2, tied=True, accumulated=3, checkpointed=place == 1),
+            Composed(schedule, data, 2, accumulated=3, checkpointed=place == 0, tokens=place == 1),
         ]
     assert not faults(pools, 4, cases)
 
@@ -58,7 +52,7 @@ def test_replicated_stages_train_as_one_process(pools: Pools, data: str, family:
 def test_every_wrapper_of_torch_reduces_once(pools: Pools, data: str) -> None:
     cases = [Composed(build("1f1b", ranks=2, microbatches=4), data, 2, tied=True, tokens=True)]
     cases += [
-        Composed(build(family, ranks=2, microbatches=4), data, 2, tied=True, steps_together=together)
+        Composed(build(family, ranks=2, microbatches=4), data, 2, tied=True, accumulated=together)
         for family, together in (("zbv", 1), ("interleaved-1f1b", 3))
     ]
     assert not faults(pools, 4, cases)
@@ -68,7 +62,7 @@ def test_every_wrapper_of_torch_reduces_once(pools: Pools, data: str) -> None:
 @pytest.mark.xdist_group("ranks-4")
 def test_stages_in_tensor_parallel_train_as_one_process(pools: Pools, family: str) -> None:
     cases = [
-        Composed(schedule, tp=2, tied=place == 0, steps_together=3 - 2 * place, checkpointed=place == 1)
+        Composed(schedule, tp=2, tied=place == 0, accumulated=3 - 2 * place, checkpointed=place == 1)
         for place, schedule in enumerate(schedules(family))
     ]
     assert not faults(pools, 4, cases)
@@ -80,12 +74,12 @@ def test_three_dimensions_train_as_one_process(pools: Pools) -> None:
     for place, family in enumerate(FAMILIES):
         tied, together = place % 2 == 0, 1 + 2 * (place % 2)
         cases += [
-            Composed(schedule, "fsdp", 2, 2, tied=tied, steps_together=together)
+            Composed(schedule, "fsdp", 2, 2, tied=tied, accumulated=together)
             for schedule in schedules(family)[: 1 + place % 2]
         ]
     cases += [
         Composed(build("zbv", ranks=2, microbatches=4), "hsdp", 4, tied=True, tokens=True),
-        Composed(build("1f1b", ranks=2, microbatches=4), "hsdp", 4, steps_together=3),
+        Composed(build("1f1b", ranks=2, microbatches=4), "hsdp", 4, accumulated=3),
         Composed(build("zbv", ranks=2, microbatches=4), "replicas", 2, 2, tied=True),
         Composed(build("1f1b", ranks=4, microbatches=4), "fsdp", 2, tied=True, checkpointed=True),
     ]
@@ -98,7 +92,7 @@ def _collectives(case: Composed) -> tuple[Counter[str], Counter[str]]:
     pipeline, mesh = pipeline_of(case)
     groups = Counter({0: 2, case.schedule.num_stages - 1: 2})  # a block, and what is not in a block
     with closing(pipeline):
-        x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+        x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
         pipeline.step(x, target=y)
         with counted(found):
             pipeline.step(x, target=y)
@@ -128,14 +122,14 @@ def _summed_in_double(schedules: list[Schedule]) -> list[dict[str, Any]]:
         case = Composed(schedule, "fsdp", 2, policy=policy)
         pipeline, mesh = pipeline_of(case)
         with closing(pipeline):
-            x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+            x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
             pipeline.step(x, target=y)
             found.append(dict(gradients(pipeline)))
     return found
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_weight_gradients_that_are_put_aside_are_summed_in_the_type_that_is_asked_for(pools: Pools) -> None:
+def test_deferred_weight_gradients_are_reduced_in_the_given_dtype(pools: Pools) -> None:
     m = 6
     apart = [
         " ".join(f"{stage}{kind}{microbatch}" for kind in "FIW" for microbatch in range(m))

@@ -1,4 +1,4 @@
-"""Promises on what concerns the gradients of all ranks: norms, clipping, scaling, accumulating."""
+"""Promise: norms, clipping, scaling and accumulation of the gradients of all ranks are those of one process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ from torch import Tensor, nn
 from penstock import PipelineError, build
 from penstock.runtime import GradScaler, Pipeline
 from penstock.runtime.dtensors import local
-from tests.support.composition import (
-    Composed,
-    batch_of,
-    data_place,
-    gradients,
-    loss,
-    pipeline_of,
-    stages_of,
-)
+from tests.support.composed_model import Composed, batch_of, loss, stages_of
+from tests.support.composition import gradients, pipeline_of, replica_index
 from tests.support.meshes import mesh_of_ranks
 from tests.support.pool import Pools
 
@@ -30,7 +23,7 @@ NORMS = (2.0, 1.0, 3.0, torch.inf, -torch.inf, 0.0)
 
 
 def step(pipeline: Pipeline, case: Composed, mesh: Any, number: int = 0) -> float:
-    x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, number, 0))
+    x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, number, 0))
     found = pipeline.step(x, target=y).loss
     assert found is not None
     return found
@@ -92,7 +85,7 @@ def norm_in_order() -> tuple[float, float]:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_where_gradients_have_the_bits_of_one_process_so_has_their_norm(pools: Pools) -> None:
+def test_the_norm_of_bitwise_equal_gradients_is_bitwise_equal(pools: Pools) -> None:
     for found, right in pools(4).run(norm_in_order):
         assert found == right
 
@@ -135,7 +128,7 @@ def clipped_too_early() -> str:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_gradients_that_are_not_reduced_yet_have_no_norm(pools: Pools) -> None:
+def test_unreduced_gradients_have_no_norm(pools: Pools) -> None:
     assert all("accumulate()" in text for text in pools(4).run(clipped_too_early))
 
 
@@ -232,7 +225,7 @@ def added_up(case: Composed, held_back: bool) -> list[str]:  # noqa: FBT001 -- s
 @pytest.mark.parametrize("held_back", [False, True])
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
 @pytest.mark.xdist_group("ranks-4")
-def test_gradients_add_up_whether_reductions_are_held_back_or_not(
+def test_gradients_accumulate_with_and_without_reductions(
     pools: Pools,
     data: str,
     held_back: bool,  # noqa: FBT001 -- a parameter of the test

@@ -1,4 +1,4 @@
-"""Promises on weights that several stages hold: one weight, wherever its holders are."""
+"""Promise: a tied weight is trained as one weight, whichever ranks hold it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.nn import functional
 from penstock import PenstockError, build
 from penstock.runtime import Pipeline
 from penstock.runtime.dtensors import local
-from tests.support.composition import Composed, batch_of, data_place, pipeline_of
+from tests.support.composed_model import Composed, batch_of
+from tests.support.composition import pipeline_of, replica_index
 from tests.support.pool import Pools
 
 WIDTH = 6
@@ -77,7 +78,7 @@ def three_holders() -> list[str]:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_three_ranks_hold_one_weight(pools: Pools) -> None:
+def test_three_ranks_share_one_weight(pools: Pools) -> None:
     assert pools(4).run(three_holders) == [[]] * 4
 
 
@@ -88,12 +89,12 @@ def on_one_rank(data: str) -> dict[str, Any]:
     with closing(pipeline):
         names = {} if pipeline.rank else {0: "embed.weight", 3: "head.words.weight"}
         holders = [pipeline.modules[stage].get_parameter(name) for stage, name in names.items()]
-        x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+        x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
         pipeline.step(x, target=y)
         found = {
             "one parameter": len(set(holders)) < 2,
             "one memory": len({local(each.data).data_ptr() for each in holders}) < 2,
-            "groups": len(pipeline._ties.holders),
+            "groups": len(pipeline._ties.rank_groups),
         }
         if holders:  # what the optimizer does to one of them is there for the other
             with torch.no_grad():
@@ -105,7 +106,7 @@ def on_one_rank(data: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas"])
 @pytest.mark.xdist_group("ranks-4")
-def test_both_ends_of_a_v_hold_the_very_same_weight(pools: Pools, data: str) -> None:
+def test_both_ends_of_a_v_hold_the_same_parameter(pools: Pools, data: str) -> None:
     answers = pools(4).run(on_one_rank, data)
     for answer in answers:
         assert answer["one parameter"]
@@ -168,7 +169,7 @@ def wrong_ties() -> dict[str, str]:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_ties_that_cannot_hold_are_refused(pools: Pools) -> None:
+def test_invalid_tied_weights_are_rejected(pools: Pools) -> None:
     told = pools(4).run(wrong_ties)
     diverged = "tied weights have diverged: 'weight' of stage 0 and 'weight' of stage 3"
     assert "'w' of stage 0: there is no such parameter" in told[0]["no such name"]

@@ -27,6 +27,6 @@ def test_an_unshard_without_a_forward_is_left_out() -> None:
 
 
 def test_a_kind_that_it_does_not_handle_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LEFT_OUT", tuple(kind for kind in module._LEFT_OUT if kind is not Kind.W))
+    monkeypatch.setattr(module, "_OMITTED", tuple(kind for kind in module._OMITTED if kind is not Kind.W))
     with pytest.raises(PipelineError, match="whether eval runs W"):
         forward_only(penstock.lower(penstock.build("zbv", ranks=2, microbatches=4)))

@@ -1,4 +1,4 @@
-"""Promise: a stage made on the meta device gets memory of its own and the start its modules have."""
+"""Promise: a stage created on the meta device is allocated and initialized as its modules do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
 
 
-def refusal(stage: nn.Module) -> str:
+def error_of(stage: nn.Module) -> str:
     with pytest.raises(PartitionError) as caught:
         materialize(stage)
     return str(caught.value)
@@ -37,7 +37,7 @@ def refusal(stage: nn.Module) -> str:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
-def test_stages_that_were_given_memory_and_loaded_are_the_model(kind: str, *, tied: bool) -> None:
+def test_materialized_and_loaded_stages_are_the_model(kind: str, *, tied: bool) -> None:
     whole = decoder(kind, tied=tied)
     stages = split(on_meta(kind, tied=tied), layout="Ett|tt|tL")
     ids, _, named = batch(3, "positions")
@@ -51,7 +51,7 @@ def test_stages_that_were_given_memory_and_loaded_are_the_model(kind: str, *, ti
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_decoders_start_as_their_class_starts(kind: str) -> None:
+def test_decoders_are_initialized_by_their_class(kind: str) -> None:
     torch.manual_seed(11)
     sizes: dict[str, Any] = {"n_embd": 64} if kind == "gpt2" else {"hidden_size": 64, "intermediate_size": 96}
     stages = split(on_meta(kind, **sizes), layout="Ett|t*3L")
@@ -69,7 +69,7 @@ def test_decoders_start_as_their_class_starts(kind: str) -> None:
             assert tensor.std().item() == pytest.approx(right.std().item(), rel=0.15), name
 
 
-def test_the_other_stages_are_never_given_memory() -> None:
+def test_other_stages_stay_on_the_meta_device() -> None:
     whole = on_meta("llama", vocab_size=10**9, intermediate_size=10**7)  # terabytes
     whole.model.layers[2] = on_meta("llama").model.layers[2]
     stages = split(whole, layout="Ett|t|ttL")
@@ -78,7 +78,7 @@ def test_the_other_stages_are_never_given_memory() -> None:
     assert sum(tensor.numel() for tensor in tensors(stages[1]).values()) < 10_000
 
 
-def test_weights_that_several_stages_hold_start_with_the_same_numbers() -> None:
+def test_tied_weights_start_with_the_same_values() -> None:
     torch.manual_seed(3)
     for kind in MODELS:
         stages = split(on_meta(kind, tied=True, pad_token_id=3), layout="Ett|t*3L")
@@ -90,7 +90,7 @@ def test_weights_that_several_stages_hold_start_with_the_same_numbers() -> None:
         assert torch.equal(first, second)
 
 
-def test_stages_start_with_different_numbers_otherwise() -> None:
+def test_other_weights_start_with_different_values() -> None:
     stages = split(on_meta("llama"), layout="Ett|t*3L")
     weights = [
         materialize(stages[stage]).get_parameter(f"model.layers.{layer}.mlp.up_proj.weight")
@@ -117,7 +117,7 @@ class Reset(Scaled):
         self.table = torch.arange(3)
 
 
-def test_plain_modules_reset_themselves() -> None:
+def test_plain_modules_use_reset_parameters() -> None:
     with torch.device("meta"):
         whole = nn.Sequential(
             nn.Embedding(3, 4),
@@ -136,32 +136,32 @@ def test_plain_modules_reset_themselves() -> None:
     assert whole[0].weight.is_meta
 
 
-def test_what_nobody_initialises_is_refused_by_name_all_at_once() -> None:
+def test_all_uninitialized_tensors_are_reported_at_once() -> None:
     with torch.device("meta"):
         whole = nn.Sequential(OrderedDict(a=Scaled(), b=nn.Linear(2, 2), c=Scaled()))
-    message = refusal(whole)
+    message = error_of(whole)
     assert "'a.scale', 'c.scale', 'a.table', 'c.table'" in message
     assert "'b.weight'" not in message
     assert "reset_parameters()" in message
 
 
-def test_a_module_that_is_half_there_is_not_reset() -> None:
+def test_a_partly_allocated_module_is_not_reset() -> None:
     whole = nn.Linear(2, 2)
     whole.bias = nn.Parameter(torch.empty(2, device="meta"))
     before = whole.weight.clone()
-    assert "'bias'" in refusal(whole)
+    assert "'bias'" in error_of(whole)
     assert torch.equal(whole.weight, before)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), lambda: decoder("llama")], ids=["plain", "decoder"])
-def test_what_has_memory_keeps_its_numbers(make: Callable[[], nn.Module]) -> None:
+def test_allocated_tensors_keep_their_values(make: Callable[[], nn.Module]) -> None:
     whole = make()
     before = {name: tensor.clone() for name, tensor in tensors(whole).items()}
     after = tensors(materialize(whole))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_weights_that_one_stage_holds_twice_stay_one() -> None:
+def test_weights_tied_within_a_stage_stay_tied() -> None:
     with torch.device("meta"):
         whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     whole[2].weight = whole[0].weight
@@ -176,6 +176,6 @@ def test_frozen_weights_stay_frozen() -> None:
     assert not materialize(whole).get_parameter("weight").requires_grad
 
 
-def test_there_is_no_memory_on_the_meta_device() -> None:
+def test_the_meta_device_is_rejected() -> None:
     with pytest.raises(PartitionError, match="the meta device has none"):
         materialize(nn.Linear(2, 2), "meta")

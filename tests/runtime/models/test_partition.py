@@ -1,4 +1,4 @@
-"""Promise: the stages that a model is cut into do, one after the other, what the model does."""
+"""Promise: the stages that a model is split into compute, in sequence, what the model does."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def nestings() -> st.SearchStrategy[nn.Sequential]:
 
 @settings(deadline=None)  # the first run of a torch kernel takes long
 @given(nestings(), st.data())
-def test_stages_one_after_the_other_are_the_model(whole: nn.Sequential, data: st.DataObject) -> None:
+def test_stages_in_sequence_are_the_model(whole: nn.Sequential, data: st.DataObject) -> None:
     later = module_names(whole)[1:]
     at = [name for name in later if data.draw(st.booleans(), label=name)]
     parts = split(whole, at)
@@ -106,14 +106,14 @@ def test_gradients_arrive_in_the_parameters_of_the_model() -> None:
     assert all(parameter.grad is not None for parameter in whole.parameters())
 
 
-def test_containers_that_are_not_cut_stay_the_same_objects() -> None:
+def test_containers_that_are_not_split_stay_the_same_objects() -> None:
     whole = model()
     first, second = split(whole, ["layers.2"]).values()
     assert first.get_submodule("layers.1") is whole.get_submodule("layers.1")
     assert second.get_submodule("head") is whole.get_submodule("head")
 
 
-def test_stages_keep_which_modules_are_in_training() -> None:
+def test_stages_keep_the_training_mode_of_modules() -> None:
     whole = model().eval()
     whole.get_submodule("layers.1.1").train()
     parts = split(whole, ["layers.1.1", "layers.3"])
@@ -141,7 +141,7 @@ def test_children_may_have_any_name() -> None:
     assert len(split(whole, ["given", "first"])) == 3
 
 
-def test_subclasses_of_sequential_that_keep_its_forward_are_cut_too() -> None:
+def test_subclasses_of_sequential_with_its_forward_are_split() -> None:
     class Layers(nn.Sequential):
         pass
 
@@ -167,12 +167,12 @@ def test_a_module_without_state_may_run_in_two_stages() -> None:
         ("Et*4L", []),
     ],
 )
-def test_a_layout_cuts_the_one_container_of_layers(layout: str, at: list[str]) -> None:
+def test_a_layout_splits_the_one_container_of_layers(layout: str, at: list[str]) -> None:
     by_layout, by_name = split(model(), layout=layout), split(model(), at)
     assert list(map(module_names, by_layout.values())) == list(map(module_names, by_name.values()))
 
 
-def test_a_layout_may_be_one_that_was_made() -> None:
+def test_a_layout_may_be_an_object() -> None:
     parts = split(model(), layout=even_layout(4, 3))
     assert [len(part.state_dict()) for part in parts.values()] == [4, 9, 4]
 
@@ -180,7 +180,7 @@ def test_a_layout_may_be_one_that_was_made() -> None:
 # --- tied weights ----------------------------------------------------------------------------------
 
 
-def test_every_stage_knows_the_weights_that_several_stages_hold() -> None:
+def test_every_stage_records_the_tied_weights() -> None:
     whole = model()
     whole.get_submodule("head").weight = whole.get_submodule("embed").weight
     whole.get_submodule("layers.3").bias = whole.get_submodule("layers.0").bias
@@ -195,13 +195,13 @@ def test_every_stage_knows_the_weights_that_several_stages_hold() -> None:
         assert parts[3].get_parameter("head.weight") is parts[0].get_parameter("embed.weight")
 
 
-def test_a_weight_that_a_stage_holds_twice_goes_by_its_first_name() -> None:
+def test_a_weight_with_two_names_in_a_stage_has_the_first() -> None:
     shared = linear()
     parts = split(nn.Sequential(shared, linear(), shared, shared), ["1"])
     assert parts[0].tied == ({0: "0.weight", 1: "2.weight"}, {0: "0.bias", 1: "2.bias"})
 
 
-def test_without_tied_weights_there_are_none_to_know() -> None:
+def test_without_tied_weights_none_are_recorded() -> None:
     assert [part.tied for part in split(model(), ["layers.2"]).values()] == [(), ()]
     assert split(model(), [])[0].tied == ()
 
@@ -212,14 +212,14 @@ def test_a_child_may_be_called_tied() -> None:
     assert list(parts[0].state_dict()) == ["tied.weight", "tied.bias"]
 
 
-def test_weights_are_known_to_be_tied_on_the_meta_device_too() -> None:
+def test_tied_weights_are_recorded_on_the_meta_device() -> None:
     with torch.device("meta"):
         whole = model()
     whole.get_submodule("head").weight = whole.get_submodule("embed").weight
     assert split(whole, ["head"])[0].tied == ({0: "embed.weight", 1: "head.weight"},)
 
 
-def test_tied_weights_in_one_stage_are_fine() -> None:
+def test_weights_tied_within_one_stage_are_not_recorded() -> None:
     shared = linear()
     first, second = split(nn.Sequential(linear(), shared, shared), ["1"]).values()
     assert first.tied == second.tied == ()
@@ -246,7 +246,7 @@ Named = namedtuple("Named", ["only"])  # noqa: PYI024
     ],
     ids=["pair", "1-tuple", "nested 1-tuple", "pair in tuple", "empty", "list", "dict", "named", "none"],
 )
-def test_the_next_stage_gets_the_very_value_that_sequential_hands_on(function: Callable[[Any], Any]) -> None:
+def test_the_next_stage_gets_the_value_that_sequential_passes_on(function: Callable[[Any], Any]) -> None:
     seen: list[Any] = []
 
     def look(value: object) -> object:
@@ -266,7 +266,7 @@ def test_the_next_stage_gets_the_very_value_that_sequential_hands_on(function: C
 @pytest.mark.parametrize(
     "function", [lambda x: (x,), lambda x: (x, x), lambda x: x], ids=["1-tuple", "pair", "x"]
 )
-def test_the_last_stage_gives_the_very_output_of_the_model(function: Callable[[Any], Any]) -> None:
+def test_the_last_stage_returns_the_output_of_the_model(function: Callable[[Any], Any]) -> None:
     whole = nn.Sequential(nn.Identity(), Apply(function))
     x = torch.rand(2)
     assert str(run(split(whole, ["1"]), x)) == str(whole(x))

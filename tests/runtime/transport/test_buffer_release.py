@@ -9,10 +9,10 @@ import pytest
 
 import penstock
 from penstock.ir.action import Kind
+from penstock.ir.messages import Messages
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication
 from penstock.runtime.transport.buffer_release import bounded_release_points, release_points
-from penstock.validation.communication import Messages
 from tests.support.random_schedules import random_right
 
 FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev", "zb-h2")

@@ -1,10 +1,10 @@
-"""How the backward of a layer type comes apart into the gradient of its input and those of its weights.
+"""The rules that split the backward of a layer type into its input gradient and its weight gradients.
 
-A layer is known by its forward function, not by its type: a subclass that is made on the fly and keeps
-the forward, as sharding does, computes the same and is known too; one with a forward of its own is not.
+The registry finds a layer by its forward function, not by its type. A subclass that keeps the forward, as
+sharding makes, computes the same and has the same rule. A subclass with its own forward has none.
 
-The formulas are those autograd uses for the same layer, down to the order of the operands, so that the
-gradients are the same to the last bit.
+The formulas are those that autograd uses for the same layer, down to the order of the operands, so the
+gradients are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import is_dtensor
 
-__all__ = ["LayerRule", "Tensors", "register_layer", "rule_of"]
+__all__ = ["LayerRule", "Tensors", "register_layer", "rule_of", "supports_dtensors"]
 
 Tensors: TypeAlias = tuple[Tensor | None, ...]
 _Convolution: TypeAlias = Any
@@ -30,17 +30,17 @@ Layer_contra = TypeVar("Layer_contra", bound=nn.Module, contravariant=True)
 class LayerRule(Protocol[Layer_contra]):
     """The forward and the two halves of the backward of a layer that is called with one tensor.
 
-    All three are called without recording. `x` and the gradient have the dtype the forward computed in,
-    which under autocast is not that of the weights. A weight the layer does not have is None. Where the
-    module is sharded, `weight_gradients` finds the shapes of the weights, but their numbers are gone.
+    All three run without gradient recording. `x` and the gradient have the dtype that the forward computed in,
+    which under autocast is not that of the weights. A weight that the layer does not have is None. In a sharded
+    module, `weight_gradients` sees the shapes of the weights, but their values are already released.
     """
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """The names of the layer's parameters; the gradient of the first is the one worth putting aside."""
+        """The names of the layer's parameters; the gradient of the first is the one worth deferring."""
 
     def forward(self, layer: Layer_contra, x: Tensor, *weights: Tensor | None) -> Tensor:
-        """What the layer computes, with these weights in place of its own."""
+        """The output of the layer with these weights in place of its own."""
 
     def input_gradient(self, layer: Layer_contra, x: Tensor, weights: Tensors, gradient: Tensor) -> Tensor:
         """The gradient of `x`, given that of the output."""
@@ -48,41 +48,41 @@ class LayerRule(Protocol[Layer_contra]):
     def weight_gradients(
         self, layer: Layer_contra, x: Tensor, weights: Tensors, gradient: Tensor, wanted: tuple[bool, ...]
     ) -> Tensors:
-        """The gradients of the weights that are wanted, and None for the others."""
+        """The gradients of the wanted weights, and None for the others."""
 
 
-class _Known(NamedTuple):
-    """A layer type with its rule, and which of its layers the rule holds for."""
+class _Registered(NamedTuple):
+    """A layer type, its rule, and which of its layers the rule applies to."""
 
     layer_type: type[nn.Module]
     rule: LayerRule[Any]
-    takes: Callable[[Any], bool]
+    applies: Callable[[Any], bool]
 
 
-_KNOWN: dict[Callable[..., Any], _Known] = {}
+_REGISTRY: dict[Callable[..., Any], _Registered] = {}
 
 
 def register_layer(
     layer_type: type[Layer], rule: LayerRule[Layer], takes: Callable[[Layer], bool] = lambda _: True
 ) -> None:
-    """Put aside the weight gradients of layers of this type too; `takes` says of which of them."""
-    before = _KNOWN.get(layer_type.forward)
+    """Defer the weight gradients of layers of this type; `takes` tells which of them the rule applies to."""
+    before = _REGISTRY.get(layer_type.forward)
     if before is not None and before.layer_type is not layer_type:
         raise PipelineError(
-            f"{layer_type.__name__} has the forward of {before.layer_type.__name__}, which has a rule already: "
-            f"its layers go by that rule unless it defines a forward of its own"
+            f"{layer_type.__name__} inherits the forward of {before.layer_type.__name__}, which already "
+            f"has a rule; that rule applies to its layers unless it defines its own forward"
         )
-    _KNOWN[layer_type.forward] = _Known(layer_type, rule, takes)
+    _REGISTRY[layer_type.forward] = _Registered(layer_type, rule, takes)
 
 
 def rule_of(module: nn.Module) -> LayerRule[Any] | None:
-    """The rule this module goes by, if there is one and it holds for the module."""
-    known = _KNOWN.get(type(module).forward)
-    return known.rule if known is not None and known.takes(module) else None
+    """The rule of this module, if there is one and it applies."""
+    known = _REGISTRY.get(type(module).forward)
+    return known.rule if known is not None and known.applies(module) else None
 
 
-def holds_for_dtensors(rule: LayerRule[Any]) -> bool:
-    """Whether the rule's formulas give DTensors the placements that autograd does."""
+def supports_dtensors(rule: LayerRule[Any]) -> bool:
+    """Whether the rule's formulas give DTensors with the same placements as autograd."""
     return isinstance(rule, (_LinearRule, _EmbeddingRule))
 
 
@@ -102,15 +102,15 @@ class _LinearRule:
         assert weight is not None
         if x.dim() <= 2 or x.is_contiguous():
             return functional.linear(x, weight, bias)
-        # linear would take another kernel here, because no weight requires a gradient, and round differently
+        # functional.linear uses another kernel when no weight requires a gradient, which rounds differently
         y = functional.linear(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], layer.out_features)
         if bias is None:
             return y
-        # in place, a DTensor could not change its placements
+        # a DTensor cannot change its placements in place
         return y + bias if is_dtensor(y) else y.add_(bias)
 
     def input_gradient(self, layer: nn.Linear, x: Tensor, weights: Tensors, gradient: Tensor) -> Tensor:
-        weight = _present(weights).to(gradient.dtype)
+        weight = _first(weights).to(gradient.dtype)
         flat = gradient.reshape(-1, layer.out_features)
         if x.dim() == 2 and _column_major(x):
             return (weight.t() @ flat.t()).t()
@@ -121,13 +121,13 @@ class _LinearRule:
     ) -> Tensors:
         flat = gradient.reshape(-1, layer.out_features)
         flat_x = x.reshape(-1, layer.in_features)
-        of_weight = of_bias = None
+        weight_gradient = bias_gradient = None
         if wanted[0]:
-            by_rows = _row_major(_present(weights))
-            of_weight = flat.t() @ flat_x if by_rows else (flat_x.t() @ flat).t()
+            row_major = _row_major(_first(weights))
+            weight_gradient = flat.t() @ flat_x if row_major else (flat_x.t() @ flat).t()
         if wanted[1]:
-            of_bias = flat.sum(0)
-        return of_weight, of_bias
+            bias_gradient = flat.sum(0)
+        return weight_gradient, bias_gradient
 
 
 class _ConvolutionRule:
@@ -137,11 +137,17 @@ class _ConvolutionRule:
         self.layer_type = layer_type
         self.function = function
 
-    def takes(self, layer: nn.Module) -> bool:
-        """Whether the layer pads with zeros, the same on both sides, and changed no part of its forward."""
+    def applies(self, layer: nn.Module) -> bool:
+        """Whether the layer pads with zeros, symmetrically, and no subclass overrides a part of the forward."""
         names = ("_conv_forward", "_output_padding")
-        own = all(getattr(type(layer), name, None) is getattr(self.layer_type, name, None) for name in names)
-        return own and layer.padding_mode == "zeros" and all(total % 2 == 0 for total in _twice_padding(layer))
+        unchanged = all(
+            getattr(type(layer), name, None) is getattr(self.layer_type, name, None) for name in names
+        )
+        return (
+            unchanged
+            and layer.padding_mode == "zeros"
+            and all(total % 2 == 0 for total in _twice_padding(layer))
+        )
 
     def forward(self, layer: _Convolution, x: Tensor, *weights: Tensor | None) -> Tensor:
         if layer.transposed:
@@ -150,9 +156,9 @@ class _ConvolutionRule:
         return self.function(x, *weights, layer.stride, layer.padding, layer.dilation, layer.groups)
 
     def input_gradient(self, layer: nn.Module, x: Tensor, weights: Tensors, gradient: Tensor) -> Tensor:
-        of_x = self._backward(layer, x, weights, gradient, (True, False, False))[0]
-        assert of_x is not None
-        return of_x.view(x.shape)
+        input_gradient = self._backward(layer, x, weights, gradient, (True, False, False))[0]
+        assert input_gradient is not None
+        return input_gradient.view(x.shape)
 
     def weight_gradients(
         self, layer: nn.Module, x: Tensor, weights: Tensors, gradient: Tensor, wanted: tuple[bool, ...]
@@ -162,8 +168,8 @@ class _ConvolutionRule:
     def _backward(
         self, layer: _Convolution, x: Tensor, weights: Tensors, gradient: Tensor, wanted: tuple[bool, ...]
     ) -> Tensors:
-        weight = _present(weights)
-        # of the weight gradients only its shape is asked, but some kernels read it all the same
+        weight = _first(weights)
+        # weight gradients depend only on the shape of the weight, but some kernels also read its values
         weight = weight.to(gradient.dtype) if wanted[0] else torch.empty_like(weight, dtype=gradient.dtype)
         if x.dim() < weight.dim():
             x, gradient = x.unsqueeze(0), gradient.unsqueeze(0)
@@ -184,7 +190,7 @@ class _ConvolutionRule:
 
 
 def _twice_padding(layer: _Convolution) -> list[int]:
-    """Per dimension: the padding of both sides together."""
+    """The total padding of both sides, per dimension."""
     if layer.padding == "valid":
         return [0] * len(layer.kernel_size)
     if layer.padding == "same":
@@ -196,7 +202,7 @@ class _EmbeddingRule:
     weights = ("weight",)
 
     def forward(self, layer: nn.Embedding, x: Tensor, *weights: Tensor | None) -> Tensor:
-        weight = _present(weights)
+        weight = _first(weights)
         return functional.embedding(x, weight, layer.padding_idx, scale_grad_by_freq=layer.scale_grad_by_freq)
 
     def input_gradient(self, *_: object) -> Tensor:
@@ -206,12 +212,12 @@ class _EmbeddingRule:
         self, layer: nn.Embedding, x: Tensor, weights: Tensors, gradient: Tensor, _wanted: tuple[bool, ...]
     ) -> Tensors:
         padding = -1 if layer.padding_idx is None else layer.padding_idx
-        rows = _present(weights).shape[0]
+        vocabulary = _first(weights).shape[0]
         by_frequency = layer.scale_grad_by_freq
-        return (torch.ops.aten.embedding_dense_backward(gradient, x, rows, padding, by_frequency),)
+        return (torch.ops.aten.embedding_dense_backward(gradient, x, vocabulary, padding, by_frequency),)
 
 
-def _present(weights: Tensors) -> Tensor:
+def _first(weights: Tensors) -> Tensor:
     weight = weights[0]
     assert weight is not None
     return weight
@@ -228,4 +234,4 @@ for _type, _function in (
     (nn.ConvTranspose3d, functional.conv_transpose3d),
 ):
     _convolution = _ConvolutionRule(_type, _function)
-    register_layer(_type, _convolution, _convolution.takes)
+    register_layer(_type, _convolution, _convolution.applies)

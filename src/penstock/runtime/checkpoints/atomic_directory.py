@@ -1,11 +1,11 @@
-"""A directory that is replaced as a whole: at every moment the old one or the new one is there to be read.
+"""A checkpoint directory that is replaced atomically: at any time the old or the new one can be read.
 
-    path                   what is read
-    .path.unfinished       what is being written
-    .path.replaced         the old one, from the moment it makes room until it is removed
+    path                   the directory that is read
+    .path.unfinished       the directory that is being written
+    .path.replaced         the old one, from the moment it is replaced until it is removed
 
-Each step from one state to the next is a rename. Only between two of them there is no `path`, and then the old
-one is complete under its other name.
+Each transition is a rename. `path` does not exist only between two of them, and then the old one is complete as
+`.path.replaced`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import os
 import shutil
 from pathlib import Path
 
-from penstock.runtime.checkpoints.collective import FoundError
+from penstock.runtime.checkpoints.collective import RankError
 
-__all__ = ["DATA", "MARK", "Replacing", "synced"]
+__all__ = ["DATA_SUFFIX", "INDEX_FILE", "AtomicDirectory", "fsync_directory"]
 
-MARK = ".metadata"
-"""The file that is written last: a directory without it is no checkpoint."""
-DATA = ".distcp"
-"""What the names of all other files end in."""
+INDEX_FILE = ".metadata"
+"""The file that is written last: a directory without it is not a checkpoint."""
+DATA_SUFFIX = ".distcp"
+"""The suffix of all other files."""
 
 
-class Replacing:
-    """The directory of a checkpoint, through a link if it is one."""
+class AtomicDirectory:
+    """The directory of a checkpoint; a symbolic link is followed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.realpath(path))
@@ -33,58 +33,62 @@ class Replacing:
         self.replaced = self.path.with_name(f".{self.path.name}.replaced")
 
     def readable(self) -> Path:
-        """Where a whole checkpoint is."""
+        """The path of the complete checkpoint."""
         for each in (self.path, self.replaced):
-            if (each / MARK).is_file():
+            if (each / INDEX_FILE).is_file():
                 return each
             if each.exists():
                 break
         if self.path.is_dir():
-            why = f"the directory {self.path} is no checkpoint: it has no file {MARK}, which is written last"
+            why = (
+                f"the directory {self.path} is not a checkpoint: it has no {INDEX_FILE}, which is written last"
+            )
         elif self.path.exists():
             why = f"{self.path} is a file, but a checkpoint is a directory"
         elif self.unfinished.exists():
-            why = f"{self.path} does not exist: a save to it began, but did not finish ({self.unfinished.name})"
+            why = f"{self.path} does not exist: a save began, but did not finish ({self.unfinished.name})"
         else:
             why = f"{self.path} does not exist"
-        raise FoundError(why)
+        raise RankError(why)
 
     def begin(self) -> None:
-        """Make room for a new one; what a crash left is put right."""
-        if self.path.exists() and not _is_ours_to_replace(self.path):
-            raise FoundError(f"{self.path} holds something else than a checkpoint, and stays as it is")
+        """Prepare to write a new checkpoint, and clean up after a crash."""
+        if self.path.exists() and not _is_checkpoint(self.path):
+            raise RankError(f"{self.path} contains other files than those of a checkpoint, and is not replaced")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.path.exists() and (self.replaced / MARK).is_file():
+        if not self.path.exists() and (self.replaced / INDEX_FILE).is_file():
             self.replaced.rename(self.path)
-        for rubbish in (self.unfinished, self.replaced):
-            if rubbish.exists():
-                shutil.rmtree(rubbish)
+        for leftover in (self.unfinished, self.replaced):
+            if leftover.exists():
+                shutil.rmtree(leftover)
         self.unfinished.mkdir()
 
     def commit(self) -> None:
-        """Put what was written in the place of the old one."""
-        synced(self.unfinished)
+        """Replace the old directory by the one that was written."""
+        fsync_directory(self.unfinished)
         if self.path.exists():
             self.path.rename(self.replaced)
         self.unfinished.rename(self.path)
-        synced(self.path.parent)
+        fsync_directory(self.path.parent)
         if self.replaced.exists():
             shutil.rmtree(self.replaced)
 
-    def drop(self) -> None:
-        """Remove what was written."""
+    def discard(self) -> None:
+        """Remove the unfinished directory."""
         shutil.rmtree(self.unfinished, ignore_errors=True)
 
 
-def synced(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    opened = os.open(directory, os.O_RDONLY)
+def fsync_directory(directory: Path) -> None:
+    """Wait until the entries of a directory are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
-def _is_ours_to_replace(path: Path) -> bool:
-    """Whether there is nothing in it but the files of a checkpoint."""
-    return path.is_dir() and all(each.name == MARK or each.suffix == DATA for each in path.iterdir())
+def _is_checkpoint(path: Path) -> bool:
+    """Whether the directory contains only files of a checkpoint."""
+    return path.is_dir() and all(
+        each.name == INDEX_FILE or each.suffix == DATA_SUFFIX for each in path.iterdir()
+    )

@@ -1,9 +1,10 @@
-"""The ranks that save or load together: what fails on one of them is raised on all, and none waits in vain."""
+"""Work that several ranks do together: an error on one rank is raised on all, so that no rank waits forever."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -11,107 +12,140 @@ from penstock import arguments
 from penstock.errors import CheckpointError, PipelineError
 from penstock.runtime.transport.process_groups import Group, members_of, process_group
 
-__all__ = ["Answers", "FoundError", "Group", "Together", "some"]
+__all__ = ["Collective", "Group", "RankError", "RankResults", "some"]
 
 T = TypeVar("T")
 
-_SHOWN = 20  # names in one fault
+_SHOWN = 20  # names in one message
 
 
-class FoundError(Exception):
-    """What one rank found to be wrong; it becomes a part of the `CheckpointError` that all ranks raise."""
+class RankError(Exception):
+    """Problems found on one rank; they become a part of the `CheckpointError` that all ranks raise."""
 
-    def __init__(self, *faults: str) -> None:
-        super().__init__("; ".join(faults))
-        self.faults = faults
-
-
-class Answers(Generic[T]):
-    """What every rank gave, in the order of the ranks (None where it failed), and all faults, each once.
-
-    `error` is what was raised on this rank.
-    """
-
-    def __init__(self, values: Sequence[T | None], faults: Sequence[str], error: Exception | None) -> None:
-        self.values = values
-        self.faults = list(dict.fromkeys(faults))
-        self.error = error
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
 
 
-class Together:
-    """The ranks of a group, or of the world, or this process alone; `doing` begins every error."""
+@dataclass(frozen=True)
+class RankResults(Generic[T]):
+    """The results of all ranks."""
 
-    def __init__(self, group: Group, doing: str) -> None:
-        self.doing = doing
+    values: Sequence[T | None]
+    """In the order of the ranks; None where it failed."""
+    problems: list[str]
+    """Of all ranks, each once."""
+    error: Exception | None
+    """The exception that was raised on this rank."""
+
+
+class Change(Protocol):
+    """A change of the model on one rank, checked before any rank applies it."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it cannot be applied on this rank."""
+
+    @property
+    def used(self) -> Any:
+        """What this rank uses of the source, in a form that can be pickled."""
+
+    def unused(self, used: Sequence[Any]) -> list[str]:
+        """The problems with what no rank uses; `used` is that of all ranks."""
+
+    def apply(self) -> None:
+        """Change the model."""
+
+
+C = TypeVar("C", bound=Change)
+
+
+class Collective:
+    """The ranks of a group, or of the world, or this process alone; `failure` begins every error."""
+
+    def __init__(self, group: Group, failure: str) -> None:
+        self.failure = failure
         try:
             self.group = process_group(group, "the group", "pp")
             self.members, self.rank = members_of(self.group)
         except PipelineError as error:
-            raise CheckpointError(doing, [str(error)]) from None
+            raise CheckpointError(failure, [str(error)]) from None
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank does what is done once."""
+        """Whether this rank does what one rank does for all."""
         return self.rank == 0
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether there is no other rank."""
         return len(self.members) == 1
 
-    def tried(self, work: Callable[[], T]) -> Answers[T]:
-        """Do something on every rank and gather what comes of it; raises only if a rank is lost."""
+    def gather(self, work: Callable[[], T]) -> RankResults[T]:
+        """Run `work` on every rank and gather results and problems; raises only if a rank is lost."""
         value: T | None = None
-        faults: Sequence[str] = ()
+        problems: Sequence[str] = ()
         raised: Exception | None = None
         try:
             value = work()
-        except FoundError as error:
-            faults = error.faults
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks are waiting
-            raised, faults = error, [f"rank {self.rank}: {type(error).__name__}: {error}"]
-        answers = self._gathered((value, faults))
-        return Answers(
-            [given for given, _ in answers], [each for _, found in answers for each in found], raised
-        )
+        except RankError as error:
+            problems = error.problems
+        except Exception as error:  # noqa: BLE001 -- the other ranks wait, whatever the error is
+            raised, problems = error, [f"rank {self.rank}: {type(error).__name__}: {error}"]
+        gathered = self._all_gather((value, problems))
+        all_problems = dict.fromkeys(each for _, found in gathered for each in found)
+        return RankResults([result for result, _ in gathered], list(all_problems), raised)
 
-    def done(self, work: Callable[[], T]) -> list[T]:
-        """What every rank gave; if it failed anywhere, all faults are raised on every rank."""
-        answers = self.tried(work)
-        self.refuse(answers.faults, answers.error)
-        return [cast("T", value) for value in answers.values]
+    def run(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and give all results; a failure on any rank is raised on every rank."""
+        results = self.gather(work)
+        self.raise_problems(results.problems, results.error)
+        return [cast("T", value) for value in results.values]
 
-    def done_once(self, work: Callable[[], None]) -> None:
-        """Do something on the first rank while the others wait."""
-        self.done(work if self.is_first else lambda: None)
+    def run_on_first(self, work: Callable[[], None]) -> None:
+        """Run `work` on the first rank while the others wait."""
+        self.run(work if self.is_first else lambda: None)
 
-    def refuse(self, faults: Sequence[str], cause: Exception | None = None) -> None:
-        """Raise what is wrong, if anything is; every rank must have found the same."""
-        if faults:
-            raise CheckpointError(self.doing, list(dict.fromkeys(faults))) from cause
+    def run_change(self, prepare: Callable[[], C]) -> C:
+        """Prepare a change on every rank; apply it only if no rank has found a problem."""
+        prepared: list[C] = []
 
-    def changed(self, work: Callable[[], None]) -> None:
-        """Do what changes the model on every rank; if it fails anywhere, it is no longer what it was."""
-        answers = self.tried(work)
-        if answers.faults:
-            halfway = "the model may have been changed in part: give it other weights before it is used"
-            self.refuse([*answers.faults, halfway], answers.error)
+        def check() -> tuple[list[str], Any]:
+            prepared.append(prepare())
+            return prepared[0].problems, prepared[0].used
 
-    def _gathered(self, value: Any) -> list[Any]:
-        if self.alone:
+        results = self.gather(check)
+        checked = [value for value in results.values if value is not None]
+        problems = [*results.problems, *(problem for found, _ in checked for problem in found)]
+        if prepared and len(checked) == len(results.values):
+            problems += prepared[0].unused([used for _, used in checked])
+        self.raise_problems(problems, results.error)
+        applied = self.gather(prepared[0].apply)
+        if applied.problems:
+            partial = "the model may have been changed in part: load other weights before it is used"
+            self.raise_problems([*applied.problems, partial], applied.error)
+        return prepared[0]
+
+    def raise_problems(self, problems: Sequence[str], cause: Exception | None = None) -> None:
+        """Raise a `CheckpointError` if there are problems; they must be the same on every rank."""
+        if problems:
+            raise CheckpointError(self.failure, list(dict.fromkeys(problems))) from cause
+
+    def _all_gather(self, value: Any) -> list[Any]:
+        if self.is_single:
             return [value]
-        found: list[Any] = [None] * len(self.members)
+        gathered: list[Any] = [None] * len(self.members)
         try:
-            dist.all_gather_object(found, value, group=self.group)
+            dist.all_gather_object(gathered, value, group=self.group)
         except RuntimeError as error:
-            raise self.lost(error) from error
-        return found
+            raise self.connection_lost(error) from error
+        return gathered
 
-    def lost(self, error: BaseException) -> CheckpointError:
-        """What to raise when the ranks cannot hear each other any more."""
-        return CheckpointError(self.doing, [f"rank {self.rank} lost the connection to another rank: {error}"])
+    def connection_lost(self, error: BaseException) -> CheckpointError:
+        """The error for a collective that failed because another rank is gone."""
+        return CheckpointError(self.failure, [f"rank {self.rank} lost the connection to another rank: {error}"])
 
 
 def some(names: Sequence[object]) -> str:
-    """The names, but not a page of them."""
+    """The first names, and the number of the others."""
     return arguments.some(names, _SHOWN)

@@ -1,10 +1,10 @@
-"""Plain values as JSON and back, without a loss: tuples stay tuples, and numbers stay keys of a mapping."""
+"""Plain values to JSON and back without loss: tuples stay tuples, and keys of mappings keep their types."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.runtime.checkpoints.collective import FoundError
+from penstock.runtime.checkpoints.collective import RankError
 
 __all__ = ["from_json", "to_json"]
 
@@ -12,7 +12,7 @@ _TUPLE, _MAPPING = "!tuple", "!mapping"
 
 
 def to_json(value: object, where: str) -> Any:
-    """What json can write; `where` names the value in an error."""
+    """The value in a form that json can write; `where` names it in an error."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -24,14 +24,14 @@ def to_json(value: object, where: str) -> Any:
         if all(isinstance(key, str) and not key.startswith("!") for key in value):
             return entries
         return {_MAPPING: [[to_json(key, f"a key of {where}"), each] for key, each in entries.items()]}
-    raise FoundError(
-        f"{where} is a {type(value).__name__}, which is not stored: use numbers, texts, lists, tuples and "
-        "mappings (of a tensor, tensor.tolist())"
+    raise RankError(
+        f"{where} is a {type(value).__name__}, which cannot be stored: use numbers, strings, lists, tuples and "
+        "mappings (for a tensor, tensor.tolist())"
     )
 
 
 def from_json(value: Any) -> Any:
-    """The value that was written."""
+    """The value that `to_json` was called with."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""What a pipeline does together with its replicas: sharding, reduction, tied weights, norms."""
+"""Data parallelism around a pipeline: FSDP2 shards, replicas, tied weights, and the gradient norm."""

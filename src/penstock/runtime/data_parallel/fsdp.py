@@ -1,14 +1,14 @@
-"""The parameters of one stage that `fully_shard` shares out, gathered and let go of when the schedule says so.
+"""The parameters of one stage that `fully_shard` shards; the actions of the schedule gather and free them.
 
-Left alone, FSDP2 gathers a module's parameters when its forward begins, lets go of them when it ends, and
-reduces gradients after every backward. In a pipeline the actions decide instead:
+By itself, FSDP2 gathers the parameters of a module when its forward begins, frees them when it ends, and
+reduces gradients after every backward. In a pipeline, actions decide instead:
 
-    UNSHARD       starts to gather, and does not wait: the first module that needs its parameters does
-    RESHARD       lets go of them
-    REDUCE_GRAD   one reduce-scatter for each of FSDP's parameter groups, once in a step
+    UNSHARD       starts the all-gather and does not wait; the first module that needs its parameters waits
+    RESHARD       frees the gathered parameters
+    REDUCE_GRAD   one reduce-scatter per FSDP parameter group, once per step
 
-Whatever the schedule leaves out is done at the end of the step. FSDP2 has no public way to hold reductions back
-and start them later, so this reads and sets fields of its parameter groups, as torch 2.13 has them.
+The end of the step does what the schedule leaves out. FSDP2 has no public API to disable reductions and start
+them later, so this module reads and sets fields of its parameter groups, as torch 2.13 has them.
 """
 
 from __future__ import annotations
@@ -23,43 +23,44 @@ from torch import nn
 from torch.distributed._composable_state import _get_module_state
 
 from penstock.errors import PipelineError
+from penstock.runtime.data_parallel.checksums import ReplicatedParameter
 
-__all__ = ["Shards", "shards_by_stage"]
+__all__ = ["FsdpShards", "fsdp_shards_by_stage"]
 
 _FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 
-def shards_by_stage(modules: Mapping[int, nn.Module]) -> dict[int, Shards]:
-    """What `fully_shard`, or a `replicate` that is built on it, made of these stages."""
+def fsdp_shards_by_stage(modules: Mapping[int, nn.Module]) -> dict[int, FsdpShards]:
+    """The shards that `fully_shard`, or the `replicate` built on it, made of these stages."""
     loaded = sys.modules.get(_FSDP_STATE)
-    if loaded is None:  # then nothing can have been sharded, and loading it takes long
+    if loaded is None:  # nothing is sharded, and the import is slow
         return {}
     shards = {}
     for stage, module in modules.items():
         found = [_get_module_state(part) for part in module.modules()]
         states = dict.fromkeys(state for state in found if isinstance(state, loaded.FSDPState))
         if states:
-            shards[stage] = Shards(list(states), f"stage {stage}")
+            shards[stage] = FsdpShards(list(states), f"stage {stage}")
     return shards
 
 
-class Shards:
-    """FSDP's parameter groups of one stage."""
+class FsdpShards:
+    """The FSDP parameter groups of one stage."""
 
-    def __init__(self, states: list[Any], what: str) -> None:
+    def __init__(self, states: list[Any], owner: str) -> None:
         try:
-            for state in states:  # the outermost first: it becomes the root of those below
+            for state in states:  # outermost first: it becomes the root of the others
                 state._lazy_init()  # noqa: SLF001
         except RuntimeError as error:
             raise PipelineError(
-                f"{what}: FSDP cannot use its modules as they are sharded ({error}): call fully_shard on the "
-                "stage's own module as well, after its parts"
+                f"{owner}: FSDP does not support the way its modules are sharded ({error}): also call "
+                "fully_shard on the whole stage module, after its children"
             ) from error
         self._roots = [state for state in states if state._is_root]  # noqa: SLF001
         self._groups: list[Any] = [group for state in states for group in state._fsdp_param_groups]  # noqa: SLF001
         self._idle = type(states[0]._training_state).IDLE  # noqa: SLF001
-        self._cast = [each for each in self._parameters if each.reduce_dtype is not None]
-        self._gathered_once = not self._cast
+        self._with_reduce_dtype = [each for each in self._parameters if each.reduce_dtype is not None]
+        self._gathered_once = not self._with_reduce_dtype
         self.reshard()
 
     @property
@@ -68,19 +69,19 @@ class Shards:
 
     @property
     def parameters(self) -> set[nn.Parameter]:
-        """The sharded parameters, as an optimizer sees them."""
+        """The sharded parameters that an optimizer sees."""
         return {each.sharded_param for each in self._parameters}
 
-    def hold(self, kept: nn.Parameter, mine: Shards, other: nn.Parameter) -> None:
-        """Let the parameter `other` of this stage be `kept` of another stage, whose shards are `mine`."""
-        (source,) = (each for each in mine._parameters if each.sharded_param is kept)
-        (target,) = (each for each in self._parameters if each.sharded_param is other)
+    def tie(self, parameter: nn.Parameter, other: FsdpShards, kept: nn.Parameter) -> None:
+        """Replace `parameter` of this stage by the parameter `kept` of another stage."""
+        (source,) = (each for each in other._parameters if each.sharded_param is kept)
+        (target,) = (each for each in self._parameters if each.sharded_param is parameter)
         target.sharded_param = source.sharded_param
         target._sharded_param_data = source._sharded_param_data  # noqa: SLF001
         target._setattr_on_modules(kept)  # noqa: SLF001
 
     def data_groups(self) -> list[tuple[dist.ProcessGroup, ...]]:
-        """For each parameter group: the process groups its gradients are reduced over."""
+        """For each parameter group: the process groups that reduce its gradients."""
         found = []
         for group in self._groups:
             names = ("shard_process_group", "replicate_process_group")
@@ -88,18 +89,17 @@ class Shards:
             found.append(tuple([each for each in groups if each is not None]))
         return found
 
-    def copies(self) -> Iterator[tuple[str, nn.Parameter, dist.ProcessGroup]]:
-        """The names of parameters of which other ranks hold the same part, and which ranks do."""
+    def replicated(self) -> Iterator[ReplicatedParameter]:
+        """The parameters whose shard other ranks hold as well (hybrid sharding)."""
         for group in self._groups:
-            others = getattr(group.mesh_info, "replicate_process_group", None)
-            if others is not None:
-                yield from ((each._param_fqn, each.sharded_param, others) for each in group.fsdp_params)  # noqa: SLF001
-
-    # --- in a step ---------------------------------------------------------------------------------
+            replicas = getattr(group.mesh_info, "replicate_process_group", None)
+            if replicas is not None:
+                for each in group.fsdp_params:
+                    yield ReplicatedParameter(each._param_fqn, each.sharded_param, replicas)  # noqa: SLF001
 
     @contextmanager
-    def driven(self) -> Iterator[None]:
-        """Nothing is reduced or let go of but by the calls below."""
+    def scheduled(self) -> Iterator[None]:
+        """Only the methods below gather, reshard and reduce in here; FSDP itself does not."""
         self._gather_once()
         before = [(g.reduce_grads, g.reshard_after_backward, g.post_forward_mesh_info) for g in self._groups]
         last = [root._state_ctx.is_last_backward for root in self._roots]  # noqa: SLF001
@@ -118,9 +118,9 @@ class Shards:
                 root._state_ctx.is_last_backward = was  # noqa: SLF001
 
     def _gather_once(self) -> None:
-        """Gather everything for a moment, if gradients are summed in a type of their own.
+        """Gather and free all parameters once, if gradients are reduced in another dtype.
 
-        For them torch asks even a module that is never used for its gathered parameters.
+        torch then accesses the unsharded parameters even of a module that never runs.
         """
         if self._gathered_once:
             return
@@ -132,25 +132,25 @@ class Shards:
         self._gathered_once = True
 
     def unshard(self) -> None:
-        """Begin to gather the parameters."""
+        """UNSHARD: start the all-gather of the parameters."""
         for group in self._groups:
             group.unshard(async_op=True)
 
     def reshard(self) -> None:
-        """Let go of what was gathered."""
+        """RESHARD: free the gathered parameters."""
         for group in self._groups:
-            group.wait_for_unshard()  # a module was not used: what was gathered for it is old by the next step
+            group.wait_for_unshard()  # for a module that did not run: its parameters are stale in the next step
             group.reshard()
 
-    def keep_gradients(self) -> None:
-        """After W: where gradients are summed in a type of their own, the new ones go there at once."""
-        for each in self._cast:
+    def accumulate_gradients(self) -> None:
+        """After W: accumulate the new gradients in the reduce dtype, where there is one."""
+        for each in self._with_reduce_dtype:
             if hasattr(each, "_unsharded_param"):
                 each.accumulate_unsharded_grad_if_needed()
                 each.to_accumulated_grad_if_needed()
 
     def reduce(self) -> None:
-        """Begin to reduce the gradients; on a device the others go on computing meanwhile."""
+        """REDUCE_GRAD: start the reduction of the gradients; on an accelerator it overlaps with computation."""
         for group in reversed(self._groups):
             group.reduce_grads = True
             group.post_backward()
@@ -158,7 +158,7 @@ class Shards:
             group._training_state = self._idle  # noqa: SLF001
 
     def finish(self, *, reduces: bool) -> None:
-        """The end of a step: reduce what was not reduced yet, wait for it, and let go of all parameters."""
+        """The end of a step: reduce the remaining gradients, wait for all, and free all gathered parameters."""
         for group in self._groups:
             group.reduce_grads = reduces
         for root in self._roots:
@@ -170,9 +170,9 @@ class Shards:
         self.reshard()
 
     def drop(self) -> None:
-        """A step failed: what it gathered and the gradients that it did not reduce are lost."""
+        """After a failed step: discard the gathered parameters and the unreduced gradients."""
         for group in self._groups:
-            group._all_gather_result = None  # noqa: SLF001 -- the other side may never send it
+            group._all_gather_result = None  # noqa: SLF001 -- another rank may never send its part
         for each in self._parameters:
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):

@@ -1,4 +1,4 @@
-"""What is behind wrappers such as DistributedDataParallel: names of parameters, and what `split` has noted."""
+"""Parameter names and `split` metadata of modules inside wrappers such as DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["named_parameters", "noted", "owners", "prefixes"]
+__all__ = ["named_parameters", "owners", "prefixes", "split_metadata"]
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
 
 
 def prefixes(module: nn.Module) -> dict[str, str]:
-    """For the path of every part of a module: what names of its own tensors begin with, without wrappers."""
+    """For the path of every submodule: the prefix of its tensor names, without the names of wrappers."""
     modules = dict(module.named_modules(remove_duplicate=False))
     found = {"": ""}
     for path in modules:
@@ -26,21 +26,21 @@ def prefixes(module: nn.Module) -> dict[str, str]:
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter; one under two names comes twice."""
+    """Every parameter; a parameter with two names is given twice."""
     for name, owner, own_name in owners(module):
         yield name, owner.get_parameter(own_name)
 
 
 def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Of every parameter: its name, the part of the module that has it, and its name there."""
+    """For every parameter: its name, the submodule that owns it, and its name there."""
     for path, prefix in prefixes(module).items():
         owner = module.get_submodule(path)
         for own_name, _ in owner.named_parameters(recurse=False, remove_duplicate=False):
             yield prefix + own_name, owner, own_name
 
 
-def noted(module: nn.Module, name: str) -> Any:
-    """What `split` has noted in a stage under this name, which may be wrapped since; None if nothing was."""
+def split_metadata(module: nn.Module, name: str) -> Any:
+    """The attribute that `split` set on a stage, which may be wrapped since; None if there is none."""
     part: Any = module
     while part is not None:
         if name in vars(part):

@@ -1,1 +1,1 @@
-"""The demonstration: a small GPT that learns a page of text in pipelines on this machine."""
+"""The demo: a small GPT that learns a page of text in pipelines on this machine."""

@@ -1,4 +1,4 @@
-"""The training of the demonstration, as its ranks do it: one model, and schedules that change."""
+"""The training that the ranks of the demo run: one model, with a schedule that may change from step to step."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ __all__ = ["Step", "begin", "end", "train"]
 
 @dataclass(frozen=True)
 class Step:
-    """What one step came to."""
+    """The measurements of one step."""
 
     loss: float
     tokens: int
     seconds: float
     live: int
-    """The most activations that this rank held at once."""
+    """The peak number of live activations on this rank."""
     timeline: Timeline
     """The same on every rank."""
 
 
 class _Training:
-    """What a rank keeps between calls."""
+    """The state of a rank between calls."""
 
     def __init__(self, ranks: int, log: Path) -> None:
         self.stages = split(gpt(), layout=even_layout(LAYERS, ranks))
-        own = self.stages[dist.get_rank()]
-        self.optimizer = torch.optim.AdamW(own.parameters(), lr=1e-3)
+        own_stage = self.stages[dist.get_rank()]
+        self.optimizer = torch.optim.AdamW(own_stage.parameters(), lr=1e-3)
         self.batches = Batches(2 * ranks)
-        self.opened = ExitStack()
-        self.log = self.opened.enter_context(TrainingLog(jsonl=log, every=0))
+        self.exit_stack = ExitStack()
+        self.log = self.exit_stack.enter_context(TrainingLog(jsonl=log, every=0))
         self.pipelines: dict[str, Pipeline] = {}
 
     def pipeline(self, schedule: Schedule) -> Pipeline:
         if schedule.name not in self.pipelines:
-            made = self.opened.enter_context(Pipeline(self.stages, schedule, loss=cross_entropy))
-            self.opened.enter_context(made.profile())
-            self.pipelines[schedule.name] = made
+            pipeline = self.exit_stack.enter_context(Pipeline(self.stages, schedule, loss=cross_entropy))
+            self.exit_stack.enter_context(pipeline.profile())
+            self.pipelines[schedule.name] = pipeline
         return self.pipelines[schedule.name]
 
     def step(self, schedule: Schedule) -> Step:
@@ -69,19 +69,19 @@ class _Training:
         return Step(result.loss, target.numel(), seconds, pipeline.peak_live_activations, result.timeline)
 
 
-_now: list[_Training] = []
+_current: list[_Training] = []
 
 
 def begin(ranks: int, log: Path) -> None:
-    """Make the model and what trains it."""
-    _now[:] = [_Training(ranks, log)]
+    """Create the model and its optimizer."""
+    _current[:] = [_Training(ranks, log)]
 
 
 def train(schedule: Schedule) -> Step:
-    """One step with a schedule; the model is the same for all of them."""
-    return _now[0].step(schedule)
+    """Run one step with a schedule; all schedules train the same model."""
+    return _current[0].step(schedule)
 
 
 def end() -> None:
-    """Hang up, all ranks together."""
-    _now.pop().opened.close()
+    """Close all pipelines; all ranks call this."""
+    _current.pop().exit_stack.close()

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from penstock.ir.action import Action
 from penstock.ir.kinds import Kind, handler_of
-from penstock.runtime.data_parallel.replication import Replication
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
 from penstock.runtime.execution.custom_function import CustomFunction
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
@@ -25,7 +25,7 @@ class ExecutionContext(NamedTuple):
     send_channels: Mapping[tuple[Kind, int], SendChannel]
     receive_channels: Mapping[tuple[Kind, int], ReceiveChannel]
     functions: Mapping[Kind, CustomFunction]
-    replication: Replication
+    replication: ReplicaGroup
 
 
 class ActionRule(NamedTuple):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-from penstock.runtime.data_parallel.replication import Replication
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
 from penstock.runtime.execution.custom_function import CustomFunction
 from penstock.runtime.execution.stage_checks import LossFunction
 from penstock.runtime.execution.verified_schedule import VerifiedSchedule
@@ -36,7 +36,7 @@ class ExecutionConfig:
     """The same with the parameters of the loss, if it has any."""
     loss: LossFunction | None
     functions: Mapping[Kind, CustomFunction]
-    replication: Replication
+    replication: ReplicaGroup
     check_finite: bool
     mesh: DeviceMesh | None = None
     """The mesh of the pipeline, if it was given as one: DTensors may be on other slices of its root mesh."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.runtime.backward.deferral import Jobs
+from penstock.runtime.backward.deferred_gradients import DeferredGradients
 from penstock.runtime.transport.buffer_pool import Buffer
 
 __all__ = ["LiveActivations", "MicrobatchState", "NonLeafInputs", "StepInputs"]
@@ -69,7 +69,7 @@ class MicrobatchState:
         """Where the backward starts: the loss, or the outputs that need a gradient."""
         self.shapes: list[torch.Size] = []
         """The shapes of these outputs."""
-        self.jobs: Jobs | None = None
+        self.jobs: DeferredGradients | None = None
         """The deferred weight gradients."""
 
 

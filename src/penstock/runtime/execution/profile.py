@@ -131,7 +131,7 @@ def _link_costs(network: LinkCosts, sizes: Ints) -> Costs:
 
 
 def _transfers(schedule: Schedule, times: Floats, links: Costs) -> tuple[Floats | None, Floats | None]:
-    """Per message: when it left, and when it arrived: after latency and send, at the latest when it was used."""
+    """Per message: when it left, and when it arrived: after latency and send, before its use."""
     messages, slot = schedule.messages, schedule.table.slot
     used = np.flatnonzero(messages.used)
     if not used.size:

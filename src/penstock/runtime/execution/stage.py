@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral
-from penstock.runtime.data_parallel.fsdp import Shards
+from penstock.runtime.data_parallel.fsdp import FsdpShards
 from penstock.runtime.execution.microbatch_state import (
     LiveActivations,
     MicrobatchState,
@@ -48,7 +48,7 @@ class StageConfig:
     """The microbatches whose backward is split into I and W."""
     loss: LossFunction | None
     """The loss, for the last stage."""
-    shards: Shards | None
+    shards: FsdpShards | None
     """The parameters that FSDP shards."""
     is_replicated: bool
     """Whether other ranks train the same stage on other data."""
@@ -92,7 +92,7 @@ class Stage:
         received = None if config.input_source is None else config.input_source(microbatch)
         splits = microbatch in config.split_microbatches
         if self.deferral is not None:
-            self.deferral.engaged = splits
+            self.deferral.enabled = splits
         call = self._first_call if splits and step.training and not self._found_shared else self._call
         state, output = call(microbatch, received)
         del received
@@ -148,7 +148,7 @@ class Stage:
             copy = received._replace(leaves=copies)
         state, output = self._call(microbatch, received)
         self._found_shared = True
-        if not self.deferral.find_shared(_differentiable(flatten(output)[0])):
+        if not self.deferral.exclude_shared_weights(_differentiable(flatten(output)[0])):
             return state, output
         snapshot.restore()
         return self._call(microbatch, copy)
@@ -190,7 +190,7 @@ class Stage:
         """B."""
         state = self._states.pop(microbatch)
         if self.deferral is not None:
-            self.deferral.engaged = False
+            self.deferral.enabled = False
         self._run_backward(microbatch, state)
         self._release(state)
 
@@ -198,8 +198,8 @@ class Stage:
         """I."""
         assert self.deferral is not None, "the schedule splits the backward of this stage"
         state = self._states[microbatch]
-        self.deferral.engaged = True
-        with self.deferral.put_aside() as state.jobs:
+        self.deferral.enabled = True
+        with self.deferral.deferring() as state.jobs:
             self._run_backward(microbatch, state)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -209,7 +209,7 @@ class Stage:
         state.jobs.run()
         state.jobs = None
         if self._config.shards is not None:
-            self._config.shards.keep_gradients()
+            self._config.shards.accumulate_gradients()
         self._release(state)
 
     def _run_backward(self, microbatch: int, state: MicrobatchState) -> None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from penstock.errors import PipelineError
-from penstock.runtime.data_parallel.tied_weights import Ties
+from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.connection import Connection
 from penstock.runtime.execution.loss_exchange import LossExchange
@@ -35,7 +35,7 @@ _log = logging.getLogger("penstock")
 class StepRunner:
     """The executor of one rank."""
 
-    def __init__(self, config: ExecutionConfig, ties: Ties, input_builder: StepInputBuilder) -> None:
+    def __init__(self, config: ExecutionConfig, ties: TiedWeights, input_builder: StepInputBuilder) -> None:
         self._config, self._ties, self._input_builder = config, ties, input_builder
         self._steps = 0
         self._connection: Connection | None = None
@@ -57,7 +57,7 @@ class StepRunner:
         if connection.communicator is not None:
             try:
                 check_agreement(config, self._ties, connection.communicator)
-                connection.communicator.connect_subgroups(config.rank, self._ties.holders, config.timeout)
+                connection.communicator.connect_subgroups(config.rank, self._ties.rank_groups, config.timeout)
             except (PipelineError, RuntimeError):
                 connection.close()
                 raise
@@ -146,7 +146,7 @@ class StepRunner:
             connection.waiting_for = "the other ranks with its tied weights"
             self._ties.begin(connection.communicator)
         connection.waiting_for = ""
-        with replication.driven():
+        with replication.scheduled():
             if self.recorder is not None:
                 self.recorder.run(program)
             else:

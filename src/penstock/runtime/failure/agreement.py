@@ -13,8 +13,8 @@ import penstock
 from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.formats import dumps
-from penstock.runtime.data_parallel.tied_weights import Ties
-from penstock.runtime.data_parallel.wrappers import noted
+from penstock.runtime.data_parallel.tied_weights import TiedWeights
+from penstock.runtime.data_parallel.wrappers import split_metadata
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.transport.communicator import Communicator
 
@@ -24,7 +24,7 @@ _Facts: TypeAlias = dict[str, tuple[Any, Any]]
 """By topic: the value that is compared, and its text for an error message."""
 
 
-def check_agreement(config: ExecutionConfig, ties: Ties, communicator: Communicator) -> None:
+def check_agreement(config: ExecutionConfig, ties: TiedWeights, communicator: Communicator) -> None:
     """Raise unless every rank has the same schedule, versions and ties: steps would hang or train wrongly.
 
     A topic is compared between the ranks that have it, such as a tied weight between those that hold it.
@@ -35,7 +35,7 @@ def check_agreement(config: ExecutionConfig, ties: Ties, communicator: Communica
         raise PipelineError("the ranks of the pipeline do not agree:\n" + "\n".join(differences))
 
 
-def _facts(config: ExecutionConfig, ties: Ties) -> _Facts:
+def _facts(config: ExecutionConfig, ties: TiedWeights) -> _Facts:
     schedule = config.schedule
     digest = hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[:12]
     facts: _Facts = {
@@ -46,9 +46,9 @@ def _facts(config: ExecutionConfig, ties: Ties) -> _Facts:
         "schedule": (digest, f"{schedule.name} ({digest})"),
         "tied weights": (str(ties.all), listed(ties.all) or "none"),
     }
-    facts |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.looks().items()}
+    facts |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.descriptions().items()}
     for module in config.modules.values():
-        _, parts = noted(module, "cut") or (0, ())
+        _, parts = split_metadata(module, "split_stage") or (0, ())
         if len(parts) == schedule.num_stages:
             split = " | ".join(parts)
             facts["split of the model"] = (split, split)

@@ -1,4 +1,4 @@
-"""Models that come apart into stages."""
+"""Models split into pipeline stages, and their initialization."""
 
 from penstock.runtime.models.materialize import materialize
 from penstock.runtime.models.partition import split

@@ -1,4 +1,4 @@
-"""Any number of stages from a model, without saying where to cut: modules, or layers, shared evenly."""
+"""`split_evenly`: a model split into any number of stages with about the same number of modules or layers."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ __all__ = ["split_evenly"]
 
 
 def split_evenly(model: nn.Module, stages: int) -> dict[int, nn.Module]:
-    """The stages of a model by their numbers: see `split` for which models it cuts.
+    """The stages of a model by number; see `split` for the models it supports.
 
-    An `nn.Sequential` is cut between the modules that it runs, those of containers inside it one by one.
+    An `nn.Sequential` is split between the modules that it runs, also inside nested containers.
     """
     if is_pretrained(model):
         return split(model, layout=even_layout(Decoder(model).layers, stages))
-    names = _names_of_modules(model)
+    names = _leaf_names(model)
     if names and stages > len(names):
         raise PartitionError(
-            f"{stages} stages need as many modules, but the model runs {len(names)} one after the other: use "
+            f"{stages} stages need at least {stages} modules, but the model runs {len(names)} in sequence: use "
             "fewer ranks, or fewer stages per rank"
         )
     each, rest = divmod(max(len(names), stages), stages)
     firsts = [stage * each + max(0, stage - (stages - rest)) for stage in range(1, stages)]
-    # of a model that cannot be cut any name will do: split() says what is wrong with it
+    # a model that cannot be split has no names; split() reports why
     return split(model, at=[names[first] if names else "" for first in firsts])
 
 
-def _names_of_modules(module: nn.Module, inside: str = "") -> list[str]:
-    """The modules that run one after the other, without the containers that only run them."""
+def _leaf_names(module: nn.Module, prefix: str = "") -> list[str]:
+    """The names of the modules that run in sequence, without the containers that only run them."""
     if type(module).forward is not nn.Sequential.forward:
-        return [inside] if inside else []
+        return [prefix] if prefix else []
     children = (
         (name, child)
         for name, child in module.named_modules(remove_duplicate=False)
@@ -43,5 +43,5 @@ def _names_of_modules(module: nn.Module, inside: str = "") -> list[str]:
     return [
         found
         for name, child in children
-        for found in _names_of_modules(child, f"{inside}.{name}" if inside else name)
+        for found in _leaf_names(child, f"{prefix}.{name}" if prefix else name)
     ]

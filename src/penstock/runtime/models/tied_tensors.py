@@ -1,4 +1,4 @@
-"""Tensors that several stages hold: weights are written down in the stages, buffers are refused."""
+"""Tensors that several stages of a split model hold: weights are recorded in the stages, buffers rejected."""
 
 from __future__ import annotations
 
@@ -8,48 +8,49 @@ from torch import nn
 
 from penstock.errors import PartitionError
 
-__all__ = ["note_tied_weights"]
+__all__ = ["record_tied_weights"]
 
 _SHOWN = 8
 
 
-def note_tied_weights(stages: Mapping[int, nn.Module]) -> None:
-    """Give every stage `tied`: for each weight that several stages hold, its name by stage.
+def record_tied_weights(stages: Mapping[int, nn.Module]) -> None:
+    """Set the attributes `tied` and `cut` on every stage.
 
-    The tuple is the same in every stage, in the order of the first holders. `cut` is which stage it is, and
-    what all of them are.
+    `tied` has, for each weight that several stages hold, its name by stage. The tuple is the same in every
+    stage, in the order of the first stages. `cut` is the number of the stage and a description of all stages.
     """
-    _refuse_shared_buffers(stages)
+    _check_buffers(stages)
     names: dict[int, dict[int, str]] = {}
     for stage, module in stages.items():
         for name, weight in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(weight), {}).setdefault(stage, name)
-    tied = tuple(holders for holders in names.values() if len(holders) > 1)
-    parts = tuple(_first_and_last(module) for module in stages.values())
+    tied = tuple(by_stage for by_stage in names.values() if len(by_stage) > 1)
+    descriptions = tuple(_description(module) for module in stages.values())
     for stage, module in stages.items():
-        vars(module)["tied"] = tied  # past nn.Module, which may know a child of this name
-        vars(module)["cut"] = stage, parts
+        vars(module)["tied"] = tied  # not through nn.Module, which may have a child of this name
+        vars(module)["split_stage"] = stage, descriptions
 
 
-def _first_and_last(module: nn.Module) -> str:
-    """A stage in words, by which ranks see that they have cut a model in the same way."""
+def _description(module: nn.Module) -> str:
+    """A stage in short; ranks compare these to find out whether they split the model in the same way."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return f"{len(names)} parameters" + (f", {names[0]} to {names[-1]}" if names else "")
 
 
-def _refuse_shared_buffers(stages: Mapping[int, nn.Module]) -> None:
+def _check_buffers(stages: Mapping[int, nn.Module]) -> None:
     homes: dict[int, dict[int, str]] = {}
     for stage, module in stages.items():
         for name, buffer in module.named_buffers():
             homes.setdefault(id(buffer), {})[stage] = name
-    torn = [places for places in homes.values() if len(places) > 1]
-    if torn:
-        told = "; ".join(
+    shared = [places for places in homes.values() if len(places) > 1]
+    if shared:
+        listed = "; ".join(
             " and ".join(f"{name!r} in stage {stage}" for stage, name in places.items())
-            for places in torn[:_SHOWN]
+            for places in shared[:_SHOWN]
         )
-        more = f"; and {len(torn) - _SHOWN} more" if len(torn) > _SHOWN else ""
+        more = f"; and {len(shared) - _SHOWN} more" if len(shared) > _SHOWN else ""
         raise PartitionError(
-            f"these buffers are one tensor in several stages: {told}{more}. Each stage would change its own, "
-            "and nobody would add them up: cut so that they land in one stage, or give each its own"
+            f"these buffers are one tensor in several stages: {listed}{more}. Each stage would update its own "
+            "copy, and the copies would diverge: split so that one stage has them all, or give each its own "
+            "buffer"
         )

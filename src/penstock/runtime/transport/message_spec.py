@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.runtime.dtensors import Meshes, Sharding, is_dtensor, local, placement_fault, sharding_of
+from penstock.runtime.dtensors import Meshes, Sharding, is_dtensor, local, placement_problem, sharding_of
 from penstock.runtime.pytree import Leaves, Structure
 
 __all__ = ["HEADER_BYTES", "MessageSpec", "check_sendable", "message_spec", "spec_key"]
@@ -162,7 +162,7 @@ class MessageSpec:
             # unlike detach(), an in-place change of `data` does not bump the version of the other views
             leaves[position] = view.data
         for position, sharding in self._shardings:
-            leaves[position] = sharding.put_together(leaves[position], meshes.like(sharding.mesh))
+            leaves[position] = sharding.build(leaves[position], meshes.matching(sharding.mesh))
         return leaves
 
     def dumps(self) -> bytes:
@@ -195,7 +195,7 @@ def check_sendable(leaves: Sequence[Any], where: str) -> None:
                 f"{where}: a tensor of layout {what} cannot be sent to another rank: return a dense tensor "
                 "(`to_dense()`, `dequantize()`, padding)"
             )
-        if is_dtensor(leaf) and (fault := placement_fault(leaf)):
+        if is_dtensor(leaf) and (fault := placement_problem(leaf)):
             raise PipelineError(
                 f"{where}: {fault}, cannot be sent to another rank: call `redistribute()` on it first"
             )

@@ -1,4 +1,4 @@
-"""Promise: everything that a checkpoint of one process holds comes back as it was."""
+"""Promise: a checkpoint of one process restores everything that it stores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 from penstock import CheckpointError
 from penstock.runtime import load_checkpoint, save_checkpoint
-from tests.support.checkpoints import refusal, same, small
+from tests.support.checkpoints import error_of, same, small
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
@@ -37,9 +37,7 @@ def same_state(one: Optimizer, other: Optimizer) -> bool:
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Adagrad, Adafactor, RMSprop])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_tensor_and_option_comes_back_to_the_last_bit(
-    tmp_path: Path, kind: Any, dtype: torch.dtype
-) -> None:
+def test_every_tensor_and_option_is_restored_bitwise(tmp_path: Path, kind: Any, dtype: torch.dtype) -> None:
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1} | ({"momentum": 0.9} if kind is SGD else {})
     model, again = small(dtype=dtype), small(dtype=dtype)
     optimizer, fresh = kind(model.parameters(), **options), kind(again.parameters())
@@ -51,7 +49,7 @@ def test_every_tensor_and_option_comes_back_to_the_last_bit(
     assert fresh.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-def test_state_more_precise_than_the_weights_stays_so(tmp_path: Path) -> None:
+def test_state_keeps_a_higher_precision_than_the_weights(tmp_path: Path) -> None:
     model, again = nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2, dtype=torch.bfloat16)
     optimizer, fresh = SGD(model.parameters(), momentum=0.9), SGD(again.parameters(), momentum=0.9)
     for parameter in model.parameters():
@@ -66,7 +64,7 @@ def test_state_more_precise_than_the_weights_stays_so(tmp_path: Path) -> None:
         assert fresh.state[other]["seen"] == 3
 
 
-def test_an_optimizer_that_made_no_step_is_saved_and_takes_a_state_back(tmp_path: Path) -> None:
+def test_an_optimizer_without_a_step_is_saved_and_can_load_a_state(tmp_path: Path) -> None:
     model = small()
     optimizer = AdamW(model.parameters(), lr=0.5)
     save_checkpoint(tmp_path / "c", model, optimizer)
@@ -76,7 +74,7 @@ def test_an_optimizer_that_made_no_step_is_saved_and_takes_a_state_back(tmp_path
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_options_come_back_by_name_however_parameters_are_grouped(tmp_path: Path) -> None:
+def test_options_are_restored_by_name_for_any_parameter_groups(tmp_path: Path) -> None:
     model, again = small(), small()
     weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     rest = [parameter for parameter in model.parameters() if parameter.dim() == 1]
@@ -91,14 +89,14 @@ def test_options_come_back_by_name_however_parameters_are_grouped(tmp_path: Path
         assert group["weight_decay"] == (0.01 if decays else 0.0)
         assert group["betas"] == ((0.9, 0.999) if decays else (0.5, 0.6))
         assert same(group["lr"], torch.tensor(0.25))
-    (fault,) = refusal(tmp_path / "c", again, AdamW(again.parameters()))
+    (fault,) = error_of(tmp_path / "c", again, AdamW(again.parameters()))
     assert fault.startswith(
         "group 0 of the optimizer has parameters that had different options: 'first.weight' and"
     )
     assert "weight_decay 0.01 and 0.0" in fault
 
 
-def test_extra_comes_back_as_it_was_and_a_scheduler_fits_in_it(tmp_path: Path) -> None:
+def test_extra_is_restored_and_can_hold_a_scheduler_state(tmp_path: Path) -> None:
     model = small()
     optimizer = SGD(model.parameters(), lr=1.0)
     scheduler = MultiStepLR(optimizer, [2, 4])
@@ -116,7 +114,7 @@ def test_extra_comes_back_as_it_was_and_a_scheduler_fits_in_it(tmp_path: Path) -
         optimizer.step()
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    with pytest.raises(CheckpointError, match=r"extra\['a'\]\[1\] is a Tensor, which is not stored"):
+    with pytest.raises(CheckpointError, match=r"extra\['a'\]\[1\] is a Tensor, which cannot be stored"):
         save_checkpoint(tmp_path / "c", model, extra={"a": [0, torch.zeros(1)]})
     assert load_checkpoint(tmp_path / "c", model) == extra
 
@@ -131,7 +129,7 @@ def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "c", compiled)
 
 
-def test_a_weight_under_two_names_is_stored_under_both_and_its_state_once(tmp_path: Path) -> None:
+def test_a_weight_with_two_names_is_stored_under_both_and_its_state_once(tmp_path: Path) -> None:
     def tied() -> nn.ModuleDict:
         made = nn.ModuleDict({"embed": nn.Linear(3, 3), "head": nn.Linear(3, 3, bias=False)})
         made["head"].weight = made["embed"].weight
@@ -153,6 +151,6 @@ def test_a_weight_under_two_names_is_stored_under_both_and_its_state_once(tmp_pa
     assert same(states[0], states[1])
     assert states[0] is not states[1]
     save_checkpoint(tmp_path / "c", apart, alone)
-    assert refusal(tmp_path / "c", again) == [
-        "'embed.weight' and head.weight are one weight in the model, but not in it"
+    assert error_of(tmp_path / "c", again) == [
+        "'embed.weight' and head.weight are one weight in the model, but not in the checkpoint"
     ]

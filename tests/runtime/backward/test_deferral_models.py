@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.runtime.backward.deferral import Deferral
-from penstock.runtime.backward.layer_rules import _KNOWN
+from penstock.runtime.backward.layer_rules import _REGISTRY
 from tests.support.deferring import (
     Block,
     Chain,
     Inputs,
     Run,
     assert_as_plain,
-    jobs_of,
+    deferred_calls,
     numbers,
     split,
     upstream,
@@ -72,20 +72,23 @@ def test_a_model_gets_the_gradients_of_a_plain_backward(name: str, *, first: boo
     assert_as_plain(model, *inputs)
 
 
-def test_attention_is_split_as_far_as_it_is_made_of_layers() -> None:
-    assert jobs_of(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), numbers(3, 5, 16)) == 2
+def test_only_the_layers_inside_attention_are_split() -> None:
+    assert (
+        deferred_calls(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), numbers(3, 5, 16))
+        == 2
+    )
 
 
 def test_the_first_layer_of_the_first_stage_computes_no_input_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(8, 4)
-    monkeypatch.setattr(type(_KNOWN[nn.Linear.forward].rule), "input_gradient", None)
-    assert jobs_of(layer, numbers(3, 8)) == 1
+    monkeypatch.setattr(type(_REGISTRY[nn.Linear.forward].rule), "input_gradient", None)
+    assert deferred_calls(layer, numbers(3, 8)) == 1
     assert layer.weight.grad is None
 
 
 def test_i_computes_no_weight_gradient_of_a_deferred_layer() -> None:
     model, x = nn.Sequential(Block(), Block()), numbers(3, 5, 16).requires_grad_()
-    assert jobs_of(model, x) == 10
+    assert deferred_calls(model, x) == 10
     assert x.grad is not None
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == ("norm" in name), name
@@ -102,7 +105,7 @@ def test_frozen_parameters_get_none(frozen: list[str], *, first: bool) -> None:
     assert_as_plain(model, numbers(4, 5, 8).requires_grad_(not first))
 
 
-def test_a_layer_that_is_frozen_is_left_alone() -> None:
+def test_a_frozen_layer_runs_its_own_forward() -> None:
     model = nn.Sequential(nn.Linear(8, 8).requires_grad_(requires_grad=False), nn.Linear(8, 8))
     assert Deferral(model).layers == (model[1],)
 
@@ -112,13 +115,13 @@ def test_two_microbatches_in_flight() -> None:
         deferral = Deferral(module)
         with deferral.installed():
             outputs = [module(x) for x in inputs]
-            aside = []
+            pending = []
             for output in outputs:
-                with deferral.put_aside() as jobs:
+                with deferral.deferring() as deferred:
                     output.backward(upstream(output))
-                aside.append(jobs)
-            for jobs in reversed(aside):
-                jobs.run()
+                pending.append(deferred)
+            for deferred in reversed(pending):
+                deferred.run()
 
     # two terms, so that the order of W does not show in the rounding
     assert_as_plain(

@@ -44,7 +44,7 @@ def test_a_pipeline_trains_as_one_process_with(pools: Pools, way: str) -> None:
     assert_trains(pools, [TensorCase(fused, way, optimizer="adamw"), TensorCase(split, way)])
 
 
-def test_numbers_of_single_precision_are_those_of_one_process(pools: Pools) -> None:
+def test_float32_results_are_those_of_one_process(pools: Pools) -> None:
     schedule = build("zbv", ranks=2, microbatches=4)
     assert_trains(pools, [TensorCase(schedule, "pieces", dtype=torch.float32, steps=1)])
 
@@ -80,7 +80,7 @@ def gradients_carried() -> set[str]:
     return own.seen
 
 
-def test_a_gradient_comes_back_with_placements_of_its_own(pools: Pools) -> None:
+def test_a_gradient_may_have_other_placements_than_its_output(pools: Pools) -> None:
     seen = pools(4).run(gradients_carried)
     # of what every rank has all of, the gradient is a sum that is not yet made; of such a sum, it is whole
     assert seen[0] == seen[1] == {"(Partial(sum),)", "(Shard(dim=1),)", "(Replicate(),)"}
@@ -106,7 +106,7 @@ def computed_in_input_backward() -> tuple[list[str], list[str]]:
     return found[0]
 
 
-def test_weight_gradients_of_parallel_layers_are_put_aside(pools: Pools) -> None:
+def test_weight_gradients_of_tensor_parallel_layers_are_deferred(pools: Pools) -> None:
     for early, late in pools(4).run(computed_in_input_backward):
         assert all("norm" in name for name in early)
         assert late
@@ -143,7 +143,7 @@ def outputs_of_a_stage_without_weights() -> bool:
     return all(out is None or (is_dtensor(out) and torch.equal(out.full_tensor(), wanted)) for out in found)
 
 
-def test_a_stage_without_weights_finds_its_mesh_beside_the_pipelines(pools: Pools) -> None:
+def test_a_stage_without_weights_finds_its_mesh_from_the_pipelines(pools: Pools) -> None:
     assert pools(4).run(outputs_of_a_stage_without_weights) == [True] * 4
 
 
@@ -169,11 +169,11 @@ def told_without_a_mesh() -> str:
     return told(torch.sin, knows_mesh=False)
 
 
-def test_a_dtensor_is_refused_where_no_mesh_is_like_its_own(pools: Pools) -> None:
+def test_a_dtensor_without_a_matching_mesh_is_rejected(pools: Pools) -> None:
     for text in pools(4).run(told_without_a_mesh):
         assert "in 1F0" in text
-        assert "a DTensor came on a mesh (tp: 2) of cpu, this rank at [" in text
-        assert "this rank knows no mesh like it, but none at all" in text
+        assert "received a DTensor on a mesh (tp: 2) of cpu, this rank at [" in text
+        assert "this rank has no such mesh, but none at all" in text
         assert 'group=mesh["pp"]' in text
 
 
@@ -188,7 +188,7 @@ def told_of_numbers() -> str:
     return told(_broken_piece, check_finite=True)
 
 
-def test_a_number_that_is_not_finite_in_one_piece_is_told_by_all_ranks(pools: Pools) -> None:
+def test_a_nonfinite_value_in_one_shard_is_reported_by_all_ranks(pools: Pools) -> None:
     for text in pools(4).run(told_of_numbers):
         assert f"stage 0: {2 * WIDTH} of {2 * 5 * WIDTH} elements of its output" in text
 
@@ -204,7 +204,7 @@ def told_of_masks() -> str:
     return told(_words_by_rank)
 
 
-def test_the_unfinished_sum_of_an_embedding_is_refused_with_a_way_out(pools: Pools) -> None:
+def test_the_partial_sum_of_an_embedding_is_rejected_with_a_remedy(pools: Pools) -> None:
     for text in pools(4).run(told_of_masks):
         assert "stage 0, output for rank 1: a DTensor with the placement MaskP" in text
         assert "`redistribute()` it first" in text
@@ -219,14 +219,14 @@ def two_meshes_alike() -> str:
     module.register_buffer("two", two)
     coordinates = mesh.get_coordinate(), other.get_coordinate()
     try:
-        found = Meshes([module]).like(sharding_of(one).mesh)
+        found = Meshes([module]).matching(sharding_of(one).mesh)
     except PipelineError as error:
         return str(error) if coordinates[0] == coordinates[1] else ""
     return "right" if found is mesh and coordinates[0] != coordinates[1] else "wrong"
 
 
-def test_two_meshes_that_look_the_same_are_refused(pools: Pools) -> None:
+def test_two_matching_meshes_are_rejected(pools: Pools) -> None:
     first, second, third, last = pools(4).run(two_meshes_alike)
-    assert "knows 2 meshes like it, of world ranks [0, 1] and [0, 2]: give their dimensions" in first
-    assert "knows 2 meshes like it, of world ranks [2, 3] and [1, 3]: give their dimensions" in last
+    assert "has 2 such meshes, of world ranks [0, 1] and [0, 2]: give their dimensions" in first
+    assert "has 2 such meshes, of world ranks [2, 3] and [1, 3]: give their dimensions" in last
     assert second == third == "right"

@@ -1,4 +1,4 @@
-"""Promise: weights go out to other programs and come in from them as plain safetensors files."""
+"""Promise: weights are exported to and imported from plain safetensors files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from penstock import CheckpointError, MissingExtraError
 from penstock.runtime import Pipeline, export_safetensors, import_safetensors, split
-from penstock.runtime.checkpoints import safetensors_files
+from penstock.runtime.checkpoints import safetensors_export
 from tests.runtime.checkpoints.test_names import TIES, tied_stages
 from tests.support.checkpointing import Bits, Layout, bits, bits_of_model, named_model, sharded, stages_of
 from tests.support.hub_models import decoder, next_word
@@ -88,7 +88,7 @@ def read_as_the_hub_does(directory: Path) -> dict[str, Tensor]:
 
 @pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_go_out_and_come_in_under_any_layout(pools: Pools, tmp_path: Path, layout: str) -> None:
+def test_weights_are_exported_and_imported_in_any_layout(pools: Pools, tmp_path: Path, layout: str) -> None:
     ranks, chosen = LAYOUTS[layout]
     pools(ranks).run(go_out, chosen, tmp_path)
     wanted = named_model() if chosen.sharded else mixed(named_model())
@@ -107,7 +107,7 @@ def test_weights_go_out_and_come_in_under_any_layout(pools: Pools, tmp_path: Pat
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_one_file_feeds_a_pipeline_and_shards(pools: Pools, tmp_path: Path) -> None:
+def test_one_file_is_imported_into_a_pipeline_and_into_shards(pools: Pools, tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file({name: value.clone() for name, value in named_model().state_dict().items()}, file)
     wanted = bits_of_model({0: named_model()})
@@ -140,7 +140,7 @@ def ties_go_out_and_come_in(directory: Path) -> dict[str, float]:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_a_tied_weight_goes_out_once_and_comes_in_to_every_holder(pools: Pools, tmp_path: Path) -> None:
+def test_a_tied_weight_is_exported_once_and_imported_in_every_stage(pools: Pools, tmp_path: Path) -> None:
     parts = pools(4).run(ties_go_out_and_come_in, tmp_path)
     assert (parts[0]["embed.weight"], parts[3]["head.weight"]) == (77, 77)
     assert (parts[0]["both.weight"], parts[3]["both.weight"]) == (88, 88)
@@ -162,7 +162,7 @@ def come_in_wrongly(directory: Path) -> tuple[str, bool]:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_all_faults_are_told_at_once_on_all_ranks_and_nothing_is_changed(pools: Pools, tmp_path: Path) -> None:
+def test_all_problems_are_reported_on_all_ranks_and_nothing_is_changed(pools: Pools, tmp_path: Path) -> None:
     weights = {name: value.clone() for name, value in named_model().state_dict().items()}
     del weights["layers.0.lin.bias"], weights["head.bias"]
     weights["layers.1.lin.bias"] = torch.zeros(WIDTH + 1)
@@ -175,49 +175,49 @@ def test_all_faults_are_told_at_once_on_all_ranks_and_nothing_is_changed(pools: 
             f"the weights of {tmp_path} cannot be imported:",
             "  'layers.1.lin.bias' is F32 [9] in model.safetensors, but float32 [8] in the model",
             "  'layers.2.norm.num_batches_tracked' is F32 [] in model.safetensors, but int64 [] in the model",
-            "  the model has names that are missing in them: layers.0.lin.bias",
-            "  the model has names that are missing in them: head.bias",
-            "  they have names that no rank's model has: strange",
+            "  the model has names that are missing in the files: layers.0.lin.bias",
+            "  the model has names that are missing in the files: head.bias",
+            "  the files have names that no rank's model has: strange",
         ]
 
 
-def refusal(place: Path) -> str:
+def error_of(place: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         import_safetensors(place, nn.Linear(2, 2))
     return "; ".join(caught.value.problems)
 
 
-def test_files_that_are_missing_damaged_or_elsewhere_are_named(tmp_path: Path) -> None:
+def test_missing_damaged_or_outside_files_are_reported(tmp_path: Path) -> None:
     assert (
-        refusal(tmp_path)
+        error_of(tmp_path)
         == f"{tmp_path / 'model.safetensors'} does not exist, nor model.safetensors.index.json"
     )
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]", encoding="utf-8")
-    assert "is no index" in refusal(tmp_path)
+    assert "is not a valid index" in error_of(tmp_path)
     index.write_text(json.dumps({"weight_map": {"weight": "../a", "bias": "b"}}), encoding="utf-8")
-    assert refusal(tmp_path) == (
-        "model.safetensors.index.json names files of other directories: ../a; "
+    assert error_of(tmp_path) == (
+        "model.safetensors.index.json names files in other directories: ../a; "
         "model.safetensors.index.json names files that are missing: b"
     )
     index.unlink()
     (tmp_path / "model.safetensors").write_bytes(b"rubbish that is longer than a header")
-    assert "rank 0: SafetensorError" in refusal(tmp_path)
+    assert "rank 0: SafetensorError" in error_of(tmp_path)
 
 
-def test_weights_that_are_there_are_not_overwritten_and_other_files_stay(tmp_path: Path) -> None:
+def test_existing_weights_are_not_overwritten_and_other_files_stay(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / ".unfinished").mkdir()
     (tmp_path / ".unfinished" / "rubbish").touch()
     export_safetensors(tmp_path, model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    with pytest.raises(CheckpointError, match=r"there are weights already \(model.safetensors\)"):
+    with pytest.raises(CheckpointError, match=r"already has weights \(model.safetensors\)"):
         export_safetensors(tmp_path, nn.Linear(2, 2))
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], model.weight)
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = builtins.__import__
 
     def without(name: str, *args: Any, **options: Any) -> Any:
@@ -234,7 +234,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def fill_disk(directory: Path) -> tuple[str, list[str]]:
     """One rank cannot write."""
     model: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
-    files: Any = safetensors_files
+    files: Any = safetensors_export
     written = files._write
 
     def full(*_: Any) -> None:
@@ -253,7 +253,7 @@ def fill_disk(directory: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_an_export_that_fails_leaves_nothing(pools: Pools, tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_files(pools: Pools, tmp_path: Path) -> None:
     for told, left in pools(2).run(fill_disk, tmp_path):
         assert "rank 0: OSError: [Errno 28] No space left on device" in told
         assert left == []
@@ -275,7 +275,7 @@ def decoder_goes_out(directory: Path, theirs: Path) -> None:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_transformers_reads_what_goes_out_and_writes_what_comes_in(pools: Pools, tmp_path: Path) -> None:
+def test_files_are_exchanged_with_transformers(pools: Pools, tmp_path: Path) -> None:
     model = decoder("llama", tied=True)
     model.save_pretrained(tmp_path / "theirs")
     model.config.save_pretrained(tmp_path / "ours")

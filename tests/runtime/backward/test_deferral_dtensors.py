@@ -78,8 +78,8 @@ def upstream(y: DTensor) -> DTensor:
 
 
 def trained(model: nn.Module, x: Tensor, *, split: bool) -> tuple[Found, int]:
-    """What two backwards leave: gradients and what hooks saw; and how many jobs were put aside."""
-    model, aside = copy.deepcopy(model), 0
+    """What two backwards leave: gradients and what hooks saw; and how many layer calls were deferred."""
+    model, count = copy.deepcopy(model), 0
     x = x.detach().requires_grad_(x.is_floating_point())
     hooked: list[tuple[str, str]] = []
     for name, weight in model.named_parameters():
@@ -88,11 +88,11 @@ def trained(model: nn.Module, x: Tensor, *, split: bool) -> tuple[Found, int]:
     deferral = Deferral(model)
     for _ in range(2):
         if split:
-            with deferral.put_aside() as jobs:
+            with deferral.deferring() as deferred:
                 y = model(x)
                 y.backward(upstream(y))
-            aside += len(jobs)
-            jobs.run()
+            count += len(deferred)
+            deferred.run()
         else:
             y = model(x)
             y.backward(upstream(y))
@@ -101,7 +101,7 @@ def trained(model: nn.Module, x: Tensor, *, split: bool) -> tuple[Found, int]:
         "x": x.grad,
         **{name: weight.grad for name, weight in model.named_parameters()},
         "hooks": sorted(hooked),
-    }, aside
+    }, count
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -119,10 +119,10 @@ def compared(kind: str) -> tuple[int, list[str]]:
             wanted, _ = trained(model, x, split=False)
         except RuntimeError:  # torch cannot do it either
             continue
-        found, jobs = trained(model, x, split=True)
+        found, deferred = trained(model, x, split=True)
         faults += [f"{name}: {what} differs" for what in wanted if not _same(wanted[what], found[what])]
-        if jobs != 2:
-            faults.append(f"{name}: {jobs} jobs")
+        if deferred != 2:
+            faults.append(f"{name}: {deferred} deferred calls")
         count += 1
     return count, faults
 
@@ -160,12 +160,12 @@ def jobs_of_a_weight_used_twice() -> tuple[int, int]:
     deferral = Deferral(model)
     counts = []
     for _ in range(2):
-        with deferral.put_aside() as jobs:
+        with deferral.deferring() as deferred:
             y = model(x)
-            deferral.find_shared([y])
+            deferral.exclude_shared_weights([y])
             y.sum().backward()
-        counts.append(len(jobs))
-        jobs.run()
+        counts.append(len(deferred))
+        deferred.run()
     return counts[0], counts[1]
 
 
@@ -189,7 +189,7 @@ def told_of_a_box() -> str:
     return ""
 
 
-def test_an_object_that_hides_a_dtensor_is_refused(pools: Pools) -> None:
+def test_an_object_that_contains_a_dtensor_is_rejected(pools: Pools) -> None:
     for text in pools(2).run(told_of_a_box):
         assert "a DTensor is inside of an object that cannot be flattened" in text
 

@@ -1,4 +1,4 @@
-"""Promises on replicas with little to do: none of their tokens counts, or they train nothing but a loss."""
+"""Promise: replicas without tokens, and stages that train only a loss, take part."""
 
 from __future__ import annotations
 
@@ -13,17 +13,9 @@ from torch.nn import functional
 
 from penstock import PipelineError, build
 from penstock.runtime import GradScaler, Pipeline
-from tests.support.composition import (
-    PADDING,
-    Composed,
-    batch_of,
-    count_tokens,
-    data_place,
-    gradients,
-    pipeline_of,
-    stages_of,
-)
-from tests.support.composition import loss as next_word
+from tests.support.composed_model import PADDING, Composed, batch_of, count_tokens, stages_of
+from tests.support.composed_model import loss as next_word
+from tests.support.composition import gradients, pipeline_of, replica_index
 from tests.support.meshes import mesh_of_ranks
 from tests.support.pool import Pools
 
@@ -46,7 +38,7 @@ def without_tokens(data: str) -> list[str]:
     pipeline, mesh = pipeline_of(case)
     faults = []
     with closing(pipeline):
-        place = data_place(case, mesh)
+        place = replica_index(case, mesh)
         found = pipeline.step(x.chunk(2)[place], target=y.chunk(2)[place]).loss
         if found is None or abs(found - float(right)) > 1e-9:
             faults.append(f"loss {found}, not {float(right)}")
@@ -60,7 +52,7 @@ def without_tokens(data: str) -> list[str]:
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
 @pytest.mark.xdist_group("ranks-4")
-def test_a_replica_without_tokens_takes_part_and_counts_for_nothing(pools: Pools, data: str) -> None:
+def test_a_replica_without_tokens_takes_part_with_weight_zero(pools: Pools, data: str) -> None:
     assert pools(4).run(without_tokens, data) == [[]] * 4
 
 
@@ -119,7 +111,7 @@ def test_a_loss_is_trained_with_the_last_stage(pools: Pools) -> None:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_a_last_stage_that_does_not_know_of_its_replicas_is_refused(pools: Pools) -> None:
+def test_a_last_stage_without_its_replicas_is_rejected(pools: Pools) -> None:
     for told in pools(4).run(_says_nothing):
         assert "replicas of its stages: rank 0: 2; rank 1: 1 (give replicas= if there are more)" in told
 
@@ -127,7 +119,7 @@ def test_a_last_stage_that_does_not_know_of_its_replicas_is_refused(pools: Pools
 def in_inference_mode() -> list[bool]:
     case = Composed(build("zbv", ranks=2, microbatches=4), "fsdp", 2)
     pipeline, mesh = pipeline_of(case)
-    x, y = (all_.chunk(2)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+    x, y = (all_.chunk(2)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
     with closing(pipeline):
         with torch.inference_mode():
             before = pipeline.eval(x, target=y).loss
@@ -143,5 +135,5 @@ def in_inference_mode() -> list[bool]:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_an_evaluation_in_inference_mode_does_no_harm_and_unscaling_waits_for_reduction(pools: Pools) -> None:
+def test_eval_in_inference_mode_is_harmless_and_unscaling_needs_reduced_gradients(pools: Pools) -> None:
     assert pools(4).run(in_inference_mode) == [[True, True]] * 4

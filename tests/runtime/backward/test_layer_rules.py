@@ -1,4 +1,4 @@
-"""Promise of the split backward: each layer's gradients are those of a plain one to the last bit."""
+"""Promise of the split backward: each layer's gradients are those of a plain one bit by bit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.runtime.backward.test_deferral_hooks import UsedTwice
 from tests.support.deferring import (
     Block,
     Chain,
+    UsedTwice,
     assert_as_plain,
     autocasting,
+    deferred_calls,
     gradients,
-    jobs_of,
     numbers,
     plainly,
     split,
@@ -114,8 +114,10 @@ def test_a_convolution_gets_the_gradients_of_a_plain_backward(name: str, dtype: 
     assert_as_plain(copy.deepcopy(layer).to(dtype), numbers(*shape, dtype=dtype).requires_grad_())
 
 
-def test_convolutions_are_put_aside_unless_they_pad_with_other_than_zeros_or_lopsidedly() -> None:
-    alone = {name for name, (layer, shape) in CONVOLUTIONS.items() if jobs_of(layer, numbers(*shape)) == 0}
+def test_convolutions_are_deferred_unless_their_padding_is_nonzero_or_asymmetric() -> None:
+    alone = {
+        name for name, (layer, shape) in CONVOLUTIONS.items() if deferred_calls(layer, numbers(*shape)) == 0
+    }
     assert alone == {"1d even same", "2d half even same", "2d reflecting"}
 
 
@@ -126,7 +128,7 @@ def test_a_convolution_keeps_its_memory_format() -> None:
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("options", "jobs"),
+    ("options", "deferred"),
     [
         ({}, 1),
         ({"padding_idx": 3}, 1),
@@ -137,11 +139,11 @@ def test_a_convolution_keeps_its_memory_format() -> None:
     ids=str,
 )
 def test_an_embedding_gets_the_gradients_of_a_plain_backward(
-    options: dict[str, Any], jobs: int, dtype: torch.dtype
+    options: dict[str, Any], deferred: int, dtype: torch.dtype
 ) -> None:
     layer = nn.Embedding(10, 6, dtype=dtype, **options)
     words = torch.randint(0, 10, (4, 7), generator=torch.Generator().manual_seed(0))
-    assert jobs_of(copy.deepcopy(layer), words) == jobs
+    assert deferred_calls(copy.deepcopy(layer), words) == deferred
     if not options.get("sparse"):
         assert_as_plain(layer, words)
 

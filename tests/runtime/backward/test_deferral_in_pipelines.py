@@ -128,7 +128,7 @@ def run_thawing(schedule: Schedule) -> Outcome:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_stages_may_be_frozen_and_thawed_between_steps(pools: Pools) -> None:
+def test_stages_may_be_frozen_and_unfrozen_between_steps(pools: Pools) -> None:
     cases = [build(family, ranks=2, microbatches=3) for family in ("1f1b", "zb-h1", "zbv", "dualpipev")]
     assert not faults_of(cases, pools(2).run(run_cases, cases, run_thawing))
 

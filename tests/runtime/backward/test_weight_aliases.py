@@ -1,4 +1,4 @@
-"""Promise: hooks fire as in a plain backward, and shared and computed weights are exact."""
+"""Promise: hooks fire as in a plain backward, and shared and parametrized weights get exact gradients."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from penstock.runtime.backward.deferral import Deferral
 from tests.support.deferring import (
     Block,
     Run,
+    UsedTwice,
     assert_as_plain,
+    deferred_calls,
     gradients,
-    jobs_of,
     numbers,
     plainly,
     split,
@@ -25,17 +25,6 @@ from tests.support.deferring import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-
-
-class UsedTwice(nn.Module):
-    """A weight that its layer uses, and somebody else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(self.other(self.layer(x)), self.layer.weight)
 
 
 def count_hooks(module: nn.Module) -> dict[str, list[str]]:
@@ -67,11 +56,11 @@ def test_hooks_fire_once_per_microbatch_as_in_a_plain_backward(run: Run) -> None
 def test_no_hook_of_a_deferred_weight_fires_in_i() -> None:
     model = nn.Linear(8, 8)
     seen = count_hooks(model)
-    jobs_of(model, numbers(3, 8))
+    deferred_calls(model, numbers(3, 8))
     assert seen == {"weight": [], "bias": []}
 
 
-def test_what_a_hook_makes_of_a_gradient_is_accumulated() -> None:
+def test_the_return_value_of_a_hook_is_accumulated() -> None:
     model = nn.Linear(8, 8)
     expected = gradients(model, [numbers(3, 8)], plainly)
     model.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
@@ -81,37 +70,37 @@ def test_what_a_hook_makes_of_a_gradient_is_accumulated() -> None:
     assert torch.equal(model.weight.grad, expected["weight"] * 2)
 
 
-def test_a_weight_used_elsewhere_too_is_exact_without_being_looked_for() -> None:
+def test_a_weight_used_elsewhere_is_exact_before_it_is_excluded() -> None:
     assert_as_plain(UsedTwice(), numbers(3, 5, 8).requires_grad_())
 
 
 @pytest.mark.parametrize("edges", [False, True], ids=["tensors", "edges"])
-def test_a_weight_found_to_be_used_elsewhere_is_left_to_autograd(*, edges: bool) -> None:
+def test_an_excluded_weight_is_left_to_autograd(*, edges: bool) -> None:
     model, x = UsedTwice(), numbers(3, 5, 8)
     deferral = Deferral(model)
     with deferral.installed():
         output = model(x)
         root = torch.autograd.graph.get_gradient_edge(output) if edges else output
-        assert [id(each) for each in deferral.find_shared([root])] == [id(model.layer.weight)]
-        assert deferral.find_shared([root]) == ()
+        assert [id(each) for each in deferral.exclude_shared_weights([root])] == [id(model.layer.weight)]
+        assert deferral.exclude_shared_weights([root]) == ()
         seen = count_hooks(model)
-        with deferral.put_aside() as jobs:
+        with deferral.deferring() as deferred:
             model(x).sum().backward()
-    assert len(jobs) == 1
+    assert len(deferred) == 1
     assert {name: len(events) for name, events in seen.items() if events} == {
         "layer.weight": 2,
         "layer.bias": 2,
     }
-    jobs.run()
+    deferred.run()
     assert all(len(events) == 2 for events in seen.values())
 
 
-def test_in_an_ordinary_model_no_weight_is_found_to_be_shared() -> None:
+def test_an_ordinary_model_has_no_shared_weight() -> None:
     tied = nn.Linear(16, 16)
     model = nn.Sequential(tied, Block(), tied)
     deferral = Deferral(model)
     with deferral.installed():
-        assert deferral.find_shared([model(numbers(3, 5, 16))]) == ()
+        assert deferral.exclude_shared_weights([model(numbers(3, 5, 16))]) == ()
 
 
 @pytest.mark.parametrize(
@@ -123,11 +112,11 @@ def test_in_an_ordinary_model_no_weight_is_found_to_be_shared() -> None:
     ],
     ids=["weight norm", "spectral norm", "pruned"],
 )
-def test_a_weight_that_is_computed_is_not_put_aside(change: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_parametrized_weight_is_not_deferred(change: Callable[[nn.Module], nn.Module]) -> None:
     layer = change(nn.Linear(8, 6))
-    assert jobs_of(layer, numbers(4, 5, 8)) == 0
+    assert deferred_calls(layer, numbers(4, 5, 8)) == 0
     assert layer.bias.grad is not None
 
 
-def test_a_normed_weight_gets_the_gradients_of_a_plain_backward() -> None:
+def test_a_weight_norm_gets_the_gradients_of_a_plain_backward() -> None:
     assert_as_plain(parametrizations.weight_norm(nn.Linear(8, 6)), numbers(4, 5, 8).requires_grad_())

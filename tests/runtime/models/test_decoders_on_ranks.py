@@ -1,4 +1,4 @@
-"""Promise: a decoder of transformers that is cut into stages trains as it does in one piece."""
+"""Promise: a decoder of transformers that is split into stages trains as in one process."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_on_four_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools,
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_each_rank_can_build_its_part_alone(pools: Pools) -> None:
+def test_each_rank_can_build_its_own_stages(pools: Pools) -> None:
     cases = [Case(kind, family, meta=True) for kind in MODELS for family in ("1f1b", "zbv")]
     assert not faults_of(pools, 2, cases)
 
@@ -129,7 +129,7 @@ def started(kind: str) -> list[str]:
 
 @pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_tied_weights_that_ranks_initialise_alone_start_and_stay_the_same(pools: Pools, kind: str) -> None:
+def test_tied_weights_that_ranks_initialize_alone_are_and_stay_equal(pools: Pools, kind: str) -> None:
     first, second = pools(2).run(started, kind, seconds=120)
     assert first == second
 

@@ -1,4 +1,4 @@
-"""Promise: a checkpoint that does not fit is refused with every fault, and a file is never trusted."""
+"""Promise: a checkpoint that does not fit is rejected with every problem, and files are not trusted."""
 
 from __future__ import annotations
 
@@ -16,46 +16,52 @@ from torch.optim import SGD, AdamW
 
 from penstock import CheckpointError
 from penstock.runtime.checkpoints import checkpoint, load_checkpoint, save_checkpoint
-from tests.support.checkpoints import refusal, same, small
+from tests.support.checkpoints import error_of, same, small
 
 # --- what does not fit -----------------------------------------------------------------------------
 
 
-def test_all_faults_are_told_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
     model = small()
     save_checkpoint(tmp_path / "c", model, AdamW(model.parameters()))
     other = small(4).bfloat16()
     other.extra = nn.Linear(1, 1)
     del other.norm
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    assert refusal(tmp_path / "c", other, SGD(other.parameters())) == [
-        "'first.weight' is float32 [3, 2] in it, but bfloat16 [4, 2] in the model",
-        "'first.bias' is float32 [3] in it, but bfloat16 [4] in the model",
-        "'last.weight' is float32 [2, 3] in it, but bfloat16 [2, 4] in the model",
-        "'last.bias' is float32 [2] in it, but bfloat16 [2] in the model",
-        "the model has names that are missing in it: extra.weight, extra.bias",
-        "its optimizer is AdamW, but this one is SGD: make the same, or load without optimizer=",
+    assert error_of(tmp_path / "c", other, SGD(other.parameters())) == [
+        "'first.weight' is float32 [3, 2] in the checkpoint, but bfloat16 [4, 2] in the model",
+        "'first.bias' is float32 [3] in the checkpoint, but bfloat16 [4] in the model",
+        "'last.weight' is float32 [2, 3] in the checkpoint, but bfloat16 [2, 4] in the model",
+        "'last.bias' is float32 [2] in the checkpoint, but bfloat16 [2] in the model",
+        "the model has names that are missing in the checkpoint: extra.weight, extra.bias",
         (
-            "it has names that no rank's model has: norm.weight, norm.bias, norm.running_mean, "
+            "the optimizer in the checkpoint is AdamW, but this one is SGD: create the same, or load without "
+            "optimizer="
+        ),
+        (
+            "the checkpoint has names that no rank's model has: norm.weight, norm.bias, norm.running_mean, "
             "norm.running_var, norm.num_batches_tracked"
         ),
     ]
     assert all(same(value, before[name]) for name, value in other.state_dict().items())
 
 
-def test_an_optimizer_with_other_parameters_is_refused(tmp_path: Path) -> None:
+def test_an_optimizer_with_other_parameters_is_rejected(tmp_path: Path) -> None:
     model = small()
     save_checkpoint(tmp_path / "c", model)
-    assert refusal(tmp_path / "c", model, SGD(model.parameters())) == [
-        "it has no optimizer state: load it without optimizer="
+    assert error_of(tmp_path / "c", model, SGD(model.parameters())) == [
+        "the checkpoint has no optimizer state: load it without optimizer="
     ]
     save_checkpoint(tmp_path / "c", model, SGD(model.first.parameters()))
-    assert refusal(tmp_path / "c", model, SGD(model.last.parameters())) == [
+    assert error_of(tmp_path / "c", model, SGD(model.last.parameters())) == [
         (
-            "it has no optimizer options for parameters that this optimizer has: last.weight, last.bias; "
-            "give the optimizer the same parameters, or load without optimizer="
+            "the checkpoint has no optimizer options for these parameters of the optimizer: last.weight, "
+            "last.bias; create the optimizer with the same parameters, or load without optimizer="
         ),
-        "it has optimizer options for parameters that no rank's optimizer has: first.weight, first.bias",
+        (
+            "the checkpoint has optimizer options for parameters that no rank's optimizer has: first.weight, "
+            "first.bias"
+        ),
     ]
     with pytest.raises(
         CheckpointError, match=r"parameters that no module of the model has: parameter 1 of group 0"
@@ -63,30 +69,32 @@ def test_an_optimizer_with_other_parameters_is_refused(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "c", model.first, SGD([model.first.weight, model.last.weight]))
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "none", small()) == [f"{tmp_path / 'none'} does not exist"]
+def test_a_path_without_a_checkpoint_is_reported(tmp_path: Path) -> None:
+    assert error_of(tmp_path / "none", small()) == [f"{tmp_path / 'none'} does not exist"]
     (tmp_path / ".none.unfinished").mkdir()
-    assert "a save to it began, but did not finish" in refusal(tmp_path / "none", small())[0]
+    assert "a save began, but did not finish" in error_of(tmp_path / "none", small())[0]
     (tmp_path / "empty").mkdir()
-    assert "is no checkpoint: it has no file .metadata" in refusal(tmp_path / "empty", small())[0]
+    assert "is not a checkpoint: it has no .metadata" in error_of(tmp_path / "empty", small())[0]
     (tmp_path / "file").touch()
-    assert "is a file, but a checkpoint is a directory" in refusal(tmp_path / "file", small())[0]
+    assert "is a file, but a checkpoint is a directory" in error_of(tmp_path / "file", small())[0]
 
 
-def test_a_directory_of_something_else_is_never_replaced(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     precious = tmp_path / "mine" / "thesis.txt"
     precious.parent.mkdir()
     precious.write_text("years", encoding="utf-8")
     save_checkpoint(tmp_path / "c", small())
     (tmp_path / "c" / "notes.txt").touch()
     for path in (precious, precious.parent, tmp_path / "c"):
-        with pytest.raises(CheckpointError, match="something else than a checkpoint, and stays as it is"):
+        with pytest.raises(
+            CheckpointError, match="other files than those of a checkpoint, and is not replaced"
+        ):
             save_checkpoint(path, small())
     assert (tmp_path / "c" / "notes.txt").exists()
     assert precious.read_text(encoding="utf-8") == "years"
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_a_symbolic_link_stays(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(tmp_path / "runs" / "one")
     for value in (1, 2):
         save_checkpoint(tmp_path / "latest", small(), extra=value)
@@ -94,22 +102,22 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "runs" / "one", small()) == 2
 
 
-def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_format_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "FORMAT", 2)
         save_checkpoint(tmp_path / "c", small())
-    assert refusal(tmp_path / "c", small()) == [
-        "it has format 2, but this version of Penstock reads formats up to 1: install a newer one"
+    assert error_of(tmp_path / "c", small()) == [
+        "it has format 2, but this version of Penstock reads formats up to 1: install a newer version"
     ]
 
 
-def test_what_is_no_model_or_has_no_memory_or_has_state_beside_tensors_is_refused(tmp_path: Path) -> None:
+def test_other_objects_meta_tensors_and_extra_state_are_rejected(tmp_path: Path) -> None:
     class Odd(nn.Linear):
         def get_extra_state(self) -> object:
             return {"a": 1}
 
     stages: Any = {0: nn.Linear(2, 2)}
-    with pytest.raises(CheckpointError, match=r"the model is a Pipeline or an nn.Module, not a dict"):
+    with pytest.raises(CheckpointError, match=r"the model must be a Pipeline or an nn.Module, not a dict"):
         save_checkpoint(tmp_path / "c", stages)
     with torch.device("meta"):
         nowhere = nn.Linear(2, 2, bias=False)
@@ -135,19 +143,19 @@ def test_an_index_that_would_run_code_runs_nothing(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", small())
     index = tmp_path / "c" / ".metadata"
     index.write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    (fault,) = refusal(tmp_path / "c", small())
-    assert fault.startswith("its index refers to posix.mkdir, which has no place there")
+    (fault,) = error_of(tmp_path / "c", small())
+    assert fault.startswith("its index refers to posix.mkdir, which is not allowed there")
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_entry_that_would_be_unpickled_is_refused(tmp_path: Path) -> None:
+def test_an_entry_that_would_be_unpickled_is_rejected(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", small())
     index = tmp_path / "c" / ".metadata"
     known = pickle.loads(index.read_bytes())  # noqa: S301 -- written just now
     known.state_dict_metadata["model.first.weight"] = BytesStorageMetadata()
     index.write_bytes(pickle.dumps(known))
     assert "its index refers to torch.distributed.checkpoint.metadata.BytesStorageMetadata" in str(
-        refusal(tmp_path / "c", small())
+        error_of(tmp_path / "c", small())
     )
 
 
@@ -163,35 +171,35 @@ def test_tensor_data_that_would_run_code_runs_nothing(tmp_path: Path) -> None:
         if where.fqn == "model.first.weight":
             place.offset, place.length = start, data.stat().st_size - start
     index.write_bytes(pickle.dumps(known))
-    assert "Weights only load failed" in str(refusal(tmp_path / "c", small()))
+    assert "Weights only load failed" in str(error_of(tmp_path / "c", small()))
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("kept", [0, 1, 100, -1])
-def test_a_damaged_index_is_refused(tmp_path: Path, kept: int) -> None:
+def test_a_damaged_index_is_rejected(tmp_path: Path, kept: int) -> None:
     save_checkpoint(tmp_path / "c", small())
     index = tmp_path / "c" / ".metadata"
     index.write_bytes(index.read_bytes()[:kept])
-    (fault,) = refusal(tmp_path / "c", small())
+    (fault,) = error_of(tmp_path / "c", small())
     assert fault.startswith("its index .metadata is damaged")
 
 
-def test_data_that_is_cut_off_or_missing_or_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_truncated_missing_or_outside_data_is_rejected(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", small())
     (data,) = (tmp_path / "c").glob("*.distcp")
     whole = data.read_bytes()
     data.write_bytes(whole[:5000])
-    assert f"its file {data.name} is cut off: it has 5000 bytes of {len(whole)}" in str(
-        refusal(tmp_path / "c", small())
+    assert f"its file {data.name} is truncated: it has 5000 bytes instead of {len(whole)}" in str(
+        error_of(tmp_path / "c", small())
     )
     data.unlink()
-    assert f"its file {data.name} is missing" in str(refusal(tmp_path / "c", small()))
+    assert f"its file {data.name} is missing" in str(error_of(tmp_path / "c", small()))
     index = tmp_path / "c" / ".metadata"
     index.write_bytes(index.read_bytes().replace(b"__0_0.distcp", b"../0_.distcp"))
-    assert "its data would be in other directories: ../0_.distcp" in str(refusal(tmp_path / "c", small()))
+    assert "its data would be in other directories: ../0_.distcp" in str(error_of(tmp_path / "c", small()))
 
 
-def test_what_is_no_tensor_is_json(tmp_path: Path) -> None:
+def test_data_other_than_tensors_is_json(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", small(), extra=["found"])
     (data,) = (tmp_path / "c").glob("*.distcp")
     text = data.read_bytes()

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock import PenstockError, build
 from penstock.errors import StepFailedError
 from penstock.runtime import Pipeline, split
-from tests.support.composition import Composed, batch_of, data_place, gradients, pipeline_of
+from tests.support.composed_model import Composed, batch_of
+from tests.support.composition import gradients, pipeline_of, replica_index
 from tests.support.meshes import mesh_of_ranks
 from tests.support.pool import Pools
 
@@ -84,7 +85,7 @@ def wrong() -> dict[str, str]:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_replicas_that_would_train_wrongly_are_refused_on_every_rank(pools: Pools) -> None:
+def test_inconsistent_replicas_are_rejected_on_every_rank(pools: Pools) -> None:
     for told in pools(4).run(wrong):
         assert "data of one rank alone" in told["half sharded"]
         assert "1.weight, 1.bias" in told["half sharded"]
@@ -105,7 +106,7 @@ def test_replicas_that_would_train_wrongly_are_refused_on_every_rank(pools: Pool
         ((-1, 0, 1, 2, 3), "stage -1 would never run"),
     ],
 )
-def test_stages_with_a_hole_or_too_many_are_refused(given: tuple[int, ...], told: str) -> None:
+def test_missing_or_extra_stages_are_rejected(given: tuple[int, ...], told: str) -> None:
     schedule = build("interleaved-1f1b", ranks=1, microbatches=2, stages_per_rank=4)
     with pytest.raises(PenstockError, match=told):
         Pipeline({index: nn.Linear(2, 2) for index in given}, schedule)
@@ -144,7 +145,7 @@ def wrong_cuts() -> dict[str, str]:
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_a_model_that_ranks_have_cut_in_different_ways_is_refused(pools: Pools) -> None:
+def test_a_model_that_ranks_split_differently_is_rejected(pools: Pools) -> None:
     for rank, told in enumerate(pools(2).run(wrong_cuts)):
         assert "tied weights: rank 0: {0: '0.weight', 1: '3.weight'}; rank 1: none" in told["tied on one rank"]
         assert "split of the model: rank 0: 2 parameters, 0.weight to 0.bias | 6" in told["cut elsewhere"]
@@ -173,7 +174,7 @@ def recovered(data: str) -> list[str]:
     case = Composed(build("zbv", ranks=2, microbatches=4), data, 2, tied=True)
     fresh, _ = pipeline_of(case)
     pipeline, mesh = pipeline_of(case)
-    x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+    x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
     faults = []
     with closing(fresh), closing(pipeline):
         fresh.step(x, target=y)
@@ -204,14 +205,14 @@ def recovered(data: str) -> list[str]:
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
 @pytest.mark.xdist_group("ranks-4")
-def test_after_a_failed_step_replicas_train_on(pools: Pools, data: str) -> None:
+def test_replicas_continue_after_a_failed_step(pools: Pools, data: str) -> None:
     assert pools(4).run(recovered, data) == [[]] * 4
 
 
 def clipped_by_some() -> str:
     case = Composed(build("1f1b", ranks=2, microbatches=4), "replicas", 2)
     pipeline, mesh = pipeline_of(case, timeout=2.0)
-    x, y = (all_.chunk(case.replicas)[data_place(case, mesh)] for all_ in batch_of(case, 0, 0))
+    x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
     told = ""
     with closing(pipeline):
         pipeline.step(x, target=y)
@@ -224,7 +225,7 @@ def clipped_by_some() -> str:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_a_rank_that_clips_alone_is_told_so(pools: Pools) -> None:
+def test_a_rank_that_clips_alone_gets_an_error(pools: Pools) -> None:
     told = pools(4).run(clipped_by_some)
     for text in told[:2]:
         assert "clip_grad_norm_() failed on rank 0: every rank must call it" in text

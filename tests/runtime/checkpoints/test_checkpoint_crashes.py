@@ -1,4 +1,4 @@
-"""Promise: whatever happens during a save, the checkpoint before or the new one can be loaded, whole."""
+"""Promise: after a crash during a save, the old or the new checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def crash_everywhere(path: Path, before: str) -> list[float | None]:
 
 @pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("before", ["one", "one that stepped aside"])
-def test_a_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint_and_the_next_save_tidies_up(
+def test_a_kill_at_any_time_leaves_the_old_or_new_checkpoint_and_the_next_save_cleans_up(
     pools: Pools, tmp_path: Path, before: str
 ) -> None:
     (found,) = pools(1).run(crash_everywhere, tmp_path / "runs" / "last", before)
@@ -111,7 +111,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint_and_the_next_
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_a_kill_at_any_moment_of_the_first_save_leaves_no_half_of_one(pools: Pools, tmp_path: Path) -> None:
+def test_a_kill_during_the_first_save_leaves_no_partial_checkpoint(pools: Pools, tmp_path: Path) -> None:
     (found,) = pools(1).run(crash_everywhere, tmp_path / "runs" / "last", "nothing")
     assert set(found) == {None, 2}
     assert found == sorted(found, key=lambda value: value or 0)
@@ -160,7 +160,7 @@ def save_on_a_full_disk(path: Path, where: str, full: int) -> tuple[str, float, 
 
 @pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_of_one_rank_is_told_on_all_and_the_old_checkpoint_stays(
+def test_a_full_disk_on_one_rank_is_reported_on_all_and_the_old_checkpoint_stays(
     pools: Pools, tmp_path: Path, full: int
 ) -> None:
     path = tmp_path / "last"

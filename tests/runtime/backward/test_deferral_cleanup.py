@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral
-from tests.support.deferring import Block, gradients, jobs_of, numbers, plainly, upstream
+from tests.support.deferring import Block, deferred_calls, gradients, numbers, plainly, upstream
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 
-def test_nothing_of_it_stays_on_the_module() -> None:
+def test_a_deferral_leaves_no_attribute_on_the_module() -> None:
     model = Block()
     before = {name: set(module.__dict__) for name, module in model.named_modules()}
     deferral = Deferral(model)
@@ -31,46 +31,46 @@ def test_nothing_of_it_stays_on_the_module() -> None:
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
 
 
-def test_a_layer_with_a_forward_somebody_else_put_there_is_left_alone() -> None:
+def test_a_layer_whose_forward_is_already_replaced_is_not_patched() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
     def mine(x: Tensor) -> Tensor:
         return x
 
     model[0].__dict__["forward"] = mine
-    assert jobs_of(model, numbers(3, 8)) == 1
+    assert deferred_calls(model, numbers(3, 8)) == 1
     assert model[0].__dict__["forward"] is mine
 
 
-def test_without_gradients_a_layer_runs_plainly() -> None:
+def test_under_no_grad_a_layer_runs_its_own_forward() -> None:
     layer = nn.Linear(8, 8)
     with Deferral(layer).installed(), torch.no_grad():
         assert not layer(numbers(3, 8)).requires_grad
 
 
-def test_the_jobs_run_once() -> None:
+def test_w_runs_once() -> None:
     layer = nn.Linear(8, 8)
-    with Deferral(layer).put_aside() as jobs:
+    with Deferral(layer).deferring() as deferred:
         layer(numbers(3, 8)).sum().backward()
-    assert len(jobs) == 1
-    jobs.run()
-    assert len(jobs) == 0
+    assert len(deferred) == 1
+    deferred.run()
+    assert len(deferred) == 0
     with pytest.raises(PipelineError, match="already"):
-        jobs.run()
+        deferred.run()
 
 
-def test_two_backwards_do_not_put_aside_at_once() -> None:
+def test_two_backwards_cannot_defer_at_the_same_time() -> None:
     deferral = Deferral(nn.Linear(8, 8))
-    with deferral.put_aside(), pytest.raises(PipelineError, match="another backward"), deferral.put_aside():
+    with deferral.deferring(), pytest.raises(PipelineError, match="another backward"), deferral.deferring():
         pass
 
 
-def test_jobs_run_also_where_nothing_is_recorded() -> None:
+def test_w_runs_under_no_grad() -> None:
     layer = nn.Linear(8, 8)
-    with Deferral(layer).put_aside() as jobs:
+    with Deferral(layer).deferring() as deferred:
         layer(numbers(3, 8)).sum().backward()
     with torch.no_grad():
-        jobs.run()
+        deferred.run()
     assert layer.weight.grad is not None
 
 
@@ -84,48 +84,48 @@ class Failing(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("aside", [True, False])
-def test_a_backward_that_fails_leaves_it_usable(*, aside: bool) -> None:
+@pytest.mark.parametrize("defers", [True, False])
+def test_a_deferral_is_usable_after_a_failed_backward(*, defers: bool) -> None:
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     model = nn.Sequential(first, second)
     deferral, x = Deferral(model), numbers(3, 8)
 
     with deferral.installed():
         output = second(Failing.apply(first(x)))  # type: ignore[no-untyped-call]
-        with pytest.raises(ZeroDivisionError), deferral.put_aside() if aside else nullcontext():
+        with pytest.raises(ZeroDivisionError), deferral.deferring() if defers else nullcontext():
             output.sum().backward()
         model.zero_grad()
         output = model(x)
-        with deferral.put_aside() as jobs:
+        with deferral.deferring() as deferred:
             output.backward(upstream(output))
-        jobs.run()
+        deferred.run()
     wanted = gradients(model, [x], plainly)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=0, atol=0)
 
 
-def test_a_backward_on_another_thread_puts_aside_too() -> None:
+def test_a_backward_on_another_thread_defers_too() -> None:
     model = Block()
     deferral = Deferral(model)
-    with deferral.put_aside() as jobs:
+    with deferral.deferring() as deferred:
         thread = threading.Thread(target=lambda: model(numbers(3, 5, 16)).sum().backward())
         thread.start()
         thread.join()
-    assert len(jobs) == 5
+    assert len(deferred) == 5
 
 
-def test_running_the_jobs_lets_go_of_all_they_held() -> None:
+def test_w_releases_all_tensors() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Linear(8, 8))
     held: list[weakref.ref[Tensor]] = []
     model[2].register_forward_pre_hook(lambda _, inputs: held.append(weakref.ref(inputs[0])))
     model[2].register_full_backward_hook(lambda *given: held.append(weakref.ref(given[2][0])))
-    with Deferral(model).put_aside() as jobs:
+    with Deferral(model).deferring() as deferred:
         model(numbers(3, 8)).sum().backward()
     gc.collect()
     assert all(each() is not None for each in held)
     gc.disable()
     try:
-        jobs.run()
+        deferred.run()
         assert [each() for each in held] == [None, None]
     finally:
         gc.enable()
@@ -135,20 +135,20 @@ def test_running_the_jobs_lets_go_of_all_they_held() -> None:
     ("layer", "shape"),
     [(nn.Linear(8, 8), (3, 8)), (nn.Conv1d(4, 6, 3), (2, 4, 9)), (nn.ConvTranspose1d(4, 6, 3), (2, 4, 9))],
 )
-def test_w_needs_the_shape_of_a_weight_but_not_its_numbers(layer: nn.Module, shape: tuple[int, ...]) -> None:
+def test_w_needs_the_shape_of_a_weight_but_not_its_values(layer: nn.Module, shape: tuple[int, ...]) -> None:
     layer, x = copy.deepcopy(layer), numbers(*shape)
     expected = gradients(layer, [x], plainly)["weight"]
-    with Deferral(layer).put_aside() as jobs:
+    with Deferral(layer).deferring() as deferred:
         plainly(layer, [x])
     weight = layer.get_parameter("weight")
     weight.untyped_storage().resize_(0)  # as sharding does once a layer's I is over
-    jobs.run()
+    deferred.run()
     assert weight.grad is not None
     assert expected is not None
     assert torch.equal(weight.grad, expected)
 
 
-def test_nothing_of_a_microbatch_outlives_a_backward_at_once() -> None:
+def test_a_full_backward_releases_all_tensors_of_a_microbatch() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
     held: list[weakref.ref[Tensor]] = []
     model[2].register_forward_pre_hook(lambda _, inputs: held.append(weakref.ref(inputs[0])))
@@ -161,7 +161,7 @@ def test_nothing_of_a_microbatch_outlives_a_backward_at_once() -> None:
         gc.enable()
 
 
-def test_a_backward_to_be_differentiated_is_refused() -> None:
+def test_a_double_backward_is_rejected() -> None:
     layer, x = nn.Linear(8, 8), numbers(3, 8).requires_grad_()
     with Deferral(layer).installed(), pytest.raises(PipelineError, match="create_graph"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)

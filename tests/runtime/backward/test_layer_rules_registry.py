@@ -1,4 +1,4 @@
-"""Promise: layers are known by their forward, users add their own, and compiled ones are left alone."""
+"""Promise: rules are found by forward function, users add rules, and compiled modules run unchanged."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import PipelineError
-from penstock.runtime.backward.deferral import Deferral, register_layer
-from penstock.runtime.backward.layer_rules import _KNOWN, Tensors
-from tests.support.deferring import assert_as_plain, jobs_of, numbers
+from penstock.runtime.backward.deferral import Deferral
+from penstock.runtime.backward.layer_rules import _REGISTRY, Tensors, register_layer
+from tests.support.deferring import assert_as_plain, deferred_calls, numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 
-def test_a_layer_is_known_by_its_forward() -> None:
+def test_a_rule_is_found_by_the_forward_function() -> None:
     made_on_the_fly = nn.Linear(8, 8)
     made_on_the_fly.__class__ = type("ShardedLinear", (nn.Linear,), {})
 
@@ -46,16 +46,16 @@ def test_the_weight_is_read_when_the_layer_runs() -> None:
     assert torch.equal(output, layer.bias.expand(3, 8))
 
 
-def test_a_layer_called_with_more_than_one_tensor_runs_plainly() -> None:
+def test_a_layer_called_with_several_tensors_runs_its_own_forward() -> None:
     class Sized(nn.ConvTranspose1d):
         pass
 
     layer = Sized(4, 4, 3, stride=2)
     deferral = Deferral(layer)
-    with deferral.put_aside() as jobs:
+    with deferral.deferring() as deferred:
         layer(numbers(2, 4, 5), output_size=[12]).sum().backward()
         layer(input=numbers(2, 4, 5)).sum().backward()
-    assert len(jobs) == 0
+    assert len(deferred) == 0
     assert layer.weight.grad is not None
 
 
@@ -85,27 +85,27 @@ class ScaleRule:
         return ((gradient * x).sum((0, 1)),)
 
 
-def test_a_layer_type_of_ones_own_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_layer_type_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Scale(), nn.Linear(8, 8))
     x = numbers(4, 5, 8).requires_grad_()
-    monkeypatch.setitem(_KNOWN, Scale.forward, None)
-    del _KNOWN[Scale.forward]
-    assert jobs_of(model, x) == 2
+    monkeypatch.setitem(_REGISTRY, Scale.forward, None)
+    del _REGISTRY[Scale.forward]
+    assert deferred_calls(model, x) == 2
     register_layer(Scale, ScaleRule())
-    assert jobs_of(model, x) == 3
+    assert deferred_calls(model, x) == 3
     assert_as_plain(model, x)
-    del _KNOWN[Scale.forward]
+    del _REGISTRY[Scale.forward]
 
 
-def test_a_type_without_a_forward_of_its_own_cannot_take_over_anothers_rule() -> None:
+def test_a_type_that_inherits_its_forward_cannot_replace_the_rule() -> None:
     class Named(nn.Linear):
         pass
 
-    with pytest.raises(PipelineError, match="Named has the forward of Linear"):
-        register_layer(Named, _KNOWN[nn.Linear.forward].rule)
+    with pytest.raises(PipelineError, match="Named inherits the forward of Linear"):
+        register_layer(Named, _REGISTRY[nn.Linear.forward].rule)
 
 
-def test_compiled_modules_are_left_alone_and_named() -> None:
+def test_compiled_modules_run_unchanged_and_are_listed() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)))
     model[1].compile(backend="eager")
     model.register_module("2", torch.compile(model[2], backend="eager"))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Promises on tied weights at their corners: however ties are told, and whatever was summed before."""
+"""Promise: tied weights are found however they are declared, and summed exactly once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def told_twice(how: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("how", ["in pairs", "shared too", "by another name"])
 @pytest.mark.xdist_group("ranks-4")
-def test_a_weight_that_several_ties_name_is_summed_once(pools: Pools, how: str) -> None:
+def test_a_weight_declared_several_times_is_summed_once(pools: Pools, how: str) -> None:
     for off, off_norm in pools(4).run(told_twice, how):
         assert off < 1e-12
         assert off_norm < 1e-12
@@ -102,18 +102,18 @@ def wrapped_after_the_split() -> tuple[dict[int, str], ...]:
 
 
 @pytest.mark.xdist_group("ranks-4")
-def test_a_wrapper_around_a_stage_of_split_does_not_hide_its_ties(pools: Pools) -> None:
+def test_a_wrapper_does_not_hide_the_tied_weights_of_split(pools: Pools) -> None:
     assert pools(4).run(wrapped_after_the_split) == [({0: "0.weight", 1: "2.weight"},)] * 4
 
 
-def test_a_module_may_have_an_attribute_that_is_called_tied() -> None:
+def test_a_module_may_have_its_own_attribute_tied() -> None:
     module = Turned()
     module.tied = True  # type: ignore[assignment]
     with closing(Pipeline([module], build("1f1b", ranks=1, microbatches=M))) as pipeline:
         assert pipeline.ties == ()
 
 
-def test_ties_that_make_one_weight_of_two_in_a_stage_are_refused() -> None:
+def test_two_parameters_of_a_stage_cannot_be_one_tied_weight() -> None:
     pair = nn.Sequential(Turned(), Turned())
     tied = [{0: "weight", 1: "0.weight"}, {0: "weight", 1: "1.weight"}]
     with pytest.raises(PenstockError, match=r"'0.weight' and '1.weight' of stage 1"):
@@ -128,7 +128,7 @@ def test_every_name_of_a_weight_in_a_stage_is_tied() -> None:
         assert second.again is first.weight
 
 
-def test_a_tied_layer_that_was_replaced_is_refused() -> None:
+def test_a_replaced_tied_layer_is_rejected() -> None:
     stages = [nn.Sequential(Turned()) for _ in range(2)]
     schedule, (x, y) = build("zbv", ranks=1, microbatches=M), batch()
     tied = [{0: "0.weight", 1: "0.weight"}]
@@ -139,7 +139,7 @@ def test_a_tied_layer_that_was_replaced_is_refused() -> None:
             pipeline.step(x, target=y)
 
 
-def test_weights_that_are_no_longer_one_are_refused() -> None:
+def test_tied_weights_that_are_no_longer_one_parameter_are_rejected() -> None:
     first, second = Turned(), Turned()
     schedule, (x, y) = build("zbv", ranks=1, microbatches=M), batch()
     tied = [{0: "weight", 1: "weight"}]
@@ -188,7 +188,7 @@ def in_turn(data: str, turns: str) -> float:
     ],
 )
 @pytest.mark.xdist_group("ranks-4")
-def test_what_was_summed_before_is_neither_lost_nor_counted_twice(
+def test_earlier_sums_are_neither_lost_nor_counted_twice(
     pools: Pools, data: str, turns: str, times: int
 ) -> None:
     assert pools(4).run(in_turn, data, turns) == [times] * 4
