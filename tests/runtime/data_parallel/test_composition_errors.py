@@ -89,7 +89,7 @@ def test_inconsistent_replicas_are_rejected_on_every_rank(pools: Pools) -> None:
     for told in pools(4).run(wrong):
         assert "data of one rank alone" in told["half sharded"]
         assert "1.weight, 1.bias" in told["half sharded"]
-        assert "fully_shard on the stage's own module" in told["grouped"]
+        assert "fully_shard on the whole stage module" in told["grouped"]
         assert "communication hook" in told["hooked"]
         assert "replicas of its stages: rank 0: 2; rank 1: 1" in told["forgotten"]
         assert "mesh of 2 dimensions (pp, dp)" in told["two dimensions"]

@@ -6,7 +6,7 @@ import pytest
 
 import penstock
 from penstock import Kind
-from penstock.errors import PipelineError
+from penstock.errors import UnhandledKindError
 from penstock.runtime.execution import forward_only as module
 from penstock.runtime.execution.forward_only import forward_only
 
@@ -28,5 +28,5 @@ def test_an_unshard_without_a_forward_is_left_out() -> None:
 
 def test_a_kind_that_it_does_not_handle_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_OMITTED", tuple(kind for kind in module._OMITTED if kind is not Kind.W))
-    with pytest.raises(PipelineError, match="whether eval runs W"):
+    with pytest.raises(UnhandledKindError, match="forward_only does not handle actions of kind W"):
         forward_only(penstock.lower(penstock.build("zbv", ranks=2, microbatches=4)))

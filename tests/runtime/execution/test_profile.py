@@ -75,7 +75,7 @@ def profiled(family: str) -> dict[str, Any]:
         "timeline": (middle.schedule, middle.start, middle.end),
         "costs": middle.costs,
         "live": live,
-        "peak": middle.peak_memory,
+        "peak": [int(memory.activations.max()) for memory in middle.memory],
         "steps": len(profile.timelines),
         "predicted": penstock.simulate(middle.schedule, middle.costs).makespan,
         "measured": middle.makespan,
@@ -117,7 +117,7 @@ def test_the_costs_are_what_the_stages_take(told: list[dict[str, Any]]) -> None:
 
 def test_latency_and_bandwidth_are_measured_and_messages_have_their_sizes(told: list[dict[str, Any]]) -> None:
     costs, (schedule, _, _) = told[0]["costs"], told[0]["timeline"]
-    apart = schedule.table.apart.tolist()
+    apart = schedule.table.crosses_ranks.tolist()
     assert [0 < seconds < NAP for seconds in costs.latency] == apart
     assert all(speed > 1e6 for speed in costs.bandwidth)
     assert [size >= 4 * 4 for size in costs.activation_message] == apart
