@@ -100,7 +100,7 @@ time.sleep(60)
     )
     begin = time.monotonic()
     known, missed = diagnostics.torch_checks(seconds=2)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 50
     assert known == Check("torch", "ok", "x")
     assert missed.verdict == "fail"
     assert "they did not end within 2 s" in missed.message
@@ -116,7 +116,7 @@ time.sleep(60)
 )
 def test_processes_that_crash_are_quoted(code: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stands_in(monkeypatch, code)
-    (check,) = diagnostics.torch_checks(seconds=20)
+    (check,) = diagnostics.torch_checks(seconds=300)
     assert check.verdict == "fail"
     assert check.message.startswith(f"two processes could not exchange a tensor: {says}")
 

@@ -24,6 +24,7 @@ from penstock.lowering import (
 pytest.importorskip("torch", reason="torch is the oracle of this file")
 
 from tests.oracles import torch_schedules as torch
+from tests.support.grids import small
 
 RANKS = range(1, 9)
 STAGES_PER_RANK = range(1, 5)
@@ -72,6 +73,7 @@ def test_single_stage_schedules_run_in_torchs_order(name: str, ranks: int) -> No
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", MULTI)
+@small(lambda ranks: ranks <= 4)
 def test_multi_stage_schedules_are_torchs(name: str, ranks: int) -> None:
     accepted = 0
     for stages_per_rank, microbatches in itertools.product(STAGES_PER_RANK, MICROBATCHES):

@@ -25,7 +25,7 @@ class Pool:
         self._local = LocalRanks(ranks)
 
     def run(
-        self, function: Callable[..., Any], *args: Any, seconds: float = 60, lost: tuple[int, ...] = ()
+        self, function: Callable[..., Any], *args: Any, seconds: float = 300, lost: tuple[int, ...] = ()
     ) -> list[Any]:
         """What `function(*args)` gives on every rank; `lost` are the ranks that are meant to die."""
         answers = self._local.answers(function, *args, seconds=seconds, lost=lost)

@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 from penstock.runtime import load_checkpoint, save_checkpoint
 from tests.support.checkpointing import Bits, Found, Layout, bits, together, train
+from tests.support.grids import small
 from tests.support.pool import Pools
 
 ZBV = Layout("zbv", 8)
@@ -42,6 +43,7 @@ def saved(
 
 @pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("other", OTHERS)
+@small(lambda saved, other: saved == "adamw" or other == "the same four ranks")
 def test_training_goes_on_in_another_layout_as_if_nothing_had_been(
     pools: Pools, saved: tuple[str, str, Found, list[float]], other: str
 ) -> None:
@@ -56,6 +58,7 @@ def test_training_goes_on_in_another_layout_as_if_nothing_had_been(
 
 @pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("other", [(1, Layout()), (4, Layout(sharded=True)), (2, Layout("1f1b", 2))])
+@small(lambda other: other[0] == 4)
 def test_shards_can_be_loaded_on_any_number_of_ranks(
     pools: Pools, tmp_path: Path, other: tuple[int, Layout]
 ) -> None:

@@ -22,6 +22,7 @@ from tests.support.composition import (
     pipeline_of,
     stages_of,
 )
+from tests.support.grids import small
 from tests.support.meshes import mesh_of_ranks
 from tests.support.pool import Pools
 
@@ -178,6 +179,7 @@ def scaled(case: Composed) -> tuple[list[str], list[float], list[bool]]:
     "case", [Composed(ZBV, "fsdp", 2), Composed(ZBV, "replicas", 2, tied=True), Composed(ZBV, tp=2)], ids=str
 )
 @pytest.mark.xdist_group("ranks-4")
+@small(lambda case: case.tp == 1)
 def test_an_overflow_on_one_rank_skips_the_step_on_all_of_them(pools: Pools, case: Composed) -> None:
     for faults, scales, moved in pools(4).run(scaled, case):
         assert not faults
@@ -190,7 +192,7 @@ def without_parameters() -> tuple[float, bool]:
     stages: dict[int, nn.Module] = {index: nn.Linear(4, 4) for index in range(3)}
     stages[3] = nn.Tanh()
     schedule = build("1f1b", ranks=4, microbatches=2)
-    with closing(Pipeline(stages, schedule, loss=nn.functional.mse_loss, timeout=20.0)) as pipeline:
+    with closing(Pipeline(stages, schedule, loss=nn.functional.mse_loss, timeout=120)) as pipeline:
         scaler = GradScaler(pipeline, init_scale=8.0)
         spare = [nn.Parameter(torch.zeros(()))]
         optimizer = torch.optim.SGD([*pipeline.parameters()] or spare, lr=0.1)
@@ -232,6 +234,7 @@ def added_up(case: Composed, held_back: bool) -> list[str]:  # noqa: FBT001 -- s
 @pytest.mark.parametrize("held_back", [False, True])
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
 @pytest.mark.xdist_group("ranks-4")
+@small(lambda data, held_back: held_back or data == "fsdp")
 def test_gradients_add_up_whether_reductions_are_held_back_or_not(
     pools: Pools,
     data: str,

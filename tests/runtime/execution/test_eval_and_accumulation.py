@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock import Schedule, build
 from penstock.runtime import Pipeline
 from tests.runtime.execution.test_gradients import FAMILIES, ranks
+from tests.support.grids import small
 from tests.support.models import TASKS, WIDTH, Batch, Task
 from tests.support.pipelines import batch_of, gradients, pipeline_of, state
 from tests.support.pool import Pools
@@ -61,6 +62,7 @@ def run_twice(case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_two_steps_without_zero_grad_give_twice_the_gradient(pools: Pools, p: int) -> None:
     cases = [
         Case(build(family, ranks=p, microbatches=m), task)
@@ -158,6 +160,7 @@ def _eval_faults(
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_eval_is_right_and_leaves_no_trace(pools: Pools, p: int) -> None:
     tasks = ("transformer", "batch-norm", "dropout", "nested", "mlp", "uneven")
     cases = [

@@ -20,6 +20,7 @@ from penstock.lowering import (
 )
 from penstock.runtime import Custom, Pipeline
 from tests.runtime.execution.test_gradients import FAMILIES, ranks
+from tests.support.grids import small
 from tests.support.models import TASKS
 from tests.support.pool import Pools
 from tests.support.random_schedules import _inputs_done
@@ -107,6 +108,7 @@ def late(schedule: Schedule) -> Schedule:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p, seed: p == 4 and seed == 0)
 def test_random_right_schedules_train_as_one_process(pools: Pools, p: int, seed: int) -> None:
     rng = random.Random(100 * p + seed)
     cases = []
@@ -124,6 +126,7 @@ def test_random_right_schedules_train_as_one_process(pools: Pools, p: int, seed:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_receives_may_be_posted_early_or_late(pools: Pools, p: int) -> None:
     cases = []
     for family in ("1f1b", "interleaved-1f1b", "dualpipev"):
@@ -136,6 +139,7 @@ def test_receives_may_be_posted_early_or_late(pools: Pools, p: int) -> None:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 4)
 def test_schedules_that_would_hang_with_waiting_sends_run(pools: Pools, p: int) -> None:
     plain = [lower(build(family, ranks=p, microbatches=m)) for family in FAMILIES for m in (p, 2 * p)]
     changed = [order(schedule) for schedule in plain for order in (late, DeferReceives(past_sends=True))]
@@ -169,6 +173,7 @@ def run_forwards_only(case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_schedules_of_forwards_alone_run_by_step_and_by_eval(pools: Pools, p: int) -> None:
     cases = [
         Case(build("forward-only", ranks=p, microbatches=m, stages_per_rank=v), task)
@@ -221,6 +226,7 @@ def run_with_functions(case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 4)
 def test_functions_take_the_place_of_every_kind_of_action_inside_overlaps_too(pools: Pools, p: int) -> None:
     built = [build(family, ranks=p, microbatches=2 * p) for family in ("dualpipev", "zbv", "1f1b", "zb-h1")]
     built += [lower(SplitBackward()(built[0])), random_schedule(random.Random(p), p)]
@@ -275,6 +281,7 @@ def test_sends_and_receives_take_no_function(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 4)
 def test_ranks_hold_as_many_activations_as_the_simulator_says(pools: Pools, p: int) -> None:
     cases = [Case(build(family, ranks=p, microbatches=m), steps=1) for family in FAMILIES for m in (p + 1,)]
     cases += [Case(random_schedule(random.Random(seed), p), steps=1) for seed in range(4)]
@@ -302,6 +309,7 @@ def few_buffers(family: str, microbatches: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "zbv", "v-half", "interleaved-1f1b"])
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p, family: p == 2 or family == "v-half")
 def test_buffers_do_not_grow_with_the_number_of_microbatches(pools: Pools, p: int, family: str) -> None:
     for rank, found in enumerate(pools(p).run(few_buffers, family, (16, 64))):
         few, many = found
@@ -309,6 +317,7 @@ def test_buffers_do_not_grow_with_the_number_of_microbatches(pools: Pools, p: in
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_gpipe_has_buffers_for_the_activations_it_holds_and_few_more(pools: Pools, p: int) -> None:
     for rank, (found,) in enumerate(pools(p).run(few_buffers, "gpipe", (64,))):
         held = 64 if rank else 0

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline
 from tests.support.faults import Fault, Told, assert_one_report, attempt, bench, show, strikes
+from tests.support.grids import small
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.xdist_group("failures")
@@ -37,10 +38,11 @@ def strike_all(family: str, microbatches: int, *, everywhere: bool) -> list[tupl
 
 
 @pytest.mark.parametrize(("family", "microbatches", "everywhere"), FAMILIES)
+@small(lambda family: family in {"1f1b", "zbv"})
 def test_an_exception_in_any_action_on_any_rank_is_reported_by_all(
     failing_pool: Pool, family: str, microbatches: int, *, everywhere: bool
 ) -> None:
-    answers = failing_pool.run(partial(strike_all, everywhere=everywhere), family, microbatches, seconds=120)
+    answers = failing_pool.run(partial(strike_all, everywhere=everywhere), family, microbatches, seconds=600)
     for each in zip(*answers, strict=True):
         fault: Fault = each[0][0]
         told: list[Told] = [answer for _, answer in each]
@@ -66,12 +68,12 @@ def test_an_exception_in_any_action_on_any_rank_is_reported_by_all(
 
 def strike_and_hold(fault: Fault) -> Told:
     with bench("1f1b", 4) as one:
-        return one.suffer(fault, hold=3)
+        return one.suffer(fault, hold=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_handles_its_error_for_long_keeps_nobody_waiting(failing_pool: Pool, rank: int) -> None:
-    assert_one_report(failing_pool.run(strike_and_hold, Fault(rank, f"{rank}F2")), within=2)
+    assert_one_report(failing_pool.run(strike_and_hold, Fault(rank, f"{rank}F2")))
 
 
 def strike_in_a_pair() -> Told:
@@ -86,13 +88,13 @@ def test_of_an_overlapped_pair_the_part_that_failed_is_named(failing_pool: Pool)
 
 
 def strike_without_text() -> Told:
-    with bench("1f1b", 4, timeout=3) as one:
+    with bench("1f1b", 4) as one:
         return one.suffer(Fault(1, "1F1", "raise badly"))
 
 
 def test_an_exception_without_a_text_is_reported_like_any_other(failing_pool: Pool) -> None:
     told = failing_pool.run(strike_without_text)
-    assert_one_report(told, within=2)
+    assert_one_report(told)
     assert told[0].where == (1, "1F1", 1, 1, "exception")
 
 
@@ -132,7 +134,7 @@ def test_an_exception_in_the_loss_function_is_reported_by_all(failing_pool: Pool
 
 
 def interrupt() -> Told:
-    with bench("1f1b", 4, timeout=5) as one:
+    with bench("1f1b", 4) as one:
         told = one.suffer(Fault(2, "2F1", "interrupt"))
         one.assert_right()
     return told
@@ -144,7 +146,7 @@ def test_an_interrupt_stays_an_interrupt_where_it_came_and_is_reported_by_the_ot
     told = failing_pool.run(interrupt)
     assert told.pop(2).error == "KeyboardInterrupt"
     show(told[0].text)
-    assert_one_report(told, within=3)
+    assert_one_report(told)
     assert told[0].where == (2, "2F1", 2, 1, "interrupted")
 
 

@@ -18,6 +18,7 @@ from penstock.planning.layout import even_layout
 from penstock.runtime import Pipeline, split
 from penstock.runtime.backward.deferral import Deferral
 from tests.support.deferring import autocasting
+from tests.support.grids import small
 from tests.support.hub_models import (
     LAYERS,
     MODELS,
@@ -53,6 +54,7 @@ def refusal(model: nn.Module, **how: Any) -> str:
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", MODELS)
+@small(lambda kind, layout, given: kind == "llama" or (layout, given) == ("Ett|tt|tL", "mask"))
 def test_stages_one_after_the_other_give_the_logits_of_the_model(kind: str, layout: str, given: str) -> None:
     whole = decoder(kind)
     ids, _, named = batch(3, given)
@@ -202,6 +204,7 @@ def test_split_backwards_give_the_same_bits(kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["interleaved-1f1b", "zbv"])
 @pytest.mark.parametrize("kind", MODELS)
+@small(lambda kind, family: kind == "llama" or family == "zbv")
 def test_gradients_under_autocast_are_those_of_the_model(kind: str, family: str) -> None:
     whole = decoder(kind)
     assert not differing(whole, split(whole, layout="Et*3|ttL"), family, exact=True, low=True)
