@@ -27,7 +27,7 @@ NOT_RUN = {
     "torchrun --nproc-per-node 4 examples/composed.py pp=2 tp=2",
     "torchrun --nproc-per-node 8 examples/composed.py pp=2 fsdp=2 tp=2",
 }
-"""More of the same example: it would take minutes, and tests/distributed has the same meshes in its pools."""
+"""More of the same example: it would take minutes, and tests/runtime has the same meshes in its pools."""
 
 ENVIRONMENT = {
     "COLUMNS": "80",
