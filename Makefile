@@ -3,14 +3,20 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# tests of the runtime wait for processes most of the time, so there are more workers than cores
+WORKERS ?= 4
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 
-.PHONY: demo test check docs format bench clean
+.PHONY: demo test test-all check docs format bench clean
 
 demo: .venv/demo
 	$(BIN)/penstock demo
 
 test: .venv/dev
-	$(BIN)/python -m pytest -n auto --dist loadgroup -q
+	$(PYTEST) -m 'not full'
+
+test-all: .venv/dev
+	$(PYTEST) --hypothesis-profile full
 
 check: .venv/dev
 	$(BIN)/ruff check .

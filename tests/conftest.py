@@ -1,14 +1,36 @@
-"""One pool of processes for each number of ranks, kept for the whole test run."""
+"""What all tests share: pools of processes, the cases that `make test` leaves out, and groups for workers."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:  # tests without torch do not wait for it
     from tests.support.pool import Pool, Pools
+
+
+settings.register_profile("full")  # for tests.support.grids.examples
+SHARED_GROUPS = {"ranks-2", "ranks-4"}
+"""Groups with too many tests for one worker: each worker that runs some of them starts its own pool."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects, and before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cases that only `make test-all` runs, and split large groups by module."""
+    for item in items:
+        parameters = (
+            item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        )
+        for mark in item.iter_markers("small"):
+            keep = mark.args[0]
+            if not keep(**{name: parameters[name] for name in inspect.signature(keep).parameters}):
+                item.add_marker("full")
+        if any(mark.args[0] in SHARED_GROUPS for mark in item.iter_markers("xdist_group")):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")

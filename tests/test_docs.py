@@ -113,7 +113,7 @@ def check_line(line: str, shell: Shell) -> None:
     if line.startswith("penstock "):
         check_command(line, shell)
     elif line.startswith("make "):
-        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert set(line.split()[1:]) <= set(targets)
     elif line.startswith("pip install "):
         extras = re.findall(r"\[(.*)\]", line)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import EXECUTABLE
+from tests.support.grids import small
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -77,6 +78,7 @@ def link_examples(folder: Path) -> Path:
 
 @pytest.mark.xdist_group("examples")
 @pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: output.stem)
+@small(lambda output: output.stem not in {"composed", "migrate", "train_gpt"})
 def test_an_example_prints_what_is_committed(output: Path, tmp_path: Path) -> None:
     link_examples(tmp_path)
     for command, committed in parts_of(output):

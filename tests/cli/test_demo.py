@@ -70,9 +70,9 @@ def test_ctrl_c_ends_it_and_all_its_processes_without_a_traceback(tmp_path: Path
     started.stdout.readline()
     time.sleep(3)  # in the midst of it
     os.killpg(started.pid, signal.SIGINT)
-    _, said = started.communicate(timeout=30)
+    _, said = started.communicate(timeout=300)
     assert (started.returncode, said) == (130, "")
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while _members(started.pid):
         assert time.monotonic() < end
         time.sleep(0.1)

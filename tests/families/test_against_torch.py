@@ -24,6 +24,7 @@ from penstock.lowering import (
 pytest.importorskip("torch", reason="this file compares with torch")
 
 from tests.oracles import torch_schedules as torch
+from tests.support.grids import small
 
 RANKS = range(1, 9)
 STAGES_PER_RANK = range(1, 5)
@@ -72,6 +73,7 @@ def test_single_stage_schedules_execute_in_the_order_of_torch(name: str, ranks: 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", MULTI)
+@small(lambda ranks: ranks <= 4)
 def test_multi_stage_schedules_equal_those_of_torch(name: str, ranks: int) -> None:
     accepted = 0
     for stages_per_rank, microbatches in itertools.product(STAGES_PER_RANK, MICROBATCHES):

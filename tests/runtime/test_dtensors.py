@@ -17,6 +17,7 @@ from penstock.errors import PenstockError, PipelineError
 from penstock.runtime import Pipeline
 from penstock.runtime.dtensors import Meshes, is_dtensor, sharding_of
 from penstock.runtime.execution.custom_function import Custom
+from tests.support.grids import small
 from tests.support.models import TASKS, numbers
 from tests.support.pool import Pools
 from tests.support.reference import TIMEOUT, faults_of, run_cases
@@ -30,12 +31,13 @@ FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zbv", "
 
 def assert_trains(pools: Pools, cases: list[TensorCase]) -> None:
     ranks = cases[0].schedule.num_ranks * cases[0].dp * cases[0].tp
-    assert not faults_of(cases, pools(ranks).run(run_cases, cases, train, seconds=120))
+    assert not faults_of(cases, pools(ranks).run(run_cases, cases, train, seconds=600))
 
 
-def test_every_family_trains_as_one_process(pools: Pools) -> None:
-    schedules = [build(family, ranks=2, microbatches=3) for family in FAMILIES]
-    assert_trains(pools, [TensorCase(schedule, "pieces as dtensors") for schedule in schedules])
+@pytest.mark.parametrize("family", FAMILIES)
+@small(lambda family: family in {"1f1b", "zbv"})
+def test_every_family_trains_as_one_process(pools: Pools, family: str) -> None:
+    assert_trains(pools, [TensorCase(build(family, ranks=2, microbatches=3), "pieces as dtensors")])
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "pieces as dtensors"])
@@ -49,17 +51,19 @@ def test_float32_results_are_those_of_one_process(pools: Pools) -> None:
     assert_trains(pools, [TensorCase(schedule, "pieces", dtype=torch.float32, steps=1)])
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        TensorCase(build("zbv", ranks=4, microbatches=4), "uneven pieces", steps=2),
+        TensorCase(build("zbv", ranks=2, microbatches=4), "loss parallel", dp=2),
+        TensorCase(build("1f1b", ranks=2, microbatches=2), "replicated dtensors", tp=4, steps=1),
+    ],
+    ids=str,
+)
 @pytest.mark.xdist_group("ranks-8")
-def test_more_stages_and_sharded_replicas_train_as_one_process(pools: Pools) -> None:
-    four, two = (build("zbv", ranks=ranks, microbatches=4) for ranks in (4, 2))
-    assert_trains(
-        pools,
-        [
-            TensorCase(four, "uneven pieces", steps=2),
-            TensorCase(two, "loss parallel", dp=2),
-            TensorCase(build("1f1b", ranks=2, microbatches=2), "replicated dtensors", tp=4, steps=1),
-        ],
-    )
+@small(lambda case: case.dp == 2)
+def test_more_stages_and_sharded_replicas_train_as_one_process(pools: Pools, case: TensorCase) -> None:
+    assert_trains(pools, [case])
 
 
 # --- what is carried, and when it is computed ------------------------------------------------------

@@ -111,15 +111,20 @@ def test_ranks_end_with_the_process_that_started_them(by: signal.Signals, tmp_pa
     started = subprocess.Popen(  # noqa: S603 -- our own script
         [sys.executable, str(script), str(pids)], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    _until(lambda: len(list(pids.iterdir())) == 2)
-    os.killpg(started.pid, by) if by is signal.SIGINT else started.kill()  # Ctrl-C is for the whole group
-    _, said = started.communicate(timeout=120)
+    try:
+        _until(lambda: len(list(pids.iterdir())) == 2)
+        os.killpg(started.pid, by) if by is signal.SIGINT else started.kill()  # Ctrl-C is for the whole group
+    except AssertionError:
+        started.kill()
+        raise
+    finally:
+        _, said = started.communicate(timeout=300)
     _until(lambda: not any(_lives(int(pid.name)) for pid in pids.iterdir()))
     assert said.count("Traceback") == (1 if by is signal.SIGINT else 0)  # that of the script itself
 
 
 def _until(come: object) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not come():  # type: ignore[operator]
         assert time.monotonic() < end
         time.sleep(0.05)

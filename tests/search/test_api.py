@@ -30,7 +30,7 @@ found = search(ranks=3, microbatches=5, stages_per_rank=2, live_limit=4, moves=3
 print(json.dumps([found.value, found.bound.seconds, found.missing]))
 """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)  # noqa: S603
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)  # noqa: S603
     value, bound, missing = json.loads(done.stdout)
     assert bound <= value
     assert lacking in missing[0]
@@ -45,14 +45,14 @@ from penstock.search.kernel import W, compiled
 print(compiled(lambda number: number + W)(3))
 """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)  # noqa: S603
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)  # noqa: S603
     assert done.stdout == "5\n"
 
 
 def test_it_says_so_where_numba_is_told_not_to_compile() -> None:
     code = "from penstock import search; print(search(ranks=2, microbatches=3, moves=100).missing)"
     command, env = [sys.executable, "-c", code], os.environ | {"NUMBA_DISABLE_JIT": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120)  # noqa: S603
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=600)  # noqa: S603
     assert "numba" in done.stdout
 
 

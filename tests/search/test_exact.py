@@ -14,13 +14,15 @@ from penstock.search.exact import Effort, solve
 from penstock.search.problem import Problem
 from penstock.search.seeds import serial
 from tests.bounds.test_lower_bounds import OPTIMA
+from tests.support.grids import small
 from tests.support.search_instances import UNITS, random_problem
 
 pytest.importorskip("ortools", reason="the exact layer is an extra")
-EFFORT = Effort(seconds=60, counted=False, workers=2, seed=0)
+EFFORT = Effort(seconds=600, counted=False, workers=2, seed=0)
 
 
 @pytest.mark.parametrize(("p", "m", "limit"), OPTIMA)
+@small(lambda m: m == 4)
 def test_known_optima_are_found_and_proved_from_the_worst_start(p: int, m: int, limit: int) -> None:
     problem = Problem(Placement.loop(p), m, UNITS, limit)
     found = solve(problem, serial(problem).order, 0.0, EFFORT, Event())

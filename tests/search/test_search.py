@@ -15,7 +15,9 @@ from penstock.search import Progress, SearchResult, search
 from penstock.simulation.jitter import jitter
 from penstock.validation import SendModel
 from tests.bounds.test_lower_bounds import OPTIMA
+from tests.support.grids import small
 from tests.support.search_instances import UNITS, random_problem
+from tests.support.slowness import slowness
 
 PUBLISHED = {  # ZB-2p: the span at twice the memory of 1F1B, in microseconds
     "zb-h2304-p8-m24": 1152599,
@@ -61,6 +63,7 @@ def test_every_result_is_right_fits_keeps_to_its_bound_and_loses_to_no_family(ob
 
 @pytest.mark.parametrize("kind", ["heavy last", "heavy first", "random"])
 @pytest.mark.parametrize(("p", "v"), [(3, 1), (4, 2), (8, 1), (6, 2)])
+@small(lambda p, kind: p < 6 or kind == "random")
 def test_unequal_stages_get_at_least_as_good_as_every_family(p: int, v: int, kind: str) -> None:
     costs = unequal(kind, p * v, seed=p * v)
     for limit in (None, 2.0 * p * v):
@@ -74,12 +77,13 @@ def test_unequal_stages_get_at_least_as_good_as_every_family(p: int, v: int, kin
 
 @pytest.mark.parametrize(("p", "m", "limit"), OPTIMA)
 def test_the_known_optima_are_found_and_proved(p: int, m: int, limit: int) -> None:
-    found = search(ranks=p, microbatches=m, costs=UNITS, memory_limit=limit, seconds=60)
+    found = search(ranks=p, microbatches=m, costs=UNITS, memory_limit=limit, seconds=600)
     assert (found.value, found.proved) == (OPTIMA[p, m, limit], True)
     assert_sound(found, UNITS, limit)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+@small(lambda name: name in {"zb-h2304-p8-m24", "zb-h4096-p8-m32"})
 def test_zb_1p_is_proved_best_and_zb_2p_is_not_longer_than_published(name: str) -> None:
     costs, m = preset(name), int(name.rpartition("m")[2])
     held = costs.per_stage("activation", 8)[0]
@@ -98,30 +102,29 @@ def test_zb_1p_is_proved_best_and_zb_2p_is_not_longer_than_published(name: str) 
         costs=costs,
         memory_limit=16 * held,
         objective="span",
-        seconds=60,
+        seconds=600,
         told=stop_when_met,
     )
     assert twice.value * 1e6 <= PUBLISHED[name] + 0.5
     assert_sound(twice, costs, 16 * held)
 
 
-def test_a_v_in_little_memory_beats_the_published_ones_at_their_own_limits() -> None:
-    limits = {}
-    for name in ("v-min", "v-half", "zbv"):
-        timeline = simulate(penstock.build(name, ranks=8, microbatches=24), CHUNKS)
-        limits[max(timeline.peak_memory)] = timeline.makespan
-    for limit, makespan in limits.items():
-        found = search(
-            ranks=8,
-            microbatches=24,
-            stages_per_rank=2,
-            placement="v",
-            costs=CHUNKS,
-            memory_limit=limit,
-            moves=400_000,
-        )
-        assert_sound(found, CHUNKS, limit)
-        assert found.value < makespan
+@pytest.mark.parametrize("name", ["v-min", "v-half", "zbv"])
+@small(lambda name: name == "v-half")
+def test_a_v_in_little_memory_beats_the_published_ones_at_their_own_limits(name: str) -> None:
+    timeline = simulate(penstock.build(name, ranks=8, microbatches=24), CHUNKS)
+    limit = max(timeline.peak_memory)
+    found = search(
+        ranks=8,
+        microbatches=24,
+        stages_per_rank=2,
+        placement="v",
+        costs=CHUNKS,
+        memory_limit=limit,
+        moves=400_000,
+    )
+    assert_sound(found, CHUNKS, limit)
+    assert found.value < timeline.makespan
 
 
 def test_many_microbatches_keep_the_quality_of_few() -> None:
@@ -209,7 +212,7 @@ def test_time_is_kept_and_progress_is_told() -> None:
     found = search(
         ranks=8, microbatches=24, stages_per_rank=2, costs=costs, live_limit=10, seconds=1.5, told=told.append
     )
-    assert 1.4 < found.seconds < 6
+    assert 1.4 < found.seconds < 6 * slowness()
     assert found.value <= told[-1].best * (1 + 1e-9)
     assert [each.best for each in told[2:]] == sorted((each.best for each in told[2:]), reverse=True)
     assert [each.share for each in told] == sorted(each.share for each in told)
@@ -219,7 +222,7 @@ def test_time_is_kept_and_progress_is_told() -> None:
 def test_the_time_is_kept_where_making_orders_alone_would_take_longer() -> None:
     search(ranks=2, microbatches=2, moves=10)  # compiled now
     found = search(ranks=64, microbatches=128, stages_per_rank=2, placement="loop", live_limit=128, seconds=1)
-    assert found.seconds < 15
+    assert found.seconds < 15 * slowness()
 
 
 def test_a_key_press_keeps_the_best_so_far() -> None:
@@ -231,7 +234,7 @@ def test_a_key_press_keeps_the_best_so_far() -> None:
         ranks=8, microbatches=24, stages_per_rank=2, costs=CHUNKS, live_limit=10, seconds=600, told=press
     )
     assert found.interrupted
-    assert found.seconds < 60
+    assert found.seconds < 60 * slowness()
     assert_sound(found, CHUNKS, None)
 
 

@@ -13,6 +13,7 @@ import penstock
 from penstock import Costs, Schedule, simulate
 from penstock.simulation.attribution import critical_path, gaps
 from tests.simulation.test_simulator import random_costs
+from tests.support.grids import examples
 from tests.support.random_schedules import random_right
 
 
@@ -79,7 +80,7 @@ def test_costs_that_no_computer_holds_exactly_leave_no_gap_unexplained(name: str
         assert critical_path(timeline)[0].start == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(min_value=0, max_value=2**32))
 def test_gaps_and_work_fill_the_time_and_the_path_leads_from_start_to_end(seed: int) -> None:
     rng = random.Random(seed)

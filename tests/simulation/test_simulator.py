@@ -17,6 +17,7 @@ from penstock.cost.presets import preset
 from penstock.lowering import DeferReceives
 from penstock.simulation.simulator import Simulator
 from penstock.validation import SendModel
+from tests.support.grids import examples
 from tests.support.random_schedules import random_compute, random_right
 
 # hidden, p, m, then (makespan, span, rate by span) of 1F1B, ZB-H1 and ZB-H2, in microseconds, as published
@@ -206,7 +207,7 @@ def random_costs(rng: random.Random, stages: int) -> Costs:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(seeds)
 def test_no_makespan_beats_any_bound(seed: int) -> None:
     rng = random.Random(seed)
@@ -218,7 +219,7 @@ def test_no_makespan_beats_any_bound(seed: int) -> None:
         assert bound.seconds <= timeline.makespan + 1e-9, bound
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(seeds)
 def test_slower_costs_never_shorten_a_schedule(seed: int) -> None:
     rng = random.Random(seed)
@@ -230,7 +231,7 @@ def test_slower_costs_never_shorten_a_schedule(seed: int) -> None:
     assert (late.end >= usual.end - 1e-9).all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(seeds)
 def test_the_fast_way_and_the_full_walk_agree(seed: int) -> None:
     """A channel that takes any number of bytes at once is followed message by message, and changes nothing."""
@@ -249,7 +250,7 @@ def test_the_fast_way_and_the_full_walk_agree(seed: int) -> None:
     assert np.array_equal(fast.start[fast.is_compute], walked.start[compute])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(seeds)
 def test_stricter_sends_are_never_faster(seed: int) -> None:
     rng = random.Random(seed)
@@ -259,7 +260,7 @@ def test_stricter_sends_are_never_faster(seed: int) -> None:
     assert all(a <= b + 1e-9 for a, b in itertools.pairwise(times)), times
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(seeds)
 def test_the_simulation_gets_stuck_exactly_where_the_validator_says(seed: int) -> None:
     rng = random.Random(seed)
@@ -276,7 +277,7 @@ def test_the_simulation_gets_stuck_exactly_where_the_validator_says(seed: int) -
         assert stuck == (found[0].send_models if found else ())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(seeds)
 def test_memory_returns_to_where_it_was_and_peaks_where_a_count_says(seed: int) -> None:
     rng = random.Random(seed)
@@ -294,7 +295,7 @@ def test_memory_returns_to_where_it_was_and_peaks_where_a_count_says(seed: int) 
         assert timeline.memory[rank].activations.max() == peak
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seeds)
 def test_time_scales_with_its_unit(seed: int) -> None:
     rng = random.Random(seed)

@@ -33,5 +33,5 @@ def _one_thread() -> tuple[str, Any]:
     options = gloo._Options()
     options._devices = [gloo.create_default_device()]
     options._threads = 1
-    options._timeout = timedelta(seconds=60)
+    options._timeout = timedelta(seconds=300)
     return "gloo", options

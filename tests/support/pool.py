@@ -25,7 +25,7 @@ class Pool:
         self._local = LocalRanks(ranks)
 
     def run(
-        self, function: Callable[..., Any], *args: Any, seconds: float = 60, lost: tuple[int, ...] = ()
+        self, function: Callable[..., Any], *args: Any, seconds: float = 300, lost: tuple[int, ...] = ()
     ) -> list[Any]:
         """The results of `function(*args)` on every rank; `lost` are the ranks that are expected to die."""
         answers = self._local.results(function, *args, seconds=seconds, may_die=lost)

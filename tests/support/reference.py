@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 State = dict[str, Tensor]
-TIMEOUT = 20.0
+TIMEOUT = 120.0
 
 
 @dataclass(frozen=True)

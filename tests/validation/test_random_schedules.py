@@ -12,6 +12,7 @@ import penstock
 from penstock import Schedule
 from penstock.validation import SendModel
 from tests.oracles.naive import Judge
+from tests.support.grids import examples
 from tests.support.random_schedules import mutate, random_right
 
 seeds = st.integers(min_value=0, max_value=2**32)
@@ -22,7 +23,7 @@ def judge(schedule: Schedule) -> Judge:
     return Judge(rows, schedule.placement.stage_to_rank, schedule.microbatches)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(seeds)
 def test_any_legal_interleaving_is_accepted(seed: int) -> None:
     schedule = random_right(random.Random(seed))
@@ -77,7 +78,7 @@ CAUSES = {
 }
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=examples(3000), deadline=None)
 @given(seeds)
 def test_any_single_change_is_caught_by_the_right_rule_or_is_still_right(seed: int) -> None:
     rng = random.Random(seed)
@@ -88,7 +89,7 @@ def test_any_single_change_is_caught_by_the_right_rule_or_is_still_right(seed: i
     assert not codes or codes & CAUSES[mutation.what], (mutation.what, codes, str(mutation.schedule))
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(seeds)
 def test_a_deadlock_is_reported_for_exactly_the_ways_of_sending_under_which_the_ranks_get_stuck(
     seed: int,

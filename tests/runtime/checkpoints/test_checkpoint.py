@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 from penstock.runtime import load_checkpoint, save_checkpoint
 from tests.support.checkpointing import Bits, Found, Layout, bits, together, train
+from tests.support.grids import small
 from tests.support.pool import Pools
 
 ZBV = Layout("zbv", 8)
@@ -42,6 +43,7 @@ def saved(
 
 @pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("other", OTHERS)
+@small(lambda saved, other: saved == "adamw" or other == "the same four ranks")
 def test_training_continues_in_another_layout(
     pools: Pools, saved: tuple[str, str, Found, list[float]], other: str
 ) -> None:

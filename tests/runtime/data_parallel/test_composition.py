@@ -15,6 +15,7 @@ from penstock import Kind, Schedule, build
 from penstock.lowering import SplitBackward
 from tests.support.composed_model import Composed, batch_of
 from tests.support.composition import gradients, pipeline_of, replica_index, train_composed
+from tests.support.grids import small
 from tests.support.pool import Pools
 from tests.support.reference import faults_of, run_cases
 
@@ -29,12 +30,13 @@ def schedules(family: str) -> list[Schedule]:
 
 
 def faults(pools: Pools, ranks: int, cases: list[Composed]) -> str:
-    return faults_of(cases, pools(ranks).run(run_cases, cases, train_composed, seconds=150))
+    return faults_of(cases, pools(ranks).run(run_cases, cases, train_composed, seconds=600))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("data", ["fsdp", "replicas"])
 @pytest.mark.xdist_group("ranks-4")
+@small(lambda data, family: (data, family) in {("fsdp", "zbv"), ("replicas", "1f1b")})
 def test_replicated_stages_train_as_one_process(pools: Pools, data: str, family: str) -> None:
     cases = []
     for place, schedule in enumerate(schedules(family)):
@@ -60,6 +62,7 @@ def test_every_wrapper_of_torch_reduces_once(pools: Pools, data: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.xdist_group("ranks-4")
+@small(lambda family: family == "zbv")
 def test_stages_in_tensor_parallel_train_as_one_process(pools: Pools, family: str) -> None:
     cases = [
         Composed(schedule, tp=2, tied=place == 0, accumulated=3 - 2 * place, checkpointed=place == 1)
@@ -68,8 +71,7 @@ def test_stages_in_tensor_parallel_train_as_one_process(pools: Pools, family: st
     assert not faults(pools, 4, cases)
 
 
-@pytest.mark.xdist_group("ranks-8")
-def test_three_dimensions_train_as_one_process(pools: Pools) -> None:
+def cases_on_eight_ranks() -> list[Composed]:
     cases = []
     for place, family in enumerate(FAMILIES):
         tied, together = place % 2 == 0, 1 + 2 * (place % 2)
@@ -77,13 +79,20 @@ def test_three_dimensions_train_as_one_process(pools: Pools) -> None:
             Composed(schedule, "fsdp", 2, 2, tied=tied, accumulated=together)
             for schedule in schedules(family)[: 1 + place % 2]
         ]
-    cases += [
+    return [
+        *cases,
         Composed(build("zbv", ranks=2, microbatches=4), "hsdp", 4, tied=True, tokens=True),
         Composed(build("1f1b", ranks=2, microbatches=4), "hsdp", 4, accumulated=3),
         Composed(build("zbv", ranks=2, microbatches=4), "replicas", 2, 2, tied=True),
         Composed(build("1f1b", ranks=4, microbatches=4), "fsdp", 2, tied=True, checkpointed=True),
     ]
-    assert not faults(pools, 8, cases)
+
+
+@pytest.mark.parametrize("case", cases_on_eight_ranks(), ids=str)
+@pytest.mark.xdist_group("ranks-8")
+@small(lambda case: case.schedule.name == "zbv" and case.data in {"fsdp", "hsdp"})
+def test_three_dimensions_train_as_one_process(pools: Pools, case: Composed) -> None:
+    assert not faults(pools, 8, [case])
 
 
 def _collectives(case: Composed) -> tuple[Counter[str], Counter[str]]:
@@ -107,6 +116,7 @@ def _collectives(case: Composed) -> tuple[Counter[str], Counter[str]]:
 
 @pytest.mark.parametrize("family", ["1f1b", "looped-bfs", "zbv", "interleaved-1f1b"])
 @pytest.mark.xdist_group("ranks-4")
+@small(lambda family: family in {"looped-bfs", "zbv"})
 def test_shards_are_gathered_and_reduced_as_often_as_the_schedule_says(pools: Pools, family: str) -> None:
     case = Composed(build(family, ranks=2, microbatches=4), "fsdp", 2)
     for found, promised in pools(4).run(_collectives, case):

@@ -15,6 +15,7 @@ from penstock.runtime import GradScaler, Pipeline
 from penstock.runtime.dtensors import local
 from tests.support.composed_model import Composed, batch_of, loss, stages_of
 from tests.support.composition import gradients, pipeline_of, replica_index
+from tests.support.grids import small
 from tests.support.meshes import mesh_of_ranks
 from tests.support.pool import Pools
 
@@ -225,6 +226,7 @@ def added_up(case: Composed, held_back: bool) -> list[str]:  # noqa: FBT001 -- s
 @pytest.mark.parametrize("held_back", [False, True])
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
 @pytest.mark.xdist_group("ranks-4")
+@small(lambda data, held_back: held_back or data == "fsdp")
 def test_gradients_accumulate_with_and_without_reductions(
     pools: Pools,
     data: str,

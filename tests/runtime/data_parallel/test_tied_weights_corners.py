@@ -72,7 +72,7 @@ def told_twice(how: str) -> tuple[float, float]:
         tied = [{0: "again", 1: "again", 3: "weight"}]
     right = alone(layers(shared))
     schedule, (x, y) = build("1f1b", ranks=4, microbatches=M), batch()
-    with closing(Pipeline(stages, schedule, tied=tied, loss=functional.mse_loss, timeout=15.0)) as pipeline:
+    with closing(Pipeline(stages, schedule, tied=tied, loss=functional.mse_loss, timeout=120)) as pipeline:
         assert len(pipeline.ties) == 1
         pipeline.step(x, target=y)
         grad, wanted = pipeline.modules[rank].get_parameter("weight").grad, right[rank].weight.grad
@@ -97,7 +97,7 @@ def wrapped_after_the_split() -> tuple[dict[int, str], ...]:
     stages = split(nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), head), at=["2"])
     wrapped = DistributedDataParallel(stages[mesh.get_local_rank("pp")], process_group=mesh.get_group("dp"))
     schedule = build("1f1b", ranks=2, microbatches=M)
-    with closing(Pipeline([wrapped], schedule, group=mesh["pp"], timeout=15.0)) as pipeline:
+    with closing(Pipeline([wrapped], schedule, group=mesh["pp"], timeout=120)) as pipeline:
         return tuple(dict(tie) for tie in pipeline.ties)
 
 

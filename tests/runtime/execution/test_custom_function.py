@@ -13,6 +13,7 @@ from penstock.errors import PipelineError
 from penstock.lowering import SplitBackward
 from penstock.runtime import Custom, Pipeline
 from tests.support.families import ranks
+from tests.support.grids import small
 from tests.support.pool import Pools
 from tests.support.reference import (
     TIMEOUT,
@@ -68,6 +69,7 @@ def run_with_functions(case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 4)
 def test_functions_replace_every_kind_of_action_also_inside_overlaps(pools: Pools, p: int) -> None:
     built = [build(family, ranks=p, microbatches=2 * p) for family in ("dualpipev", "zbv", "1f1b", "zb-h1")]
     built += [lower(SplitBackward()(built[0])), random_schedule(random.Random(p), p)]

@@ -9,6 +9,7 @@ import torch
 
 from penstock import Schedule, build
 from tests.support.families import ranks
+from tests.support.grids import small
 from tests.support.models import TASKS, Batch
 from tests.support.pipelines import batch_of, gradients, pipeline_of
 from tests.support.pool import Pools
@@ -51,6 +52,7 @@ def weighted(schedule: Schedule) -> Outcome:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_losses_weighted_by_tokens_are_the_mean_over_the_whole_batch(pools: Pools, p: int) -> None:
     cases = [build(family, ranks=p, microbatches=5) for family in ("1f1b", "zbv", "looped-bfs", "gpipe")]
     assert not faults_of(cases, pools(p).run(run_cases, cases, weighted))
@@ -101,6 +103,7 @@ def run_input_gradient(case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_a_batch_that_requires_grad_gets_its_gradient(pools: Pools, p: int) -> None:
     cases = [
         Case(build(family, ranks=p, microbatches=5), task)

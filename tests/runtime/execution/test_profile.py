@@ -21,7 +21,7 @@ from tests.support.pool import Pools
 
 pytestmark = pytest.mark.xdist_group("profile")
 
-NAP = 0.02
+NAP = 0.05
 M = 4
 
 
@@ -60,7 +60,9 @@ def profiled(family: str) -> dict[str, Any]:
     schedule = penstock.build(family, ranks=dist.get_world_size(), microbatches=M)
     own = schedule.placement.stages_of_rank[dist.get_rank()]
     x, y = torch.ones(M, 4, requires_grad=True), torch.ones(M, 4)
-    with closing(Pipeline([Nap() for _ in own], schedule, loss=nn.functional.mse_loss, timeout=20)) as pipeline:
+    with closing(
+        Pipeline([Nap() for _ in own], schedule, loss=nn.functional.mse_loss, timeout=120)
+    ) as pipeline:
         unprofiled = pipeline.step(x, target=y)
         with pipeline.profile() as profile:
             result = pipeline.step(x, target=y)

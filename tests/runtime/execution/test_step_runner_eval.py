@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock import Schedule, build
 from tests.support.evaluation import run_eval
 from tests.support.families import FAMILIES, ranks
+from tests.support.grids import small
 from tests.support.models import TASKS, WIDTH
 from tests.support.pipelines import batch_of, gradients, pipeline_of
 from tests.support.pool import Pools
@@ -56,6 +57,7 @@ def run_twice(case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_two_steps_without_zero_grad_give_twice_the_gradient(pools: Pools, p: int) -> None:
     cases = [
         Case(build(family, ranks=p, microbatches=m), task)
@@ -66,6 +68,7 @@ def test_two_steps_without_zero_grad_give_twice_the_gradient(pools: Pools, p: in
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_eval_is_correct_and_changes_nothing(pools: Pools, p: int) -> None:
     tasks = ("transformer", "batch-norm", "dropout", "nested", "mlp", "uneven")
     cases = [

@@ -8,6 +8,7 @@ import torch
 from penstock import Schedule, build
 from penstock.lowering import MergeBackward, SplitBackward
 from tests.support.families import FAMILIES, ranks
+from tests.support.grids import small
 from tests.support.models import MODELS
 from tests.support.pool import Pools
 from tests.support.reference import Case, backwards_in_order, faults_of, run_cases
@@ -38,6 +39,7 @@ def schedules(family: str, p: int) -> list[Schedule]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p, family: p == 2 or family in {"1f1b", "zbv"})
 def test_every_family_trains_as_one_process(pools: Pools, family: str, p: int) -> None:
     cases = []
     for place, schedule in enumerate(schedules(family, p)):
@@ -62,6 +64,7 @@ def test_eight_ranks_train_as_one_process(pools: Pools) -> None:
 
 @pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "zb-h1", "zbv", "interleaved-zero-bubble"])
+@small(lambda family: family in {"1f1b", "zbv"})
 def test_every_model_trains_as_in_one_process(pools: Pools, family: str) -> None:
     schedule = build(family, ranks=2, microbatches=4)
     cases = [Case(schedule, task, steps=2) for task in MODELS]

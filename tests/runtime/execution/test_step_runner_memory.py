@@ -11,6 +11,7 @@ import torch
 from penstock import Costs, build, simulate
 from penstock.runtime import Pipeline
 from tests.support.families import FAMILIES, ranks
+from tests.support.grids import small
 from tests.support.models import TASKS
 from tests.support.pool import Pools
 from tests.support.reference import TIMEOUT, Case, faults_of, run_cases
@@ -18,6 +19,7 @@ from tests.support.runnable_schedules import random_schedule
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 4)
 def test_peak_activations_are_those_of_the_simulator(pools: Pools, p: int) -> None:
     cases = [Case(build(family, ranks=p, microbatches=m), steps=1) for family in FAMILIES for m in (p + 1,)]
     cases += [Case(random_schedule(random.Random(seed), p), steps=1) for seed in range(4)]
@@ -45,6 +47,7 @@ def peak_buffers(family: str, microbatches: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "zbv", "v-half", "interleaved-1f1b"])
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p, family: p == 2 or family == "v-half")
 def test_buffers_do_not_grow_with_the_number_of_microbatches(pools: Pools, p: int, family: str) -> None:
     for rank, found in enumerate(pools(p).run(peak_buffers, family, (16, 64))):
         few, many = found
@@ -52,6 +55,7 @@ def test_buffers_do_not_grow_with_the_number_of_microbatches(pools: Pools, p: in
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_gpipe_has_buffers_for_its_live_activations_and_few_more(pools: Pools, p: int) -> None:
     for rank, (found,) in enumerate(pools(p).run(peak_buffers, "gpipe", (64,))):
         held = 64 if rank else 0

@@ -14,6 +14,7 @@ from penstock.lowering import (
 )
 from penstock.runtime import Pipeline
 from tests.support.families import FAMILIES, ranks
+from tests.support.grids import small
 from tests.support.models import TASKS
 from tests.support.pool import Pools
 from tests.support.reference import (
@@ -32,6 +33,7 @@ TASKS_OF_ANY_ORDER = ("mlp", "nested", "transformer", "dropout", "uneven")
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p, seed: p == 4 and seed == 0)
 def test_random_valid_schedules_train_as_one_process(pools: Pools, p: int, seed: int) -> None:
     rng = random.Random(100 * p + seed)
     cases = []
@@ -49,6 +51,7 @@ def test_random_valid_schedules_train_as_one_process(pools: Pools, p: int, seed:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_receives_may_be_posted_early_or_late(pools: Pools, p: int) -> None:
     cases = []
     for family in ("1f1b", "interleaved-1f1b", "dualpipev"):
@@ -61,6 +64,7 @@ def test_receives_may_be_posted_early_or_late(pools: Pools, p: int) -> None:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 4)
 def test_schedules_that_deadlock_with_blocking_sends_run(pools: Pools, p: int) -> None:
     plain = [lower(build(family, ranks=p, microbatches=m)) for family in FAMILIES for m in (p, 2 * p)]
     changed = [order(schedule) for schedule in plain for order in (late, DeferReceives(past_sends=True))]
@@ -94,6 +98,7 @@ def run_forwards_only(case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
 def test_forward_only_schedules_run_by_step_and_by_eval(pools: Pools, p: int) -> None:
     cases = [
         Case(build("forward-only", ranks=p, microbatches=m, stages_per_rank=v), task)

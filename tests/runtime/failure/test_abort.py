@@ -23,6 +23,7 @@ from tests.support.faults import (
     faulty_pipeline,
     print_report,
 )
+from tests.support.grids import small
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.xdist_group("failures")
@@ -45,10 +46,11 @@ def inject_all(family: str, microbatches: int, *, everywhere: bool) -> list[tupl
 
 
 @pytest.mark.parametrize(("family", "microbatches", "everywhere"), FAMILIES)
+@small(lambda family: family in {"1f1b", "zbv"})
 def test_an_exception_in_any_action_on_any_rank_is_reported_by_all(
     failing_pool: Pool, family: str, microbatches: int, *, everywhere: bool
 ) -> None:
-    answers = failing_pool.run(partial(inject_all, everywhere=everywhere), family, microbatches, seconds=120)
+    answers = failing_pool.run(partial(inject_all, everywhere=everywhere), family, microbatches, seconds=600)
     for each in zip(*answers, strict=True):
         fault: Fault = each[0][0]
         outcomes: list[CallOutcome] = [answer for _, answer in each]
@@ -74,12 +76,12 @@ def test_an_exception_in_any_action_on_any_rank_is_reported_by_all(
 
 def inject_and_hold(fault: Fault) -> CallOutcome:
     with faulty_pipeline("1f1b", 4) as one:
-        return one.run_with_faults(fault, hold=3)
+        return one.run_with_faults(fault, hold=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_handles_its_error_for_long_keeps_nobody_waiting(failing_pool: Pool, rank: int) -> None:
-    assert_one_report(failing_pool.run(inject_and_hold, Fault(rank, f"{rank}F2")), within=2)
+    assert_one_report(failing_pool.run(inject_and_hold, Fault(rank, f"{rank}F2")))
 
 
 def inject_in_a_pair() -> CallOutcome:
@@ -94,13 +96,13 @@ def test_of_an_overlapped_pair_the_part_that_failed_is_named(failing_pool: Pool)
 
 
 def inject_without_text() -> CallOutcome:
-    with faulty_pipeline("1f1b", 4, timeout=3) as one:
+    with faulty_pipeline("1f1b", 4) as one:
         return one.run_with_faults(Fault(1, "1F1", "raise badly"))
 
 
 def test_an_exception_without_a_text_is_reported_like_any_other(failing_pool: Pool) -> None:
     outcomes = failing_pool.run(inject_without_text)
-    assert_one_report(outcomes, within=2)
+    assert_one_report(outcomes)
     assert outcomes[0].where == (1, "1F1", 1, 1, "exception")
 
 
@@ -140,7 +142,7 @@ def test_an_exception_in_the_loss_function_is_reported_by_all(failing_pool: Pool
 
 
 def interrupt() -> CallOutcome:
-    with faulty_pipeline("1f1b", 4, timeout=5) as one:
+    with faulty_pipeline("1f1b", 4) as one:
         outcome = one.run_with_faults(Fault(2, "2F1", "interrupt"))
         one.assert_correct()
     return outcome
@@ -152,7 +154,7 @@ def test_an_interrupt_is_raised_where_it_came_and_reported_by_the_others(
     outcomes = failing_pool.run(interrupt)
     assert outcomes.pop(2).error == "KeyboardInterrupt"
     print_report(outcomes[0].text)
-    assert_one_report(outcomes, within=3)
+    assert_one_report(outcomes)
     assert outcomes[0].where == (2, "2F1", 2, 1, "interrupted")
 
 

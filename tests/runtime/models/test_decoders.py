@@ -16,6 +16,7 @@ from penstock.planning.layout import even_layout
 from penstock.runtime import Pipeline, split
 from penstock.runtime.backward.deferral import Deferral
 from tests.support.deferring import autocasting
+from tests.support.grids import small
 from tests.support.hub_models import (
     LAYERS,
     MODELS,
@@ -45,6 +46,7 @@ def run(stages: dict[int, Any], value: Tensor, **named: Any) -> Tensor:
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", MODELS)
+@small(lambda kind, layout, given: kind == "llama" or (layout, given) == ("Ett|tt|tL", "mask"))
 def test_stages_in_sequence_give_the_logits_of_the_model(kind: str, layout: str, given: str) -> None:
     whole = decoder(kind)
     ids, _, named = batch(3, given)

@@ -130,7 +130,7 @@ def started(kind: str) -> list[str]:
 @pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_tied_weights_that_ranks_initialize_alone_are_and_stay_equal(pools: Pools, kind: str) -> None:
-    first, second = pools(2).run(started, kind, seconds=120)
+    first, second = pools(2).run(started, kind, seconds=600)
     assert first == second
 
 
@@ -169,4 +169,4 @@ def sharded(kind: str, *, meta: bool) -> list[str]:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_stages_and_their_layers_can_be_sharded(pools: Pools, kind: str) -> None:
     for meta in (False, True):
-        assert pools(2).run(partial(sharded, kind, meta=meta), seconds=120) == [[], []]
+        assert pools(2).run(partial(sharded, kind, meta=meta), seconds=600) == [[], []]

@@ -39,7 +39,7 @@ def trained(family: str, *, as_a_device: bool) -> list[torch.Tensor]:
     with (
         patch.object(communicator, "single_group_suffices", (lambda _: False) if as_a_device else suffices),
         patch.object(communicator, "device_group", gloo_edge),
-        closing(Pipeline(stages, schedule, loss=nn.functional.mse_loss, timeout=20)) as pipeline,
+        closing(Pipeline(stages, schedule, loss=nn.functional.mse_loss, timeout=120)) as pipeline,
     ):
         for rows in (8, 8, 7):
             pipeline.step(torch.randn(rows, 8), target=torch.randn(rows, 8))
