@@ -21,7 +21,7 @@ def test_every_kind_has_a_rule(kind: Kind) -> None:
 
 
 def test_a_kind_without_a_rule_is_refused_by_name() -> None:
-    with pytest.raises(UnhandledKindError, match="runtime.execution does not handle actions of kind MADE_UP"):
+    with pytest.raises(UnhandledKindError, match=r"runtime\.execution does not handle actions of kind MADE_UP"):
         rule_of(MadeUpKind())  # type: ignore[arg-type]
 
 
