@@ -110,7 +110,7 @@ def search(
             seed=seed,
             noise=noise,
             quantile=quantile,
-            told=told,
+            on_progress=told,
         )
     if as_json:
         typer.echo(json.dumps(_answer(found), indent=2))
@@ -141,8 +141,8 @@ def shown_progress() -> Iterator[Callable[[Found], None]]:
         task = bar.add_task("beginning", total=1.0)
 
         def told(now: Found) -> None:
-            text = f"{now.doing}: best {now.best:g}, bound {now.bound:g}, gap {now.gap:.2%}"
-            bar.update(task, completed=now.share, description=text)
+            text = f"{now.phase}: best {now.best:g}, bound {now.bound:g}, gap {now.gap:.2%}"
+            bar.update(task, completed=now.fraction, description=text)
 
         yield told
 
