@@ -1,7 +1,7 @@
-"""How near to the bound the search gets: `python -m benchmarks.search [seconds ...] [--only TEXT]`.
+"""The optimality gap of the search: `python -m benchmarks.search [seconds ...] [--only TEXT]`.
 
-For a fixed set of instances, the gap to the lower bound after 1, 10 and 60 s, each a search of its own, and how
-many orders were run per second. A gap is what is left to find at most: a bound can be too low, a value cannot.
+For a fixed set of instances: the gap to the lower bound after 1, 10 and 60 s, each in a separate search, and
+the orders evaluated per second. A gap is an upper limit: a bound can be too low, a value cannot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SMALL = "all with p <= 8 and m <= 32"
 
 @dataclass(frozen=True)
 class Instance:
-    """One thing to search for."""
+    """A search problem."""
 
     group: str
     name: str
@@ -35,7 +35,7 @@ class Instance:
 
 
 def unequal(kind: str, stages: int, seed: int) -> Costs:
-    """Stages of about 100 units: a heavy last or first one, or each within half of it by chance."""
+    """Stages of about 100 units: a heavy last or first one, or each random within 50 %."""
     rng = random.Random(seed)  # noqa: S311 -- no secret
     forward = [rng.uniform(50, 150) if kind == "random" else 100.0 for _ in range(stages)]
     if kind == "heavy last":
@@ -87,20 +87,22 @@ def instances() -> Iterator[Instance]:
 
 
 def main() -> None:
-    """Run all, or those with a text in their name, and print a table."""
+    """Run all instances, or those with a text in their name, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seconds", nargs="*", type=float, default=[1.0, 10.0, 60.0])
     parser.add_argument("--only", default="", help="instances with this text in their name or group")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     search(ranks=2, microbatches=2, moves=100)  # compiles
     gaps: dict[tuple[str, float], list[float]] = {}
-    print(f"{'instance':58}" + "".join(f"{f'gap, {each:g} s':>14}" for each in given.seconds) + "   orders/s")
+    print(
+        f"{'instance':58}" + "".join(f"{f'gap, {each:g} s':>14}" for each in arguments.seconds) + "   orders/s"
+    )
     for instance in instances():
-        if given.only not in f"{instance.group} {instance.name}":
+        if arguments.only not in f"{instance.group} {instance.name}":
             continue
         cells = ""
         rate = 0.0
-        for seconds in given.seconds:
+        for seconds in arguments.seconds:
             found = search(
                 ranks=instance.placement.num_ranks,
                 microbatches=instance.microbatches,
@@ -118,7 +120,7 @@ def main() -> None:
         print(f"{f'{instance.group}: {instance.name}':58}{cells}{rate:11,.0f}", flush=True)
     print()
     for group in dict.fromkeys(group for group, _ in gaps):
-        cells = "".join(f"{mean(gaps[group, each]):>14.2%}" for each in given.seconds)
+        cells = "".join(f"{mean(gaps[group, each]):>14.2%}" for each in arguments.seconds)
         print(f"{f'mean of {group}':58}{cells}")
 
 

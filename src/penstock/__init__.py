@@ -1,5 +1,7 @@
 """Penstock: pipeline-parallel training schedules, designed, proved, shown and run."""
 
+import typing as _typing
+
 from penstock.cost.costs import Costs
 from penstock.errors import (
     ActionError,
@@ -29,10 +31,13 @@ from penstock.lowering import lower
 from penstock.planning import plan
 from penstock.planning.layout import even_layout
 from penstock.planning.layout_text import parse_layout
-from penstock.search import SearchResult, search
+from penstock.search import SearchResult  # binds penstock.search, a package that can be called
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel, Violation, validate
+
+if _typing.TYPE_CHECKING:
+    from penstock.search import search
 
 __version__ = "0.1.0"
 

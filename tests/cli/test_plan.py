@@ -12,7 +12,7 @@ import penstock
 from penstock import Costs
 from penstock.planning import planner
 from tests.support.command_line import Run
-from tests.support.planning_models import stand_in
+from tests.support.planning_models import stub_search
 
 MODEL: dict[str, Any] = {
     "name": "small",
@@ -40,7 +40,7 @@ MODEL: dict[str, Any] = {
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(planner, "search", stand_in)
+    monkeypatch.setattr(planner, "search", stub_search)
     path = tmp_path / "small.json"
     path.write_text(json.dumps(MODEL))
     return path
@@ -72,7 +72,7 @@ def test_json_output_has_everything(run: Run, model: Path) -> None:
     assert best["microbatches"] * best["samples_per_microbatch"] == 8
     assert result["bound"] <= best["seconds"]
     assert all(left["peak_memory"] > 200 for left in result["too_large"])
-    assert result["cut"]
+    assert result["pruned"]
     assert "searched" in {row["schedule"] for row in result["ranked"]}
     assert result["missing"] == ["a solver"]
     assert result["why"][0].startswith(best["schedule"])
@@ -152,9 +152,9 @@ def test_wrong_usage_exits_with_2(run: Run, model: Path, tmp_path: Path) -> None
         ((model, "-o", "best.csv"), "best.csv does not end in .svg or .png; --write DIR writes the schedule"),
         ((model, "--memory", "lots"), "--memory is a number of bytes, e.g."),
         ((model, "--objective", "luck"), "'luck' is not one of 'makespan', 'span', 'period'"),
-        ((model, "--ranks", 9), "9 ranks need a layer for each, and the model has 8 layers"),
-        ((model, "--memory", "60B"), "nothing fits: a rank may hold 60 B"),
-        (("bad.json",), "bad.json: layers[0].forward: not a key of a layer"),
+        ((model, "--ranks", 9), "9 ranks need at least one layer per stage, but the model has 8 layers"),
+        ((model, "--memory", "60B"), "nothing fits the memory limit of 60 B per rank"),
+        (("bad.json",), "bad.json: layers[0].forward: unknown key of a layer"),
         (("model.yaml",), "unknown file extension .yaml"),
         (("missing.toml",), "missing.toml: No such file or directory"),
     ):
@@ -170,4 +170,4 @@ def test_the_stages_of_a_profile_are_planned_as_layers(run: Run, tmp_path: Path)
     assert "layers per stage [" in result.out
     missing = run("plan", "costs.toml", "--seconds", 0)
     assert missing.code == 2
-    assert "does not say how many ranks and samples" in missing.message
+    assert "the number of ranks and samples per batch is missing" in missing.message

@@ -56,8 +56,12 @@ def test_objective_placement_fused_backward_and_jitter_are_options(run: Run) -> 
     ("arguments", "expected", "code"),
     [
         (["--memory", "lots"], "--memory is a number of bytes, e.g. 80e9, 80GB or 74.5GiB (given lots)", 2),
-        (["--memory", "0.5"], "nothing fits into 0.5 a rank: rank 0 needs 1; rank 1 needs 1", 2),
-        (["--live", "0"], "live_limit must be a whole number of at least 1 (given 0)", 2),
+        (
+            ["--memory", "0.5"],
+            "no schedule fits the memory limit of 0.5 per rank: rank 0 needs 1; rank 1 needs 1",
+            2,
+        ),
+        (["--live", "0"], "live_limit must be an integer of at least 1 (given 0)", 2),
         (["--objective", "speed"], "'speed' is not one of", 2),
         (["-o", "no/best.csv"], "no/best.csv: the directory no does not exist or is not writable", 2),
         (["-o", "folder.csv"], "folder.csv is a directory", 2),
@@ -83,7 +87,7 @@ def test_memory_may_have_a_unit(run: Run, tmp_path: Path, text: str, size: float
 def test_ctrl_c_keeps_and_writes_the_best(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def pressed_while_moving() -> Iterator[Callable[[Progress], None]]:
-        yield lambda now: signal.raise_signal(signal.SIGINT) if now.doing == "moving steps" else None
+        yield lambda now: signal.raise_signal(signal.SIGINT) if now.phase == "annealing" else None
 
     monkeypatch.setattr(sys.modules["penstock.cli.search"], "search_progress", pressed_while_moving)
     result = run("search", "-p", 8, "-m", 24, "-v", 2, "--live", 10, "--seconds", 600, "-o", "best.json")

@@ -1,4 +1,4 @@
-"""Promises of explanations: figures are what planning again finds."""
+"""Explanations: every figure is that of another plan."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import penstock
 from penstock.planning import plan
 from penstock.planning.explanation import explain
-from penstock.planning.partition import even
-from tests.support.planning_models import decoder, stand_in
+from penstock.planning.partition import even_partition
+from tests.support.planning_models import decoder, stub_search
 
 
 def test_changes_are_planned_again_and_the_most_helpful_comes_first() -> None:
     model = replace(decoder(6, latency=1.0, launch_overhead=0.1), samples=8)
-    made = plan(model, memory_limit=250, seconds=0, searcher=stand_in)
+    made = plan(model, memory_limit=250, seconds=0, searcher=stub_search)
     found = explain(made)
     gains = [each.gain for each in found.what_ifs]
     assert gains == sorted(gains, reverse=True)
@@ -28,36 +28,36 @@ def test_changes_are_planned_again_and_the_most_helpful_comes_first() -> None:
     for each in found.what_ifs:
         assert each.gain == pytest.approx(1 - each.seconds / made.best.seconds)
         if "stages per rank" not in each.change:
-            assert each.gain >= 0  # the winner as it is remains possible
+            assert each.gain >= 0  # the best option is still possible
 
 
-def test_other_stages_per_rank_are_told_though_they_are_slower() -> None:
+def test_other_stages_per_rank_are_listed_even_if_slower() -> None:
     made = plan(decoder(10), samples=8, seconds=0)
-    legs = made.best.frame.stages_per_rank
+    stages_per_rank = made.best.configuration.stages_per_rank
     changes = {each.change: each for each in explain(made).what_ifs}
-    for other in {legs - 1, legs + 1} & {1, 2, 3}:
+    for other in {stages_per_rank - 1, stages_per_rank + 1} & {1, 2, 3}:
         best = min(
             option.seconds for option in plan(decoder(10), samples=8, stages_per_rank=other, seconds=0).options
         )
-        assert changes[f"{other} instead of {legs} stages per rank"].seconds == best
+        assert changes[f"{other} instead of {stages_per_rank} stages per rank"].seconds == best
 
 
-def test_the_winner_is_set_against_the_next_and_against_an_even_split() -> None:
+def test_the_best_is_compared_with_the_next_and_with_an_even_partition() -> None:
     made = plan(decoder(10), samples=8, memory_limit=400, seconds=0)
-    told = "\n".join(explain(made).why)
-    assert str(made.best) in told.splitlines()[0]
-    assert f"the next, {made.options[1]}, takes" in told
-    assert made.best.bound.because in told
-    frame, stages = made.best.frame, made.best.schedule.num_stages
-    costs = made.question.model.costs(even(12, stages), frame.samples)
+    text = "\n".join(explain(made).why)
+    assert str(made.best) in text.splitlines()[0]
+    assert f"the next, {made.options[1]}, takes" in text
+    assert made.best.bound.because in text
+    configuration, stages = made.best.configuration, made.best.schedule.num_stages
+    costs = made.request.model.costs(even_partition(12, stages), configuration.samples)
     seconds = penstock.simulate(made.best.schedule, costs).makespan
-    found = re.search(r"with as many layers on every stage, .* takes ([\d.]+) s", told)
+    found = re.search(r"with an even partition, .* takes ([\d.]+) s", text)
     assert found
-    assert float(found[1]) <= seconds * (1 + 1e-3)  # the same order, or a better one for this cut
+    assert float(found[1]) <= seconds * (1 + 1e-3)  # the same order, or a better one for this partition
 
 
-def test_equal_stages_have_nothing_to_gain_from_other_cuts() -> None:
+def test_equal_stages_have_nothing_to_gain_from_balance() -> None:
     block = decoder(10).layers[1]
     model = replace(decoder(10), layers=(block,) * 8, samples=8)
     changes = [each.change for each in explain(plan(model, seconds=0)).what_ifs]
-    assert not [change for change in changes if "cut anywhere" in change]
+    assert not [change for change in changes if "balanced" in change]

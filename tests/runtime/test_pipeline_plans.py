@@ -29,11 +29,11 @@ def test_costs_profiled_on_one_device_are_used_to_plan_for_several(tmp_path: Pat
         pipeline.step(torch.randn(8, 3), target=torch.randn(8, 2))
     profile.costs.write(tmp_path / "costs.toml")
     plan = penstock.plan(tmp_path / "costs.toml", ranks=2, samples=8, seconds=0)
-    assert sum(plan.best.frame.counts) == len(stages)
+    assert sum(plan.best.configuration.counts) == len(stages)
     measured = profile.costs.forward
     assert isinstance(measured, tuple)
-    planned = plan.best.frame.costs.per_stage("forward", plan.best.schedule.num_stages)
-    assert sum(planned) == pytest.approx(sum(measured) * plan.best.frame.samples)
+    planned = plan.best.configuration.costs.per_stage("forward", plan.best.schedule.num_stages)
+    assert sum(planned) == pytest.approx(sum(measured) * plan.best.configuration.samples)
 
 
 def test_a_written_plan_splits_the_model_and_runs(tmp_path: Path) -> None:
@@ -52,5 +52,5 @@ def test_the_layout_of_a_plan_splits_the_model_into_its_stages() -> None:
     block = Layer("block", Costs())
     layers = (Layer("embedding", Costs(forward=0), "embedding"), *[block] * 6, Layer("head", Costs(), "head"))
     plan = penstock.plan(Model(layers), ranks=3, samples=6, stages_per_rank=2, seconds=0)
-    stages = split(model(), layout=plan.question.model.layout(plan.best.frame.counts))
+    stages = split(model(), layout=plan.request.model.layout(plan.best.configuration.counts))
     assert len(stages) == plan.best.schedule.num_stages == 6

@@ -1,4 +1,4 @@
-"""Small models, and a searcher that needs no search."""
+"""Small models, and a stub of the search."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock import Action, Costs, Kind, Placement, Schedule, simulate
 from penstock.errors import SearchError
-from penstock.planning import Layer, Model
+from penstock.planning import Layer, Model, Plan, plan
 
 
 def layer(seconds: float, name: str = "block", kind: str = "layer", **costs: Any) -> Layer:
@@ -16,7 +16,7 @@ def layer(seconds: float, name: str = "block", kind: str = "layer", **costs: Any
 
 
 def decoder(blocks: int = 10, **common: Any) -> Model:
-    """An embedding that takes no time but has weights, equal blocks, and a head that is twice a block."""
+    """An embedding with parameters that takes no time, equal blocks, and a head that takes twice as long."""
     ends = (
         layer(0.0, "embedding", "embedding", parameters=20, activation=0),
         layer(2.0, "head", "head", parameters=20, activation=25, activation_freed_by_input=20),
@@ -26,7 +26,7 @@ def decoder(blocks: int = 10, **common: Any) -> Model:
 
 
 def serial(placement: Placement, microbatches: int) -> Schedule:
-    """One microbatch after the other: slow, and as small as can be."""
+    """One microbatch after the other: slow, with the least memory."""
     rows = [
         [
             Action(kind, stage, k)
@@ -39,12 +39,19 @@ def serial(placement: Placement, microbatches: int) -> Schedule:
     return Schedule(rows, placement, microbatches, "serial")
 
 
-def stand_in(**asked: Any) -> Any:
-    """Gives an order that no family has, as if it had been searched for."""
-    schedule = serial(asked["placement"], asked["microbatches"])
-    timeline = simulate(schedule, asked["costs"])
-    limit = asked["memory_limit"]
+def stub_search(**arguments: Any) -> Any:
+    """Returns a serial order, which no family has, as the result of a search."""
+    schedule = serial(arguments["placement"], arguments["microbatches"])
+    timeline = simulate(schedule, arguments["costs"])
+    limit = arguments["memory_limit"]
     if limit is not None and max(timeline.peak_memory) > limit:
         raise SearchError("nothing fits")
-    asked["told"](SimpleNamespace(best=timeline.makespan, bound=timeline.bound.seconds, share=0.5))
-    return SimpleNamespace(schedule=schedule, found_by="a stand-in", missing=("a solver",), interrupted=False)
+    arguments["on_progress"](
+        SimpleNamespace(best=timeline.makespan, bound=timeline.bound.seconds, fraction=0.5)
+    )
+    return SimpleNamespace(schedule=schedule, found_by="a stub", missing=("a solver",), interrupted=False)
+
+
+def quick_plan(model: Model, **arguments: Any) -> Plan:
+    """A plan with families only, or with a stub of the search if `seconds` are given."""
+    return plan(model, **{"seconds": 0.0, "searcher": stub_search, **arguments})

@@ -1,4 +1,4 @@
-"""Things to search for in the tests: random costs, and work of every shape."""
+"""Search problems for tests: random costs, placements and limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS = Costs(
 
 
 def random_costs(rng: random.Random, stages: int) -> Costs:
-    """Whole numbers, so that nothing is lost to rounding; every cost a search minds is there now and then."""
+    """Integers, so that there is no rounding; every cost that a search uses is non-zero in some of them."""
     held = tuple(rng.randint(1, 9) for _ in range(stages))
     whole = tuple(rng.randint(1, 18) for _ in range(stages))
     return Costs(
@@ -38,9 +38,9 @@ def random_costs(rng: random.Random, stages: int) -> Costs:
 def random_problem(
     rng: random.Random, objective: str, *, most_ranks: int = 4, most_microbatches: int = 8
 ) -> Problem:
-    """Any placement, with or without a limit that leaves room for one microbatch at least."""
-    ranks, legs = rng.randint(1, most_ranks), rng.randint(1, 2)
-    placement = rng.choice([Placement.loop, Placement.v])(ranks, legs)
+    """Any placement, with or without a memory limit, which allows one microbatch at least."""
+    ranks, stages_per_rank = rng.randint(1, most_ranks), rng.randint(1, 2)
+    placement = rng.choice([Placement.loop, Placement.v])(ranks, stages_per_rank)
     costs = random_costs(rng, placement.num_stages)
     free = Problem(placement, 1, costs)
     least = max(

@@ -29,7 +29,7 @@ from penstock.cli.rendering import require_suffix
 from penstock.cost.costs import size_text
 from penstock.errors import FormatError
 from penstock.formats import write_bytes
-from penstock.planning import Left, Model, Plan, read_model
+from penstock.planning import Model, Plan, Rejected, read_model
 from penstock.planning import plan as make_plan
 from penstock.planning.explanation import Explanation, explain
 from penstock.view.frontier import frontier_picture, frontier_text
@@ -104,7 +104,7 @@ def plan(
             seed=seed,
             jitter=noise,
             quantile=quantile,
-            told=on_progress,
+            on_progress=on_progress,
         )
         why = explain(made, on_progress) if explained else None
     if output is not None:
@@ -138,35 +138,35 @@ def _render_frontier(made: Plan, output: Path) -> bytes:
 
 
 def _record(made: Plan, why: Explanation | None) -> dict[str, Any]:
-    question = made.question
+    request = made.request
     return {
-        "model": question.model.name,
-        "ranks": question.ranks,
-        "samples": question.samples,
-        "memory_limit": question.memory_limit,
-        "objective": question.objective,
-        "jitter": question.jitter,
-        "quantile": None if question.jitter is None else question.quantile,
+        "model": request.model.name,
+        "ranks": request.ranks,
+        "samples": request.samples,
+        "memory_limit": request.memory_limit,
+        "objective": request.objective,
+        "jitter": request.jitter,
+        "quantile": None if request.jitter is None else request.quantile,
         "interrupted": made.interrupted,
         "missing": list(made.missing),
         "bound": made.bound,
         "gap": made.gap,
         "ranked": [made.to_keys(option) for option in made.options],
-        "too_large": [_left(each) for each in made.too_large],
-        "cut": [_left(each) for each in made.cut],
-        "too_long": made.too_long,
+        "too_large": [_rejected(each) for each in made.too_large],
+        "pruned": [_rejected(each) for each in made.pruned],
+        "not_evaluated": made.not_evaluated,
         "why": None if why is None else list(why.why),
         "what_ifs": None if why is None else [vars(each) for each in why.what_ifs],
     }
 
 
-def _left(each: Left) -> dict[str, Any]:
-    frame = each.frame
+def _rejected(each: Rejected) -> dict[str, Any]:
+    configuration = each.configuration
     return {
         "schedule": each.name,
-        "stages_per_rank": frame.stages_per_rank,
-        "placement": frame.placement.style,
-        "microbatches": frame.microbatches,
+        "stages_per_rank": configuration.stages_per_rank,
+        "placement": configuration.placement.style,
+        "microbatches": configuration.microbatches,
         "peak_memory": each.memory,
         "bound": each.bound,
     }
@@ -197,24 +197,24 @@ def _print(made: Plan, why: Explanation | None, top: int, written: list[Path]) -
 
 def _table(made: Plan, top: int) -> Table:
     table = Table(box=None, pad_edge=False)
-    jitter = made.question.jitter
-    time = "time" if jitter is None else f"p{made.question.quantile * 100:g}"
+    jitter = made.request.jitter
+    time = "time" if jitter is None else f"p{made.request.quantile * 100:g}"
     table.add_column("", justify="right")
     table.add_column("schedule")
     for name in ("v", "placement", "m", "mbs", time, "samples/s", "bubble", "memory", "gap"):
         table.add_column(name, justify="right")
     for place, option in enumerate(made.options[:top], 1):
-        frame = option.frame
+        configuration = option.configuration
         table.add_row(
             str(place),
             Text(printable(option.name)),
-            str(frame.stages_per_rank),
-            frame.placement.style,
-            str(frame.microbatches),
-            str(frame.samples),
+            str(configuration.stages_per_rank),
+            configuration.placement.style,
+            str(configuration.microbatches),
+            str(configuration.samples),
             f"{option.seconds:.4g} s",
             f"{option.samples_per_second:.4g}",
-            f"{option.timeline.bubble(made.question.objective):.1%}",
+            f"{option.timeline.bubble(made.request.objective):.1%}",
             size_text(option.memory),
             f"{option.gap:.1%}",
         )
@@ -223,27 +223,27 @@ def _table(made: Plan, top: int) -> Table:
 
 def _notes(made: Plan) -> list[str]:
     """The best plan in full, and what was left out."""
-    best, question = made.best, made.question
-    layout = question.model.layout(best.frame.counts)
-    cut = f"layers per stage {list(best.frame.counts)}" if layout is None else f"layout {layout}"
-    extra = best.frame.costs.optimizer_step
+    best, request = made.best, made.request
+    layout = request.model.layout(best.configuration.counts)
+    cut = f"layers per stage {list(best.configuration.counts)}" if layout is None else f"layout {layout}"
+    extra = best.configuration.costs.optimizer_step
     with_step = f" plus {extra:g} s of optimizer step" if extra else ""
-    found = [f"time: {question.objective}{with_step}"]
+    found = [f"time: {request.objective}{with_step}"]
     found.append(f"best: {best}, {cut}")
     if best.found_by:
         found.append(f"found by: {best.found_by}")
     bound = f"lower bound over all combinations: {made.bound:.4g} s; gap <= {made.gap:.1%}"
-    found.append(bound if question.jitter is None else f"{bound}, without jitter")
+    found.append(bound if request.jitter is None else f"{bound}, without jitter")
     if made.too_large:
-        limit = "" if question.memory_limit is None else f" of {size_text(question.memory_limit)}"
+        limit = "" if request.memory_limit is None else f" of {size_text(request.memory_limit)}"
         some = "; ".join(f"{each} needs {size_text(each.memory)}" for each in made.too_large[:3])
         rest = "; ..." if len(made.too_large) > 3 else ""
         found.append(f"over the memory limit{limit}: {len(made.too_large)} ({some}{rest})")
-    if made.cut:
-        names = ", ".join(dict.fromkeys(each.name for each in made.cut))
-        found.append(f"pruned by their lower bounds: {len(made.cut)} ({names})")
-    if made.too_long:
-        found.append(f"too large to evaluate: {made.too_long} combinations of stages and microbatches")
+    if made.pruned:
+        names = ", ".join(dict.fromkeys(each.name for each in made.pruned))
+        found.append(f"pruned by their lower bounds: {len(made.pruned)} ({names})")
+    if made.not_evaluated:
+        found.append(f"too large to evaluate: {made.not_evaluated} combinations of stages and microbatches")
     if made.missing:
         found.append(f"not installed, so not used by the search: {', '.join(made.missing)}")
     if made.interrupted:

@@ -120,7 +120,7 @@ def search(
             seed=seed,
             noise=noise,
             quantile=quantile,
-            told=on_progress,
+            on_progress=on_progress,
         )
     if as_json:
         typer.echo(json.dumps(_record(result), indent=2))

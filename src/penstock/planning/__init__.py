@@ -2,17 +2,17 @@
 
 from penstock.planning.model import Layer, Model
 from penstock.planning.model_files import model_of_keys, read_model
-from penstock.planning.options import Left, Option
+from penstock.planning.options import Option, Rejected
 from penstock.planning.planner import Plan, plan
-from penstock.planning.request import Question
+from penstock.planning.request import PlanRequest
 
 __all__ = [
     "Layer",
-    "Left",
     "Model",
     "Option",
     "Plan",
-    "Question",
+    "PlanRequest",
+    "Rejected",
     "model_of_keys",
     "plan",
     "read_model",

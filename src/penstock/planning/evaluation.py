@@ -1,141 +1,146 @@
-"""Weighing options: every family in every frame, so far as it can matter.
+"""Evaluation of options: every family in every configuration that can matter.
 
-What cannot matter is not simulated. An option is cut when another that was simulated needs no more memory and
-is no slower than this one's lower bound: it can neither win nor be on the frontier.
+An option is pruned without simulation if a simulated one needs no more memory and is no slower than the pruned
+option's lower bound: it can neither win nor be on the frontier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import inf
 from statistics import fmean
 from time import perf_counter
-from typing import TypeAlias
 
 from penstock.bounds import Bound
 from penstock.families import build, families
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-from penstock.planning.configuration import Frame, cut_that_fits, framed, frames, is_too_long
-from penstock.planning.live_memory import Holding, holdings
-from penstock.planning.options import Left, Option
-from penstock.planning.partition import Counts
-from penstock.planning.request import Question
-from penstock.search import Progress
+from penstock.planning.candidates import configurations, partition_within_memory
+from penstock.planning.configuration import Configuration, configure
+from penstock.cost.memory import LiveActivations, live_activations
+from penstock.planning.options import Option, Rejected
+from penstock.planning.partition import LayerCounts
+from penstock.planning.request import PlanRequest
+from penstock.search import OnProgress, Progress
 from penstock.simulation.simulator import simulate
 
-__all__ = ["Told", "Weighing", "orders"]
+__all__ = ["Evaluation", "training_schedules"]
 
 
-Told: TypeAlias = Callable[[Progress], None]
+class Evaluation:
+    """The options evaluated so far; it can be interrupted at any time."""
 
-
-class Weighing:
-    """What was found so far; it can be stopped at any time."""
-
-    def __init__(self, question: Question, told: Told | None = None) -> None:
-        self.question, self.told, self._begun = question, told or (lambda _: None), perf_counter()
+    def __init__(self, request: PlanRequest, on_progress: OnProgress | None = None) -> None:
+        self.request, self.on_progress = request, on_progress or (lambda _: None)
+        self._started = perf_counter()
         self.options: list[Option] = []
-        self.too_large: list[Left] = []
-        self.cut: list[Left] = []
-        """Those whose bounds say that they cannot matter."""
-        self.is_shaken = False
-        """Whether the options are ranked by their quantiles under jitter."""
+        self.too_large: list[Rejected] = []
+        """Orders that exceed the memory limit with every partition tried."""
+        self.pruned: list[Rejected] = []
+        """Orders whose bounds show that they cannot matter."""
+        self.has_quantiles = False
+        """Whether the options are ranked by a quantile under jitter."""
         self.missing: set[str] = set()
-        """What searches could not use because it is not installed."""
+        """Optional parts of the search that are not installed."""
 
     @cached_property
-    def _all_frames(self) -> list[Frame]:
-        return list(frames(self.question))
+    def _candidates(self) -> list[Configuration]:
+        return list(configurations(self.request))
 
     @cached_property
-    def frames(self) -> list[tuple[Bound, Frame]]:
-        """Every frame that is weighed, lowest bound first."""
-        short = [frame for frame in self._all_frames if not is_too_long(frame)]
-        bounded = [(frame.bound(self.question), frame) for frame in short]
+    def configurations(self) -> list[tuple[Bound, Configuration]]:
+        """Every configuration that is evaluated, lowest bound first."""
+        small = [each for each in self._candidates if not each.is_too_large_to_evaluate]
+        bounded = [(each.bound(self.request), each) for each in small]
         return sorted(bounded, key=lambda pair: (pair[0].seconds, pair[1].placement.num_stages))
 
     @property
-    def too_long(self) -> int:
-        """How many frames have too many stages and microbatches to be weighed."""
-        return len(self._all_frames) - len(self.frames)
+    def not_evaluated(self) -> int:
+        """Number of configurations with too many stages and microbatches to be evaluated."""
+        return len(self._candidates) - len(self.configurations)
 
     @property
     def bound(self) -> float:
-        """What no order in any of the frames can stay below, those that were made to fit included."""
-        every = [*(bound for bound, _ in self.frames), *(option.bound for option in self.options)]
+        """Lower bound for any order in any of the configurations, including those made to fit the memory."""
+        every = [*(bound for bound, _ in self.configurations), *(option.bound for option in self.options)]
         return min((bound.seconds for bound in every), default=0.0)
 
     # --- families ----------------------------------------------------------------------------------
 
-    def weigh_families(self) -> None:
-        """Every family in every frame that it can be built for."""
-        groups: dict[tuple[int, int], list[Frame]] = {}
-        for _, frame in self.frames:
-            groups.setdefault((frame.stages_per_rank, frame.microbatches), []).append(frame)
-        for done, ((legs, m), group) in enumerate(groups.items()):
-            self.tell(f"families with v={legs}, m={m}", done / len(groups))
-            for name, schedule in orders(self.question.ranks, m, legs):
-                own = [frame for frame in group if frame.placement == schedule.placement]
-                self._weigh_order(name, schedule, own)
+    def evaluate_families(self) -> None:
+        """Evaluate every family in every configuration that it can be built for."""
+        groups: dict[tuple[int, int], list[Configuration]] = {}
+        for _, each in self.configurations:
+            groups.setdefault((each.stages_per_rank, each.microbatches), []).append(each)
+        for done, ((stages_per_rank, m), group) in enumerate(groups.items()):
+            self.report(f"families with v={stages_per_rank}, m={m}", done / len(groups))
+            for name, schedule in training_schedules(self.request.ranks, m, stages_per_rank):
+                own = [each for each in group if each.placement == schedule.placement]
+                if own:
+                    self._evaluate_schedule(name, schedule, own)
 
-    def _weigh_order(self, name: str, schedule: Schedule, own: list[Frame]) -> None:
-        held, limit = holdings(schedule), self.question.memory_limit or inf
+    def _evaluate_schedule(self, name: str, schedule: Schedule, own: list[Configuration]) -> None:
+        """Evaluate a schedule in its configurations, with a smaller partition if the first does not fit."""
+        live, limit = live_activations(schedule.table), self.request.memory_limit or inf
 
-        def need(frame: Frame) -> float:
-            return max(each.peak(frame.costs, schedule.num_stages) for each in held)
+        def peak(configuration: Configuration) -> float:
+            return max(each.peak(configuration.costs, schedule.num_stages) for each in live)
 
-        fitting = [frame for frame in own if need(frame) <= limit]
-        if own and own[0] not in fitting:
-            counts = self._fitting_cut(own[0], held)
+        fitting = [each for each in own if peak(each) <= limit]
+        if own[0] not in fitting:
+            counts = self._fitting_partition(own[0], live)
             if counts is not None:
-                fitting.append(framed(self.question, own[0].placement, counts, own[0].microbatches))
-        if own and not fitting:
-            bound = own[0].bound(self.question, split=schedule.table.has(Kind.I))
-            self.too_large.append(Left(name, own[0], min(map(need, own)), bound.seconds))
-        for frame in dict.fromkeys(fitting):
-            self._weigh(name, schedule, frame, need(frame))
+                fitting.append(configure(self.request, own[0].placement, counts, own[0].microbatches))
+        if not fitting:
+            bound = own[0].bound(self.request, split=schedule.table.has(Kind.I))
+            self.too_large.append(Rejected(name, own[0], min(map(peak, own)), bound.seconds))
+        for each in dict.fromkeys(fitting):
+            self._evaluate(name, schedule, each, peak(each))
 
-    def _fitting_cut(self, frame: Frame, held: Sequence[Holding]) -> Counts | None:
-        """Looked for unless that is long and in vain: several stages per rank, and the mean rank too large."""
-        limit = self.question.memory_limit
-        peaks = [each.peak(frame.costs, frame.placement.num_stages) for each in held]
-        if frame.stages_per_rank > 1 and limit is not None and fmean(peaks) > limit:
+    def _fitting_partition(
+        self, configuration: Configuration, live: Sequence[LiveActivations]
+    ) -> LayerCounts | None:
+        """A partition that fits, unless the search would be long and the mean rank exceeds the limit anyway."""
+        limit = self.request.memory_limit
+        peaks = [each.peak(configuration.costs, configuration.placement.num_stages) for each in live]
+        if configuration.stages_per_rank > 1 and limit is not None and fmean(peaks) > limit:
             return None
-        return cut_that_fits(self.question, frame, held)
+        return partition_within_memory(self.request, configuration, live)
 
-    def _weigh(self, name: str, schedule: Schedule, frame: Frame, memory: float) -> None:
+    def _evaluate(self, name: str, schedule: Schedule, configuration: Configuration, memory: float) -> None:
         table = schedule.table
         paired = bool((table.slot[1:] == table.slot[:-1]).any())
-        own_bound = frame.bound(self.question, split=table.has(Kind.I), paired=paired)
-        if any(option.memory <= memory and self._beats(option, own_bound) for option in self.options):
-            self.cut.append(Left(name, frame, memory, own_bound.seconds))
+        bound = configuration.bound(self.request, split=table.has(Kind.I), paired=paired)
+        if any(option.memory <= memory and self._beats(option, bound) for option in self.options):
+            self.pruned.append(Rejected(name, configuration, memory, bound.seconds))
             return
-        self.options.append(self.option(name, frame, schedule))
+        self.options.append(self.option(name, configuration, schedule))
 
     def _beats(self, option: Option, bound: Bound) -> bool:
-        """Whether it is no slower than the bound, with jitter even if it varies as much as a step does."""
-        return option.plain_seconds * (1 + (self.question.jitter or 0.0)) <= bound.seconds
+        """Whether it is no slower than the bound, even if jitter lengthens it by its full share."""
+        return option.seconds_without_jitter * (1 + (self.request.jitter or 0.0)) <= bound.seconds
 
-    def option(self, name: str, frame: Frame, schedule: Schedule, found_by: str = "") -> Option:
-        """An order in a frame, simulated."""
-        timeline = simulate(schedule, frame.costs, with_period=self.question.objective == "period")
-        seconds, bound = self.question.seconds_of(timeline), frame.bound(self.question)
-        return Option(name, frame, schedule, timeline, seconds, bound, seconds, found_by)
+    def option(self, name: str, configuration: Configuration, schedule: Schedule, found_by: str = "") -> Option:
+        """A schedule in a configuration, simulated."""
+        timeline = simulate(
+            schedule, configuration.costs, with_period=self.request.objective == "period"
+        )
+        seconds, bound = self.request.seconds_of(timeline), configuration.bound(self.request)
+        return Option(name, configuration, schedule, timeline, seconds, bound, seconds, found_by)
 
-    def tell(self, doing: str, share: float = 0.0, best: float = inf) -> None:
-        """What is being done, how much of it is done, and the best so far."""
+    def report(self, phase: str, fraction: float = 0.0, best: float = inf) -> None:
+        """Report the phase, the fraction of it that is done, and the best so far."""
         best = min([best, *(option.seconds for option in self.options)])
-        self.told(Progress(doing, best, self.bound, perf_counter() - self._begun, share))
+        self.on_progress(Progress(phase, best, self.bound, perf_counter() - self._started, fraction))
 
 
-def orders(ranks: int, microbatches: int, legs: int) -> Iterator[tuple[str, Schedule]]:
-    """The families that train with so many stages per rank, each order once, by the most fitting name."""
+def training_schedules(ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[tuple[str, Schedule]]:
+    """The schedules of all training families; of equal ones that of the most specific family."""
     seen: set[tuple[tuple[int, ...], bytes]] = set()
-    fitting = [name for name, family in families().items() if family.stages_per_rank in (None, legs)]
-    for name in sorted(fitting, key=lambda name: families()[name].stages_per_rank is None):
-        schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=legs)
+    matching = [n for n, family in families().items() if family.stages_per_rank in (None, stages_per_rank)]
+    for name in sorted(matching, key=lambda name: families()[name].stages_per_rank is None):
+        schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
         key = (schedule.placement.stage_to_rank, schedule.table.code.tobytes())
         if schedule.table.has(Kind.B, Kind.I) and key not in seen:
             seen.add(key)

@@ -1,4 +1,4 @@
-"""Why the winner wins, and what would help most: every figure is computed again, none is guessed."""
+"""Explanation of a plan: why the best option wins, and which changes would help; every figure is computed."""
 
 from __future__ import annotations
 
@@ -12,45 +12,46 @@ from typing import Any
 from penstock.cost.costs import Costs, size_text
 from penstock.errors import PlanError
 from penstock.ir.schedule import Schedule
-from penstock.planning.evaluation import Told, orders
-from penstock.planning.live_memory import holdings
+from penstock.planning.evaluation import training_schedules
+from penstock.cost.memory import live_activations
 from penstock.planning.options import Option
-from penstock.planning.partition import even
-from penstock.planning.planner import Plan, answer
-from penstock.planning.request import Question
-from penstock.planning.robustness import shaken_seconds
+from penstock.planning.partition import even_partition
+from penstock.planning.planner import Plan, run_plan
+from penstock.planning.request import PlanRequest
+from penstock.planning.robustness import quantile_seconds
+from penstock.search import OnProgress
 from penstock.simulation.attribution import gaps
 from penstock.simulation.simulator import simulate
 
 __all__ = ["Explanation", "WhatIf", "explain"]
 
 _MORE_MEMORY = 1.25
-_SHARE_OF_TIME = 0.25  # of the seconds for searching, for each change that is planned again
+_SHARE_OF_TIME = 0.25  # of the time for searching, for each change
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change, and what the best would be then."""
+    """A change, and the best option with it."""
 
     change: str
     seconds: float
-    """Of the best with that change."""
+    """Of the best option with that change."""
     gain: float
-    """The share of the winner's time that it would save; below 0 it would be slower."""
+    """The share of the best option's time that it saves; negative if it is slower."""
     best: str
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Sentences on why the winner wins, and changes, the most helpful first."""
+    """Sentences on why the best option wins, and changes, the most helpful first."""
 
     why: tuple[str, ...]
     what_ifs: tuple[WhatIf, ...]
 
 
-def explain(plan: Plan, told: Told | None = None) -> Explanation:
-    """Look at the winner, and plan again for each change with a quarter of the time for searching."""
-    found = sorted(_what_ifs(plan, told), key=lambda each: each.seconds)
+def explain(plan: Plan, on_progress: OnProgress | None = None) -> Explanation:
+    """Explain the best option, and plan again for each change with a quarter of the time for searching."""
+    found = sorted(_what_ifs(plan, on_progress), key=lambda each: each.seconds)
     return Explanation(tuple(_why(plan)), tuple(found))
 
 
@@ -58,16 +59,16 @@ def explain(plan: Plan, told: Told | None = None) -> Explanation:
 
 
 def _why(plan: Plan) -> Iterator[str]:
-    best, question = plan.best, plan.question
-    idle = best.timeline.bubble(question.objective)
+    best, request = plan.best, plan.request
+    idle = best.timeline.bubble(request.objective)
     busiest = max(best.timeline.busy)
     yield (
         f"{best} takes {best.seconds:.4g} s: its busiest rank computes for {busiest:.4g} s, and the mean rank "
-        f"idles {idle:.1%} of the {question.objective}"
+        f"idles {idle:.1%} of the {request.objective}"
     )
     yield (
-        f"no order of these stages and microbatches takes less than {best.bound.seconds:.4g} s "
-        f"({best.bound.name}: {best.bound.because}), so at most {best.gap:.1%} is left for a better one"
+        f"no order in this configuration takes less than {best.bound.seconds:.4g} s "
+        f"({best.bound.name}: {best.bound.because}), so the gap is at most {best.gap:.1%}"
     )
     if len(plan.options) > 1:
         yield _against(best, plan.options[1])
@@ -90,17 +91,17 @@ def _against(best: Option, other: Option) -> str:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    best, limit = plan.best, plan.question.memory_limit
-    held = f"it holds {size_text(best.memory)}" + ("" if limit is None else f" of {size_text(limit)}")
+    best, limit = plan.best, plan.request.memory_limit
+    text = f"it needs {size_text(best.memory)}" + ("" if limit is None else f" of {size_text(limit)}")
     if len(plan.frontier) > 1:
         other = plan.frontier[1]
         more = other.seconds / best.seconds - 1 if best.seconds else 0.0
-        held += f"; the fastest that holds less, {other}, "
-        held += f"holds {size_text(other.memory)} and takes {more:.2%} longer"
-    yield held
-    if faster := [each for each in plan.too_large if each.bound < best.plain_seconds]:
-        count = f"{len(faster)} of {len(plan.too_large)} orders that are too large might be faster"
-        yield f"{count}; the smallest of them, {faster[0]}, holds {size_text(faster[0].memory)}"
+        text += f"; the fastest option with less memory, {other}, "
+        text += f"needs {size_text(other.memory)} and takes {more:.2%} longer"
+    yield text
+    if faster := [each for each in plan.too_large if each.bound < best.seconds_without_jitter]:
+        count = f"{len(faster)} of {len(plan.too_large)} orders that exceed the memory limit might be faster"
+        yield f"{count}; the smallest of them, {faster[0]}, needs {size_text(faster[0].memory)}"
 
 
 def _reasons(best: Option) -> str:
@@ -113,61 +114,64 @@ def _reasons(best: Option) -> str:
 
 
 def _against_even(plan: Plan) -> Iterator[str]:
-    """What the partition is worth: the same frame with as many layers on every stage."""
-    frame, question = plan.best.frame, plan.question
-    counts = even(len(question.model.layers), frame.placement.num_stages)
-    if counts != frame.counts:
-        seconds, name = _best_at(plan, question.model.costs(counts, frame.samples))
+    """The gain of the partition: the same configuration with an even one."""
+    configuration, request = plan.best.configuration, plan.request
+    counts = even_partition(len(request.model.layers), configuration.placement.num_stages)
+    if counts != configuration.counts:
+        seconds, name = _best_at(plan, request.model.costs(counts, configuration.samples))
         more = seconds / plan.best.seconds - 1 if plan.best.seconds else 0.0
-        yield f"with as many layers on every stage, {name} takes {seconds:.4g} s, {more:+.1%}"
+        yield f"with an even partition, {name} takes {seconds:.4g} s, {more:+.1%}"
 
 
 # --- what would help -------------------------------------------------------------------------------
 
 
-def _what_ifs(plan: Plan, told: Told | None) -> Iterator[WhatIf]:
-    question, best = plan.question, plan.best
+def _what_ifs(plan: Plan, on_progress: OnProgress | None) -> Iterator[WhatIf]:
+    request, best = plan.request, plan.best
     for change, changed in _changes(plan):
-        kept = changed.stages_per_rank == question.stages_per_rank
+        kept = changed.stages_per_rank == request.stages_per_rank
         try:
-            again = answer(changed, told, plan.searcher)
+            again = run_plan(changed, on_progress, plan.searcher)
         except PlanError:
-            continue  # with other stages per rank nothing may fit
-        frame = best.frame
-        costs = changed.model.costs(frame.counts, frame.samples)
-        as_it_is = _seconds(changed, best.schedule, costs) if kept else float("inf")
-        seconds = min(again.best.seconds, as_it_is)
-        name = str(again.best) if again.best.seconds < as_it_is else str(best)
+            continue  # nothing fits
+        configuration = best.configuration
+        costs = changed.model.costs(configuration.counts, configuration.samples)
+        unchanged = _seconds(changed, best.schedule, costs) if kept else float("inf")
+        seconds = min(again.best.seconds, unchanged)
+        name = str(again.best) if again.best.seconds < unchanged else str(best)
         yield _what_if(best, change, seconds, name)
         if again.interrupted:
             return
-    levelled = _levelled(best.frame.costs, best.frame.placement.num_stages)
-    if levelled != best.frame.costs:
-        yield _what_if(best, "layers that could be cut anywhere, into equal stages", *_best_at(plan, levelled))
+    balanced = _balanced(best.configuration.costs, best.configuration.placement.num_stages)
+    if balanced != best.configuration.costs:
+        yield _what_if(best, "perfectly balanced stages", *_best_at(plan, balanced))
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, Question]]:
-    question, legs = plan.question, plan.best.frame.stages_per_rank
-    asked = replace(question, seconds=question.seconds * _SHARE_OF_TIME)
-    common = question.model.common
-    if question.memory_limit is not None:
-        more = question.memory_limit * _MORE_MEMORY
-        yield f"25 % more memory, {size_text(more)} a rank", replace(asked, memory_limit=more)
+def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
+    request, stages_per_rank = plan.request, plan.best.configuration.stages_per_rank
+    shorter = replace(request, seconds=request.seconds * _SHARE_OF_TIME)
+    common = request.model.common
+    if request.memory_limit is not None:
+        more = request.memory_limit * _MORE_MEMORY
+        yield f"25 % more memory, {size_text(more)} per rank", replace(shorter, memory_limit=more)
     if common.latency and not isinstance(common.latency, tuple):
-        yield "half the latency", _with_common(asked, latency=common.latency / 2)
+        yield "half the latency", _with_common(shorter, latency=common.latency / 2)
     if common.bandwidth is not None and not isinstance(common.bandwidth, tuple):
-        yield "twice the bandwidth", _with_common(asked, bandwidth=common.bandwidth * 2)
+        yield "twice the bandwidth", _with_common(shorter, bandwidth=common.bandwidth * 2)
     if common.launch_overhead:
-        yield "half the launch overhead", _with_common(asked, launch_overhead=common.launch_overhead / 2)
-    if question.stages_per_rank is None and question.ranks > 1:
-        for other in (legs - 1, legs + 1):
-            if other >= 1 and question.ranks * other <= len(question.model.layers):
-                yield f"{other} instead of {legs} stages per rank", replace(asked, stages_per_rank=other)
+        yield "half the launch overhead", _with_common(shorter, launch_overhead=common.launch_overhead / 2)
+    if request.stages_per_rank is None and request.ranks > 1:
+        for other in (stages_per_rank - 1, stages_per_rank + 1):
+            if other >= 1 and request.ranks * other <= len(request.model.layers):
+                yield (
+                    f"{other} instead of {stages_per_rank} stages per rank",
+                    replace(shorter, stages_per_rank=other),
+                )
 
 
-def _with_common(question: Question, **changed: float) -> Question:
+def _with_common(request: PlanRequest, **changed: float) -> PlanRequest:
     values: dict[str, Any] = changed
-    return replace(question, model=replace(question.model, common=replace(question.model.common, **values)))
+    return replace(request, model=replace(request.model, common=replace(request.model.common, **values)))
 
 
 def _what_if(best: Option, change: str, seconds: float, name: str) -> WhatIf:
@@ -175,31 +179,33 @@ def _what_if(best: Option, change: str, seconds: float, name: str) -> WhatIf:
 
 
 def _best_at(plan: Plan, costs: Costs) -> tuple[float, str]:
-    """The best at other costs for the winner's placement and microbatches: its own order, or a family."""
-    frame, question, stages = plan.best.frame, plan.question, plan.best.schedule.num_stages
+    """The best order at other costs in the configuration of the best option: its own, or a family."""
+    configuration, request, stages = plan.best.configuration, plan.request, plan.best.schedule.num_stages
     known = {str(plan.best): plan.best.schedule}
-    for name, schedule in orders(question.ranks, frame.microbatches, frame.stages_per_rank):
-        peak = max(each.peak(costs, stages) for each in holdings(schedule))
-        if schedule.placement == frame.placement and peak <= (question.memory_limit or inf):
-            known[f"{name} ({frame})"] = schedule
-    plain = {name: _simulated(question, schedule, costs) for name, schedule in known.items()}
+    for name, schedule in training_schedules(
+        request.ranks, configuration.microbatches, configuration.stages_per_rank
+    ):
+        peak = max(each.peak(costs, stages) for each in live_activations(schedule.table))
+        if schedule.placement == configuration.placement and peak <= (request.memory_limit or inf):
+            known[f"{name} ({configuration})"] = schedule
+    plain = {name: _simulated(request, schedule, costs) for name, schedule in known.items()}
     best = min(plain, key=lambda name: plain[name])
-    return _seconds(question, known[best], costs), best
+    return _seconds(request, known[best], costs), best
 
 
-def _seconds(question: Question, schedule: Schedule, costs: Costs) -> float:
-    """What an order takes at other costs."""
-    if question.jitter is not None:
-        return shaken_seconds(question, schedule, costs)
-    return _simulated(question, schedule, costs)
+def _seconds(request: PlanRequest, schedule: Schedule, costs: Costs) -> float:
+    """The seconds of an order at other costs."""
+    if request.jitter is not None:
+        return quantile_seconds(request, schedule, costs)
+    return _simulated(request, schedule, costs)
 
 
-def _simulated(question: Question, schedule: Schedule, costs: Costs) -> float:
-    return question.seconds_of(simulate(schedule, costs, with_period=question.objective == "period"))
+def _simulated(request: PlanRequest, schedule: Schedule, costs: Costs) -> float:
+    return request.seconds_of(simulate(schedule, costs, with_period=request.objective == "period"))
 
 
-def _levelled(costs: Costs, stages: int) -> Costs:
-    """The same work in all, shared equally by the stages."""
+def _balanced(costs: Costs, stages: int) -> Costs:
+    """The same total work, divided equally among the stages."""
     names = ("forward", "backward_input", "backward_weight", "backward")
     means: dict[str, Any] = {
         name: tuple([fmean(costs.per_stage(name, stages))] * stages)

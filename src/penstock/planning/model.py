@@ -1,7 +1,7 @@
-"""A model to be planned: a chain of layers with their costs, the links, the devices and the batch.
+"""A model to plan: a chain of layers with their costs, the links, the devices and the batch.
 
-A microbatch of n samples costs n times what a sample does. What is there however many samples there are does
-not grow: parameters, gradients, optimizer state, collectives, and the launch overhead of each step.
+The costs of a microbatch are those of a sample times its samples, except those that do not depend on the batch:
+parameters, gradients, optimizer state, collectives, and the launch overhead of each step.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any
 from penstock.arguments import printable
 from penstock.cost.costs import Costs
 from penstock.errors import PlanError
-from penstock.planning.layout import PipelineLayout, layout_of_counts
+from penstock.planning.layout import Layout, layout_of_counts
 
 __all__ = ["Layer", "Model"]
 
-MOST_LAYERS = 1000
-"""More than anybody has, and few enough for every way to cut them to be weighed."""
+MAX_LAYERS = 1000
+"""Few enough for dynamic programming over all partitions."""
 
 KINDS = ("layer", "embedding", "head")
 
 UNITS = {f.name: "_".join(filter(None, (f.name, f.metadata["unit"]))) for f in fields(Costs)}
-PER_STAGE = [f.name for f in fields(Costs) if f.metadata["per"] == "stage"]
+STAGE_COSTS = [f.name for f in fields(Costs) if f.metadata["per"] == "stage"]
 MESSAGES = ["activation_message", "gradient_message"]
-_OF_A_SAMPLE = {
+_SAMPLE_COSTS = {
     *("forward", "backward_input", "backward_weight", "backward"),
     *("activation", "activation_freed_by_input", *MESSAGES),
 }
-OF_A_STEP = ["launch_overhead", "optimizer_step", "overlap_factor"]
-OF_A_LINK = ["latency", "bandwidth"]
+STEP_COSTS = ["launch_overhead", "optimizer_step", "overlap_factor"]
+LINK_COSTS = ["latency", "bandwidth"]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One link of the chain; every entry of `costs` is one number, of one sample."""
+    """One layer; every entry of `costs` is one number, for one sample."""
 
     name: str
     costs: Costs
@@ -44,10 +44,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """Layers in their order; `common` has what is the same for all: links and what each step adds.
+    """Layers in their order; `common` has the costs that are the same for all: links and overheads of a step.
 
-    `ranks`, `memory` (bytes of a rank) and `samples` (of a step, for this pipeline) may be left for `plan` to
-    be told.
+    `ranks`, `memory` (bytes per rank) and `samples` (per step of this pipeline) can be given to `plan` instead.
     """
 
     layers: tuple[Layer, ...]
@@ -57,18 +56,18 @@ class Model:
     samples: int | None = None
     name: str = "model"
     are_stages: bool = False
-    """Whether the layers are the stages of a profile, so that no layout can be told."""
+    """Whether the layers are the stages of a profile, for which there is no layout."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        uneven = [name for name in OF_A_LINK if isinstance(getattr(self.common, name), tuple)]
-        faults = [f"{name}: it must be one number for all links" for name in uneven]
-        faults += faults_of_chain(self.layers)
-        if faults:
-            raise PlanError("; ".join(faults))
+        uneven = [name for name in LINK_COSTS if isinstance(getattr(self.common, name), tuple)]
+        errors = [f"{name}: must be one number for all links" for name in uneven]
+        errors += errors_in_layers(self.layers)
+        if errors:
+            raise PlanError("; ".join(errors))
 
     def costs(self, counts: Sequence[int], samples: float) -> Costs:
-        """The costs of stages that have so many layers each, for microbatches of so many samples."""
+        """The costs of stages with these numbers of layers, for microbatches of `samples` samples."""
         parts: list[tuple[Layer, ...]] = []
         first = 0
         for count in counts:
@@ -76,8 +75,8 @@ class Model:
             first += count
         found: dict[str, Any] = {}
         whole = any(layer.costs.backward is not None for layer in self.layers)
-        for name in PER_STAGE:
-            factor = samples if name in _OF_A_SAMPLE else 1
+        for name in STAGE_COSTS:
+            factor = samples if name in _SAMPLE_COSTS else 1
             if name != "backward" or whole:
                 found[name] = tuple(factor * sum(_of(layer, name) for layer in part) for part in parts)
         for name in MESSAGES:
@@ -85,11 +84,11 @@ class Model:
         return replace(self.common, **found)
 
     def loads(self) -> list[float]:
-        """Per layer: seconds of one sample there and back."""
+        """Per layer: seconds of forward and backward of one sample."""
         return [_of(layer, "forward") + _of(layer, "backward") for layer in self.layers]
 
-    def layout(self, counts: Sequence[int]) -> PipelineLayout | None:
-        """These stages as a layout, which `penstock.runtime.split` takes; None if the layers are stages."""
+    def layout(self, counts: Sequence[int]) -> Layout | None:
+        """The layout of these stages for `penstock.runtime.split`; None if the layers are stages."""
         if self.are_stages:
             return None
         inner, first = [], 0
@@ -100,30 +99,32 @@ class Model:
 
     @classmethod
     def of_stages(cls, costs: Costs, name: str = "profile") -> Model:
-        """Each stage of these costs as a layer; links are as slow as the slowest of them."""
-        lists = {entry: len(v) for entry in PER_STAGE if isinstance(v := getattr(costs, entry), tuple)}
+        """A model with each stage of these costs as a layer; every link is as slow as the slowest."""
+        lists = {entry: len(v) for entry in STAGE_COSTS if isinstance(v := getattr(costs, entry), tuple)}
         if not lists or len(set(lists.values())) > 1:
             given = ", ".join(f"{UNITS[entry]} {n}" for entry, n in lists.items()) or "none is a list"
-            raise PlanError(f"costs that stand for layers need lists of one length, one entry each ({given})")
+            raise PlanError(
+                f"costs of stages need lists of the same length, with one entry per stage ({given})"
+            )
         if costs.overlap is not None:
-            raise PlanError("overlap_seconds is for one size of stages; say overlap_factor instead")
+            raise PlanError("overlap_seconds does not apply to other partitions; give overlap_factor instead")
         stages = next(iter(lists.values()))
         layers = []
         for stage in range(stages):
             own: dict[str, Any] = {
                 entry: costs.per_stage(entry, stages)[stage]
-                for entry in PER_STAGE
+                for entry in STAGE_COSTS
                 if getattr(costs, entry) is not None
             }
             for message in MESSAGES:
                 sizes = costs.per_edge(message, stages - 1)
                 own[message] = sizes[stage] if stage < len(sizes) else 0.0
             layers.append(Layer(f"stage {stage}", Costs(**own)))
-        latency, bandwidth = (getattr(costs, entry) for entry in OF_A_LINK)
+        latency, bandwidth = (getattr(costs, entry) for entry in LINK_COSTS)
         common = Costs(
             latency=max(latency) if isinstance(latency, tuple) else latency,
             bandwidth=min(bandwidth) if isinstance(bandwidth, tuple) else bandwidth,
-            **{entry: getattr(costs, entry) for entry in OF_A_STEP},
+            **{entry: getattr(costs, entry) for entry in STEP_COSTS},
         )
         return cls(tuple(layers), common, name=name, are_stages=True)
 
@@ -135,17 +136,17 @@ def _of(layer: Layer, name: str) -> float:
     return value
 
 
-def faults_of_chain(layers: Sequence[Layer]) -> Iterator[str]:
-    """What is wrong with the layers as a whole, and with each kind."""
-    if not 1 <= len(layers) <= MOST_LAYERS:
-        yield f"layers: there must be 1 to {MOST_LAYERS} (given {len(layers)})"
+def errors_in_layers(layers: Sequence[Layer]) -> Iterator[str]:
+    """The errors in a chain of layers."""
+    if not 1 <= len(layers) <= MAX_LAYERS:
+        yield f"layers: must be 1 to {MAX_LAYERS} (given {len(layers)})"
     for place, layer in enumerate(layers):
-        for name in (*PER_STAGE, *MESSAGES):
+        for name in (*STAGE_COSTS, *MESSAGES):
             if isinstance(getattr(layer.costs, name), tuple):
                 yield f"layer {layer.name}: {name} must be one number"
         if layer.kind not in KINDS:
             kinds = ", ".join(KINDS)
-            yield f"layer {layer.name}: its kind is one of {kinds} (given {printable(str(layer.kind))})"
+            yield f"layer {layer.name}: kind must be one of {kinds} (given {printable(str(layer.kind))})"
         elif (layer.kind == "embedding" and place) or (layer.kind == "head" and place != len(layers) - 1):
             where = "the first layer" if layer.kind == "embedding" else "the last layer"
-            yield f"layer {layer.name}: only {where} can be the {layer.kind} (it is number {place})"
+            yield f"layer {layer.name}: only {where} can be the {layer.kind} (it is layer {place})"

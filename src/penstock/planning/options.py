@@ -1,4 +1,4 @@
-"""What was weighed: options with their times and sizes, what was left, and which of them none beats."""
+"""Evaluated options with their time and memory, rejected ones, and the Pareto frontier."""
 
 from __future__ import annotations
 
@@ -8,74 +8,75 @@ from functools import cached_property
 
 from penstock.bounds import Bound
 from penstock.ir.schedule import Schedule
-from penstock.planning.configuration import Frame
+from penstock.planning.configuration import Configuration
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["Left", "Option", "frontier"]
+__all__ = ["Option", "Rejected", "frontier"]
 
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """A frame with an order of work, simulated."""
+    """A configuration with an order of work, simulated."""
 
     name: str
     """The family, or `searched`."""
-    frame: Frame
+    configuration: Configuration
     schedule: Schedule
     """The order of work: compute only, also where the timeline has messages."""
     timeline: Timeline
     seconds: float
-    """What it is ranked by: the objective, optimizer step included, or its quantile under jitter."""
+    """The objective that options are ranked by, optimizer step included, or its quantile under jitter."""
     bound: Bound
-    """What no order in this frame can stay below, without jitter."""
-    plain_seconds: float
-    """The same without jitter."""
+    """Lower bound for any order in this configuration, without jitter."""
+    seconds_without_jitter: float
     found_by: str = ""
 
     @cached_property
     def memory(self) -> float:
-        """The most bytes that any rank holds at once."""
+        """The peak memory in bytes, of the rank with the highest."""
         return max(self.timeline.peak_memory)
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound, as a share of it."""
-        gap = self.plain_seconds / self.bound.seconds - 1 if self.bound.seconds else 0.0
+        """The excess over the bound, as a share of the bound."""
+        gap = self.seconds_without_jitter / self.bound.seconds - 1 if self.bound.seconds else 0.0
         return 0.0 if abs(gap) < _ROUNDING else gap
 
     @property
     def samples_per_second(self) -> float:
         """Of this pipeline."""
-        return self.frame.samples * self.frame.microbatches / self.seconds if self.seconds else 0.0
+        return (
+            self.configuration.samples * self.configuration.microbatches / self.seconds if self.seconds else 0.0
+        )
 
     @property
-    def order(self) -> tuple[float, float, str, int]:
-        """Fastest first; of equals the smallest."""
-        return self.seconds, self.memory, self.name, self.frame.microbatches
+    def sort_key(self) -> tuple[float, float, str, int]:
+        """Fastest first; among equals the one with the least memory."""
+        return self.seconds, self.memory, self.name, self.configuration.microbatches
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.frame})"
+        return f"{self.name} ({self.configuration})"
 
 
 @dataclass(frozen=True)
-class Left:
-    """An order that was not simulated: what it holds in this frame, and what it cannot take less than."""
+class Rejected:
+    """An order that was not simulated, with its peak memory and its lower bound in this configuration."""
 
     name: str
-    frame: Frame
+    configuration: Configuration
     memory: float
     bound: float
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.frame})"
+        return f"{self.name} ({self.configuration})"
 
 
 def frontier(options: Iterable[Option]) -> list[Option]:
-    """Those that no other beats in both time and memory, fastest first."""
+    """The Pareto frontier of time and memory, fastest first."""
     found: list[Option] = []
-    for option in sorted(options, key=lambda each: each.order):
+    for option in sorted(options, key=lambda each: each.sort_key):
         if not found or option.memory < found[-1].memory:
             found.append(option)
     return found

@@ -1,4 +1,4 @@
-"""From the costs of layers to a ranked list of plans: `plan` asks, weighs, and answers with a `Plan`."""
+"""`penstock.plan`: from the costs of layers to a `Plan`, a ranked list of options."""
 
 from __future__ import annotations
 
@@ -12,71 +12,71 @@ from typing import Any
 from penstock.cost.costs import Costs, size_text
 from penstock.errors import PlanError
 from penstock.formats import write_text
-from penstock.planning.evaluation import Told, Weighing
+from penstock.planning.evaluation import Evaluation
 from penstock.planning.model import Model
 from penstock.planning.model_files import read_model
-from penstock.planning.options import Left, Option, frontier
-from penstock.planning.refinement import Searcher, better
-from penstock.planning.request import Question
-from penstock.planning.robustness import shake
-from penstock.search import search
+from penstock.planning.options import Option, Rejected, frontier
+from penstock.planning.refinement import Searcher, refine
+from penstock.planning.request import PlanRequest
+from penstock.planning.robustness import rank_by_quantile
+from penstock.search import OnProgress, search
 
-__all__ = ["Plan", "answer", "plan"]
+__all__ = ["Plan", "plan", "run_plan"]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The answer: options that fit, ranked, and what was left out."""
+    """The options that fit, ranked, and those that were rejected."""
 
-    question: Question
+    request: PlanRequest
     options: tuple[Option, ...]
-    """Fastest first; of equals the one that holds less."""
-    too_large: tuple[Left, ...]
-    """What no partition that was tried makes fit, smallest first."""
-    cut: tuple[Left, ...]
-    """What was not simulated because its bound says that it can neither win nor be on the frontier."""
-    too_long: int
-    """How many frames had too many stages and microbatches to be weighed."""
+    """Fastest first; among equals the one with the least memory."""
+    too_large: tuple[Rejected, ...]
+    """Orders that exceed the memory limit with every partition tried, smallest first."""
+    pruned: tuple[Rejected, ...]
+    """Orders that were not simulated: their bounds show that they can neither win nor be on the frontier."""
+    not_evaluated: int
+    """Number of configurations with too many stages and microbatches to be evaluated."""
     bound: float
-    """No order of the partitions, placements and microbatches that were weighed takes fewer seconds."""
+    """Lower bound for any order in any configuration that was evaluated, in seconds."""
     interrupted: bool = False
     missing: tuple[str, ...] = ()
-    """What could not be used for searching because it is not installed."""
+    """Optional parts of the search that are not installed."""
     searcher: Searcher | None = field(default=None, repr=False)
 
     @property
     def best(self) -> Option:
-        """The winner."""
+        """The fastest option."""
         return self.options[0]
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound the winner takes, as a share of it."""
-        return self.best.plain_seconds / self.bound - 1 if self.bound else 0.0
+        """The excess of the best option over the bound, as a share of the bound."""
+        return self.best.seconds_without_jitter / self.bound - 1 if self.bound else 0.0
 
     @cached_property
     def frontier(self) -> list[Option]:
-        """The options that no other beats in both time and memory, fastest first."""
+        """The Pareto frontier of time and memory, fastest first."""
         return frontier(self.options)
 
     def to_keys(self, option: Option) -> dict[str, Any]:
-        """An option in plain values."""
-        frame, timeline = option.frame, option.timeline
-        layout = self.question.model.layout(frame.counts)
+        """An option as values for JSON."""
+        configuration, timeline = option.configuration, option.timeline
+        layout = self.request.model.layout(configuration.counts)
         return {
             "schedule": option.name,
-            "stages_per_rank": frame.stages_per_rank,
-            "placement": frame.placement.style,
-            "stage_to_rank": list(frame.placement.stage_to_rank),
-            "layers_per_stage": list(frame.counts),
+            "stages_per_rank": configuration.stages_per_rank,
+            "placement": configuration.placement.style,
+            "stage_to_rank": list(configuration.placement.stage_to_rank),
+            "layers_per_stage": list(configuration.counts),
             "layout": None if layout is None else str(layout),
-            "microbatches": frame.microbatches,
-            "samples_per_microbatch": frame.samples,
+            "microbatches": configuration.microbatches,
+            "samples_per_microbatch": configuration.samples,
             "seconds": option.seconds,
-            "seconds_without_jitter": option.plain_seconds,
+            "seconds_without_jitter": option.seconds_without_jitter,
             "samples_per_second": option.samples_per_second,
             "makespan": timeline.makespan,
-            "bubble": timeline.bubble(self.question.objective),
+            "bubble": timeline.bubble(self.request.objective),
             "peak_memory": option.memory,
             "peak_memory_by_rank": list(timeline.peak_memory),
             "bound": option.bound.seconds,
@@ -87,13 +87,13 @@ class Plan:
         }
 
     def write(self, folder: str | PathLike[str]) -> list[Path]:
-        """The winner: `schedule.json`, its `costs.toml`, and `plan.json` with its layout and numbers."""
+        """Write the best option: `schedule.json`, `costs.toml`, and `plan.json` with its layout and numbers."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / name for name in ("schedule.json", "costs.toml", "plan.json")]
         self.best.schedule.write(paths[0])
-        self.best.frame.costs.write(paths[1])
-        keys = {"model": self.question.model.name, **self.to_keys(self.best)}
+        self.best.configuration.costs.write(paths[1])
+        keys = {"model": self.request.model.name, **self.to_keys(self.best)}
         write_text(json.dumps(keys, indent=2) + "\n", paths[2])
         return paths
 
@@ -110,18 +110,18 @@ def plan(
     seed: int = 0,
     jitter: float | None = None,
     quantile: float = 0.95,
-    told: Told | None = None,
+    on_progress: OnProgress | None = None,
     searcher: Searcher | None = None,
 ) -> Plan:
     """Choose partition, placement, stages per rank, microbatches and schedule for a model.
 
-    `model`         a file (see `penstock.planning.model_files`), a `Model`, or the costs of stages
-    `ranks`, `memory_limit` (bytes of a rank), `samples` (of a step of this pipeline): instead of the model's
-    `stages_per_rank`  any number unless said
-    `objective`     what is made short: `makespan`, `span` or `period`, optimizer step included
-    `seconds`       for searching orders; 0 takes families only, which come in addition
-    `jitter`        rank by the `quantile` of the makespan when every step varies by this share
-    `told`          is called with a `Progress` now and then
+    `model`            a file (see `penstock.planning.model_files`), a `Model`, or the costs of stages
+    `ranks`            instead of the model's; also `memory_limit` (bytes per rank) and `samples` (per step)
+    `stages_per_rank`  any number unless given
+    `objective`        the objective to minimize: `makespan`, `span` or `period`, optimizer step included
+    `seconds`          time for searching orders, in addition to evaluating families; 0 for families only
+    `jitter`           rank by the `quantile` of the makespan when steps vary by this share
+    `on_progress`      is called with a `Progress` from time to time
 
     Ctrl-C ends it with the best so far: the plan is then `interrupted`.
     """
@@ -132,54 +132,59 @@ def plan(
     ranks = model.ranks if ranks is None else ranks
     samples = model.samples if samples is None else samples
     if ranks is None or samples is None:
-        known = {"ranks": ranks, "samples (of a batch)": samples}
+        known = {"ranks": ranks, "samples per batch": samples}
         missing = " and ".join(name for name, value in known.items() if value is None)
-        raise PlanError(f"the model {model.name!r} does not say how many {missing}: say so in the file or here")
+        raise PlanError(f"the number of {missing} is missing: give it here or in the model {model.name!r}")
     limit = model.memory if memory_limit is None else memory_limit
-    question = Question(
+    request = PlanRequest(
         model, ranks, samples, limit, stages_per_rank, objective, seconds, seed, jitter, quantile
     )
-    return answer(question, told, searcher)
+    return run_plan(request, on_progress, searcher)
 
 
-def answer(question: Question, told: Told | None = None, searcher: Searcher | None = None) -> Plan:
-    """Weigh everything, and rank it."""
-    weighing = Weighing(question, told)
+def run_plan(
+    request: PlanRequest, on_progress: OnProgress | None = None, searcher: Searcher | None = None
+) -> Plan:
+    """Evaluate, refine and rank all options."""
+    evaluation = Evaluation(request, on_progress)
     interrupted = False
     try:
-        weighing.weigh_families()
-        better(weighing, searcher or search)
-        shake(weighing)
+        evaluation.evaluate_families()
+        refine(evaluation, searcher or search)
+        rank_by_quantile(evaluation)
     except KeyboardInterrupt:
-        if not weighing.options:
+        if not evaluation.options:
             raise
         interrupted = True
-        if not weighing.is_shaken:
-            question = replace(question, jitter=None)
-    if not weighing.options:
-        raise PlanError(_nothing_fits(weighing))
+        if not evaluation.has_quantiles:
+            request = replace(request, jitter=None)
+    if not evaluation.options:
+        raise PlanError(_no_option(evaluation))
     return Plan(
-        question,
-        tuple(sorted(weighing.options, key=lambda option: option.order)),
-        tuple(sorted(weighing.too_large, key=lambda each: each.memory)),
-        tuple(weighing.cut),
-        weighing.too_long,
-        weighing.bound,
+        request,
+        tuple(sorted(evaluation.options, key=lambda option: option.sort_key)),
+        tuple(sorted(evaluation.too_large, key=lambda each: each.memory)),
+        tuple(evaluation.pruned),
+        evaluation.not_evaluated,
+        evaluation.bound,
         interrupted,
-        tuple(sorted(weighing.missing)),
+        tuple(sorted(evaluation.missing)),
         searcher,
     )
 
 
-def _nothing_fits(weighing: Weighing) -> str:
-    limit = weighing.question.memory_limit
-    if limit is None or not weighing.too_large:
+def _no_option(evaluation: Evaluation) -> str:
+    """Why there is no option, and what to change."""
+    limit = evaluation.request.memory_limit
+    if limit is None or not evaluation.too_large:
         return (
-            f"there are more stages and microbatches than are weighed ({weighing.too_long} frames): use fewer"
+            f"all {evaluation.not_evaluated} configurations have too many stages and microbatches to be "
+            "evaluated: use fewer"
         )
-    least = min(weighing.too_large, key=lambda each: each.memory)
+    least = min(evaluation.too_large, key=lambda each: each.memory)
     return (
-        f"nothing fits: a rank may hold {size_text(limit)}; of {len(weighing.too_large)} ways the smallest, "
-        f"{least}, holds {size_text(least.memory)}, with {size_text(max(least.frame.fixed))} for weights and "
-        "optimizer: use more ranks or memory, smaller microbatches, or recompute activations"
+        f"nothing fits the memory limit of {size_text(limit)} per rank: the smallest of "
+        f"{len(evaluation.too_large)} orders, {least}, needs {size_text(least.memory)}, of which "
+        f"{size_text(max(least.configuration.fixed))} for parameters, gradients and optimizer state: use more "
+        "ranks or memory, smaller microbatches, or activation recomputation"
     )

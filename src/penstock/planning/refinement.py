@@ -1,138 +1,162 @@
-"""Bettering the best options: other cuts for their orders, and searched orders for promising frames."""
+"""Refinement of the best options: other partitions for their orders, and searched orders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from math import inf
 from time import monotonic
 from typing import TypeAlias
 
 from penstock.errors import SearchError
-from penstock.planning.configuration import Frame, framed
-from penstock.planning.evaluation import Weighing
-from penstock.planning.live_memory import holdings
+from penstock.planning.configuration import Configuration, configure
+from penstock.planning.evaluation import Evaluation
+from penstock.cost.memory import LiveActivations, live_activations
 from penstock.planning.options import Option
-from penstock.planning.partition import with_move
+from penstock.planning.partition import LayerCounts, move_layer
 from penstock.search import Progress, SearchResult
 
-__all__ = ["Searcher", "better"]
+__all__ = ["Searcher", "refine"]
 
-CUT_AGAIN, SEARCHED_FRAMES = 3, 2
-_FOR_CUTS, _FOR_FRAMES = 0.15, 0.4
-"""Of the time for searching: what these options and these frames get together."""
-_UNKNOWN = 1.1
-"""How far above its bound an order in a frame without families is thought to be."""
+_REPARTITIONED_OPTIONS, _SEARCHED_CONFIGURATIONS = 3, 2
+_REPARTITION_SHARE, _SEARCH_SHARE = 0.15, 0.4
+"""Shares of the time for searching that all of these get together."""
+_ASSUMED_EXCESS = 1.1
+"""The objective over the bound that is assumed for a configuration without families."""
 _ROUNDING = 1e-9
 
 Searcher: TypeAlias = Callable[..., SearchResult]
-"""As `penstock.search.search`."""
+"""A function with the arguments of `penstock.search.search`."""
 
 
-def better(weighing: Weighing, searcher: Searcher) -> None:
-    """Cuts for the best few orders, orders for a few frames, then both for the best with the time left."""
-    question = weighing.question
-    seconds, until = question.seconds, monotonic() + question.seconds
+def refine(evaluation: Evaluation, searcher: Searcher) -> None:
+    """Repartition the best options, search the best configurations, then both for the best option."""
+    request = evaluation.request
+    seconds, until = request.seconds, monotonic() + request.seconds
     if not seconds:
         return
-    for option in sorted(weighing.options, key=lambda each: each.order)[:CUT_AGAIN]:
-        _cut_again(weighing, option, seconds * _FOR_CUTS / CUT_AGAIN)
-    searched = _promising(weighing)[:SEARCHED_FRAMES]
-    for frame in searched:
-        if _may_be_better(weighing, _least(weighing, frame)):
-            _search(weighing, searcher, frame, seconds * _FOR_FRAMES / len(searched), question.seed)
-    if weighing.options:
-        _cut_again(weighing, _best(weighing), (until - monotonic()) / 5)
-        frame = _best(weighing).frame
-        if _may_be_better(weighing, _least(weighing, frame)):
-            _search(weighing, searcher, frame, until - monotonic(), question.seed + 1)
+    for option in sorted(evaluation.options, key=lambda each: each.sort_key)[:_REPARTITIONED_OPTIONS]:
+        _repartition(evaluation, option, seconds * _REPARTITION_SHARE / _REPARTITIONED_OPTIONS)
+    chosen = _most_promising(evaluation)[:_SEARCHED_CONFIGURATIONS]
+    for configuration in chosen:
+        if _can_win(evaluation, _bound(evaluation, configuration)):
+            _search(evaluation, searcher, configuration, seconds * _SEARCH_SHARE / len(chosen), request.seed)
+    if evaluation.options:
+        _repartition(evaluation, _best(evaluation), (until - monotonic()) / 5)
+        configuration = _best(evaluation).configuration
+        if _can_win(evaluation, _bound(evaluation, configuration)):
+            _search(evaluation, searcher, configuration, until - monotonic(), request.seed + 1)
 
 
-def _best(weighing: Weighing) -> Option:
-    return min(weighing.options, key=lambda option: option.order)
+def _best(evaluation: Evaluation) -> Option:
+    return min(evaluation.options, key=lambda option: option.sort_key)
 
 
-def _least(weighing: Weighing, frame: Frame) -> float:
-    """What no order that is searched, which has no pairs, can stay below."""
-    return frame.bound(weighing.question, paired=False).seconds
+def _bound(evaluation: Evaluation, configuration: Configuration) -> float:
+    """Lower bound for searched orders, which have no overlapped pairs."""
+    return configuration.bound(evaluation.request, paired=False).seconds
 
 
-def _may_be_better(weighing: Weighing, least: float) -> bool:
-    return all(least < option.plain_seconds * (1 - _ROUNDING) for option in weighing.options)
+def _can_win(evaluation: Evaluation, bound: float) -> bool:
+    return all(bound < option.seconds_without_jitter * (1 - _ROUNDING) for option in evaluation.options)
 
 
-def _cut_again(weighing: Weighing, option: Option, seconds: float) -> None:
-    """The same order with one layer moved from stage to stage, as long as that makes it faster."""
-    question, until, best = weighing.question, monotonic() + seconds, option
-    tried = {other.frame.counts for other in weighing.options if other.schedule == option.schedule}
-    held, limit = holdings(option.schedule), question.memory_limit or inf
-    stages, better = option.schedule.num_stages, True
-    while better:
-        better = False
-        for pair in permutations(range(stages), 2):
-            counts = with_move(best.frame.counts, *pair)
-            if counts in tried or not counts[pair[0]]:
+def _repartition(evaluation: Evaluation, option: Option, seconds: float) -> None:
+    """Move layers between the stages of an option, one at a time, as long as that makes it faster."""
+    until, best, improved = monotonic() + seconds, option, True
+    tried = {other.configuration.counts for other in evaluation.options if other.schedule == option.schedule}
+    live = live_activations(option.schedule.table)
+    while improved:
+        improved = False
+        for source, target in permutations(range(option.schedule.num_stages), 2):
+            counts = move_layer(best.configuration.counts, source, target)
+            if counts in tried or not counts[source]:
                 continue
             if monotonic() > until:
                 break
             tried.add(counts)
-            frame = framed(question, option.frame.placement, counts, option.frame.microbatches)
-            fits = max(each.peak(frame.costs, stages) for each in held) <= limit
-            if not fits or frame.bound(question).seconds >= best.plain_seconds:
-                continue
-            weighing.tell(f"cutting again for {option}")
-            other = weighing.option(option.name, frame, option.schedule, option.found_by)
-            if other.plain_seconds < best.plain_seconds * (1 - _ROUNDING):
+            other = _with_partition(evaluation, best, counts, live)
+            if other is not None:
                 if best is not option or other.memory <= best.memory:
-                    weighing.options.remove(best)
-                weighing.options.append(other)
-                best, better = other, True
+                    evaluation.options.remove(best)
+                evaluation.options.append(other)
+                best, improved = other, True
 
 
-def _promising(weighing: Weighing) -> list[Frame]:
-    """Frames half by their bounds and half by the best order known; also those made to fit."""
-    question = weighing.question
-    every = [*(option.frame for option in weighing.options), *(frame for _, frame in weighing.frames)]
-    small = [frame for frame in every if max(frame.fixed) < (question.memory_limit or inf)]
-    least = {frame: _least(weighing, frame) for frame in dict.fromkeys(small)}
-    best: dict[Frame, float] = {}
-    for option in weighing.options:
-        best[option.frame] = min(option.plain_seconds, best.get(option.frame, inf))
-
-    def promise(frame: Frame) -> tuple[float, int]:
-        return least[frame] + best.get(frame, least[frame] * _UNKNOWN), frame.placement.num_stages
-
-    return sorted((frame for frame in least if _may_be_better(weighing, least[frame])), key=promise)
+def _with_partition(
+    evaluation: Evaluation, option: Option, counts: LayerCounts, live: Sequence[LiveActivations]
+) -> Option | None:
+    """The order of an option with another partition, if that fits and is faster."""
+    request, own, seconds = evaluation.request, option.configuration, option.seconds_without_jitter
+    configuration = configure(request, own.placement, counts, own.microbatches)
+    peak = max(each.peak(configuration.costs, option.schedule.num_stages) for each in live)
+    if peak > (request.memory_limit or inf) or configuration.bound(request).seconds >= seconds:
+        return None
+    evaluation.report(f"moving layers of {option}")
+    other = evaluation.option(option.name, configuration, option.schedule, option.found_by)
+    return other if other.seconds_without_jitter < seconds * (1 - _ROUNDING) else None
 
 
-def _search(weighing: Weighing, searcher: Searcher, frame: Frame, seconds: float, seed: int) -> None:
-    question = weighing.question
-    extra = 0.0 if question.objective == "period" else frame.costs.optimizer_step
-    noise = {} if question.jitter is None else {"noise": question.jitter, "quantile": question.quantile}
+def _most_promising(evaluation: Evaluation) -> list[Configuration]:
+    """Configurations that can win, by the mean of their bound and their best known order."""
+    limit = evaluation.request.memory_limit or inf
+    every = [
+        *(option.configuration for option in evaluation.options),
+        *(configuration for _, configuration in evaluation.configurations),
+    ]
+    fitting = dict.fromkeys(each for each in every if max(each.fixed) < limit)
+    bound = {each: _bound(evaluation, each) for each in fitting}
+    best: dict[Configuration, float] = {}
+    for option in evaluation.options:
+        known = best.get(option.configuration, inf)
+        best[option.configuration] = min(option.seconds_without_jitter, known)
 
-    def told(now: Progress) -> None:
-        weighing.tell(f"searching {frame}", now.share, now.best + extra)
+    def promise(each: Configuration) -> tuple[float, int]:
+        return bound[each] + best.get(each, bound[each] * _ASSUMED_EXCESS), each.placement.num_stages
 
+    return sorted((each for each in bound if _can_win(evaluation, bound[each])), key=promise)
+
+
+def _search(
+    evaluation: Evaluation, searcher: Searcher, configuration: Configuration, seconds: float, seed: int
+) -> None:
+    """Search an order for a configuration; add it unless an option there is as fast with as little memory."""
     try:
-        result = searcher(
-            ranks=question.ranks,
-            microbatches=frame.microbatches,
-            costs=frame.costs,
-            placement=frame.placement,
-            stages_per_rank=frame.stages_per_rank,
-            memory_limit=question.memory_limit,
-            objective=question.objective,
-            seconds=max(seconds, 0.1),
-            seed=seed,
-            told=told,
-            **noise,
-        )
-    except SearchError:  # no order fits in this frame, which its families have told already
+        result = _run(evaluation, searcher, configuration, seconds, seed)
+    except SearchError:  # no order fits this configuration: its families are too large
         return
-    weighing.missing |= set(result.missing)
-    found = weighing.option("searched", frame, result.schedule, result.found_by)
-    own = [option for option in weighing.options if option.frame == frame]
-    if not any(option.plain_seconds <= found.plain_seconds and option.memory <= found.memory for option in own):
-        weighing.options.append(found)
-    if result.interrupted:  # the search keeps its best, and so do we
+    evaluation.missing |= set(result.missing)
+    found = evaluation.option("searched", configuration, result.schedule, result.found_by)
+    own = [option for option in evaluation.options if option.configuration == configuration]
+    if not any(
+        option.seconds_without_jitter <= found.seconds_without_jitter and option.memory <= found.memory
+        for option in own
+    ):
+        evaluation.options.append(found)
+    if result.interrupted:  # Ctrl-C ends the plan too
         raise KeyboardInterrupt
+
+
+def _run(
+    evaluation: Evaluation, searcher: Searcher, configuration: Configuration, seconds: float, seed: int
+) -> SearchResult:
+    request = evaluation.request
+    optimizer_step = 0.0 if request.objective == "period" else configuration.costs.optimizer_step
+    noise = {} if request.jitter is None else {"noise": request.jitter, "quantile": request.quantile}
+
+    def on_progress(now: Progress) -> None:
+        evaluation.report(f"searching {configuration}", now.fraction, now.best + optimizer_step)
+
+    return searcher(
+        ranks=request.ranks,
+        microbatches=configuration.microbatches,
+        costs=configuration.costs,
+        placement=configuration.placement,
+        stages_per_rank=configuration.stages_per_rank,
+        memory_limit=request.memory_limit,
+        objective=request.objective,
+        seconds=max(seconds, 0.1),
+        seed=seed,
+        on_progress=on_progress,
+        **noise,
+    )

@@ -1,4 +1,4 @@
-"""What is asked of a planner."""
+"""The arguments of a plan, checked: all errors are reported at once."""
 
 from __future__ import annotations
 
@@ -10,61 +10,64 @@ from penstock.errors import PlanError
 from penstock.planning.model import Model
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["Question"]
+__all__ = ["PlanRequest"]
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is to be planned, and by what it is ranked."""
+class PlanRequest:
+    """What to plan, and the objective that ranks the options."""
 
     model: Model
     ranks: int
     samples: int
-    """Of one step of this pipeline."""
+    """Per step of this pipeline."""
     memory_limit: float | None = None
-    """Bytes of a rank."""
+    """Bytes per rank."""
     stages_per_rank: int | None = None
-    """Any number unless said."""
+    """None for any number."""
     objective: str = "makespan"
     seconds: float = 10.0
-    """For searching."""
+    """Time for the search."""
     seed: int = 0
     jitter: float | None = None
-    """How much every step varies: then plans are ranked by a quantile of their makespans."""
+    """Share by which the duration of steps varies; options are then ranked by a quantile of the makespan."""
     quantile: float = 0.95
 
     def __post_init__(self) -> None:
-        faults = self._faults_of_counts()
+        errors = self._errors_in_counts()
         if self.memory_limit is not None and not self.memory_limit > 0:
-            faults.append(f"the memory limit is a number of bytes above 0 (given {self.memory_limit})")
+            errors.append(f"the memory limit must be a number of bytes above 0 (given {self.memory_limit})")
         if self.objective not in OBJECTIVES:
-            faults.append(f"the objective is one of {', '.join(OBJECTIVES)} (given {self.objective!r})")
+            errors.append(f"the objective must be one of {', '.join(OBJECTIVES)} (given {self.objective!r})")
         if not self.seconds >= 0:
-            faults.append(f"seconds for searching are 0 or more (given {self.seconds})")
+            errors.append(f"seconds for the search must be 0 or more (given {self.seconds})")
         if (seed := whole_number(self.seed)) is None or seed < 0:
-            faults.append(f"the seed is a whole number of at least 0 (given {printable(repr(self.seed))})")
+            errors.append(f"the seed must be an integer of at least 0 (given {printable(repr(self.seed))})")
         if self.jitter is not None and not 0 <= self.jitter <= 1:
-            faults.append(f"jitter is a share from 0 to 1 (given {self.jitter})")
+            errors.append(f"jitter must be a share from 0 to 1 (given {self.jitter})")
         if self.jitter is not None and self.objective != "makespan":
-            faults.append(f"jitter is known for the makespan only (given the objective {self.objective!r})")
+            errors.append(f"jitter is supported for the makespan only (given objective={self.objective!r})")
         if not 0 < self.quantile < 1:
-            faults.append(f"the quantile is between 0 and 1 (given {self.quantile})")
-        if faults:
-            raise PlanError("; ".join(faults))
+            errors.append(f"the quantile must be between 0 and 1 (given {self.quantile})")
+        if errors:
+            raise PlanError("; ".join(errors))
 
-    def _faults_of_counts(self) -> list[str]:
-        legs = 1 if self.stages_per_rank is None else self.stages_per_rank
-        given = {"ranks": self.ranks, "samples": self.samples, "stages per rank": legs}
-        faults = [
-            f"{name} must be a whole number above 0 (given {printable(repr(value))})"
+    def _errors_in_counts(self) -> list[str]:
+        stages_per_rank = 1 if self.stages_per_rank is None else self.stages_per_rank
+        given = {"ranks": self.ranks, "samples": self.samples, "stages per rank": stages_per_rank}
+        errors = [
+            f"{name} must be an integer above 0 (given {printable(repr(value))})"
             for name, value in given.items()
             if (whole_number(value) or 0) < 1
         ]
-        if not faults and self.ranks * legs > len(self.model.layers):
-            stages = f"{self.ranks} ranks" + ("" if legs == 1 else f" with {legs} stages each")
+        if not errors and self.ranks * stages_per_rank > len(self.model.layers):
+            stages = f"{self.ranks} ranks"
+            stages += "" if stages_per_rank == 1 else f" with {stages_per_rank} stages each"
             have = f"the model has {len(self.model.layers)} {'stages' if self.model.are_stages else 'layers'}"
-            faults.append(f"{stages} need a layer for each, and {have}: use fewer, or cut finer")
-        return faults
+            errors.append(
+                f"{stages} need at least one layer per stage, but {have}: use fewer ranks or stages per rank"
+            )
+        return errors
 
     def seconds_of(self, timeline: Timeline) -> float:
         """The objective, optimizer step included, without jitter."""

@@ -1,4 +1,4 @@
-"""Ranking under jitter: by the quantile of the makespan when no step takes quite as long as it should."""
+"""Robustness to step-time jitter: ranks options by a quantile of the makespan under jitter."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ from dataclasses import replace
 
 from penstock.cost.costs import Costs
 from penstock.ir.schedule import Schedule
-from penstock.planning.evaluation import Weighing
-from penstock.planning.options import Left, Option, frontier
-from penstock.planning.request import Question
+from penstock.planning.evaluation import Evaluation
+from penstock.planning.options import Option, Rejected, frontier
+from penstock.planning.request import PlanRequest
 from penstock.simulation.jitter import jitter
 
-__all__ = ["shake", "shaken_seconds"]
+__all__ = ["quantile_seconds", "rank_by_quantile"]
 
 
-def shake(weighing: Weighing) -> None:
-    """Keep the quantiles of the frontier, and of all that could be faster than the best of these."""
-    if weighing.question.jitter is None:
+def rank_by_quantile(evaluation: Evaluation) -> None:
+    """Simulate jitter for the frontier, and for every other option that could be faster than the best of it."""
+    if evaluation.request.jitter is None:
         return
-    kept = frontier(weighing.options)
-    rest = sorted((o for o in weighing.options if o not in kept), key=lambda each: each.order)
-    everything, shaken = [*kept, *rest], list[Option]()
+    front = frontier(evaluation.options)
+    rest = sorted((o for o in evaluation.options if o not in front), key=lambda each: each.sort_key)
+    options, ranked = [*front, *rest], list[Option]()
     try:
-        for done, option in enumerate(everything):
-            if done >= len(kept) and option.plain_seconds > min(each.seconds for each in shaken):
-                weighing.cut += [Left(o.name, o.frame, o.memory, o.plain_seconds) for o in everything[done:]]
+        for done, option in enumerate(options):
+            if done >= len(front) and option.seconds_without_jitter > min(each.seconds for each in ranked):
+                evaluation.pruned += [
+                    Rejected(o.name, o.configuration, o.memory, o.seconds_without_jitter)
+                    for o in options[done:]
+                ]
                 break
-            weighing.tell(f"shaking {option}", done / len(everything))
-            seconds = shaken_seconds(weighing.question, option.schedule, option.frame.costs)
-            shaken.append(replace(option, seconds=seconds))
-    finally:  # stopped early, those that were shaken are what can be compared
-        weighing.options, weighing.is_shaken = shaken or weighing.options, bool(shaken)
+            evaluation.report(f"simulating jitter of {option}", done / len(options))
+            seconds = quantile_seconds(evaluation.request, option.schedule, option.configuration.costs)
+            ranked.append(replace(option, seconds=seconds))
+    finally:  # after Ctrl-C, only options with a quantile can be compared
+        evaluation.options, evaluation.has_quantiles = ranked or evaluation.options, bool(ranked)
 
 
-def shaken_seconds(question: Question, schedule: Schedule, costs: Costs) -> float:
-    """The quantile, optimizer step included."""
-    assert question.jitter is not None
-    spread = jitter(schedule, costs, noise=question.jitter, seed=question.seed)
-    return spread.quantile(question.quantile) + costs.optimizer_step
+def quantile_seconds(request: PlanRequest, schedule: Schedule, costs: Costs) -> float:
+    """The quantile of the makespan under jitter, plus the optimizer step."""
+    assert request.jitter is not None
+    spread = jitter(schedule, costs, noise=request.jitter, seed=request.seed)
+    return spread.quantile(request.quantile) + costs.optimizer_step

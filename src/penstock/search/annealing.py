@@ -1,4 +1,4 @@
-"""Orders made better move by move: simulated annealing over the steps that decide how long an order takes."""
+"""Simulated annealing: moves single steps of an order, mostly steps on its critical path."""
 
 # ruff: noqa: C901, NPY002, PLR0912, PLR0915 -- a loop for a compiler
 # mypy: disable-error-code="no-untyped-call"
@@ -8,127 +8,126 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.ir.table import Ints
-from penstock.search.kernel import (
-    SPAN,
-    F,
-    G,
-    State,
-    Tables,
-    blank,
-    compiled,
-    cut,
-    fits,
-    measure,
-    resume,
-    take_over,
-)
+from penstock.search.compilation import compiled
+from penstock.search.kernel import copy_suffix, evaluate, fits, resume, resume_point
+from penstock.search.kernel_arrays import FORWARD, INPUT_GRAD, SPAN, ProblemArrays, RunState, empty_state
 
-__all__ = ["improve"]
+__all__ = ["anneal"]
 
-_CLOSE = 1e-9
+_ROUNDING = 1e-9
 
 
 @compiled
-def _last_of_worst(tables: Tables, state: State, goal: int) -> int:
-    """The last step of the rank that decides the objective."""
-    bounds = tables.bounds
-    worst, most = bounds[1] - 1, -1.0
+def _last_position(arrays: ProblemArrays, state: RunState, objective: int) -> int:
+    """The last position of the rank that determines the objective."""
+    bounds = arrays.rank_bounds
+    found, longest = bounds[1] - 1, -1.0
     for rank in range(len(bounds) - 1):
         last = bounds[rank + 1] - 1
-        length = state.ends[last] - (state.begins[bounds[rank]] if goal == SPAN else 0.0)
-        if length > most:
-            worst, most = int(last), length
-    return int(worst)
+        length = state.ends[last] - (state.starts[bounds[rank]] if objective == SPAN else 0.0)
+        if length > longest:
+            found, longest = int(last), length
+    return int(found)
 
 
 @compiled
-def _chain(tables: Tables, rows: Ints, state: State, at: int, place: Ints, found: Ints) -> int:
-    """The steps of a longest chain, back from one, that begin when the one before them on the rank ends."""
-    bounds, stages = tables.bounds, len(tables.hosts)
-    for i in range(len(rows)):
-        place[rows[i], state.numbers[i]] = i
+def _critical_path(
+    arrays: ProblemArrays, order: Ints, state: RunState, at: int, position_of: Ints, path: Ints
+) -> int:
+    """Write the steps of a critical path, back from a position, that a move can advance; return how many.
+
+    Those are the steps that start when the previous step of the same rank ends.
+    """
+    bounds = arrays.rank_bounds
+    for i in range(len(order)):
+        position_of[order[i], state.microbatches[i]] = i
     count = 0
     while True:
-        token = rows[at]
-        stage, kind = token // 3, token % 3
-        begin = state.begins[at]
-        if at > bounds[tables.hosts[stage]] and state.ends[at - 1] >= begin - _CLOSE * max(1.0, begin):
-            found[count] = at
+        token = order[at]
+        stage = token // 3
+        start = state.starts[at]
+        waits_for_rank = state.ends[at - 1] >= start - _ROUNDING * max(1.0, start)
+        if at > bounds[arrays.rank_of_stage[stage]] and waits_for_rank:
+            path[count] = at
             count += 1
             at -= 1
-        elif kind == F and stage > 0:
-            at = place[token - 3, state.numbers[at]]
-        elif kind == G and stage < stages - 1:
-            at = place[token + 3, state.numbers[at]]
+        elif arrays.inputs[token] >= 0:
+            at = position_of[arrays.inputs[token], state.microbatches[at]]
         else:
             return count
 
 
 @compiled
-def improve(
-    tables: Tables, start: Ints, goal: int, moves: int, warmth: float, focus: float, seed: int, stop: Ints
+def anneal(
+    arrays: ProblemArrays,
+    start: Ints,
+    objective: int,
+    moves: int,
+    temperature: float,
+    focus: float,
+    seed: int,
+    stop: Ints,
 ) -> tuple[Ints, float, int, int]:
-    """The best order found by so many moves of single steps, its objective, and how many were made and run.
+    """The best order found, its objective, the number of moves made and the number of orders run.
 
-    A share `focus` of the steps that are moved is on a longest chain. Worse orders are taken too, at first by
-    `warmth` seconds on average, at the end by none. The same seed gives the same answer; `stop[0]` other than 0
-    ends it early.
+    A share `focus` of the moves is of steps on the critical path. A worse order is accepted too: at first by
+    `temperature` seconds on average, at the end by none. The same seed gives the same result; a `stop[0]` other
+    than 0 ends it early.
     """
     np.random.seed(seed)
-    bounds, hosts = tables.bounds, tables.hosts
-    size = len(start)
-    state, kept = blank(tables), blank(tables)
-    now, new = start.copy(), start.copy()
-    found, worth = measure(tables, now, state, goal)
-    measure(tables, now, kept, goal)
-    best, best_found, best_worth = now.copy(), found, worth
-    chain, length, known = np.zeros(size, np.int64), 0, False
-    place = np.zeros((len(tables.seconds), tables.microbatches), np.int64)
-    tried = runs = 0
+    state, backup = empty_state(arrays), empty_state(arrays)
+    current, changed = start.copy(), start.copy()
+    value, score = evaluate(arrays, current, state, objective)
+    evaluate(arrays, current, backup, objective)
+    best, best_value, best_score = current.copy(), value, score
+    path, length = np.zeros(len(start), np.int64), -1
+    position_of = np.zeros((len(arrays.seconds), arrays.microbatches), np.int64)
+    made = runs = 0
     for move in range(moves):
         if stop[0] != 0:
             break
-        tried += 1
-        if not known:
-            length = _chain(tables, now, state, _last_of_worst(tables, state, goal), place, chain)
-            known = True
+        made += 1
+        if length < 0:
+            last = _last_position(arrays, state, objective)
+            length = _critical_path(arrays, current, state, last, position_of, path)
+        # a random step, and where it moves to: more often earlier than later, mostly near
         if length > 0 and np.random.random() < focus:
-            i = chain[np.random.randint(length)]
+            source = path[np.random.randint(length)]
         else:
-            i = np.random.randint(size)
-        rank = hosts[now[i] // 3]
-        first, last = bounds[rank], bounds[rank + 1]
-        reach = 1 + int(np.random.exponential(3.0 if np.random.random() < 0.9 else 20.0))
+            source = np.random.randint(len(start))
+        token = current[source]
+        rank = arrays.rank_of_stage[token // 3]
+        distance = 1 + int(np.random.exponential(3.0 if np.random.random() < 0.9 else 20.0))
         if np.random.random() < 0.6:
-            j = max(first, i - reach)
+            target = max(arrays.rank_bounds[rank], source - distance)
         else:
-            i = max(first, i - 1)
-            j = min(last - 1, i + reach)
-        token = now[i]
-        if i == j or now[j] == token:
+            source = max(arrays.rank_bounds[rank], source - 1)
+            target = min(arrays.rank_bounds[rank + 1] - 1, source + distance)
+        token = current[source]
+        if current[target] == token:
             continue
-        step = 1 if j > i else -1
-        for k in range(i, j, step):
-            new[k] = now[k + step]
-        new[j] = token
-        low, high = min(i, j), max(i, j) + 1
-        taken = False
-        if fits(tables, new, rank):
-            worst = worth - warmth * (1.0 - move / moves) * np.log(1.0 - np.random.random())
-            at, done = cut(tables, new, state, low)
-            got, got_worth = resume(tables, new, state, at, done, goal, worst)
+        step = 1 if target > source else -1
+        for i in range(source, target, step):
+            changed[i] = current[i + step]
+        changed[target] = token
+        low, high = min(source, target), max(source, target) + 1
+        is_accepted = False
+        if fits(arrays, changed, rank):
+            worst = score - temperature * (1.0 - move / moves) * np.log(1.0 - np.random.random())
+            positions, done = resume_point(arrays, changed, state, low)
+            value, new_score = resume(arrays, changed, state, positions, done, objective, worst)
             runs += 1
-            taken = got_worth <= worst
-            if taken:
-                take_over(tables, state, kept, at, done)
-                found, worth, known = got, got_worth, False
-                if worth < best_worth:
-                    best[:] = new
-                    best_found, best_worth = found, worth
+            is_accepted = new_score <= worst
+            if is_accepted:
+                copy_suffix(arrays, state, backup, positions, done)
+                score, length = new_score, -1
+                if score < best_score:
+                    best[:] = changed
+                    best_value, best_score = value, score
             else:
-                take_over(tables, kept, state, at, done)
-        if taken:
-            now[low:high] = new[low:high]
+                copy_suffix(arrays, backup, state, positions, done)
+        if is_accepted:
+            current[low:high] = changed[low:high]
         else:
-            new[low:high] = now[low:high]
-    return best, best_found, tried, runs
+            changed[low:high] = current[low:high]
+    return best, best_value, made, runs

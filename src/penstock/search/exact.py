@@ -1,9 +1,9 @@
-"""The exact layer: a constraint model of all orders at once, solved by CP-SAT, which proves what is best.
+"""Exact solver: a constraint model of all orders, solved by CP-SAT, which finds the best one or proves a bound.
 
-Every step is an interval in whole units of time. Steps of a rank do not overlap, inputs come first,
-microbatches of one kind and stage go by number, and what F takes and I and W give back never adds up to more
-than a rank may hold. Seconds are rounded down to units, and bytes in favour of what fits, so whatever is proved
-of the model holds for every real order. A period is never less than a rank's span and the optimizer step.
+Every step is an interval in integer units of time. The steps of a rank do not overlap, inputs come first,
+microbatches of a kind and stage go by number, and the activations that F allocates and I and W release stay
+within the memory limit. Seconds are rounded down to units, and bytes so that more orders fit, so a bound of the
+model is a bound for every real order. A period is never less than a rank's span plus the optimizer step.
 """
 
 # ruff: noqa: ANN401 -- ortools has no types
@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 
 from penstock.ir.table import Ints
-from penstock.search import kernel
+from penstock.search.kernel_arrays import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from penstock.search.problem import Problem
 
-__all__ = ["Effort", "Exact", "available", "solve"]
+__all__ = ["Effort", "ExactResult", "available", "solve"]
 
 _UNITS = 1_000_000
-"""Of time in the work of all ranks together, where seconds are not whole numbers of something larger."""
+"""Units of time in the total work of all ranks, where seconds have no common divisor."""
 
 
 @dataclass(frozen=True)
-class Exact:
-    """What the solver found: an order if there is one, and a bound below which none is."""
+class ExactResult:
+    """An order, if the solver found one, and a lower bound on the objective."""
 
     order: Ints | None
     bound: float
@@ -37,7 +37,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to try: seconds of a clock, or of work that is counted and the same every time."""
+    """Budget of the solver: seconds of wall time, or of deterministic time if `counted`."""
 
     seconds: float
     counted: bool
@@ -54,31 +54,39 @@ def available() -> bool:
     return True
 
 
-def solve(problem: Problem, start: Ints, known: float, effort: Effort, stop: Event) -> Exact:
-    """Look for an order better than `start`, or prove that there is none; `known` is a bound that holds anyway.
-
-    `stop` ends it early.
-    """
+def solve(problem: Problem, start: Ints, bound: float, effort: Effort, stop: Event) -> ExactResult:
+    """Find an order better than `start`, or raise the lower bound from `bound`; `stop` ends it early."""
     from ortools.sat.python import cp_model  # noqa: PLC0415 -- an extra
 
     model = cp_model.CpModel()
     unit = _unit(problem)
-    lengths = [math.floor(each / unit + 1e-9) for each in problem.tables.seconds.tolist()]
-    lags = [math.floor(each / unit + 1e-9) for each in problem.tables.lag.tolist()]
+    lengths = [math.floor(each / unit + 1e-9) for each in problem.arrays.seconds.tolist()]
+    lags = [math.floor(each / unit + 1e-9) for each in problem.arrays.lag.tolist()]
     value = problem.value(start)
     horizon = math.ceil(value / unit) + 1
-    if problem.objective != "makespan":  # every rank begins before the first one ends, and ends a span later
+    if problem.objective != "makespan":  # every rank starts before the first one ends, and ends a span later
         horizon *= 2
-    starts, ends = _steps(problem, model, lengths, lags, horizon)
+    starts, ends = _steps(problem, model, lengths, horizon)
+    _precedence(problem, model, starts, ends, lags)
     _memory(problem, model, starts, ends)
-    pause = problem.tables.pause if problem.objective == "period" else 0.0
-    least = math.floor((known - pause) / unit + 1e-9)
+    optimizer_step = problem.arrays.optimizer_step if problem.objective == "period" else 0.0
+    least = math.floor((bound - optimizer_step) / unit + 1e-9)
     span = model.new_int_var(least, horizon, "objective")
     _objective(problem, model, starts, ends, span)
     model.minimize(span)
     times = _times(problem, start)
     for key, var in starts.items():
         model.add_hint(var, math.floor(times[key] / unit))
+    solver = _solver(cp_model, effort)
+    status = _solve_until(stop, solver, model)
+    bound = max(bound, solver.best_objective_bound * unit + optimizer_step)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return ExactResult(None, bound)
+    found = _order(problem, {key: solver.value(var) for key, var in starts.items()}, lengths)
+    return ExactResult(found, bound)
+
+
+def _solver(cp_model: Any, effort: Effort) -> Any:
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = effort.seed
     solver.parameters.catch_sigint_signal = False
@@ -87,16 +95,11 @@ def solve(problem: Problem, start: Ints, known: float, effort: Effort, stop: Eve
         solver.parameters.max_deterministic_time = effort.seconds
     else:
         solver.parameters.max_time_in_seconds = effort.seconds
-    status = _until(stop, solver, model)
-    bound = max(known, solver.best_objective_bound * unit + pause)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Exact(None, bound)
-    found = _order(problem, {key: solver.value(var) for key, var in starts.items()}, lengths)
-    return Exact(found, bound)
+    return solver
 
 
-def _until(stop: Event, solver: Any, model: Any) -> Any:
-    """Solve in a thread of its own, so that a key press reaches the one that waits."""
+def _solve_until(stop: Event, solver: Any, model: Any) -> Any:
+    """Solve in another thread, so that Ctrl-C reaches this one."""
     answers: list[Any] = []
     thread = Thread(target=lambda: answers.append(solver.solve(model)), daemon=True)
     thread.start()
@@ -115,10 +118,10 @@ Key = tuple[int, int]
 
 
 def _unit(problem: Problem) -> float:
-    """Seconds that one unit of the model is."""
-    tables = problem.tables
-    used = [each for token, each in enumerate(tables.seconds.tolist()) if token % 3 < tables.kinds]
-    amounts = [each for each in (*used, *tables.lag.tolist()) if each]
+    """Seconds per unit of the model's time."""
+    arrays = problem.arrays
+    used = [each for token, each in enumerate(arrays.seconds.tolist()) if token % 3 < arrays.kinds]
+    amounts = [each for each in (*used, *arrays.lag.tolist()) if each]
     whole = [round(each) for each in amounts]
     if all(abs(each - near) < 1e-9 * each for each, near in zip(amounts, whole)) and whole:
         return float(math.gcd(*whole))
@@ -126,51 +129,53 @@ def _unit(problem: Problem) -> float:
 
 
 def _steps(
-    problem: Problem,
-    model: Any,
-    lengths: list[int],
-    lags: list[int],
-    horizon: int,
+    problem: Problem, model: Any, lengths: list[int], horizon: int
 ) -> tuple[dict[Key, Any], dict[Key, Any]]:
-    """When each step begins, and ends."""
-    stages, m = problem.placement.num_stages, problem.microbatches
-    kinds = 3 if problem.split else 2
+    """The start and the end of each step; the steps of a rank do not overlap, microbatches go by number."""
     starts: dict[Key, Any] = {}
     ends: dict[Key, Any] = {}
     by_rank: dict[int, list[Any]] = {}
-    for stage in range(stages):
-        for kind in range(kinds):
+    for stage in range(problem.placement.num_stages):
+        intervals = by_rank.setdefault(int(problem.arrays.rank_of_stage[stage]), [])
+        for kind in range(problem.arrays.kinds):
             token = 3 * stage + kind
-            for i in range(m):
-                begin = model.new_int_var(0, horizon, "")
-                starts[token, i], ends[token, i] = begin, begin + lengths[token]
-                rank = int(problem.tables.hosts[stage])
-                by_rank.setdefault(rank, []).append(
-                    model.new_fixed_size_interval_var(begin, lengths[token], "")
-                )
+            for i in range(problem.microbatches):
+                start = model.new_int_var(0, horizon, "")
+                starts[token, i], ends[token, i] = start, start + lengths[token]
+                intervals.append(model.new_fixed_size_interval_var(start, lengths[token], ""))
                 if i:
-                    model.add(begin >= ends[token, i - 1])
+                    model.add(start >= ends[token, i - 1])
     for intervals in by_rank.values():
         model.add_no_overlap(intervals)
-    for i in range(m):
-        for stage in range(stages):
-            token = 3 * stage
-            model.add(starts[token + kernel.G, i] >= ends[token, i])
-            if problem.split:
-                model.add(starts[token + kernel.W, i] >= ends[token + kernel.G, i])
-            if stage < stages - 1:
-                above = token + 3 + kernel.G
-                model.add(starts[token + 3, i] >= ends[token, i] + lags[token])
-                model.add(starts[token + kernel.G, i] >= ends[above, i] + lags[above])
     return starts, ends
 
 
+def _precedence(
+    problem: Problem, model: Any, starts: dict[Key, Any], ends: dict[Key, Any], lags: list[int]
+) -> None:
+    """Every step starts after the arrival of its inputs."""
+    stages = problem.placement.num_stages
+    for i in range(problem.microbatches):
+        for stage in range(stages):
+            token = 3 * stage
+            model.add(starts[token + INPUT_GRAD, i] >= ends[token, i])
+            if problem.split:
+                model.add(starts[token + WEIGHT_GRAD, i] >= ends[token + INPUT_GRAD, i])
+        for token, needed in enumerate(problem.arrays.inputs.tolist()):
+            if needed >= 0:
+                model.add(starts[token, i] >= ends[needed, i] + lags[needed])
+
+
 def _memory(problem: Problem, model: Any, starts: dict[Key, Any], ends: dict[Key, Any]) -> None:
-    """What a rank holds: F takes what is rounded down, and I gives back what is rounded up."""
-    held = problem.tables.held[kernel.F :: 3]
-    by_input = -problem.tables.held[kernel.G :: 3]
-    for rank, limit in enumerate(problem.tables.limits.tolist()):
-        stages = [stage for stage in range(problem.placement.num_stages) if problem.tables.hosts[stage] == rank]
+    """Keep each rank within its limit: what F allocates is rounded down, what I releases is rounded up."""
+    held = problem.arrays.memory_change[FORWARD::3]
+    by_input = -problem.arrays.memory_change[INPUT_GRAD::3]
+    for rank, limit in enumerate(problem.arrays.memory_limits.tolist()):
+        stages = [
+            stage
+            for stage in range(problem.placement.num_stages)
+            if problem.arrays.rank_of_stage[stage] == rank
+        ]
         if not math.isfinite(limit) or sum(held[stage] for stage in stages) * problem.microbatches <= limit:
             continue
         amounts = [float(each[stage]) for each in (held, by_input) for stage in stages if each[stage]]
@@ -180,24 +185,24 @@ def _memory(problem: Problem, model: Any, starts: dict[Key, Any], ends: dict[Key
         changes: list[int] = []
         for stage in stages:
             token = 3 * stage
-            taken = math.floor(held[stage] / unit)
-            given = min(math.ceil(by_input[stage] / unit), taken)
+            allocated = math.floor(held[stage] / unit)
+            released = min(math.ceil(by_input[stage] / unit), allocated)
             for i in range(problem.microbatches):
                 times.append(starts[token, i])
-                changes.append(taken)
-                if given:
-                    times.append(ends[token + kernel.G, i])
-                    changes.append(-given)
-                if taken - given:
-                    times.append(ends[token + kernel.W, i])
-                    changes.append(given - taken)
+                changes.append(allocated)
+                if released:
+                    times.append(ends[token + INPUT_GRAD, i])
+                    changes.append(-released)
+                if allocated - released:
+                    times.append(ends[token + WEIGHT_GRAD, i])
+                    changes.append(released - allocated)
         model.add_reservoir_constraint(times, changes, 0, math.floor(limit / unit + 1e-9))
 
 
 def _objective(problem: Problem, model: Any, starts: dict[Key, Any], ends: dict[Key, Any], span: Any) -> None:
     """The last end, or the longest time between a rank's first start and its last end."""
     last = problem.microbatches - 1
-    kinds = (kernel.G, kernel.W) if problem.split else (kernel.G,)
+    kinds = (INPUT_GRAD, WEIGHT_GRAD) if problem.split else (INPUT_GRAD,)
     for stage in range(problem.placement.num_stages):
         for kind in kinds:
             end = ends[3 * stage + kind, last]
@@ -205,15 +210,15 @@ def _objective(problem: Problem, model: Any, starts: dict[Key, Any], ends: dict[
                 model.add(span >= end)
                 continue
             for other in range(problem.placement.num_stages):
-                if problem.tables.hosts[other] == problem.tables.hosts[stage]:
+                if problem.arrays.rank_of_stage[other] == problem.arrays.rank_of_stage[stage]:
                     model.add(span >= end - starts[3 * other, 0])
 
 
 def _times(problem: Problem, order: Ints) -> dict[Key, float]:
-    """When each step begins in an order."""
+    """When each step of an order starts."""
     done: dict[int, int] = {}
     found = {}
-    for token, begin in zip(order.tolist(), problem.begins(order).tolist()):
+    for token, begin in zip(order.tolist(), problem.start_times(order).tolist()):
         number = done.get(token, 0)
         done[token] = number + 1
         found[token, number] = begin
@@ -221,10 +226,10 @@ def _times(problem: Problem, order: Ints) -> dict[Key, float]:
 
 
 def _order(problem: Problem, times: dict[Key, int], lengths: list[int]) -> Ints:
-    """The order of a solution; of steps that begin at once, one without a length comes first."""
+    """The order of a solution; of steps that start together, those of zero length come first."""
     by_rank: dict[int, list[tuple[int, int, int, int]]] = {}
     for (token, number), begin in times.items():
-        rank = int(problem.tables.hosts[token // 3])
+        rank = int(problem.arrays.rank_of_stage[token // 3])
         by_rank.setdefault(rank, []).append((begin, int(lengths[token] > 0), number, token))
-    rows = [token for rank in sorted(by_rank) for *_, token in sorted(by_rank[rank])]
-    return np.array(rows, dtype=np.int64)
+    order = [token for rank in sorted(by_rank) for *_, token in sorted(by_rank[rank])]
+    return np.array(order, dtype=np.int64)

@@ -1,11 +1,10 @@
-"""One placement's part of a search: its problem, the best orders so far, and what is done to better them."""
+"""The search of one placement: its problem, its bound, its best orders, and how they are improved."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Event
 
@@ -16,37 +15,32 @@ from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 from penstock.search import exact
-from penstock.search.annealing import improve
-from penstock.search.kernel import COMPILED
+from penstock.search.annealing import anneal
+from penstock.search.compilation import COMPILED
 from penstock.search.problem import Problem
 from penstock.search.result import gap_of
-from penstock.search.seeds import family_schedules, made, serial
+from penstock.search.seeds import family_schedules, list_scheduled, serial
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["Candidate", "Hunt", "cores"]
+__all__ = ["Candidate", "PlacementSearch"]
 
 _KEPT = 12
 _TASKS = 4
-"""Improvements side by side; as many wherever it runs, so that the same seed gives the same answer."""
-_WARMTH = (0.03, 0.1, 0.3, 1.0)
-"""Of the mean step: how much worse an order may be and still be taken at first."""
+"""Concurrent annealing runs; the same number on every machine, so that the same seed gives the same result."""
+_TEMPERATURES = (0.03, 0.1, 0.3, 1.0)
+"""Initial temperatures, in mean step durations."""
 _FOCUS = (0.5, 0.8)
-"""The share of moves on the critical path."""
-_SLOWER = 1 if COMPILED else 200
-"""How much longer a move takes where it is not compiled."""
-_LARGEST_EXACT = 400
-"""Steps of a problem that the exact layer is tried on."""
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""Shares of moves on the critical path."""
+_SLOWDOWN = 1 if COMPILED else 200
+"""How much longer a move takes without compilation."""
+_MAX_SOLVED_STEPS = 400
+"""Steps of the largest problem that is given to the exact solver."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """An order, what it comes to, and how it came about."""
+    """An order, its objective, and how it was found."""
 
     value: float
     order: Ints
@@ -55,23 +49,24 @@ class Candidate:
 
     @property
     def found_by(self) -> str:
-        """In words."""
+        """How it was found, in words."""
         return f"{self.name}, then {self.moves:,} moves" if self.moves else self.name
 
 
 @dataclass(eq=False)
-class Hunt:
+class PlacementSearch:
     """The best orders of one problem so far."""
 
     problem: Problem
     bound: Bound = field(init=False)
     kept: list[Candidate] = field(default_factory=list)
-    """The best, each of another value, best first."""
+    """The best orders, each with another value, best first."""
     starts: list[Candidate] = field(default_factory=list)
-    """Where restarts begin."""
+    """Starting orders of annealing runs."""
     families: dict[str, tuple[Schedule, float]] = field(default_factory=dict)
-    """Those that fit, as they are, with their objective."""
+    """Families that fit, unchanged, with their objective."""
     too_large: dict[str, float] = field(default_factory=dict)
+    """Peak memory of the other families."""
     runs: int = 0
     rounds: int = 0
 
@@ -80,13 +75,13 @@ class Hunt:
 
     @property
     def work(self) -> Workload:
-        """What has to be done."""
+        """The workload that bounds are computed for."""
         problem = self.problem
         return Workload(problem.placement, problem.microbatches, problem.costs, split=problem.split)
 
     @property
     def best(self) -> float:
-        """The least objective of any order or family."""
+        """The lowest objective of any order or family."""
         family = min((value for _, value in self.families.values()), default=float("inf"))
         return min(family, self.kept[0].value if self.kept else float("inf"))
 
@@ -95,59 +90,60 @@ class Hunt:
         value: float = getattr(timeline, self.problem.objective)
         return value
 
-    # --- starting ----------------------------------------------------------------------------------
+    # --- starting orders ---------------------------------------------------------------------------
 
-    def begin(self, late: Callable[[], bool]) -> None:
-        """Families that fit, and orders made by rules, the latter as long as it is not late."""
-        self.start_from(*serial(self.problem))
+    def add_seeds(self, is_late: Callable[[], bool]) -> None:
+        """Add the serial order, families, and, unless a family is optimal or it is late, list scheduling."""
+        self.add_start(*serial(self.problem))
         for schedule in family_schedules(self.problem):
-            order = self.problem.order_of(schedule)
-            self.start_from(schedule.name, order)
-            if not self.problem.split and schedule.table.has(Kind.I, Kind.W):
-                continue
-            timeline = simulate(schedule, self.problem.costs, with_period=self.problem.objective == "period")
-            peaks = np.array(timeline.peak_memory)
-            if (peaks - self.problem.fixed <= self.problem.tables.limits).all():
-                self.families[schedule.name] = (schedule, self.value_of(timeline))
-            else:
-                self.too_large[schedule.name] = float(peaks.max())
+            self.add_start(schedule.name, self.problem.order_of(schedule))
+            if self.problem.split or not schedule.table.has(Kind.I, Kind.W):
+                self._add_family(schedule)
         if self.pairs_pay:
             work = replace(self.work, paired=True)
             self.bound = bounds(work, self.problem.memory_limit, self.problem.objective)[0]
         if gap_of(self.best, self.bound.seconds):
-            for seed in made(self.problem, late):
-                self.start_from(*seed)
+            for seed in list_scheduled(self.problem, is_late):
+                self.add_start(*seed)
+
+    def _add_family(self, schedule: Schedule) -> None:
+        timeline = simulate(schedule, self.problem.costs, with_period=self.problem.objective == "period")
+        peaks = np.array(timeline.peak_memory)
+        if (peaks - self.problem.fixed <= self.problem.arrays.memory_limits).all():
+            self.families[schedule.name] = (schedule, self.value_of(timeline))
+        else:
+            self.too_large[schedule.name] = float(peaks.max())
 
     @property
     def pairs_pay(self) -> bool:
-        """Whether a family that fits runs overlapped pairs, and those can take less than their parts."""
+        """Whether a family that fits has overlapped pairs, and a pair can take less time than its two parts."""
         costs = self.problem.costs
         cheaper = costs.overlap is not None or costs.overlap_factor < 1 or costs.launch_overhead > 0
         return cheaper and any(_has_pairs(schedule) for schedule, _ in self.families.values())
 
-    def start_from(self, name: str, order: Ints) -> None:
-        """Add an order, if it fits and runs."""
+    def add_start(self, name: str, order: Ints) -> None:
+        """Add an order, if it fits and does not deadlock."""
         if self.problem.fits(order) and (value := self.problem.value(order)) < float("inf"):
             candidate = Candidate(value, order, name)
             self.starts.append(candidate)
             self.keep(candidate)
 
     def keep(self, candidate: Candidate) -> None:
-        """Among the best, unless there is one just as good."""
-        close = 1e-9 * abs(candidate.value)
-        if any(abs(other.value - candidate.value) <= close for other in self.kept):
+        """Keep an order among the best, unless one with the same value is kept already."""
+        tolerance = 1e-9 * abs(candidate.value)
+        if any(abs(other.value - candidate.value) <= tolerance for other in self.kept):
             return
         self.kept = sorted([*self.kept, candidate], key=lambda each: each.value)[:_KEPT]
 
-    # --- bettering ---------------------------------------------------------------------------------
+    # --- annealing ---------------------------------------------------------------------------------
 
     @property
-    def moves(self) -> int:
-        """How many moves an improvement of the next round makes: the more rounds, the longer."""
-        first = min(max(15_000_000 // self.problem.tables.bounds[-1], 1000), 50_000)
-        return int(first * min(1 << (self.rounds // 2), 32)) // _SLOWER or 1
+    def moves_per_run(self) -> int:
+        """Moves of an annealing run in the next round; it grows with the rounds."""
+        first = min(max(15_000_000 // self.problem.arrays.rank_bounds[-1], 1000), 50_000)
+        return int(first * min(1 << (self.rounds // 2), 32)) // _SLOWDOWN or 1
 
-    def round(
+    def anneal(
         self,
         rng: random.Random,
         pool: ThreadPoolExecutor,
@@ -155,46 +151,53 @@ class Hunt:
         wait: Callable[..., None],
         most: int | None,
     ) -> int:
-        """A few improvements side by side, of at most so many moves together; gives their number."""
-        moves, tables = self.moves, self.problem.tables
-        if most is not None:
-            moves = min(moves, -(-most // _TASKS))
+        """One round of concurrent annealing runs, of at most `most` moves in total; returns the moves made."""
+        moves = self.moves_per_run if most is None else min(self.moves_per_run, -(-most // _TASKS))
         self.starts = sorted(self.starts, key=lambda each: each.value)[: 2 * _KEPT]
-        step = float(tables.seconds.mean())
-        tasks = []
-        for _ in range(_TASKS):
-            chance = rng.random()
-            start = self.kept[0] if chance < 0.5 else rng.choice(self.kept if chance < 0.75 else self.starts)
-            warmth, focus, seed = rng.choice(_WARMTH) * step, rng.choice(_FOCUS), rng.randrange(1 << 30)
-            given = (tables, start.order, self.problem.goal, moves, warmth, focus, seed, stop)
-            tasks.append((start, pool.submit(improve, *given)))
+        tasks = [self._submit(rng, pool, moves, stop) for _ in range(_TASKS)]
         wait([task for _, task in tasks])
         total = 0
         for start, task in tasks:
-            order, value, tried, runs = task.result()
+            order, value, made, runs = task.result()
             self.runs += runs
-            total += tried
-            self.keep(Candidate(float(value), order, start.name, start.moves + tried))
+            total += made
+            self.keep(Candidate(float(value), order, start.name, start.moves + made))
         self.rounds += 1
         return total
 
-    # --- proving -----------------------------------------------------------------------------------
+    def _submit(
+        self, rng: random.Random, pool: ThreadPoolExecutor, moves: int, stop: Ints
+    ) -> tuple[Candidate, Future[tuple[Ints, float, int, int]]]:
+        """Start an annealing run with random parameters."""
+        arrays, start = self.problem.arrays, self._choose_start(rng)
+        temperature = rng.choice(_TEMPERATURES) * float(arrays.seconds.mean())
+        focus, seed = rng.choice(_FOCUS), rng.randrange(1 << 30)
+        objective = self.problem.objective_index
+        return start, pool.submit(anneal, arrays, start.order, objective, moves, temperature, focus, seed, stop)
+
+    def _choose_start(self, rng: random.Random) -> Candidate:
+        """The best order, or with equal probability another of the best or a starting order."""
+        chance = rng.random()
+        return self.kept[0] if chance < 0.5 else rng.choice(self.kept if chance < 0.75 else self.starts)
+
+    # --- exact solver ------------------------------------------------------------------------------
 
     @property
-    def can_be_solved(self) -> bool:
-        """Whether the exact layer is worth a try, and what it proves holds for whole backwards too."""
-        tables = self.problem.tables
-        return bool(tables.bounds[-1] <= _LARGEST_EXACT) and not tables.joins and not self.pairs_pay
+    def is_solvable(self) -> bool:
+        """Whether the problem is small enough for the exact solver, and its model covers B and pairs."""
+        arrays = self.problem.arrays
+        is_small = bool(arrays.rank_bounds[-1] <= _MAX_SOLVED_STEPS)
+        return is_small and not arrays.can_fuse and not self.pairs_pay
 
     def solve(self, effort: exact.Effort, stop: Event) -> None:
-        """Let the exact layer look for a better order, and a better bound."""
+        """Run the exact solver for a better order and a better bound."""
         found = exact.solve(self.problem, self.kept[0].order, self.bound.seconds, effort, stop)
         if gap_of(found.bound, self.bound.seconds):
-            self.bound = Bound(found.bound, "exact", "a solver has gone through all orders")
+            self.bound = Bound(found.bound, "exact", "proved by the exact solver for all orders")
         if found.order is not None and self.problem.fits(found.order):
             value = self.problem.value(found.order)
             if value < self.kept[0].value:
-                self.keep(Candidate(value, found.order, "the exact layer"))
+                self.keep(Candidate(value, found.order, "exact solver"))
 
 
 def _has_pairs(schedule: Schedule) -> bool:

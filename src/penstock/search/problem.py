@@ -1,4 +1,4 @@
-"""What is searched for: work to be ordered, its costs and limits; orders are rows of tokens (see `kernel`)."""
+"""A scheduling problem: work, costs and limits; orders are arrays of tokens (see `kernel_arrays`)."""
 
 from __future__ import annotations
 
@@ -13,71 +13,96 @@ from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
 from penstock.cost.memory import fixed_bytes, stage_bytes
 from penstock.cost.prices import action_seconds, edge_prices
+from penstock.errors import SearchError
 from penstock.ir.encoding import code_of
 from penstock.ir.graph import StageGraph
-from penstock.ir.kinds import Kind, MemoryLine
+from penstock.ir.kinds import Kind, MemoryLine, require_handled
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints
 from penstock.search import kernel
+from penstock.search.kernel_arrays import (
+    FORWARD,
+    INPUT_GRAD,
+    MAKESPAN,
+    WEIGHT_GRAD,
+    ProblemArrays,
+    empty_state,
+)
 from penstock.simulation.simulator import simulate
 
 __all__ = ["Problem"]
-_KIND = {Kind.F: kernel.F, Kind.I: kernel.G, Kind.B: kernel.G, Kind.W: kernel.W}
+
+_TOKEN_KIND = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.B: INPUT_GRAD, Kind.W: WEIGHT_GRAD}
+_SKIPPED = frozenset(
+    {
+        *(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B),
+        *(Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD),
+    }
+)
+"""Kinds that follow from the order of compute: lowering adds them."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Work and limits.
+    """The work to order, its costs and the memory limit.
 
-    Microbatches are alike, so an order of kinds and stages is enough: within one of each they go by number.
+    All microbatches cost the same, so an order has kinds and stages only: within each, microbatches go by
+    number.
     """
 
     placement: Placement
     microbatches: int
     costs: Costs
     memory_limit: float | None = None
-    """Bytes that a rank may hold, all told; None for as many as it likes."""
+    """Bytes per rank, parameters and optimizer state included; None for no limit."""
     objective: str = "makespan"
     split: bool = True
+    """Whether backwards may be split into I and W."""
 
     @cached_property
-    def tables(self) -> kernel.Tables:
-        """All of it as arrays."""
+    def arrays(self) -> ProblemArrays:
+        """The problem as arrays."""
         hosts, kinds = self.placement.stage_to_rank, 3 if self.split else 2
         sizes = [len(own) * kinds * self.microbatches for own in self.placement.stages_of_rank]
         lag, taken, channel = self._messages()
-        return kernel.Tables(
-            bounds=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))),
-            hosts=np.array(hosts, dtype=np.int64),
+        return ProblemArrays(
+            rank_bounds=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))),
+            rank_of_stage=np.array(hosts, dtype=np.int64),
             microbatches=self.microbatches,
             kinds=kinds,
             seconds=self._seconds(),
-            whole=self.whole,
-            joins=bool((self.whole >= 0).any()),
+            fused_seconds=self.whole,
+            can_fuse=bool((self.whole >= 0).any()),
             lag=lag,
-            taken=taken,
+            channel_seconds=taken,
+            inputs=self._inputs(),
             channel=channel,
-            channels=self.placement.num_ranks**2,
-            queues=bool(taken.any()),
-            held=self._held(),
-            limits=self._limits(),
-            pause=float(self.costs.optimizer_step),
+            num_channels=self.placement.num_ranks**2,
+            has_queues=bool(taken.any()),
+            memory_change=self._held(),
+            memory_limits=self._limits(),
+            optimizer_step=float(self.costs.optimizer_step),
         )
 
     def with_few_microbatches(self) -> Problem | None:
-        """The same with as many as it takes to have a steady state, if that is much fewer."""
+        """The same problem with just enough microbatches for a steady state, if that is much fewer."""
         few = 3 * self.placement.num_ranks
         return replace(self, microbatches=few) if self.microbatches >= 2 * few else None
 
-    def _seconds(self) -> Floats:
-        seconds = action_seconds(self.costs, self.placement.num_stages) + float(self.costs.launch_overhead)
-        return self._by_token(seconds)
+    @cached_property
+    def graph(self) -> StageGraph:
+        """Which stage feeds which: a chain."""
+        return StageGraph.chain(self.placement.num_stages)
 
     def _by_token(self, by_kind: Floats) -> Floats:
         """Per token, from an array per kind and stage."""
         kinds = (Kind.F, Kind.I if self.split else Kind.B, Kind.W)
         return np.ascontiguousarray(by_kind[[kind.number for kind in kinds]].T.reshape(-1))
+
+    def _seconds(self) -> Floats:
+        seconds = action_seconds(self.costs, self.placement.num_stages)
+        return self._by_token(seconds + float(self.costs.launch_overhead))
 
     @cached_property
     def whole(self) -> Floats:
@@ -89,27 +114,33 @@ class Problem:
         return np.where(pays, whole, -1.0)
 
     @property
-    def faster_whole(self) -> frozenset[int]:
-        """The stages whose backwards are faster in one."""
+    def fused_stages(self) -> frozenset[int]:
+        """The stages whose B takes less time than I and W."""
         return frozenset(np.flatnonzero(self.whole >= 0).tolist())
 
     def _messages(self) -> tuple[Floats, Floats, Ints]:
-        """Per token: the lag, how long the channel is taken, and the channel."""
-        graph = StageGraph.chain(self.placement.num_stages)
-        hosts = np.array(self.placement.stage_to_rank)
-        size = 3 * self.placement.num_stages
+        """Per token: the lag, the seconds its message occupies the channel, and the channel."""
+        hosts, size = np.array(self.placement.stage_to_rank), 3 * self.placement.num_stages
         lag, taken, channel = np.zeros(size), np.zeros(size), np.zeros(size, dtype=np.int64)
-        feeds, fed = graph.ends
-        for value, kind, maker, user in (
-            ("activation", kernel.F, feeds, fed),
-            ("gradient", kernel.G, fed, feeds),
+        source, target = self.graph.ends
+        for value, kind, makes, uses in (
+            ("activation", FORWARD, source, target),
+            ("gradient", INPUT_GRAD, target, source),
         ):
-            prices = edge_prices(self.costs, graph, value)
-            apart = hosts[maker] != hosts[user]
-            token = (3 * maker + kind)[apart]
+            prices = edge_prices(self.costs, self.graph, value)
+            apart = hosts[makes] != hosts[uses]
+            token = (3 * makes + kind)[apart]
             taken[token], lag[token] = prices.transfer[apart], prices.total[apart]
-            channel[token] = (hosts[maker] * self.placement.num_ranks + hosts[user])[apart]
+            channel[token] = (hosts[makes] * self.placement.num_ranks + hosts[uses])[apart]
         return lag, taken, channel
+
+    def _inputs(self) -> Ints:
+        """Per token: the token of another stage whose output it needs, -1 for none."""
+        found = np.full(3 * self.placement.num_stages, -1, dtype=np.int64)
+        source, target = self.graph.ends
+        found[3 * target + FORWARD] = 3 * source + FORWARD
+        found[3 * source + INPUT_GRAD] = 3 * target + INPUT_GRAD
+        return found
 
     def _held(self) -> Floats:
         held = stage_bytes(self.costs, self.placement.num_stages, MemoryLine.ACTIVATIONS)
@@ -118,43 +149,46 @@ class Problem:
         return self._by_token(held)
 
     def _limits(self) -> Floats:
-        """What is left for activations, with room for rounding."""
+        """Per rank: bytes left for activations, with a tolerance for rounding."""
         ranks = self.placement.num_ranks
         if self.memory_limit is None:
             return np.full(ranks, np.inf)
-        # a share of what is left, not of the limit: beside large parameters that could be many activations
+        # relative to what is left, not to the limit: a share of large parameters could be many activations
         return (self.memory_limit - self.fixed) * (1 + 1e-9)
 
     @cached_property
     def fixed(self) -> Floats:
-        """Per rank: the bytes that are there all the time."""
+        """Per rank: bytes of parameters, gradients and optimizer state."""
         return fixed_bytes(self.costs, self.placement)
 
     # --- orders ------------------------------------------------------------------------------------
 
     def order_of(self, schedule: Schedule) -> Ints:
-        """A schedule as tokens: overlapped pairs are taken apart, and backwards split or joined as wanted."""
-        rows: list[int] = []
-        for row in schedule.ranks:
-            for part in (part for step in row for part in step.parts):
-                if part.kind not in _KIND or (part.kind is Kind.W and not self.split):
-                    continue
-                rows.append(3 * part.stage + _KIND[part.kind])
-                if part.kind is Kind.B and self.split:
-                    rows.append(3 * part.stage + kernel.W)
-        return np.array(rows, dtype=np.int64)
+        """The order of a schedule; overlapped pairs are separated, backwards split or fused as required."""
+        order: list[int] = []
+        for part in (part for row in schedule.ranks for step in row for part in step.parts):
+            if part.kind not in _TOKEN_KIND:
+                if part.kind not in _SKIPPED:
+                    raise SearchError(f"search cannot order actions of kind {part.kind} (in {schedule.name!r})")
+                continue
+            if part.kind is Kind.W and not self.split:
+                continue
+            order.append(3 * part.stage + _TOKEN_KIND[part.kind])
+            if part.kind is Kind.B and self.split:
+                order.append(3 * part.stage + WEIGHT_GRAD)
+        return np.array(order, dtype=np.int64)
 
     def schedule_of(self, order: Ints, name: str) -> Schedule:
-        """Tokens with their microbatches; I and W are one B wherever that is faster, or costs nothing."""
-        stages = self.faster_whole
-        schedule = self.written(order, name, stages)
+        """The schedule of an order; I and W become one B wherever that takes no longer."""
+        stages = self.fused_stages
+        schedule = self.fused_schedule(order, name, stages)
         if self.split:
             value = self._simulated(schedule)
-            # no rank waits for the gradient of stage 0
+            # no rank waits for the input gradient of stage 0
             for more in (range(1), range(self.placement.num_stages)):
-                joined = self.written(order, name, stages.union(more))
-                if (again := self._simulated(joined)) <= value * (1 + 1e-12):
-                    schedule, value = joined, again
+                fused = self.fused_schedule(order, name, stages.union(more))
+                if (fused_value := self._simulated(fused)) <= value * (1 + 1e-12):
+                    schedule, value = fused, fused_value
         return schedule
 
     def _simulated(self, schedule: Schedule) -> float:
@@ -162,40 +196,42 @@ class Problem:
         value: float = getattr(timeline, self.objective)
         return value
 
-    def written(self, order: Ints, name: str, whole: AbstractSet[int]) -> Schedule:
-        """Tokens with their microbatches, I and W that follow each other as one B on the stages of `whole`."""
+    def fused_schedule(self, order: Ints, name: str, fused: AbstractSet[int]) -> Schedule:
+        """The schedule of an order; on the stages `fused`, an I directly followed by its W becomes one B."""
         kinds = (Kind.F, Kind.I if self.split else Kind.B, Kind.W)
         rows = []
-        for first, last in pairwise(self.tables.bounds.tolist()):
+        for first, last in pairwise(self.arrays.rank_bounds.tolist()):
             done: dict[int, int] = {}
             row: list[int] = []
-            before = (-1, -1)
+            previous = (-1, -1)
             for token in order[first:last].tolist():
                 stage, number = token // 3, done.get(token, 0)
                 done[token] = number + 1
-                if stage in whole and token % 3 == kernel.W and before == (token - 1, number):
+                if stage in fused and token % 3 == WEIGHT_GRAD and previous == (token - 1, number):
                     row[-1] = code_of(Kind.B, stage, number)
                 else:
                     row.append(code_of(kinds[token % 3], stage, number))
-                before = (token, number)
+                previous = (token, number)
             rows.append(row)
         return Schedule.from_codes(rows, self.placement, self.microbatches, name)
 
     @property
-    def goal(self) -> int:
-        """The number of the objective."""
+    def objective_index(self) -> int:
+        """The number of the objective in the kernel."""
         return OBJECTIVES.index(self.objective)
 
     def value(self, order: Ints) -> float:
-        """The objective; infinite if the order cannot be run."""
-        return float(kernel.measure(self.tables, order, kernel.blank(self.tables), self.goal)[0])
+        """The objective; infinite if the order deadlocks."""
+        state = empty_state(self.arrays)
+        return float(kernel.evaluate(self.arrays, order, state, self.objective_index)[0])
 
-    def begins(self, order: Ints) -> Floats:
-        """When each step of an order begins."""
-        state = kernel.blank(self.tables)
-        kernel.measure(self.tables, order, state, kernel.MAKESPAN)
-        return state.begins
+    def start_times(self, order: Ints) -> Floats:
+        """When each step of an order starts."""
+        state = empty_state(self.arrays)
+        kernel.evaluate(self.arrays, order, state, MAKESPAN)
+        return state.starts
 
     def fits(self, order: Ints) -> bool:
-        """Whether no rank ever holds more than it may."""
-        return all(kernel.fits(self.tables, order, rank) for rank in range(self.placement.num_ranks))
+        """Whether every rank's list is in a valid order and within the memory limit."""
+        return all(kernel.fits(self.arrays, order, rank) for rank in range(self.placement.num_ranks))
+

@@ -1,22 +1,23 @@
-"""What a search gives: the schedule, how good it is, and how far from the best there can be."""
+"""The result of a search, and its progress reports."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from penstock.bounds import Bound
 from penstock.ir.schedule import Schedule
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["Progress", "SearchResult", "gap_of"]
+__all__ = ["OnProgress", "Progress", "SearchResult", "gap_of"]
 
 _ROUNDING = 1e-9
 
 
 def gap_of(value: float, bound: float) -> float:
-    """How much more than the bound, as a share of it; 0 is a proof that nothing is better."""
+    """The excess of a value over its lower bound, as a share of the bound; 0 proves it optimal."""
     if not bound:
         return math.inf if value else 0.0
     gap = value / bound - 1
@@ -25,28 +26,32 @@ def gap_of(value: float, bound: float) -> float:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a search is."""
+    """The state of a running search or plan."""
 
-    doing: str
+    phase: str
     best: float
+    """The objective of the best schedule so far, in seconds."""
     bound: float
     seconds: float
-    """Since it began."""
-    share: float
-    """Of what it may take, from 0 to 1."""
+    """Since the start."""
+    fraction: float
+    """Of the budget of the phase, from 0 to 1."""
 
     @property
     def gap(self) -> float:
-        """Of the best so far to the bound."""
+        """Of the best so far, as a share of the bound."""
         return gap_of(self.best, self.bound)
+
+
+OnProgress: TypeAlias = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """The best schedule that was found.
+    """The best schedule found.
 
-    Its `value` is the objective in seconds. No schedule of this work within the memory limit has one below
-    `bound.seconds`, so this one is at most `gap` (a share of the bound) from the best there is.
+    `value` is its objective in seconds. No schedule of the same work within the memory limit has a lower
+    objective than `bound.seconds`, so the optimality gap is at most `gap`, a share of the bound.
     """
 
     schedule: Schedule
@@ -55,27 +60,27 @@ class SearchResult:
     value: float
     bound: Bound
     found_by: str
-    """Where its order comes from."""
+    """How the order was found."""
     families: Mapping[str, float]
     """The objective of every family that does the same work within the limit."""
     too_large: Mapping[str, float]
-    """What the other families would hold, in bytes."""
+    """Peak memory in bytes of the families that exceed the limit."""
     runs: int
-    """How many orders were run."""
+    """Number of orders evaluated."""
     seconds: float
     interrupted: bool
-    """Whether it was stopped by hand before its time was over."""
+    """Whether Ctrl-C ended the search early."""
     missing: tuple[str, ...]
-    """What could not be used because it is not installed."""
+    """Optional parts that are not installed."""
     quantile: float | None
-    """What the chosen share of runs stays within under noise, if noise was asked for."""
+    """With `noise`: the quantile of the makespan under jitter."""
 
     @property
     def gap(self) -> float:
-        """How much more than the bound, as a share of it."""
+        """The excess over the bound, as a share of the bound."""
         return gap_of(self.value, self.bound.seconds)
 
     @property
     def proved(self) -> bool:
-        """Whether it is proved that nothing is better."""
+        """Whether the schedule is proved optimal."""
         return self.gap == 0

@@ -1,4 +1,4 @@
-"""Where a search starts: every family of the same work, and orders made by many rules."""
+"""Orders that a search starts from: families, list scheduling by many rules, and the serial order."""
 
 from __future__ import annotations
 
@@ -14,72 +14,72 @@ from penstock.errors import PenstockError
 from penstock.families import families
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
-from penstock.search.list_scheduling import Rule, make
+from penstock.search.list_scheduling import Rule, list_schedule
 from penstock.search.problem import Problem
 from penstock.search.zbv_greedy import zbv_greedy
 
-__all__ = ["Seed", "family_schedules", "made", "serial"]
+__all__ = ["Seed", "family_schedules", "list_scheduled", "serial"]
 
 
 class Seed(NamedTuple):
-    """An order and where it comes from."""
+    """An order and how it was made."""
 
     name: str
     order: Ints
 
 
 def family_schedules(problem: Problem) -> Iterator[Schedule]:
-    """Every family that trains on this placement."""
+    """Every training family that has this placement."""
     placement, m = problem.placement, problem.microbatches
-    legs, rest = divmod(placement.num_stages, placement.num_ranks)
+    stages_per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
     if rest:
         return
     for name, family in families().items():
-        if name == "forward-only" or family.stages_per_rank not in (None, legs):
+        if name == "forward-only" or family.stages_per_rank not in (None, stages_per_rank):
             continue
         try:
-            schedule = family.builder(placement.num_ranks, m, legs)
-        except PenstockError:  # not for these numbers
+            schedule = family.builder(placement.num_ranks, m, stages_per_rank)
+        except PenstockError:  # the family does not support these counts
             continue
         if schedule.placement == placement:
             yield schedule
-    if placement.style == "v" and legs == 2:
+    if placement.style == "v" and stages_per_rank == 2:
         try:
             yield zbv_greedy(placement.num_ranks, m, problem.costs, problem.memory_limit)
-        except PenstockError:  # stages that differ, or too little memory for it
+        except PenstockError:  # unequal stages, or too little memory
             return
 
 
 def serial(problem: Problem) -> Seed:
-    """One microbatch after the other: slow, but with the least memory there can be."""
-    rows: list[int] = []
+    """One microbatch after the other: slow, and with the least memory possible."""
+    order: list[int] = []
     for own in problem.placement.stages_of_rank:
         one = [3 * s for s in own]
         for s in reversed(own):
-            one += [3 * s + k for k in range(1, problem.tables.kinds)]
-        rows += one * problem.microbatches
-    return Seed("one microbatch after the other", np.array(rows, dtype=np.int64))
+            one += [3 * s + kind for kind in range(1, problem.arrays.kinds)]
+        order += one * problem.microbatches
+    return Seed("serial order", np.array(order, dtype=np.int64))
 
 
-def made(problem: Problem, late: Callable[[], bool]) -> Iterator[Seed]:
-    """Orders made by rules, the ones that fit, until it is late."""
-    tables = problem.tables
-    step = float(tables.seconds.mean())
+def list_scheduled(problem: Problem, is_late: Callable[[], bool]) -> Iterator[Seed]:
+    """Orders built by list scheduling, those that fit, until it is late."""
+    arrays = problem.arrays
+    step = float(arrays.seconds.mean())
     caps = list(_caps(problem))
     patiences = (0.0, 0.3, 0.6, 0.9) if problem.split else (0.0,)
     several = problem.placement.num_stages > problem.placement.num_ranks
     leads = (0.25, -0.25, 0.0, 2.0, 1e3)
     for cap, lead, patience in product(caps, leads, patiences):
         for deep_first, eager in product((True, False) if several else (True,), repeat=2):
-            if late():
+            if is_late():
                 return
-            order = make(tables, cap, Rule(patience, lead * step, deep_first, eager))
+            order = list_schedule(arrays, cap, Rule(patience, lead * step, deep_first, eager))
             if len(order) and problem.fits(order):
-                yield Seed(f"made with {lead:g} steps of lead, patience {patience:g}", order)
+                yield Seed(f"list scheduling (lead {lead:g} steps, patience {patience:g})", order)
 
 
 def _caps(problem: Problem) -> Iterator[Ints]:
-    """As many microbatches as there are, and as few as hide the way there and back, and a few more."""
+    """Limits on microbatches in flight per stage: none, then as few as hide the round trip, and a few more."""
     placement, stages = problem.placement, problem.placement.num_stages
     work = Workload(placement, problem.microbatches, problem.costs, split=problem.split)
     yield np.full(stages, problem.microbatches, dtype=np.int64)

@@ -1,19 +1,20 @@
-"""ZB-V for given costs: a greedy that places weight gradients where a rank would otherwise wait.
+"""ZB-V for given costs: a greedy schedule that places weight gradients where a rank would otherwise idle.
 
-Rank r holds stage a = r on the way down and b = 2p - 1 - r on the way up. One pass goes in four phases:
+Rank r has stage a = r on the way down and b = 2p - 1 - r on the way up. One pass has four phases:
 
-1. Fill. Each rank takes one F(a); then, from the last rank up, a rank lets further microbatches in, through all
-   ranks above it, for as long as they end before its first F(b) can start, and takes that F(b).
-2. Level. Down the ranks, each takes forwards, a and b in turn, until it has as many as the rank above.
-3. Rounds, 2m of them. Each rank does one input gradient, then at most one forward, of the deeper of its stages
-   (I(a), F(b)) whenever its input is made already. Before either, W put off go where they fit whole into the
-   wait; one more goes in though it delays the rank, if waiting would make its idle time more than allowed.
-4. Drain. The W left.
+1. Fill. Each rank takes one F(a). Then, from the last rank up, a rank admits further microbatches, through all
+   ranks above it, as long as they end before its first F(b) can start, and takes that F(b).
+2. Level. Down the ranks, each takes forwards, alternating a and b, until it has as many as the rank above.
+3. Rounds, 2m of them. Each rank takes one input gradient, then at most one forward, of the later of its stages
+   (I(a), F(b)) if its input is available. Before either, deferred W are placed where they fit into the wait
+   entirely; one more is placed although it delays the rank, if waiting would exceed the allowed idle time.
+4. Drain. The remaining W.
 
-Allowed is the worst idle time of any rank so far. A further pass also allows a rank what it stayed below the
-worst in the pass before; passes repeat while the worst gets better. That is done with and without the delaying
-W before F and before I(b), and the best of the four is taken. These are the rules by which Qi et al. (2024,
-"Zero Bubble Pipeline Parallelism") made their ZB-V tables, which come out to the last digit.
+The allowed idle time is the longest of any rank so far. A further pass also allows a rank the difference
+between its idle time and the longest in the pass before; passes repeat while the longest idle time decreases.
+This is done with and without the delaying W before F and before I(b), and the best of the four results is
+taken. These are the rules by which Qi et al. (2024, "Zero Bubble Pipeline Parallelism") made their ZB-V tables,
+reproduced exactly.
 """
 
 from __future__ import annotations
@@ -37,42 +38,42 @@ __all__ = ["zbv_greedy"]
 
 
 def zbv_greedy(ranks: int, microbatches: int, costs: Costs, memory_limit: float | None = None) -> Schedule:
-    """The schedule for stages that all cost the same; `memory_limit` is in bytes of activations per rank.
+    """The schedule for stages of equal cost; `memory_limit` is in bytes of activations per rank.
 
-    Without a limit each rank may hold 2p activations, which is the least that works. Fewer than p microbatches
-    are planned as p, and those beyond m left out.
+    Without a limit each rank may hold 2p activations, the minimum. Fewer than p microbatches are scheduled as
+    p, and the surplus is removed.
     """
     if ranks < 1 or microbatches < 1:
         raise BuildError(f"ranks and microbatches must be at least 1 (given {ranks} and {microbatches})")
-    work = _Work.of(ranks, max(ranks, microbatches), costs, memory_limit)
+    instance = _Instance.of(ranks, max(ranks, microbatches), costs, memory_limit)
     rows: list[list[int]] = []
-    least = math.inf
+    shortest = math.inf
     for eager_input, eager_forward in product((True, False), repeat=2):
-        spare, worst = [0.0] * ranks, math.inf
+        allowance, worst = [0.0] * ranks, math.inf
         while True:
-            going = _Pass(work, spare)
-            going.run(eager_input=eager_input, eager_forward=eager_forward)
-            if going.worst < least:
-                rows, least = going.rows, going.worst
-            if going.worst >= worst:
+            attempt = _Pass(instance, allowance)
+            attempt.run(eager_input=eager_input, eager_forward=eager_forward)
+            if attempt.worst < shortest:
+                rows, shortest = attempt.rows, attempt.worst
+            if attempt.worst >= worst:
                 break
-            spare, worst = [going.worst - idle for idle in going.idle], going.worst
+            allowance, worst = [attempt.worst - idle for idle in attempt.idle], attempt.worst
     kept = [keep_microbatches(row, microbatches) for row in rows]
     return Schedule.from_codes(kept, Placement.v(ranks, 2), microbatches, "zbv-greedy")
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Instance:
     ranks: int
     microbatches: int
     seconds: dict[Kind, float]
     hop: float
     memory: dict[Kind, float]
-    """What a step takes, or gives back."""
+    """Bytes that a step allocates, or, if negative, releases."""
     limit: float
 
     @classmethod
-    def of(cls, ranks: int, microbatches: int, costs: Costs, limit: float | None) -> _Work:
+    def of(cls, ranks: int, microbatches: int, costs: Costs, limit: float | None) -> _Instance:
         names = (
             "forward",
             "backward_input",
@@ -83,37 +84,41 @@ class _Work:
         )
         values = [getattr(costs, name) for name in names]
         if uneven := [name for name, value in zip(names, values) if isinstance(value, tuple)]:
-            raise CostsError(f"{', '.join(uneven)}: zbv-greedy is for stages that all cost the same")
+            raise CostsError(f"{', '.join(uneven)}: zbv-greedy needs stages of equal cost")
         hop, held = values[3], values[4]
         least = 2 * ranks * held
         if limit is not None and limit < least:
             raise BuildError(
-                f"zbv-greedy needs room for {2 * ranks} activations, {least} bytes (given {limit})"
+                f"zbv-greedy needs memory for {2 * ranks} activations, {least} bytes (given {limit})"
             )
         kinds = (Kind.F, Kind.I, Kind.W)
         seconds, sizes = action_seconds(costs, 1), stage_bytes(costs, 1, MemoryLine.ACTIVATIONS)
-        memory = {kind: float(sizes[kind.number, 0]) for kind in kinds}
         return cls(
             ranks,
             microbatches,
             {kind: float(seconds[kind.number, 0]) for kind in kinds},
             hop,
-            memory,
+            {kind: float(sizes[kind.number, 0]) for kind in kinds},
             least if limit is None else limit,
         )
 
 
 class _Pass:
-    """One pass over the four phases."""
+    """One pass of the four phases."""
 
-    def __init__(self, work: _Work, spare: list[float]) -> None:
-        self.work, self.spare, self.p, self.m = work, spare, work.ranks, work.microbatches
+    def __init__(self, instance: _Instance, allowance: list[float]) -> None:
+        self.instance, self.allowance, self.p, self.m = (
+            instance,
+            allowance,
+            instance.ranks,
+            instance.microbatches,
+        )
         self.rows: list[list[int]] = [[] for _ in range(self.p)]
         stages = range(2 * self.p)
-        self.ends: dict[tuple[Kind, int], list[float]] = {(k, s): [] for k in work.seconds for s in stages}
+        self.ends: dict[tuple[Kind, int], list[float]] = {(k, s): [] for k in instance.seconds for s in stages}
         self.clock, self.held = [0.0] * self.p, [0.0] * self.p
-        self.idle, self.worst = [0.0] * self.p, 0.0  # from a rank's first forward on
-        self.put_off: list[deque[int]] = [deque() for _ in range(self.p)]  # stages whose W is to come
+        self.idle, self.worst = [0.0] * self.p, 0.0  # since a rank's first forward
+        self.deferred: list[deque[int]] = [deque() for _ in range(self.p)]  # stages with a deferred W
 
     def run(self, *, eager_input: bool, eager_forward: bool) -> None:
         """Fill, level, rounds, drain."""
@@ -131,18 +136,18 @@ class _Pass:
                 if stage is not None:
                     self._take_filled(Kind.F, stage, eager=eager_forward)
         for r in range(self.p):
-            while self.put_off[r]:
+            while self.deferred[r]:
                 self._take_weight(r)
 
     def _fill(self) -> None:
-        f, room = self.work.seconds[Kind.F], self.work.memory[Kind.F]
+        f, size = self.instance.seconds[Kind.F], self.instance.memory[Kind.F]
         for r in range(self.p):
             self._take(Kind.F, r)
         for r in reversed(range(self.p)):
             due = self._arrival(Kind.F, 2 * self.p - 1 - r) or 0.0
             while (
                 self.clock[r] + f <= due
-                and self.held[r] + (2 + 2 * r) * room <= self.work.limit
+                and self.held[r] + (2 + 2 * r) * size <= self.instance.limit
                 and self._count(Kind.F, r) < self.m - r
             ):
                 for above in range(r + 1):
@@ -150,7 +155,7 @@ class _Pass:
             self._take(Kind.F, 2 * self.p - 1 - r)
 
     def _level(self) -> None:
-        on_b = False  # whose turn it is goes on from rank to rank
+        on_b = False  # alternates across ranks
         for r in range(1, self.p):
             b = 2 * self.p - 1 - r
             above_a, above_b = self._count(Kind.F, r - 1), self._count(Kind.F, b + 1)
@@ -181,43 +186,43 @@ class _Pass:
         return a if done_a < self.m and self._arrival(Kind.F, a) is not None else None
 
     def _take_filled(self, kind: Kind, stage: int, *, eager: bool) -> None:
-        """Take a step, with W before it where they make room, fit into the wait, or keep the idle time down."""
+        """Take a step, and before it W that release memory, fit into the wait, or limit the idle time."""
         r = self._rank(stage)
-        pending, w = self.put_off[r], self.work.seconds[Kind.W]
-        while pending and self.held[r] + self.work.memory[kind] > self.work.limit:
+        pending, w = self.deferred[r], self.instance.seconds[Kind.W]
+        while pending and self.held[r] + self.instance.memory[kind] > self.instance.limit:
             self._take_weight(r)
         arrival = self._arrival(kind, stage) or 0.0
         while pending and self.clock[r] + w <= arrival:
             self._take_weight(r)
-        if eager and pending and self.idle[r] + arrival - self.clock[r] > max(self.worst, self.spare[r]):
+        if eager and pending and self.idle[r] + arrival - self.clock[r] > max(self.worst, self.allowance[r]):
             self._take_weight(r)
         self._take(kind, stage)
 
     def _take_weight(self, r: int) -> None:
-        self._take(Kind.W, self.put_off[r].popleft())
+        self._take(Kind.W, self.deferred[r].popleft())
 
     def _take(self, kind: Kind, stage: int) -> None:
         r, microbatch, arrival = self._rank(stage), self._count(kind, stage), self._arrival(kind, stage)
         assert arrival is not None
         assert microbatch < self.m
-        self.held[r] += self.work.memory[kind]
+        self.held[r] += self.instance.memory[kind]
         start = max(self.clock[r], arrival)
         if self.rows[r]:
             self.idle[r] += start - self.clock[r]
             self.worst = max(self.worst, self.idle[r])
-        self.clock[r] = start + self.work.seconds[kind]
+        self.clock[r] = start + self.instance.seconds[kind]
         self.ends[kind, stage].append(self.clock[r])
         self.rows[r].append(code_of(kind, stage, microbatch))
         if kind is Kind.I:
-            self.put_off[r].append(stage)
+            self.deferred[r].append(stage)
 
     def _arrival(self, kind: Kind, stage: int) -> float | None:
-        """When the next input is there: 0 if it comes from no other rank, None if it is not made yet."""
+        """When the next input arrives: 0 if it comes from no other rank, None if it is not computed yet."""
         source = stage + {Kind.F: -1, Kind.I: 1, Kind.W: 0}[kind]
         if not 0 <= source < 2 * self.p or self._rank(source) == self._rank(stage):
             return 0.0
         ends, microbatch = self.ends[kind, source], self._count(kind, stage)
-        return ends[microbatch] + self.work.hop if microbatch < len(ends) else None
+        return ends[microbatch] + self.instance.hop if microbatch < len(ends) else None
 
     def _rank(self, stage: int) -> int:
         return min(stage, 2 * self.p - 1 - stage)

@@ -79,8 +79,8 @@ def frontier_picture(plan: Plan) -> Picture:
         "seconds": Style(GREY, size=10, anchor="end"),
         "note": Style(GREY, size=10),
     }
-    question = plan.question
-    title = f"{question.model.name}: {question.ranks} ranks, {question.samples} samples"
+    request = plan.request
+    title = f"{request.model.name}: {request.ranks} ranks, {request.samples} samples"
     plot = _Plot(plan)
     groups = [
         Group("title", [Label("name", _LEFT, 24, title)]),
@@ -96,7 +96,7 @@ class _Plot:
     """Maps memory and time to coordinates."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, limit = plan, plan.question.memory_limit
+        self.plan, limit = plan, plan.request.memory_limit
         memory = [option.memory for option in plan.options]
         near = [limit] if limit is not None and limit < 1.25 * max(memory) else []
         self.limit = near[0] if near else None
@@ -119,7 +119,7 @@ class _Plot:
             yield Label("tick", self.x(memory), _BOTTOM + 16, size_text(memory))
         yield Line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM)
         yield Line("axis", _LEFT, _TOP, _LEFT, _BOTTOM)
-        yield Label("key", _LEFT, _TOP - 8, f"time per step ({self.plan.question.objective})")
+        yield Label("key", _LEFT, _TOP - 8, f"time per step ({self.plan.request.objective})")
         yield Label("key", _LEFT, _BOTTOM + 34, "peak memory of any rank")
         yield Line("at-peak", _LEFT, self.y(self.plan.bound), _RIGHT, self.y(self.plan.bound))
         yield Label("note", _LEFT + 4, self.y(self.plan.bound) - 4, "lower bound")

@@ -1,4 +1,4 @@
-"""Promises of `penstock.search`: results are right, fit, are never below their bound, never above a family."""
+"""Results of a search are valid, fit, respect their bound, and are no worse than any family."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from penstock import Costs, lower, simulate, validate
 from penstock.cost.presets import preset
 from penstock.search import Progress, SearchResult, search
 from penstock.simulation.jitter import jitter
-from penstock.validation import SendModel
+from penstock.validation import MODELS
 from tests.bounds.test_lower_bounds import OPTIMA
-from tests.support.grids import small
 from tests.support.search_instances import UNITS, random_problem
-from tests.support.slowness import slowness
 
 PUBLISHED = {  # ZB-2p: the span at twice the memory of 1F1B, in microseconds
     "zb-h2304-p8-m24": 1152599,
@@ -31,9 +29,9 @@ CHUNKS = Costs(forward=4959, backward_input=5217, backward_weight=3519, latency=
 
 
 def assert_sound(found: SearchResult, costs: Costs, memory_limit: float | None) -> None:
-    """What holds of every result."""
+    """Properties of every result."""
     lowered = lower(found.schedule)
-    assert all(not validate(schedule, sends) for schedule in (found.schedule, lowered) for sends in SendModel)
+    assert all(not validate(schedule, sends) for schedule in (found.schedule, lowered) for sends in MODELS)
     timeline = simulate(found.schedule, costs)
     assert found.value == getattr(timeline, found.objective)
     if memory_limit is not None:
@@ -44,7 +42,7 @@ def assert_sound(found: SearchResult, costs: Costs, memory_limit: float | None) 
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span", "period"])
-def test_every_result_is_right_fits_keeps_to_its_bound_and_loses_to_no_family(objective: str) -> None:
+def test_every_result_is_valid_fits_respects_its_bound_and_no_family_is_better(objective: str) -> None:
     rng = random.Random(objective)
     for _ in range(25):
         problem = random_problem(rng, objective)
@@ -63,8 +61,7 @@ def test_every_result_is_right_fits_keeps_to_its_bound_and_loses_to_no_family(ob
 
 @pytest.mark.parametrize("kind", ["heavy last", "heavy first", "random"])
 @pytest.mark.parametrize(("p", "v"), [(3, 1), (4, 2), (8, 1), (6, 2)])
-@small(lambda p, kind: p < 6 or kind == "random")
-def test_unequal_stages_get_at_least_as_good_as_every_family(p: int, v: int, kind: str) -> None:
+def test_no_family_is_better_for_unequal_stages(p: int, v: int, kind: str) -> None:
     costs = unequal(kind, p * v, seed=p * v)
     for limit in (None, 2.0 * p * v):
         found = search(
@@ -77,13 +74,12 @@ def test_unequal_stages_get_at_least_as_good_as_every_family(p: int, v: int, kin
 
 @pytest.mark.parametrize(("p", "m", "limit"), OPTIMA)
 def test_the_known_optima_are_found_and_proved(p: int, m: int, limit: int) -> None:
-    found = search(ranks=p, microbatches=m, costs=UNITS, memory_limit=limit, seconds=600)
+    found = search(ranks=p, microbatches=m, costs=UNITS, memory_limit=limit, seconds=60)
     assert (found.value, found.proved) == (OPTIMA[p, m, limit], True)
     assert_sound(found, UNITS, limit)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@small(lambda name: name in {"zb-h2304-p8-m24", "zb-h4096-p8-m32"})
 def test_zb_1p_is_proved_best_and_zb_2p_is_not_longer_than_published(name: str) -> None:
     costs, m = preset(name), int(name.rpartition("m")[2])
     held = costs.per_stage("activation", 8)[0]
@@ -102,33 +98,34 @@ def test_zb_1p_is_proved_best_and_zb_2p_is_not_longer_than_published(name: str) 
         costs=costs,
         memory_limit=16 * held,
         objective="span",
-        seconds=600,
-        told=stop_when_met,
+        seconds=60,
+        on_progress=stop_when_met,
     )
     assert twice.value * 1e6 <= PUBLISHED[name] + 0.5
     assert_sound(twice, costs, 16 * held)
 
 
-@pytest.mark.parametrize("name", ["v-min", "v-half", "zbv"])
-@small(lambda name: name == "v-half")
-def test_a_v_in_little_memory_beats_the_published_ones_at_their_own_limits(name: str) -> None:
-    timeline = simulate(penstock.build(name, ranks=8, microbatches=24), CHUNKS)
-    limit = max(timeline.peak_memory)
-    found = search(
-        ranks=8,
-        microbatches=24,
-        stages_per_rank=2,
-        placement="v",
-        costs=CHUNKS,
-        memory_limit=limit,
-        moves=400_000,
-    )
-    assert_sound(found, CHUNKS, limit)
-    assert found.value < timeline.makespan
+def test_a_v_in_little_memory_beats_the_published_schedules_at_their_limits() -> None:
+    limits = {}
+    for name in ("v-min", "v-half", "zbv"):
+        timeline = simulate(penstock.build(name, ranks=8, microbatches=24), CHUNKS)
+        limits[max(timeline.peak_memory)] = timeline.makespan
+    for limit, makespan in limits.items():
+        found = search(
+            ranks=8,
+            microbatches=24,
+            stages_per_rank=2,
+            placement="v",
+            costs=CHUNKS,
+            memory_limit=limit,
+            moves=400_000,
+        )
+        assert_sound(found, CHUNKS, limit)
+        assert found.value < makespan
 
 
 def test_many_microbatches_keep_the_quality_of_few() -> None:
-    """The steady state of a good order is repeated: the ends weigh less, and the gap falls."""
+    """The steady state of a good order is repeated: warm-up and drain matter less, and the gap falls."""
     gaps = [
         search(
             ranks=4,
@@ -144,21 +141,21 @@ def test_many_microbatches_keep_the_quality_of_few() -> None:
     assert gaps[1] < gaps[0]
 
 
-def test_a_limit_of_activations_counts_those_that_are_alive() -> None:
+def test_a_live_limit_counts_live_activations() -> None:
     costs = Costs(activation=5e9, activation_freed_by_input=2e9, parameters=30e9)
     found = search(ranks=4, microbatches=8, costs=costs, live_limit=4, moves=1000)
     assert max(found.timeline.peak_memory) == 30e9 + 4 * 5e9
     assert found.value == simulate(penstock.build("zb-h1", ranks=4, microbatches=8)).makespan
 
 
-def test_with_whole_backwards_nothing_is_split() -> None:
+def test_without_split_there_is_no_input_or_weight_gradient_step() -> None:
     found = search(ranks=4, microbatches=8, split=False, live_limit=4, moves=1000)
     assert not found.schedule.table.has(penstock.Kind.I, penstock.Kind.W)
     assert (found.value, found.proved) == (33, True)
 
 
 def test_a_backward_is_split_only_where_that_pays() -> None:
-    """On real machines B takes less than I and W: few should be split, and the search finds which."""
+    """On real machines B takes less time than I and W: few should be split, and the search finds which."""
     costs = Costs(forward=25, backward=42, backward_input=27, backward_weight=26)
     found = search(ranks=2, microbatches=4, costs=costs, moves=20_000)
     kinds = [step.parts[0].kind for row in found.schedule.ranks for step in row]
@@ -166,18 +163,18 @@ def test_a_backward_is_split_only_where_that_pays() -> None:
     assert found.value < simulate(penstock.build("1f1b", ranks=2, microbatches=4), costs).makespan
 
 
-def test_of_any_placement_the_better_one_is_taken() -> None:
-    ways = {
-        way: search(
-            ranks=3, microbatches=6, stages_per_rank=2, costs=CHUNKS, placement=way, live_limit=5, moves=5000
+def test_any_takes_the_better_placement() -> None:
+    found = {
+        name: search(
+            ranks=3, microbatches=6, stages_per_rank=2, costs=CHUNKS, placement=name, live_limit=5, moves=5000
         )
-        for way in ("loop", "v", "any")
+        for name in ("loop", "v", "any")
     }
-    assert ways["any"].value <= min(ways["loop"].value, ways["v"].value) * 1.01
-    assert ways["any"].bound.seconds == min(ways["loop"].bound.seconds, ways["v"].bound.seconds)
+    assert found["any"].value <= min(found["loop"].value, found["v"].value) * 1.01
+    assert found["any"].bound.seconds == min(found["loop"].bound.seconds, found["v"].bound.seconds)
 
 
-def test_a_family_with_overlapped_pairs_that_pay_is_given_as_it_is() -> None:
+def test_a_family_with_overlapped_pairs_that_pay_is_returned_unchanged() -> None:
     costs = Costs(overlap_factor=0.0)
     found = search(ranks=4, microbatches=16, stages_per_rank=2, placement="v", costs=costs, moves=1000)
     assert found.schedule.name == "dualpipev"
@@ -205,40 +202,46 @@ def test_the_same_seed_and_moves_give_the_same_schedule(exact: bool) -> None:  #
     assert other.value > 0
 
 
-def test_time_is_kept_and_progress_is_told() -> None:
-    told: list[Progress] = []
+def test_the_time_limit_holds_and_progress_is_reported() -> None:
+    reports: list[Progress] = []
     costs = CHUNKS
-    search(ranks=2, microbatches=2, moves=10)  # compiled now
+    search(ranks=2, microbatches=2, moves=10)  # compiles
     found = search(
-        ranks=8, microbatches=24, stages_per_rank=2, costs=costs, live_limit=10, seconds=1.5, told=told.append
+        ranks=8,
+        microbatches=24,
+        stages_per_rank=2,
+        costs=costs,
+        live_limit=10,
+        seconds=1.5,
+        on_progress=reports.append,
     )
-    assert 1.4 < found.seconds < 6 * slowness()
-    assert found.value <= told[-1].best * (1 + 1e-9)
-    assert [each.best for each in told[2:]] == sorted((each.best for each in told[2:]), reverse=True)
-    assert [each.share for each in told] == sorted(each.share for each in told)
-    assert all(each.bound <= each.best for each in told)
+    assert 1.4 < found.seconds < 6
+    assert found.value <= reports[-1].best * (1 + 1e-9)
+    assert [each.best for each in reports[2:]] == sorted((each.best for each in reports[2:]), reverse=True)
+    assert [each.fraction for each in reports] == sorted(each.fraction for each in reports)
+    assert all(each.bound <= each.best for each in reports)
 
 
-def test_the_time_is_kept_where_making_orders_alone_would_take_longer() -> None:
-    search(ranks=2, microbatches=2, moves=10)  # compiled now
+def test_the_time_limit_holds_where_list_scheduling_alone_would_take_longer() -> None:
+    search(ranks=2, microbatches=2, moves=10)  # compiles
     found = search(ranks=64, microbatches=128, stages_per_rank=2, placement="loop", live_limit=128, seconds=1)
-    assert found.seconds < 15 * slowness()
+    assert found.seconds < 15
 
 
-def test_a_key_press_keeps_the_best_so_far() -> None:
+def test_ctrl_c_returns_the_best_so_far() -> None:
     def press(now: Progress) -> None:
-        if now.doing == "moving steps":
+        if now.phase == "annealing":
             signal.raise_signal(signal.SIGINT)
 
     found = search(
-        ranks=8, microbatches=24, stages_per_rank=2, costs=CHUNKS, live_limit=10, seconds=600, told=press
+        ranks=8, microbatches=24, stages_per_rank=2, costs=CHUNKS, live_limit=10, seconds=600, on_progress=press
     )
     assert found.interrupted
-    assert found.seconds < 60 * slowness()
+    assert found.seconds < 60
     assert_sound(found, CHUNKS, None)
 
 
-def test_noise_ranks_by_what_most_runs_stay_within() -> None:
+def test_noise_ranks_by_the_quantile() -> None:
     plain = search(ranks=4, microbatches=8, costs=UNITS, memory_limit=16, moves=5000)
     found = search(ranks=4, microbatches=8, costs=UNITS, memory_limit=16, moves=5000, noise=0.2, quantile=0.9)
     assert found.quantile is not None
@@ -249,14 +252,14 @@ def test_noise_ranks_by_what_most_runs_stay_within() -> None:
     assert found.quantile <= spread.quantile(0.9)
 
 
-def test_a_limit_is_kept_beside_parameters_that_are_a_million_million_times_as_large() -> None:
+def test_a_limit_holds_beside_parameters_that_are_1e12_times_as_large() -> None:
     costs = Costs(parameters=1e12)
     found = search(ranks=4, microbatches=12, costs=costs, memory_limit=1e12 + 2, split=False, moves=100)
     assert_sound(found, costs, None)
     assert max(found.timeline.peak_memory) == 1e12 + 2
 
 
-def test_pairs_that_take_no_time_prove_nothing() -> None:
+def test_pairs_that_take_no_time_prove_no_optimum() -> None:
     costs = Costs(overlap=0)
     found = search(ranks=2, microbatches=4, stages_per_rank=2, placement="v", costs=costs, moves=100)
     assert found.value > 0
@@ -274,6 +277,6 @@ def test_pairs_that_take_no_time_prove_nothing() -> None:
         Costs(forward=2e-10, backward_input=3e-10, backward_weight=1e-10, latency=2e-10),
     ],
 )
-def test_steps_of_hardly_any_or_no_length_can_be_searched(costs: Costs, objective: str) -> None:
+def test_steps_of_tiny_or_zero_duration_can_be_searched(costs: Costs, objective: str) -> None:
     found = search(ranks=3, microbatches=5, costs=costs, memory_limit=2, objective=objective, moves=2000)
     assert_sound(found, costs, 2)

@@ -1,0 +1,121 @@
+"""Candidates of a plan: the configurations and the partitions that are evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+from penstock.ir.placement import Placement
+from penstock.planning.configuration import Configuration, configure
+from penstock.cost.memory import LiveActivations, fixed_bytes_of
+from penstock.planning.model import Model
+from penstock.planning.partition import LayerCounts, balanced_partition, even_partition, improve_partition
+from penstock.planning.request import PlanRequest
+
+__all__ = ["candidate_partitions", "configurations", "partition_within_memory"]
+
+_MAX_STAGES_PER_RANK = 8
+
+
+def configurations(request: PlanRequest) -> Iterator[Configuration]:
+    """All candidates: stages per rank as far as the layers allow, loop and V, every divisor of the batch."""
+    model, ranks = request.model, request.ranks
+    most = min(_MAX_STAGES_PER_RANK, len(model.layers) // ranks) if ranks > 1 else 1
+    fixed = request.stages_per_rank
+    for stages_per_rank in range(1, most + 1) if fixed is None else [fixed]:
+        placements = Placement.loop(ranks, stages_per_rank), Placement.v(ranks, stages_per_rank)
+        for placement in dict.fromkeys(placements):
+            partitions = candidate_partitions(model, placement)
+            for m in _divisors(request.samples):
+                exact = [balanced_partition(model.loads(), ranks, m)] if stages_per_rank == 1 else []
+                for counts in dict.fromkeys(each for each in (*exact, *partitions) if each is not None):
+                    yield configure(request, placement, counts, m)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def candidate_partitions(model: Model, placement: Placement) -> list[LayerCounts]:
+    """Partitions for any number of microbatches: by the busiest rank, and by the longest stage."""
+    loads, stages = model.loads(), placement.num_stages
+    by_stage = balanced_partition(loads, stages)
+    assert by_stage is not None, "there is a layer for each stage"
+    if stages == placement.num_ranks:
+        return [by_stage]
+
+    def cost(counts: LayerCounts) -> tuple[float, ...]:
+        return _imbalance(loads, counts, placement)
+
+    starts = dict.fromkeys((by_stage, even_partition(len(loads), stages)))
+    by_rank = min((improve_partition(start, cost) for start in starts), key=cost)
+    return list(dict.fromkeys((by_rank, by_stage)))
+
+
+def partition_within_memory(
+    request: PlanRequest, configuration: Configuration, live: Sequence[LiveActivations]
+) -> LayerCounts | None:
+    """The best partition found with which an order fits the memory limit; exact for one stage per rank."""
+    limit = request.memory_limit
+    assert limit is not None
+    placement, loads = configuration.placement, request.model.loads()
+    peak = _peak_of_layers(request.model, configuration.samples, live)
+    if placement.num_stages == placement.num_ranks:
+        hosts, m = placement.stage_to_rank, configuration.microbatches
+
+        def fits(stage: int, i: int, j: int) -> bool:
+            return peak(hosts[stage], [(i, j)]) <= limit
+
+        return balanced_partition(loads, placement.num_stages, m, fits)
+
+    def cost(counts: LayerCounts) -> tuple[float, ...]:
+        ends = list(pairwise([0, *accumulate(counts)]))
+        peaks = [peak(rank, [ends[s] for s in own]) for rank, own in enumerate(placement.stages_of_rank)]
+        excess = sum(max(each - limit, 0.0) for each in peaks)
+        return excess, *_imbalance(loads, counts, placement)
+
+    # moves of single layers reach a local optimum only: they start from this partition, and from a small one
+    small = _balanced_by_memory(request.model, configuration, live)
+    starts = [configuration.counts, *([small] if small else [])]
+    found = min((improve_partition(start, cost) for start in starts), key=cost)
+    return found if cost(found)[0] == 0 else None
+
+
+def _peak_of_layers(
+    model: Model, samples: int, live: Sequence[LiveActivations]
+) -> Callable[[int, Sequence[tuple[int, int]]], float]:
+    """A function: the peak memory of a rank whose stages have these ranges of layers."""
+    layers = len(model.layers)
+    per_layer = model.costs([1] * layers, samples)
+    whole, freed = (per_layer.per_stage(f"activation{n}", layers) for n in ("", "_freed_by_input"))
+    fixed = [fixed_bytes_of(per_layer, (layer,), layers) for layer in range(layers)]
+    sums = [[0.0, *accumulate(values)] for values in (fixed, whole, freed)]
+
+    def peak(rank: int, ranges: Sequence[tuple[int, int]]) -> float:
+        own = [[until[j] - until[i] for i, j in ranges] for until in sums]
+        sizes = [*own[1], *own[2]]
+        return sum(own[0]) + float((live[rank].counts @ sizes).max(initial=0))
+
+    return peak
+
+
+def _balanced_by_memory(
+    model: Model, configuration: Configuration, live: Sequence[LiveActivations]
+) -> LayerCounts | None:
+    """The partition whose largest stage, with the mean number of live activations, is smallest."""
+    layers = len(model.layers)
+    per_layer = model.costs([1] * layers, configuration.samples)
+    activation = per_layer.per_stage("activation", layers)
+    mean_live = fmean(float(each.counts.max(initial=0)) for each in live)
+    sizes = [fixed_bytes_of(per_layer, (i,), layers) + mean_live * activation[i] for i in range(layers)]
+    return balanced_partition(sizes, configuration.placement.num_stages)
+
+
+def _imbalance(loads: Sequence[float], counts: LayerCounts, placement: Placement) -> tuple[float, ...]:
+    """The busiest rank, the sum of squares over ranks, the longest stage, the sum of squares over stages."""
+    until = [0.0, *accumulate(loads)]
+    stages = [until[j] - until[i] for i, j in pairwise([0, *accumulate(counts)])]
+    ranks = [sum(stages[s] for s in own) for own in placement.stages_of_rank]
+    return max(ranks), sum(x * x for x in ranks), max(stages), sum(x * x for x in stages)

@@ -1,0 +1,37 @@
+"""Compilation of the kernel by numba, where numba is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+__all__ = ["COMPILED", "compiled", "inlined"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+try:
+    from numba import config, njit
+
+    COMPILED = not config.DISABLE_JIT  # type: ignore[attr-defined]
+except ImportError:
+    COMPILED = False
+
+    def compiled(function: Function) -> Function:
+        """The function itself: without numba it gives the same results, only slower."""
+        return function
+
+    def inlined(function: Function) -> Function:
+        """The function itself."""
+        return function
+else:
+
+    def compiled(function: Function) -> Function:
+        """The function, compiled at its first call and cached on disk; it releases the GIL."""
+        try:
+            return cast("Function", njit(cache=True, nogil=True)(function))
+        except (RuntimeError, OSError):  # no cache directory is writable
+            return cast("Function", njit(nogil=True)(function))
+
+    def inlined(function: Function) -> Function:
+        """The function, copied into each compiled caller: a call costs more than the body of a hot loop."""
+        return cast("Function", njit(inline="always")(function))

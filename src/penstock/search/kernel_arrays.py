@@ -1,0 +1,89 @@
+"""Arrays of the kernel: a problem in integers and floats, and the state of an order that was run.
+
+An order is one array of tokens, rank after rank. Token 3s + k is the next microbatch of stage s: k is 0 for the
+forward, 1 for the input gradient (I, or B where the backward is not split), 2 for the weight gradient (W).
+Within a stage and kind, microbatches go by number, so every permutation of a rank's tokens is a list of its
+work.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.ir.table import Floats, Ints
+from penstock.search.compilation import compiled
+
+__all__ = [
+    "FORWARD",
+    "INPUT_GRAD",
+    "MAKESPAN",
+    "PERIOD",
+    "SPAN",
+    "WEIGHT_GRAD",
+    "ProblemArrays",
+    "RunState",
+    "empty_state",
+]
+
+FORWARD, INPUT_GRAD, WEIGHT_GRAD = 0, 1, 2
+MAKESPAN, SPAN, PERIOD = 0, 1, 2
+
+
+class ProblemArrays(NamedTuple):
+    """The work, its costs and its limits."""
+
+    rank_bounds: Ints
+    """Where the tokens of each rank begin in an order, and the end of the last rank."""
+    rank_of_stage: Ints
+    microbatches: int
+    kinds: int
+    """3 with weight gradients, 2 without."""
+    seconds: Floats
+    """Per token."""
+    fused_seconds: Floats
+    """Per stage: seconds of B where that is less than I and W, negative elsewhere."""
+    can_fuse: bool
+    """Whether there is a stage with fused seconds."""
+    inputs: Ints
+    """Per token: the token of another stage whose output it needs, -1 for none."""
+    lag: Floats
+    """Per token: from the end of the step to the arrival of its message, if the channel is free."""
+    channel_seconds: Floats
+    """Per token: how long its message occupies the channel."""
+    channel: Ints
+    """Per token: the channel of its message."""
+    num_channels: int
+    has_queues: bool
+    """Whether any message occupies its channel."""
+    memory_change: Floats
+    """Per token: bytes that it allocates at its start, or, if negative, releases at its end."""
+    memory_limits: Floats
+    """Per rank: bytes available for activations."""
+    optimizer_step: float
+    """Seconds between the end of a rank's iteration and the start of its next one."""
+
+
+class RunState(NamedTuple):
+    """The times of an order that was run."""
+
+    starts: Floats
+    """Per position in the order."""
+    ends: Floats
+    microbatches: Ints
+    """Per position: its microbatch."""
+    durations: Floats
+    """Per position: its seconds."""
+    arrivals: Floats
+    """Per token and microbatch: when its output is available to the next stage, negative if not yet known."""
+
+
+@compiled
+def empty_state(arrays: ProblemArrays) -> RunState:
+    """The state before anything is run."""
+    size = arrays.rank_bounds[-1]
+    arrivals = np.full((3 * len(arrays.rank_of_stage), arrays.microbatches), -1.0)
+    return RunState(np.zeros(size), np.zeros(size), np.zeros(size, np.int64), np.zeros(size), arrivals)

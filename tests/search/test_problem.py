@@ -1,0 +1,53 @@
+"""Schedules become orders and back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock import Kind, Placement, SearchError, build, lower
+from penstock.search.problem import Problem
+from penstock.search.seeds import family_schedules, serial
+
+
+def test_a_schedule_survives_the_conversion_to_tokens() -> None:
+    problem = Problem(Placement.v(4), 8, penstock.Costs())
+    for schedule in family_schedules(problem):
+        if schedule.name in ("v-half", "v-min", "zbv"):
+            again = problem.fused_schedule(problem.order_of(schedule), "again", frozenset(range(8)))
+            assert [list(map(str, row)) for row in again.ranks] == [
+                list(map(str, row))
+                for row in problem.fused_schedule(problem.order_of(again), "again", frozenset(range(8))).ranks
+            ]
+
+
+def test_a_backward_is_fused_where_splitting_gains_nothing() -> None:
+    problem = Problem(Placement.loop(1), 2, penstock.Costs())
+    assert str(problem.schedule_of(serial(problem).order, "whole").ranks[0][1]) == "0B0"
+
+
+def test_communication_and_sharding_actions_are_skipped() -> None:
+    problem = Problem(Placement.loop(2), 3, penstock.Costs())
+    schedule = build("zb-h1", ranks=2, microbatches=3)
+    assert problem.order_of(lower(schedule)).tolist() == problem.order_of(schedule).tolist()
+
+
+def test_every_known_kind_of_action_is_ordered_or_skipped() -> None:
+    problem = Problem(Placement.loop(1), 1, penstock.Costs())
+    for kind in set(Kind) - {Kind.OVERLAP_F_B}:  # an overlap has parts of other kinds
+        problem.order_of(schedule_with(kind))
+
+
+def test_an_unknown_kind_of_action_is_an_error_that_names_it() -> None:
+    problem = Problem(Placement.loop(1), 1, penstock.Costs())
+    with pytest.raises(SearchError, match="search cannot order actions of kind PREFETCH"):
+        problem.order_of(schedule_with("PREFETCH"))
+
+
+def schedule_with(kind: object) -> Any:
+    """A stub of a schedule with one action, whose kind may not exist."""
+    part = SimpleNamespace(kind=kind, stage=0)
+    return SimpleNamespace(name="a stub", ranks=[[SimpleNamespace(parts=(part,))]])
