@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-__all__ = ["COMPILED", "compiled", "inlined"]
+__all__ = ["COMPILED", "compiled"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -19,10 +19,6 @@ except ImportError:
     def compiled(function: Function) -> Function:
         """The function itself: without numba it gives the same results, only slower."""
         return function
-
-    def inlined(function: Function) -> Function:
-        """The function itself."""
-        return function
 else:
 
     def compiled(function: Function) -> Function:
@@ -31,7 +27,3 @@ else:
             return cast("Function", njit(cache=True, nogil=True)(function))
         except (RuntimeError, OSError):  # no cache directory is writable
             return cast("Function", njit(nogil=True)(function))
-
-    def inlined(function: Function) -> Function:
-        """The function, copied into each compiled caller: a call costs more than the body of a hot loop."""
-        return cast("Function", njit(inline="always")(function))
