@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import penstock
 from penstock import Costs
-from penstock.families import families
 from penstock.cost.memory import live_activations
+from penstock.families import families
 
 
 def test_peaks_equal_those_of_the_simulator() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 import penstock
@@ -12,7 +13,17 @@ from penstock.cost.costs import Costs as AllCosts
 from penstock.errors import UnhandledKindError
 from penstock.ir.action import Action
 from penstock.ir.kinds import KIND_SPECS, Kind, KindSpec, MemoryLine, Resource, handler_of
+from penstock.search.problem import Problem
 from penstock.simulation.simulator import Simulator
+from penstock.simulation.timeline import Timeline
+from penstock.view.grid import grid
+from penstock.view.html import html
+from penstock.view.perfetto import trace
+from penstock.view.svg import svg
+
+pytest.importorskip("torch", reason="the runtime is one of the rooms")
+from penstock.runtime.execution.action_rules import rule_of
+from penstock.runtime.execution.forward_only import forward_only
 
 MADE_UP = "MADE_UP"
 
@@ -74,7 +85,20 @@ ROOMS: dict[str, Callable[[Schedule], object]] = {
     "lowering": penstock.lower,
     "simulate": penstock.simulate,
     "network engine": lambda schedule: Simulator(schedule, Costs(bandwidth=1.0)),
+    "search": lambda schedule: Problem(schedule.placement, 1, Costs()).order_of(schedule),
+    "grid": grid,
+    "html": lambda schedule: html([drawn(schedule)]),
+    "svg": lambda schedule: svg([drawn(schedule)]),
+    "trace": lambda schedule: trace([drawn(schedule)]),
+    "runtime": lambda schedule: rule_of(schedule.ranks[0][1].kind),
+    "eval": forward_only,
 }
+
+
+def drawn(schedule: Schedule) -> Timeline:
+    """A timeline in which every step takes one second."""
+    start = np.arange(schedule.num_steps, dtype=np.float64)
+    return Timeline(schedule, Costs(), start, start + 1)
 
 
 @pytest.mark.parametrize("room", ROOMS)

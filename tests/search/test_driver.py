@@ -13,7 +13,7 @@ from penstock import Costs, lower, simulate, validate
 from penstock.cost.presets import preset
 from penstock.search import Progress, SearchResult, search
 from penstock.simulation.jitter import jitter
-from penstock.validation import MODELS
+from penstock.validation import SendModel
 from tests.bounds.test_lower_bounds import OPTIMA
 from tests.support.search_instances import UNITS, random_problem
 
@@ -31,7 +31,7 @@ CHUNKS = Costs(forward=4959, backward_input=5217, backward_weight=3519, latency=
 def assert_sound(found: SearchResult, costs: Costs, memory_limit: float | None) -> None:
     """Properties of every result."""
     lowered = lower(found.schedule)
-    assert all(not validate(schedule, sends) for schedule in (found.schedule, lowered) for sends in MODELS)
+    assert all(not validate(schedule, sends) for schedule in (found.schedule, lowered) for sends in SendModel)
     timeline = simulate(found.schedule, costs)
     assert found.value == getattr(timeline, found.objective)
     if memory_limit is not None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
-
 import penstock
-from penstock import Kind, Placement, SearchError, build, lower
+from penstock import Action, Kind, Placement, Schedule, build, lower
 from penstock.search.problem import Problem
 from penstock.search.seeds import family_schedules, serial
 
@@ -41,13 +36,6 @@ def test_every_known_kind_of_action_is_ordered_or_skipped() -> None:
         problem.order_of(schedule_with(kind))
 
 
-def test_an_unknown_kind_of_action_is_an_error_that_names_it() -> None:
-    problem = Problem(Placement.loop(1), 1, penstock.Costs())
-    with pytest.raises(SearchError, match="search cannot order actions of kind PREFETCH"):
-        problem.order_of(schedule_with("PREFETCH"))
-
-
-def schedule_with(kind: object) -> Any:
-    """A stub of a schedule with one action, whose kind may not exist."""
-    part = SimpleNamespace(kind=kind, stage=0)
-    return SimpleNamespace(name="a stub", ranks=[[SimpleNamespace(parts=(part,))]])
+def schedule_with(kind: Kind) -> Schedule:
+    """One action of this kind."""
+    return Schedule([[Action(kind, 0, 0 if kind.has_microbatch else None)]])

@@ -22,8 +22,8 @@ def search_progress() -> Iterator[Callable[[SearchProgress], None]]:
         task = bar.add_task("starting", total=1.0)
 
         def update(now: SearchProgress) -> None:
-            text = f"{now.doing}: best {now.best:g}, bound {now.bound:g}, gap {now.gap:.2%}"
-            bar.update(task, completed=now.share, description=text)
+            text = f"{now.phase}: best {now.best:g}, bound {now.bound:g}, gap {now.gap:.2%}"
+            bar.update(task, completed=now.fraction, description=text)
 
         yield update
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from statistics import fmean
 
+from penstock.cost.memory import LiveActivations, fixed_bytes_of
 from penstock.ir.placement import Placement
 from penstock.planning.configuration import Configuration, configure
-from penstock.cost.memory import LiveActivations, fixed_bytes_of
 from penstock.planning.model import Model
 from penstock.planning.partition import LayerCounts, balanced_partition, even_partition, improve_partition
 from penstock.planning.request import PlanRequest

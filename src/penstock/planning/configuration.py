@@ -7,8 +7,8 @@ from functools import cached_property
 
 from penstock.bounds import Bound, Workload, bounds
 from penstock.cost.costs import Costs
-from penstock.ir.placement import Placement
 from penstock.cost.memory import fixed_bytes_of
+from penstock.ir.placement import Placement
 from penstock.planning.partition import LayerCounts
 from penstock.planning.request import PlanRequest
 

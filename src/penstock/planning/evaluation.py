@@ -13,12 +13,12 @@ from statistics import fmean
 from time import perf_counter
 
 from penstock.bounds import Bound
+from penstock.cost.memory import LiveActivations, live_activations
 from penstock.families import build, families
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.planning.candidates import configurations, partition_within_memory
 from penstock.planning.configuration import Configuration, configure
-from penstock.cost.memory import LiveActivations, live_activations
 from penstock.planning.options import Option, Rejected
 from penstock.planning.partition import LayerCounts
 from penstock.planning.request import PlanRequest
@@ -123,9 +123,7 @@ class Evaluation:
 
     def option(self, name: str, configuration: Configuration, schedule: Schedule, found_by: str = "") -> Option:
         """A schedule in a configuration, simulated."""
-        timeline = simulate(
-            schedule, configuration.costs, with_period=self.request.objective == "period"
-        )
+        timeline = simulate(schedule, configuration.costs, with_period=self.request.objective == "period")
         seconds, bound = self.request.seconds_of(timeline), configuration.bound(self.request)
         return Option(name, configuration, schedule, timeline, seconds, bound, seconds, found_by)
 

@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import Any
 
 from penstock.cost.costs import Costs, size_text
+from penstock.cost.memory import live_activations
 from penstock.errors import PlanError
 from penstock.ir.schedule import Schedule
 from penstock.planning.evaluation import training_schedules
-from penstock.cost.memory import live_activations
 from penstock.planning.options import Option
 from penstock.planning.partition import even_partition
 from penstock.planning.planner import Plan, run_plan

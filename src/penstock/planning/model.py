@@ -13,7 +13,7 @@ from typing import Any
 from penstock.arguments import printable
 from penstock.cost.costs import Costs
 from penstock.errors import PlanError
-from penstock.planning.layout import Layout, layout_of_counts
+from penstock.planning.layout import PipelineLayout, layout_of_counts
 
 __all__ = ["Layer", "Model"]
 
@@ -87,7 +87,7 @@ class Model:
         """Per layer: seconds of forward and backward of one sample."""
         return [_of(layer, "forward") + _of(layer, "backward") for layer in self.layers]
 
-    def layout(self, counts: Sequence[int]) -> Layout | None:
+    def layout(self, counts: Sequence[int]) -> PipelineLayout | None:
         """The layout of these stages for `penstock.runtime.split`; None if the layers are stages."""
         if self.are_stages:
             return None

@@ -8,10 +8,10 @@ from math import inf
 from time import monotonic
 from typing import TypeAlias
 
+from penstock.cost.memory import LiveActivations, live_activations
 from penstock.errors import SearchError
 from penstock.planning.configuration import Configuration, configure
 from penstock.planning.evaluation import Evaluation
-from penstock.cost.memory import LiveActivations, live_activations
 from penstock.planning.options import Option
 from penstock.planning.partition import LayerCounts, move_layer
 from penstock.search import Progress, SearchResult

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.ir.table import Ints
 from penstock.search.compilation import compiled
 from penstock.search.kernel import copy_suffix, evaluate, fits, resume, resume_point
-from penstock.search.kernel_arrays import FORWARD, INPUT_GRAD, SPAN, ProblemArrays, RunState, empty_state
+from penstock.search.kernel_arrays import SPAN, ProblemArrays, RunState, empty_state
 
 __all__ = ["anneal"]
 

@@ -50,6 +50,8 @@ class ProblemArrays(NamedTuple):
     """Whether there is a stage with fused seconds."""
     inputs: Ints
     """Per token: the token of another stage whose output it needs, -1 for none."""
+    consumers: Ints
+    """Per token: the token of another stage that needs its output, -1 for none."""
     lag: Floats
     """Per token: from the end of the step to the arrival of its message, if the channel is free."""
     channel_seconds: Floats

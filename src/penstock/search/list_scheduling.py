@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.ir.table import Floats, Ints
 from penstock.search.compilation import compiled
-from penstock.search.kernel_arrays import FORWARD, INPUT_GRAD, WEIGHT_GRAD, ProblemArrays
+from penstock.search.kernel_arrays import INPUT_GRAD, WEIGHT_GRAD, ProblemArrays
 
 __all__ = ["Rule", "list_schedule"]
 
@@ -57,7 +57,7 @@ def list_schedule(arrays: ProblemArrays, caps: Ints, rule: Rule) -> Ints:
     clocks, live = np.zeros(ranks), np.zeros(ranks)
     positions, order = bounds[:-1].copy(), np.zeros(bounds[-1], np.int64)
     reserve = _reserve(arrays, rule)
-    choices, starts = np.full(ranks, -1, np.int64), np.full(ranks, np.inf)
+    inputs, choices, starts = arrays.inputs, np.full(ranks, -1, np.int64), np.full(ranks, np.inf)
     is_stale = np.ones(ranks, np.bool_)
     for _ in range(len(order)):
         # the next step of every rank whose choice may have changed
@@ -73,13 +73,14 @@ def list_schedule(arrays: ProblemArrays, caps: Ints, rule: Rule) -> Ints:
                 token = 3 * stage
                 number = done[token + INPUT_GRAD]
                 if number < done[token]:
-                    ready = arrivals[token + 3 + INPUT_GRAD, number] if stage < stages - 1 else 0.0
+                    needed = inputs[token + INPUT_GRAD]
+                    ready = arrivals[needed, number] if needed >= 0 else 0.0
                     begin = max(clocks[rank], ready)
                     if ready >= 0 and begin < priority:
                         best, start, priority = token + INPUT_GRAD, begin, begin
                 number = done[token]
                 if number < m and number - done[token + INPUT_GRAD] < caps[stage]:
-                    ready = arrivals[token - 3, number] if stage > 0 else 0.0
+                    ready = arrivals[inputs[token], number] if inputs[token] >= 0 else 0.0
                     begin = max(clocks[rank], ready)
                     free = arrays.memory_limits[rank] - live[rank] - change[token] - reserve[stage]
                     if ready >= 0 and free >= 0 and begin + rule.lead < priority:
@@ -101,7 +102,6 @@ def list_schedule(arrays: ProblemArrays, caps: Ints, rule: Rule) -> Ints:
             return np.zeros(0, np.int64)
         # take it
         token = choices[rank]
-        stage, kind = token // 3, token % 3
         order[positions[rank]] = token
         positions[rank] += 1
         clocks[rank] = starts[rank] + seconds[token]
@@ -113,8 +113,6 @@ def list_schedule(arrays: ProblemArrays, caps: Ints, rule: Rule) -> Ints:
         arrivals[token, done[token]] = leaves + arrays.lag[token]
         done[token] += 1
         is_stale[rank] = True
-        if kind == FORWARD and stage < stages - 1:
-            is_stale[hosts[stage + 1]] = True
-        elif kind == INPUT_GRAD and stage > 0:
-            is_stale[hosts[stage - 1]] = True
+        if arrays.consumers[token] >= 0:
+            is_stale[hosts[arrays.consumers[token] // 3]] = True
     return order

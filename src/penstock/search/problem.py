@@ -13,10 +13,9 @@ from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
 from penstock.cost.memory import fixed_bytes, stage_bytes
 from penstock.cost.prices import action_seconds, edge_prices
-from penstock.errors import SearchError
 from penstock.ir.encoding import code_of
 from penstock.ir.graph import StageGraph
-from penstock.ir.kinds import Kind, MemoryLine, require_handled
+from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints
@@ -66,6 +65,7 @@ class Problem:
         hosts, kinds = self.placement.stage_to_rank, 3 if self.split else 2
         sizes = [len(own) * kinds * self.microbatches for own in self.placement.stages_of_rank]
         lag, taken, channel = self._messages()
+        inputs = self._inputs()
         return ProblemArrays(
             rank_bounds=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))),
             rank_of_stage=np.array(hosts, dtype=np.int64),
@@ -76,7 +76,8 @@ class Problem:
             can_fuse=bool((self.whole >= 0).any()),
             lag=lag,
             channel_seconds=taken,
-            inputs=self._inputs(),
+            inputs=inputs,
+            consumers=_inverse(inputs),
             channel=channel,
             num_channels=self.placement.num_ranks**2,
             has_queues=bool(taken.any()),
@@ -165,13 +166,11 @@ class Problem:
 
     def order_of(self, schedule: Schedule) -> Ints:
         """The order of a schedule; overlapped pairs are separated, backwards split or fused as required."""
+        schedule.table.require_handled((*_TOKEN_KIND, *_SKIPPED), "search")
+        schedule.graph.require_chain("search")
         order: list[int] = []
         for part in (part for row in schedule.ranks for step in row for part in step.parts):
-            if part.kind not in _TOKEN_KIND:
-                if part.kind not in _SKIPPED:
-                    raise SearchError(f"search cannot order actions of kind {part.kind} (in {schedule.name!r})")
-                continue
-            if part.kind is Kind.W and not self.split:
+            if part.kind in _SKIPPED or (part.kind is Kind.W and not self.split):
                 continue
             order.append(3 * part.stage + _TOKEN_KIND[part.kind])
             if part.kind is Kind.B and self.split:
@@ -235,3 +234,10 @@ class Problem:
         """Whether every rank's list is in a valid order and within the memory limit."""
         return all(kernel.fits(self.arrays, order, rank) for rank in range(self.placement.num_ranks))
 
+
+def _inverse(inputs: Ints) -> Ints:
+    """Per token: the token whose input it is, -1 for none."""
+    found = np.full(len(inputs), -1, dtype=np.int64)
+    needed = np.flatnonzero(inputs >= 0)
+    found[inputs[needed]] = needed
+    return found
