@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import numpy as np
@@ -11,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock import Costs, CostsError, Kind, Schedule, ScheduleError, simulate
+from penstock import Costs, CostsError, Schedule, ScheduleError, simulate
 from penstock.bounds import bounds_of
 from penstock.cost.presets import preset
 from penstock.lowering import DeferReceives
 from penstock.simulation.simulator import Simulator
-from penstock.validation import SendModel
 from tests.support.grids import examples
-from tests.support.random_schedules import random_compute, random_right
+from tests.support.random_costs import random_costs
+from tests.support.random_schedules import random_right
 
 # hidden, p, m, then (makespan, span, rate by span) of 1F1B, ZB-H1 and ZB-H2, in microseconds, as published
 PUBLISHED = [
@@ -29,11 +28,15 @@ PUBLISHED = [
     (4096, 8, 32, [(3110876, 3110876, 0.1898), (2814376, 2814376, 0.1045), (2732973, 2669588, 0.0559)]),
     (4096, 8, 64, [(5671364, 5671364, 0.1091), (5348572, 5348572, 0.0554), (5265706, 5205366, 0.0294)]),
 ]
+
+
 PUBLISHED_V = [
     (4096, 16, 48, [(5036318, 5036318, 0.2668), (4362378, 4362378, 0.1536), (4148808, 4023798, 0.0823)]),
     (5120, 24, 72, [(3744180, 3744180, 0.2699), (3193138, 3193138, 0.1439), (3062015, 2916862, 0.0628)]),
     (6144, 32, 96, [(6945710, 6945710, 0.2676), (5934760, 5934760, 0.1429), (5700493, 5428406, 0.0629)]),
 ]
+
+
 ROWS = [(f"zb-h{h}-p{p}-m{m}", p, m, rows) for h, p, m, rows in PUBLISHED]
 ROWS += [(f"zbv-h{h}-p{p}-m{m}-whole", p, m, rows) for h, p, m, rows in PUBLISHED_V]
 
@@ -88,8 +91,6 @@ def test_zero_bubble_means_the_period_is_the_work() -> None:
     assert (timeline.bubble("span"), timeline.bubble("period")) == (0, 0)
 
 
-# --- costs of every kind ---------------------------------------------------------------------------
-
 TINY = Schedule.parse("0F0 0B0 | 1F0 1B0")
 
 
@@ -100,13 +101,6 @@ def test_stages_may_cost_differently() -> None:
 def test_a_hop_costs_latency_and_the_time_of_its_bytes() -> None:
     costs = Costs(latency=0.5, bandwidth=10, activation_message=20, gradient_message=30)
     assert simulate(TINY, costs).makespan == 6 + 2 * 0.5 + 2 + 3
-
-
-def test_messages_of_one_channel_follow_each_other() -> None:
-    two = Schedule.parse("0F0 0F1 | 1F0 1F1")
-    slow = Costs(bandwidth=1, activation_message=10)
-    assert simulate(two, slow).makespan == 1 + 10 + 10 + 1
-    assert simulate(two, Costs(latency=10)).makespan == 1 + 10 + 2
 
 
 def test_neighbours_on_one_rank_pay_no_hop() -> None:
@@ -128,30 +122,9 @@ def test_launching_costs_once_for_each_step() -> None:
     assert simulate(pair, Costs(launch_overhead=0.5)).makespan == 6 + 1.5
 
 
-def test_unsharding_delays_its_stage_and_reduction_ends_the_step() -> None:
-    lowered = penstock.lower(Schedule.parse("0F0 0B0"))
-    assert simulate(lowered, Costs(unshard=4, reduce_grad=10)).makespan == 4 + 3 + 10
-
-
-def test_an_unshard_of_the_next_stage_hides_behind_work() -> None:
-    text = "0UNSHARD 1UNSHARD 0F0 1F0 1RESHARD 0RESHARD"
-    assert simulate(Schedule.parse(text), Costs(forward=5, unshard=3)).makespan == 3 + 10
-
-
 def test_the_optimizer_step_counts_in_the_period_only() -> None:
     timeline = simulate(TINY, Costs(optimizer_step=10), with_period=True)
     assert (timeline.makespan, timeline.period) == (6, 16)
-
-
-# --- ways of sending -------------------------------------------------------------------------------
-
-
-def test_a_posted_receive_that_blocks_makes_warm_up_wait() -> None:
-    lowered = penstock.lower(penstock.build("interleaved-1f1b", ranks=4, microbatches=8))
-    costs = Costs(latency=0.1)
-    free, blocked = (simulate(lowered, costs, blocking_receives=b).makespan for b in (False, True))
-    deferred = simulate(DeferReceives()(lowered), costs, blocking_receives=True).makespan
-    assert free < deferred < blocked
 
 
 def test_a_schedule_with_faults_is_refused_with_its_report() -> None:
@@ -163,48 +136,12 @@ def test_a_schedule_with_faults_is_refused_with_its_report() -> None:
         simulate(hanging, send_model="shared-stream")
 
 
-def test_a_value_counts_from_its_send_wherever_that_stands() -> None:
-    late = Schedule.parse("0F0 0F1 0SEND_F0 0SEND_F1 | 1RECV_F0 1F0 1RECV_F1 1F1")
-    for bandwidth in (None, 1e9):
-        costs = Costs(forward=(10, 1), latency=1, bandwidth=bandwidth)
-        assert simulate(late, costs).makespan == 23
-
-
-def test_receives_that_block_can_stop_what_sends_do_not_and_that_is_said() -> None:
-    schedule = Schedule.parse("0F0 0RECV_B0 0SEND_F0 0B0 | 1RECV_F0 1F0 1B0 1SEND_B0")
-    assert simulate(schedule).makespan == 6
-    with pytest.raises(ScheduleError, match="rank 0 at step 1, 0RECV_B0; rank 1 at step 0, 1RECV_F0"):
-        simulate(schedule, blocking_receives=True)
-
-
 def test_lists_of_the_wrong_length_are_found_before_anything_is_run() -> None:
     with pytest.raises(CostsError, match="parameters: 3 entries, but the schedule has 2 stages"):
         simulate(TINY, Costs(parameters=(1, 2, 3)))
 
 
-# --- laws, for any schedule and any costs ----------------------------------------------------------
-
 seeds = st.integers(min_value=0, max_value=2**32)
-
-
-def random_costs(rng: random.Random, stages: int) -> Costs:
-    def some() -> tuple[float, ...]:
-        return tuple(rng.choice((0, 0.5, 1, 2, 5)) for _ in range(stages))
-
-    return Costs(
-        forward=some(),
-        backward_input=some(),
-        backward_weight=some(),
-        latency=rng.choice((0, 1, 3)),
-        bandwidth=rng.choice((None, 1, 4)),
-        activation_message=rng.choice((0, 2)),
-        gradient_message=rng.choice((0, 2)),
-        overlap_factor=rng.choice((0, 0.5, 1)),
-        launch_overhead=rng.choice((0, 0.25)),
-        unshard=rng.choice((0, 1)),
-        reduce_grad=rng.choice((0, 2)),
-        unsharded_parameters=rng.choice((0, 3)),
-    )
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -231,70 +168,6 @@ def test_slower_costs_never_shorten_a_schedule(seed: int) -> None:
     assert (late.end >= usual.end - 1e-9).all()
 
 
-@settings(max_examples=examples(300), deadline=None)
-@given(seeds)
-def test_the_fast_way_and_the_full_walk_agree(seed: int) -> None:
-    """A channel that takes any number of bytes at once is followed message by message, and changes nothing."""
-    rng = random.Random(seed)
-    schedule = random_right(rng)
-    stages = schedule.num_stages
-    costs = Costs(
-        forward=tuple(rng.choice((0, 1, 2.5)) for _ in range(stages)),
-        backward_input=tuple(rng.choice((1, 3)) for _ in range(stages)),
-        latency=tuple(rng.choice((0, 1, 2)) for _ in range(stages - 1)) or 0,
-    )
-    fast = simulate(schedule, costs)
-    walked = simulate(schedule, Costs(**{**vars(costs), "bandwidth": 1e18}))
-    compute = walked.is_compute
-    assert np.array_equal(fast.end[fast.is_compute], walked.end[compute])
-    assert np.array_equal(fast.start[fast.is_compute], walked.start[compute])
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(seeds)
-def test_stricter_sends_are_never_faster(seed: int) -> None:
-    rng = random.Random(seed)
-    lowered = penstock.lower(random_compute(rng))
-    costs = random_costs(rng, lowered.num_stages)
-    times = [simulate(lowered, costs, send_model=model).makespan for model in SendModel]
-    assert all(a <= b + 1e-9 for a, b in itertools.pairwise(times)), times
-
-
-@settings(max_examples=examples(500), deadline=None)
-@given(seeds)
-def test_the_simulation_gets_stuck_exactly_where_the_validator_says(seed: int) -> None:
-    rng = random.Random(seed)
-    schedule = penstock.lower(random_compute(rng))
-    rows = [list(row) for row in schedule.ranks]
-    row = rng.choice(rows)
-    row.insert(rng.randrange(len(row)), row.pop(rng.randrange(len(row))))
-    schedule = Schedule(rows, schedule.placement, schedule.microbatches)
-    found = penstock.validate(schedule)
-    if {violation.code for violation in found} <= {"deadlock"}:
-        stuck = tuple(
-            m for m in SendModel if (Simulator(schedule, Costs(bandwidth=1), send_model=m).run().end < 0).any()
-        )
-        assert stuck == (found[0].send_models if found else ())
-
-
-@settings(max_examples=examples(300), deadline=None)
-@given(seeds)
-def test_memory_returns_to_where_it_was_and_peaks_where_a_count_says(seed: int) -> None:
-    rng = random.Random(seed)
-    schedule = random_right(rng)
-    timeline = simulate(schedule, random_costs(rng, schedule.num_stages))
-    for memory in timeline.memory:
-        assert memory.total[-1] == memory.fixed
-    if not schedule.table.has(Kind.B, Kind.I):
-        return
-    for rank, row in enumerate(schedule.ranks):
-        live = peak = 0
-        for part in (part for step in row for part in step.parts):
-            live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(part.kind, 0)
-            peak = max(peak, live)
-        assert timeline.memory[rank].activations.max() == peak
-
-
 @settings(max_examples=examples(100), deadline=None)
 @given(seeds)
 def test_time_scales_with_its_unit(seed: int) -> None:
@@ -305,10 +178,3 @@ def test_time_scales_with_its_unit(seed: int) -> None:
     assert np.allclose(once.end * 3, thrice.end)
     assert once.period is not None
     assert thrice.period == pytest.approx(3 * once.period)
-
-
-def test_parameters_gradients_and_optimizer_state_are_always_there() -> None:
-    costs = Costs(parameters=(5, 7), gradients=1, optimizer_state=10, activation=2, activation_freed_by_input=1)
-    timeline = simulate(Schedule.parse("0F0 0I0 0W0 | 1F0 1I0 1W0"), costs)
-    assert timeline.peak_memory == (5 + 1 + 10 + 2, 7 + 1 + 10 + 2)
-    assert timeline.memory[0].total.tolist() == [18, 17, 16]

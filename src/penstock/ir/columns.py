@@ -1,0 +1,206 @@
+"""The columns of a schedule: one entry per part, or per slot, in arrays of integers.
+
+A *part* is an action, or one half of an overlapped pair: `code`, `kind`, `stage`, `microbatch`, `slot`. A
+*slot* is a step of a rank: `rank`. Slots are numbered through all ranks: rank 0's steps, then rank 1's, and so
+on, so on one rank "earlier" is "smaller".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Self
+
+from penstock.ir.encoding import (
+    JOINED,
+    KIND_MASK,
+    KIND_SHIFT,
+    MICROBATCH_MASK,
+    MICROBATCH_SHIFT,
+    PORT_SHIFT,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    code_of,
+)
+from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import Kind, require_handled
+from penstock.ir.placement import Placement
+
+__all__ = ["ActionColumns", "Bools", "Floats", "Ints", "codes_of", "kinds_in"]
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+def codes_of(kind: Kind, stage: Ints, microbatch: Ints | int = 0, port: Ints | int = 0) -> Ints:
+    """The integer form of many parts of one kind."""
+    codes: Ints = stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT | code_of(kind, 0)
+    return codes | port << PORT_SHIFT
+
+
+def kinds_in(codes: Ints) -> Ints:
+    """The number of the kind of each part."""
+    return (codes >> KIND_SHIFT) & KIND_MASK
+
+
+def _kinds_that(flag: str) -> Bools:
+    """Per kind: whether it has this property of `Kind`."""
+    return np.array([getattr(kind, flag) for kind in Kind])
+
+
+Columns = TypeVar("Columns", bound="ActionColumns")
+
+
+@dataclass(frozen=True, eq=False)
+class ActionColumns:
+    """The parts and slots of a schedule; read-only arrays."""
+
+    placement: Placement
+    graph: StageGraph
+    microbatches: int
+    code: Ints
+    """Per part: its integer form."""
+    slot: Ints
+    """Per part: the slot it belongs to."""
+    part_bounds: Ints
+    """Per rank, and one more: where its parts begin in `code`."""
+    slot_bounds: Ints
+    """Per rank, and one more: where its slots begin in `rank`."""
+    rank: Ints
+    """Per slot: the rank it runs on."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Ints],
+        placement: Placement,
+        graph: StageGraph,
+        microbatches: int,
+    ) -> Self:
+        """From the integer form of every rank's list."""
+        code = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
+        opens = (code & JOINED) == 0
+        slot = np.cumsum(opens) - 1
+        part_bounds = np.cumsum([0, *map(len, rows)])
+        slot_bounds = np.concatenate(([0], np.cumsum(opens)))[part_bounds]
+        rank = np.repeat(np.arange(len(rows)), np.diff(slot_bounds))
+        table = cls(placement, graph, microbatches, code, slot, part_bounds, slot_bounds, rank)
+        for array in (code, slot, part_bounds, slot_bounds, rank):
+            array.flags.writeable = False
+        return table
+
+    @property
+    def rows(self) -> list[Ints]:
+        """The integer form of every rank's list."""
+        return np.split(self.code, self.part_bounds[1:-1])
+
+    def same_steps(self, other: ActionColumns) -> bool:
+        """Whether every rank has the same list."""
+        return np.array_equal(self.code, other.code) and np.array_equal(self.part_bounds, other.part_bounds)
+
+    # --- per part ----------------------------------------------------------------------------------
+
+    @cached_property
+    def kind(self) -> Ints:
+        """Per part: the number of its kind."""
+        return kinds_in(self.code)
+
+    @cached_property
+    def stage(self) -> Ints:
+        """Per part: its stage."""
+        return (self.code >> STAGE_SHIFT) & STAGE_MASK
+
+    @cached_property
+    def port(self) -> Ints:
+        """Per part: the port of a message, 0 for everything else."""
+        return self.code >> PORT_SHIFT
+
+    @cached_property
+    def microbatch(self) -> Ints:
+        """Per part: its microbatch, 0 where the kind has none."""
+        return (self.code >> MICROBATCH_SHIFT) & MICROBATCH_MASK
+
+    @cached_property
+    def part_rank(self) -> Ints:
+        """Per part: the rank it runs on."""
+        return self.rank[self.slot]
+
+    @cached_property
+    def slot_or_none(self) -> Ints:
+        """The slot of a part, also for part -1, which stands for a missing one and has slot -1."""
+        return np.append(self.slot, -1)
+
+    @cached_property
+    def is_compute(self) -> Bools:
+        """Per part: whether it occupies the compute stream: F, I, W or B."""
+        return _kinds_that("is_compute")[self.kind]
+
+    @cached_property
+    def is_communication(self) -> Bools:
+        """Per part: whether it sends or receives."""
+        return _kinds_that("is_communication")[self.kind]
+
+    @cached_property
+    def hosts(self) -> Ints:
+        """Per stage: its rank."""
+        return np.array(self.placement.stage_to_rank, dtype=np.int64)
+
+    @cached_property
+    def known(self) -> Bools:
+        """Per part: whether its stage and microbatch exist."""
+        return (self.stage < self.placement.num_stages) & (self.microbatch < self.microbatches)
+
+    @cached_property
+    def sound(self) -> Bools:
+        """Per part: whether its stage and microbatch exist and its stage lives on this rank."""
+        host = self.hosts[np.where(self.known, self.stage, 0)]
+        sound: Bools = self.known & (host == self.part_rank)
+        return sound
+
+    def of_kind(self, *kinds: Kind) -> Bools:
+        """Per part: whether it is of one of these kinds."""
+        wanted = np.zeros(len(Kind), dtype=np.bool_)
+        wanted[[kind.number for kind in kinds]] = True
+        chosen: Bools = wanted[self.kind]
+        return chosen
+
+    def has(self, *kinds: Kind) -> bool:
+        """Whether any part is of one of these kinds."""
+        return bool(self._present[[kind.number for kind in kinds]].any())
+
+    @cached_property
+    def _present(self) -> Bools:
+        return np.bincount(self.kind, minlength=len(Kind)) > 0
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kinds that there are."""
+        return [kind for kind in Kind if self._present[kind.number]]
+
+    def require_handled(self, kinds: Collection[Kind], room: str) -> None:
+        """Raise `UnhandledKindError` if there are parts of other kinds than these."""
+        require_handled(self.kinds, kinds, room)
+
+    @cached_property
+    def _sound_by_kind(self) -> list[Ints]:
+        """Per kind: its sound parts in ascending order."""
+        parts = np.flatnonzero(self.sound)
+        kinds = self.kind[parts].astype(np.int8)  # sorts in linear time
+        counts = np.bincount(kinds, minlength=len(Kind))
+        return np.split(parts[np.argsort(kinds, kind="stable")], np.cumsum(counts)[:-1])
+
+    @cached_property
+    def only_compute(self) -> bool:
+        """Whether there are only F, I, W, B and overlapped pairs."""
+        return all(kind.is_compute for kind in self.kinds)
+
+    @cached_property
+    def has_communication(self) -> bool:
+        """Whether anything is sent or received; if not, values cross ranks as soon as they exist."""
+        return any(kind.is_communication for kind in self.kinds)

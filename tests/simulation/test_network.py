@@ -1,0 +1,108 @@
+"""Promises of the network engine: send models, channels, collectives; it agrees with the dataflow engine."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock import Costs, Schedule, ScheduleError, simulate
+from penstock.lowering import DeferReceives
+from penstock.simulation.simulator import Simulator
+from penstock.validation import SendModel
+from tests.support.grids import examples
+from tests.support.random_costs import random_costs
+from tests.support.random_schedules import random_compute, random_right
+
+
+def test_messages_of_one_channel_follow_each_other() -> None:
+    two = Schedule.parse("0F0 0F1 | 1F0 1F1")
+    slow = Costs(bandwidth=1, activation_message=10)
+    assert simulate(two, slow).makespan == 1 + 10 + 10 + 1
+    assert simulate(two, Costs(latency=10)).makespan == 1 + 10 + 2
+
+
+def test_unsharding_delays_its_stage_and_reduction_ends_the_step() -> None:
+    lowered = penstock.lower(Schedule.parse("0F0 0B0"))
+    assert simulate(lowered, Costs(unshard=4, reduce_grad=10)).makespan == 4 + 3 + 10
+
+
+def test_an_unshard_of_the_next_stage_hides_behind_work() -> None:
+    text = "0UNSHARD 1UNSHARD 0F0 1F0 1RESHARD 0RESHARD"
+    assert simulate(Schedule.parse(text), Costs(forward=5, unshard=3)).makespan == 3 + 10
+
+
+def test_a_posted_receive_that_blocks_makes_warm_up_wait() -> None:
+    lowered = penstock.lower(penstock.build("interleaved-1f1b", ranks=4, microbatches=8))
+    costs = Costs(latency=0.1)
+    free, blocked = (simulate(lowered, costs, blocking_receives=b).makespan for b in (False, True))
+    deferred = simulate(DeferReceives()(lowered), costs, blocking_receives=True).makespan
+    assert free < deferred < blocked
+
+
+def test_a_value_leaves_when_its_send_is_reached() -> None:
+    late = Schedule.parse("0F0 0F1 0SEND_F0 0SEND_F1 | 1RECV_F0 1F0 1RECV_F1 1F1")
+    for bandwidth in (None, 1e9):
+        costs = Costs(forward=(10, 1), latency=1, bandwidth=bandwidth)
+        assert simulate(late, costs).makespan == 23
+
+
+def test_blocking_receives_can_deadlock_where_sends_do_not_and_the_error_says_where() -> None:
+    schedule = Schedule.parse("0F0 0RECV_B0 0SEND_F0 0B0 | 1RECV_F0 1F0 1B0 1SEND_B0")
+    assert simulate(schedule).makespan == 6
+    with pytest.raises(ScheduleError, match="rank 0 at step 1, 0RECV_B0; rank 1 at step 0, 1RECV_F0"):
+        simulate(schedule, blocking_receives=True)
+
+
+seeds = st.integers(min_value=0, max_value=2**32)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(seeds)
+def test_the_dataflow_and_the_network_engine_agree(seed: int) -> None:
+    """A channel that takes any number of bytes at once is followed message by message, and changes nothing."""
+    rng = random.Random(seed)
+    schedule = random_right(rng)
+    stages = schedule.num_stages
+    costs = Costs(
+        forward=tuple(rng.choice((0, 1, 2.5)) for _ in range(stages)),
+        backward_input=tuple(rng.choice((1, 3)) for _ in range(stages)),
+        latency=tuple(rng.choice((0, 1, 2)) for _ in range(stages - 1)) or 0,
+    )
+    fast = simulate(schedule, costs)
+    followed = simulate(schedule, Costs(**{**vars(costs), "bandwidth": 1e18}))
+    compute = followed.is_compute
+    assert np.array_equal(fast.end[fast.is_compute], followed.end[compute])
+    assert np.array_equal(fast.start[fast.is_compute], followed.start[compute])
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(seeds)
+def test_stricter_send_models_are_never_faster(seed: int) -> None:
+    rng = random.Random(seed)
+    lowered = penstock.lower(random_compute(rng))
+    costs = random_costs(rng, lowered.num_stages)
+    times = [simulate(lowered, costs, send_model=model).makespan for model in SendModel]
+    assert all(a <= b + 1e-9 for a, b in itertools.pairwise(times)), times
+
+
+@settings(max_examples=examples(500), deadline=None)
+@given(seeds)
+def test_the_simulation_gets_stuck_exactly_where_the_validator_says(seed: int) -> None:
+    rng = random.Random(seed)
+    schedule = penstock.lower(random_compute(rng))
+    rows = [list(row) for row in schedule.ranks]
+    row = rng.choice(rows)
+    row.insert(rng.randrange(len(row)), row.pop(rng.randrange(len(row))))
+    schedule = Schedule(rows, schedule.placement, schedule.microbatches)
+    found = penstock.validate(schedule)
+    if {violation.code for violation in found} <= {"deadlock"}:
+        stuck = tuple(
+            m for m in SendModel if (Simulator(schedule, Costs(bandwidth=1), send_model=m).run().end < 0).any()
+        )
+        assert stuck == (found[0].send_models if found else ())
