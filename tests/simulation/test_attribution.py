@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import penstock
 from penstock import Costs, Schedule, simulate
 from penstock.simulation.attribution import critical_path, gaps
-from tests.simulation.test_simulator import random_costs
 from tests.support.grids import examples
+from tests.support.random_costs import random_costs
 from tests.support.random_schedules import random_right
 
 

@@ -45,7 +45,7 @@ def test_parameters_gradients_and_optimizer_state_are_always_there() -> None:
 def test_a_period_is_known_only_if_it_was_asked_for() -> None:
     schedule = penstock.build("1f1b", ranks=2, microbatches=4)
     assert simulate(schedule).period is None
-    assert simulate(schedule, with_period=True).period == 15  # rank 0 starts first and ends last: iterations do not overlap
+    assert simulate(schedule, with_period=True).period == 15  # iterations do not overlap
     with pytest.raises(CostsError, match="the period of this timeline is unknown"):
         simulate(schedule).bubble("period")
 
@@ -64,4 +64,4 @@ def test_send_models_that_block_need_a_lowered_schedule() -> None:
     for options in ({"send_model": "rendezvous"}, {"blocking_receives": True}):
         with pytest.raises(ScheduleError, match="has no SEND and RECV actions to block; lower it first"):
             simulate(schedule, **options)  # type: ignore[arg-type]
-        assert simulate(penstock.lower(schedule), **options).makespan >= 15  # type: ignore[arg-type]
+        assert simulate(penstock.lower(schedule), **options).makespan >= 15

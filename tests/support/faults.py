@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,32 +17,24 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.errors import StepFailedError
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.runtime import Custom, Pipeline
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
-from tests.support.slowness import slowness
+from tests.support.call_outcomes import CallOutcome, attempt
 
 __all__ = [
-    "SOON",
-    "CallOutcome",
     "Fault",
     "FaultyPipeline",
-    "assert_one_report",
-    "attempt",
     "faults_of_each_kind",
     "faulty_pipeline",
-    "print_report",
     "schedule_of",
 ]
 
 WIDTH = 4
 ROWS = 2  # of a microbatch
 _STAGES: Mapping[str, Mapping[str, int]] = {"interleaved-1f1b": {"stages_per_rank": 2}}
-
-SOON = 5  # seconds
 
 
 @dataclass(frozen=True)
@@ -56,29 +47,6 @@ class Fault:
     """`raise`, `raise badly` (an exception whose text raises), `interrupt`, `kill`, or `nap`: only wait."""
     seconds: float = 0
     """How long the rank waits before that."""
-
-
-@dataclass(frozen=True)
-class CallOutcome:
-    """How a call ended on one rank."""
-
-    rank: int
-    error: str
-    """The name of the exception's type; empty if there was none."""
-    text: str
-    seconds: float
-    calls: int = 1
-    """How many calls it took until one failed."""
-    where: tuple[Any, ...] = ()
-    """`rank`, `action`, `stage`, `microbatch` and `kind` of a StepFailedError."""
-    details: str = ""
-    cause: str = ""
-    """The exception that it was raised from."""
-    loss: float | None = None
-    at: float = 0
-    """When it ended, on the clock of the machine."""
-    injected_at: float = 0
-    """When the fault happened, on the rank where it did."""
 
 
 class InjectedError(Exception):
@@ -245,38 +213,6 @@ class FaultyPipeline:
             patch.stop()
 
 
-def attempt(call: Callable[[], Any], calls: int = 1, *, hold: bool = False) -> CallOutcome:
-    """How the call ends; with `hold` the error is handled until every rank has one."""
-    rank = dist.get_rank()
-    loss = None
-    begin = time.monotonic()
-    for count in range(1, calls + 1):
-        begin = time.monotonic()
-        try:
-            loss = call()
-        except StepFailedError as error:
-            outcome = CallOutcome(
-                rank,
-                type(error).__name__,
-                str(error),
-                time.monotonic() - begin,
-                count,
-                (error.rank, error.action, error.stage, error.microbatch, error.kind),
-                error.details,
-                repr(error.__cause__) if error.__cause__ is not None else "",
-                at=time.monotonic(),
-            )
-            if hold:
-                dist.barrier()
-            return outcome
-        except BaseException as error:  # noqa: BLE001 -- the test checks it
-            return CallOutcome(
-                rank, type(error).__name__, str(error), time.monotonic() - begin, count, at=time.monotonic()
-            )
-    shown = loss if isinstance(loss, float) else None
-    return CallOutcome(rank, "", "", time.monotonic() - begin, calls, loss=shown, at=time.monotonic())
-
-
 @contextmanager
 def faulty_pipeline(family: str, microbatches: int, **options: Any) -> Iterator[FaultyPipeline]:
     """A faulty pipeline that is closed at the end."""
@@ -285,20 +221,3 @@ def faulty_pipeline(family: str, microbatches: int, **options: Any) -> Iterator[
         yield pipeline
     finally:
         pipeline.close()
-
-
-def print_report(report: str) -> None:
-    """Print a report, which pytest shows if the test fails."""
-    sys.stdout.write(report + "\n")
-
-
-def assert_one_report(outcomes: list[CallOutcome]) -> None:
-    """All ranks raised the same, and soon after the fault."""
-    assert [each.error for each in outcomes] == ["StepFailedError"] * len(outcomes), outcomes
-    assert len({each.where for each in outcomes}) == 1, [each.where for each in outcomes]
-    assert len({each.text for each in outcomes}) == 1, [each.text for each in outcomes]
-    injected_at = max(each.injected_at for each in outcomes)
-    for each in outcomes:
-        assert each.calls > 1 or (each.at - injected_at if injected_at else each.seconds) < SOON * slowness(), (
-            each
-        )

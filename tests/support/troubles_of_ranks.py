@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline
-from tests.support.faults import Fault, attempt, faulty_pipeline
+from tests.support.call_outcomes import attempt
+from tests.support.faults import Fault, faulty_pipeline
 from tests.support.troubles import model, step
 
 __all__ = ["TOGETHER"]

@@ -98,7 +98,7 @@ class _Demo:
 
     def compare_with_one_process(self) -> None:
         """Train the first steps in one process too, and compare."""
-        from penstock.runtime.verification.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
+        from penstock.runtime.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
 
         schedule = build("1f1b", ranks=self.count, microbatches=2 * self.count)
         self.print(
@@ -107,7 +107,7 @@ class _Demo:
         )
         with spinner("comparing the first steps with one process"):
             (verdict,) = verdicts(
-                "penstock.runtime.demo.gpt:parts", [schedule], steps=_COMPARED, ranks=self.ranks
+                "penstock.runtime.demo.gpt:model_and_batch", [schedule], steps=_COMPARED, ranks=self.ranks
             )
         worst = "" if verdict.gradient is None else f" (largest gradient error {verdict.gradient.error:.1e})"
         outcome = "match" if verdict.equal else "DO NOT match"

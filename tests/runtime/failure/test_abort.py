@@ -14,15 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline
-from tests.support.faults import (
-    CallOutcome,
-    Fault,
-    assert_one_report,
-    attempt,
-    faults_of_each_kind,
-    faulty_pipeline,
-    print_report,
-)
+from tests.support.call_outcomes import CallOutcome, assert_one_report, attempt, print_report
+from tests.support.faults import Fault, faults_of_each_kind, faulty_pipeline
 from tests.support.grids import small
 from tests.support.pool import Pool
 

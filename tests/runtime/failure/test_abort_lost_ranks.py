@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.faults import CallOutcome, Fault, assert_one_report, attempt, faulty_pipeline, print_report
+from tests.support.call_outcomes import CallOutcome, assert_one_report, attempt, print_report
+from tests.support.faults import Fault, faulty_pipeline
 from tests.support.pool import Pool
 from tests.support.slowness import slowness
 

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.runtime import Pipeline
-from tests.support.faults import SOON, CallOutcome, attempt, print_report
+from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.pool import Pool
 from tests.support.slowness import slowness
 
