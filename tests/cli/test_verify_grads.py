@@ -137,10 +137,10 @@ def test_a_wrong_gradient_is_named_and_the_exit_code_is_1(verify: Run) -> None:
 def test_a_model_that_depends_on_how_a_batch_is_cut_is_told_from_one_that_does_not(verify: Run) -> None:
     cut = verify("models:normed", "1f1b", "--json")
     assert (cut.code, cut.json["equal"]) == (1, False)
-    assert "depends on how a batch is cut, as BatchNorm does" in cut.json["schedules"][0]["cause"]
+    assert "depends on how a batch is split, as BatchNorm does" in cut.json["schedules"][0]["cause"]
     other = verify("models:by_process", "1f1b", "--json").json["schedules"][0]
     assert other["worst_gradient"] == {"name": "3.weight", "stage": 1, "step": 0, "error": None}
-    assert "one process that takes the same microbatches finds other numbers too" in other["cause"]
+    assert "one process that computes the same microbatches gets different numbers, too" in other["cause"]
     dropped = verify("models:dropped", "1f1b", "--json").json["schedules"][0]
     assert "the model draws random numbers, as dropout does" in dropped["cause"]
 
@@ -148,7 +148,7 @@ def test_a_model_that_depends_on_how_a_batch_is_cut_is_told_from_one_that_does_n
 def test_a_tolerance_that_only_float64_could_keep_is_told_so(verify: Run) -> None:
     row = verify("models:right", "1f1b", "--tolerance", 1e-8, "--json").json["schedules"][0]
     assert not row["equal"]
-    assert row["cause"] == "that may be rounding: with model.double() and inputs in float64 it would be gone"
+    assert row["cause"] == "that may be rounding: model.double() and inputs in float64 would show it"
 
 
 def test_a_loss_with_weights_of_its_own_is_compared_too(verify: Run) -> None:
@@ -173,9 +173,9 @@ def test_files_of_other_numbers_of_ranks_go_together(verify: Run, tmp_path: Path
 
 def test_what_cannot_be_run_is_told_with_its_reason(verify: Run) -> None:
     for function, expected in (
-        ("branches", "Branches is no nn.Sequential"),
-        ("uneven", "9 rows do not make 4 microbatches of the same size"),
-        ("unseeded", "the function gives other weights or another batch each time it is called"),
+        ("branches", "Branches is not an nn.Sequential"),
+        ("uneven", "9 rows cannot be split into 4 microbatches of the same size"),
+        ("unseeded", "the function returns other weights or another batch each time it is called"),
     ):
         result = verify(f"models:{function}", "1f1b")
         assert result.code == 2
@@ -185,24 +185,24 @@ def test_what_cannot_be_run_is_told_with_its_reason(verify: Run) -> None:
     assert "forward-only: it has no backward" in verify("models:right", "forward-only").out
     some = verify("models:right", "1f1b", "interleaved-1f1b", "-v", 4)
     assert some.code == 1
-    assert "8 stages need as many modules, but the model runs 6 one after the other" in some.out
+    assert "8 stages need at least 8 modules, but the model runs 6 in sequence" in some.out
 
 
 def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> None:
     for function, expected in (
-        ("models", "models is not a module and a function in it: write models:function"),
-        ("models.py:right", "models.py:right is not a module and a function in it: write models:right"),
+        ("models", "models is not of the form module:function: write models:function"),
+        ("models.py:right", "models.py:right is not of the form module:function: write models:right"),
         ("nowhere:right", "there is no module nowhere in"),
-        ("models:left", "models has no left; it has layers, Scaled"),
-        ("models:number", "models.number is no function"),
-        ("models:three", "must return (model, loss, inputs, target), four things, and it returned 3 things"),
-        ("models:nothing", "the model must be an nn.Module, and is a int; the loss must be a function"),
+        ("models:left", "models has no function left; the functions of models are: layers, Scaled"),
+        ("models:number", "models.number is not a function"),
+        ("models:three", "must return the four values (model, loss, inputs, target), but it returned 3 values"),
+        ("models:nothing", "the model must be an nn.Module, but is a int; the loss must be a function"),
         (
             "models:misshapen",
             "in one process, without a pipeline, the model or the loss raised RuntimeError: mat1",
         ),
-        ("models:many", "the loss must be a tensor with one number, and is of shape [8, 2]"),
-        ("models:frozen", "the loss depends on no parameter that is trained"),
+        ("models:many", "the loss must be a tensor with one number, but it has shape [8, 2]"),
+        ("models:frozen", "the loss depends on no trained parameter"),
         ("models:raising", "models:raising() raised NameError: name 'undefined' is not defined ("),
     ):
         result = verify(function, "1f1b")
@@ -213,8 +213,8 @@ def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> 
 
 def test_numbers_and_names_that_cannot_be_are_bad_usage(run: Run) -> None:
     for arguments, expected in (
-        (["1f1b", "--steps", 0, "-p", 2, "-m", 2], "steps are a whole number of at least 1 (given 0)"),
-        (["1f1b", "--tolerance", 0, "-p", 2, "-m", 2], "a tolerance is a share above 0"),
+        (["1f1b", "--steps", 0, "-p", 2, "-m", 2], "steps must be a whole number of at least 1 (given 0)"),
+        (["1f1b", "--tolerance", 0, "-p", 2, "-m", 2], "the tolerance must be a relative error above 0"),
         (["1f1b", "--all", "-p", 2, "-m", 2], "--all selects every family: remove it, or the names"),
         (["-p", 2, "-m", 2], "name the schedules, e.g. 1f1b zbv, or give --all"),
         (["1f1b"], "1f1b needs --ranks and --microbatches"),

@@ -63,5 +63,5 @@ def test_send_models_that_block_need_a_lowered_schedule() -> None:
     schedule = penstock.build("1f1b", ranks=2, microbatches=4)
     for options in ({"send_model": "rendezvous"}, {"blocking_receives": True}):
         with pytest.raises(ScheduleError, match="has no SEND and RECV actions to block; lower it first"):
-            simulate(schedule, **options)  # type: ignore[arg-type]
+            simulate(schedule, **options)
         assert simulate(penstock.lower(schedule), **options).makespan >= 15
