@@ -1,4 +1,4 @@
-"""A pool of real processes joined by gloo: started once for each number of ranks, given many cases."""
+"""A pool of real processes joined by gloo: started once for many cases."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 from penstock.runtime.local_ranks import Failure, LocalRanks
 
 __all__ = ["Pool", "Pools", "WorkerError"]
+
+
+_RUNS = 10
+"""Then processes are started anew: threads of every group of gloo that they made wake up again and again."""
 
 
 class WorkerError(AssertionError):
@@ -23,11 +27,15 @@ class Pool:
         # torch asks for the name of 127.0.0.1 at every connection, and a name server may leave that unanswered
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         self._local = LocalRanks(ranks)
+        self._runs = 0
 
     def run(
         self, function: Callable[..., Any], *args: Any, seconds: float = 300, lost: tuple[int, ...] = ()
     ) -> list[Any]:
         """What `function(*args)` gives on every rank; `lost` are the ranks that are meant to die."""
+        self._runs += 1
+        if self._runs > _RUNS:
+            self.stop()
         answers = self._local.answers(function, *args, seconds=seconds, lost=lost)
         faults = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Failure)}
         if faults:
@@ -37,8 +45,9 @@ class Pool:
         return answers
 
     def stop(self) -> None:
-        """End all processes."""
+        """End all processes; the next run starts them again."""
         self._local.stop()
+        self._runs = 0
 
 
 Pools = Callable[[int], Pool]
