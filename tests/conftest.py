@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # threads of gloo wake up a hundred times a second, also in idle ranks
 def pools() -> Iterator[Pools]:
     """The pool of so many ranks."""
     from tests.support.pool import Pool  # noqa: PLC0415
@@ -48,7 +48,7 @@ def pools() -> Iterator[Pools]:
         pool.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def failing_pool() -> Iterator[Pool]:
     """Four ranks that tests may break."""
     from tests.support.pool import Pool  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""A pool of processes connected by gloo, started once for each number of ranks and used for many cases."""
+"""A pool of processes connected by gloo, started once and used for many cases."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 from penstock.runtime.local_ranks import Failure, LocalRanks
 
 __all__ = ["Pool", "Pools", "WorkerError"]
+
+
+_RUNS = 10
+"""Runs before the processes are restarted: the threads of every gloo group they created keep polling."""
 
 
 class WorkerError(AssertionError):
@@ -23,11 +27,15 @@ class Pool:
         # torch looks up the name of 127.0.0.1 at every connection, and a name server may not answer
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         self._local = LocalRanks(ranks)
+        self._runs = 0
 
     def run(
         self, function: Callable[..., Any], *args: Any, seconds: float = 300, lost: tuple[int, ...] = ()
     ) -> list[Any]:
         """The results of `function(*args)` on every rank; `lost` are the ranks that are expected to die."""
+        self._runs += 1
+        if self._runs > _RUNS:
+            self.stop()
         answers = self._local.results(function, *args, seconds=seconds, may_die=lost)
         faults = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Failure)}
         if faults:
@@ -37,8 +45,9 @@ class Pool:
         return answers
 
     def stop(self) -> None:
-        """End all processes."""
+        """End all processes; the next run starts them again."""
         self._local.stop()
+        self._runs = 0
 
 
 Pools = Callable[[int], Pool]
