@@ -29,13 +29,13 @@ def together(trouble: Callable[[], Any]) -> Callable[[], Any]:
 
 @together
 def timeout() -> str:
-    with faulty_pipeline("1f1b", 4, timeout=2) as one:
-        return one.run_with_faults(Fault(1, "1F1", "nap", 4)).text
+    with faulty_pipeline("1f1b", 4, timeout=10) as one:
+        return one.run_with_faults(Fault(1, "1F1", "nap", 15)).text
 
 
 @together
 def one_rank_stays_away() -> str:
-    with faulty_pipeline("1f1b", 4, timeout=2) as one:
+    with faulty_pipeline("1f1b", 4, timeout=10) as one:
         dist.barrier()
         outcome = attempt(one.step).text if dist.get_rank() != 3 else ""
         dist.barrier()
@@ -46,13 +46,13 @@ def one_rank_stays_away() -> str:
 def ranks_disagree() -> str:
     family = "1f1b" if dist.get_rank() else "gpipe"
     stages = dict(enumerate(model(4)))
-    return attempt(lambda: Pipeline(stages, family, microbatches=4, loss=mse_loss, timeout=10)).text
+    return attempt(lambda: Pipeline(stages, family, microbatches=4, loss=mse_loss, timeout=120)).text
 
 
 @together
 def wrong_shape() -> str:
     stages = dict(enumerate([*model(2), nn.Linear(5, 4), nn.Linear(4, 4)]))
-    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, timeout=10) as made:
+    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, timeout=120) as made:
         return attempt(lambda: step(made)).text
 
 
@@ -61,7 +61,7 @@ def one_rank_makes_no_pipeline() -> str:
     dist.barrier()
     if dist.get_rank() == 3:
         return ""
-    return attempt(lambda: Pipeline(dict(enumerate(model(4))), "1f1b", microbatches=4, timeout=2)).text
+    return attempt(lambda: Pipeline(dict(enumerate(model(4))), "1f1b", microbatches=4, timeout=10)).text
 
 
 @together
@@ -71,13 +71,13 @@ def tied_weights_drift() -> str:
     own = stages[dist.get_rank()]
     nn.init.normal_(own.weight)
     tie = {0: "weight", 3: "weight"}
-    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, tied=[tie], timeout=10) as made:
+    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, tied=[tie], timeout=120) as made:
         return attempt(lambda: step(made)).text
 
 
 @together
 def one_rank_clips() -> str:
-    with Pipeline(dict(enumerate(model(4))), "1f1b", microbatches=4, loss=mse_loss, timeout=2) as made:
+    with Pipeline(dict(enumerate(model(4))), "1f1b", microbatches=4, loss=mse_loss, timeout=10) as made:
         step(made)
         outcome = attempt(lambda: made.clip_grad_norm_(1.0)).text if dist.get_rank() == 0 else ""
         dist.barrier()
@@ -101,7 +101,7 @@ def value_that_cannot_be_sent() -> str:
             return x, lambda: None
 
     stages = {0: Odd(), 1: nn.Identity(), 2: nn.Identity(), 3: nn.Linear(4, 4)}
-    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, timeout=10) as made:
+    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, timeout=120) as made:
         return attempt(lambda: step(made)).text
 
 
