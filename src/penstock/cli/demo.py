@@ -98,7 +98,7 @@ class _Demo:
 
     def compare_with_one_process(self) -> None:
         """Train the first steps in one process too, and compare."""
-        from penstock.runtime.verification.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
+        from penstock.runtime.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
 
         schedule = build("1f1b", ranks=self.count, microbatches=2 * self.count)
         self.print(

@@ -20,7 +20,7 @@ from penstock.families import families
 from penstock.ir.schedule import Schedule
 
 if TYPE_CHECKING:
-    from penstock.runtime.verification.verification import Deviation, Verdict
+    from penstock.runtime.verification import Deviation, Verdict
 
 __all__ = ["verify_grads"]
 
@@ -80,7 +80,7 @@ def verify_grads(
 
 
 def _verify(function: str, schedules: list[Schedule], steps: int, tolerance: float | None) -> list[Verdict]:
-    from penstock.runtime.verification.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
+    from penstock.runtime.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
 
     found: list[Verdict] = []
     stderr = Console(stderr=True)
