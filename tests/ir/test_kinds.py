@@ -102,7 +102,7 @@ def drawn(schedule: Schedule) -> Timeline:
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_an_unknown_kind_is_refused_loudly(component: str, made_up: Schedule) -> None:
+def test_an_unknown_kind_raises(component: str, made_up: Schedule) -> None:
     with pytest.raises(UnhandledKindError, match=MADE_UP):
         COMPONENTS[component](made_up)
 

@@ -122,7 +122,7 @@ _put_off: list[Callable[[], None]] = []
 
 
 class PutOff(torch.autograd.Function):
-    """x times a weight, whose gradient is computed by whoever empties the list."""
+    """x times a weight, whose gradient is computed when the list is emptied."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
