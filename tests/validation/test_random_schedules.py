@@ -124,7 +124,7 @@ def assert_is_cycle(schedule: Schedule, violation: penstock.Violation) -> None:
 def assert_suggestion_helps(schedule: Schedule, violation: penstock.Violation) -> None:
     """A move that is suggested makes the schedule valid, or breaks nothing and says that more is to be done."""
     move = re.fullmatch(
-        r"on rank (\d+), move (\S+) (before|behind) (\S+)(, then check again)?", violation.suggestion
+        r"on rank (\d+), move (\S+) (before|after) (\S+)(, then check again)?", violation.suggestion
     )
     if move is None:
         assert violation.suggestion == "change the order of one of these ranks"
@@ -132,6 +132,6 @@ def assert_suggestion_helps(schedule: Schedule, violation: penstock.Violation) -
     rows = [[str(step) for step in row] for row in schedule.ranks]
     row = rows[int(move[1])]
     row.remove(move[2])
-    row.insert(row.index(move[4]) + (move[3] == "behind"), move[2])
+    row.insert(row.index(move[4]) + (move[3] == "after"), move[2])
     left = {v.code for v in penstock.validate(Schedule(rows, schedule.placement, schedule.microbatches))}
     assert left <= ({"deadlock"} if move[5] else set())
