@@ -155,7 +155,7 @@ def test_a_stage_without_weights_finds_its_mesh_from_the_pipelines(pools: Pools)
 
 
 def message_of(turn: Callable[[Tensor], Tensor], *, knows_mesh: bool = True, **options: Any) -> str:
-    """What a step is refused with when its first stage hands on such a tensor."""
+    """The error of a step whose first stage passes on such a tensor."""
     mesh = mesh_of(2, 1, 2)
     group = mesh["pp"] if knows_mesh else mesh["pp"].get_group()
     stages = {0: Turned(mesh["tp"], turn), 1: nn.Identity()}

@@ -189,7 +189,7 @@ def train_with_dw_builder(package: str, name: str, m: int) -> tuple[dict[str, Te
     return gradients_of(parts.items()), log
 
 
-# --- beside other parallelism ---------------------------------------------------------------------
+# --- with other parallelism -----------------------------------------------------------------------
 
 
 def train_sharded(name: str) -> tuple[dict[str, Tensor], int]:

@@ -11,5 +11,5 @@ ONE_STREAM = (
 
 
 def test_the_suggested_move_breaks_the_cycle() -> None:
-    mended = ONE_STREAM.replace("0SEND_F1 0RECV_B0", "0RECV_B0 0SEND_F1")
-    assert penstock.validate(Schedule.parse(mended)) == []
+    moved = ONE_STREAM.replace("0SEND_F1 0RECV_B0", "0RECV_B0 0SEND_F1")
+    assert penstock.validate(Schedule.parse(moved)) == []

@@ -137,7 +137,7 @@ def test_a_layer_of_dtensors_gets_the_gradients_of_a_plain_backward(
 
 
 class UsedTwice(nn.Module):
-    """Its weight is used by a layer, and beside it."""
+    """Its weight is used by a layer and outside of it."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()

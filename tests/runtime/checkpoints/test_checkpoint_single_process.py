@@ -32,7 +32,7 @@ def same_state(one: Optimizer, other: Optimizer) -> bool:
     )
 
 
-# --- what comes back -------------------------------------------------------------------------------
+# --- what is restored ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Adagrad, Adafactor, RMSprop])

@@ -151,7 +151,7 @@ def test_a_tied_weight_is_exported_once_and_imported_in_every_stage(pools: Pools
 # --- what does not fit -----------------------------------------------------------------------------
 
 
-def come_in_wrongly(directory: Path) -> tuple[str, bool]:
+def import_wrongly(directory: Path) -> tuple[str, bool]:
     with closing(Pipeline(stages_of(2), "1f1b", microbatches=4, loss=squared, timeout=TIMEOUT)) as pipeline:
         before = bits_of_model(pipeline.modules)
         try:
@@ -169,7 +169,7 @@ def test_all_problems_are_reported_on_all_ranks_and_nothing_is_changed(pools: Po
     weights["layers.2.norm.num_batches_tracked"] = torch.zeros(())
     weights["strange"] = torch.zeros(1)
     save_file(weights, tmp_path / "model.safetensors")
-    for text, unchanged in pools(2).run(come_in_wrongly, tmp_path):
+    for text, unchanged in pools(2).run(import_wrongly, tmp_path):
         assert unchanged
         assert text.splitlines() == [
             f"the weights of {tmp_path} cannot be imported:",
@@ -263,7 +263,7 @@ def test_a_failed_export_leaves_no_files(pools: Pools, tmp_path: Path) -> None:
 
 
 def decoder_goes_out(directory: Path, theirs: Path) -> None:
-    """A decoder with a tied head, cut in two, goes out; what transformers wrote comes in."""
+    """A decoder with a tied head in two stages is exported, and files that transformers wrote are imported."""
     stages = split(decoder("llama", tied=True), at=["model.layers.2"])
     with closing(Pipeline(stages, "1f1b", microbatches=2, loss=next_word, timeout=TIMEOUT)) as pipeline:
         export_safetensors(directory, pipeline)

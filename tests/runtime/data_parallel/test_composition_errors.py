@@ -172,7 +172,7 @@ class Failing(nn.Module):
 
 
 def recovered(data: str) -> list[str]:
-    """A step fails in every replica; the next one is as if it had not been."""
+    """A step fails in every replica; the next one has correct gradients."""
     case = Composed(build("zbv", ranks=2, microbatches=4), data, 2, tied=True)
     fresh, _ = pipeline_of(case)
     pipeline, mesh = pipeline_of(case)

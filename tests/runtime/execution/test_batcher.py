@@ -93,7 +93,7 @@ def test_each_argument_can_have_its_own_dimension() -> None:
     assert [part["mask"].shape for part in kwargs] == [(2, 2, 2)] * 2
 
 
-def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:
+def test_integers_of_other_libraries_are_accepted() -> None:
     batcher = Batcher(np.int64(2), {np.int64(0): np.int64(1)}, merge=np.int64(1))  # type: ignore[arg-type, dict-item]
     whole = rows(3, 4)
     parts = only_argument(batcher, whole)
@@ -105,17 +105,17 @@ def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", torch.tensor(2.0), torch.Size((2, 3)), {1, 2}], ids=repr)
-def test_what_has_no_rows_is_handed_to_every_microbatch(value: object) -> None:
+def test_a_value_without_rows_is_given_to_every_microbatch(value: object) -> None:
     args, kwargs = Batcher(3).split_arguments((rows(3), value), {"same": value})
     assert all(part == value for _, part in args)
     assert all(part["same"] == value for part in kwargs)
 
 
-def test_a_dimension_for_a_mask_does_no_harm_where_the_mask_is_none() -> None:
+def test_a_dimension_for_a_mask_is_ignored_where_the_mask_is_none() -> None:
     assert Batcher(2, {"mask": 1}).split_arguments((), {"mask": None})[1] == [{"mask": None}] * 2
 
 
-def test_replicate_hands_the_same_object_to_every_microbatch() -> None:
+def test_replicate_gives_the_same_object_to_every_microbatch() -> None:
     table, entries = rows(7), [1, 2, 3]
     batcher = Batcher(2, {1: REPLICATE, "entries": REPLICATE})
     args, kwargs = batcher.split_arguments((rows(4), table), {"entries": entries})
@@ -236,7 +236,7 @@ def test_fewer_rows_than_microbatches_are_rejected_with_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("dim", [2, -3])
-def test_a_dimension_that_is_not_there_is_rejected_with_the_shape(dim: int) -> None:
+def test_a_missing_dimension_is_rejected_with_the_shape(dim: int) -> None:
     with pytest.raises(BatchError, match=rf'"x"\].a cannot be split along dimension {dim}: .* \(4, 2\)'):
         Batcher(2, {"x": dim}).split_arguments((), {"x": KeyedPair(rows(4, 2))})
 

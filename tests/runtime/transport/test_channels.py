@@ -47,7 +47,7 @@ def test_stages_can_pass(pools: Pools, name: str) -> None:
 
 
 class Keeping(nn.Module):
-    """Keeps everything it can get hold of, beside a copy: inputs, outputs, gradients of both."""
+    """Keeps inputs, outputs and the gradients of both, each with a copy."""
 
     def __init__(self) -> None:
         super().__init__()
