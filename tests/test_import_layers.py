@@ -1,4 +1,4 @@
-"""The rooms of the house import in one direction only; a new room gets its place in `LAYERS`."""
+"""Promise: the packages import in one direction only; a new package gets its place in `LAYERS`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import penstock
 
 SOURCE = Path(penstock.__file__).parent
 
-# from the bottom up: a room imports rooms of lower layers, never of its own
+# from the bottom up: a package imports packages of lower layers, never of its own
 LAYERS = (
     {"errors", "arguments", "diagnostics"},
     {"ir"},
@@ -33,7 +33,7 @@ LAYERS = (
     {"pipelining"},  # torch's names
     {"cli"},
 )
-LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 
 
 def module_of(path: Path) -> str:
@@ -44,12 +44,12 @@ def module_of(path: Path) -> str:
 TREES = {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
 def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
-    """Everything that runs on import: what stands in functions is left out."""
+    """Everything that runs on import: the bodies of functions are left out."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield child
@@ -74,15 +74,17 @@ IMPORTS = {
 }
 
 
-def test_every_module_belongs_to_a_room_with_a_place_in_the_order() -> None:
-    assert {room_of(module) for module in TREES} == set(LAYER_OF)
+def test_every_module_belongs_to_a_package_in_the_order() -> None:
+    assert {package_of(module) for module in TREES} == set(LAYER_OF)
 
 
 @pytest.mark.parametrize("module", sorted(TREES))
 def test_imports_point_one_way(module: str) -> None:
-    room = room_of(module)
+    package = package_of(module)
     wrong = {
-        name for name in IMPORTS[module] if room_of(name) != room and LAYER_OF[room_of(name)] >= LAYER_OF[room]
+        name
+        for name in IMPORTS[module]
+        if package_of(name) != package and LAYER_OF[package_of(name)] >= LAYER_OF[package]
     }
     assert not wrong
 
@@ -98,7 +100,7 @@ def test_there_are_no_cycles_between_modules() -> None:
 @pytest.mark.parametrize("module", sorted(TREES))
 def test_only_the_runtime_and_the_names_of_torch_import_torch(module: str) -> None:
     names = {name.split(".")[0] for name in imported(ast.walk(TREES[module]))}
-    assert room_of(module) in ("runtime", "pipelining") or "torch" not in names
+    assert package_of(module) in ("runtime", "pipelining") or "torch" not in names
 
 
 def test_the_command_line_starts_without_torch() -> None:

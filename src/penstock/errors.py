@@ -83,15 +83,15 @@ class FormatError(PenstockError):
 
 
 class UnhandledKindError(PenstockError):
-    """A part of Penstock has no code for an action kind; `kind` is its text, `room` names the part."""
+    """A part of Penstock has no code for an action kind; `kind` is its text, `component` names the part."""
 
-    def __init__(self, kind: str, room: str) -> None:
-        super().__init__(f"{room} does not handle actions of kind {kind}")
+    def __init__(self, kind: str, component: str) -> None:
+        super().__init__(f"{component} does not handle actions of kind {kind}")
         self.kind = kind
-        self.room = room
+        self.component = component
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.kind, self.room)
+        return type(self), (self.kind, self.component)
 
 
 class ScheduleError(PenstockError):

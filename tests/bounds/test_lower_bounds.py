@@ -42,7 +42,7 @@ def test_the_greatest_bound_meets_every_known_optimum(p: int, m: int, limit: int
     ("case", "name"),
     {(2, 4, 4): "warm-up and drain", (2, 4, 8): "one-machine", (4, 4, 8): "one-machine"}.items(),
 )
-def test_of_bounds_that_are_equal_the_simplest_binds(case: tuple[int, int, int], name: str) -> None:
+def test_the_simplest_of_equal_bounds_binds(case: tuple[int, int, int], name: str) -> None:
     p, m, limit = case
     assert bounds(Workload(Placement.loop(p), m, UNITS), limit)[0].name == name
 

@@ -134,7 +134,7 @@ def test_a_wrong_gradient_is_named_and_the_exit_code_is_1(verify: Run) -> None:
     assert first["loss_error"] < 1e-3  # of the second step alone
 
 
-def test_a_model_that_depends_on_how_a_batch_is_cut_is_told_from_one_that_does_not(verify: Run) -> None:
+def test_a_model_that_depends_on_the_split_of_the_batch_is_distinguished(verify: Run) -> None:
     cut = verify("models:normed", "1f1b", "--json")
     assert (cut.code, cut.json["equal"]) == (1, False)
     assert "depends on how a batch is split, as BatchNorm does" in cut.json["schedules"][0]["cause"]
@@ -145,7 +145,7 @@ def test_a_model_that_depends_on_how_a_batch_is_cut_is_told_from_one_that_does_n
     assert "the model draws random numbers, as dropout does" in dropped["cause"]
 
 
-def test_a_tolerance_that_only_float64_could_keep_is_told_so(verify: Run) -> None:
+def test_a_tolerance_that_needs_float64_is_reported(verify: Run) -> None:
     row = verify("models:right", "1f1b", "--tolerance", 1e-8, "--json").json["schedules"][0]
     assert not row["equal"]
     assert row["cause"] == "that may be rounding: model.double() and inputs in float64 would show it"
@@ -171,7 +171,7 @@ def test_files_of_other_numbers_of_ranks_go_together(verify: Run, tmp_path: Path
     ]
 
 
-def test_what_cannot_be_run_is_told_with_its_reason(verify: Run) -> None:
+def test_schedules_that_cannot_run_are_reported_with_the_reason(verify: Run) -> None:
     for function, expected in (
         ("branches", "Branches is not an nn.Sequential"),
         ("uneven", "9 rows cannot be split into 4 microbatches of the same size"),

@@ -1,4 +1,4 @@
-"""Promises of costs: one number or one for each, units in the keys of a file, and faults that name the key."""
+"""Promises of costs: one number or one for each, units in the keys of a file, problems by key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_list_needs_one_entry_for_each_stage_or_edge() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "fault"),
+    ("costs", "problem"),
     [
         ({"forward": -1}, "forward: it must be from 0 to 1e"),
         ({"forward": 10**400}, "forward: it must be from 0 to 1e"),
@@ -53,12 +53,12 @@ def test_a_list_needs_one_entry_for_each_stage_or_edge() -> None:
         ({"bandwidth": 0}, "bandwidth: it must be more than 0"),
     ],
 )
-def test_costs_that_cannot_be_are_refused_by_name(costs: dict[str, Any], fault: str) -> None:
-    with pytest.raises(CostsError, match=fault):
+def test_invalid_costs_are_rejected_by_name(costs: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CostsError, match=problem):
         Costs(**costs)
 
 
-def test_all_faults_come_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(CostsError, match=r"forward: .*; latency: "):
         Costs(forward=-1, latency=-1)
 
@@ -83,18 +83,18 @@ def test_keys_have_their_units(tmp_path: Path) -> None:
     }
 
 
-def test_a_file_has_all_its_faults_told_by_key(tmp_path: Path) -> None:
+def test_all_problems_of_a_file_are_reported_with_their_keys(tmp_path: Path) -> None:
     path = tmp_path / "costs.toml"
     path.write_text('forward = 1\nlatency_seconds = "fast"\nbackward_input_seconds = -1\n')
     with pytest.raises(FormatError) as caught:
         Costs.read(path)
-    names = [fault.split(":")[0] for fault in caught.value.problems]
+    names = [problem.split(":")[0] for problem in caught.value.problems]
     assert names == ["forward", "backward_input_seconds", "latency_seconds"]
     assert "not a key of costs; they are forward_seconds" in caught.value.problems[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "fault"),
+    ("name", "text", "problem"),
     [
         ("c.json", "{", "invalid JSON"),
         ("c.json", "[]", "costs are an object"),
@@ -103,9 +103,9 @@ def test_a_file_has_all_its_faults_told_by_key(tmp_path: Path) -> None:
         ("c.json", "[" * 100_000, "invalid JSON"),
     ],
 )
-def test_files_that_are_no_costs_are_refused(name: str, text: str, fault: str, tmp_path: Path) -> None:
+def test_files_without_costs_are_rejected(name: str, text: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(FormatError, match=fault):
+    with pytest.raises(FormatError, match=problem):
         Costs.read(tmp_path / name)
 
 

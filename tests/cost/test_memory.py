@@ -52,7 +52,7 @@ def test_at_one_instant_a_free_comes_before_an_unshard_earlier_in_the_list() -> 
     (memory,) = memory_over_time(
         table, schedule.messages, Costs(activation=8, unsharded_parameters=8), start, end
     )
-    assert memory.peak == 8 + 16  # never two activations, nor an activation of stage 0 beside stage 1 unsharded
+    assert memory.peak == 8 + 16  # never two activations, nor one of stage 0 while stage 1 is unsharded
     assert memory.total[-1] == 0
 
 

@@ -13,7 +13,7 @@ import pytest
 import penstock
 from penstock import Costs, Kind, Schedule, simulate
 from penstock.view.grid import grid
-from tests.oracles.naive import MODELS, Judge
+from tests.oracles.naive import MODELS, NaiveValidator
 
 FAMILIES = penstock.families()
 
@@ -54,13 +54,13 @@ def test_every_family_is_valid_for_any_numbers_compute_only_and_lowered(name: st
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_is_valid_by_the_naive_oracle(name: str) -> None:
+def test_every_family_is_valid_for_the_naive_validator(name: str) -> None:
     for ranks, microbatches in ((1, 1), (2, 3), (3, 2), (3, 5)):
         schedule = penstock.lower(penstock.build(name, ranks=ranks, microbatches=microbatches))
         rows = [[str(step) for step in row] for row in schedule.ranks]
-        judge = Judge(rows, schedule.placement.stage_to_rank, microbatches)
-        assert judge.is_valid()
-        assert all(judge.runs(model) for model in MODELS)
+        naive = NaiveValidator(rows, schedule.placement.stage_to_rank, microbatches)
+        assert naive.is_valid()
+        assert all(naive.runs(model) for model in MODELS)
 
 
 def accepted_by_torch(name: str, ranks: int, microbatches: int) -> bool:

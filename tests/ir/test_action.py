@@ -94,7 +94,7 @@ def test_an_action_is_its_own_only_part_and_a_pair_has_two() -> None:
         (Kind.OVERLAP_F_B, 0, None, "an overlapped pair is an Overlap"),
     ],
 )
-def test_an_action_that_cannot_be_is_refused_at_construction(
+def test_an_invalid_action_is_rejected_at_construction(
     kind: Kind, stage: int, microbatch: int | None, reason: str
 ) -> None:
     with pytest.raises(ActionError, match=reason):
@@ -102,7 +102,7 @@ def test_an_action_that_cannot_be_is_refused_at_construction(
 
 
 @pytest.mark.parametrize("number", [True, 1.5, "1"])
-def test_a_number_that_is_not_whole_is_refused_at_construction(number: Any) -> None:
+def test_a_number_that_is_not_whole_is_rejected_at_construction(number: Any) -> None:
     with pytest.raises(ActionError):
         Action(Kind.F, number, 0)
     with pytest.raises(ActionError):
@@ -110,7 +110,7 @@ def test_a_number_that_is_not_whole_is_refused_at_construction(number: Any) -> N
 
 
 @pytest.mark.parametrize("kind_of_int", [np.int32, np.int64, np.uint8])
-def test_whole_numbers_of_numpy_mean_what_they_say(kind_of_int: Any) -> None:
+def test_integers_of_numpy_are_accepted(kind_of_int: Any) -> None:
     action = Action(Kind.F, kind_of_int(5), kind_of_int(3))
     assert list(decode(encode([action]))) == [Action(Kind.F, 5, 3)]
 
@@ -217,7 +217,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("text", "position", "reason"), REFUSED, ids=[ascii(text[:24]) for text, _, _ in REFUSED]
 )
-def test_what_is_not_an_action_is_refused_with_the_position_of_the_fault(
+def test_a_text_that_is_not_an_action_is_rejected_with_the_position_of_the_error(
     text: str, position: int, reason: str
 ) -> None:
     with pytest.raises(ActionError, match=reason) as caught:
@@ -233,13 +233,13 @@ def test_what_is_not_an_action_is_refused_with_the_position_of_the_fault(
         ("(1F0;(2F0;3B0)OVERLAP_F_B)OVERLAP_F_B", 5),
     ],
 )
-def test_a_pair_within_a_pair_is_refused_where_it_begins(text: str, position: int) -> None:
+def test_a_pair_within_a_pair_is_rejected_where_it_begins(text: str, position: int) -> None:
     with pytest.raises(ActionError) as caught:
         parse_action(text)
     assert caught.value.position == position
 
 
-def test_ten_thousand_brackets_are_refused_like_one() -> None:
+def test_ten_thousand_brackets_are_rejected_like_one() -> None:
     with pytest.raises(ActionError, match="an overlapped pair cannot contain another pair"):
         parse_action("(" * 10_000)
 
@@ -280,7 +280,7 @@ def test_everything_encoded_is_decoded(row: list[Step]) -> None:
 
 
 @given(st.text() | st.text("0123456789FIWB();SENDRCV_OLAPUHGT", max_size=30))
-def test_any_text_is_an_action_or_is_refused_at_a_position_inside_it(text: str) -> None:
+def test_any_text_is_an_action_or_is_rejected_at_a_position_inside_it(text: str) -> None:
     try:
         step = parse_action(text)
     except ActionError as error:

@@ -49,12 +49,12 @@ def test_edges_are_sorted_and_inputs_and_outputs_follow() -> None:
         (((0, "a"),), "two stage numbers"),
     ],
 )
-def test_edges_that_cannot_be_are_refused(edges: tuple[tuple[int, int], ...], reason: str) -> None:
+def test_invalid_edges_are_rejected(edges: tuple[tuple[int, int], ...], reason: str) -> None:
     with pytest.raises(PlacementError, match=reason):
         StageGraph(3, edges)
 
 
-def test_a_graph_of_another_number_of_stages_is_refused() -> None:
+def test_a_graph_of_another_number_of_stages_is_rejected() -> None:
     with pytest.raises(ScheduleError, match="3 stages, but the placement has 2"):
         Schedule.parse("0F0 | 1F0", graph=SKIP)
 
@@ -70,7 +70,7 @@ def test_messages_off_the_chain_name_both_ends_and_read_back() -> None:
     assert Schedule.parse(text, graph=SKIP).ranks == lowered.ranks
 
 
-def test_a_message_along_no_edge_is_refused() -> None:
+def test_a_message_along_no_edge_is_rejected() -> None:
     with pytest.raises(
         ScheduleError, match="SEND_F of stage 0 names stage 2 as its other end, but no edge joins"
     ):

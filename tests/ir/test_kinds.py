@@ -21,7 +21,7 @@ from penstock.view.html import html
 from penstock.view.perfetto import trace
 from penstock.view.svg import svg
 
-pytest.importorskip("torch", reason="the runtime is one of the rooms")
+pytest.importorskip("torch", reason="the runtime is one of the components")
 from penstock.runtime.execution.action_rules import rule_of
 from penstock.runtime.execution.forward_only import forward_only
 
@@ -80,7 +80,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Schedule:
     return Schedule([[Action(Kind.F, 0, 0), Action(kind, 0, 0), Action(Kind.B, 0, 0)]])
 
 
-ROOMS: dict[str, Callable[[Schedule], object]] = {
+COMPONENTS: dict[str, Callable[[Schedule], object]] = {
     "validation": penstock.validate,
     "lowering": penstock.lower,
     "simulate": penstock.simulate,
@@ -101,10 +101,10 @@ def drawn(schedule: Schedule) -> Timeline:
     return Timeline(schedule, Costs(), start, start + 1)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_an_unknown_kind_is_refused_loudly(room: str, made_up: Schedule) -> None:
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_an_unknown_kind_raises(component: str, made_up: Schedule) -> None:
     with pytest.raises(UnhandledKindError, match=MADE_UP):
-        ROOMS[room](made_up)
+        COMPONENTS[component](made_up)
 
 
 def test_prices_and_memory_follow_from_the_table_alone(made_up: Schedule) -> None:

@@ -80,7 +80,7 @@ def test_neighbours_on_a_v_are_on_the_same_or_the_next_rank(ranks: int, legs: in
     ],
     ids=str,
 )
-def test_the_style_is_the_shape_whoever_wrote_it_down(placement: Placement, style: str) -> None:
+def test_the_style_is_the_shape_however_the_placement_was_created(placement: Placement, style: str) -> None:
     assert placement.style == style
 
 
@@ -91,7 +91,7 @@ def test_the_style_is_the_shape_whoever_wrote_it_down(placement: Placement, styl
         (-3, 0, ["ranks must be at least 1 (given -3)", "must be at least 1 (given 0)"]),
     ],
 )
-def test_loop_and_v_refuse_numbers_below_1_all_at_once(ranks: int, many: int, messages: list[str]) -> None:
+def test_loop_and_v_reject_numbers_below_1_all_at_once(ranks: int, many: int, messages: list[str]) -> None:
     for make in (Placement.loop, Placement.v):
         with pytest.raises(PlacementError) as caught:
             make(ranks, many)
@@ -118,7 +118,7 @@ def test_the_stages_of_each_rank_say_the_same_as_the_rank_of_each_stage(ranks: l
     assert Placement.custom(dict(enumerate(placement.stages_of_rank))) == placement
 
 
-def test_every_fault_of_a_custom_placement_is_told_at_once() -> None:
+def test_all_problems_of_a_custom_placement_are_reported_at_once() -> None:
     with pytest.raises(PlacementError) as caught:
         Placement.custom({0: [0, 1, 6], 1: [1, 6, 4], 2: [3]})
     message = str(caught.value)
@@ -132,7 +132,7 @@ def test_every_fault_of_a_custom_placement_is_told_at_once() -> None:
     [{0: [0], 1: []}, {0: [], 1: [0]}, {0: [0], 1: [], 2: [1]}, {0: [0, -1], 1: [1]}, {-1: [0]}, {}, {0: []}],
     ids=str,
 )
-def test_a_rank_without_a_stage_and_numbers_below_0_are_refused(stages_of_rank: dict[int, list[int]]) -> None:
+def test_a_rank_without_a_stage_and_numbers_below_0_are_rejected(stages_of_rank: dict[int, list[int]]) -> None:
     with pytest.raises(PlacementError):
         Placement.custom(stages_of_rank)
 
@@ -164,24 +164,22 @@ def test_a_placement_can_be_made_from_any_sequence_and_keeps_a_tuple() -> None:
     ],
     ids=str,
 )
-def test_a_mapping_that_cannot_be_is_refused_with_what_is_wrong(
-    stage_to_rank: tuple[int, ...], message: str
-) -> None:
+def test_an_invalid_mapping_is_rejected_with_its_problem(stage_to_rank: tuple[int, ...], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         Placement(stage_to_rank)
 
 
 @pytest.mark.parametrize("stage_to_rank", [(0.5, 1), "01", ("0", "1")], ids=repr)
-def test_ranks_that_are_not_whole_numbers_are_refused(stage_to_rank: tuple[int, ...]) -> None:
+def test_ranks_that_are_not_whole_numbers_are_rejected(stage_to_rank: tuple[int, ...]) -> None:
     with pytest.raises(PlacementError):
         Placement(stage_to_rank)
 
 
-# --- numbers nobody means --------------------------------------------------------------------------
+# --- implausible numbers ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("huge", [10**9, 10**12, 10**30])
-def test_a_huge_rank_or_stage_number_is_refused_in_little_memory(huge: int) -> None:
+def test_a_huge_rank_or_stage_number_is_rejected_in_little_memory(huge: int) -> None:
     for faulty in ({huge: [0]}, {0: [huge]}, {0: [0], huge: [huge]}):
         with little_memory(), pytest.raises(PlacementError) as caught:
             Placement.custom(faulty)
@@ -191,7 +189,7 @@ def test_a_huge_rank_or_stage_number_is_refused_in_little_memory(huge: int) -> N
 
 
 @pytest.mark.parametrize("huge", [10**18, 10**30])
-def test_more_stages_than_can_be_numbered_are_refused_in_little_memory(huge: int) -> None:
+def test_more_stages_than_can_be_numbered_are_rejected_in_little_memory(huge: int) -> None:
     with little_memory(), pytest.raises(PlacementError):
         Placement.loop(huge)
     with little_memory(), pytest.raises(PlacementError):

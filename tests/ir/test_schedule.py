@@ -31,7 +31,7 @@ def test_texts_actions_and_one_text_make_the_same_schedule() -> None:
     ["0F0 0B0|1F0 1B0", "0F0 0B0\n1F0 1B0", "\n  0F0   0B0\n\t1F0 1B0\n\n", "0F0 0B0\r\n1F0 1B0\r\n"],
     ids=repr,
 )
-def test_ranks_are_parted_by_bars_or_line_breaks(text: str) -> None:
+def test_ranks_are_separated_by_bars_or_line_breaks(text: str) -> None:
     assert Schedule.parse(text) == Schedule([["0F0", "0B0"], ["1F0", "1B0"]])
 
 
@@ -67,12 +67,12 @@ def test_every_family_prints_what_parses_back(family: str) -> None:
 # --- what is not given is inferred -----------------------------------------------------------------
 
 
-def test_a_stage_lives_on_the_rank_that_works_on_it_most() -> None:
+def test_a_stage_is_on_the_rank_with_most_of_its_actions() -> None:
     schedule = Schedule.parse("0F0 1F0 0B0 | 1F0 1B0 2F0")
     assert schedule.placement == Placement((0, 1, 1))
 
 
-def test_a_tie_goes_to_the_first_rank_and_a_stage_nobody_names_beside_the_one_before_it() -> None:
+def test_a_tie_goes_to_the_first_rank_and_a_stage_without_actions_to_the_rank_of_the_stage_before_it() -> None:
     assert Schedule.parse("0F0 1F0 | 1F0 2F0").placement == Placement((0, 0, 1))
     assert Schedule.parse("0F0 0B0 | 1F0 3F0").placement == Placement((0, 1, 1, 1))
 
@@ -94,14 +94,14 @@ def test_what_is_given_is_not_inferred() -> None:
     assert (schedule.placement, schedule.microbatches, schedule.name) == (Placement((0, 1)), 2, "mine")
 
 
-def test_a_bad_schedule_is_still_a_schedule_for_validation_to_judge() -> None:
+def test_an_invalid_schedule_can_be_created_and_validated() -> None:
     schedule = Schedule.parse("9F9 0F0 | 0B0", Placement.loop(2), 1)
-    assert {"stage-out-of-range", "wrong-rank"} <= {fault.code for fault in penstock.validate(schedule)}
+    assert {"stage-out-of-range", "wrong-rank"} <= {violation.code for violation in penstock.validate(schedule)}
 
 
-def test_a_schedule_without_any_step_is_judged_like_any_other() -> None:
+def test_a_schedule_without_steps_can_be_validated() -> None:
     schedule = Schedule([[], []], Placement.loop(2), 1)
-    assert {fault.code for fault in penstock.validate(schedule)} == {"missing-forward"}
+    assert {violation.code for violation in penstock.validate(schedule)} == {"missing-forward"}
 
 
 # --- a value ---------------------------------------------------------------------------------------
@@ -114,12 +114,12 @@ def test_a_schedule_does_not_change(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["placement", "microbatches", "name", "table"])
-def test_nothing_can_be_taken_from_a_schedule(name: str) -> None:
+def test_attributes_of_a_schedule_cannot_be_deleted(name: str) -> None:
     with pytest.raises(AttributeError):
         delattr(Schedule.parse("0F0"), name)
 
 
-def test_its_columns_cannot_be_written_to() -> None:
+def test_its_arrays_cannot_be_written_to() -> None:
     schedule = Schedule.parse("0F0 | 1F0")
     for column in (schedule.table.code, schedule.table.slot, schedule.table.rank):
         with pytest.raises(ValueError, match="read-only"):
@@ -179,11 +179,11 @@ def test_a_copy_is_the_same_schedule(duplicate: Any) -> None:
         ("0F0 0SEND_F0", "lowered"),
     ],
 )
-def test_the_level_is_compute_until_something_else_is_there(text: str, level: str) -> None:
+def test_the_level_is_compute_if_all_actions_are(text: str, level: str) -> None:
     assert Schedule.parse(text).level == level
 
 
-def test_repr_says_name_and_numbers_and_never_the_steps() -> None:
+def test_repr_has_name_and_numbers_without_the_steps() -> None:
     schedule = penstock.build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2)
     assert repr(schedule) == (
         "<Schedule interleaved-1f1b: 2 ranks, 4 stages, 4 microbatches, 32 steps, compute>"
@@ -197,7 +197,7 @@ def test_a_row_may_be_one_text() -> None:
     assert Schedule(["0F0 0B0", "1F0 1B0"]) == Schedule.parse("0F0 0B0 | 1F0 1B0")
 
 
-def test_a_text_that_is_no_action_is_refused() -> None:
+def test_a_text_that_is_no_action_is_rejected() -> None:
     with pytest.raises(ActionError, match="'1F0x' is not an action"):
         Schedule.parse("0F0 0B0 | 1F0x")
 
@@ -215,24 +215,24 @@ def test_at_least_one_microbatch_is_needed(microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("microbatches", [True, 1.5, "2"], ids=repr)
-def test_microbatches_that_are_not_a_whole_number_are_refused(microbatches: Any) -> None:
+def test_microbatches_that_are_not_a_whole_number_are_rejected(microbatches: Any) -> None:
     with pytest.raises(ScheduleError):
         Schedule.parse("0F0", microbatches=microbatches)
 
 
 @pytest.mark.parametrize("step", [None, 1, ("0", "F", "0")], ids=repr)
-def test_a_step_that_is_neither_action_nor_text_is_refused(step: Any) -> None:
+def test_a_step_that_is_neither_action_nor_text_is_rejected(step: Any) -> None:
     with pytest.raises(PenstockError):
         Schedule([["0F0", step]])
 
 
 @pytest.mark.parametrize("text", ["0F0 | | 1F0", "0F0 | 0B0", "0F0 | 1F0 |"])
-def test_a_rank_without_a_stage_of_its_own_is_refused(text: str) -> None:
+def test_a_rank_without_a_stage_of_its_own_is_rejected(text: str) -> None:
     with pytest.raises(ScheduleError, match="no stage"):
         Schedule.parse(text)
 
 
-def test_no_lists_at_all_are_refused() -> None:
+def test_no_lists_at_all_are_rejected() -> None:
     with pytest.raises(ScheduleError):
         Schedule([])
 
@@ -247,13 +247,13 @@ def test_no_lists_at_all_are_refused() -> None:
         ("3F0 0F0", "names stage 3, but 2 actions"),
     ],
 )
-def test_one_huge_number_is_a_mistake_and_costs_no_memory(text: str, message: str) -> None:
+def test_one_huge_number_is_rejected_and_takes_no_memory(text: str, message: str) -> None:
     with little_memory(), pytest.raises(ScheduleError, match=message):
         Schedule.parse(text)
 
 
 @pytest.mark.parametrize("microbatches", [10**7, 10**12, 10**30])
-def test_more_microbatches_than_the_steps_could_cover_cost_no_memory(microbatches: int) -> None:
+def test_more_microbatches_than_the_steps_can_cover_take_no_memory(microbatches: int) -> None:
     with little_memory(), pytest.raises(ScheduleError, match="1 actions cannot cover 1 stages"):
         Schedule.parse("0F0", microbatches=microbatches)
 
@@ -261,5 +261,5 @@ def test_more_microbatches_than_the_steps_could_cover_cost_no_memory(microbatche
 def test_a_huge_number_beside_a_given_placement_is_left_to_validation() -> None:
     with little_memory():
         schedule = Schedule.parse("60000000F60000000", Placement.loop(1), 1)
-        codes = [fault.code for fault in penstock.validate(schedule)]
+        codes = [violation.code for violation in penstock.validate(schedule)]
     assert codes == ["stage-out-of-range", "microbatch-out-of-range", "missing-forward"]

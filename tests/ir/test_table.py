@@ -41,7 +41,7 @@ def test_only_stages_on_different_ranks_cross() -> None:
     assert v.table.crosses_ranks.tolist() == [True, False, True]
 
 
-def test_kinds_are_known_by_what_is_there() -> None:
+def test_the_kinds_of_a_table_are_those_of_its_parts() -> None:
     lowered = penstock.lower(PAIR)
     assert PAIR.table.kinds == [Kind.F, Kind.B]
     assert PAIR.table.only_compute

@@ -12,7 +12,7 @@ from penstock.lowering import (
 from tests.support.passes import FAMILIES, after
 
 
-def test_split_backward_makes_i_and_w_of_every_b() -> None:
+def test_split_backward_replaces_every_b_by_i_and_w() -> None:
     assert after(SplitBackward(), "0F0 0F1 0B0 0B1") == "0F0 0F1 0I0 0W0 0I1 0W1"
 
 
@@ -23,14 +23,14 @@ def test_split_backward_keeps_the_input_gradient_in_the_pair() -> None:
     assert after(MergeBackward(), split) == text
 
 
-def test_merge_backward_leaves_an_i_alone_whose_w_comes_later() -> None:
+def test_merge_backward_keeps_an_i_whose_w_comes_later() -> None:
     assert after(MergeBackward(), "0F0 0F1 0I0 0I1 0W0 0W1") == "0F0 0F1 0I0 0I1 0W0 0W1"
     assert after(MergeBackward(), "0F0 0F1 0I0 0W0 0I1 0W1") == "0F0 0F1 0B0 0B1"
     assert after(MergeBackward(), "0F0 1F0 1I0 0I0 0W0 1W0") == "0F0 1F0 1I0 0B0 1W0"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_split_and_merge_are_inverse_where_i_and_w_stand_together(name: str) -> None:
+def test_split_and_merge_are_inverse_where_w_directly_follows_i(name: str) -> None:
     schedule = penstock.build(name, ranks=2, microbatches=3)
     split = SplitBackward()(schedule)
     assert penstock.validate(split) == []

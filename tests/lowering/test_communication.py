@@ -18,7 +18,7 @@ def test_a_value_is_sent_at_once_and_received_at_that_moment() -> None:
     )
 
 
-def test_neighbours_on_one_rank_hand_over_without_messages() -> None:
+def test_neighbours_on_one_rank_need_no_messages() -> None:
     lowered = after(AddCommunication(), "0F0 3F0 3B0 0B0 | 1F0 2F0 2B0 1B0")
     assert "1SEND_F0" not in lowered
     assert "2SEND_B0" not in lowered

@@ -35,7 +35,7 @@ def test_the_trace_shows_the_schedule_after_every_pass() -> None:
 
 
 @pytest.mark.parametrize("again", DEFAULT_PASSES)
-def test_a_pass_refuses_to_put_in_twice(again: Pass) -> None:
+def test_a_pass_rejects_a_schedule_that_has_what_it_adds(again: Pass) -> None:
     lowered = lower(penstock.build("1f1b", ranks=2, microbatches=2))
     with pytest.raises(ScheduleError, match=f"{again.name}: the schedule already has"):
         again(lowered)
@@ -48,7 +48,7 @@ def test_a_pass_refuses_to_put_in_twice(again: Pass) -> None:
         ("0F0 0F0 0B0 | 1F0", "duplicate-action"),
     ],
 )
-def test_a_schedule_with_faults_is_refused_with_its_report(text: str, code: str) -> None:
+def test_an_invalid_schedule_is_rejected_with_its_report(text: str, code: str) -> None:
     for passes in (DEFAULT_PASSES, (AddSharding(),), ()):
         with pytest.raises(ScheduleError, match=rf"error\[{code}\]"):
             lower(Schedule.parse(text), passes)

@@ -33,19 +33,19 @@ def test_deferred_receives_are_as_safe_as_their_docstring_says(name: str) -> Non
         assert penstock.validate(DeferReceives(past_sends=True)(lowered), send_model="edge-streams") == []
 
 
-def test_receives_past_sends_can_hang_on_one_stream_and_the_proof_says_so() -> None:
+def test_receives_past_sends_can_deadlock_on_one_stream_and_validation_reports_it() -> None:
     lowered = DeferReceives(past_sends=True)(lower(penstock.build("1f1b", ranks=2, microbatches=4)))
     (violation,) = penstock.validate(lowered)
     assert violation.code == "deadlock"
     assert violation.send_models == SendModel.PAIR_STREAMS.and_stricter
 
 
-def test_deferring_receives_that_are_not_there_is_refused() -> None:
+def test_deferring_receives_that_are_not_there_is_rejected() -> None:
     with pytest.raises(ScheduleError, match="run add-communication first"):
         DeferReceives()(penstock.build("1f1b", ranks=2, microbatches=2))
 
 
-def test_a_receive_behind_its_use_is_refused_and_not_lost() -> None:
+def test_a_receive_behind_its_use_is_rejected_and_not_lost() -> None:
     schedule = Schedule.parse("0F0 0SEND_F0 | 1F0 1RECV_F0")
     with pytest.raises(ScheduleError, match=r"error\[used-before-received\]"):
         lower(schedule, [DeferReceives()])

@@ -36,7 +36,7 @@ def test_both_stages_of_a_pair_are_held_even_beyond_the_look_ahead() -> None:
     assert "0UNSHARD (0F1;1B0)OVERLAP_F_B" in lowered
 
 
-def test_a_look_ahead_of_nothing_is_refused() -> None:
+def test_a_look_ahead_of_zero_is_rejected() -> None:
     with pytest.raises(ScheduleError, match="max_active_stages must be at least 1"):
         AddSharding(0)
 

@@ -30,7 +30,7 @@ def parts_of(text: str) -> list[Part]:
 
 
 @dataclass
-class Judge:
+class NaiveValidator:
     rows: Rows
     hosts: Sequence[int]
     microbatches: int

@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.xdist_group("ranks-4"), pytest.mark.usefixtures("one_t
 # --- custom functions ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", ["one after the other", "beside"])
+@pytest.mark.parametrize("threads", ["one after the other", "in parallel"])
 def test_functions_for_forwards_and_pairs_are_called_once_for_each(pools: Pools, threads: str) -> None:
-    found = pools(4).run(pipelining_functions.train_with_functions, threads == "beside")
+    found = pools(4).run(pipelining_functions.train_with_functions, threads == "in parallel")
     assert_alike(found, train_alone(8, 8, steps=1))
     for run in found:
         counts, wanted = run.about

@@ -20,7 +20,7 @@ from penstock.runtime.execution.custom_function import Custom
 from tests.support.grids import small
 from tests.support.models import TASKS, numbers
 from tests.support.pool import Pools
-from tests.support.reference import TIMEOUT, faults_of, run_cases
+from tests.support.reference import TIMEOUT, problems_of, run_cases
 from tests.support.tensor_models import WIDTH, Crossing, squared
 from tests.support.tensor_parallel import WAYS, TensorCase, mesh_of, train
 
@@ -31,7 +31,7 @@ FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zbv", "
 
 def assert_trains(pools: Pools, cases: list[TensorCase]) -> None:
     ranks = cases[0].schedule.num_ranks * cases[0].dp * cases[0].tp
-    assert not faults_of(cases, pools(ranks).run(run_cases, cases, train, seconds=600))
+    assert not problems_of(cases, pools(ranks).run(run_cases, cases, train, seconds=600))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,7 +118,7 @@ def test_weight_gradients_of_tensor_parallel_layers_are_deferred(pools: Pools) -
 
 
 class Turned(nn.Module):
-    """Hands on what it makes of its input, as a DTensor that each rank has a piece of."""
+    """Passes on a function of its input, as a DTensor of which each rank has a shard."""
 
     def __init__(self, mesh: DeviceMesh, turn: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -154,8 +154,8 @@ def test_a_stage_without_weights_finds_its_mesh_from_the_pipelines(pools: Pools)
 # --- what is refused --------------------------------------------------------------------------------
 
 
-def told(turn: Callable[[Tensor], Tensor], *, knows_mesh: bool = True, **options: Any) -> str:
-    """What a step is refused with when its first stage hands on such a tensor."""
+def message_of(turn: Callable[[Tensor], Tensor], *, knows_mesh: bool = True, **options: Any) -> str:
+    """The error of a step whose first stage passes on such a tensor."""
     mesh = mesh_of(2, 1, 2)
     group = mesh["pp"] if knows_mesh else mesh["pp"].get_group()
     stages = {0: Turned(mesh["tp"], turn), 1: nn.Identity()}
@@ -169,12 +169,12 @@ def told(turn: Callable[[Tensor], Tensor], *, knows_mesh: bool = True, **options
     return ""
 
 
-def told_without_a_mesh() -> str:
-    return told(torch.sin, knows_mesh=False)
+def message_without_a_mesh() -> str:
+    return message_of(torch.sin, knows_mesh=False)
 
 
 def test_a_dtensor_without_a_matching_mesh_is_rejected(pools: Pools) -> None:
-    for text in pools(4).run(told_without_a_mesh):
+    for text in pools(4).run(message_without_a_mesh):
         assert "in 1F0" in text
         assert "received a DTensor on a mesh (tp: 2) of cpu, this rank at [" in text
         assert "this rank has no such mesh, but none at all" in text
@@ -188,12 +188,12 @@ def _broken_piece(x: Tensor) -> Tensor:
     return x * distribute_tensor(factor, x.device_mesh, x.placements)
 
 
-def told_of_numbers() -> str:
-    return told(_broken_piece, check_finite=True)
+def message_about_numbers() -> str:
+    return message_of(_broken_piece, check_finite=True)
 
 
 def test_a_nonfinite_value_in_one_shard_is_reported_by_all_ranks(pools: Pools) -> None:
-    for text in pools(4).run(told_of_numbers):
+    for text in pools(4).run(message_about_numbers):
         assert f"stage 0: {2 * WIDTH} of {2 * 5 * WIDTH} elements of its output" in text
 
 
@@ -204,12 +204,12 @@ def _words_by_rank(x: Tensor) -> Tensor:
     return nn.functional.embedding(words, table.redistribute(placements=[Shard(0)]))
 
 
-def told_of_masks() -> str:
-    return told(_words_by_rank)
+def message_about_masks() -> str:
+    return message_of(_words_by_rank)
 
 
 def test_the_partial_sum_of_an_embedding_is_rejected_with_a_remedy(pools: Pools) -> None:
-    for text in pools(4).run(told_of_masks):
+    for text in pools(4).run(message_about_masks):
         assert "stage 0, output for rank 1: a DTensor with the placement MaskP" in text
         assert "`redistribute()` it first" in text
 

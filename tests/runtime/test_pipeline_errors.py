@@ -20,7 +20,7 @@ from tests.support.pipelines import batch_of, pipeline_of
 from tests.support.pool import Pools
 from tests.support.reference import (
     Case,
-    faults_of,
+    problems_of,
     run_cases,
 )
 
@@ -82,7 +82,7 @@ WRONG_PIPELINES = {
 
 
 @pytest.mark.xdist_group("ranks-2")
-def test_invalid_pipelines_are_refused_on_every_rank(pools: Pools) -> None:
+def test_invalid_pipelines_are_rejected_on_every_rank(pools: Pools) -> None:
     for rank, messages in enumerate(pools(2).run(wrong_pipelines)):
         for name, words in WRONG_PIPELINES.items():
             assert all(word in messages[name] for word in words), f"rank {rank}, {name}: {messages[name]!r}"
@@ -130,7 +130,7 @@ WRONG_STEPS = {
 
 @pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("name", WRONG_STEPS)
-def test_a_wrong_step_is_refused_on_every_rank_with_the_same_message(pools: Pools, name: str) -> None:
+def test_a_wrong_step_is_rejected_on_every_rank_with_the_same_message(pools: Pools, name: str) -> None:
     answers = pools(2).run(wrong_step, name)
     for rank, (message, loss) in enumerate(answers):
         assert all(word in message for word in WRONG_STEPS[name]), f"rank {rank}: {message!r}"
@@ -176,4 +176,4 @@ def test_a_custom_placement_with_neighbours_on_one_rank_evaluates(pools: Pools) 
     placement = Placement((1, 1, 0, 0, 1))
     rows = ["2F0 3F0 2F1 3F1 3B0 2B0 3B1 2B1", "0F0 1F0 0F1 1F1 4F1 4F0 4B1 4B0 1B1 0B1 1B0 0B0"]
     cases = [Case(Schedule(rows, placement, 2), "mlp")]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_eval))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_eval))

@@ -102,7 +102,7 @@ def construct_often(end: str) -> tuple[int, int, int, list[str], int]:
     return before, descriptors(), threads, children(), resident() - memory
 
 
-@pytest.mark.parametrize("end", ["close", "let go"])
+@pytest.mark.parametrize("end", ["close", "drop"])
 def test_a_pipeline_that_is_closed_or_deleted_leaves_nothing_behind(leaking_pool: Pool, end: str) -> None:
     for before, after, threads, processes, growth in leaking_pool.run(construct_often, end):
         assert threads == 0

@@ -186,7 +186,7 @@ def test_vmap_over_a_layer_works_under_a_split_backward() -> None:
         (lambda output, _: output, batch()[1], "must return a tensor with one element"),
     ],
 )
-def test_a_loss_that_trains_nothing_is_refused(loss: Any, target: Any, message: str) -> None:
+def test_a_loss_that_trains_nothing_is_rejected(loss: Any, target: Any, message: str) -> None:
     pipeline = Pipeline([model()], "1f1b", microbatches=M, loss=loss)
     with pytest.raises(PipelineError, match=message):
         pipeline.step(batch()[0], target=target)
@@ -236,7 +236,7 @@ def test_an_exception_is_raised_unchanged() -> None:
         ({"schedule": penstock.build("1f1b", ranks=1, microbatches=8)}, "8 microbatches, but microbatches=4"),
     ],
 )
-def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_rejected(given: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"schedule": "1f1b", "microbatches": M, "loss": mse_loss} | given
     with pytest.raises(PipelineError, match=message):
         Pipeline([model()], **options)
@@ -249,7 +249,7 @@ def test_one_module_is_not_a_list_of_stages() -> None:
         Pipeline(model(), "1f1b", microbatches=M, loss=mse_loss)  # type: ignore[arg-type]
 
 
-def test_modules_on_the_meta_device_are_refused() -> None:
+def test_modules_on_the_meta_device_are_rejected() -> None:
     with pytest.raises(PipelineError, match=r"on the meta device: .*materialize"):
         Pipeline([model().to("meta")], "1f1b", microbatches=M, loss=mse_loss)
 

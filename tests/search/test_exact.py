@@ -1,4 +1,4 @@
-"""The exact solver proves the known optima by itself, and no closed bound exceeds them."""
+"""The exact solver alone proves the known optima, and no closed bound exceeds them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_every_gap_of_a_small_pipeline_is_explained() -> None:
     ]
 
 
-def test_waiting_for_a_value_that_is_made_but_on_its_way_is_the_links_fault() -> None:
+def test_waiting_for_a_value_in_transfer_is_attributed_to_the_link() -> None:
     timeline = simulate(Schedule.parse("0F0 0F1 | 1F0 1F1"), Costs(bandwidth=1, activation_message=10))
     late = [gap for gap in gaps(timeline) if gap.rank == 1][1]
     assert (late.reason, late.start, late.end) == ("link", 12, 21)
@@ -35,7 +35,7 @@ def test_waiting_for_a_value_that_is_made_but_on_its_way_is_the_links_fault() ->
     assert str(late.blame.step) == "0F1"
 
 
-def test_a_receive_that_holds_up_other_work_is_named() -> None:
+def test_a_receive_that_blocks_other_work_is_named() -> None:
     text = "0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2F0 2RECV_F1 2F1 | 1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1"
     timeline = simulate(Schedule.parse(text), blocking_receives=True)
     held = next(gap for gap in gaps(timeline) if gap.reason == "blocked receive")
@@ -45,7 +45,7 @@ def test_a_receive_that_holds_up_other_work_is_named() -> None:
     assert (held.message.stage, held.message.microbatch) == (1, 0)
 
 
-def test_a_send_that_holds_up_its_rank_is_named_with_the_receiver() -> None:
+def test_a_send_that_blocks_its_rank_is_named_with_the_receiver() -> None:
     text = "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 | 1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2"
     timeline = simulate(Schedule.parse(text), Costs(forward=(1, 100)), send_model="rendezvous")
     held = next(gap for gap in gaps(timeline) if gap.reason == "blocked send")
@@ -71,7 +71,7 @@ def test_the_critical_path_of_1f1b_goes_down_and_up() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipev", "v-half"])
-def test_costs_that_no_computer_holds_exactly_leave_no_gap_unexplained(name: str) -> None:
+def test_costs_without_an_exact_float_leave_no_gap_unexplained(name: str) -> None:
     costs = Costs(forward=0.0103331, backward_input=0.0111117, backward_weight=0.0090909, latency=0.0300001)
     for schedule in (made := penstock.build(name, ranks=4, microbatches=8), penstock.lower(made)):
         timeline = simulate(schedule, costs)

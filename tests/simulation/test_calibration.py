@@ -43,7 +43,7 @@ def test_times_that_vary_become_their_means() -> None:
     assert found.backward_weight == (2.0, 1.0)  # it was not measured
 
 
-def test_overlapped_pairs_do_not_count_as_work_by_itself() -> None:
+def test_overlapped_pairs_do_not_count_as_single_actions() -> None:
     pairs = Costs(overlap_factor=0.5)
     found = calibrate([simulate(lower(build("dualpipev", ranks=2, microbatches=6)), pairs)])
     assert found.forward == pytest.approx((1.0,) * 4)
@@ -62,7 +62,7 @@ def test_errors_are_shares_of_what_was_measured_by_kind_and_for_the_step() -> No
     ]
 
 
-def test_timelines_must_be_there_and_have_the_same_stages() -> None:
+def test_timelines_are_required_and_must_have_the_same_stages() -> None:
     with pytest.raises(CostsError, match="no timelines"):
         calibrate([])
     other = simulate(Schedule.parse("0F0 0B0"))

@@ -36,11 +36,11 @@ def test_a_straggler_slows_all() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"noise": -1}, {"runs": 0}, {"stragglers": {9: 2}}, {"stragglers": {0: 0}}])
-def test_numbers_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_numbers_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(CostsError):
         jitter(SCHEDULE, **wrong)
 
 
-def test_a_bad_schedule_is_refused() -> None:
+def test_an_invalid_schedule_is_rejected() -> None:
     with pytest.raises(ScheduleError):
         jitter(penstock.Schedule.parse("0F0 0F0"))

@@ -1,4 +1,4 @@
-"""A model with names, cut and sharded in several ways, trained from a checkpoint or from the beginning."""
+"""A model with names, split and sharded in several ways, trained from a checkpoint or from the beginning."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def stages_of(count: int) -> dict[int, nn.Module]:
 
 
 def sharded(model: Any, *, tensor_parallel: bool) -> Any:
-    """Over all ranks, or over two with the layers cut over two others."""
+    """Over all ranks, or over two with the layers sharded over two others."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh(
         "cpu", (ranks // 2, 2) if tensor_parallel else (ranks, 1), mesh_dim_names=("dp", "tp")

@@ -135,19 +135,19 @@ def train_composed(case: Composed) -> Outcome:
                 outcome.losses.append(result.loss)
                 right = wanted.losses[step * case.accumulated + part]
                 if result.loss is None or abs(result.loss - right) > 1e-9:
-                    outcome.faults.append(f"step {step}.{part}: loss {result.loss}, not {right}")
+                    outcome.problems.append(f"step {step}.{part}: loss {result.loss}, not {right}")
             for name, gradient in gradients(pipeline):
                 right_gradient = wanted.gradients[step][names.get(name, name)]
-                outcome.faults += differences(
+                outcome.problems += differences(
                     f"step {step}", {name: gradient}, {name: right_gradient}, exact=False, slack=100
                 )
             norm = float(pipeline.clip_grad_norm_(MAX_NORM))
             if abs(norm - wanted.norms[step]) > 1e-9 * wanted.norms[step]:
-                outcome.faults.append(f"step {step}: norm {norm}, not {wanted.norms[step]}")
+                outcome.problems.append(f"step {step}: norm {norm}, not {wanted.norms[step]}")
             optimizer.step()
             optimizer.zero_grad()
         for name, value in states(pipeline):
-            outcome.faults += differences(
+            outcome.problems += differences(
                 "state", {name: value}, {name: wanted.state[name]}, exact=False, slack=1000
             )
     return outcome

@@ -115,7 +115,7 @@ class Block(nn.Module):
 
 
 class UsedTwice(nn.Module):
-    """A weight that its layer uses, and somebody else."""
+    """A weight that is used by its layer and elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,20 +33,20 @@ def run_eval(case: Case) -> Outcome:
             with_target = pipeline.eval(*batch.args, target=batch.target, return_outputs=True, **batch.kwargs)
             without = pipeline.eval(*batch.args, **batch.kwargs)
             after = gradients(pipeline), state(pipeline), _flags(pipeline), torch.get_rng_state()
-            outcome.faults += differences("gradient after eval", after[0], before[0], exact=True)
-            outcome.faults += differences("state after eval", after[1], before[1], exact=True)
+            outcome.problems += differences("gradient after eval", after[0], before[0], exact=True)
+            outcome.problems += differences("state after eval", after[1], before[1], exact=True)
             if after[2] != before[2]:
-                outcome.faults.append("eval changed training flags")
+                outcome.problems.append("eval changed training flags")
             if not torch.equal(after[3], before[3]):
-                outcome.faults.append("eval changed the random state")
+                outcome.problems.append("eval changed the random state")
             outcome.losses.append(with_target.loss)
-            outcome.faults += _eval_faults(pipeline, with_target, without, wanted)
+            outcome.problems += _eval_problems(pipeline, with_target, without, wanted)
             stepped = pipeline.step(*batch.args, target=batch.target, return_outputs=True, **batch.kwargs)
             if (stepped.outputs is None) != (with_target.outputs is None):
-                outcome.faults.append("step gives outputs on another rank than eval")
+                outcome.problems.append("step gives outputs on another rank than eval")
             if case.task in ("mlp", "transformer", "uneven") and stepped.outputs is not None:
                 found, right = {"outputs": stepped.outputs}, {"outputs": with_target.outputs}
-                outcome.faults += differences("step", found, right, exact=True)
+                outcome.problems += differences("step", found, right, exact=True)
             with torch.no_grad():
                 for parameter in pipeline.parameters():
                     if parameter.grad is not None:
@@ -83,21 +83,21 @@ def _share_weights(stages: list[nn.Module], schedule: Schedule) -> None:
                 dist.broadcast(value, schedule.placement.stage_to_rank[index])
 
 
-def _eval_faults(
+def _eval_problems(
     pipeline: Pipeline, with_target: Any, without: Any, wanted: tuple[list[float], list[Any]]
 ) -> list[str]:
-    faults = []
+    problems = []
     losses, outputs = wanted
     if with_target.losses is None or with_target.losses.tolist() != losses:
-        faults.append(f"eval: losses {with_target.losses}, not {losses}")
+        problems.append(f"eval: losses {with_target.losses}, not {losses}")
     if (without.loss, without.losses, without.outputs) != (None, None, None):
-        faults.append(f"eval without target gave {without}")
+        problems.append(f"eval without target gave {without}")
     last = pipeline.schedule.num_stages - 1 in pipeline.modules
     if (with_target.outputs is not None) != last:
-        faults.append(f"outputs {'missing' if last else 'where the last stage is not'}")
+        problems.append(f"outputs {'missing' if last else 'where the last stage is not'}")
     elif last:
         merged = with_target.outputs["hidden"] if isinstance(with_target.outputs, dict) else with_target.outputs
         right = torch.cat([each["hidden"] if isinstance(each, dict) else each for each in outputs])
         if merged.requires_grad or not torch.equal(merged, right):
-            faults.append("other outputs")
-    return faults
+            problems.append("other outputs")
+    return problems

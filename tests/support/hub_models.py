@@ -54,7 +54,7 @@ MODELS = tuple(_CONFIGS)
 
 
 def decoder(kind: str, *, tied: bool = False, **changes: Any) -> Any:
-    """A model with the same weights whoever asks for it, none of them zero."""
+    """A model with the same weights in every process, none of them zero."""
     import transformers  # noqa: PLC0415 -- loaded in the processes that need it
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ def mesh_of_ranks(**sizes: int) -> DeviceMesh:
 
 
 def _one_thread() -> tuple[str, Any]:
-    """With two threads, a worker has died of a broken heap twice in some hundred runs, inside of gloo."""
+    """With two threads, a worker crashed with a corrupted heap twice in some hundred runs, inside gloo."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_default_device()]

@@ -33,7 +33,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and beside a residual."""
+    """Attention and a feed-forward layer, each with a norm before it and a residual connection."""
 
     def __init__(self, heads: int = 2) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Pair(NamedTuple):
 
 
 class Nested(nn.Module):
-    """Hands on a hidden state, one skipped past the stages, and a number, packed in another way each time."""
+    """Passes on a hidden state, one skipped past the stages, and a number, packed in another way each time."""
 
     def __init__(self, index: int, count: int) -> None:
         super().__init__()

@@ -147,7 +147,7 @@ def _frozen(which: Callable[[int, int], bool]) -> Callable[[int, int], nn.Module
 
 
 def _uneven(step: int, m: int, dtype: torch.dtype) -> Batch:
-    """One row too few for all microbatches to be alike, and another number of rows in every step."""
+    """One row too few for microbatches of equal size, and another number of rows in every step."""
     rows = ROWS * m - 1 + step
     return Batch((numbers(step, rows, WIDTH, dtype=dtype),), numbers(9 + step, rows, WIDTH, dtype=dtype))
 

@@ -17,7 +17,7 @@ Unpack = Callable[..., Tensor]
 
 
 class PackingStage(nn.Module):
-    """A layer that hands on what `pack` makes of it, for `unpack` of the next stage.
+    """A layer that passes on its output packed by `pack`, for `unpack` of the next stage.
 
     `k` is another number for every microbatch and step: 100 times the step and the microbatch.
     """

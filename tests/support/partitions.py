@@ -1,4 +1,4 @@
-"""Models to be cut."""
+"""Models to be split into stages."""
 
 from __future__ import annotations
 

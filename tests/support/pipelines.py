@@ -36,14 +36,14 @@ def gradients(pipeline: Pipeline) -> dict[str, Tensor | None]:
     }
 
 
-def gradient_faults(
+def gradient_problems(
     pipeline: Pipeline, stages: Sequence[nn.Module], plain: Sequence[nn.Module], where: str = "", **how: Any
 ) -> list[str]:
     """How the gradients of this rank's stages differ from those of plain training."""
     return [
-        fault
+        problem
         for stage in pipeline.modules
-        for fault in differences(
+        for problem in differences(
             f"{where}stage {stage}", gradients_of(stages[stage]), gradients_of(plain[stage]), **how
         )
     ]

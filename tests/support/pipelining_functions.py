@@ -71,10 +71,10 @@ def train_with_functions(threads: bool) -> Run:  # noqa: FBT001
             forward_as_torch_writes_it(one, ctx)
             backward_as_torch_writes_it(other, ctx)
             return
-        beside = threading.Thread(target=backward_as_torch_writes_it, args=(other, ctx))
-        beside.start()
+        thread = threading.Thread(target=backward_as_torch_writes_it, args=(other, ctx))
+        thread.start()
         forward_as_torch_writes_it(one, ctx)
-        beside.join()
+        thread.join()
 
     schedule.register_custom_function(F, forward)
     schedule.register_custom_function(OVERLAP_F_B, overlap)

@@ -122,7 +122,7 @@ _put_off: list[Callable[[], None]] = []
 
 
 class PutOff(torch.autograd.Function):
-    """x times a weight, whose gradient is computed by whoever empties the list."""
+    """x times a weight, whose gradient is computed when the list is emptied."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
@@ -189,7 +189,7 @@ def train_with_dw_builder(package: str, name: str, m: int) -> tuple[dict[str, Te
     return gradients_of(parts.items()), log
 
 
-# --- beside other parallelism ---------------------------------------------------------------------
+# --- with other parallelism -----------------------------------------------------------------------
 
 
 def train_sharded(name: str) -> tuple[dict[str, Tensor], int]:

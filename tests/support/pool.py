@@ -37,10 +37,10 @@ class Pool:
         if self._runs > _RUNS:
             self.stop()
         answers = self._local.results(function, *args, seconds=seconds, may_die=lost)
-        faults = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Failure)}
-        if faults:
+        failures = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Failure)}
+        if failures:
             self.stop()
-            messages = (f"rank {rank}:\n{fault.details or fault.message}" for rank, fault in faults.items())
+            messages = (f"rank {rank}:\n{each.details or each.message}" for rank, each in failures.items())
             raise WorkerError("\n".join(messages))
         return answers
 

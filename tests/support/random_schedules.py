@@ -1,4 +1,4 @@
-"""Random schedules that are right by construction, and single changes to them."""
+"""Random schedules that are valid by construction, and single changes to them."""
 
 from __future__ import annotations
 

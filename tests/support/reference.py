@@ -58,7 +58,7 @@ class Case:
 class Outcome:
     """What one rank found in a case."""
 
-    faults: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     peak_live: int = 0
     peak_buffers: int = 0
@@ -227,24 +227,26 @@ def train_in_pipeline(case: Case, functions: Mapping[Kind | str, CustomFunction]
             outcome.peak_live, outcome.peak_buffers = pipeline.peak_live_activations, pipeline.peak_buffers
             outcome.losses.append(result.loss)
             same = exact or (step == 0 and task.bits != "never")  # the order of sums does not matter yet
-            outcome.faults += _loss_faults(f"step {step}", result.loss, result.losses, wanted, step, exact=same)
+            outcome.problems += _loss_problems(
+                f"step {step}", result.loss, result.losses, wanted, step, exact=same
+            )
             for stage, module in enumerate(made):
                 right = wanted.gradients[step][stage]
                 if stage not in pipeline.modules:
                     right = dict.fromkeys(right)
                 where = f"step {step} stage {stage} gradient"
-                outcome.faults += differences(
+                outcome.problems += differences(
                     where, gradients_of(module), right, exact=exact, slack=10 if step else 1
                 )
             optimizing.step()
             optimizing.zero_grad()
         for stage, module in pipeline.modules.items():
             state = module.state_dict()
-            outcome.faults += differences(f"stage {stage} state", state, wanted.states[stage], exact=exact)
+            outcome.problems += differences(f"stage {stage} state", state, wanted.states[stage], exact=exact)
     return outcome
 
 
-def _loss_faults(
+def _loss_problems(
     where: str, loss: float | None, losses: Tensor | None, wanted: Trained, step: int, *, exact: bool
 ) -> Iterator[str]:
     if loss is None or losses is None:
@@ -258,7 +260,7 @@ def _loss_faults(
 
 
 def run_cases(cases: Sequence[Any], run: Callable[[Any], Outcome] = train_in_pipeline) -> list[Outcome]:
-    """Run the cases in order on this rank; an exception is a fault of its case."""
+    """Run the cases in order on this rank; an exception is a problem of its case."""
     outcomes = []
     for case in cases:
         try:
@@ -269,13 +271,13 @@ def run_cases(cases: Sequence[Any], run: Callable[[Any], Outcome] = train_in_pip
     return outcomes
 
 
-def faults_of(cases: Sequence[Any], ranks: Sequence[Sequence[Outcome]]) -> str:
-    """All faults of all ranks as text, and losses that differ between ranks; empty if there are none."""
+def problems_of(cases: Sequence[Any], ranks: Sequence[Sequence[Outcome]]) -> str:
+    """All problems of all ranks as text, and losses that differ between ranks; empty if there are none."""
     lines = []
     for place, case in enumerate(cases):
         outcomes = [rank[place] for rank in ranks]
         for rank, outcome in enumerate(outcomes):
-            lines += [f"{case}, rank {rank}: {fault}" for fault in outcome.faults[:4]]
+            lines += [f"{case}, rank {rank}: {problem}" for problem in outcome.problems[:4]]
         if any(outcome.losses != outcomes[0].losses for outcome in outcomes[: _ranks_of(case, ranks)]):
             lines.append(f"{case}: the ranks have different losses: {[outcome.losses for outcome in outcomes]}")
     return "\n".join(lines[:30])

@@ -1,4 +1,4 @@
-"""Tensor-parallel models: a transformer in several ways, and stages that hand on DTensors of all placements."""
+"""Tensor-parallel models: a transformer in several ways, and stages that pass on DTensors of all placements."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 class Crossing(nn.Module):
-    """Hands on a tree of tensors; once it is `spread`, they are DTensors of all placements, and plain ones."""
+    """Passes on a tree of tensors; once it is `spread`, they are DTensors of all placements, and plain ones."""
 
     def __init__(self, index: int, count: int) -> None:
         super().__init__()

@@ -121,15 +121,17 @@ def train(case: TensorCase) -> Outcome:
             assert result.loss is not None
             most = 1e-12 if case.dtype is torch.float64 else 1e-6
             if abs(result.loss - wanted.totals[step]) > most * abs(wanted.totals[step]):
-                outcome.faults.append(f"step {step}: loss {result.loss}, not {wanted.totals[step]}")
+                outcome.problems.append(f"step {step}: loss {result.loss}, not {wanted.totals[step]}")
             for stage, module in pipeline.modules.items():
                 got = {key: whole(weight.grad) for key, weight in module.named_parameters()}
                 where = f"step {step} stage {stage} gradient"
                 right = wanted.gradients[step][stage]
-                outcome.faults += differences(where, got, right, exact=False, slack=10 if step else 1)
+                outcome.problems += differences(where, got, right, exact=False, slack=10 if step else 1)
             optimizing.step()
             optimizing.zero_grad()
         for stage, module in pipeline.modules.items():
             state = {key: whole(value) for key, value in module.state_dict().items()}
-            outcome.faults += differences(f"stage {stage}", state, wanted.states[stage], exact=False, slack=10)
+            outcome.problems += differences(
+                f"stage {stage}", state, wanted.states[stage], exact=False, slack=10
+            )
     return outcome

@@ -1,4 +1,4 @@
-"""Promise: what is right is accepted, what is not is refused, each fault by the rule that names it."""
+"""Promise: valid schedules are accepted, and each violation is reported by its rule."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 import penstock
 from penstock import Schedule
 from penstock.validation import SendModel
-from tests.oracles.naive import Judge
+from tests.oracles.naive import NaiveValidator
 from tests.support.grids import examples
 from tests.support.random_schedules import mutate, random_right
 
 seeds = st.integers(min_value=0, max_value=2**32)
 
 
-def judge(schedule: Schedule) -> Judge:
+def naive(schedule: Schedule) -> NaiveValidator:
     rows = [[str(step) for step in row] for row in schedule.ranks]
-    return Judge(rows, schedule.placement.stage_to_rank, schedule.microbatches)
+    return NaiveValidator(rows, schedule.placement.stage_to_rank, schedule.microbatches)
 
 
 @settings(max_examples=examples(400), deadline=None)
 @given(seeds)
 def test_any_legal_interleaving_is_accepted(seed: int) -> None:
     schedule = random_right(random.Random(seed))
-    assert judge(schedule).is_valid()
+    assert naive(schedule).is_valid()
     assert penstock.validate(schedule) == []
 
 
@@ -80,18 +80,18 @@ CAUSES = {
 
 @settings(max_examples=examples(3000), deadline=None)
 @given(seeds)
-def test_any_single_change_is_caught_by_the_right_rule_or_is_still_right(seed: int) -> None:
+def test_any_single_change_is_reported_by_its_rule_or_leaves_the_schedule_valid(seed: int) -> None:
     rng = random.Random(seed)
     mutation = mutate(random_right(rng), rng)
     found = penstock.validate(mutation.schedule)
-    assert (found == []) == judge(mutation.schedule).is_valid(), (mutation, str(mutation.schedule))
+    assert (found == []) == naive(mutation.schedule).is_valid(), (mutation, str(mutation.schedule))
     codes = {violation.code for violation in found}
     assert not codes or codes & CAUSES[mutation.what], (mutation.what, codes, str(mutation.schedule))
 
 
 @settings(max_examples=examples(2000), deadline=None)
 @given(seeds)
-def test_a_deadlock_is_reported_for_exactly_the_ways_of_sending_under_which_the_ranks_get_stuck(
+def test_a_deadlock_is_reported_for_exactly_the_send_models_under_which_the_ranks_get_stuck(
     seed: int,
 ) -> None:
     rng = random.Random(seed)
@@ -103,8 +103,8 @@ def test_a_deadlock_is_reported_for_exactly_the_ways_of_sending_under_which_the_
         schedule = Schedule(rows, schedule.placement, schedule.microbatches)
     found = penstock.validate(schedule)
     if {violation.code for violation in found} <= {"deadlock"}:
-        hanging = tuple(model for model in SendModel if not judge(schedule).runs(model.value))
-        assert hanging == (found[0].send_models if found else ())
+        blocked = tuple(model for model in SendModel if not naive(schedule).runs(model.value))
+        assert blocked == (found[0].send_models if found else ())
         for violation in found:
             assert_is_cycle(schedule, violation)
             assert_suggestion_helps(schedule, violation)
@@ -122,9 +122,9 @@ def assert_is_cycle(schedule: Schedule, violation: penstock.Violation) -> None:
 
 
 def assert_suggestion_helps(schedule: Schedule, violation: penstock.Violation) -> None:
-    """A move that is suggested makes the schedule right, or breaks nothing and says that more is to be done."""
+    """A move that is suggested makes the schedule valid, or breaks nothing and says that more is to be done."""
     move = re.fullmatch(
-        r"on rank (\d+), move (\S+) (before|behind) (\S+)(, then check again)?", violation.suggestion
+        r"on rank (\d+), move (\S+) (before|after) (\S+)(, then check again)?", violation.suggestion
     )
     if move is None:
         assert violation.suggestion == "change the order of one of these ranks"
@@ -132,6 +132,6 @@ def assert_suggestion_helps(schedule: Schedule, violation: penstock.Violation) -
     rows = [[str(step) for step in row] for row in schedule.ranks]
     row = rows[int(move[1])]
     row.remove(move[2])
-    row.insert(row.index(move[4]) + (move[3] == "behind"), move[2])
+    row.insert(row.index(move[4]) + (move[3] == "after"), move[2])
     left = {v.code for v in penstock.validate(Schedule(rows, schedule.placement, schedule.microbatches))}
     assert left <= ({"deadlock"} if move[5] else set())

@@ -16,7 +16,7 @@ def test_they_are_ordered_from_the_most_permissive_to_the_strictest() -> None:
     assert SendModel.SHARED_STREAM.and_stricter == (SendModel.SHARED_STREAM, SendModel.RENDEZVOUS)
 
 
-def test_a_name_or_the_model_itself_is_accepted_and_anything_else_refused_with_the_names() -> None:
+def test_a_name_or_the_model_itself_is_accepted_and_anything_else_rejected_with_the_names() -> None:
     assert SendModel.of("pair-streams") is SendModel.of(SendModel.PAIR_STREAMS) is SendModel.PAIR_STREAMS
     with pytest.raises(
         ScheduleError, match="unknown send model 'tcp'; the send models are buffered, edge-streams"

@@ -10,6 +10,6 @@ ONE_STREAM = (
 )
 
 
-def test_moving_what_the_report_suggests_opens_the_cycle() -> None:
-    mended = ONE_STREAM.replace("0SEND_F1 0RECV_B0", "0RECV_B0 0SEND_F1")
-    assert penstock.validate(Schedule.parse(mended)) == []
+def test_the_suggested_move_breaks_the_cycle() -> None:
+    moved = ONE_STREAM.replace("0SEND_F1 0RECV_B0", "0RECV_B0 0SEND_F1")
+    assert penstock.validate(Schedule.parse(moved)) == []

@@ -76,7 +76,7 @@ def parsed(text: str) -> Schedule:
 
 
 @pytest.mark.parametrize(("text", "code", "rank", "step", "action"), EXAMPLES)
-def test_each_fault_is_named_at_its_place(
+def test_each_violation_is_reported_at_its_place(
     text: str, code: str, rank: int, step: int | None, action: str | None
 ) -> None:
     found = [v for v in penstock.validate(parsed(text)) if v.code == code]
@@ -95,11 +95,11 @@ def test_every_code_of_the_docs_has_an_example_here() -> None:
     assert documented >= {code for _, code, *_ in EXAMPLES}
 
 
-def test_a_right_schedule_has_no_faults() -> None:
+def test_a_valid_schedule_has_no_violations() -> None:
     assert penstock.validate(Schedule.parse(RIGHT)) == []
 
 
-def test_all_faults_come_at_once() -> None:
+def test_all_violations_are_reported_at_once() -> None:
     found = penstock.validate(Schedule.parse("0F0 0F0 5F0 0B1 | 1F0", Placement.loop(2), 2))
     assert {violation.code for violation in found} >= {
         "stage-out-of-range",
@@ -110,16 +110,16 @@ def test_all_faults_come_at_once() -> None:
 
 
 @pytest.mark.parametrize("rows", [[[]], [[], []]])
-def test_a_schedule_without_a_single_step_is_judged_too(rows: list[list[str]]) -> None:
+def test_a_schedule_without_steps_is_validated(rows: list[list[str]]) -> None:
     found = penstock.validate(Schedule(rows, Placement.loop(len(rows)), 1))
     assert {violation.code for violation in found} == {"missing-forward"}
 
 
-def test_forward_only_schedules_are_right() -> None:
+def test_forward_only_schedules_are_valid() -> None:
     assert penstock.validate(Schedule.parse("0F0 0F1 | 1F0 1F1")) == []
 
 
-def test_an_unknown_way_of_sending_is_refused() -> None:
+def test_an_unknown_send_model_is_rejected() -> None:
     with pytest.raises(ScheduleError, match="unknown send model 'nccl'; the send models are buffered"):
         penstock.validate(Schedule.parse(RIGHT), send_model="nccl")
 
@@ -132,7 +132,7 @@ def test_an_unknown_way_of_sending_is_refused() -> None:
         ("0F0 0SEND_F0 | 1F0 1RECV_F0", ["used-before-received"]),
     ],
 )
-def test_one_mistake_is_called_one_fault(text: str, codes: list[str]) -> None:
+def test_one_mistake_is_one_violation(text: str, codes: list[str]) -> None:
     assert [violation.code for violation in penstock.validate(Schedule.parse(text))] == codes
 
 
@@ -148,7 +148,7 @@ SEEDS = {
 
 
 @pytest.mark.parametrize("text", SEEDS.values(), ids=SEEDS)
-def test_the_hand_made_schedules_of_the_seeds_are_right(text: str) -> None:
+def test_the_hand_made_schedules_of_the_seeds_are_valid(text: str) -> None:
     schedule = Schedule.parse(text)
     assert penstock.validate(schedule) == []
     if schedule.level == "compute":

@@ -26,7 +26,7 @@ def timeline(family: str, ranks: int = 4, microbatches: int = 8, *, lowered: boo
 
 
 class Page(HTMLParser):
-    """The texts of a page by the path of tags they stand in, and the attributes of every tag."""
+    """The texts of a page by the path of tags they are in, and the attributes of every tag."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

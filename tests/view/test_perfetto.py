@@ -1,7 +1,7 @@
 """Tests of traces against the trace-event format, as Perfetto reads it.
 
-Times are cut to nanoseconds, threads are known by their number alone, and arrows are bound to the event that is
-open where they start, pass and end.
+Times are truncated to nanoseconds, threads are identified by their number alone, and arrows are bound to the
+event that is open where they start, pass and end.
 """
 
 from __future__ import annotations

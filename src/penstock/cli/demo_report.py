@@ -62,10 +62,7 @@ class MeasuredSchedule:
 
 def kind_table(measured: Sequence[MeasuredSchedule]) -> Table:
     """Predicted and measured mean time per kind of action, and of the step."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule")
-    for name in ("kind", "predicted ms", "measured ms", "error"):
-        table.add_column(name, justify="right")
+    table = _table("kind", "predicted ms", "measured ms", "error")
     for each in measured:
         for row in errors_by_kind(each.predicted, each.timelines):
             times = (f"{seconds * 1e3:.2f}" for seconds in (row.predicted, row.measured))
@@ -75,11 +72,17 @@ def kind_table(measured: Sequence[MeasuredSchedule]) -> Table:
 
 def schedule_table(measured: Sequence[MeasuredSchedule]) -> Table:
     """Step time, bubble and peak live activations per schedule."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule")
-    for name in ("predicted step", "measured step", "bubble", "peak live activations"):
-        table.add_column(name, justify="right")
+    table = _table("predicted step", "measured step", "bubble", "peak live activations")
     for each in measured:
         times = (f"{seconds * 1e3:.1f} ms" for seconds in (each.predicted.makespan, each.seconds))
         table.add_row(each.name, *times, f"{each.bubble:.1%}", str(each.live))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """An empty table with the schedule and these columns."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("schedule")
+    for name in columns:
+        table.add_column(name, justify="right")
     return table

@@ -72,26 +72,26 @@ class Costs:
     """Held from UNSHARD to RESHARD, in addition to `parameters`."""
 
     def __post_init__(self) -> None:
-        faults = []
+        problems = []
         for entry in fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, list):
                 object.__setattr__(self, entry.name, tuple(value))
             many, optional = entry.metadata["per"] != "step", entry.default is None
-            if fault := _fault(getattr(self, entry.name), many=many, optional=optional):
-                faults.append(f"{entry.name}: {fault}")
-        if not faults and not 0 <= self.overlap_factor <= 1:
-            faults.append(f"overlap_factor: it must be from 0 to 1 (given {self.overlap_factor})")
-        if not faults and self.bandwidth is not None and min(_as_tuple(self.bandwidth)) <= 0:
-            faults.append("bandwidth: it must be more than 0")
-        if not faults:
+            if problem := _problem(getattr(self, entry.name), many=many, optional=optional):
+                problems.append(f"{entry.name}: {problem}")
+        if not problems and not 0 <= self.overlap_factor <= 1:
+            problems.append(f"overlap_factor: it must be from 0 to 1 (given {self.overlap_factor})")
+        if not problems and self.bandwidth is not None and min(_as_tuple(self.bandwidth)) <= 0:
+            problems.append("bandwidth: it must be more than 0")
+        if not problems:
             freed, held = _as_tuple(self.activation_freed_by_input), _as_tuple(self.activation)
             stages = max(len(freed), len(held))
             both = (each * stages if len(each) == 1 else each for each in (freed, held))
             if any(f > h for f, h in zip(*both)):
-                faults.append("activation_freed_by_input: it cannot be more than activation")
-        if faults:
-            raise CostsError("; ".join(faults))
+                problems.append("activation_freed_by_input: it cannot be more than activation")
+        if problems:
+            raise CostsError("; ".join(problems))
 
     def check_lengths(self, graph: StageGraph) -> None:
         """Raise for lists that do not have one entry for each stage or edge."""
@@ -143,7 +143,7 @@ class Costs:
         """From the keys and values of a file."""
         if not isinstance(document, dict):
             raise FormatError(source, [f"costs are an object with keys such as {', '.join(list(_keys())[:3])}"])
-        faults = [
+        problems = [
             f"{printable(str(key))}: not a key of costs; they are {', '.join(_keys())}"
             for key in document
             if key not in _keys()
@@ -153,11 +153,11 @@ class Costs:
             costs = cls(**given)
         except CostsError as error:
             by_name = {name: key for key, name in _keys().items()}
-            for fault in str(error).split("; "):
-                name, _, rest = fault.partition(": ")
-                faults.append(f"{by_name.get(name, name)}: {rest}")
-        if faults:
-            raise FormatError(source, faults)
+            for problem in str(error).split("; "):
+                name, _, rest = problem.partition(": ")
+                problems.append(f"{by_name.get(name, name)}: {rest}")
+        if problems:
+            raise FormatError(source, problems)
         return costs
 
     def to_keys(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _shown(number: float) -> str:
     return printable(repr(number)) if abs(number) < _MOST or number != number else "more"  # noqa: PLR0124 -- nan
 
 
-def _fault(value: object, *, many: bool, optional: bool) -> str | None:
+def _problem(value: object, *, many: bool, optional: bool) -> str | None:
     if value is None and optional:
         return None
     if isinstance(value, tuple) and not (many and value):

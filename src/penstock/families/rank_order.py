@@ -1,6 +1,6 @@
 """Build the order of one rank: codes of one kind, alternating passes, deferred weight gradients, truncation.
 
-Codes are the integers of `penstock.ir.action.code_of`: one per action.
+Codes are the integers of `penstock.ir.encoding.code_of`: one per action.
 """
 
 from __future__ import annotations

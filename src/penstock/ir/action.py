@@ -125,7 +125,7 @@ _ACTION = re.compile(
 
 
 def parse_action(text: str) -> Step:
-    """Read the text of one action, all of it, or raise `ActionError` with the position of the fault."""
+    """Read the text of one action, all of it, or raise `ActionError` with the position of the error."""
     if text.startswith("("):
         return _parse_overlap(text)
     return _parse_part(text, text, 0)

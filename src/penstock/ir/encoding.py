@@ -3,8 +3,8 @@
     bit   62 ... 58 57 ......... 32 31 ............ 6 5 ... 1   0
           port      stage           microbatch        kind      joined: second part of a pair
 
-The port tells apart the messages of a stage that has several edges in one direction: 0 is the neighbour in the
-chain, the others are numbered by the stage graph (`penstock.ir.graph`).
+The port distinguishes the messages of a stage that has several edges in one direction: 0 is the neighbour in
+the chain, the others are numbered by the stage graph (`penstock.ir.graph`).
 """
 
 from __future__ import annotations

@@ -114,11 +114,11 @@ class StageGraph:
             return tuple(range(self.num_stages))
         return tuple(TopologicalSorter(self._inputs).static_order())
 
-    def require_chain(self, room: str) -> None:
+    def require_chain(self, component: str) -> None:
         """Raise where something handles chains only."""
         if not self.is_chain:
             raise ScheduleError(
-                f"{room} needs stages in a chain 0 -> 1 -> ... -> {self.num_stages - 1}; "
+                f"{component} needs stages in a chain 0 -> 1 -> ... -> {self.num_stages - 1}; "
                 f"the schedule's stage graph has {len(self.edges)} edges that are not one"
             )
 

@@ -1,9 +1,9 @@
 """The table of action kinds: for each, the resource it occupies, its cost, what it needs and what memory it
 holds.
 
-Every room reads this table: the simulator its resources and costs, `cost.memory` its memory effects,
+Every component reads this table: the simulator its resources and costs, `cost.memory` its memory effects,
 `ir.table` its dependencies, the parser its text. To add a kind, add a member to `Kind` and a row to
-`KIND_SPECS`; each room that must do something for it then raises `UnhandledKindError` until it does.
+`KIND_SPECS`; each component that must do something for it then raises `UnhandledKindError` until it does.
 """
 
 from __future__ import annotations
@@ -226,14 +226,14 @@ def kind_numbered(number: int) -> Kind:
     return tuple(Kind)[number]
 
 
-def require_handled(present: Collection[Kind], handled: Collection[Kind], room: str) -> None:
-    """Raise `UnhandledKindError` for the first kind present that `room` has nothing for."""
+def require_handled(present: Collection[Kind], handled: Collection[Kind], component: str) -> None:
+    """Raise `UnhandledKindError` for the first kind present that `component` does not handle."""
     for kind in present:
         if kind not in handled:
-            raise UnhandledKindError(kind.value, room)
+            raise UnhandledKindError(kind.value, component)
 
 
-def handler_of(handlers: Mapping[Kind, T], kind: Kind, room: str) -> T:
-    """What `room` has for this kind, or `UnhandledKindError`."""
-    require_handled((kind,), handlers, room)
+def handler_of(handlers: Mapping[Kind, T], kind: Kind, component: str) -> T:
+    """What `component` has for this kind; raise `UnhandledKindError` if it has nothing."""
+    require_handled((kind,), handlers, component)
     return handlers[kind]

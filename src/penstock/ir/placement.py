@@ -20,7 +20,7 @@ from penstock.errors import PlacementError
 __all__ = ["MAX_STAGES", "Placement"]
 
 MAX_STAGES = 1 << 20
-"""More stages than anybody means."""
+"""The largest number of stages."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,20 @@ class Placement:
         """From the stages of each rank: `Placement.custom({0: [0, 1, 4], 1: [2, 3]})`."""
         items = stages_of_rank.items() if isinstance(stages_of_rank, Mapping) else enumerate(stages_of_rank)
         hosts: dict[int, list[int]] = {}
-        faults: list[str] = []
+        problems: list[str] = []
         for rank, stages in items:
             hosted = list(stages)
             if not hosted:
-                faults.append(f"rank {rank} hosts no stage")
+                problems.append(f"rank {rank} hosts no stage")
             for stage in hosted:
                 hosts.setdefault(stage, []).append(rank)
-        faults += [f"stage {s} is on ranks {r}" for s, r in sorted(hosts.items()) if len(r) > 1]
+        problems += [f"stage {s} is on ranks {r}" for s, r in sorted(hosts.items()) if len(r) > 1]
         if negative := sorted(stage for stage in hosts if stage < 0):
-            faults.append(f"stages are numbered from 0 (given {_some(negative)})")
+            problems.append(f"stages are numbered from 0 (given {_some(negative)})")
         if holes := sorted(set(range(len(hosts))) - set(hosts)):
-            faults.append(f"stages are numbered from 0 without holes, but {_some(holes)} are on no rank")
-        if faults:
-            raise PlacementError("; ".join(faults))
+            problems.append(f"stages are numbered from 0 without holes, but {_some(holes)} are on no rank")
+        if problems:
+            raise PlacementError("; ".join(problems))
         return cls(tuple(hosts[stage][0] for stage in range(len(hosts))))
 
     @property
@@ -101,7 +101,7 @@ class Placement:
 
     @cached_property
     def style(self) -> str:
-        """`loop`, `v` or `custom`: the shape this mapping has, whoever wrote it down."""
+        """`loop`, `v` or `custom`: the shape of this mapping, however it was created."""
         legs, rest = divmod(self.num_stages, self.num_ranks)
         if not rest and self == Placement.loop(self.num_ranks, legs):
             return "loop"
@@ -109,8 +109,8 @@ class Placement:
 
 
 def _check(**counts: int) -> None:
-    if faults := [f"{name} must be at least 1 (given {n})" for name, n in counts.items() if n < 1]:
-        raise PlacementError("; ".join(faults))
+    if problems := [f"{name} must be at least 1 (given {n})" for name, n in counts.items() if n < 1]:
+        raise PlacementError("; ".join(problems))
     if prod(counts.values()) > MAX_STAGES:
         given = " and ".join(f"{name} {n}" for name, n in counts.items())
         raise PlacementError(f"there are at most {MAX_STAGES} stages (given {given})")

@@ -1,7 +1,7 @@
 """A schedule: which rank does what, in which order. An immutable value.
 
 A `Schedule` that exists is well formed: every step is an action, every stage has a rank. Whether it is also
-valid (it can run, and it computes what it should) is for `penstock.validate` to say.
+valid (it can run, and it computes what it should) is decided by `penstock.validate`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from penstock.lowering.passes import Pass
 from penstock.lowering.receives import DeferReceives
 from penstock.lowering.reduction import AddGradReduction
 from penstock.lowering.sharding import AddSharding
-from penstock.validation import SendModel, refusal, validate, violations_in_lists
+from penstock.validation import SendModel, invalid_schedule_error, validate, violations_in_lists
 
 __all__ = [
     "DEFAULT_PASSES",
@@ -40,14 +40,14 @@ def lower(
 ) -> Schedule:
     """Run the passes one after another: by default add sharding, gradient reduction and communication.
 
-    `trace` is called with the name of each pass and the schedule after it. An invalid schedule is refused with
-    all its violations.
+    `trace` is called with the name of each pass and the schedule after it. All violations of
+    an invalid schedule are raised as one error.
     """
     # add-communication finds a deadlock itself, so it is not searched for twice
     found_later = not schedule.table.has_communication and AddCommunication() in passes
     violations = violations_in_lists(schedule) if found_later else validate(schedule, SendModel.EDGE_STREAMS)
     if violations:
-        raise refusal(schedule, violations)
+        raise invalid_schedule_error(schedule, violations)
     for step in passes:
         schedule = step(schedule)
         if trace is not None:

@@ -23,8 +23,8 @@ from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Bools, Ints, codes_of
-from penstock.lowering.passes import Pass, arrange, refuse_if_present
-from penstock.validation import refusal, validate
+from penstock.lowering.passes import Pass, arrange, require_absent
+from penstock.validation import invalid_schedule_error, validate
 
 __all__ = ["AddCommunication"]
 
@@ -39,7 +39,7 @@ class AddCommunication(Pass):
 
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with communication."""
-        refuse_if_present(schedule, self.name, *_COMMUNICATION)
+        require_absent(schedule, self.name, *_COMMUNICATION)
         table = schedule.table
         moment = _moments(schedule)
         # sort keys: at each moment the step itself (0), then its activations (1) and its gradients (2)
@@ -91,5 +91,5 @@ def _moments(schedule: Schedule) -> Ints:
     inputs = Inputs.of(schedule.num_steps, producer, consumer, turn - p)
     done = run_dataflow(table, inputs, [p] * schedule.num_steps, [rank - p for rank in range(p)])
     if done.stuck:
-        raise refusal(schedule, validate(schedule))
+        raise invalid_schedule_error(schedule, validate(schedule))
     return np.array(done.ends, dtype=np.int64)

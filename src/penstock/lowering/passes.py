@@ -17,7 +17,7 @@ from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 
-__all__ = ["Pass", "arrange", "refuse_if_present"]
+__all__ = ["Pass", "arrange", "require_absent"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ def arrange(num_ranks: int, rank: Ints, key: Ints, code: Ints) -> list[Ints]:
     return np.split(code[order], np.cumsum(np.bincount(rank, minlength=num_ranks))[:-1])
 
 
-def refuse_if_present(schedule: Schedule, name: str, *kinds: Kind) -> None:
-    """Raise where the schedule already has what a pass adds."""
+def require_absent(schedule: Schedule, name: str, *kinds: Kind) -> None:
+    """Raise if the schedule already has what a pass adds."""
     if schedule.table.has(*kinds):
         present = ", ".join(kind.value for kind in kinds if schedule.table.has(kind))
         raise ScheduleError(

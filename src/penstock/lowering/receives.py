@@ -21,7 +21,7 @@ from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 from penstock.lowering.passes import Pass
-from penstock.validation import refusal, validate
+from penstock.validation import invalid_schedule_error, validate
 
 __all__ = ["DeferReceives"]
 
@@ -76,7 +76,7 @@ class DeferReceives(Pass):
                         out += held.release_through(first | port << PORT_SHIFT)
             out.append(code)
         if held:
-            raise refusal(schedule, validate(schedule))
+            raise invalid_schedule_error(schedule, validate(schedule))
         return out
 
 

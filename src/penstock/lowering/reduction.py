@@ -10,7 +10,7 @@ import numpy as np
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import codes_of
-from penstock.lowering.passes import Pass, arrange, refuse_if_present
+from penstock.lowering.passes import Pass, arrange, require_absent
 
 __all__ = ["AddGradReduction"]
 
@@ -23,7 +23,7 @@ class AddGradReduction(Pass):
 
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with one REDUCE_GRAD for each stage that has backwards."""
-        refuse_if_present(schedule, self.name, Kind.REDUCE_GRAD)
+        require_absent(schedule, self.name, Kind.REDUCE_GRAD)
         table = schedule.table
         backwards = table.of_kind(Kind.B, Kind.W)
         last = np.full(schedule.num_stages, -1, dtype=np.int64)

@@ -18,7 +18,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import ActionTable, Bools, Ints, codes_of
-from penstock.lowering.passes import Pass, arrange, refuse_if_present
+from penstock.lowering.passes import Pass, arrange, require_absent
 
 __all__ = ["AddSharding"]
 
@@ -41,7 +41,7 @@ class AddSharding(Pass):
 
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with RESHARD and UNSHARD before the steps where the set of unsharded stages changes."""
-        refuse_if_present(schedule, self.name, Kind.UNSHARD, Kind.RESHARD)
+        require_absent(schedule, self.name, Kind.UNSHARD, Kind.RESHARD)
         table = schedule.table
         # sort keys: at each slot first RESHARD, then UNSHARD, then the step itself
         ranks, keys, codes = [table.part_rank], [table.slot * 3 + 2], [table.code]

@@ -22,7 +22,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, AddGradReduction, AddSharding, DeferReceives, MergeBackward
 from penstock.simulation.timeline import Timeline
-from penstock.validation import SendModel, refusal, validate
+from penstock.validation import SendModel, invalid_schedule_error, validate
 from penstock.view.perfetto import trace
 
 _STEP_SECONDS = 1e-6  # the duration of a step of a dry run in a trace
@@ -129,7 +129,7 @@ def checked_schedule(
     with as_torch_errors():
         schedule = schedule_of(order, None, microbatches, name)
         if violations := validate(schedule, "edge-streams"):
-            raise refusal(schedule, violations)
+            raise invalid_schedule_error(schedule, violations)
         if schedule.num_stages != stages:
             raise ScheduleError(f"the order has {schedule.num_stages} stages, but the pipeline has {stages}")
     return schedule
@@ -187,7 +187,7 @@ def _simulate_comms_compute(
     """
     schedule = schedule_on(pipeline_order, stage_to_rank, num_stages)
     if errors := [each for each in validate(schedule, SendModel.BUFFERED) if each.code not in _UNFINISHED]:
-        raise refusal(schedule, errors)
+        raise invalid_schedule_error(schedule, errors)
     table = schedule.table
     producer, consumer = table.crossings
     sent = table.has_communication
@@ -197,7 +197,7 @@ def _simulate_comms_compute(
     inputs = Inputs.of(schedule.num_steps, producer, consumer, np.full(len(producer), -1 if sent else 0))
     done = run_dataflow(table, inputs, [1] * schedule.num_steps, [0] * schedule.num_ranks)
     if done.stuck:
-        raise refusal(schedule, validate(schedule))
+        raise invalid_schedule_error(schedule, validate(schedule))
     ends, spaced = iter(done.ends), {}
     for rank, row in order_of(schedule).items():
         when = {int(end) - 1: action for action, end in zip(row, ends)}

@@ -204,7 +204,7 @@ class Runner:
 
 
 def _no_op(*_: object, **__: object) -> None:
-    """The engine passes values between stages of one rank."""
+    """The runtime passes values between stages of one rank."""
 
 
 def _list_to_tuple(_module: nn.Module, _args: object, output: Value) -> Value:

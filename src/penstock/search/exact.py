@@ -1,9 +1,10 @@
 """Exact solver: a constraint model of all orders, solved by CP-SAT, which finds the best one or proves a bound.
 
 Every step is an interval in integer units of time. The steps of a rank do not overlap, inputs come first,
-microbatches of a kind and stage go by number, and the activations that F allocates and I and W release stay
-within the memory limit. Seconds are rounded down to units, and bytes so that more orders fit, so a bound of the
-model is a bound for every real order. A period is never less than a rank's span plus the optimizer step.
+microbatches of a kind and stage run in ascending order, and the activations that F allocates and I and W
+release stay within the memory limit. Seconds are rounded down to units, and bytes so that more orders fit, so a
+bound of the model is a bound for every real order. A period is never less than a rank's span plus the optimizer
+step.
 """
 
 # ruff: noqa: ANN401 -- ortools has no types
@@ -131,7 +132,7 @@ def _unit(problem: Problem) -> float:
 def _steps(
     problem: Problem, model: Any, lengths: list[int], horizon: int
 ) -> tuple[dict[Key, Any], dict[Key, Any]]:
-    """The start and the end of each step; the steps of a rank do not overlap, microbatches go by number."""
+    """The start and the end of each step; no overlap on a rank, microbatches in ascending order."""
     starts: dict[Key, Any] = {}
     ends: dict[Key, Any] = {}
     by_rank: dict[int, list[Any]] = {}

@@ -46,8 +46,8 @@ _SKIPPED = frozenset(
 class Problem:
     """The work to order, its costs and the memory limit.
 
-    All microbatches cost the same, so an order has kinds and stages only: within each, microbatches go by
-    number.
+    All microbatches cost the same, so an order has kinds and stages only: within each, microbatches run
+    in ascending order.
     """
 
     placement: Placement

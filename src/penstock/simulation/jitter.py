@@ -55,9 +55,9 @@ def jitter(
         raise CostsError(f"noise must be from 0 to 1 (given {noise})")
     if runs < 1:
         raise CostsError(f"runs must be at least 1 (given {runs})")
-    if wrong := [r for r, factor in stragglers.items() if not (0 <= r < schedule.num_ranks and factor > 0)]:
+    if invalid := [r for r, factor in stragglers.items() if not (0 <= r < schedule.num_ranks and factor > 0)]:
         raise CostsError(
-            f"stragglers: ranks are 0 to {schedule.num_ranks - 1}, factors above 0 (wrong: {wrong})"
+            f"stragglers: ranks are 0 to {schedule.num_ranks - 1}, factors above 0 (invalid: {invalid})"
         )
     simulator = Simulator.of_valid(schedule, costs, send_model, blocking_receives=blocking_receives)
     simulator.finished_run()

@@ -75,7 +75,7 @@ class Network:
         self.transfer, self.latency = transfer[there].tolist(), latency[there].tolist()
         self.buffered, self.sends_block = send_model.is_buffered, send_model.blocks_rank
         self.receives_block = blocking_receives or send_model.blocks_rank
-        # a slot is of one kind; the first part speaks for an overlapped pair
+        # a slot is of one kind; the first part represents an overlapped pair
         first = np.concatenate(([True], table.slot[1:] != table.slot[:-1]))[: len(table.slot)]
         roles = np.array([_ROLES.get(kind, -1) for kind in Kind])
         self.role = roles[table.kind[first]].tolist()

@@ -28,7 +28,7 @@ from penstock.ir.table import Bools, Floats
 from penstock.lowering import AddCommunication
 from penstock.simulation.network import Network, RunTimes
 from penstock.simulation.timeline import Timeline
-from penstock.validation import SendModel, refusal, validate
+from penstock.validation import SendModel, invalid_schedule_error, validate
 
 __all__ = ["Simulator", "period_of", "simulate"]
 
@@ -43,7 +43,7 @@ def simulate(
     blocking_receives: bool = False,
     with_period: bool = False,
 ) -> Timeline:
-    """The timeline of one iteration of this schedule. An invalid schedule is refused with all its violations.
+    """The timeline of one iteration of this schedule. Raises all violations of an invalid schedule.
 
     `send_model` is `buffered` unless given; the others, and `blocking_receives`, need a schedule with SEND and
     RECV (`penstock.lower`). With `blocking_receives`, a receive that is reached before its message arrives
@@ -115,7 +115,7 @@ class Simulator:
     ) -> Simulator:
         """For a schedule that is validated first."""
         if violations := validate(schedule, send_model):
-            raise refusal(schedule, violations)
+            raise invalid_schedule_error(schedule, violations)
         return cls(schedule, costs or Costs(), send_model, blocking_receives=blocking_receives)
 
     def run(self, starts: Sequence[float] | None = None, durations: Sequence[float] | None = None) -> RunTimes:

@@ -14,13 +14,21 @@ from penstock.ir.schedule import Schedule
 from penstock.validation.actions import complete, known_ids, no_duplicates, order_on_rank, right_rank
 from penstock.validation.communication import channel_order, delivered_in_time, sent_and_received
 from penstock.validation.deadlock import no_deadlock
-from penstock.validation.report import refusal, report
+from penstock.validation.report import invalid_schedule_error, report
 from penstock.validation.send_model import SendModel
 from penstock.validation.sharding import reduced_once, unsharded_when_used
 from penstock.validation.suggestion import suggested_move
 from penstock.validation.violation import Violation, Wait
 
-__all__ = ["SendModel", "Violation", "Wait", "refusal", "report", "validate", "violations_in_lists"]
+__all__ = [
+    "SendModel",
+    "Violation",
+    "Wait",
+    "invalid_schedule_error",
+    "report",
+    "validate",
+    "violations_in_lists",
+]
 
 _RULES_ON_ACTIONS = (
     known_ids,

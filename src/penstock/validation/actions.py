@@ -1,4 +1,4 @@
-"""Rules on actions: ids in range, right rank, everything exactly once, order on a rank."""
+"""Rules on actions: ids in range, each on the rank of its stage, everything exactly once, order on a rank."""
 
 from __future__ import annotations
 

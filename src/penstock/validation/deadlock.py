@@ -101,7 +101,7 @@ def _all_meet(messages: Messages) -> bool:
     return met == len(there)
 
 
-# --- the slow way, which finds the cycle; for schedules that are known to be invalid -----------------
+# --- the slow path, which finds the cycle; for schedules that are known to be invalid -----------------
 
 
 def _lists(table: ActionTable) -> Waits:
@@ -182,7 +182,7 @@ def _find_cycle(num_nodes: int, graph: list[Waits]) -> list[tuple[int, int, str]
         node = before[path[-1]]
     cycle = [e for e in path[seen[node] :] if why[e] != _LIST]
     for e in cycle[:_TRIES]:
-        shorter = [e for e in _way_back(after[e], before, after, stuck, why) if why[e] != _LIST]
+        shorter = [e for e in _path_back(after[e], before, after, stuck, why) if why[e] != _LIST]
         cycle = min(cycle, shorter, key=len)
     return [(waiter[e], awaited[e], why[e]) for e in cycle]
 
@@ -190,10 +190,10 @@ def _find_cycle(num_nodes: int, graph: list[Waits]) -> list[tuple[int, int, str]
 _TRIES = 8
 
 
-def _way_back(
+def _path_back(
     start: int, before: list[int], after: list[int], stuck: list[list[int]], why: list[str]
 ) -> list[int]:
-    """The way from a node against the waits back to it that leaves a list least often."""
+    """The path against the waits from a node back to it that leaves a list least often."""
     came_by: dict[int, int] = {}
     queue = deque([(start, -1)])
     while queue:
@@ -209,10 +209,10 @@ def _way_back(
                 queue.appendleft((before[e], e))
             else:
                 queue.append((before[e], e))
-    way: list[int] = [came_by[start]]
-    while after[way[-1]] != start:
-        way.append(came_by[after[way[-1]]])
-    return way[::-1]
+    path: list[int] = [came_by[start]]
+    while after[path[-1]] != start:
+        path.append(came_by[after[path[-1]]])
+    return path[::-1]
 
 
 def _violation(table: ActionTable, model: SendModel, cycle: list[tuple[int, int, str]]) -> Violation:

@@ -10,7 +10,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.schedule import Schedule
 from penstock.validation.violation import Violation, slot_at
 
-__all__ = ["refusal", "report"]
+__all__ = ["invalid_schedule_error", "report"]
 
 _AROUND = 4
 _MOST_PER_CODE = 20
@@ -30,8 +30,8 @@ def report(schedule: Schedule, violations: Sequence[Violation]) -> str:
     return "\n".join(lines)
 
 
-def refusal(schedule: Schedule, violations: Sequence[Violation]) -> ScheduleError:
-    """The error to raise when a schedule is invalid and cannot be used."""
+def invalid_schedule_error(schedule: Schedule, violations: Sequence[Violation]) -> ScheduleError:
+    """The error to raise for an invalid schedule, with the report of its violations."""
     count = f"{len(violations)} violation{'s' * (len(violations) != 1)}"
     return ScheduleError(f"{printable(schedule.name)} has {count}\n{report(schedule, violations)}")
 

@@ -113,31 +113,31 @@ def _same(one: Any, other: Any) -> bool:
 
 def compared(kind: str) -> tuple[int, list[str]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    count, faults = 0, []
+    count, problems = 0, []
     for name, model, x in {"linear": linears, "embedding": embeddings}[kind](mesh):
         try:
             wanted, _ = trained(model, x, split=False)
         except RuntimeError:  # torch cannot do it either
             continue
         found, deferred = trained(model, x, split=True)
-        faults += [f"{name}: {what} differs" for what in wanted if not _same(wanted[what], found[what])]
+        problems += [f"{name}: {what} differs" for what in wanted if not _same(wanted[what], found[what])]
         if deferred != 2:
-            faults.append(f"{name}: {deferred} deferred calls")
+            problems.append(f"{name}: {deferred} deferred calls")
         count += 1
-    return count, faults
+    return count, problems
 
 
 @pytest.mark.parametrize(("kind", "least"), [("linear", 40), ("embedding", 12)])
 def test_a_layer_of_dtensors_gets_the_gradients_of_a_plain_backward(
     pools: Pools, kind: str, least: int
 ) -> None:
-    for count, faults in pools(2).run(compared, kind):
-        assert not faults
+    for count, problems in pools(2).run(compared, kind):
+        assert not problems
         assert count >= least
 
 
 class UsedTwice(nn.Module):
-    """Its weight is used by a layer, and beside it."""
+    """Its weight is used by a layer and outside of it."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Box:
         self.inside = inside
 
 
-def told_of_a_box() -> str:
+def message_about_a_box() -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     try:
         spec_key(*flatten(Box(DTensor.from_local(torch.ones(2), mesh, [ROWS]))))
@@ -190,7 +190,7 @@ def told_of_a_box() -> str:
 
 
 def test_an_object_that_contains_a_dtensor_is_rejected(pools: Pools) -> None:
-    for text in pools(2).run(told_of_a_box):
+    for text in pools(2).run(message_about_a_box):
         assert "a DTensor is inside of an object that cannot be flattened" in text
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from penstock import Schedule, build
 from penstock.lowering import SplitBackward
 from tests.support.models import TASKS
-from tests.support.pipelines import batch_of, gradient_faults, pipeline_of
+from tests.support.pipelines import batch_of, gradient_problems, pipeline_of
 from tests.support.pool import Pools
 from tests.support.reference import (
     Case,
     Outcome,
-    faults_of,
+    problems_of,
     run_cases,
     step_plainly,
 )
@@ -43,7 +43,7 @@ def run_hooks(case: Case) -> Outcome:
             batch = batch_of(case, step)
             pipeline.step(*batch.args, target=batch.target, **batch.kwargs)
     if fired != wanted:
-        outcome.faults.append(f"fired {fired - wanted} too often, {wanted - fired} too seldom")
+        outcome.problems.append(f"fired {fired - wanted} too often, {wanted - fired} too seldom")
     return outcome
 
 
@@ -63,19 +63,19 @@ def schedules_for_hooks() -> list[Schedule]:
 @pytest.mark.parametrize("task", ["mlp", "transformer", "repeated", "checkpointed", "batch-norm"])
 def test_hooks_of_parameters_fire_once_for_each_microbatch(pools: Pools, task: str) -> None:
     cases = [Case(schedule, task) for schedule in schedules_for_hooks()]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_hooks))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_hooks))
 
 
 @pytest.mark.xdist_group("ranks-2")
 def test_hooks_of_a_weight_used_outside_its_layer_fire_once_for_each_microbatch(pools: Pools) -> None:
     cases = [Case(schedule, "tied") for schedule in schedules_for_hooks()]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_hooks))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_hooks))
 
 
 @pytest.mark.xdist_group("ranks-2")
 def test_weights_used_outside_their_layer_get_the_same_bits(pools: Pools) -> None:
     cases = [Case(schedule, "tied thrice", steps=1, demands_bits=True) for schedule in schedules_for_hooks()]
-    assert not faults_of(cases, pools(2).run(run_cases, cases))
+    assert not problems_of(cases, pools(2).run(run_cases, cases))
 
 
 # --- weights that change their part --------------------------------------------------------------
@@ -94,12 +94,12 @@ def run_shared_by_stages(case: tuple[str, Schedule]) -> Outcome:
     stages, plain = made
     with closing(pipeline_of(Case(schedule), stages)) as pipeline:
         if len(list(pipeline.parameters())) != len({id(weight) for weight in pipeline.parameters()}):
-            outcome.faults.append("a weight is there twice")
+            outcome.problems.append("a weight is there twice")
         for step in range(2):
             batch = task.batch(step, m, torch.float64)
             pipeline.step(*batch.args, target=batch.target)
             step_plainly(plain, task, batch, m)
-        outcome.faults += gradient_faults(pipeline, stages, plain, exact=False, slack=10)
+        outcome.problems += gradient_problems(pipeline, stages, plain, exact=False, slack=10)
     return outcome
 
 
@@ -107,7 +107,7 @@ def run_shared_by_stages(case: tuple[str, Schedule]) -> Outcome:
 def test_stages_of_one_rank_may_share_weights(pools: Pools) -> None:
     built = [build(family, ranks=2, microbatches=5) for family in ("zbv", "v-min", "dualpipev")]
     cases = [(what, schedule) for what in ("weight", "layer") for schedule in built]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_shared_by_stages))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_shared_by_stages))
 
 
 def run_thawing(schedule: Schedule) -> Outcome:
@@ -123,14 +123,14 @@ def run_thawing(schedule: Schedule) -> Outcome:
             batch = task.batch(step, m, torch.float32)
             pipeline.step(*batch.args, target=batch.target)
             step_plainly(plain, task, batch, m)
-            outcome.faults += gradient_faults(pipeline, stages, plain, f"step {step} ", exact=True)
+            outcome.problems += gradient_problems(pipeline, stages, plain, f"step {step} ", exact=True)
     return outcome
 
 
 @pytest.mark.xdist_group("ranks-2")
 def test_stages_may_be_frozen_and_unfrozen_between_steps(pools: Pools) -> None:
     cases = [build(family, ranks=2, microbatches=3) for family in ("1f1b", "zb-h1", "zbv", "dualpipev")]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_thawing))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_thawing))
 
 
 def run_autocast(schedule: Schedule) -> Outcome:
@@ -143,14 +143,14 @@ def run_autocast(schedule: Schedule) -> Outcome:
                 pipeline.step(*batch.args, target=batch.target)
             with torch.autocast("cpu", torch.bfloat16):
                 step_plainly(plain, task, batch, m)
-        outcome.faults += gradient_faults(pipeline, stages, plain, exact=False, slack=1e4)
+        outcome.problems += gradient_problems(pipeline, stages, plain, exact=False, slack=1e4)
     return outcome
 
 
 @pytest.mark.xdist_group("ranks-2")
 def test_steps_run_under_autocast(pools: Pools) -> None:
     cases = [build(family, ranks=2, microbatches=3) for family in ("1f1b", "zb-h1", "zbv")]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_autocast))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_autocast))
 
 
 # --- compiled stages -----------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def run_compiled(case: tuple[str, Schedule]) -> Outcome:
             batch = task.batch(step, schedule.microbatches, torch.float32)
             pipeline.step(*batch.args, target=batch.target)
             step_plainly(plain, task, batch, schedule.microbatches)
-        outcome.faults += gradient_faults(pipeline, stages, plain, exact=False)
+        outcome.problems += gradient_problems(pipeline, stages, plain, exact=False)
     torch._dynamo.reset()
     return outcome
 
@@ -178,4 +178,4 @@ def run_compiled(case: tuple[str, Schedule]) -> Outcome:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_stages_train_with_split_backwards(pools: Pools, backend: str) -> None:
     cases = [(backend, build(family, ranks=2, microbatches=3)) for family in ("zbv", "zb-h1", "1f1b")]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_compiled))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_compiled))

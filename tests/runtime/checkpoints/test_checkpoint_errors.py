@@ -123,9 +123,9 @@ def test_other_objects_meta_tensors_and_extra_state_are_rejected(tmp_path: Path)
         nowhere = nn.Linear(2, 2, bias=False)
     with pytest.raises(CheckpointError) as caught:
         save_checkpoint(tmp_path / "c", nn.ModuleDict({"a": nowhere, "b": Odd(2, 2)}))
-    told = " ".join(caught.value.problems)
-    assert "'a.weight' of stage 0 is on the meta device" in told
-    assert "the module 'b' has extra state" in told
+    problems = " ".join(caught.value.problems)
+    assert "'a.weight' of stage 0 is on the meta device" in problems
+    assert "the module 'b' has extra state" in problems
 
 
 # --- files that lie --------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ def test_an_index_that_would_run_code_runs_nothing(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", small())
     index = tmp_path / "c" / ".metadata"
     index.write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    (fault,) = error_of(tmp_path / "c", small())
-    assert fault.startswith("its index refers to posix.mkdir, which is not allowed there")
+    (problem,) = error_of(tmp_path / "c", small())
+    assert problem.startswith("its index refers to posix.mkdir, which is not allowed there")
     assert not (tmp_path / "ran").exists()
 
 
@@ -180,8 +180,8 @@ def test_a_damaged_index_is_rejected(tmp_path: Path, kept: int) -> None:
     save_checkpoint(tmp_path / "c", small())
     index = tmp_path / "c" / ".metadata"
     index.write_bytes(index.read_bytes()[:kept])
-    (fault,) = error_of(tmp_path / "c", small())
-    assert fault.startswith("its index .metadata is damaged")
+    (problem,) = error_of(tmp_path / "c", small())
+    assert problem.startswith("its index .metadata is damaged")
 
 
 def test_truncated_missing_or_outside_data_is_rejected(tmp_path: Path) -> None:

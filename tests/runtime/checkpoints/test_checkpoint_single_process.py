@@ -32,7 +32,7 @@ def same_state(one: Optimizer, other: Optimizer) -> bool:
     )
 
 
-# --- what comes back -------------------------------------------------------------------------------
+# --- what is restored ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Adagrad, Adafactor, RMSprop])
@@ -89,11 +89,11 @@ def test_options_are_restored_by_name_for_any_parameter_groups(tmp_path: Path) -
         assert group["weight_decay"] == (0.01 if decays else 0.0)
         assert group["betas"] == ((0.9, 0.999) if decays else (0.5, 0.6))
         assert same(group["lr"], torch.tensor(0.25))
-    (fault,) = error_of(tmp_path / "c", again, AdamW(again.parameters()))
-    assert fault.startswith(
+    (problem,) = error_of(tmp_path / "c", again, AdamW(again.parameters()))
+    assert problem.startswith(
         "group 0 of the optimizer has parameters that had different options: 'first.weight' and"
     )
-    assert "weight_decay 0.01 and 0.0" in fault
+    assert "weight_decay 0.01 and 0.0" in problem
 
 
 def test_extra_is_restored_and_can_hold_a_scheduler_state(tmp_path: Path) -> None:

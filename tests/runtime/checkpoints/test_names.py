@@ -37,7 +37,7 @@ def message(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     return "no error"
 
 
-# --- faults of all ranks ---------------------------------------------------------------------------
+# --- problems of all ranks -------------------------------------------------------------------------
 
 
 def load_what_does_not_fit(path: Path) -> tuple[str, bool]:
@@ -51,16 +51,16 @@ def load_what_does_not_fit(path: Path) -> tuple[str, bool]:
     del last.head
     with closing(piped(stages)) as pipeline:
         before = bits_of_model(pipeline.modules)
-        told = message(load_checkpoint, path, pipeline, AdamW(pipeline.parameters()))
-        return told, before == bits_of_model(pipeline.modules)
+        text = message(load_checkpoint, path, pipeline, AdamW(pipeline.parameters()))
+        return text, before == bits_of_model(pipeline.modules)
 
 
 @pytest.mark.xdist_group("ranks-2")
 def test_every_rank_reports_the_problems_of_all_and_changes_nothing(pools: Pools, tmp_path: Path) -> None:
     answers = pools(2).run(load_what_does_not_fit, tmp_path / "c")
-    for told, unchanged in answers:
+    for text, unchanged in answers:
         assert unchanged
-        assert told.splitlines() == [
+        assert text.splitlines() == [
             f"the checkpoint {tmp_path / 'c'} cannot be loaded:",
             "  'layers.0.lin.weight' is float32 [8, 8] in the checkpoint, but float32 [8, 9] in the model",
             "  the model has names that are missing in the checkpoint: tail.weight, tail.bias",
@@ -83,9 +83,9 @@ def save_equal_names(path: Path) -> str:
 
 @pytest.mark.xdist_group("ranks-2")
 def test_different_parameters_of_the_same_name_are_rejected(pools: Pools, tmp_path: Path) -> None:
-    for told in pools(2).run(save_equal_names, tmp_path / "c"):
-        assert "different parameters have the same name: 'weight' in stages 0, 1, 'bias' in stages 0, 1" in told
-        assert "split() keeps these names" in told
+    for text in pools(2).run(save_equal_names, tmp_path / "c"):
+        assert "different parameters have the same name: 'weight' in stages 0, 1, 'bias' in stages 0, 1" in text
+        assert "split() keeps these names" in text
     assert not list(tmp_path.iterdir())
 
 

@@ -78,11 +78,11 @@ def read_as_the_hub_does(directory: Path) -> dict[str, Tensor]:
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         return load_file(directory / "model.safetensors")
-    told = json.loads(index.read_text(encoding="utf-8"))
-    parts = {file: load_file(directory / file) for file in set(told["weight_map"].values())}
-    found = {name: parts[file][name] for name, file in told["weight_map"].items()}
+    contents = json.loads(index.read_text(encoding="utf-8"))
+    parts = {file: load_file(directory / file) for file in set(contents["weight_map"].values())}
+    found = {name: parts[file][name] for name, file in contents["weight_map"].items()}
     assert sum(map(len, parts.values())) == len(found)
-    assert told["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    assert contents["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
     return found
 
 
@@ -151,7 +151,7 @@ def test_a_tied_weight_is_exported_once_and_imported_in_every_stage(pools: Pools
 # --- what does not fit -----------------------------------------------------------------------------
 
 
-def come_in_wrongly(directory: Path) -> tuple[str, bool]:
+def import_wrongly(directory: Path) -> tuple[str, bool]:
     with closing(Pipeline(stages_of(2), "1f1b", microbatches=4, loss=squared, timeout=TIMEOUT)) as pipeline:
         before = bits_of_model(pipeline.modules)
         try:
@@ -169,9 +169,9 @@ def test_all_problems_are_reported_on_all_ranks_and_nothing_is_changed(pools: Po
     weights["layers.2.norm.num_batches_tracked"] = torch.zeros(())
     weights["strange"] = torch.zeros(1)
     save_file(weights, tmp_path / "model.safetensors")
-    for told, unchanged in pools(2).run(come_in_wrongly, tmp_path):
+    for text, unchanged in pools(2).run(import_wrongly, tmp_path):
         assert unchanged
-        assert told.splitlines() == [
+        assert text.splitlines() == [
             f"the weights of {tmp_path} cannot be imported:",
             "  'layers.1.lin.bias' is F32 [9] in model.safetensors, but float32 [8] in the model",
             "  'layers.2.norm.num_batches_tracked' is F32 [] in model.safetensors, but int64 [] in the model",
@@ -254,8 +254,8 @@ def fill_disk(directory: Path) -> tuple[str, list[str]]:
 
 @pytest.mark.xdist_group("ranks-2")
 def test_a_failed_export_leaves_no_files(pools: Pools, tmp_path: Path) -> None:
-    for told, left in pools(2).run(fill_disk, tmp_path):
-        assert "rank 0: OSError: [Errno 28] No space left on device" in told
+    for text, left in pools(2).run(fill_disk, tmp_path):
+        assert "rank 0: OSError: [Errno 28] No space left on device" in text
         assert left == []
 
 
@@ -263,7 +263,7 @@ def test_a_failed_export_leaves_no_files(pools: Pools, tmp_path: Path) -> None:
 
 
 def decoder_goes_out(directory: Path, theirs: Path) -> None:
-    """A decoder with a tied head, cut in two, goes out; what transformers wrote comes in."""
+    """A decoder with a tied head in two stages is exported, and files that transformers wrote are imported."""
     stages = split(decoder("llama", tied=True), at=["model.layers.2"])
     with closing(Pipeline(stages, "1f1b", microbatches=2, loss=next_word, timeout=TIMEOUT)) as pipeline:
         export_safetensors(directory, pipeline)

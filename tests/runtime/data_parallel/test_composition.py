@@ -17,7 +17,7 @@ from tests.support.composed_model import Composed, batch_of
 from tests.support.composition import gradients, pipeline_of, replica_index, train_composed
 from tests.support.grids import small
 from tests.support.pool import Pools
-from tests.support.reference import faults_of, run_cases
+from tests.support.reference import problems_of, run_cases
 
 FAMILIES = ("1f1b", "interleaved-1f1b", "looped-bfs", "zbv", "dualpipev")
 
@@ -29,8 +29,8 @@ def schedules(family: str) -> list[Schedule]:
     return [schedule] if split == schedule else [schedule, split.renamed(f"{family} split")]
 
 
-def faults(pools: Pools, ranks: int, cases: list[Composed]) -> str:
-    return faults_of(cases, pools(ranks).run(run_cases, cases, train_composed, seconds=600))
+def problems(pools: Pools, ranks: int, cases: list[Composed]) -> str:
+    return problems_of(cases, pools(ranks).run(run_cases, cases, train_composed, seconds=600))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -46,7 +46,7 @@ def test_replicated_stages_train_as_one_process(pools: Pools, data: str, family:
             Composed(schedule, data, 2, tied=True, accumulated=3, checkpointed=place == 1),
             Composed(schedule, data, 2, accumulated=3, checkpointed=place == 0, tokens=place == 1),
         ]
-    assert not faults(pools, 4, cases)
+    assert not problems(pools, 4, cases)
 
 
 @pytest.mark.parametrize("data", ["ddp", "replicate", "replicate-fsdp"])
@@ -57,7 +57,7 @@ def test_every_wrapper_of_torch_reduces_once(pools: Pools, data: str) -> None:
         Composed(build(family, ranks=2, microbatches=4), data, 2, tied=True, accumulated=together)
         for family, together in (("zbv", 1), ("interleaved-1f1b", 3))
     ]
-    assert not faults(pools, 4, cases)
+    assert not problems(pools, 4, cases)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,7 +68,7 @@ def test_stages_in_tensor_parallel_train_as_one_process(pools: Pools, family: st
         Composed(schedule, tp=2, tied=place == 0, accumulated=3 - 2 * place, checkpointed=place == 1)
         for place, schedule in enumerate(schedules(family))
     ]
-    assert not faults(pools, 4, cases)
+    assert not problems(pools, 4, cases)
 
 
 def cases_on_eight_ranks() -> list[Composed]:
@@ -92,7 +92,7 @@ def cases_on_eight_ranks() -> list[Composed]:
 @pytest.mark.xdist_group("ranks-8")
 @small(lambda case: case.schedule.name == "zbv" and case.data in {"fsdp", "hsdp"})
 def test_three_dimensions_train_as_one_process(pools: Pools, case: Composed) -> None:
-    assert not faults(pools, 8, [case])
+    assert not problems(pools, 8, [case])
 
 
 def _collectives(case: Composed) -> tuple[Counter[str], Counter[str]]:

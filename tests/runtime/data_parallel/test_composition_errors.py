@@ -35,7 +35,7 @@ def stage() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def told_by(make: Callable[[], Pipeline]) -> str:
+def error_of(make: Callable[[], Pipeline]) -> str:
     try:
         make().close()
     except PenstockError as error:
@@ -72,13 +72,13 @@ def wrong() -> dict[str, str]:
         return sharded() if mesh.get_local_rank("pp") == 0 else stage()
 
     return {
-        "half sharded": told_by(lambda: pipeline(half_sharded())),
-        "grouped": told_by(lambda: pipeline(grouped())),
-        "hooked": told_by(lambda: pipeline(hooked())),
-        "forgotten": told_by(lambda: pipeline(forgotten())),
-        "two dimensions": told_by(lambda: pipeline(stage(), replicas=mesh)),
-        "strangers": told_by(lambda: pipeline(sharded(), replicas=mesh["pp"])),
-        "mesh does not fit": told_by(
+        "half sharded": error_of(lambda: pipeline(half_sharded())),
+        "grouped": error_of(lambda: pipeline(grouped())),
+        "hooked": error_of(lambda: pipeline(hooked())),
+        "forgotten": error_of(lambda: pipeline(forgotten())),
+        "two dimensions": error_of(lambda: pipeline(stage(), replicas=mesh)),
+        "no replicas": error_of(lambda: pipeline(sharded(), replicas=mesh["pp"])),
+        "mesh does not fit": error_of(
             lambda: Pipeline([stage()], build("1f1b", ranks=4, microbatches=4), **given)
         ),
     }
@@ -86,19 +86,19 @@ def wrong() -> dict[str, str]:
 
 @pytest.mark.xdist_group("ranks-4")
 def test_inconsistent_replicas_are_rejected_on_every_rank(pools: Pools) -> None:
-    for told in pools(4).run(wrong):
-        assert "data of one rank alone" in told["half sharded"]
-        assert "1.weight, 1.bias" in told["half sharded"]
-        assert "fully_shard on the whole stage module" in told["grouped"]
-        assert "communication hook" in told["hooked"]
-        assert "replicas of its stages: rank 0: 2; rank 1: 1" in told["forgotten"]
-        assert "mesh of 2 dimensions (pp, dp)" in told["two dimensions"]
-        assert "replicas= names all ranks" in told["strangers"]
-        assert "is for 4 ranks, but the process group has 2" in told["mesh does not fit"]
+    for messages in pools(4).run(wrong):
+        assert "data of one rank alone" in messages["half sharded"]
+        assert "1.weight, 1.bias" in messages["half sharded"]
+        assert "fully_shard on the whole stage module" in messages["grouped"]
+        assert "communication hook" in messages["hooked"]
+        assert "replicas of its stages: rank 0: 2; rank 1: 1" in messages["forgotten"]
+        assert "mesh of 2 dimensions (pp, dp)" in messages["two dimensions"]
+        assert "replicas= names all ranks" in messages["no replicas"]
+        assert "is for 4 ranks, but the process group has 2" in messages["mesh does not fit"]
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ((0, 1, 3), "stage 2 of 4 is missing"),
         ((0, 1, 2, 3, 4), "stage 4 would never run, and its layers would be left out"),
@@ -106,9 +106,9 @@ def test_inconsistent_replicas_are_rejected_on_every_rank(pools: Pools) -> None:
         ((-1, 0, 1, 2, 3), "stage -1 would never run"),
     ],
 )
-def test_missing_or_extra_stages_are_rejected(given: tuple[int, ...], told: str) -> None:
+def test_missing_or_extra_stages_are_rejected(given: tuple[int, ...], message: str) -> None:
     schedule = build("interleaved-1f1b", ranks=1, microbatches=2, stages_per_rank=4)
-    with pytest.raises(PenstockError, match=told):
+    with pytest.raises(PenstockError, match=message):
         Pipeline({index: nn.Linear(2, 2) for index in given}, schedule)
 
 
@@ -135,47 +135,49 @@ def wrong_cuts() -> dict[str, str]:
     zbv = build("zbv", ranks=2, microbatches=4)
     tied_on_one = split(layers(tied=rank == 0), at=["2"])
     return {
-        "tied on one rank": told_by(lambda: Pipeline([tied_on_one[rank]], SCHEDULE, **given)),
-        "cut elsewhere": told_by(lambda: Pipeline(cut_elsewhere(), SCHEDULE, **given)),
-        "loop for a V": told_by(lambda: Pipeline(loop_for_a_v(), zbv, **given)),
-        "too few stages": told_by(lambda: Pipeline(split(layers(), at=["2"]), "zbv", microbatches=4, **given)),
-        "its own replicas": told_by(lambda: Pipeline([layers()], SCHEDULE, replicas=mesh, **given)),
-        "right": told_by(lambda: Pipeline([split(layers(), at=["1"])[rank]], SCHEDULE, **given)),
+        "tied on one rank": error_of(lambda: Pipeline([tied_on_one[rank]], SCHEDULE, **given)),
+        "cut elsewhere": error_of(lambda: Pipeline(cut_elsewhere(), SCHEDULE, **given)),
+        "loop for a V": error_of(lambda: Pipeline(loop_for_a_v(), zbv, **given)),
+        "too few stages": error_of(lambda: Pipeline(split(layers(), at=["2"]), "zbv", microbatches=4, **given)),
+        "its own replicas": error_of(lambda: Pipeline([layers()], SCHEDULE, replicas=mesh, **given)),
+        "right": error_of(lambda: Pipeline([split(layers(), at=["1"])[rank]], SCHEDULE, **given)),
     }
 
 
 @pytest.mark.xdist_group("ranks-2")
 def test_a_model_that_ranks_split_differently_is_rejected(pools: Pools) -> None:
-    for rank, told in enumerate(pools(2).run(wrong_cuts)):
-        assert "tied weights: rank 0: {0: '0.weight', 1: '3.weight'}; rank 1: none" in told["tied on one rank"]
-        assert "split of the model: rank 0: 2 parameters, 0.weight to 0.bias | 6" in told["cut elsewhere"]
-        assert f"stage {rank + 2} of the model is given as stage {3 - rank}" in told["loop for a V"]
-        assert "zbv on 2 ranks has 4 stages, but 2 modules are given" in told["too few stages"]
-        assert "ranks of this pipeline" in told["its own replicas"]
-        assert not told["right"]
+    for rank, messages in enumerate(pools(2).run(wrong_cuts)):
+        assert (
+            "tied weights: rank 0: {0: '0.weight', 1: '3.weight'}; rank 1: none" in messages["tied on one rank"]
+        )
+        assert "split of the model: rank 0: 2 parameters, 0.weight to 0.bias | 6" in messages["cut elsewhere"]
+        assert f"stage {rank + 2} of the model is given as stage {3 - rank}" in messages["loop for a V"]
+        assert "zbv on 2 ranks has 4 stages, but 2 modules are given" in messages["too few stages"]
+        assert "ranks of this pipeline" in messages["its own replicas"]
+        assert not messages["right"]
 
 
 # --- failures --------------------------------------------------------------------------------------
 
 
 class Failing(nn.Module):
-    """Fails when it is told to."""
+    """Fails in training when `fails` is set."""
 
     fails = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails and x.requires_grad:
-            raise ValueError("told to")
+            raise ValueError("on purpose")
         return x
 
 
 def recovered(data: str) -> list[str]:
-    """A step fails in every replica; the next one is as if it had not been."""
+    """A step fails in every replica; the next one has correct gradients."""
     case = Composed(build("zbv", ranks=2, microbatches=4), data, 2, tied=True)
     fresh, _ = pipeline_of(case)
     pipeline, mesh = pipeline_of(case)
     x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
-    faults = []
+    problems = []
     with closing(fresh), closing(pipeline):
         fresh.step(x, target=y)
         wanted = dict(gradients(fresh))
@@ -187,10 +189,10 @@ def recovered(data: str) -> list[str]:
         try:
             pipeline.step(x, target=y)
         except StepFailedError as error:
-            if "told to" not in str(error):
-                faults.append(str(error))
+            if "on purpose" not in str(error):
+                problems.append(str(error))
         else:
-            faults.append("no failure")
+            problems.append("no failure")
         if part is not None:
             failing.fails = False
         for parameter in pipeline.parameters():
@@ -199,8 +201,8 @@ def recovered(data: str) -> list[str]:
         pipeline.step(x, target=y)
         for name, gradient in gradients(pipeline):
             if not torch.allclose(gradient, wanted[name], rtol=1e-9, atol=1e-12):
-                faults.append(f"{name} is off by {float((gradient - wanted[name]).abs().max())}")
-    return faults
+                problems.append(f"{name} is off by {float((gradient - wanted[name]).abs().max())}")
+    return problems
 
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
@@ -213,19 +215,19 @@ def clipped_by_some() -> str:
     case = Composed(build("1f1b", ranks=2, microbatches=4), "replicas", 2)
     pipeline, mesh = pipeline_of(case, timeout=2.0)
     x, y = (all_.chunk(case.replicas)[replica_index(case, mesh)] for all_ in batch_of(case, 0, 0))
-    told = ""
+    message = ""
     with closing(pipeline):
         pipeline.step(x, target=y)
         if pipeline.rank == 0:
             try:
                 pipeline.clip_grad_norm_(1.0)
             except PenstockError as error:
-                told = str(error)
-    return told
+                message = str(error)
+    return message
 
 
 @pytest.mark.xdist_group("ranks-4")
 def test_a_rank_that_clips_alone_gets_an_error(pools: Pools) -> None:
-    told = pools(4).run(clipped_by_some)
-    for text in told[:2]:
+    messages = pools(4).run(clipped_by_some)
+    for text in messages[:2]:
         assert "clip_grad_norm_() failed on rank 0: every rank must call it" in text

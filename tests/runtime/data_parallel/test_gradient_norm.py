@@ -110,9 +110,9 @@ def broken_norm() -> str:
 
 @pytest.mark.xdist_group("ranks-4")
 def test_a_norm_that_is_not_finite_names_the_stage(pools: Pools) -> None:
-    told = pools(4).run(broken_norm)
-    assert all("those of stage 2" in text for text in told), told
-    assert "block2.up.bias" in told[2]
+    messages = pools(4).run(broken_norm)
+    assert all("those of stage 2" in text for text in messages), messages
+    assert "block2.up.bias" in messages[2]
 
 
 def clipped_too_early() -> str:
@@ -137,12 +137,12 @@ def test_unreduced_gradients_have_no_norm(pools: Pools) -> None:
 
 
 def scaled(case: Composed) -> tuple[list[str], list[float], list[bool]]:
-    """Faults, the scale after each step, and whether the optimizer did anything in it."""
+    """Problems, the scale after each step, and whether the optimizer did anything in it."""
     plain, _ = pipeline_of(case)
     pipeline, mesh = pipeline_of(case)
     scaler = GradScaler(pipeline, init_scale=2.0**10, growth_interval=2)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, foreach=case.tp == 1)
-    faults, scales, moved = [], [], []
+    problems, scales, moved = [], [], []
     with closing(plain), closing(pipeline):
         step(plain, case, mesh)
         wanted = dict(gradients(plain))
@@ -157,7 +157,7 @@ def scaled(case: Composed) -> tuple[list[str], list[float], list[bool]]:
             if number == 0:
                 for name, gradient in gradients(pipeline):
                     if not torch.equal(gradient, wanted[name]):
-                        faults.append(f"{name} differs")
+                        problems.append(f"{name} differs")
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -165,7 +165,7 @@ def scaled(case: Composed) -> tuple[list[str], list[float], list[bool]]:
             moved.append(
                 any(not torch.equal(a, local(b.detach())) for a, b in zip(before, pipeline.parameters()))
             )
-    return faults, scales, moved
+    return problems, scales, moved
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def scaled(case: Composed) -> tuple[list[str], list[float], list[bool]]:
 )
 @pytest.mark.xdist_group("ranks-4")
 def test_an_overflow_on_one_rank_skips_the_step_on_all_of_them(pools: Pools, case: Composed) -> None:
-    for faults, scales, moved in pools(4).run(scaled, case):
-        assert not faults
+    for problems, scales, moved in pools(4).run(scaled, case):
+        assert not problems
         assert scales == [1024.0, 2048.0, 1024.0, 1024.0]
         assert moved == [True, True, False, True]
 
@@ -207,7 +207,7 @@ def added_up(case: Composed, held_back: bool) -> list[str]:  # noqa: FBT001 -- s
     pipeline, mesh = pipeline_of(case)
     model = alone(case)
     names = {"head.words.weight": "embed.weight"} if case.tied else {}
-    faults = []
+    problems = []
     with closing(pipeline):
         if held_back:
             with pipeline.accumulate():
@@ -219,8 +219,8 @@ def added_up(case: Composed, held_back: bool) -> list[str]:  # noqa: FBT001 -- s
             right: Tensor | None = model.get_parameter(names.get(name, name)).grad
             assert right is not None
             if not torch.allclose(gradient, 2 * right, rtol=1e-10, atol=1e-12):
-                faults.append(f"{name}: {float((gradient - 2 * right).abs().max())}")
-    return faults
+                problems.append(f"{name}: {float((gradient - 2 * right).abs().max())}")
+    return problems
 
 
 @pytest.mark.parametrize("held_back", [False, True])
@@ -234,8 +234,8 @@ def test_gradients_accumulate_with_and_without_reductions(
 ) -> None:
     for schedule in (ZBV, build("1f1b", ranks=2, microbatches=4)):
         case = Composed(schedule, data, 2, tied=True)
-        for faults in pools(4).run(added_up, case, held_back):
-            assert not faults
+        for problems in pools(4).run(added_up, case, held_back):
+            assert not problems
 
 
 class Choosy(nn.Module):

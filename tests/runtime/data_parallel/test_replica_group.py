@@ -36,18 +36,18 @@ def without_tokens(data: str) -> list[str]:
     right = torch.stack(shares).sum()
     right.backward()  # type: ignore[no-untyped-call]
     pipeline, mesh = pipeline_of(case)
-    faults = []
+    problems = []
     with closing(pipeline):
         place = replica_index(case, mesh)
         found = pipeline.step(x.chunk(2)[place], target=y.chunk(2)[place]).loss
         if found is None or abs(found - float(right)) > 1e-9:
-            faults.append(f"loss {found}, not {float(right)}")
+            problems.append(f"loss {found}, not {float(right)}")
         for name, gradient in gradients(pipeline):
             wanted = model.get_parameter(name).grad
             assert wanted is not None
             if not torch.allclose(gradient, wanted, rtol=1e-9, atol=1e-12):
-                faults.append(f"{name} is off by {float((gradient - wanted).abs().max())}")
-    return faults
+                problems.append(f"{name} is off by {float((gradient - wanted).abs().max())}")
+    return problems
 
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
@@ -112,8 +112,8 @@ def test_a_loss_is_trained_with_the_last_stage(pools: Pools) -> None:
 
 @pytest.mark.xdist_group("ranks-4")
 def test_a_last_stage_without_its_replicas_is_rejected(pools: Pools) -> None:
-    for told in pools(4).run(_says_nothing):
-        assert "replicas of its stages: rank 0: 2; rank 1: 1 (give replicas= if there are more)" in told
+    for message in pools(4).run(_says_nothing):
+        assert "replicas of its stages: rank 0: 2; rank 1: 1 (give replicas= if there are more)" in message
 
 
 def in_inference_mode() -> list[bool]:

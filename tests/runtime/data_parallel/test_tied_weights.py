@@ -22,7 +22,7 @@ WIDTH = 6
 
 
 class Turned(nn.Module):
-    """A layer whose weight may be somebody else's."""
+    """A layer whose weight may be that of another layer."""
 
     def __init__(self, weight: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def batch(m: int) -> tuple[Tensor, Tensor]:
 
 def three_holders() -> list[str]:
     """Stages 0, 1 and 3 of four ranks hold one weight; Adam trains it for four steps."""
-    tied, m, faults = (0, 1, 3), 3, []
+    tied, m, problems = (0, 1, 3), 3, []
     alone = nn.Sequential(*turned(4, tied))
     stages = dict(enumerate(turned(4, tied)))
     x, y = batch(m)
@@ -69,12 +69,12 @@ def three_holders() -> list[str]:
                 optimizer.zero_grad()
         here, right = (each[dist.get_rank()].get_parameter("weight") for each in (pipeline.modules, alone))
         if not torch.allclose(here, right, rtol=1e-10, atol=1e-12):
-            faults.append(f"off by {float((here - right).abs().max())}")
+            problems.append(f"off by {float((here - right).abs().max())}")
         copies = [torch.empty_like(here.data) for _ in range(4)]
         dist.all_gather(copies, here.data)
         if not all(torch.equal(copies[stage], copies[0]) for stage in tied):
-            faults.append("the copies are not the same to the last bit")
-    return faults
+            problems.append("the copies are not the same to the last bit")
+    return problems
 
 
 @pytest.mark.xdist_group("ranks-4")
@@ -170,14 +170,14 @@ def wrong_ties() -> dict[str, str]:
 
 @pytest.mark.xdist_group("ranks-4")
 def test_invalid_tied_weights_are_rejected(pools: Pools) -> None:
-    told = pools(4).run(wrong_ties)
+    messages = pools(4).run(wrong_ties)
     diverged = "tied weights have diverged: 'weight' of stage 0 and 'weight' of stage 3"
-    assert "'w' of stage 0: there is no such parameter" in told[0]["no such name"]
+    assert "'w' of stage 0: there is no such parameter" in messages[0]["no such name"]
     for rank in range(4):
-        assert "tied weight {0: 'weight', 3: 'weight'}" in told[rank]["other shape"]
-        assert "[6, 5]" in told[rank]["other shape"]
-        assert "{0: 'weight', 9: 'weight'}" in told[rank]["no such stage"]
-        assert "at least two of the stages 0 to 3" in told[rank]["one stage"]
-        assert "do not agree" in told[rank]["not agreed"]
-        assert diverged in told[rank]["drifted"]
-        assert diverged in told[rank]["other numbers"]
+        assert "tied weight {0: 'weight', 3: 'weight'}" in messages[rank]["other shape"]
+        assert "[6, 5]" in messages[rank]["other shape"]
+        assert "{0: 'weight', 9: 'weight'}" in messages[rank]["no such stage"]
+        assert "at least two of the stages 0 to 3" in messages[rank]["one stage"]
+        assert "do not agree" in messages[rank]["not agreed"]
+        assert diverged in messages[rank]["drifted"]
+        assert diverged in messages[rank]["other numbers"]

@@ -22,7 +22,7 @@ WIDTH, M = 4, 2
 
 
 class Turned(nn.Module):
-    """A layer whose weight may be somebody else's, and may have two names."""
+    """A layer whose weight may be that of another layer, and may have two names."""
 
     def __init__(self, weight: Tensor | None = None, *, twice: bool = False, seed: int = 0) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ def alone(layers: list[Turned]) -> list[Turned]:
     return layers
 
 
-# --- how ties are told -----------------------------------------------------------------------------
+# --- how ties are declared -------------------------------------------------------------------------
 
 
-def told_twice(how: str) -> tuple[float, float]:
-    """One weight in stages 0, 1 and 3, told by several ties: by how much gradient and norm are off."""
+def declared_twice(how: str) -> tuple[float, float]:
+    """One weight in stages 0, 1 and 3, declared by several ties: by how much gradient and norm are off."""
     rank, shared = dist.get_rank(), nn.Parameter(Turned().weight.detach().clone())
 
     def layers(one: nn.Parameter | None) -> list[Turned]:
@@ -85,7 +85,7 @@ def told_twice(how: str) -> tuple[float, float]:
 @pytest.mark.parametrize("how", ["in pairs", "shared too", "by another name"])
 @pytest.mark.xdist_group("ranks-4")
 def test_a_weight_declared_several_times_is_summed_once(pools: Pools, how: str) -> None:
-    for off, off_norm in pools(4).run(told_twice, how):
+    for off, off_norm in pools(4).run(declared_twice, how):
         assert off < 1e-12
         assert off_norm < 1e-12
 

@@ -10,7 +10,7 @@ from penstock.runtime.execution.action_rules import rule_of
 
 
 class MadeUpKind:
-    """A kind that no room knows."""
+    """A kind that no component handles."""
 
     value = "MADE_UP"
 
@@ -20,7 +20,7 @@ def test_every_kind_has_a_rule(kind: Kind) -> None:
     assert callable(rule_of(kind).bind)
 
 
-def test_a_kind_without_a_rule_is_refused_by_name() -> None:
+def test_a_kind_without_a_rule_is_rejected_by_name() -> None:
     with pytest.raises(UnhandledKindError, match=r"runtime\.execution does not handle actions of kind MADE_UP"):
         rule_of(MadeUpKind())  # type: ignore[arg-type]
 

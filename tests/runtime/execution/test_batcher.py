@@ -93,7 +93,7 @@ def test_each_argument_can_have_its_own_dimension() -> None:
     assert [part["mask"].shape for part in kwargs] == [(2, 2, 2)] * 2
 
 
-def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:
+def test_integers_of_other_libraries_are_accepted() -> None:
     batcher = Batcher(np.int64(2), {np.int64(0): np.int64(1)}, merge=np.int64(1))  # type: ignore[arg-type, dict-item]
     whole = rows(3, 4)
     parts = only_argument(batcher, whole)
@@ -105,17 +105,17 @@ def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", torch.tensor(2.0), torch.Size((2, 3)), {1, 2}], ids=repr)
-def test_what_has_no_rows_is_handed_to_every_microbatch(value: object) -> None:
+def test_a_value_without_rows_is_given_to_every_microbatch(value: object) -> None:
     args, kwargs = Batcher(3).split_arguments((rows(3), value), {"same": value})
     assert all(part == value for _, part in args)
     assert all(part["same"] == value for part in kwargs)
 
 
-def test_a_dimension_for_a_mask_does_no_harm_where_the_mask_is_none() -> None:
+def test_a_dimension_for_a_mask_is_ignored_where_the_mask_is_none() -> None:
     assert Batcher(2, {"mask": 1}).split_arguments((), {"mask": None})[1] == [{"mask": None}] * 2
 
 
-def test_replicate_hands_the_same_object_to_every_microbatch() -> None:
+def test_replicate_gives_the_same_object_to_every_microbatch() -> None:
     table, entries = rows(7), [1, 2, 3]
     batcher = Batcher(2, {1: REPLICATE, "entries": REPLICATE})
     args, kwargs = batcher.split_arguments((rows(4), table), {"entries": entries})
@@ -196,7 +196,7 @@ def test_a_list_in_a_tuple_is_one_value() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 2, 4])
-def test_a_list_of_another_length_is_refused_with_a_suggestion(length: int) -> None:
+def test_a_list_of_another_length_is_rejected_with_a_suggestion(length: int) -> None:
     with pytest.raises(BatchError) as caught:
         Batcher(3).split_arguments((), {"names": ["x"] * length})
     message = str(caught.value)
@@ -216,7 +216,7 @@ def test_the_target_is_split_by_its_own_key() -> None:
 # --- what is refused -----------------------------------------------------------------------------
 
 
-def test_different_numbers_of_rows_are_refused_with_all_names() -> None:
+def test_different_numbers_of_rows_are_rejected_with_all_names() -> None:
     with pytest.raises(BatchError) as caught:
         Batcher(2).split_arguments((rows(8), {"a": rows(8), "b": rows(5)}), {"mask": rows(6)})
     message = str(caught.value)
@@ -228,7 +228,7 @@ def test_replicated_arguments_and_lists_may_have_any_number_of_rows() -> None:
     Batcher(2, {1: REPLICATE}).split_arguments((rows(8), rows(5)), {"ready": [rows(1), rows(1)]})
 
 
-def test_fewer_rows_than_microbatches_are_refused_with_the_numbers() -> None:
+def test_fewer_rows_than_microbatches_are_rejected_with_the_numbers() -> None:
     with pytest.raises(BatchError, match=r"args\[0\] of shape \(3, 2\) has 3 along dimension 0 for 4 micro"):
         Batcher(4).split_arguments((rows(3, 2),), {})
     with pytest.raises(BatchError, match=r"has 0 along dimension 0 for 1 micro"):
@@ -236,7 +236,7 @@ def test_fewer_rows_than_microbatches_are_refused_with_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("dim", [2, -3])
-def test_a_dimension_that_is_not_there_is_refused_with_the_shape(dim: int) -> None:
+def test_a_missing_dimension_is_rejected_with_the_shape(dim: int) -> None:
     with pytest.raises(BatchError, match=rf'"x"\].a cannot be split along dimension {dim}: .* \(4, 2\)'):
         Batcher(2, {"x": dim}).split_arguments((), {"x": KeyedPair(rows(4, 2))})
 
@@ -246,7 +246,7 @@ class KeyedPair:
     a: Any
 
 
-def test_unknown_keys_are_refused_with_the_known_ones() -> None:
+def test_unknown_keys_are_rejected_with_the_known_ones() -> None:
     with pytest.raises(BatchError) as caught:
         Batcher(2, {0: 0, 2: 1, "maks": 0}).split_arguments((rows(2), rows(2)), {"mask": rows(2)})
     first, second = str(caught.value).splitlines()
@@ -265,16 +265,28 @@ def test_all_problems_of_a_call_are_reported_together() -> None:
     with pytest.raises(BatchError) as caught:
         Batcher(4, {0: 3, "no": 0}).split_arguments((rows(8), [1], rows(3)), {"mask": rows(6)})
     message = str(caught.value)
-    for fault in ("split['no']", "args[0] cannot", "args[1] has 1 entries", "args[2] of shape", "6 in kwargs"):
-        assert fault in message
+    for problem in (
+        "split['no']",
+        "args[0] cannot",
+        "args[1] has 1 entries",
+        "args[2] of shape",
+        "6 in kwargs",
+    ):
+        assert problem in message
 
 
 def test_all_problems_of_a_batcher_are_reported_together() -> None:
     with pytest.raises(BatchError) as caught:
         Batcher(0, {-1: 0, "x": "rows", 1: True}, merge=None)  # type: ignore[dict-item, arg-type]
     message = str(caught.value)
-    for fault in ("microbatches must be at least 1 (given 0)", "given -1", "split['x']", "split[1]", "`merge`"):
-        assert fault in message
+    for problem in (
+        "microbatches must be at least 1 (given 0)",
+        "given -1",
+        "split['x']",
+        "split[1]",
+        "`merge`",
+    ):
+        assert problem in message
 
 
 def test_a_class_is_no_splitter() -> None:

@@ -14,7 +14,7 @@ from penstock.runtime.execution.verified_schedule import verify_schedule
 
 
 class Recording:
-    """Stands for a stage, a channel or a replication, and records the calls of its methods."""
+    """Replaces a stage, a channel or a replica group, and records the calls of its methods."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self._name, self._log = name, log

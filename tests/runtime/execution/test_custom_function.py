@@ -20,8 +20,8 @@ from tests.support.reference import (
     Case,
     Outcome,
     differences,
-    faults_of,
     gradients_of,
+    problems_of,
     run_cases,
     train_in_pipeline,
     train_plainly,
@@ -34,7 +34,7 @@ COUNTED = ("F", "I", "W", "B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "OVERLAP_F_B
 def run_with_functions(case: Case) -> Outcome:
     """Functions for all kinds that count themselves; overlapped pairs run their backward first."""
     counts: Counter[str] = Counter()
-    faults: list[str] = []
+    problems: list[str] = []
     wanted = train_plainly(
         case.task, case.optimizer, case.dtype, 1, case.schedule.num_stages, case.schedule.microbatches
     )
@@ -44,13 +44,13 @@ def run_with_functions(case: Case) -> Outcome:
         if custom.action.kind is Kind.REDUCE_GRAD:
             stage = custom.action.parts[0].stage
             got = gradients_of(custom.stages[stage].module)
-            faults.extend(differences("when reduced", got, wanted.gradients[0][stage], exact=False))
+            problems.extend(differences("when reduced", got, wanted.gradients[0][stage], exact=False))
         custom.run()
 
     def swap(custom: Custom) -> None:
         counts[str(custom.action)] += 1
         if [part.action for part in custom.parts] != list(custom.action.parts):
-            faults.append(f"{custom.action} has the parts {custom.parts}")
+            problems.append(f"{custom.action} has the parts {custom.parts}")
         for part in reversed(custom.parts):
             part.run()
 
@@ -63,8 +63,8 @@ def run_with_functions(case: Case) -> Outcome:
         if not step.kind.is_communication:
             right.update({str(step), *map(str, step.parts)})
     if counts != right:
-        outcome.faults.append(f"called {counts - right} too often and {right - counts} too seldom")
-    outcome.faults += faults
+        outcome.problems.append(f"called {counts - right} too often and {right - counts} too seldom")
+    outcome.problems += problems
     return outcome
 
 
@@ -75,7 +75,7 @@ def test_functions_replace_every_kind_of_action_also_inside_overlaps(pools: Pool
     built += [lower(SplitBackward()(built[0])), random_schedule(random.Random(p), p)]
     cases = [Case(schedule, steps=1) for schedule in built]
     assert any(isinstance(step, Overlap) for step in built[0].ranks[0])
-    assert not faults_of(cases, pools(p).run(run_cases, cases, run_with_functions))
+    assert not problems_of(cases, pools(p).run(run_cases, cases, run_with_functions))
 
 
 def run_one_function(case: tuple[str, Schedule]) -> Outcome:
@@ -88,14 +88,14 @@ def run_one_function(case: tuple[str, Schedule]) -> Outcome:
 
     outcome = train_in_pipeline(Case(schedule, steps=1), {kind: function})
     if not called:
-        outcome.faults.append("not called")
+        outcome.problems.append("not called")
     return outcome
 
 
 @pytest.mark.xdist_group("ranks-2")
 def test_a_function_for_a_single_kind_is_called(pools: Pools) -> None:
     cases = [(kind, build("dualpipev", ranks=2, microbatches=5)) for kind in COUNTED]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_one_function))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_one_function))
 
 
 def error_messages() -> list[str]:

@@ -26,7 +26,7 @@ def test_an_unshard_without_a_forward_is_left_out() -> None:
     assert [str(step) for step in forward_only(schedule).ranks[0]] == ["0UNSHARD", "0F0", "0RESHARD"]
 
 
-def test_a_kind_that_it_does_not_handle_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_that_it_does_not_handle_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_OMITTED", tuple(kind for kind in module._OMITTED if kind is not Kind.W))
     with pytest.raises(UnhandledKindError, match="forward_only does not handle actions of kind W"):
         forward_only(penstock.lower(penstock.build("zbv", ranks=2, microbatches=4)))

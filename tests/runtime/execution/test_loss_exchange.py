@@ -17,9 +17,9 @@ from tests.support.reference import (
     Case,
     Outcome,
     differences,
-    faults_of,
     forward,
     gradients_of,
+    problems_of,
     run_cases,
     step_plainly,
 )
@@ -43,11 +43,11 @@ def weighted(schedule: Schedule) -> Outcome:
     whole.backward()  # type: ignore[no-untyped-call]
     for loss in outcome.losses:
         if loss is None or abs(loss - float(whole)) > 1e-12:
-            outcome.faults.append(f"loss {loss}, not {float(whole)}")
+            outcome.problems.append(f"loss {loss}, not {float(whole)}")
     wanted = {
         f"{stage}.{name}": g for stage in pipeline.modules for name, g in gradients_of(plain[stage]).items()
     }
-    outcome.faults += differences("gradient of the whole batch", found, wanted, exact=False)
+    outcome.problems += differences("gradient of the whole batch", found, wanted, exact=False)
     return outcome
 
 
@@ -55,7 +55,7 @@ def weighted(schedule: Schedule) -> Outcome:
 @small(lambda p: p == 2)
 def test_losses_weighted_by_tokens_are_the_mean_over_the_whole_batch(pools: Pools, p: int) -> None:
     cases = [build(family, ranks=p, microbatches=5) for family in ("1f1b", "zbv", "looped-bfs", "gpipe")]
-    assert not faults_of(cases, pools(p).run(run_cases, cases, weighted))
+    assert not problems_of(cases, pools(p).run(run_cases, cases, weighted))
 
 
 def run_without_tokens(schedule: Schedule) -> Outcome:
@@ -71,18 +71,18 @@ def run_without_tokens(schedule: Schedule) -> Outcome:
         result = pipeline.step(*batch.args, target=batch.target)
         found = gradients(pipeline)
     if result.loss is None or not abs(result.loss - float(whole)) < 1e-12:
-        outcome.faults.append(f"loss {result.loss}, not {float(whole)}")
+        outcome.problems.append(f"loss {result.loss}, not {float(whole)}")
     wanted = {
         f"{stage}.{name}": g for stage in pipeline.modules for name, g in gradients_of(plain[stage]).items()
     }
-    outcome.faults += differences("gradient", found, wanted, exact=False)
+    outcome.problems += differences("gradient", found, wanted, exact=False)
     return outcome
 
 
 @pytest.mark.xdist_group("ranks-2")
 def test_a_microbatch_without_tokens_has_no_weight(pools: Pools) -> None:
     cases = [build(family, ranks=2, microbatches=4) for family in ("1f1b", "zbv")]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_without_tokens))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_without_tokens))
 
 
 # --- inputs that want gradients ------------------------------------------------------------------
@@ -98,7 +98,7 @@ def run_input_gradient(case: Case) -> Outcome:
         for _ in range(2):
             step_plainly(stages, TASKS[case.task], Batch((plain_x,), batch.target), m)
         wanted = plain_x.grad if 0 in pipeline.modules else None
-        outcome.faults += differences("x", {"grad": x.grad}, {"grad": wanted}, exact=True)
+        outcome.problems += differences("x", {"grad": x.grad}, {"grad": wanted}, exact=True)
     return outcome
 
 
@@ -109,4 +109,4 @@ def test_a_batch_that_requires_grad_gets_its_gradient(pools: Pools, p: int) -> N
         Case(build(family, ranks=p, microbatches=5), task)
         for family, task in (("1f1b", "mlp"), ("zb-h1", "uneven"), ("zbv", "nested"), ("looped-bfs", "mlp"))
     ]
-    assert not faults_of(cases, pools(p).run(run_cases, cases, run_input_gradient))
+    assert not problems_of(cases, pools(p).run(run_cases, cases, run_input_gradient))

@@ -24,6 +24,6 @@ def test_the_loss_is_the_sum_and_so_are_the_gradients() -> None:
     torch.testing.assert_close(module.weight.grad, other.weight.grad)
 
 
-def test_a_sum_weighted_by_tokens_is_refused() -> None:
+def test_a_sum_weighted_by_tokens_is_rejected() -> None:
     with pytest.raises(PipelineError, match="give one"):
         Pipeline([nn.Linear(3, 3)], "1f1b", microbatches=3, loss=mse_loss, tokens=len, average=False)

@@ -54,11 +54,11 @@ def test_gradients_flow_through_merged_outputs() -> None:
     ],
     ids=str,
 )
-def test_outputs_that_differ_are_refused_with_the_microbatch(outputs: list[Any], message: str) -> None:
+def test_outputs_that_differ_are_rejected_with_the_microbatch(outputs: list[Any], message: str) -> None:
     with pytest.raises(BatchError, match=message):
         Batcher(2).merge_outputs(outputs)
 
 
-def test_a_dimension_that_outputs_do_not_have_is_refused_with_the_shape() -> None:
+def test_a_dimension_that_outputs_do_not_have_is_rejected_with_the_shape() -> None:
     with pytest.raises(BatchError, match=r"merged along dimension 1: its shape is \(2,\)"):
         Batcher(2, merge=1).merge_outputs([rows(2), rows(2)])

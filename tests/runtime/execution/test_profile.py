@@ -88,37 +88,39 @@ def profiled(family: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["1f1b", "zbv"])
-def told(request: pytest.FixtureRequest, pools: Pools) -> list[dict[str, Any]]:
+def profiles(request: pytest.FixtureRequest, pools: Pools) -> list[dict[str, Any]]:
     return pools(2).run(profiled, request.param)
 
 
-def test_every_rank_has_the_same_timeline(told: list[dict[str, Any]]) -> None:
-    (schedule, start, end), (other, its_start, its_end) = (each["timeline"] for each in told)
+def test_every_rank_has_the_same_timeline(profiles: list[dict[str, Any]]) -> None:
+    (schedule, start, end), (other, its_start, its_end) = (each["timeline"] for each in profiles)
     assert schedule == other
     assert schedule.level == "lowered"
     assert (start == its_start).all()
     assert (end == its_end).all()
 
 
-def test_nothing_starts_before_what_it_needs_has_ended(told: list[dict[str, Any]]) -> None:
-    schedule, start, end = told[0]["timeline"]
+def test_nothing_starts_before_what_it_needs_has_ended(profiles: list[dict[str, Any]]) -> None:
+    schedule, start, end = profiles[0]["timeline"]
     producer, consumer = schedule.table.crossings
     assert (start[consumer] >= end[producer]).all()
     within: Bools = schedule.table.rank[1:] == schedule.table.rank[:-1]
     assert (start[1:][within] >= end[:-1][within]).all()
 
 
-def test_the_costs_are_what_the_stages_take(told: list[dict[str, Any]]) -> None:
-    costs = told[0]["costs"]
-    split = told[0]["timeline"][0].table.has(penstock.Kind.I)
+def test_the_costs_are_what_the_stages_take(profiles: list[dict[str, Any]]) -> None:
+    costs = profiles[0]["costs"]
+    split = profiles[0]["timeline"][0].table.has(penstock.Kind.I)
     assert all(NAP <= seconds < 2 * NAP for seconds in costs.forward)
     if split:
         assert all(2 * NAP <= seconds < 3 * NAP for seconds in costs.backward_input)
         assert all(3 * NAP <= seconds < 4 * NAP for seconds in costs.backward_weight)
 
 
-def test_latency_and_bandwidth_are_measured_and_messages_have_their_sizes(told: list[dict[str, Any]]) -> None:
-    costs, (schedule, _, _) = told[0]["costs"], told[0]["timeline"]
+def test_latency_and_bandwidth_are_measured_and_messages_have_their_sizes(
+    profiles: list[dict[str, Any]],
+) -> None:
+    costs, (schedule, _, _) = profiles[0]["costs"], profiles[0]["timeline"]
     apart = schedule.table.crosses_ranks.tolist()
     assert [0 < seconds < NAP for seconds in costs.latency] == apart
     assert all(speed > 1e6 for speed in costs.bandwidth)
@@ -126,24 +128,24 @@ def test_latency_and_bandwidth_are_measured_and_messages_have_their_sizes(told: 
     assert [size >= 4 * 4 for size in costs.gradient_message] == apart
 
 
-def test_what_the_costs_predict_is_what_was_measured(told: list[dict[str, Any]]) -> None:
+def test_what_the_costs_predict_is_what_was_measured(profiles: list[dict[str, Any]]) -> None:
     # loose, because a machine may be busy with other things; benchmarks/runtime.py measures it
-    assert told[0]["predicted"] == pytest.approx(told[0]["measured"], rel=0.25)
+    assert profiles[0]["predicted"] == pytest.approx(profiles[0]["measured"], rel=0.25)
 
 
-def test_live_activations_are_those_of_the_timeline(told: list[dict[str, Any]]) -> None:
-    for rank, each in enumerate(told):
+def test_live_activations_are_those_of_the_timeline(profiles: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(profiles):
         assert each["live"] == each["peak"][rank]
 
 
-def test_each_step_has_a_timeline_and_eval_has_one_too(told: list[dict[str, Any]]) -> None:
-    assert told[0]["steps"] == 2
-    assert told[0]["eval"] > M * NAP
+def test_each_step_has_a_timeline_and_eval_has_one_too(profiles: list[dict[str, Any]]) -> None:
+    assert profiles[0]["steps"] == 2
+    assert profiles[0]["eval"] > M * NAP
 
 
-def test_views_and_metrics_take_a_measured_timeline(told: list[dict[str, Any]]) -> None:
-    assert all(amount > 0 for amount in told[0]["views"])
+def test_views_and_metrics_take_a_measured_timeline(profiles: list[dict[str, Any]]) -> None:
+    assert all(amount > 0 for amount in profiles[0]["views"])
 
 
-def test_ranks_of_one_machine_share_a_clock(told: list[dict[str, Any]]) -> None:
-    assert told[1]["clocks"].offsets == (0.0, 0.0)
+def test_ranks_of_one_machine_share_a_clock(profiles: list[dict[str, Any]]) -> None:
+    assert profiles[1]["clocks"].offsets == (0.0, 0.0)

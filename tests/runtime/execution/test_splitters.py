@@ -36,7 +36,7 @@ def test_a_splitter_splits_the_argument_it_is_for_and_merges_the_outputs() -> No
     assert Batcher(2, merge=Words()).merge_outputs([rows(1).tolist(), "x"]) == "[0.0] x"
 
 
-def test_a_splitter_that_gives_another_number_of_parts_is_refused() -> None:
+def test_a_splitter_that_gives_another_number_of_parts_is_rejected() -> None:
     with pytest.raises(BatchError, match=r"returned 2 parts of args\[0\] for 3 microbatches"):
         Batcher(3, {0: Words()}).split_arguments(("a b",), {})
 

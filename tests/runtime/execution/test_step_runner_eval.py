@@ -20,8 +20,8 @@ from tests.support.reference import (
     Outcome,
     backwards_in_order,
     differences,
-    faults_of,
     gradients_of,
+    problems_of,
     run_cases,
     step_plainly,
 )
@@ -48,11 +48,13 @@ def run_twice(case: Case) -> Outcome:
             for stage in pipeline.modules
             for name, value in gradients_of(stages[stage]).items()
         }
-        outcome.faults += differences("as one process", found, wanted, exact=backwards_in_order(case.schedule))
+        outcome.problems += differences(
+            "as one process", found, wanted, exact=backwards_in_order(case.schedule)
+        )
         doubled = {name: None if value is None else 2 * value for name, value in once.items()}
         # one microbatch: the sum of two equal numbers is exact, and no other number comes in between
         exact = case.schedule.microbatches == 1
-        outcome.faults += differences("twice", found, doubled, exact=exact, slack=10)
+        outcome.problems += differences("twice", found, doubled, exact=exact, slack=10)
     return outcome
 
 
@@ -64,7 +66,7 @@ def test_two_steps_without_zero_grad_give_twice_the_gradient(pools: Pools, p: in
         for family in ("gpipe", "interleaved-1f1b", "zb-h1", "zbv", "dualpipev")
         for m, task in ((1, "mlp"), (4, "transformer"))
     ]
-    assert not faults_of(cases, pools(p).run(run_cases, cases, run_twice))
+    assert not problems_of(cases, pools(p).run(run_cases, cases, run_twice))
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
@@ -75,7 +77,7 @@ def test_eval_is_correct_and_changes_nothing(pools: Pools, p: int) -> None:
         Case(build(family, ranks=p, microbatches=p + 1), tasks[place % len(tasks)])
         for place, family in enumerate(FAMILIES)
     ]
-    assert not faults_of(cases, pools(p).run(run_cases, cases, run_eval))
+    assert not problems_of(cases, pools(p).run(run_cases, cases, run_eval))
 
 
 class Drawing(nn.Module):
@@ -119,5 +121,5 @@ def test_one_rank_needs_no_process_group(family: str, stages: int | None) -> Non
     schedule = alone(family, stages)
     for task in ("transformer", "nested", "batch-norm"):
         case = Case(schedule, task)
-        assert not run_twice(case).faults
-        assert not run_eval(case).faults
+        assert not run_twice(case).problems
+        assert not run_eval(case).problems

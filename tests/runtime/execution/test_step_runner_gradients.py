@@ -11,7 +11,7 @@ from tests.support.families import FAMILIES, ranks
 from tests.support.grids import small
 from tests.support.models import MODELS
 from tests.support.pool import Pools
-from tests.support.reference import Case, backwards_in_order, faults_of, run_cases
+from tests.support.reference import Case, backwards_in_order, problems_of, run_cases
 
 OPEN = ("interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble")
 TASKS_IN_TURN = ("dropout", "batch-norm", "tied", "repeated", "nested", "uneven", "padded")
@@ -48,7 +48,7 @@ def test_every_family_trains_as_one_process(pools: Pools, family: str, p: int) -
         in_order = backwards_in_order(schedule)
         cases.append(Case(schedule, task, "adamw" if in_order and place % 3 else "sgd"))
     cases.append(Case(cases[-1].schedule, "transformer", "adamw", torch.float64))
-    assert not faults_of(cases, pools(p).run(run_cases, cases))
+    assert not problems_of(cases, pools(p).run(run_cases, cases))
 
 
 @pytest.mark.xdist_group("ranks-8")
@@ -59,7 +59,7 @@ def test_eight_ranks_train_as_one_process(pools: Pools) -> None:
         Case(build("zbv", ranks=8, microbatches=9), "transformer", steps=1),
         Case(build("dualpipev", ranks=8, microbatches=16), steps=1),
     ]
-    assert not faults_of(cases, pools(8).run(run_cases, cases))
+    assert not problems_of(cases, pools(8).run(run_cases, cases))
 
 
 @pytest.mark.xdist_group("ranks-2")
@@ -68,4 +68,4 @@ def test_eight_ranks_train_as_one_process(pools: Pools) -> None:
 def test_every_model_trains_as_in_one_process(pools: Pools, family: str) -> None:
     schedule = build(family, ranks=2, microbatches=4)
     cases = [Case(schedule, task, steps=2) for task in MODELS]
-    assert not faults_of(cases, pools(2).run(run_cases, cases))
+    assert not problems_of(cases, pools(2).run(run_cases, cases))

@@ -14,7 +14,7 @@ from tests.support.families import FAMILIES, ranks
 from tests.support.grids import small
 from tests.support.models import TASKS
 from tests.support.pool import Pools
-from tests.support.reference import TIMEOUT, Case, faults_of, run_cases
+from tests.support.reference import TIMEOUT, Case, problems_of, run_cases
 from tests.support.runnable_schedules import random_schedule
 
 
@@ -24,7 +24,7 @@ def test_peak_activations_are_those_of_the_simulator(pools: Pools, p: int) -> No
     cases = [Case(build(family, ranks=p, microbatches=m), steps=1) for family in FAMILIES for m in (p + 1,)]
     cases += [Case(random_schedule(random.Random(seed), p), steps=1) for seed in range(4)]
     found = pools(p).run(run_cases, cases)
-    assert not faults_of(cases, found)
+    assert not problems_of(cases, found)
     for place, case in enumerate(cases):
         simulated = simulate(case.schedule, Costs(activation=1)).peak_memory
         assert [rank[place].peak_live for rank in found] == list(simulated), case

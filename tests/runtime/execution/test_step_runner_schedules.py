@@ -21,8 +21,8 @@ from tests.support.reference import (
     TIMEOUT,
     Case,
     Outcome,
-    faults_of,
     forward,
+    problems_of,
     run_cases,
     split_plainly,
 )
@@ -44,7 +44,7 @@ def test_random_valid_schedules_train_as_one_process(pools: Pools, p: int, seed:
                 break
         task = TASKS_OF_ANY_ORDER[place % len(TASKS_OF_ANY_ORDER)]
         cases.append(Case(schedule, task, dtype=rng.choice((torch.float32, torch.float64)), steps=2))
-    assert not faults_of(cases, pools(p).run(run_cases, cases))
+    assert not problems_of(cases, pools(p).run(run_cases, cases))
 
 
 # --- orders of communication -----------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_receives_may_be_posted_early_or_late(pools: Pools, p: int) -> None:
         changed = [order(plain) for order in orders]
         cases += [Case(schedule, steps=2) for schedule in changed if not validate(schedule, "edge-streams")]
     assert len(cases) > 9
-    assert not faults_of(cases, pools(p).run(run_cases, cases))
+    assert not problems_of(cases, pools(p).run(run_cases, cases))
 
 
 @pytest.mark.parametrize("p", ranks(2, 4))
@@ -74,7 +74,7 @@ def test_schedules_that_deadlock_with_blocking_sends_run(pools: Pools, p: int) -
         if validate(schedule) and not validate(schedule, "edge-streams")
     ][:8]
     assert len(cases) > 3
-    assert not faults_of(cases, pools(p).run(run_cases, cases))
+    assert not problems_of(cases, pools(p).run(run_cases, cases))
 
 
 def run_forwards_only(case: Case) -> Outcome:
@@ -89,11 +89,11 @@ def run_forwards_only(case: Case) -> Outcome:
             result = call(*batch.args, target=batch.target)
             outcome.losses.append(result.loss)
             if result.losses is None or result.losses.tolist() != losses:
-                outcome.faults.append(f"{call.__name__}: {result.losses} is not {losses}")
+                outcome.problems.append(f"{call.__name__}: {result.losses} is not {losses}")
             if pipeline.step(*batch.args).loss is not None:
-                outcome.faults.append("a loss without a target")
+                outcome.problems.append("a loss without a target")
         if any(parameter.grad is not None for stage in stages for parameter in stage.parameters()):
-            outcome.faults.append("there are gradients")
+            outcome.problems.append("there are gradients")
     return outcome
 
 
@@ -105,4 +105,4 @@ def test_forward_only_schedules_run_by_step_and_by_eval(pools: Pools, p: int) ->
         for m, v, task in ((1, 1, "mlp"), (5, 2, "transformer"), (8, 3, "mlp"))
     ]
     cases.append(Case(lower(cases[1].schedule), "transformer"))
-    assert not faults_of(cases, pools(p).run(run_cases, cases, run_forwards_only))
+    assert not problems_of(cases, pools(p).run(run_cases, cases, run_forwards_only))

@@ -6,7 +6,7 @@ import pytest
 
 from penstock import Costs, Schedule, search
 from tests.support.pool import Pools
-from tests.support.reference import Case, faults_of, run_cases
+from tests.support.reference import Case, problems_of, run_cases
 
 UNEQUAL = Costs(
     forward=(3, 1, 2, 4),
@@ -40,10 +40,10 @@ def test_on_two_ranks_with_two_stages_each(pools: Pools) -> None:
     ]
     assert len(set(schedules)) > 2
     cases = [Case(schedule, task) for schedule in schedules for task in ("mlp", "transformer")]
-    assert not faults_of(cases, pools(2).run(run_cases, cases))
+    assert not problems_of(cases, pools(2).run(run_cases, cases))
 
 
 @pytest.mark.xdist_group("ranks-4")
 def test_on_four_ranks_with_a_stage_each(pools: Pools) -> None:
     cases = [Case(searched(4, split=split, limit=8), "transformer") for split in (True, False)]
-    assert not faults_of(cases, pools(4).run(run_cases, cases))
+    assert not problems_of(cases, pools(4).run(run_cases, cases))

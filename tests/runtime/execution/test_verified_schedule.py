@@ -36,7 +36,7 @@ def test_a_deadlock_of_blocking_sends_alone_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("text", ["0B0 0F0", "0F0 0B0 0F1 0B1 | 1F1 1B1 1F0 1B0", "0F0 0SEND_F0 0B0 | 1F0 1B0"])
-def test_an_invalid_schedule_is_refused(text: str) -> None:
+def test_an_invalid_schedule_is_rejected(text: str) -> None:
     with pytest.raises(ScheduleError):
         verify_schedule(penstock.Schedule.parse(text))
 

@@ -53,29 +53,29 @@ def compared(case: Case, ranks: int, stages_per_rank: int) -> list[str]:
     else:
         stages = split(decoder(case.kind, tied=case.tied), layout=layout)
     ids, target, named = batch(ROWS, case.given)
-    faults: list[str] = []
+    problems: list[str] = []
     with closing(Pipeline(stages, schedule, loss=next_word, timeout=30)) as pipeline:
         found = pipeline.eval(ids, return_outputs=True, **named).outputs
         if found is not None:
-            faults += differences("logits", {"": found}, {"": logits}, exact=True)
+            problems += differences("logits", {"": found}, {"": logits}, exact=True)
         pipeline.step(ids, target=target, **named)
         for stage, module in pipeline.modules.items():
             right = {name: gradients[name] for name, _ in module.named_parameters(remove_duplicate=False)}
-            faults += differences(f"stage {stage}", gradients_of(module), right, exact=False)
-    return faults
+            problems += differences(f"stage {stage}", gradients_of(module), right, exact=False)
+    return problems
 
 
 def compare(cases: list[Case], ranks: int, stages_per_rank: int) -> list[str]:
-    return [f"{case}: {fault}" for case in cases for fault in compared(case, ranks, stages_per_rank)]
+    return [f"{case}: {problem}" for case in cases for problem in compared(case, ranks, stages_per_rank)]
 
 
 FAMILIES = ("1f1b", "interleaved-1f1b", "zbv")
 
 
-def faults_of(pools: Pools, ranks: int, cases: list[Case]) -> list[Any]:
+def problems_of(pools: Pools, ranks: int, cases: list[Case]) -> list[Any]:
     """Uneven by nature: there are more stages than a divisor of the layers."""
     answers = pools(ranks).run(compare, cases, ranks, 3 if ranks == 2 else 1, seconds=240)
-    return [f"rank {rank}: {fault}" for rank, answer in enumerate(answers) for fault in answer]
+    return [f"rank {rank}: {problem}" for rank, answer in enumerate(answers) for problem in answer]
 
 
 @pytest.mark.xdist_group("ranks-2")
@@ -86,13 +86,13 @@ def test_on_two_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools, 
         for family in FAMILIES
         for tied, given in ((False, ""), (False, "mask"), (True, "positions"))
     ]
-    assert not faults_of(pools, 2, cases)
+    assert not problems_of(pools, 2, cases)
 
 
 @pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("kind", MODELS)
 def test_on_four_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools, kind: str) -> None:
-    assert not faults_of(
+    assert not problems_of(
         pools,
         4,
         [
@@ -106,7 +106,7 @@ def test_on_four_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools,
 @pytest.mark.xdist_group("ranks-2")
 def test_each_rank_can_build_its_own_stages(pools: Pools) -> None:
     cases = [Case(kind, family, meta=True) for kind in MODELS for family in ("1f1b", "zbv")]
-    assert not faults_of(pools, 2, cases)
+    assert not problems_of(pools, 2, cases)
 
 
 def started(kind: str) -> list[str]:

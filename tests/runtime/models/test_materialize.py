@@ -103,7 +103,7 @@ def test_other_weights_start_with_different_values() -> None:
 
 
 class Scaled(nn.Module):
-    """Parameters that nobody initialises, and a table that only the constructor knows."""
+    """Parameters that no module initializes, and a table that only the constructor knows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from tests.support.partitions import Block, linear, model
 
 
 def run(parts: dict[int, nn.Module], *given: object) -> Any:
-    """As a pipeline does: a tuple goes on as positional arguments, anything else as the one argument."""
+    """As a pipeline does: a tuple is passed on as positional arguments, anything else as one argument."""
     value: Any = given
     for part in parts.values():
         value = part(*value) if type(value) is tuple else part(value)

@@ -83,8 +83,8 @@ def test_all_problems_are_reported_at_once() -> None:
     whole = model()
     whole.register_forward_hook(lambda *_: None)
     message = error_of(whole, ["head", "nowhere", "embed", "head", "layers.0", "embed.x"])
-    for fault in ("'nowhere'", "'embed.x'", "very first", "named twice", "order of the model", "has hooks"):
-        assert fault in message
+    for problem in ("'nowhere'", "'embed.x'", "very first", "named twice", "order of the model", "has hooks"):
+        assert problem in message
 
 
 def test_a_module_with_buffers_in_two_stages_is_rejected() -> None:

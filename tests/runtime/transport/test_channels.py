@@ -15,7 +15,7 @@ from penstock.errors import PenstockError
 from penstock.runtime import Pipeline
 from tests.support.models import TASKS, WIDTH, Task, made, squared
 from tests.support.pool import Pools
-from tests.support.reference import TIMEOUT, Case, Outcome, faults_of, run_cases, train_in_pipeline
+from tests.support.reference import TIMEOUT, Case, Outcome, problems_of, run_cases, train_in_pipeline
 from tests.support.stage_values import VALUES
 
 pytestmark = pytest.mark.xdist_group("ranks-2")
@@ -40,14 +40,14 @@ def schedules() -> list[Schedule]:
 )
 def test_stages_can_pass(pools: Pools, name: str) -> None:
     cases = [Case(schedule, name, steps=3) for schedule in schedules()]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_values))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_values))
 
 
 # --- what users keep -----------------------------------------------------------------------------
 
 
 class Keeping(nn.Module):
-    """Keeps everything it can get hold of, beside a copy: inputs, outputs, gradients of both."""
+    """Keeps inputs, outputs and the gradients of both, each with a copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,18 +82,18 @@ def run_keeping(schedule: Schedule) -> Outcome:
         for stage in pipeline.modules.values():
             assert isinstance(stage, Keeping)
             if len(stage.kept) < 12 * schedule.microbatches:
-                outcome.faults.append(f"only {len(stage.kept)} things were kept")
+                outcome.problems.append(f"only {len(stage.kept)} things were kept")
             changed = [
                 what for what, kept, copy in stage.kept if not torch.equal(torch.as_tensor(kept).detach(), copy)
             ]
             if changed:
-                outcome.faults.append(f"overwritten: {changed}")
+                outcome.problems.append(f"overwritten: {changed}")
     return outcome
 
 
 def test_tensors_that_a_user_keeps_are_never_overwritten(pools: Pools) -> None:
     cases = [*schedules(), build("gpipe", ranks=2, microbatches=4), build("zb-h2", ranks=2, microbatches=6)]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_keeping))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_keeping))
 
 
 class Recurrent(nn.Module):
@@ -117,7 +117,7 @@ TASKS["recurrent"] = Task(made(lambda *_: Recurrent()), TASKS["mlp"].batch, squa
 
 def test_a_stage_may_keep_its_last_input(pools: Pools) -> None:
     cases = [Case(schedule, "recurrent") for schedule in schedules()]
-    assert not faults_of(cases, pools(2).run(run_cases, cases, run_values))
+    assert not problems_of(cases, pools(2).run(run_cases, cases, run_values))
 
 
 def test_returned_outputs_stay_unchanged(pools: Pools) -> None:
@@ -167,6 +167,6 @@ def refused_value(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "words"), [("sparse", "cannot be sent to another rank"), ("lambda", "cannot be pickled")]
 )
-def test_a_value_that_cannot_be_sent_is_refused_on_every_rank(pools: Pools, kind: str, words: str) -> None:
-    for told in pools(2).run(refused_value, kind):
-        assert words in told
+def test_a_value_that_cannot_be_sent_is_rejected_on_every_rank(pools: Pools, kind: str, words: str) -> None:
+    for message in pools(2).run(refused_value, kind):
+        assert words in message

@@ -57,6 +57,6 @@ def test_a_group_per_edge_and_separate_flags_give_the_same_gradients(pools: Pool
     assert pools(2).run(both, family) == [True, True]
 
 
-def test_a_device_without_nccl_is_refused() -> None:
+def test_a_device_without_nccl_is_rejected() -> None:
     with pytest.raises(PipelineError, match=r"CPUs \(gloo\) and CUDA devices \(NCCL\), not on mps"):
         communicator.device_group(torch.device("mps"), Store(), 0, timedelta(seconds=1))

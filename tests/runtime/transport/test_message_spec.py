@@ -143,7 +143,7 @@ def test_a_changed_object_has_another_spec() -> None:
     assert not spec.matches(*flatten(value))
 
 
-def test_an_object_that_contains_a_tensor_with_a_gradient_is_refused() -> None:
+def test_an_object_that_contains_a_tensor_with_a_gradient_is_rejected() -> None:
     with pytest.raises(PipelineError, match="requires a gradient is inside of an object"):
         spec_key(*flatten(Mutable(torch.ones(2, requires_grad=True))))
 
@@ -154,11 +154,11 @@ def test_tensors_start_after_the_header_and_are_aligned() -> None:
     assert spec.nbytes == HEADER_BYTES + 64 + 64
 
 
-def test_a_value_that_cannot_be_pickled_is_refused_with_what_can_be_sent() -> None:
+def test_a_value_that_cannot_be_pickled_is_rejected_with_what_can_be_sent() -> None:
     with pytest.raises(PipelineError, match=r"cannot be pickled.*return tensors, numbers"):
         spec_key(*flatten(lambda: None))
 
 
-def test_a_sparse_tensor_is_refused_with_a_suggestion() -> None:
+def test_a_sparse_tensor_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(PipelineError, match=r"stage 1: .*sparse.*to_dense"):
         check_sendable([torch.eye(2).to_sparse()], "stage 1")

@@ -65,7 +65,7 @@ _REGISTRY: dict[Callable[..., Any], _Registered] = {}
 def register_layer(
     layer_type: type[Layer], rule: LayerRule[Layer], takes: Callable[[Layer], bool] = lambda _: True
 ) -> None:
-    """Defer the weight gradients of layers of this type; `takes` tells which of them the rule applies to."""
+    """Defer the weight gradients of layers of this type; `takes` selects those that the rule applies to."""
     before = _REGISTRY.get(layer_type.forward)
     if before is not None and before.layer_type is not layer_type:
         raise PipelineError(

@@ -27,7 +27,7 @@ class GradientBucket:
         self._sizes = [local(weight).numel() for weight in weights]
 
     def pack(self) -> Tensor:
-        """The gradients, and flags that tell which weights have one."""
+        """The gradients, and a flag for each weight: whether it has one."""
         first = local(self._weights[0])
         parts = []
         for weight, size in zip(self._weights, self._sizes):

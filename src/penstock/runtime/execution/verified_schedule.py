@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
-from penstock.validation import SendModel, refusal, validate
+from penstock.validation import SendModel, invalid_schedule_error, validate
 
 __all__ = ["VerifiedSchedule", "verify_schedule"]
 
@@ -38,5 +38,5 @@ def verify_schedule(schedule: Schedule) -> VerifiedSchedule:
     violations = validate(schedule)
     errors = [each for each in violations if not each.send_models or _PROVIDED in each.send_models]
     if errors:
-        raise refusal(schedule, errors)
+        raise invalid_schedule_error(schedule, errors)
     return VerifiedSchedule(schedule, safe_with_blocking_sends=not violations)

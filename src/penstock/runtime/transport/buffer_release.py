@@ -1,7 +1,7 @@
 """The points in a rank's list at which a send is known to be received, so that its buffer can be released.
 
-gloo has no way to test whether a send is complete, only to wait for it. But the schedule tells: if rank 1 uses
-an activation of rank 0 and later sends a gradient to rank 0, then the gradient's arrival proves that the
+gloo has no way to test whether a send is complete, only to wait for it. But the schedule shows it: if rank 1
+uses an activation of rank 0 and later sends a gradient to rank 0, then the gradient's arrival proves that the
 activation was received. What each rank knows about the others is a vector clock that every message carries.
 
     rank 0   SEND a ---.              .--> uses g: a was received, release its buffer

@@ -195,7 +195,7 @@ def check_sendable(leaves: Sequence[Any], where: str) -> None:
                 f"{where}: a tensor of layout {what} cannot be sent to another rank: return a dense tensor "
                 "(`to_dense()`, `dequantize()`, padding)"
             )
-        if is_dtensor(leaf) and (fault := placement_problem(leaf)):
+        if is_dtensor(leaf) and (problem := placement_problem(leaf)):
             raise PipelineError(
-                f"{where}: {fault}, cannot be sent to another rank: call `redistribute()` on it first"
+                f"{where}: {problem}, cannot be sent to another rank: call `redistribute()` on it first"
             )
