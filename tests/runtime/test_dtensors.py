@@ -211,7 +211,7 @@ def message_about_masks() -> str:
 def test_the_partial_sum_of_an_embedding_is_rejected_with_a_remedy(pools: Pools) -> None:
     for text in pools(4).run(message_about_masks):
         assert "stage 0, output for rank 1: a DTensor with the placement MaskP" in text
-        assert "`redistribute()` it first" in text
+        assert "call `redistribute()` on it first" in text
 
 
 def two_meshes_alike() -> str:

@@ -105,5 +105,5 @@ def test_counts_and_limits_may_be_numpy_scalars() -> None:
 
 
 def test_costs_for_another_number_of_stages_are_an_error() -> None:
-    with pytest.raises(penstock.CostsError, match="forward: it has 3 entries, but the schedule has 2 stages"):
+    with pytest.raises(penstock.CostsError, match="forward: 3 entries, but the schedule has 2 stages"):
         search(ranks=2, microbatches=4, costs=Costs(forward=(1, 2, 3)))

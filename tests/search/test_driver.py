@@ -32,7 +32,7 @@ def assert_sound(found: SearchResult, costs: Costs, memory_limit: float | None) 
     """Properties of every result."""
     lowered = lower(found.schedule)
     assert all(not validate(schedule, sends) for schedule in (found.schedule, lowered) for sends in SendModel)
-    timeline = simulate(found.schedule, costs)
+    timeline = simulate(found.schedule, costs, with_period=True)
     assert found.value == getattr(timeline, found.objective)
     if memory_limit is not None:
         assert max(timeline.peak_memory) <= memory_limit * (1 + 1e-9)

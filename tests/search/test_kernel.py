@@ -27,7 +27,7 @@ def test_objectives_equal_those_of_the_simulator(objective: str) -> None:
         for seed in (serial(problem), *islice(list_scheduled(problem, lambda: False), 8)):
             schedule = problem.fused_schedule(seed.order, "an order", problem.fused_stages)
             assert not validate(schedule)
-            timeline = simulate(schedule, problem.costs)
+            timeline = simulate(schedule, problem.costs, with_period=True)
             assert problem.value(seed.order) == pytest.approx(getattr(timeline, objective), rel=1e-12)
 
 

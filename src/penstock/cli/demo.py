@@ -133,7 +133,9 @@ class _Demo:
         profiled = self._train("profiling", [first, split] * _PROFILED)
         costs = calibrate([ranks[0].timeline for ranks in profiled])
         before = MeasuredSchedule(simulate(profiled[0][0].timeline.schedule, costs), profiled[::2])
-        found = self._search(first, costs, memory=max(before.predicted.peak_memory))
+        # activations count 1 each here; receive buffers are real bytes
+        live = max(float(memory.activations.max()) for memory in before.predicted.memory)
+        found = self._search(first, costs, memory=live)
         self._train("warming up", [found])
         steps = self._train("running it, alternating with 1f1b", [first, found] * _MEASURED)
         self.print(f"Final loss: {steps[-1][0].loss:.3f}.")
