@@ -24,7 +24,8 @@ def error_of(model: nn.Module, **how: Any) -> str:
 
 def test_layouts_with_another_number_of_layers_are_rejected() -> None:
     whole = decoder("llama")
-    assert "has 4 layers (t), but the model has 5: layer 4 would be left out" in error_of(whole, layout="Ett|ttL")
+    message = error_of(whole, layout="Ett|ttL")
+    assert "has 4 layers (t), but the model has 5: layer 4 would be left out" in message
     assert "has 6 layers (t), but the model has 5: there is no layer 5" in error_of(whole, layout="Et*6|L")
 
 
