@@ -30,7 +30,7 @@ from penstock.simulation.network import Network, RunTimes
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel, invalid_schedule_error, validate
 
-__all__ = ["Simulator", "period_of", "simulate"]
+__all__ = ["Simulator", "simulate"]
 
 _WARM_UP, _MEASURED = 4, 4  # iterations before, and in, the mean that is the period
 
@@ -55,12 +55,6 @@ def simulate(
     return Timeline(
         schedule, simulator.costs, *simulator.times(run), period=simulator.period(run) if with_period else None
     )
-
-
-def period_of(schedule: Schedule, costs: Costs | None = None) -> float:
-    """What one more iteration takes in the steady state, optimizer step included."""
-    simulator = Simulator.of_valid(schedule, costs, SendModel.BUFFERED)
-    return simulator.period(simulator.run())
 
 
 class Simulator:
