@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock import Costs, CostsError, Schedule, ScheduleError, simulate
+from penstock import Action, Costs, CostsError, Overlap, Schedule, ScheduleError, simulate, validate
 from penstock.bounds import bounds_of
 from penstock.cost.presets import preset
-from penstock.lowering import DeferReceives
+from penstock.families import families
+from penstock.ir.action import Step
+from penstock.lowering import AddCommunication, DeferReceives
 from penstock.simulation.simulator import Simulator
+from penstock.validation import SendModel
 from tests.support.grids import examples
 from tests.support.random_costs import random_costs
 from tests.support.random_schedules import random_right
@@ -125,6 +129,55 @@ def test_launching_costs_once_for_each_step() -> None:
 def test_the_optimizer_step_counts_in_the_period_only() -> None:
     timeline = simulate(TINY, Costs(optimizer_step=10), with_period=True)
     assert (timeline.makespan, timeline.period) == (6, 16)
+
+
+def test_channels_that_are_busy_after_the_last_step_count_in_the_period() -> None:
+    schedule = penstock.build("forward-only", ranks=2, microbatches=1)
+    costs = Costs(forward=1, bandwidth=1, activation_message=10)
+    assert simulate(schedule, costs, with_period=True).period == 10
+
+
+def repeated(schedule: Schedule, times: int) -> Schedule:
+    """Every rank's list so many times in a row, each time with new microbatches."""
+
+    def later(part: Action, iteration: int) -> Action:
+        assert part.microbatch is not None
+        return replace(part, microbatch=part.microbatch + iteration * schedule.microbatches)
+
+    rows: list[list[Step]] = [[] for _ in schedule.ranks]
+    for iteration in range(times):
+        for row, steps in zip(rows, schedule.ranks):
+            for step in steps:
+                parts = [later(part, iteration) for part in step.parts]
+                row.append(Overlap(*parts) if len(parts) > 1 else parts[0])
+    return Schedule(rows, schedule.placement, times * schedule.microbatches)
+
+
+@pytest.mark.parametrize("model", [None, *SendModel])
+@pytest.mark.parametrize("name", families())
+def test_the_period_is_what_iterations_take_back_to_back(name: str, model: SendModel | None) -> None:
+    rng = random.Random(f"{name} {model}")
+    for _ in range(examples(20)):
+        ranks, microbatches = rng.randint(1, 4), rng.randint(1, 6)
+        schedule = penstock.build(name, ranks=ranks, microbatches=microbatches)
+        if model is not None:
+            schedule = AddCommunication()(schedule)
+        each = range(schedule.num_stages)
+        costs = Costs(
+            forward=tuple(rng.randint(0, 9) for _ in each),
+            backward_input=tuple(rng.randint(0, 9) for _ in each),
+            backward_weight=rng.randint(0, 5),
+            latency=rng.choice((0, 1, 7)),
+            bandwidth=rng.choice((None, 1, 3)),
+            activation_message=rng.choice((0, 2, 10)),
+            gradient_message=rng.choice((0, 2, 10)),
+        )
+        sends = model or SendModel.BUFFERED
+        if validate(schedule, sends):
+            continue
+        period = simulate(schedule, costs, send_model=sends, with_period=True).period
+        few, many = (simulate(repeated(schedule, n), costs, send_model=sends).makespan for n in (10, 20))
+        assert period == pytest.approx((many - few) / 10)
 
 
 def test_a_schedule_with_faults_is_refused_with_its_report() -> None:

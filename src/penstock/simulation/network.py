@@ -6,8 +6,8 @@ own: posted by their send and their receive, queued in a stream, in transfer, ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -52,6 +52,8 @@ class RunTimes:
     end: Floats
     begin: Floats | None = None
     arrival: Floats | None = None
+    stream_free: Mapping[int, float] = field(default_factory=dict)
+    """When each stream of messages is free again; what a message takes after the last step counts here only."""
 
 
 class Network:
@@ -89,9 +91,11 @@ class Network:
         self.streams = list(zip(*(stream.tolist() for stream in streams)))
         self.behind, self.ahead = _queues(np.concatenate((self.send, self.receive)), np.concatenate(streams))
 
-    def run(self, starts: Sequence[float], durations: Sequence[float]) -> RunTimes:
-        """One iteration, from these clocks of the ranks on."""
-        return _Run(self, starts, durations).run()
+    def run(
+        self, starts: Sequence[float], durations: Sequence[float], stream_free: Mapping[int, float]
+    ) -> RunTimes:
+        """One iteration, from these clocks of the ranks on, with streams that may still be busy."""
+        return _Run(self, starts, durations, stream_free).run()
 
 
 def _needs(table: ActionTable, messages: Messages, there: Ints) -> dict[int, list[int]]:
@@ -119,7 +123,13 @@ def _queues(slot: Ints, stream: Ints) -> tuple[list[list[int]], list[int]]:
 class _Run:
     """One run in progress."""
 
-    def __init__(self, network: Network, starts: Sequence[float], durations: Sequence[float]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        starts: Sequence[float],
+        durations: Sequence[float],
+        stream_free: Mapping[int, float],
+    ) -> None:
         self.network, self.durations = network, durations
         self.clock, self.collective = list(starts), list(starts)
         self.position = network.table.slot_bounds[:-1].tolist()
@@ -129,7 +139,7 @@ class _Run:
         self.posted = [0.0] * m
         # what a message still waits for: its two ends, and those ahead of it in its streams
         self.open = [(1 if network.buffered else 2) + ahead for ahead in network.ahead]
-        self.stream_free: dict[int, float] = {}
+        self.stream_free = dict(stream_free)
         self.unsharded: dict[int, float] = {}
         self.waiting: dict[int, list[int]] = {}
         self.ready = list(range(len(self.clock)))
@@ -143,7 +153,7 @@ class _Run:
                 self.position[rank] += 1
         times = np.full((2, network.num_messages), np.nan)
         times[:, network.numbers] = self.begin, self.arrival
-        return RunTimes(np.array(self.start), np.array(self.end), times[0], times[1])
+        return RunTimes(np.array(self.start), np.array(self.end), times[0], times[1], self.stream_free)
 
     def _step(self, rank: int, i: int) -> bool:
         """Take a step; False if it has to wait."""

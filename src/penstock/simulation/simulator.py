@@ -14,7 +14,7 @@ Two engines give one answer: `ir.dataflow` where messages cost latency only, `si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -112,12 +112,20 @@ class Simulator:
             raise invalid_schedule_error(schedule, violations)
         return cls(schedule, costs or Costs(), send_model, blocking_receives=blocking_receives)
 
-    def run(self, starts: Sequence[float] | None = None, durations: Sequence[float] | None = None) -> RunTimes:
-        """One iteration of `executed`, from these clocks of the ranks on, with these durations of the steps."""
+    def run(
+        self,
+        starts: Sequence[float] | None = None,
+        durations: Sequence[float] | None = None,
+        stream_free: Mapping[int, float] | None = None,
+    ) -> RunTimes:
+        """One iteration of `executed`, from these clocks of the ranks on, with these durations of the steps.
+
+        `stream_free` is that of the iteration before: its last messages may still occupy their streams.
+        """
         starts = [0] * self.executed.num_ranks if starts is None else starts
         durations = self.durations if durations is None else durations
         if self._network is not None:
-            return self._network.run(starts, durations)
+            return self._network.run(starts, durations, stream_free or {})
         ends = np.array(
             run_dataflow(self.executed.table, self._inputs, durations, starts).ends, dtype=np.float64
         )
@@ -148,11 +156,12 @@ class Simulator:
 
     def period(self, first: RunTimes) -> float:
         """What one more iteration takes in the steady state, optimizer step included."""
-        ends = self._last_ends(first)
+        run, ends = first, self._last_ends(first)
         laps = []
         for _ in range(_WARM_UP + _MEASURED):
             laps.append(max(ends))
-            ends = self._last_ends(self.run([end + self.costs.optimizer_step for end in ends]))
+            run = self.run([end + self.costs.optimizer_step for end in ends], stream_free=run.stream_free)
+            ends = self._last_ends(run)
         return (max(ends) - laps[_WARM_UP]) / _MEASURED
 
     def _last_ends(self, run: RunTimes) -> list[float]:
