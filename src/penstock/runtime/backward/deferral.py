@@ -12,6 +12,9 @@ output, in a queue:
 
 A backward outside of `deferring` is B: it computes the weight gradients at once. Autograd handles everything
 else in I: norms, attention, and uses of a weight outside of its layer.
+
+A weight that is also used outside of its layer cannot be deferred. Only the graph of a forward shows this, so
+the first microbatch runs in `LayerMode.JOINED`, and its I is a full backward.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferred_gradients import DeferredGradients
-from penstock.runtime.backward.deferred_layer import DeferralState, DeferredLayer
+from penstock.runtime.backward.deferred_layer import DeferralState, DeferredLayer, LayerMode
 from penstock.runtime.backward.layer_rules import rule_of
 
-__all__ = ["Deferral"]
+__all__ = ["Deferral", "LayerMode"]
 
 
 class Deferral:
@@ -46,13 +49,13 @@ class Deferral:
         self._entered = 0
 
     @property
-    def enabled(self) -> bool:
-        """Whether layers run as nodes while installed; False for a microbatch with a full backward."""
-        return self._state.enabled
+    def mode(self) -> LayerMode:
+        """How layers run while installed."""
+        return self._state.mode
 
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self._state.enabled = value
+    @mode.setter
+    def mode(self, value: LayerMode) -> None:
+        self._state.mode = value
 
     def _find_layers(self, module: nn.Module, name: str, seen: set[nn.Module]) -> None:
         if module in seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
@@ -13,17 +14,25 @@ from penstock.runtime.backward.layer_rules import LayerRule, Tensors, supports_d
 from penstock.runtime.backward.weight_aliases import WeightAliases
 from penstock.runtime.dtensors import is_dtensor
 
-__all__ = ["DeferralState", "DeferredLayer"]
+__all__ = ["DeferralState", "DeferredLayer", "LayerMode"]
 
 _Context: TypeAlias = Any
+
+
+class LayerMode(Enum):
+    """How the layers of a stage run in a forward, and when its backward recomputes parts of it."""
+
+    PLAIN = "as they are, for a full backward"
+    JOINED = "as nodes above the weights themselves, for a full backward that shows where weights are used"
+    DEFERRED = "as nodes above aliases of the weights, for a split backward"
 
 
 class DeferralState:
     """What the deferred layers of a stage share."""
 
     def __init__(self) -> None:
-        self.enabled = True
-        """Whether layers run as nodes while installed; False for a microbatch with a full backward."""
+        self.mode = LayerMode.DEFERRED
+        """How layers run while installed."""
         self.pending: DeferredGradients | None = None
         """Where the running backward defers weight gradients to; None in a full backward."""
         self.aliases = WeightAliases()
@@ -41,9 +50,11 @@ class DeferredLayer:
         """Run the layer as one node, or its own forward where W cannot compute all of its weight gradients."""
         layer = self.layer
         deferrable = len(inputs) == 1 and not named and torch.is_grad_enabled() and self._accepts(inputs[0])
-        if deferrable and self.state.enabled and not _in_a_transform():
+        mode = self.state.mode
+        if deferrable and mode is not LayerMode.PLAIN and not _in_a_transform():
             weights = self._weights_for(inputs[0])
-            aliases = None if weights is None else self.state.aliases.of(weights)
+            joined = mode is LayerMode.JOINED
+            aliases = None if weights is None else self.state.aliases.of(weights, joined=joined)
             if weights is not None and aliases is not None:
                 return _LayerNode.apply(inputs[0], self, weights, *aliases)  # type: ignore[no-untyped-call]
         return type(layer).forward(layer, *inputs, **named)

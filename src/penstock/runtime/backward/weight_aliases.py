@@ -3,6 +3,9 @@
 Autograd visits the accumulator of a weight even where the gradient is None. With the weight itself in the
 graph, I would therefore fire the hooks that belong to W. An alias is a detached leaf over the same memory. In a
 full backward (B) it forwards its gradient to the weight.
+
+A joined alias is the weight behind a node. It shows that a use of the weight is that of its layer, and autograd
+sums the gradients of all uses.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class WeightAliases:
         self._aliases: dict[int, Tensor] = {}
         self._shared: dict[int, Tensor] = {}
 
-    def of(self, weights: list[Tensor | None]) -> list[Tensor | None] | None:
+    def of(self, weights: list[Tensor | None], *, joined: bool = False) -> list[Tensor | None] | None:
         """An alias for each weight, None for a weight that needs no gradient.
 
         None for all of them if the first weight, whose gradient is most of the work, is frozen, or if autograd
@@ -41,16 +44,14 @@ class WeightAliases:
         for weight in weights:
             if weight is None or not weight.requires_grad:
                 aliases.append(None)
-            elif not self._can_alias(weight):
+            elif not _can_alias(weight) or (id(weight) in self._shared and not joined):
                 return None
+            elif joined:
+                aliases.append(_JoinedAlias.apply(weight))  # type: ignore[no-untyped-call]
             else:
                 known = self._aliases.get(id(weight))
                 aliases.append(self._new_alias(weight) if known is None else known)
         return aliases
-
-    def _can_alias(self, weight: Tensor) -> bool:
-        is_known_type = type(weight) in _PLAIN or is_dtensor(weight)
-        return weight.is_leaf and is_known_type and not weight.is_complex() and id(weight) not in self._shared
 
     def _new_alias(self, weight: Tensor) -> Tensor:
         self._aliases[id(weight)] = alias = weight.detach().requires_grad_()
@@ -71,6 +72,23 @@ class WeightAliases:
         self._aliases.clear()
 
 
+def _can_alias(weight: Tensor) -> bool:
+    is_known_type = type(weight) in _PLAIN or is_dtensor(weight)
+    return weight.is_leaf and is_known_type and not weight.is_complex()
+
+
+class _JoinedAlias(torch.autograd.Function):
+    """Identity on a weight."""
+
+    @staticmethod
+    def forward(_ctx: Any, weight: Tensor) -> Tensor:
+        return weight.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        return gradient
+
+
 def _forward_gradient(weight: Tensor, alias: Tensor) -> None:
     gradient, alias.grad = alias.grad, None
     if gradient is not None:
@@ -78,14 +96,15 @@ def _forward_gradient(weight: Tensor, alias: Tensor) -> None:
 
 
 def _leaves_below(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
-    """The leaves whose gradients a backward from these roots accumulates."""
+    """The leaves that a backward from these roots reaches, except through a joined alias."""
     to_visit: list[Any] = [
         (get_gradient_edge(root) if isinstance(root, Tensor) else root).node for root in roots
     ]
+    alias: type = _JoinedAlias._backward_cls  # noqa: SLF001 -- the type of its nodes
     seen: set[Any] = {None}
     while to_visit:
         node = to_visit.pop()
-        if node not in seen:
+        if node not in seen and not isinstance(node, alias):
             seen.add(node)
             if hasattr(node, "variable"):
                 yield node.variable

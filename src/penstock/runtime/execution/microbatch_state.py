@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from penstock.runtime.backward.deferral import LayerMode
 from penstock.runtime.backward.deferred_gradients import DeferredGradients
 from penstock.runtime.transport.buffer_pool import Buffer
 
@@ -58,7 +59,7 @@ class MicrobatchState:
     F creates it, B consumes it; I consumes everything but the deferred weight gradients, which W consumes.
     """
 
-    __slots__ = ("buffer", "inputs", "jobs", "roots", "shapes")
+    __slots__ = ("buffer", "inputs", "jobs", "mode", "roots", "shapes")
 
     def __init__(self, buffer: Buffer | None, inputs: list[Tensor]) -> None:
         self.buffer = buffer
@@ -69,8 +70,10 @@ class MicrobatchState:
         """Where the backward starts: the loss, or the outputs that need a gradient."""
         self.shapes: list[torch.Size] = []
         """The shapes of these outputs."""
+        self.mode = LayerMode.PLAIN
+        """How the layers ran, and run again where the backward recomputes."""
         self.jobs: DeferredGradients | None = None
-        """The deferred weight gradients."""
+        """The deferred weight gradients; None if I has computed them."""
 
 
 class NonLeafInputs(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import PipelineError
-from penstock.runtime.backward.deferral import Deferral
+from penstock.runtime.backward.deferral import Deferral, LayerMode
 from penstock.runtime.data_parallel.fsdp import FsdpShards
 from penstock.runtime.execution.microbatch_state import (
     LiveActivations,
@@ -19,7 +19,6 @@ from penstock.runtime.execution.microbatch_state import (
     NonLeafInputs,
     StepInputs,
 )
-from penstock.runtime.execution.module_state import ForwardSnapshot
 from penstock.runtime.execution.stage_checks import (
     LossFunction,
     check_finite,
@@ -90,11 +89,11 @@ class Stage:
         """F."""
         step, config = self._step, self._config
         received = None if config.input_source is None else config.input_source(microbatch)
-        splits = microbatch in config.split_microbatches
+        mode = self._layer_mode(microbatch)
         if self.deferral is not None:
-            self.deferral.enabled = splits
-        call = self._first_call if splits and step.training and not self._found_shared else self._call
-        state, output = call(microbatch, received)
+            self.deferral.mode = mode
+        state, output = self._call(microbatch, received)
+        state.mode = mode
         del received
         leaves, structure = flatten(output)
         if config.check_finite:
@@ -112,6 +111,10 @@ class Stage:
                 state.shapes = [leaf.shape for leaf in kept]
                 del kept
         if step.training:
+            if mode is LayerMode.JOINED:
+                assert self.deferral is not None, "the backward of this microbatch is split"
+                self.deferral.exclude_shared_weights(state.roots)
+                self._found_shared = True
             self._activations.add()
             self._states[microbatch] = state
         elif state.buffer is not None:
@@ -134,24 +137,11 @@ class Stage:
         args = value if type(value) is tuple else (value,)
         return MicrobatchState(received.buffer, inputs), self.module(*args, **step.kwargs[microbatch])
 
-    def _first_call(self, microbatch: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
-        """The first forward with deferred weight gradients.
-
-        It shows which weights are used outside of their layers as well, and so cannot be deferred. If there are
-        any, the forward is undone and repeated.
-        """
-        assert self.deferral is not None, "the backward of this microbatch is split"
-        snapshot = ForwardSnapshot(self.module, self._pool.device)
-        copy = None
-        if received is not None:
-            copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in received.leaves]
-            copy = received._replace(leaves=copies)
-        state, output = self._call(microbatch, received)
-        self._found_shared = True
-        if not self.deferral.exclude_shared_weights(_differentiable(flatten(output)[0])):
-            return state, output
-        snapshot.restore()
-        return self._call(microbatch, copy)
+    def _layer_mode(self, microbatch: int) -> LayerMode:
+        """How the layers run; the first split microbatch shows which weights cannot be deferred."""
+        if microbatch not in self._config.split_microbatches:
+            return LayerMode.PLAIN
+        return LayerMode.DEFERRED if self._found_shared else LayerMode.JOINED
 
     def _compute_loss(self, microbatch: int, output: object, leaves: Leaves, state: MicrobatchState) -> None:
         """The end of the last stage's forward: the loss, if there is one to compute."""
@@ -190,7 +180,7 @@ class Stage:
         """B."""
         state = self._states.pop(microbatch)
         if self.deferral is not None:
-            self.deferral.enabled = False
+            self.deferral.mode = state.mode
         self._run_backward(microbatch, state)
         self._release(state)
 
@@ -198,16 +188,19 @@ class Stage:
         """I."""
         assert self.deferral is not None, "the schedule splits the backward of this stage"
         state = self._states[microbatch]
-        self.deferral.enabled = True
+        self.deferral.mode = state.mode
+        if state.mode is LayerMode.JOINED:
+            self._run_backward(microbatch, state)
+            return
         with self.deferral.deferring() as state.jobs:
             self._run_backward(microbatch, state)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
         state = self._states.pop(microbatch)
-        assert state.jobs is not None, "a valid schedule has I before W"
-        state.jobs.run()
-        state.jobs = None
+        if state.jobs is not None:
+            state.jobs.run()
+            state.jobs = None
         if self._config.shards is not None:
             self._config.shards.accumulate_gradients()
         self._release(state)
