@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.arguments import listed
-from penstock.errors import PipelineError
+from penstock.errors import PenstockError, PipelineError
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime import setup
@@ -42,6 +42,7 @@ from penstock.runtime.execution.step_inputs import StepInputBuilder
 from penstock.runtime.execution.step_runner import StepRunner
 from penstock.runtime.execution.verified_schedule import verify_schedule
 from penstock.runtime.transport.process_groups import Group, members_of, process_group
+from penstock.runtime.transport.transport_errors import TransportError, transport_errors
 
 __all__ = ["Pipeline"]
 
@@ -197,12 +198,17 @@ class Pipeline:
         """Report a failed collective outside of steps: usually a rank has not called it."""
         try:
             yield
-        except RuntimeError as error:
+        except PenstockError:
+            raise  # on every rank
+        except TransportError as error:
             self.close()
             raise PipelineError(
                 f"{name} failed on rank {self.rank}: every rank must call it, but another rank did not within "
                 f"{self._config.timeout.total_seconds():g} s, or is gone ({str(error).splitlines()[0]})"
             ) from error
+        except BaseException:
+            self.close()  # wakes the ranks that wait for this one
+            raise
 
     def check_gradients_complete(self) -> None:
         """Raise if there are gradients that are not reduced over all ranks yet."""
@@ -215,11 +221,12 @@ class Pipeline:
     def all_reduce_max(self, values: Tensor) -> Tensor:
         """The maximum over all ranks that train this model: other stages, shards and replicas."""
         largest = values.clone()
-        for group in model_groups(self._config.trained.values(), self._replication.groups):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         communicator = self._runner.connect().communicator
-        if communicator is not None:
-            with self._collective("unscaling by a GradScaler"):
+        with self._collective("unscaling by a GradScaler"):
+            for group in model_groups(self._config.trained.values(), self._replication.groups):
+                with transport_errors():
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            if communicator is not None:
                 largest = torch.stack(communicator.all_gather(largest.cpu())).amax(0).to(values.device)
         return largest
 

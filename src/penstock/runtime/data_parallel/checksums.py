@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.arguments import some
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import local
+from penstock.runtime.transport.transport_errors import transport_errors
 
 __all__ = ["ReplicatedParameter", "checksum", "differing", "require_equal_replicas"]
 
@@ -61,5 +62,6 @@ def require_equal_replicas(replicated: Iterable[ReplicatedParameter]) -> None:
 
 
 def _all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    dist.all_reduce(values, dist.ReduceOp.MAX, group)
+    with transport_errors():
+        dist.all_reduce(values, dist.ReduceOp.MAX, group)
     return values

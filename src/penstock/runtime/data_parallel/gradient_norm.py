@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import is_dtensor, local
 from penstock.runtime.transport.communicator import Communicator
+from penstock.runtime.transport.transport_errors import transport_errors
 
 __all__ = ["clip_grad_norm", "model_groups"]
 
@@ -96,7 +97,8 @@ def _without_partials(gradient: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 -- already loaded, because there is a DTensor
 
     placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
-    reduced: Tensor = gradient.redistribute(placements=placements)
+    with transport_errors():
+        reduced: Tensor = gradient.redistribute(placements=placements)
     return reduced
 
 
@@ -115,10 +117,12 @@ def _reduce_norms(norms: Tensor, p: float, group: dist.ProcessGroup) -> Tensor:
     """The norms over all ranks of a group."""
     if p in (torch.inf, -torch.inf):
         norms = norms.clone()
-        dist.all_reduce(norms, dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN, group)
+        with transport_errors():
+            dist.all_reduce(norms, dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN, group)
         return norms
     powers = norms.clone() if p == 0 else norms**p
-    dist.all_reduce(powers, group=group)
+    with transport_errors():
+        dist.all_reduce(powers, group=group)
     return powers if p == 0 else powers ** (1 / p)
 
 

@@ -31,6 +31,7 @@ from penstock.runtime.data_parallel.replica_layout import (
     unsharded,
 )
 from penstock.runtime.transport.process_groups import Group, process_group
+from penstock.runtime.transport.transport_errors import transport_errors, wait
 
 __all__ = ["ReplicaGroup"]
 
@@ -117,7 +118,7 @@ class ReplicaGroup:
         for shards in self.shards.values():
             shards.finish(reduces=trained and self.reduces)
         for bucket, packed, work in self._pending:
-            work.wait()
+            wait(work)
             bucket.unpack(packed)
         self._pending.clear()
         if trained:
@@ -136,7 +137,8 @@ class ReplicaGroup:
             return values
         moved = values.to(device)
         for group in self.groups:
-            dist.all_reduce(moved, group=group)
+            with transport_errors():
+                dist.all_reduce(moved, group=group)
         return moved.to(values.device)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from penstock.runtime.transport.communicator import Communicator, ControlMessage, gather_arrays
+from penstock.runtime.transport.transport_errors import wait
 
 __all__ = ["Clocks", "DeviceClock", "HostClock", "compare_clocks"]
 
@@ -73,9 +74,9 @@ def compare_clocks(communicator: Communicator | None, rank: int, ranks: int) -> 
     for other in range(1, ranks):
         if rank == other:
             for _ in range(_ROUNDS):
-                communicator.receive_host(token, 0, tag).wait()
+                wait(communicator.receive_host(token, 0, tag))
                 token[0], token[1] = perf_counter_ns(), _boot_id()
-                communicator.send_host(token, 0, tag).wait()
+                wait(communicator.send_host(token, 0, tag))
         elif rank == 0:
             found[other] = _offset_of(communicator, other, token)
     offsets = gather_arrays(communicator, found, [ranks] * ranks)[0] / 1e9
@@ -87,8 +88,8 @@ def _offset_of(communicator: Communicator, other: int, token: torch.Tensor) -> t
     answers, tag = [], communicator.control_tag(ControlMessage.CLOCK)
     for _ in range(_ROUNDS):
         begin = perf_counter_ns()
-        communicator.send_host(token, other, tag).wait()
-        communicator.receive_host(token, other, tag).wait()
+        wait(communicator.send_host(token, other, tag))
+        wait(communicator.receive_host(token, other, tag))
         end = perf_counter_ns()
         answers.append((end - begin, int(token[0]) - (begin + end) // 2))
     if int(token[1]) == _boot_id() != -1:

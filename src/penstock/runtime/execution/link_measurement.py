@@ -10,6 +10,7 @@ import torch
 
 from penstock.ir.schedule import Schedule
 from penstock.runtime.transport.communicator import Communicator, ControlMessage, gather_arrays
+from penstock.runtime.transport.transport_errors import wait
 
 __all__ = ["LinkCosts", "measure_links"]
 
@@ -50,11 +51,11 @@ def _round_trip(communicator: Communicator, edge: int, peer: int, size: int, *, 
     for _ in range(_ROUNDS):
         begin = perf_counter_ns()
         if first:
-            communicator.send(message, peer, up, tags[0]).wait()
-            communicator.receive(message, peer, down, tags[1]).wait()
+            wait(communicator.send(message, peer, up, tags[0]))
+            wait(communicator.receive(message, peer, down, tags[1]))
         else:
-            communicator.receive(message, peer, up, tags[0]).wait()
-            communicator.send(message, peer, down, tags[1]).wait()
+            wait(communicator.receive(message, peer, up, tags[0]))
+            wait(communicator.send(message, peer, down, tags[1]))
         if communicator.device.type != "cpu":
             torch.accelerator.synchronize()
         best = min(best, perf_counter_ns() - begin)

@@ -12,6 +12,7 @@ from penstock.runtime.dtensors import whole
 from penstock.runtime.execution.connection import Connection
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.transport.communicator import ControlMessage
+from penstock.runtime.transport.transport_errors import wait
 
 __all__ = ["LossExchange"]
 
@@ -47,7 +48,7 @@ class LossExchange:
                     self._communicator.send_host(message, rank, self._tag) for rank in self._others
                 ]
         for work in self._pending:
-            work.wait()
+            wait(work)
         if not message[0]:
             return None, None
         return float(message[1]), message[2:]

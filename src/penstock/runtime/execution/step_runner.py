@@ -114,6 +114,7 @@ class StepRunner:
         last = connection.stages.get(self._config.schedule.num_stages - 1)
         losses = LossExchange(connection, last)
         try:
+            connection.waiting_for = "its replicas" if self._config.replication.count > 1 else ""
             inputs = self._input_builder.build(
                 *batch, scale=scale, training=mode == "step", keep_outputs=keep_outputs
             )

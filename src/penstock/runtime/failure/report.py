@@ -9,6 +9,7 @@ from penstock.errors import StepFailedError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.execution.program import Program
 from penstock.runtime.failure.monitor import FailureCause, RankStatus
+from penstock.runtime.transport.transport_errors import TransportError
 
 __all__ = ["failure_cause", "failure_report"]
 
@@ -23,14 +24,14 @@ def failure_cause(error: BaseException, program: Program, rank: int, step: int, 
     kind, message, details = "exception", _last_line(error), _traceback(error)
     if isinstance(error, KeyboardInterrupt):
         kind, message, details = "interrupted", "KeyboardInterrupt", ""
-    elif isinstance(error, RuntimeError) and (program.communicates or (current is None and awaited)):
+    elif isinstance(error, TransportError):
         timed_out = "Timed out" in message
         kind, details = ("timeout", "") if timed_out else ("lost", "")
         reason = "it did not come in time" if timed_out else "the connection broke: that process is gone"
         where = "had finished all its actions and waited" if program.finished else f"waited in {current}"
         if current is None:
             where = "waited before its first action"
-        message = f"rank {rank} {where} for {awaited}, and {reason}"
+        message = f"rank {rank} {where} for {awaited or 'other ranks'}, and {reason}"
     stage, microbatch = (None, None) if part is None else (part.stage, part.microbatch)
     action = "" if current is None else str(current)
     return FailureCause(rank, kind, step, action, stage, microbatch, message, details)

@@ -30,6 +30,7 @@ from penstock.runtime.transport.message_spec import (
     message_spec,
     spec_key,
 )
+from penstock.runtime.transport.transport_errors import wait
 
 __all__ = ["FlatValue", "ReceiveChannel", "SendChannel"]
 
@@ -104,20 +105,20 @@ class SendChannel(_Channel):
     def _send_with_spec(self, spec: MessageSpec, leaves: Leaves, microbatch: int) -> list[_Sent]:
         """Send a value whose spec the other end does not expect: flag, spec, data."""
         slot, tags = self.offset + microbatch, self._tags[self.offset + microbatch]
-        expected, self.specs[slot] = self.specs[slot], spec
         header = torch.frombuffer(bytearray(spec.dumps()), dtype=torch.uint8)
+        buffer = self.pool.acquire(spec.nbytes)  # all that can fail here comes before the first message
+        spec.write(buffer.views(spec), leaves)
+        expected, self.specs[slot] = self.specs[slot], spec
         filler = self.pool.acquire(HEADER_BYTES if expected is None else expected.nbytes)
         flagged = self._post(filler, microbatch, len(header))
         announced = self.communicator.send_host(header, self.peer, tags[Lane.SPEC])
-        buffer = self.pool.acquire(spec.nbytes)
-        spec.write(buffer.views(spec), leaves)
         sent = self.communicator.send(buffer.message, self.peer, self.number, tags[Lane.DATA])
         return [*flagged, (announced, header), (sent, buffer)]
 
     def release(self, microbatch: int) -> None:
         """Wait until the message is received, and return its buffers to the pool."""
         for work, memory in self._pending.pop(microbatch):
-            work.wait()
+            wait(work)
             if isinstance(memory, Buffer):
                 self.pool.release(memory)
 
@@ -144,11 +145,11 @@ class ReceiveChannel(_Channel):
     def wait(self, microbatch: int) -> None:
         """Wait until the value is received."""
         work, buffer, flag = self._pending[microbatch]
-        work.wait()
+        wait(work)
         if flag is None:
             spec_length = buffer.flag
         else:
-            flag[0].wait()
+            wait(flag[0])
             spec_length = int(flag[1])
         slot = self.offset + microbatch
         if spec_length:
@@ -162,10 +163,10 @@ class ReceiveChannel(_Channel):
     def _receive_with_spec(self, length: int, microbatch: int) -> tuple[MessageSpec, Buffer]:
         tags = self._tags[self.offset + microbatch]
         header = torch.empty(length, dtype=torch.uint8)
-        self.communicator.receive_host(header, self.peer, tags[Lane.SPEC]).wait()
+        wait(self.communicator.receive_host(header, self.peer, tags[Lane.SPEC]))
         spec = MessageSpec.loads(header.numpy().tobytes())
         buffer = self.pool.acquire(spec.nbytes)
-        self.communicator.receive(buffer.message, self.peer, self.number, tags[Lane.DATA]).wait()
+        wait(self.communicator.receive(buffer.message, self.peer, self.number, tags[Lane.DATA]))
         return spec, buffer
 
     def take(self, microbatch: int) -> FlatValue:

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PipelineError
 from penstock.runtime.transport.stores import agree_on_prefix, delete_announcement, store_connection
+from penstock.runtime.transport.transport_errors import post, transport_errors, wait
 
 __all__ = ["Communicator", "ControlMessage", "Lane", "gather_arrays"]
 
@@ -119,7 +120,7 @@ class Communicator:
             store = PrefixStore(f"edge/{number}", self._store)
             self._edges[number] = edge = device_group(self.device, store, int(rank == target), timeout)
             token = torch.zeros(1, device=self.device)
-            (edge.send([token], 1, 0) if rank == source else edge.recv([token], 0, 0)).wait()
+            wait(edge.send([token], 1, 0) if rank == source else edge.recv([token], 0, 0))
 
     def connect_subgroups(self, rank: int, subgroups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
         """One group for each of these sets of ranks, the same list on all ranks."""
@@ -149,39 +150,46 @@ class Communicator:
     def send(self, tensor: Tensor, peer: int, channel: int, tag: int) -> dist.Work:
         """Send from this rank's device."""
         edge = self._edges.get(channel)
-        return self._group.send([tensor], peer, tag) if edge is None else edge.send([tensor], 1, tag)
+        if edge is None:
+            return post(self._group.send, [tensor], peer, tag)
+        return post(edge.send, [tensor], 1, tag)
 
     def receive(self, tensor: Tensor, peer: int, channel: int, tag: int) -> dist.Work:
         """Receive on this rank's device."""
         edge = self._edges.get(channel)
-        return self._group.recv([tensor], peer, tag) if edge is None else edge.recv([tensor], 0, tag)
+        if edge is None:
+            return post(self._group.recv, [tensor], peer, tag)
+        return post(edge.recv, [tensor], 0, tag)
 
     def send_host(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Send a tensor in host memory."""
-        return self._group.send([tensor], peer, tag)
+        return post(self._group.send, [tensor], peer, tag)
 
     def receive_host(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Receive a tensor in host memory."""
-        return self._group.recv([tensor], peer, tag)
+        return post(self._group.recv, [tensor], peer, tag)
 
     # --- collectives -------------------------------------------------------------------------------
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, all of the same shape, in host memory."""
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._group.allgather([gathered], [tensor]).wait()
+        with transport_errors():
+            self._group.allgather([gathered], [tensor]).wait()
         return gathered
 
     def subgroup_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """All-reduce by sum over a subgroup, in place; the result has the same bits on each of its ranks."""
-        self._subgroups[ranks].allreduce([tensor]).wait()
+        with transport_errors():
+            self._subgroups[ranks].allreduce([tensor]).wait()
         return tensor
 
     def subgroup_max(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """All-reduce by maximum over a subgroup, in place."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self._subgroups[ranks].allreduce([tensor], options).wait()
+        with transport_errors():
+            self._subgroups[ranks].allreduce([tensor], options).wait()
         return tensor
 
     def exchange_texts(self, name: str, own: str, rank: int, timeout: timedelta) -> list[str]:
@@ -193,7 +201,8 @@ class Communicator:
 
     def barrier(self) -> None:
         """Wait for all ranks of the pipeline."""
-        self._group.barrier().wait()
+        with transport_errors():
+            self._group.barrier().wait()
 
     def close(self) -> None:
         """Close all connections, which wakes up every rank that waits for this one.

@@ -1,0 +1,50 @@
+"""`TransportError`: a message or a collective failed, told apart from every other error of the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["TransportError", "post", "transport_errors", "wait"]
+
+T = TypeVar("T")
+
+
+class TransportError(RuntimeError):
+    """A connection between ranks broke, or a message did not arrive in time."""
+
+
+def wait(work: dist.Work) -> None:
+    """Wait until a message or a collective is complete."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        _raise(error)
+
+
+def post(call: Callable[..., T], *arguments: object) -> T:
+    """Start a message or a collective; on a broken connection this fails already."""
+    try:
+        return call(*arguments)
+    except RuntimeError as error:
+        _raise(error)
+
+
+@contextmanager
+def transport_errors() -> Iterator[None]:
+    """Errors of the collectives inside are transport errors; nothing but collectives belongs inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        _raise(error)
+
+
+def _raise(error: RuntimeError) -> NoReturn:
+    """Raise a `TransportError`, but an error of a device or of its memory as it is."""
+    from_gloo = type(error) is RuntimeError and "CUDA error" not in str(error)
+    if from_gloo or isinstance(error, dist.DistError):
+        raise TransportError(str(error)) from error
+    raise error
