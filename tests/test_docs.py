@@ -23,6 +23,7 @@ import penstock
 from penstock.cli import app, main
 from penstock.families import registry
 from tests.support.command_line import SLOW_COMMANDS
+from tests.support.grids import small
 from tests.test_examples import COMMANDS, PRINTED
 
 if sys.version_info >= (3, 11):
@@ -74,6 +75,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+@small(lambda page: page.stem != "plan")
 def test_code_blocks_run_and_print_what_they_show(
     page: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import penstock
 from penstock import Costs
+from tests.support.grids import small
 from tests.support.pipelining_schedules import OWN, OneByOne
 from tests.support.pipelining_scripts import (
     CPU,
@@ -40,6 +41,7 @@ def train_own(place: int) -> Run | None:
 
 
 @pytest.mark.parametrize("place", range(len(OWN)), ids=[own.__name__ for own in OWN])
+@small(lambda place: place < 4)
 def test_a_custom_schedule_trains_as_one_process(pools: Pools, place: int) -> None:
     own: Any = OWN[place]
     assert_alike(pools(4).run(train_own, place), train_alone(len(own.stages_on_ranks), own.microbatches))
@@ -69,6 +71,7 @@ def searched(ranks: int, m: int) -> penstock.Schedule:
 
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
 @pytest.mark.parametrize("name", ["zb-h1", "v-half", "interleaved-1f1b", "search"])
+@small(lambda name, form: form == "compute_comms" or name == "search")
 def test_torch_trains_the_same_from_our_files(pools: Pools, tmp_path: Path, name: str, form: str) -> None:
     m = 4
     schedule = searched(4, m) if name == "search" else penstock.build(name, ranks=4, microbatches=m)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.support import pipelining_functions, pipelining_modules, pipelining_usage
+from tests.support.grids import small
 from tests.support.pipelining_scripts import (
     NAMES,
     OURS,
@@ -51,6 +52,7 @@ def test_invalid_functions_are_rejected(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "DualPipeV", "Interleaved1F1B"])
+@small(lambda name: name == "DualPipeV")
 def test_a_dw_builder_is_called_in_the_backward_and_runs_in_w(pools: Pools, name: str) -> None:
     m = 8 if name == "DualPipeV" else 4
     yours, mine = (
@@ -67,6 +69,7 @@ def test_a_dw_builder_is_called_in_the_backward_and_runs_in_w(pools: Pools, name
 
 
 @pytest.mark.parametrize("name", NAMES)
+@small(lambda name: name in {"1F1B", "DualPipeV"})
 def test_eval_gives_losses_and_outputs_and_changes_nothing(pools: Pools, name: str) -> None:
     x, y = batch(0, 8)
     whole = nn.Sequential(*modules(stages_of(name, 4)))
@@ -80,6 +83,7 @@ def test_eval_gives_losses_and_outputs_and_changes_nothing(pools: Pools, name: s
 
 
 @pytest.mark.parametrize("name", ["GPipe", "ZBVZeroBubble"])
+@small(lambda name: name == "ZBVZeroBubble")
 def test_two_steps_give_twice_the_gradient(pools: Pools, name: str) -> None:
     assert all(pools(4).run(pipelining_usage.accumulate, name))
 
@@ -137,6 +141,7 @@ def test_a_traced_pipe_with_skip_connections_is_rejected(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+@small(lambda name: name == "ZBVZeroBubble")
 def test_outputs_that_are_views_train_with_split_backward(pools: Pools, name: str) -> None:
     assert_alike(pools(4).run(pipelining_modules.train_views, name), train_alone(8, 4))
 
@@ -151,6 +156,7 @@ def test_compiled_stages_train_with_zero_bubble(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble"])
+@small(lambda name: name == "ZBVZeroBubble")
 def test_sharded_stages_train_as_one_process_with_all_batches(pools: Pools, name: str) -> None:
     whole = nn.Sequential(*modules(4))
     for replica in range(2):

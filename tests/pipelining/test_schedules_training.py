@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support import pipelining_tutorial
+from tests.support.grids import small
 from tests.support.pipelining_scripts import (
     NAMES,
     OURS,
@@ -35,6 +36,7 @@ def test_every_schedule_trains_as_torchs_and_as_one_process(pools: Pools, name: 
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
+@small(lambda name: name == "ZBVZeroBubble")
 def test_losses_are_summed_without_scale_grads(pools: Pools, name: str) -> None:
     wanted = train_alone(stages_of(name, 4), 4, scale_grads=False)
     for package in (TORCH, OURS):
@@ -42,6 +44,7 @@ def test_losses_are_summed_without_scale_grads(pools: Pools, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@small(lambda name: name in {"Interleaved1F1B", "DualPipeV"})
 def test_uneven_batches_and_few_microbatches_train(pools: Pools, name: str) -> None:
     """Torch refuses them or breaks."""
     for m, rows in ((3, 7), (1, 2)):

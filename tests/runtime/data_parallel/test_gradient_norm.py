@@ -69,6 +69,7 @@ def norms(case: Composed) -> list[tuple[float, float]]:
     ids=str,
 )
 @pytest.mark.xdist_group("ranks-4")
+@small(lambda case: case.data == "fsdp")
 def test_norms_of_every_kind_are_those_of_one_process(pools: Pools, case: Composed) -> None:
     answers = pools(4).run(norms, case)
     for found, right in answers[0]:
@@ -172,6 +173,7 @@ def scaled(case: Composed) -> tuple[list[str], list[float], list[bool]]:
     "case", [Composed(ZBV, "fsdp", 2), Composed(ZBV, "replicas", 2, tied=True), Composed(ZBV, tp=2)], ids=str
 )
 @pytest.mark.xdist_group("ranks-4")
+@small(lambda case: case.data == "fsdp")
 def test_an_overflow_on_one_rank_skips_the_step_on_all_of_them(pools: Pools, case: Composed) -> None:
     for problems, scales, moved in pools(4).run(scaled, case):
         assert not problems
@@ -226,7 +228,7 @@ def added_up(case: Composed, held_back: bool) -> list[str]:  # noqa: FBT001 -- s
 @pytest.mark.parametrize("held_back", [False, True])
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
 @pytest.mark.xdist_group("ranks-4")
-@small(lambda data, held_back: held_back or data == "fsdp")
+@small(lambda data, held_back: held_back and data != "replicas")
 def test_gradients_accumulate_with_and_without_reductions(
     pools: Pools,
     data: str,

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import penstock
 from penstock.planning.layout import even_layout
 from penstock.runtime import Pipeline, materialize, split
+from tests.support.grids import small
 from tests.support.hub_models import LAYERS, MODELS, batch, decoder, gradients_of, next_word, trained
 from tests.support.pool import Pools
 from tests.support.reference import differences
@@ -80,6 +81,7 @@ def problems_of(pools: Pools, ranks: int, cases: list[Case]) -> list[Any]:
 
 @pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("kind", MODELS)
+@small(lambda kind: kind == "llama")
 def test_on_two_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools, kind: str) -> None:
     cases = [
         Case(kind, family, tied=tied, given=given)
@@ -91,6 +93,7 @@ def test_on_two_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools, 
 
 @pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("kind", MODELS)
+@small(lambda kind: kind == "gpt2")
 def test_on_four_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools, kind: str) -> None:
     assert not problems_of(
         pools,
@@ -129,6 +132,7 @@ def started(kind: str) -> list[str]:
 
 @pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+@small(lambda kind: kind == "gpt2")
 def test_tied_weights_that_ranks_initialize_alone_are_and_stay_equal(pools: Pools, kind: str) -> None:
     first, second = pools(2).run(started, kind, seconds=600)
     assert first == second
@@ -167,6 +171,7 @@ def sharded(kind: str, *, meta: bool) -> list[str]:
 
 @pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@small(lambda kind: kind == "llama")
 def test_stages_and_their_layers_can_be_sharded(pools: Pools, kind: str) -> None:
     for meta in (False, True):
         assert pools(2).run(partial(sharded, kind, meta=meta), seconds=600) == [[], []]
