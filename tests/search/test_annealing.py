@@ -9,6 +9,7 @@ import pytest
 
 from penstock.bounds import OBJECTIVES
 from penstock.search.annealing import anneal
+from penstock.search.kernel_arrays import TOKEN
 from penstock.search.seeds import serial
 from tests.support.search_instances import random_problem
 
@@ -25,5 +26,5 @@ def test_the_result_is_no_worse_than_the_start_and_fits(objective: str) -> None:
         assert value <= problem.value(start)
         assert value == problem.value(best)
         assert problem.fits(best)
-        assert sorted(best) == sorted(start)
+        assert sorted(best & TOKEN) == sorted(start)
         assert 0 <= runs <= made == 2000

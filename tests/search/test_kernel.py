@@ -12,8 +12,9 @@ import pytest
 import penstock
 from penstock import simulate, validate
 from penstock.bounds import OBJECTIVES
+from penstock.ir.table import Ints
 from penstock.search import kernel
-from penstock.search.kernel_arrays import empty_state
+from penstock.search.kernel_arrays import SEPARATE, TOKEN, WEIGHT_GRAD, empty_state
 from penstock.search.problem import Problem
 from penstock.search.seeds import list_scheduled, serial
 from tests.support.search_instances import random_problem
@@ -25,10 +26,18 @@ def test_objectives_equal_those_of_the_simulator(objective: str) -> None:
     for _ in range(40):
         problem = random_problem(rng, objective)
         for seed in (serial(problem), *islice(list_scheduled(problem, lambda: False), 8)):
-            schedule = problem.fused_schedule(seed.order, "an order", problem.fused_stages)
+            order = randomly_joined(problem, seed.order, rng)
+            schedule = problem.fused_schedule(order, "an order")
             assert not validate(schedule)
             timeline = simulate(schedule, problem.costs, with_period=True)
-            assert problem.value(seed.order) == pytest.approx(getattr(timeline, objective), rel=1e-12)
+            assert problem.value(order) == pytest.approx(getattr(timeline, objective), rel=1e-12)
+
+
+def randomly_joined(problem: Problem, order: Ints, rng: random.Random) -> Ints:
+    """The order with some of its adjacent I and W joined, where B is shorter, and some not."""
+    variants = problem.variants(order)
+    chosen = np.array([rng.random() < 0.5 for _ in order])
+    return np.where(chosen, variants[0], variants[-1])
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -49,14 +58,16 @@ def test_a_rerun_from_a_change_equals_a_full_run(objective: str) -> None:
     rng = random.Random(objective)
     for _ in range(30):
         problem = random_problem(rng, objective)
-        arrays, order = problem.arrays, serial(problem).order
+        arrays, order = problem.arrays, randomly_joined(problem, serial(problem).order, rng)
         state = empty_state(arrays)
         kernel.evaluate(arrays, order, state, problem.objective_index)
         for _ in range(40):
             at = rng.randrange(len(order))
-            other = min(at + 1, int(arrays.rank_bounds[arrays.rank_of_stage[order[at] // 3] + 1]) - 1)
+            other = min(at + 1, int(arrays.rank_bounds[arrays.rank_of_stage[(order[at] & TOKEN) // 3] + 1]) - 1)
             moved = order.copy()
             moved[at], moved[other] = order[other], order[at]
+            if moved[at] % 3 == WEIGHT_GRAD and problem.whole[moved[at] // 3] >= 0:
+                moved[at] |= rng.choice((0, SEPARATE))
             fresh = empty_state(arrays)
             whole = kernel.evaluate(arrays, moved, fresh, problem.objective_index)
             kept = copy.deepcopy(state)

@@ -19,6 +19,13 @@ def test_a_schedule_survives_the_conversion_to_tokens() -> None:
             ]
 
 
+def test_where_b_is_shorter_an_order_can_have_b_and_also_i_directly_followed_by_its_w() -> None:
+    problem = Problem(Placement.loop(2), 3, penstock.Costs(backward=1.5))
+    schedule = Schedule.parse("0F0 0F1 0B0 0F2 0I1 0W1 0B2 | 1F0 1I0 1F1 1B1 1F2 1B2 1W0")
+    again = problem.fused_schedule(problem.order_of(schedule), "again")
+    assert again.ranks == schedule.ranks
+
+
 def test_a_backward_is_fused_where_splitting_gains_nothing() -> None:
     problem = Problem(Placement.loop(1), 2, penstock.Costs())
     assert str(problem.schedule_of(serial(problem).order, "whole").ranks[0][1]) == "0B0"

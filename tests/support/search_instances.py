@@ -7,7 +7,7 @@ import random
 from penstock import Costs, Placement
 from penstock.search.problem import Problem
 
-__all__ = ["UNITS", "random_costs", "random_problem"]
+__all__ = ["UNITS", "random_costs", "random_problem", "tiny_problem"]
 
 UNITS = Costs(
     forward=10, backward_input=10, backward_weight=8, latency=1, activation=2, activation_freed_by_input=1
@@ -50,3 +50,29 @@ def random_problem(
     limit = rng.choice([None, least, least * rng.randint(1, 4)])
     split = rng.random() < 0.7
     return Problem(placement, rng.randint(1, most_microbatches), costs, limit, objective, split)
+
+
+def tiny_problem(rng: random.Random) -> Problem:
+    """So small that all orders can be tried; B is often shorter than I and W, and sometimes longer."""
+    ranks, stages_per_rank = rng.choice(((1, 1), (2, 1), (2, 1), (3, 1), (2, 2), (1, 2)))
+    placement = rng.choice((Placement.loop, Placement.v))(ranks, stages_per_rank)
+    stages = range(placement.num_stages)
+    inputs, weights, held = ([rng.randint(low, 6) for _ in stages] for low in (1, 0, 1))
+    whole = tuple(max(1, i + w + rng.choice((-4, -3, -2, -1, 0, 2))) for i, w in zip(inputs, weights))
+    costs = Costs(
+        forward=tuple(rng.randint(1, 6) for _ in stages),
+        backward_input=tuple(inputs),
+        backward_weight=tuple(weights),
+        backward=rng.choice((whole, whole, None)),
+        latency=rng.randint(0, 2),
+        bandwidth=rng.choice((None, None, 2)),
+        activation_message=rng.randint(0, 4),
+        gradient_message=rng.randint(0, 4),
+        launch_overhead=rng.choice((0, 0, 1)),
+        activation=tuple(held),
+        activation_freed_by_input=tuple(rng.randint(0, each) for each in held),
+    )
+    least = max(sum(held[s] for s in own) for own in placement.stages_of_rank)
+    most = {1: 4, 2: 3, 3: 2, 4: 1}[placement.num_stages]
+    limit, objective = rng.choice((None, least, 2 * least)), rng.choice(("makespan", "makespan", "span"))
+    return Problem(placement, rng.randint(1, most), costs, limit, objective, rng.random() < 0.85)

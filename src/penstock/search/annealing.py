@@ -10,11 +10,22 @@ import numpy as np
 from penstock.ir.table import Ints
 from penstock.search.compilation import compiled
 from penstock.search.kernel import copy_suffix, evaluate, fits, resume, resume_point
-from penstock.search.kernel_arrays import SPAN, ProblemArrays, RunState, empty_state
+from penstock.search.kernel_arrays import (
+    INPUT_GRAD,
+    SEPARATE,
+    SPAN,
+    TOKEN,
+    WEIGHT_GRAD,
+    ProblemArrays,
+    RunState,
+    empty_state,
+)
 
 __all__ = ["anneal"]
 
 _ROUNDING = 1e-9
+_PAIR_MOVES = 0.3
+"""Share of the moves that join, separate or shift a pair of I and W, if the chosen step is in one."""
 
 
 @compiled
@@ -40,10 +51,10 @@ def _critical_path(
     """
     bounds = arrays.rank_bounds
     for i in range(len(order)):
-        position_of[order[i], state.microbatches[i]] = i
+        position_of[order[i] & TOKEN, state.microbatches[i]] = i
     count = 0
     while True:
-        token = order[at]
+        token = order[at] & TOKEN
         stage = token // 3
         start = state.starts[at]
         waits_for_rank = state.ends[at - 1] >= start - _ROUNDING * max(1.0, start)
@@ -55,6 +66,32 @@ def _critical_path(
             at = position_of[arrays.inputs[token], state.microbatches[at]]
         else:
             return count
+
+
+@compiled
+def _weight_behind_input(arrays: ProblemArrays, order: Ints, at: int) -> int:
+    """The position of the W in a pair of I and W that can be one B and that `at` is in; -1 if there is none."""
+    token = order[at] & TOKEN
+    stage = token // 3
+    if arrays.fused_seconds[stage] < 0:
+        return -1
+    last = at if token % 3 == WEIGHT_GRAD else at + 1
+    rank = arrays.rank_of_stage[stage]
+    if not arrays.rank_bounds[rank] < last < arrays.rank_bounds[rank + 1]:
+        return -1
+    is_pair = order[last] & TOKEN == 3 * stage + WEIGHT_GRAD and order[last - 1] == 3 * stage + INPUT_GRAD
+    return last if is_pair else -1
+
+
+@compiled
+def _shift(order: Ints, changed: Ints, source: int, target: int, size: int) -> None:
+    """Write an order in which `size` entries at `source` are moved to `target`; the rest is not written."""
+    for i in range(source, target):
+        changed[i] = order[i + size]
+    for i in range(target, source):
+        changed[i + size] = order[i]
+    for i in range(size):
+        changed[target + i] = order[source + i]
 
 
 @compiled
@@ -70,9 +107,9 @@ def anneal(
 ) -> tuple[Ints, float, int, int]:
     """The best order found, its objective, the number of moves made and the number of orders run.
 
-    A share `focus` of the moves is of steps on the critical path. A worse order is accepted too: at first by
-    `temperature` seconds on average, at the end by none. The same seed gives the same result; a `stop[0]` other
-    than 0 ends it early.
+    A move shifts a step, or joins or separates an I and a W that are adjacent. A share `focus` of the moves is
+    of steps on the critical path. A worse order is accepted too: at first by `temperature` seconds on average,
+    at the end by none. The same seed gives the same result; a `stop[0]` other than 0 ends it early.
     """
     np.random.seed(seed)
     state, backup = empty_state(arrays), empty_state(arrays)
@@ -95,22 +132,26 @@ def anneal(
             source = path[np.random.randint(length)]
         else:
             source = np.random.randint(len(start))
-        token = current[source]
-        rank = arrays.rank_of_stage[token // 3]
+        rank = arrays.rank_of_stage[(current[source] & TOKEN) // 3]
+        pair, size = -1, 1
+        if arrays.can_fuse and np.random.random() < _PAIR_MOVES:
+            pair = _weight_behind_input(arrays, current, source)
+            if pair >= 0 and current[pair] < SEPARATE and np.random.random() < 0.5:  # one B, moved as a whole
+                source, pair, size = pair - 1, -1, 2
         distance = 1 + int(np.random.exponential(3.0 if np.random.random() < 0.9 else 20.0))
         if np.random.random() < 0.6:
             target = max(arrays.rank_bounds[rank], source - distance)
         else:
-            source = max(arrays.rank_bounds[rank], source - 1)
-            target = min(arrays.rank_bounds[rank + 1] - 1, source + distance)
-        token = current[source]
-        if current[target] == token:
+            source = max(arrays.rank_bounds[rank], source - 1) if size == 1 else source
+            target = min(arrays.rank_bounds[rank + 1] - size, source + distance)
+        if pair >= 0:
+            source = target = pair
+            changed[pair] = current[pair] ^ SEPARATE
+        elif current[target] == current[source]:
             continue
-        step = 1 if target > source else -1
-        for i in range(source, target, step):
-            changed[i] = current[i + step]
-        changed[target] = token
-        low, high = min(source, target), max(source, target) + 1
+        else:
+            _shift(current, changed, source, target, size)
+        low, high = min(source, target), max(source, target) + size
         is_accepted = False
         if fits(arrays, changed, rank):
             worst = score - temperature * (1.0 - move / moves) * np.log(1.0 - np.random.random())

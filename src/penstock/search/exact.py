@@ -2,9 +2,10 @@
 
 Every step is an interval in integer units of time. The steps of a rank do not overlap, inputs come first,
 microbatches of a kind and stage run in ascending order, and the activations that F allocates and I and W
-release stay within the memory limit. Seconds are rounded down to units, and bytes so that more orders fit, so a
-bound of the model is a bound for every real order. A period is never less than a rank's span plus the optimizer
-step.
+release stay within the memory limit. Where B is shorter than I and W, each backward may be joined: I then takes
+as long as B, and W follows at once and takes no time. Seconds are rounded down to units, and bytes so that more
+orders fit, so a bound of the model is a bound for every real order. A period is never less than a rank's span
+plus the optimizer step.
 """
 
 # ruff: noqa: ANN401 -- ortools has no types
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from threading import Event, Thread
 from typing import Any
 
 import numpy as np
 
-from penstock.ir.table import Ints
-from penstock.search.kernel_arrays import FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from penstock.ir.table import Floats, Ints
+from penstock.search.kernel_arrays import FORWARD, INPUT_GRAD, SEPARATE, WEIGHT_GRAD
 from penstock.search.problem import Problem
 
 __all__ = ["Effort", "ExactResult", "available", "solve"]
@@ -59,32 +61,26 @@ def solve(problem: Problem, start: Ints, bound: float, effort: Effort, stop: Eve
     """Find an order better than `start`, or raise the lower bound from `bound`; `stop` ends it early."""
     from ortools.sat.python import cp_model  # noqa: PLC0415 -- an extra
 
-    model = cp_model.CpModel()
     unit = _unit(problem)
-    lengths = [math.floor(each / unit + 1e-9) for each in problem.arrays.seconds.tolist()]
-    lags = [math.floor(each / unit + 1e-9) for each in problem.arrays.lag.tolist()]
-    value = problem.value(start)
-    horizon = math.ceil(value / unit) + 1
+    horizon = math.ceil(problem.value(start) / unit) + 1
     if problem.objective != "makespan":  # every rank starts before the first one ends, and ends a span later
         horizon *= 2
-    starts, ends = _steps(problem, model, lengths, horizon)
-    _precedence(problem, model, starts, ends, lags)
-    _memory(problem, model, starts, ends)
+    model = cp_model.CpModel()
+    steps = _steps(problem, model, unit, horizon)
+    _precedence(problem, model, steps, unit)
+    _memory(problem, model, steps)
     optimizer_step = problem.arrays.optimizer_step if problem.objective == "period" else 0.0
     least = math.floor((bound - optimizer_step) / unit + 1e-9)
     span = model.new_int_var(least, horizon, "objective")
-    _objective(problem, model, starts, ends, span)
+    _objective(problem, model, steps, span)
     model.minimize(span)
-    times = _times(problem, start)
-    for key, var in starts.items():
-        model.add_hint(var, math.floor(times[key] / unit))
+    _add_hints(problem, model, steps, start, unit)
     solver = _solver(cp_model, effort)
     status = _solve_until(stop, solver, model)
     bound = max(bound, solver.best_objective_bound * unit + optimizer_step)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return ExactResult(None, bound)
-    found = _order(problem, {key: solver.value(var) for key, var in starts.items()}, lengths)
-    return ExactResult(found, bound)
+    return ExactResult(_order(problem, solver, steps), bound)
 
 
 def _solver(cp_model: Any, effort: Effort) -> Any:
@@ -118,57 +114,86 @@ Key = tuple[int, int]
 """A token and a microbatch."""
 
 
+@dataclass(frozen=True)
+class _Steps:
+    """The variables of the model."""
+
+    starts: dict[Key, Any]
+    ends: dict[Key, Any]
+    joined: dict[Key, Any]
+    """Whether I and W are one B, by their two keys, for stages where that is shorter."""
+
+
 def _unit(problem: Problem) -> float:
     """Seconds per unit of the model's time."""
     arrays = problem.arrays
     used = [each for token, each in enumerate(arrays.seconds.tolist()) if token % 3 < arrays.kinds]
-    amounts = [each for each in (*used, *arrays.lag.tolist()) if each]
+    fused = [each for each in arrays.fused_seconds.tolist() if each >= 0]
+    amounts = [each for each in (*used, *fused, *arrays.lag.tolist()) if each]
     whole = [round(each) for each in amounts]
     if all(abs(each - near) < 1e-9 * each for each, near in zip(amounts, whole)) and whole:
         return float(math.gcd(*whole))
     return sum(used) * problem.microbatches / _UNITS or 1.0
 
 
-def _steps(
-    problem: Problem, model: Any, lengths: list[int], horizon: int
-) -> tuple[dict[Key, Any], dict[Key, Any]]:
+def _steps(problem: Problem, model: Any, unit: float, horizon: int) -> _Steps:
     """The start and the end of each step; no overlap on a rank, microbatches in ascending order."""
-    starts: dict[Key, Any] = {}
-    ends: dict[Key, Any] = {}
-    by_rank: dict[int, list[Any]] = {}
-    for stage in range(problem.placement.num_stages):
-        intervals = by_rank.setdefault(int(problem.arrays.rank_of_stage[stage]), [])
-        for kind in range(problem.arrays.kinds):
-            token = 3 * stage + kind
-            for i in range(problem.microbatches):
-                start = model.new_int_var(0, horizon, "")
-                starts[token, i], ends[token, i] = start, start + lengths[token]
-                intervals.append(model.new_fixed_size_interval_var(start, lengths[token], ""))
-                if i:
-                    model.add(start >= ends[token, i - 1])
-    for intervals in by_rank.values():
-        model.add_no_overlap(intervals)
-    return starts, ends
+    arrays = problem.arrays
+    lengths, fused = _units(arrays.seconds, unit), _units(arrays.fused_seconds, unit)
+    steps = _Steps({}, {}, {})
+    intervals: list[list[Any]] = [[] for _ in problem.placement.stages_of_rank]
+    for token in (token for token in range(len(lengths)) if token % 3 < arrays.kinds):
+        stage, kind = divmod(token, 3)
+        for i in range(problem.microbatches):
+            key = token, i
+            size = lengths[token]
+            if fused[stage] >= 0 and kind != FORWARD:
+                if kind == INPUT_GRAD:
+                    steps.joined[key] = steps.joined[token + 1, i] = model.new_bool_var("")
+                size += steps.joined[key] * ((fused[stage] if kind == INPUT_GRAD else 0) - lengths[token])
+            steps.starts[key] = start = model.new_int_var(0, horizon, "")
+            if key in steps.joined:
+                steps.ends[key] = end = model.new_int_var(0, 2 * horizon, "")
+            else:
+                steps.ends[key] = end = start + size
+            intervals[arrays.rank_of_stage[stage]].append(model.new_interval_var(start, size, end, ""))
+            if i:
+                _ascend(model, steps, (token, i - 1), key)
+    for own in intervals:
+        model.add_no_overlap(own)
+    return steps
 
 
-def _precedence(
-    problem: Problem, model: Any, starts: dict[Key, Any], ends: dict[Key, Any], lags: list[int]
-) -> None:
+def _units(seconds: Floats, unit: float) -> list[int]:
+    """Rounded down."""
+    return [math.floor(each / unit + 1e-9) for each in seconds.tolist()]
+
+
+def _ascend(model: Any, steps: _Steps, first: Key, then: Key) -> None:
+    """Two microbatches of a kind and stage: a W that is joined with its I does not wait for an earlier one."""
+    ordered = model.add(steps.starts[then] >= steps.ends[first])
+    if then[0] % 3 == WEIGHT_GRAD and then in steps.joined:
+        ordered.only_enforce_if(~steps.joined[then], ~steps.joined[first])
+
+
+def _precedence(problem: Problem, model: Any, steps: _Steps, unit: float) -> None:
     """Every step starts after the arrival of its inputs."""
-    stages = problem.placement.num_stages
+    starts, ends, lags = steps.starts, steps.ends, _units(problem.arrays.lag, unit)
     for i in range(problem.microbatches):
-        for stage in range(stages):
-            token = 3 * stage
+        for token in range(0, 3 * problem.placement.num_stages, 3):
             model.add(starts[token + INPUT_GRAD, i] >= ends[token, i])
             if problem.split:
                 model.add(starts[token + WEIGHT_GRAD, i] >= ends[token + INPUT_GRAD, i])
+            if (joined := steps.joined.get((token + INPUT_GRAD, i))) is not None:
+                model.add(starts[token + WEIGHT_GRAD, i] == ends[token + INPUT_GRAD, i]).only_enforce_if(joined)
         for token, needed in enumerate(problem.arrays.inputs.tolist()):
             if needed >= 0:
                 model.add(starts[token, i] >= ends[needed, i] + lags[needed])
 
 
-def _memory(problem: Problem, model: Any, starts: dict[Key, Any], ends: dict[Key, Any]) -> None:
+def _memory(problem: Problem, model: Any, steps: _Steps) -> None:
     """Keep each rank within its limit: what F allocates is rounded down, what I releases is rounded up."""
+    starts, ends = steps.starts, steps.ends
     held = problem.arrays.memory_change[FORWARD::3]
     by_input = -problem.arrays.memory_change[INPUT_GRAD::3]
     for rank, limit in enumerate(problem.arrays.memory_limits.tolist()):
@@ -200,37 +225,44 @@ def _memory(problem: Problem, model: Any, starts: dict[Key, Any], ends: dict[Key
         model.add_reservoir_constraint(times, changes, 0, math.floor(limit / unit + 1e-9))
 
 
-def _objective(problem: Problem, model: Any, starts: dict[Key, Any], ends: dict[Key, Any], span: Any) -> None:
+def _objective(problem: Problem, model: Any, steps: _Steps, span: Any) -> None:
     """The last end, or the longest time between a rank's first start and its last end."""
     last = problem.microbatches - 1
-    kinds = (INPUT_GRAD, WEIGHT_GRAD) if problem.split else (INPUT_GRAD,)
-    for stage in range(problem.placement.num_stages):
-        for kind in kinds:
-            end = ends[3 * stage + kind, last]
-            if problem.objective == "makespan":
-                model.add(span >= end)
-                continue
-            for other in range(problem.placement.num_stages):
-                if problem.arrays.rank_of_stage[other] == problem.arrays.rank_of_stage[stage]:
-                    model.add(span >= end - starts[3 * other, 0])
+    for (token, i), end in steps.ends.items():
+        if token % 3 == FORWARD or (i < last and (token, i) not in steps.joined):
+            continue
+        if problem.objective == "makespan":
+            model.add(span >= end)
+            continue
+        rank = problem.arrays.rank_of_stage[token // 3]
+        for other in problem.placement.stages_of_rank[rank]:
+            model.add(span >= end - steps.starts[3 * other, 0])
 
 
-def _times(problem: Problem, order: Ints) -> dict[Key, float]:
-    """When each step of an order starts."""
-    done: dict[int, int] = {}
-    found = {}
-    for token, begin in zip(order.tolist(), problem.start_times(order).tolist()):
-        number = done.get(token, 0)
-        done[token] = number + 1
-        found[token, number] = begin
-    return found
+def _add_hints(problem: Problem, model: Any, steps: _Steps, order: Ints, unit: float) -> None:
+    """Start from an order: when its steps start, and which backwards are joined."""
+    times = problem.start_times(order)
+    for first, last in pairwise(problem.arrays.rank_bounds.tolist()):
+        numbered = problem.numbered(order[first:last])
+        for (token, number, is_joined), begin in zip(numbered, times[first:last].tolist()):
+            model.add_hint(steps.starts[token, number], math.floor(begin / unit))
+            if (token, number) in steps.joined and token % 3 == WEIGHT_GRAD:
+                model.add_hint(steps.joined[token, number], is_joined)
 
 
-def _order(problem: Problem, times: dict[Key, int], lengths: list[int]) -> Ints:
+def _order(problem: Problem, solver: Any, steps: _Steps) -> Ints:
     """The order of a solution; of steps that start together, those of zero length come first."""
-    by_rank: dict[int, list[tuple[int, int, int, int]]] = {}
-    for (token, number), begin in times.items():
-        rank = int(problem.arrays.rank_of_stage[token // 3])
-        by_rank.setdefault(rank, []).append((begin, int(lengths[token] > 0), number, token))
-    order = [token for rank in sorted(by_rank) for *_, token in sorted(by_rank[rank])]
+    by_rank: list[list[tuple[int, bool, int, int]]] = [[] for _ in problem.placement.stages_of_rank]
+    joined = {key for key, var in steps.joined.items() if solver.value(var)}
+    for (token, number), start in steps.starts.items():
+        if token % 3 != WEIGHT_GRAD or (token, number) not in joined:
+            begin, end = solver.value(start), solver.value(steps.ends[token, number])
+            rank = problem.arrays.rank_of_stage[token // 3]
+            by_rank[rank].append((begin, end > begin, number, token))
+    order: list[int] = []
+    for *_, number, token in (step for own in by_rank for step in sorted(own)):
+        is_separate = token % 3 == WEIGHT_GRAD and (token, number) in steps.joined
+        order.append(token | SEPARATE if is_separate else token)
+        if (token, number) in joined:
+            order.append(token + 1)
     return np.array(order, dtype=np.int64)

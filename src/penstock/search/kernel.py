@@ -18,6 +18,7 @@ from penstock.search.kernel_arrays import (
     MAKESPAN,
     PERIOD,
     SPAN,
+    TOKEN,
     WEIGHT_GRAD,
     ProblemArrays,
     RunState,
@@ -28,26 +29,25 @@ __all__ = ["copy_suffix", "evaluate", "fits", "resume", "resume_point"]
 
 
 @compiled
-def _set_durations(arrays: ProblemArrays, order: Ints, state: RunState, positions: Ints, done: Ints) -> Floats:
+def _set_durations(arrays: ProblemArrays, order: Ints, state: RunState, positions: Ints) -> Floats:
     """Set the duration of every step from `positions` on; returns the remaining seconds of work per rank.
 
     Where I and W are fused into B, the I has the seconds of B and the W none.
     """
     bounds, fused = arrays.rank_bounds, arrays.fused_seconds
     remaining = np.zeros(len(positions))
-    count = done.copy()
     for rank in range(len(positions)):
         for i in range(positions[rank], bounds[rank + 1]):
-            token = order[i]
+            entry = order[i]
+            token = entry & TOKEN
             duration = arrays.seconds[token]
             if arrays.can_fuse and fused[token // 3] >= 0:
                 if token % 3 == INPUT_GRAD and i + 1 < bounds[rank + 1]:
-                    if order[i + 1] == token + 1 and count[token] == count[token + 1]:
+                    if order[i + 1] == token + 1:
                         duration = fused[token // 3]
-                elif token % 3 == WEIGHT_GRAD and i > bounds[rank]:
-                    if order[i - 1] == token - 1 and count[token - 1] == count[token] + 1:
+                elif entry == token and token % 3 == WEIGHT_GRAD and i > bounds[rank]:
+                    if order[i - 1] == token - 1:
                         duration = 0.0
-            count[token] += 1
             state.durations[i] = duration
             remaining[rank] += duration
     return remaining
@@ -71,7 +71,7 @@ def _advance(
     """
     bounds, durations, arrivals = arrays.rank_bounds, state.durations, state.arrivals
     ranks, inputs = len(bounds) - 1, arrays.inputs
-    remaining = _set_durations(arrays, order, state, positions, done)
+    remaining = _set_durations(arrays, order, state, positions)
     left = bounds[1:].sum() - positions.sum()
     channel_free = np.zeros(arrays.num_channels)
     limit = worst + 1e-9 * abs(worst)
@@ -81,7 +81,7 @@ def _advance(
         for rank in range(ranks):
             i, now = positions[rank], clocks[rank]
             while i < bounds[rank + 1]:
-                token = order[i]
+                token = order[i] & TOKEN
                 kind = token % 3
                 number = done[token]
                 start = now
@@ -128,7 +128,7 @@ def resume_point(arrays: ProblemArrays, order: Ints, state: RunState, first: int
     channels have queues, everything is run again.
     """
     bounds = arrays.rank_bounds
-    own = arrays.rank_of_stage[order[first] // 3]
+    own = arrays.rank_of_stage[(order[first] & TOKEN) // 3]
     positions = bounds[:-1].copy()
     done = np.zeros(len(arrays.seconds), np.int64)
     if arrays.can_fuse and first > bounds[own]:
@@ -142,7 +142,7 @@ def resume_point(arrays: ProblemArrays, order: Ints, state: RunState, first: int
     done[:] = arrays.microbatches
     for rank in range(len(bounds) - 1):
         for i in range(positions[rank], bounds[rank + 1]):
-            done[order[i]] -= 1
+            done[order[i] & TOKEN] -= 1
     return positions, done
 
 
@@ -246,7 +246,7 @@ def fits(arrays: ProblemArrays, order: Ints, rank: int) -> bool:
     done = np.zeros(len(arrays.seconds), np.int64)
     live = 0.0
     for i in range(arrays.rank_bounds[rank], arrays.rank_bounds[rank + 1]):
-        token = order[i]
+        token = order[i] & TOKEN
         done[token] += 1
         live += arrays.memory_change[token]
         if token % 3 == FORWARD:

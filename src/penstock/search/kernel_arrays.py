@@ -4,6 +4,10 @@ An order is one array of tokens, rank after rank. Token 3s + k is the next micro
 forward, 1 for the input gradient (I, or B where the backward is not split), 2 for the weight gradient (W).
 Within a stage and kind, microbatches go by number, so every permutation of a rank's tokens is a list of its
 work.
+
+Where a stage's B is shorter than its I and W, an I directly followed by a W of the stage is one B, unless that
+W has the flag `SEPARATE`: B ends before W would, but I alone passes the gradient on earlier. The other W belong
+to the other I, again by number. `entry & TOKEN` is an entry of an order without the flag.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -22,7 +26,9 @@ __all__ = [
     "INPUT_GRAD",
     "MAKESPAN",
     "PERIOD",
+    "SEPARATE",
     "SPAN",
+    "TOKEN",
     "WEIGHT_GRAD",
     "ProblemArrays",
     "RunState",
@@ -30,6 +36,8 @@ __all__ = [
 ]
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = 0, 1, 2
+SEPARATE = 1 << 40
+TOKEN = SEPARATE - 1
 MAKESPAN, SPAN, PERIOD = 0, 1, 2
 
 

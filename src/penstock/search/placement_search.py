@@ -122,11 +122,14 @@ class PlacementSearch:
         return cheaper and any(_has_pairs(schedule) for schedule, _ in self.families.values())
 
     def add_start(self, name: str, order: Ints) -> None:
-        """Add an order, if it fits and does not deadlock."""
-        if self.problem.fits(order) and (value := self.problem.value(order)) < float("inf"):
-            candidate = Candidate(value, order, name)
-            self.starts.append(candidate)
-            self.keep(candidate)
+        """Add an order and its variants, if it fits and does not deadlock."""
+        if not self.problem.fits(order):
+            return
+        for variant in self.problem.variants(order):
+            if (value := self.problem.value(variant)) < float("inf"):
+                candidate = Candidate(value, variant, name)
+                self.starts.append(candidate)
+                self.keep(candidate)
 
     def keep(self, candidate: Candidate) -> None:
         """Keep an order among the best, unless one with the same value is kept already."""
@@ -184,10 +187,8 @@ class PlacementSearch:
 
     @property
     def is_solvable(self) -> bool:
-        """Whether the problem is small enough for the exact solver, and its model covers B and pairs."""
-        arrays = self.problem.arrays
-        is_small = bool(arrays.rank_bounds[-1] <= _MAX_SOLVED_STEPS)
-        return is_small and not arrays.can_fuse and not self.pairs_pay
+        """Whether the problem is small enough for the exact solver, whose model has no overlapped pairs."""
+        return bool(self.problem.arrays.rank_bounds[-1] <= _MAX_SOLVED_STEPS) and not self.pairs_pay
 
     def solve(self, effort: exact.Effort, stop: Event) -> None:
         """Run the exact solver for a better order and a better bound."""

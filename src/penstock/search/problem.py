@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +26,8 @@ from penstock.search.kernel_arrays import (
     FORWARD,
     INPUT_GRAD,
     MAKESPAN,
+    SEPARATE,
+    TOKEN,
     WEIGHT_GRAD,
     ProblemArrays,
     empty_state,
@@ -114,7 +118,7 @@ class Problem:
         pays = (whole < halves * (1 - 1e-12)) & self.split
         return np.where(pays, whole, -1.0)
 
-    @property
+    @cached_property
     def fused_stages(self) -> frozenset[int]:
         """The stages whose B takes less time than I and W."""
         return frozenset(np.flatnonzero(self.whole >= 0).tolist())
@@ -172,20 +176,28 @@ class Problem:
         for part in (part for row in schedule.ranks for step in row for part in step.parts):
             if part.kind in _SKIPPED or (part.kind is Kind.W and not self.split):
                 continue
-            order.append(3 * part.stage + _TOKEN_KIND[part.kind])
+            is_separate = part.kind is Kind.W and part.stage in self.fused_stages
+            order.append(3 * part.stage + _TOKEN_KIND[part.kind] | (SEPARATE if is_separate else 0))
             if part.kind is Kind.B and self.split:
                 order.append(3 * part.stage + WEIGHT_GRAD)
         return np.array(order, dtype=np.int64)
 
+    def variants(self, order: Ints) -> list[Ints]:
+        """The order, also with all adjacent I and W joined where B is shorter, and with none of them joined."""
+        if not self.arrays.can_fuse:
+            return [order]
+        joined = order & TOKEN
+        can_join = (joined % 3 == WEIGHT_GRAD) & (self.whole[joined // 3] >= 0)
+        return [order, joined, np.where(can_join, joined | SEPARATE, joined)]
+
     def schedule_of(self, order: Ints, name: str) -> Schedule:
-        """The schedule of an order; I and W become one B wherever that takes no longer."""
-        stages = self.fused_stages
-        schedule = self.fused_schedule(order, name, stages)
+        """The schedule of an order; I and W become one B also elsewhere, if that takes no longer."""
+        schedule = self.fused_schedule(order, name)
         if self.split:
             value = self._simulated(schedule)
             # no rank waits for the input gradient of stage 0
             for more in (range(1), range(self.placement.num_stages)):
-                fused = self.fused_schedule(order, name, stages.union(more))
+                fused = self.fused_schedule(order, name, frozenset(more))
                 if (fused_value := self._simulated(fused)) <= value * (1 + 1e-12):
                     schedule, value = fused, fused_value
         return schedule
@@ -195,24 +207,42 @@ class Problem:
         value: float = getattr(timeline, self.objective)
         return value
 
-    def fused_schedule(self, order: Ints, name: str, fused: AbstractSet[int]) -> Schedule:
-        """The schedule of an order; on the stages `fused`, an I directly followed by its W becomes one B."""
+    def fused_schedule(self, order: Ints, name: str, more: AbstractSet[int] = frozenset()) -> Schedule:
+        """The schedule of an order; on the stages `more`, every I directly followed by a W becomes one B."""
         kinds = (Kind.F, Kind.I if self.split else Kind.B, Kind.W)
         rows = []
         for first, last in pairwise(self.arrays.rank_bounds.tolist()):
-            done: dict[int, int] = {}
             row: list[int] = []
-            previous = (-1, -1)
-            for token in order[first:last].tolist():
-                stage, number = token // 3, done.get(token, 0)
-                done[token] = number + 1
-                if stage in fused and token % 3 == WEIGHT_GRAD and previous == (token - 1, number):
-                    row[-1] = code_of(Kind.B, stage, number)
+            for token, number, is_joined in self.numbered(order[first:last], more):
+                if is_joined:
+                    row[-1] = code_of(Kind.B, token // 3, number)
                 else:
-                    row.append(code_of(kinds[token % 3], stage, number))
-                previous = (token, number)
+                    row.append(code_of(kinds[token % 3], token // 3, number))
             rows.append(row)
         return Schedule.from_codes(rows, self.placement, self.microbatches, name)
+
+    def numbered(self, entries: Ints, more: AbstractSet[int] = frozenset()) -> Iterator[tuple[int, int, bool]]:
+        """Per entry of a rank: token, microbatch, and whether it is a W that is one B with the I ahead of it.
+
+        The other W belong to the first I whose W is still to come.
+        """
+        done: dict[int, int] = {}
+        pending: dict[int, deque[int]] = {}
+        previous = -1
+        for entry in entries.tolist():
+            token = entry & TOKEN
+            stage, kind = divmod(token, 3)
+            if kind == WEIGHT_GRAD:
+                can_join = stage in more or (stage in self.fused_stages and entry == token)
+                is_joined = can_join and previous == token - 1
+                yield token, pending[stage].pop() if is_joined else pending[stage].popleft(), is_joined
+            else:
+                number = done[token] = done.get(token, -1) + 1
+                pending.setdefault(stage, deque())
+                if kind == INPUT_GRAD:
+                    pending[stage].append(number)
+                yield token, number, False
+            previous = token
 
     @property
     def objective_index(self) -> int:

@@ -18,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.ir.table import Ints
+from penstock.search.kernel_arrays import TOKEN
 from penstock.search.problem import Problem
 
 __all__ = ["repeat_steady_state"]
@@ -58,6 +59,7 @@ Phase = tuple[int, tuple[int, ...]]
 
 def _phases(tokens: list[int]) -> list[Phase]:
     """The phase before each position of a list, and at its end."""
+    tokens = [entry & TOKEN for entry in tokens]
     distinct = sorted(set(tokens))
     counts = dict.fromkeys(distinct, 0)
     found = []
@@ -84,8 +86,9 @@ def _keep_microbatches(tokens: list[int], microbatches: int) -> list[int]:
     """The list without the steps of surplus microbatches."""
     counts: dict[int, int] = {}
     found = []
-    for token in tokens:
+    for entry in tokens:
+        token = entry & TOKEN
         counts[token] = counts.get(token, 0) + 1
         if counts[token] <= microbatches:
-            found.append(token)
+            found.append(entry)
     return found

@@ -1,0 +1,156 @@
+"""The best order of a small pipeline by trying all of them: the oracle for search, bounds and exact solver.
+
+It shares nothing with the library except `Costs` and `Placement`. Steps are dispatched in ascending order of
+their start, each as early as possible, and a branch ends where the work that is left cannot beat the best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from penstock import Costs, Placement
+
+__all__ = ["best_value"]
+
+Value = TypeVar("Value")
+Key = tuple[int, int]
+"""A stage and a microbatch."""
+
+
+def best_value(
+    placement: Placement, microbatches: int, costs: Costs, limit: float | None, *, split: bool, objective: str
+) -> float:
+    """The least makespan or span of all orders of F, I, W and B within a memory limit."""
+    trial = _Trial(placement, microbatches, costs, limit, split, objective)
+    ranks = placement.num_ranks
+    trial.extend(_State((0.0,) * ranks, (None,) * ranks, (0.0,) * ranks))
+    return trial.best
+
+
+@dataclass(frozen=True)
+class _State:
+    clock: tuple[float, ...]
+    first: tuple[float | None, ...]
+    """Per rank: its first start."""
+    live: tuple[float, ...]
+    forward: frozenset[Key] = frozenset()
+    backward: frozenset[Key] = frozenset()
+    weight: frozenset[Key] = frozenset()
+    arrived: frozenset[tuple[str, Key, float]] = frozenset()
+    """Inputs of F and of I or B that were computed: when each arrives."""
+    free: frozenset[tuple[Key, float]] = frozenset()
+    """When a channel, from rank to rank, has taken its last message."""
+    last: float = 0.0
+
+
+@dataclass
+class _Trial:
+    placement: Placement
+    microbatches: int
+    costs: Costs
+    limit: float | None
+    split: bool
+    objective: str
+    best: float = float("inf")
+    seen: set[_State] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.hosts, count = self.placement.stage_to_rank, self.placement.num_stages
+        launch = self.costs.launch_overhead
+        names = {"F": "forward", "I": "backward_input", "W": "backward_weight"}
+        self.seconds = {k: [x + launch for x in self.costs.per_stage(n, count)] for k, n in names.items()}
+        self.seconds["B"] = [x + launch for x in self.costs.full_backward(count)]
+        self.held = self.costs.per_stage("activation", count)
+        self.freed = self.costs.per_stage("activation_freed_by_input", count)
+
+    def extend(self, state: _State) -> None:
+        """Try everything that can follow."""
+        value = self._least(state)
+        if value >= self.best - 1e-9 or state in self.seen:
+            return
+        self.seen.add(state)
+        if len(state.weight) == len(self.hosts) * self.microbatches:
+            self.best = value
+        for start, kind, key in sorted(self._choices(state)):
+            if start >= state.last - 1e-9:
+                self.extend(self._taken(state, start, kind, key))
+
+    def _least(self, state: _State) -> float:
+        """What the objective is at least, given what is done."""
+        left = [0.0] * self.placement.num_ranks
+        for stage, rank in enumerate(self.hosts):
+            i, w, b = (self.seconds[kind][stage] for kind in "IWB")
+            for key in ((stage, k) for k in range(self.microbatches)):
+                left[rank] += 0.0 if key in state.forward else self.seconds["F"][stage]
+                if key not in state.backward:
+                    left[rank] += min(i + w, b) if self.split else b
+                elif key not in state.weight:
+                    left[rank] += w
+        ends = [max(now, state.last if more else 0.0) + more for now, more in zip(state.clock, left)]
+        if self.objective == "makespan":
+            return max(ends)
+        begun = [begin is not None for begin in state.first]
+        spans = [now - (begin or 0.0) + more for now, begin, more in zip(state.clock, state.first, left)]
+        return max(span if has else more for span, has, more in zip(spans, begun, left))
+
+    def _choices(self, state: _State) -> list[tuple[float, str, Key]]:
+        """Start, kind and key of the next F, I or B, and W of each stage; microbatches are alike."""
+        arrived = {(kind, key): time for kind, key, time in state.arrived}
+        found = []
+        for stage, rank in enumerate(self.hosts):
+            now, keys = state.clock[rank], [(stage, k) for k in range(self.microbatches)]
+            for key in [key for key in keys if key not in state.forward][:1]:
+                fits = self.limit is None or state.live[rank] + self.held[stage] <= self.limit + 1e-9
+                if fits and (stage == 0 or ("F", key) in arrived):
+                    found.append((max(now, arrived.get(("F", key), 0.0)), "F", key))
+            for key in [key for key in keys if key not in state.backward][:1]:
+                is_last = stage == len(self.hosts) - 1
+                if key in state.forward and (is_last or ("I", key) in arrived):
+                    start = max(now, arrived.get(("I", key), 0.0))
+                    found += [(start, kind, key) for kind in ("BI" if self.split else "B")]
+            found += [(now, "W", key) for key in keys if key in state.backward - state.weight][:1]
+        return found
+
+    def _taken(self, state: _State, start: float, kind: str, key: Key) -> _State:
+        stage, microbatch = key
+        rank, end = self.hosts[stage], start + self.seconds[kind][stage]
+        held, freed = self.held[stage], self.freed[stage]
+        change = {"F": held, "I": -freed, "W": freed - held, "B": -held}[kind]
+        then = replace(
+            state,
+            clock=_changed(state.clock, rank, end),
+            first=_changed(state.first, rank, start) if state.first[rank] is None else state.first,
+            live=_changed(state.live, rank, state.live[rank] + change),
+            forward=state.forward | ({key} if kind == "F" else set()),
+            backward=state.backward | ({key} if kind in "IB" else set()),
+            weight=state.weight | ({key} if kind in "WB" else set()),
+            last=start,
+        )
+        target = stage + {"F": 1, "I": -1, "B": -1, "W": len(self.hosts)}[kind]
+        if not 0 <= target < len(self.hosts):
+            return then
+        arrival, free = self._sent(state, kind, stage, target, end)
+        arrived = {("F" if kind == "F" else "I", (target, microbatch), arrival)}
+        return replace(then, arrived=state.arrived | arrived, free=free)
+
+    def _sent(
+        self, state: _State, kind: str, stage: int, target: int, end: float
+    ) -> tuple[float, frozenset[tuple[Key, float]]]:
+        """When a message arrives, and when channels are free then."""
+        channel = self.hosts[stage], self.hosts[target]
+        if channel[0] == channel[1]:
+            return end, state.free
+        edge, count = min(stage, target), len(self.hosts) - 1
+        latency = self.costs.per_edge("latency", count)[edge]
+        if self.costs.bandwidth is None:
+            return end + latency, state.free
+        name = "activation_message" if kind == "F" else "gradient_message"
+        seconds = self.costs.per_edge(name, count)[edge] / self.costs.per_edge("bandwidth", count)[edge]
+        free = dict(state.free)
+        free[channel] = max(end, free.get(channel, 0.0)) + seconds
+        return free[channel] + latency, frozenset(free.items())
+
+
+def _changed(values: tuple[Value, ...], at: int, value: Value) -> tuple[Value, ...]:
+    return (*values[:at], value, *values[at + 1 :])

@@ -1,0 +1,68 @@
+"""On small pipelines the search finds the best of all orders, and proves nothing that is not so."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import penstock
+from penstock import Costs
+from penstock.search import exact
+from tests.oracles.best_order import best_value
+from tests.support.grids import examples
+from tests.support.search_instances import tiny_problem
+
+
+# I followed by its own W is better than B, which is shorter but passes the gradient on later; and W of an early
+# microbatch is better late, after B of later ones
+@pytest.mark.parametrize(
+    ("m", "limit", "costs", "best"),
+    [
+        (1, None, Costs(forward=1, backward_input=1, backward_weight=4, backward=4), 7),
+        (
+            *(3, 4),
+            Costs(
+                forward=3,
+                backward_input=3,
+                backward_weight=6,
+                backward=7,
+                activation=2,
+                activation_freed_by_input=1,
+            ),
+            36,
+        ),
+    ],
+)
+def test_i_and_w_are_one_b_only_where_that_is_better(
+    m: int, limit: float | None, costs: Costs, best: float
+) -> None:
+    found = penstock.search(ranks=2, microbatches=m, costs=costs, memory_limit=limit, moves=1_000_000)
+    assert found.value == best
+    assert found.proved
+
+
+@pytest.mark.parametrize("has_solver", [True, False])
+def test_no_order_is_better_than_what_is_found_and_no_bound_exceeds_the_best(
+    has_solver: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_solver:
+        monkeypatch.setattr(exact, "available", lambda: False)
+    rng = random.Random(has_solver)
+    for _ in range(examples(200)):
+        problem = tiny_problem(rng)
+        given = problem.placement, problem.microbatches, problem.costs
+        best = best_value(*given, problem.memory_limit, split=problem.split, objective=problem.objective)
+        found = penstock.search(
+            ranks=problem.placement.num_ranks,
+            placement=problem.placement,
+            microbatches=problem.microbatches,
+            costs=problem.costs,
+            memory_limit=problem.memory_limit,
+            objective=problem.objective,
+            split=problem.split,
+            moves=20_000,
+        )
+        assert found.value == pytest.approx(best), problem
+        assert found.bound.seconds <= best * (1 + 1e-9), problem
