@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
+import zlib
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.optim import SGD, AdamW
 from penstock import CheckpointError
 from penstock.runtime.checkpoints import checkpoint, load_checkpoint, save_checkpoint
 from tests.support.checkpoints import error_of, same, small
+from tests.support.damage import forge_index
 
 # --- what does not fit -----------------------------------------------------------------------------
 
@@ -104,10 +108,10 @@ def test_a_symbolic_link_stays(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "FORMAT", 2)
+        patched.setattr(checkpoint, "FORMAT", 3)
         save_checkpoint(tmp_path / "c", small())
     assert error_of(tmp_path / "c", small()) == [
-        "it has format 2, but this version of Penstock reads formats up to 1: install a newer version"
+        "it has format 3, but this version of Penstock reads formats up to 2: install a newer version"
     ]
 
 
@@ -144,7 +148,7 @@ def test_an_index_that_would_run_code_runs_nothing(tmp_path: Path) -> None:
     index = tmp_path / "c" / ".metadata"
     index.write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     (problem,) = error_of(tmp_path / "c", small())
-    assert problem.startswith("its index refers to posix.mkdir, which is not allowed there")
+    assert problem.startswith("its index .metadata refers to posix.mkdir, which is not allowed there")
     assert not (tmp_path / "ran").exists()
 
 
@@ -154,7 +158,7 @@ def test_an_entry_that_would_be_unpickled_is_rejected(tmp_path: Path) -> None:
     known = pickle.loads(index.read_bytes())  # noqa: S301 -- written just now
     known.state_dict_metadata["model.first.weight"] = BytesStorageMetadata()
     index.write_bytes(pickle.dumps(known))
-    assert "its index refers to torch.distributed.checkpoint.metadata.BytesStorageMetadata" in str(
+    assert "its index .metadata refers to torch.distributed.checkpoint.metadata.BytesStorageMetadata" in str(
         error_of(tmp_path / "c", small())
     )
 
@@ -162,15 +166,20 @@ def test_an_entry_that_would_be_unpickled_is_rejected(tmp_path: Path) -> None:
 def test_tensor_data_that_would_run_code_runs_nothing(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", small())
     (data,) = (tmp_path / "c").glob("*.distcp")
-    index = tmp_path / "c" / ".metadata"
-    known = pickle.loads(index.read_bytes())  # noqa: S301 -- written just now
-    start = data.stat().st_size
-    with data.open("ab") as file:
-        torch.save(Evil(tmp_path / "ran"), file)
-    for where, place in known.storage_data.items():
-        if where.fqn == "model.first.weight":
-            place.offset, place.length = start, data.stat().st_size - start
-    index.write_bytes(pickle.dumps(known))
+    evil = io.BytesIO()
+    torch.save(Evil(tmp_path / "ran"), evil)
+
+    def replace(index: Any) -> None:
+        """The data of the last part, with valid checksums."""
+        *_, last = sorted(
+            (chunk for _, _, chunks in index["entries"].values() for chunk in chunks), key=itemgetter(3)
+        )
+        written = data.read_bytes()[: last[3]] + evil.getvalue()
+        data.write_bytes(written)
+        last[4] = len(evil.getvalue())
+        index["files"][data.name][::2] = len(written), [zlib.crc32(written)]
+
+    forge_index(tmp_path / "c", replace)
     assert "Weights only load failed" in str(error_of(tmp_path / "c", small()))
     assert not (tmp_path / "ran").exists()
 
@@ -194,9 +203,15 @@ def test_truncated_missing_or_outside_data_is_rejected(tmp_path: Path) -> None:
     )
     data.unlink()
     assert f"its file {data.name} is missing" in str(error_of(tmp_path / "c", small()))
-    index = tmp_path / "c" / ".metadata"
-    index.write_bytes(index.read_bytes().replace(b"__0_0.distcp", b"../0_.distcp"))
-    assert "its data would be in other directories: ../0_.distcp" in str(error_of(tmp_path / "c", small()))
+    save_checkpoint(tmp_path / "c", small())
+
+    def move_up(index: Any) -> Any:
+        return json.loads(json.dumps(index).replace(data.name, f"../{data.name}"))
+
+    forge_index(tmp_path / "c", move_up)
+    assert error_of(tmp_path / "c", small()) == [
+        f"its index .metadata is damaged: these are not names of data files in the directory: ../{data.name}"
+    ]
 
 
 def test_data_other_than_tensors_is_json(tmp_path: Path) -> None:

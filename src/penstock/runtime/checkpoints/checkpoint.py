@@ -13,6 +13,7 @@ Everything is stored under the names of the whole model, with torch.distributed.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:  # slow to load
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
-FORMAT = 1
-"""The version of the format; a reader accepts its own and older ones."""
+FORMAT = 2
+"""The version of the format; a reader accepts its own and older ones. Format 1 has no checksums."""
 
 _MODEL = "model."
 
@@ -78,10 +79,13 @@ def _write_atomically(
     """Write a new directory, check that it is complete, and replace the old one."""
     from penstock.runtime.checkpoints.files import StoredCheckpoint, write  # noqa: PLC0415 -- slow to load
 
+    def check() -> None:
+        StoredCheckpoint(directory.unfinished)
+
     ranks.run_on_first(directory.begin)
     try:
         write(directory.unfinished, entries, header, ranks)
-        ranks.run_on_first(lambda: _check_complete(StoredCheckpoint(directory.unfinished)))
+        ranks.run_on_first(check)
     except BaseException:
         if ranks.is_first:
             directory.discard()
@@ -94,21 +98,32 @@ def load_checkpoint(
     model: Pipeline | nn.Module,
     optimizer: Optimizer | None = None,
     group: Group = None,
+    *,
+    verify_checksums: bool = True,
 ) -> Any:
     """Read the directory `path` into the model and the optimizer, and return `extra`.
 
     All ranks of `group` call this, by default all ranks of the world. The layout may differ from the one that
     was saved. Everything is checked first: all ranks raise all problems at once as a `CheckpointError`, and
-    then nothing is changed.
+    then nothing is changed. With `verify_checksums=False`, the contents of the data files are not checked.
     """
     from penstock.runtime.checkpoints.files import StoredCheckpoint  # noqa: PLC0415 -- slow to load
 
     directory = AtomicDirectory(path)
     ranks = Collective(group, f"the checkpoint {directory.path} cannot be loaded")
     mine, job = names_of_job(model, ranks)
-    loaded = ranks.run_change(
-        lambda: _CheckpointLoad(StoredCheckpoint(directory.readable()), mine, job, optimizer)
-    )
+
+    def prepare() -> _CheckpointLoad:
+        stored = StoredCheckpoint(directory.readable(), verify=verify_checksums)
+        return _CheckpointLoad(stored, mine, job, optimizer, slice(ranks.rank, None, len(ranks.members)))
+
+    loaded = ranks.run_change(prepare)
+    if ranks.is_first and not loaded.has_checksums:
+        warnings.warn(
+            f"the checkpoint {directory.path} was saved by an older version of Penstock and has no checksums: "
+            "not all damage to its files can be noticed. Save it again to add them",
+            stacklevel=2,
+        )
     return loaded.extra
 
 
@@ -118,17 +133,25 @@ class _Used(NamedTuple):
     model: set[str]
     optimizer: set[str] | None
     """None on a rank without an optimizer."""
+    index_checksum: int
+    """Of the index that it has read."""
 
 
 class _CheckpointLoad:
     """What this rank reads from a checkpoint, checked against its model and optimizer."""
 
     def __init__(
-        self, stored: StoredCheckpoint, mine: RankNames, job: JobNames, optimizer: Optimizer | None
+        self,
+        stored: StoredCheckpoint,
+        mine: RankNames,
+        job: JobNames,
+        optimizer: Optimizer | None,
+        share: slice,
     ) -> None:
         self._stored = stored
         self.problems: list[str] = []
         self._header = header = stored.header()
+        self.has_checksums = stored.has_checksums
         if header["format"] > FORMAT:
             raise RankError(
                 f"it has format {header['format']}, but this version of Penstock reads formats up to {FORMAT}: "
@@ -142,12 +165,13 @@ class _CheckpointLoad:
         if self._optimizer is not None:
             self.problems += self._optimizer.problems
             self._wanted += self._optimizer.wanted
-        self.problems += stored.missing_data([key for key, _ in self._wanted])
+        self.problems = self.problems or stored.damage(self._wanted, share)
 
     @property
     def used(self) -> _Used:
         """The names that this rank uses."""
-        return _Used(self._used_names, None if self._optimizer is None else self._optimizer.used)
+        optimizer = None if self._optimizer is None else self._optimizer.used
+        return _Used(self._used_names, optimizer, self._stored.checksum)
 
     def _check_model(self, mine: RankNames, job: JobNames) -> None:
         names = {key.removeprefix(_MODEL) for key in self._stored.entries if key.startswith(_MODEL)}
@@ -183,6 +207,8 @@ class _CheckpointLoad:
         used_by_model = {name for each in used for name in each.model}
         names = [key.removeprefix(_MODEL) for key in self._stored.entries if key.startswith(_MODEL)]
         problems = []
+        if len({each.index_checksum for each in used}) > 1:
+            return ["the ranks read different checkpoints: every rank must see the same file system"]
         if left := [name for name in names if name not in used_by_model]:
             problems.append(f"the checkpoint has names that no rank's model has: {some(left)}")
         optimizers = [each.optimizer for each in used if each.optimizer is not None]
@@ -198,20 +224,6 @@ class _CheckpointLoad:
 
     def apply(self) -> None:
         """Read the tensors into the model and the optimizer."""
-        remaining = self._wanted
-        while remaining:  # several tensors may read the same entry
-            now: dict[str, Tensor] = {}
-            later = []
-            for key, tensor in remaining:
-                if now.setdefault(key, tensor) is not tensor:
-                    later.append((key, tensor))
-            self._stored.read(now)
-            remaining = later
+        self._stored.read(self._wanted)
         if self._optimizer is not None:
             self._optimizer.finish()
-
-
-def _check_complete(written: StoredCheckpoint) -> None:
-    """The new checkpoint must be complete before it replaces the old one."""
-    if problems := written.missing_data(written.entries):
-        raise RankError(*problems)

@@ -1,96 +1,117 @@
-"""The index of a checkpoint directory, read without trusting it.
+"""The index of a checkpoint directory, read without trusting it: what is stored where, and the checksums.
 
-The index is a pickle. Only the few classes that a valid index contains are allowed; no other is even imported.
+The file is a pickle of torch, JSON with the same content and the checksums of all data files, and a footer:
+
+    pickle | JSON | length of the JSON (8 bytes) | CRC-32 of everything before it (4 bytes) | PENSTOCK
+
+The pickle is for torch's own tools. Only that of format 1, which has nothing else, is read here.
 """
 
 from __future__ import annotations
 
-import math
-import pickle
-from collections.abc import Iterator
+import json
+import os
+import struct
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from penstock.runtime.checkpoints.collective import RankError, some
+from penstock.runtime.checkpoints.atomic_directory import DATA_SUFFIX
+from penstock.runtime.checkpoints.checksums import FileChecksums
+from penstock.runtime.checkpoints.collective import RankError
+from penstock.runtime.checkpoints.index_checks import index_problems
+from penstock.runtime.checkpoints.pickled_index import unpickle_index
 
-__all__ = ["read_index"]
+__all__ = ["Index", "append_index", "read_index"]
 
-_CLASSES = {
-    (each.__module__, each.__qualname__): each
-    for each in (
-        metadata.ChunkStorageMetadata,
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata.TensorProperties,
-        metadata.TensorStorageMetadata,
-        metadata._MEM_FORMAT_ENCODING,  # noqa: SLF001 -- a part of every index
-        filesystem._StorageInfo,  # noqa: SLF001
-    )
-} | {("torch", "Size"): torch.Size}
+_MAGIC = b"PENSTOCK"
+_FOOTER = struct.Struct("<QI8s")
+_SLACK = 1 << 20  # bytes that an index may have more than the data
 
 
-class _Unpickler(pickle.Unpickler):
-    """Allows only the classes of a valid index."""
+class Index(NamedTuple):
+    """The content of an index."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if known := _CLASSES.get((module, name)):
-            return known
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise RankError(
-            f"its index refers to {module}.{name}, which is not allowed there. The index is damaged, or made "
-            "to run code when it is loaded; nothing was run"
-        )
+    metadata: metadata.Metadata
+    files: Mapping[str, FileChecksums] | None
+    """By name; None for format 1, which has no checksums."""
+    checksum: int
+    """Of the index itself."""
 
 
-def _layout(name: str) -> torch.layout:
-    if name != "torch.strided":
-        raise RankError(f"its index has a tensor of layout {name!r}; only dense tensors are stored")
-    return torch.strided
+def append_index(file: Path, stored: metadata.Metadata, files: Mapping[str, FileChecksums]) -> None:
+    """Complete the file that torch has written."""
+    content = {
+        "files": {name: list(known) for name, known in files.items()},
+        "entries": {key: _to_json(key, entry, stored.storage_data) for key, entry in _entries(stored)},
+    }
+    text = json.dumps(content, separators=(",", ":")).encode()
+    with file.open("r+b") as opened:
+        checksum = zlib.crc32(text, zlib.crc32(opened.read()))
+        length = struct.pack("<Q", len(text))
+        opened.write(text + _FOOTER.pack(len(text), zlib.crc32(length, checksum), _MAGIC))
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
-def read_index(file: Path) -> metadata.Metadata:
+def _entries(stored: metadata.Metadata) -> list[tuple[str, metadata.TensorStorageMetadata]]:
+    entries = stored.state_dict_metadata.items()
+    return [(key, entry) for key, entry in entries if isinstance(entry, metadata.TensorStorageMetadata)]
+
+
+def _to_json(key: str, entry: metadata.TensorStorageMetadata, places: Mapping[Any, Any]) -> Any:
+    chunks = []
+    for chunk in entry.chunks:
+        place = places[metadata.MetadataIndex(key, chunk.offsets)]
+        box = [list(chunk.offsets), list(chunk.sizes)]
+        chunks.append([*box, place.relative_path, place.offset, place.length])
+    return [str(entry.properties.dtype).removeprefix("torch."), list(entry.size), chunks]
+
+
+def read_index(file: Path) -> Index:
     """Read and check the index."""
+    limit = _SLACK + sum(each.stat().st_size for each in file.parent.glob(f"*{DATA_SUFFIX}") if each.is_file())
+    if file.stat().st_size > limit:
+        raise RankError(
+            f"its index {file.name} is damaged, or data files are missing: it has {file.stat().st_size} bytes, "
+            "more than all data files together"
+        )
     try:
-        with file.open("rb") as opened:
-            index = _Unpickler(opened).load()
-        problems = list(_problems(index))
-    except (RankError, OSError):
+        index = _parse(file.read_bytes())
+        problems = list(index_problems(index.metadata, index.files))
+    except RankError:
         raise
-    except Exception as error:  # noqa: BLE001 -- a damaged pickle can raise anything
-        problems = [f"its index {file.name} is damaged ({type(error).__name__}: {error})"]
+    except Exception as error:  # noqa: BLE001 -- damaged content can raise anything
+        problems = [f"{type(error).__name__}: {error}"]
     if problems:
-        raise RankError(*problems)
-    assert isinstance(index, metadata.Metadata)
+        raise RankError(*(f"its index {file.name} is damaged: {problem}" for problem in problems))
     return index
 
 
-def _problems(index: Any) -> Iterator[str]:
-    """What is wrong with an index of the right classes."""
-    entries, locations = index.state_dict_metadata, index.storage_data
-    other = [key for key, entry in entries.items() if not isinstance(entry, metadata.TensorStorageMetadata)]
-    if other:
-        yield f"these entries are not tensors: {some(other)}"
-        return
-    incomplete = [
-        key
-        for key, entry in entries.items()
-        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size)
-    ]
-    if incomplete:
-        yield f"parts of these entries are missing: {some(incomplete)}"
-    outside = {
-        where.relative_path
-        for where in locations.values()
-        if Path(where.relative_path).name != where.relative_path
-    }
-    if outside:
-        yield f"its data would be in other directories: {some(sorted(outside))}"
-    if any(where.transform_descriptors for where in locations.values()):
-        yield "its data is compressed, but save_checkpoint() does not compress"
+def _parse(content: bytes) -> Index:
+    """The index from the JSON, or from the pickle if there is nothing else."""
+    if not content.endswith(_MAGIC):
+        return Index(unpickle_index(content), None, zlib.crc32(content))
+    length, checksum, _ = _FOOTER.unpack(content[-_FOOTER.size :])
+    end = len(content) - _FOOTER.size
+    if zlib.crc32(content[: end + 8]) != checksum:
+        raise ValueError("its checksum is wrong")
+    found = json.loads(content[end - length : end])
+    files = {name: FileChecksums(*known) for name, known in found["files"].items()}
+    stored = metadata.Metadata({}, storage_data={})
+    for key, (dtype, size, chunks) in found["entries"].items():
+        entry = metadata.TensorStorageMetadata(
+            metadata.TensorProperties(getattr(torch, dtype)), torch.Size(size), []
+        )
+        for number, (offsets, sizes, name, start, stored_bytes) in enumerate(chunks):
+            where = metadata.MetadataIndex(key, offsets, number)
+            if where in stored.storage_data:
+                raise ValueError(f"two parts of {key!r} are at {offsets}")
+            entry.chunks.append(metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            stored.storage_data[where] = filesystem._StorageInfo(name, start, stored_bytes)  # noqa: SLF001
+        stored.state_dict_metadata[key] = entry
+    return Index(stored, files, checksum)

@@ -1,0 +1,130 @@
+"""The index of format 1, a pickle, read with memory in proportion to its size.
+
+Only the operations and classes that a valid index has are allowed; no other class is even imported. Python's
+unpickler in C allocates what a damaged pickle asks for, so the one in Python is used.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+from penstock.runtime.checkpoints.atomic_directory import INDEX_FILE
+from penstock.runtime.checkpoints.collective import RankError
+
+__all__ = ["unpickle_index"]
+
+_OBJECTS: tuple[Any, ...] = (
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    filesystem._StorageInfo,  # noqa: SLF001 -- a part of every index
+)
+_ENCODING = metadata._MEM_FORMAT_ENCODING  # noqa: SLF001
+_NAMED = {(each.__module__, each.__qualname__): each for each in (*_OBJECTS, _ENCODING)} | {
+    ("torch", "Size"): torch.Size
+}
+_ALLOWED = (
+    "APPEND APPENDS BINGET BININT BININT1 BININT2 BINUNICODE BUILD EMPTY_DICT EMPTY_LIST EMPTY_TUPLE FRAME "
+    "LONG1 LONG_BINGET MARK MEMOIZE NEWFALSE NEWOBJ NEWTRUE NONE PROTO REDUCE SETITEM SETITEMS "
+    "SHORT_BINUNICODE STACK_GLOBAL STOP TUPLE TUPLE1 TUPLE2 TUPLE3"
+)
+
+
+class _Operations(dict[int, Callable[[Any], None]]):
+    """The allowed operations by their code."""
+
+    def __missing__(self, code: int) -> Callable[[Any], None]:
+        raise pickle.UnpicklingError(f"operation {chr(code)!r} is not allowed")
+
+
+class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- the one in C has no limits
+    """Builds nothing but the objects of a valid index."""
+
+    dispatch = _Operations(
+        (getattr(pickle, name)[0], pickle._Unpickler.dispatch[getattr(pickle, name)[0]])  # noqa: SLF001
+        for name in _ALLOWED.split()
+    )
+    stack: list[Any]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if known := _NAMED.get((module, name)):
+            return known
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise RankError(
+            f"its index {INDEX_FILE} refers to {module}.{name}, which is not allowed there. The index is "
+            "damaged, or made to run code when it is loaded; nothing was run"
+        )
+
+    def load_newobj(self) -> None:
+        if self.stack.pop() != () or self.stack[-1] not in _OBJECTS:
+            raise pickle.UnpicklingError("an object is not one of an index")
+        self.stack[-1] = object.__new__(self.stack[-1])
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        if self.stack[-1] not in (torch.Size, _ENCODING, _layout):
+            raise pickle.UnpicklingError("a call is not one of an index")
+        self.stack[-1] = self.stack[-1](*arguments)
+
+    def load_build(self) -> None:
+        state, built = self.stack.pop(), self.stack[-1]
+        if type(built) not in _OBJECTS:
+            raise pickle.UnpicklingError("an object is not one of an index")
+        if isinstance(built, metadata.TensorProperties):
+            built.__setstate__(state)  # type: ignore[no-untyped-call]
+        else:
+            vars(built).update(state)
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        target = self.stack[-1]
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self._set(target, key, value)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set(self.stack[-1], key, value)
+
+    @staticmethod
+    def _set(target: dict[Any, Any], key: Any, value: Any) -> None:
+        if type(target) is not dict or not isinstance(key, str | metadata.MetadataIndex) or key in target:
+            raise pickle.UnpicklingError("a mapping is not one of an index")
+        target[key] = value
+
+
+_Unpickler.dispatch |= {
+    pickle.NEWOBJ[0]: _Unpickler.load_newobj,
+    pickle.REDUCE[0]: _Unpickler.load_reduce,
+    pickle.BUILD[0]: _Unpickler.load_build,
+    pickle.SETITEM[0]: _Unpickler.load_setitem,
+    pickle.SETITEMS[0]: _Unpickler.load_setitems,
+}
+
+
+def _layout(name: str) -> torch.layout:
+    if name != "torch.strided":
+        raise pickle.UnpicklingError(f"it has a tensor of layout {name!r}; only dense tensors are stored")
+    return torch.strided
+
+
+def unpickle_index(content: bytes) -> metadata.Metadata:
+    """Read an index that is nothing but a pickle."""
+    file = io.BytesIO(content)
+    index = _Unpickler(file).load()
+    if file.tell() != len(content):
+        raise ValueError("its end is damaged")
+    if not isinstance(index, metadata.Metadata):
+        raise TypeError(f"it is a {type(index).__name__}")
+    return index
