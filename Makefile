@@ -35,6 +35,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.runtime
 	$(BIN)/python -m benchmarks.composition
 	$(BIN)/python -m benchmarks.predict
+	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.search 1 10
 
 clean:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -213,6 +214,26 @@ def other_checkpoint() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(Path(folder) / "last", model(1))
         load_checkpoint(Path(folder) / "last", nn.Sequential(nn.Linear(4, 5)))
+
+
+@alone
+def damaged_checkpoint() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(Path(folder) / "last", model(1))
+        data = Path(folder) / "last" / "__0_0.distcp"
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+        load_checkpoint(Path(folder) / "last", model(1))
+
+
+@alone
+def mixed_checkpoint() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("old", "last"):
+            save_checkpoint(Path(folder) / name, model(1))
+        shutil.copy(Path(folder) / "old" / "__0_0.distcp", Path(folder) / "last")
+        load_checkpoint(Path(folder) / "last", model(1))
 
 
 @alone
