@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -14,6 +15,7 @@ from typing import TypeAlias, cast
 
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _CustomFunctionProtocol, _PipelineContext, _PipelineSchedule
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import PipelineError
 from penstock.ir.action import Action, Kind, Overlap
@@ -67,23 +69,23 @@ class Runner:
         deferring = any(stage.dw_builder is not None for stage in stages)
         intercepted = [*functions, *((Kind.B, Kind.I, Kind.W) if deferring else ())]
         inner = [stage.submod for stage in stages if not stage.is_last]
-        self._hooks = [module.register_forward_hook(_list_to_tuple) for module in inner]
+        hooks = [module.register_forward_hook(_list_to_tuple) for module in inner]
+        self._remove_hooks = weakref.finalize(self, _remove, hooks)
         self.pipeline = Pipeline(
             {index: stage.submod for index, stage in self._stages.items()},
             schedule,
-            loss=None if self._loss_fn is None else self._loss,
+            loss=None if self._loss_fn is None else _weak(self._loss),
             average=owner.scale_grads,
             group=stages[0].group,
             device=stages[0].device,
             merge=_merge_spec(owner._output_merge_spec),
-            functions=dict.fromkeys(intercepted, self._dispatch),
+            functions=dict.fromkeys(intercepted, _weak(self._dispatch)),
         )
 
     def close(self) -> None:
         """Close the pipeline and remove the hooks."""
         self.pipeline.close()
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
 
     @contextmanager
     def reporting_failures(self, *, training: bool) -> Iterator[None]:
@@ -91,8 +93,10 @@ class Runner:
         try:
             yield
         except Exception as error:
+            failure = _Failure(error=error)
             with suppress(Exception):
-                (self.pipeline.step if training else self.pipeline.eval)(failure=_Failure(error=error))
+                (self.pipeline.step if training else self.pipeline.eval)(failure=failure)
+            del failure.error  # its traceback refers to the failure
             raise
 
     def run(
@@ -201,6 +205,23 @@ class Runner:
             "perform_reduce_grad": lambda *_, **__: drive(Kind.REDUCE_GRAD, index, None),
             **dict.fromkeys(("set_local_fwd_input", "get_local_bwd_output", "set_local_bwd_input"), _no_op),
         }
+
+
+def _weak(method: Callable[..., Value]) -> Callable[..., Value]:
+    """The method without a reference to its object: a runner's pipeline must not refer back to the runner."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Value) -> Value:
+        alive = reference()
+        assert alive is not None, "the pipeline runs only while its runner does"
+        return alive(*args)
+
+    return call
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _no_op(*_: object, **__: object) -> None:

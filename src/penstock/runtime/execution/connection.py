@@ -1,11 +1,14 @@
 """The connected part of a pipeline on one rank: communicator, channels, stages, programs and failure monitor.
 
 A failed step breaks the connections, so all of this is discarded and created anew. Modules, gradients and the
-schedule stay.
+schedule stay. Neither the parts of a connection nor the thread of its monitor refer back to it, so all of it is
+freed with the last reference to the pipeline.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -53,14 +56,23 @@ class Connection:
         meshes = Meshes(list(config.modules.values()), config.mesh)
         self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
         self.stages: dict[int, Stage] = {}
+        # neighbours on one rank take values from each other
+        self._neighbours: weakref.WeakValueDictionary[int, Stage] = weakref.WeakValueDictionary()
         for index, module in config.modules.items():
             self.stages[index] = Stage(index, module, self._stage_config(index), activations, pool)
+        self._neighbours.update(self.stages)
         self.programs = self._compiled()
         self.monitor: FailureMonitor | None = None
         if self.communicator is not None:
+            own = weakref.ref(self)
             self.monitor = FailureMonitor(
-                self.communicator.monitor_store, rank, len(config.members), self.status, self.abort_programs
+                self.communicator.monitor_store,
+                rank,
+                len(config.members),
+                partial(_status_of, own),
+                partial(_abort_programs_of, own),
             )
+            self._release = weakref.finalize(self, _release, self.monitor, self.communicator)
 
     # --- stages and programs -----------------------------------------------------------------------
 
@@ -82,14 +94,14 @@ class Connection:
         if (channel := self._channels.receives.get((Kind.RECV_F, index))) is not None:
             return channel.take
         inputs = self.config.schedule.graph.inputs(index)
-        return partial(_local_output, self.stages, inputs[0]) if inputs else None
+        return partial(_local_output, self._neighbours, inputs[0]) if inputs else None
 
     def _gradient_source(self, index: int) -> Source | None:
         """Where a stage gets the gradients of its outputs from; None for the loss."""
         if (channel := self._channels.receives.get((Kind.RECV_B, index))) is not None:
             return channel.take
         outputs = self.config.schedule.graph.outputs(index)
-        return partial(_local_input_gradient, self.stages, outputs[0]) if outputs else None
+        return partial(_local_input_gradient, self._neighbours, outputs[0]) if outputs else None
 
     def _compiled(self) -> dict[str, Program]:
         config, channels = self.config, self._channels
@@ -157,19 +169,33 @@ class Connection:
 
     def close(self) -> None:
         """Close all connections; pending messages are released first, see `Communicator.close`."""
-        if self.monitor is not None:
-            self.monitor.stop()
-        communicator, self.communicator = self.communicator, None
-        if communicator is not None:
+        if self.communicator is not None:
+            self.communicator = None
             self._channels.abandon()
-            communicator.close()
+            self._release()
 
 
-def _local_output(stages: dict[int, Stage], index: int, microbatch: int) -> FlatValue:
+def _release(monitor: FailureMonitor, communicator: Communicator) -> None:
+    monitor.stop()
+    communicator.close()
+
+
+def _status_of(connection: weakref.ref[Connection]) -> RankStatus:
+    alive = connection()
+    return RankStatus("outside", 0, 0, "") if alive is None else alive.status()
+
+
+def _abort_programs_of(connection: weakref.ref[Connection]) -> None:
+    alive = connection()
+    if alive is not None:
+        alive.abort_programs()
+
+
+def _local_output(stages: Mapping[int, Stage], index: int, microbatch: int) -> FlatValue:
     return stages[index].take_output(microbatch)
 
 
-def _local_input_gradient(stages: dict[int, Stage], index: int, microbatch: int) -> FlatValue:
+def _local_input_gradient(stages: Mapping[int, Stage], index: int, microbatch: int) -> FlatValue:
     return stages[index].take_input_gradient(microbatch)
 
 

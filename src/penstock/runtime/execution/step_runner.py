@@ -8,7 +8,6 @@ Pipeline          what users create and call
 from __future__ import annotations
 
 import logging
-import weakref
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -62,7 +61,6 @@ class StepRunner:
                 connection.close()
                 raise
         self._connection = connection
-        self._finalizer = weakref.finalize(self, connection.close)
         return connection
 
     def _warn_of_compiled_modules(self, connection: Connection) -> None:
@@ -74,13 +72,9 @@ class StepRunner:
 
     def close(self) -> None:
         """Close the connection; the next step connects again."""
-        if (connection := self._connection) is not None:
-            self._discard_connection()
+        connection, self._connection = self._connection, None
+        if connection is not None:
             connection.close()
-
-    def _discard_connection(self) -> None:
-        self._connection = None
-        self._finalizer.detach()
 
     # --- running -----------------------------------------------------------------------------------
 
@@ -125,8 +119,7 @@ class StepRunner:
             outputs = self._merged_outputs(last) if keep_outputs and last is not None else None
             loss, microbatch_losses = losses.finish(inputs.weights)
         except BaseException as error:  # noqa: BLE001 -- the other ranks must know of every failure
-            failure = self._abort(error, connection, program, losses)
-            raise failure from failure.__cause__
+            raise self._abort(error, connection, program, losses)  # noqa: B904 -- it has its cause
         finally:
             connection.end()
         timeline = None if self.recorder is None else self.recorder.gathered(connection, program)
@@ -173,7 +166,7 @@ class StepRunner:
                 self._ties.drop()
                 with suppress(Exception):  # the first failure is the one to report
                     self._config.replication.drop()
-                self._discard_connection()
+                self._connection = None
                 return abort_step(error, connection, program)
             except KeyboardInterrupt as interrupt:  # noqa: PERF203 -- it happens once or twice
                 error = interrupt

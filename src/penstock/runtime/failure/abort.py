@@ -37,8 +37,7 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
     if isinstance(error, PenstockError) and not program.started:
         return error
     report = failure_report(cause, statuses, schedules)
-    if cause.rank == connection.config.rank and cause.kind == "exception":
-        report.__cause__ = error
+    report.__cause__ = error if cause.rank == connection.config.rank and cause.kind == "exception" else None
     return report
 
 
