@@ -13,7 +13,9 @@ if TYPE_CHECKING:  # tests without torch do not wait for it
     from tests.support.pool import Pool, Pools
 
 
-settings.register_profile("full")  # for tests.support.grids.examples
+settings.register_profile("small", deadline=None)
+settings.register_profile("full", deadline=None)  # for tests.support.grids.examples
+settings.load_profile("small")  # a busy machine is no failure; `--hypothesis-profile=full` replaces it
 SHARED_GROUPS = {"ranks-2", "ranks-4"}
 """Groups with too many tests for one worker: each worker that runs some of them starts its own pool."""
 

@@ -38,7 +38,7 @@ def test_invalid_costs_and_send_models_are_usage_errors(run: Run, tmp_path: Path
         (["--costs", "missing.json"], "missing.json: No such file or directory", 2),
         (["--costs", "bad.json"], "bad.json: forward: not a key of costs; they are forward_seconds", 2),
         (["--send-model", "pigeons"], "--send-model is one of buffered", 2),
-        (["--jitter", "7"], "noise must be from 0 to 1", 2),
+        (["--jitter", "7"], "jitter must be a share from 0 to 1", 2),
     ):
         result = run("simulate", "1f1b", "-p", 2, "-m", 2, *arguments)
         assert (result.code, result.out) == (code, "")

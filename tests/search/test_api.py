@@ -61,13 +61,19 @@ def test_the_package_shows_the_signature_and_the_documentation_of_the_function()
         ({"memory_limit": "5"}, "memory_limit must be from 0 to 1e+18 bytes (given '5')"),
         ({"placement": [0, 1]}, "placement must be a Placement, or one of any, loop, v (given [0, 1])"),
         ({"costs": "zb"}, "costs must be Costs (given 'zb')"),
-        ({"noise": "a", "quantile": "b"}, "noise must be from 0 to 1 (given 'a'); quantile must be between"),
+        (
+            {"jitter": "a", "quantile": "b"},
+            "jitter must be a share from 0 to 1 (given 'a'); quantile must be between",
+        ),
         ({"microbatches": 10**12}, "stages times microbatches can be at most 16777216 (given 2 stages, 1000"),
         ({"moves": 1.5}, "moves must be an integer of at least 0 (given 1.5)"),
-        ({"noise": 2, "quantile": 3}, "noise must be from 0 to 1 (given 2); quantile must be between 0 and 1"),
         (
-            {"noise": 0.1, "objective": "span"},
-            "noise is supported for the makespan only (given objective='span')",
+            {"jitter": 2, "quantile": 3},
+            "jitter must be a share from 0 to 1 (given 2); quantile must be between 0 and 1",
+        ),
+        (
+            {"jitter": 0.1, "objective": "span"},
+            "jitter is supported for the makespan only (given objective='span')",
         ),
         (
             {"memory_limit": 3, "costs": Costs(parameters=(1, 3))},

@@ -12,7 +12,7 @@ import penstock
 from penstock import Costs, lower, simulate, validate
 from penstock.cost.presets import preset
 from penstock.search import Progress, SearchResult, search
-from penstock.simulation.jitter import jitter
+from penstock.simulation.jitter import simulate_with_jitter
 from penstock.validation import SendModel
 from tests.bounds.test_lower_bounds import OPTIMA
 from tests.support.search_instances import UNITS, random_problem
@@ -241,14 +241,14 @@ def test_ctrl_c_returns_the_best_so_far() -> None:
     assert_sound(found, CHUNKS, None)
 
 
-def test_noise_ranks_by_the_quantile() -> None:
+def test_jitter_ranks_by_the_quantile() -> None:
     plain = search(ranks=4, microbatches=8, costs=UNITS, memory_limit=16, moves=5000)
-    found = search(ranks=4, microbatches=8, costs=UNITS, memory_limit=16, moves=5000, noise=0.2, quantile=0.9)
+    found = search(ranks=4, microbatches=8, costs=UNITS, memory_limit=16, moves=5000, jitter=0.2, quantile=0.9)
     assert found.quantile is not None
     assert found.quantile > found.bound.seconds
     assert plain.quantile is None
     assert plain.value <= found.value
-    spread = jitter(plain.schedule, UNITS, noise=0.2)
+    spread = simulate_with_jitter(plain.schedule, UNITS, jitter=0.2)
     assert found.quantile <= spread.quantile(0.9)
 
 

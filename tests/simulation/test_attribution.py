@@ -14,7 +14,7 @@ from penstock import Costs, Schedule, simulate
 from penstock.simulation.attribution import critical_path, gaps
 from tests.support.grids import examples
 from tests.support.random_costs import random_costs
-from tests.support.random_schedules import random_right
+from tests.support.random_schedules import random_valid
 
 
 def test_every_gap_of_a_small_pipeline_is_explained() -> None:
@@ -84,7 +84,7 @@ def test_costs_without_an_exact_float_leave_no_gap_unexplained(name: str) -> Non
 @given(st.integers(min_value=0, max_value=2**32))
 def test_gaps_and_work_fill_the_time_and_the_path_leads_from_start_to_end(seed: int) -> None:
     rng = random.Random(seed)
-    schedule = random_right(rng)
+    schedule = random_valid(rng)
     timeline = simulate(schedule, random_costs(rng, schedule.num_stages))
     found = gaps(timeline)
     for rank in range(schedule.num_ranks):

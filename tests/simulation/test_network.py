@@ -17,7 +17,7 @@ from penstock.simulation.simulator import Simulator
 from penstock.validation import SendModel
 from tests.support.grids import examples
 from tests.support.random_costs import random_costs
-from tests.support.random_schedules import random_compute, random_right
+from tests.support.random_schedules import random_compute, random_valid
 
 
 def test_messages_of_one_channel_follow_each_other() -> None:
@@ -67,7 +67,7 @@ seeds = st.integers(min_value=0, max_value=2**32)
 def test_the_dataflow_and_the_network_engine_agree(seed: int) -> None:
     """A channel that takes any number of bytes at once is followed message by message, and changes nothing."""
     rng = random.Random(seed)
-    schedule = random_right(rng)
+    schedule = random_valid(rng)
     stages = schedule.num_stages
     costs = Costs(
         forward=tuple(rng.choice((0, 1, 2.5)) for _ in range(stages)),

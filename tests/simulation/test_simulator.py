@@ -21,7 +21,7 @@ from penstock.simulation.simulator import Simulator
 from penstock.validation import SendModel
 from tests.support.grids import examples
 from tests.support.random_costs import random_costs
-from tests.support.random_schedules import random_right
+from tests.support.random_schedules import random_valid
 
 # hidden, p, m, then (makespan, span, rate by span) of 1F1B, ZB-H1 and ZB-H2, in microseconds, as published
 PUBLISHED = [
@@ -201,7 +201,7 @@ seeds = st.integers(min_value=0, max_value=2**32)
 @given(seeds)
 def test_no_makespan_beats_any_bound(seed: int) -> None:
     rng = random.Random(seed)
-    schedule = random_right(rng)
+    schedule = random_valid(rng)
     costs = random_costs(rng, schedule.num_stages)
     timeline = simulate(schedule, costs)
     limit = max(memory.activations.max() for memory in timeline.memory)
@@ -213,7 +213,7 @@ def test_no_makespan_beats_any_bound(seed: int) -> None:
 @given(seeds)
 def test_slower_costs_never_shorten_a_schedule(seed: int) -> None:
     rng = random.Random(seed)
-    schedule = random_right(rng)
+    schedule = random_valid(rng)
     costs = random_costs(rng, schedule.num_stages)
     engine = Simulator(schedule, costs)
     slower = [d + rng.choice((0, 0, 1)) for d in engine.durations]
@@ -225,7 +225,7 @@ def test_slower_costs_never_shorten_a_schedule(seed: int) -> None:
 @given(seeds)
 def test_time_scales_with_its_unit(seed: int) -> None:
     rng = random.Random(seed)
-    schedule = random_right(rng)
+    schedule = random_valid(rng)
     costs = random_costs(rng, schedule.num_stages)
     once, thrice = (simulate(schedule, c, with_period=True) for c in (costs, costs.scaled(3)))
     assert np.allclose(once.end * 3, thrice.end)

@@ -12,7 +12,7 @@ import penstock
 from penstock import Costs, CostsError, Kind, Schedule, ScheduleError, simulate
 from tests.support.grids import examples
 from tests.support.random_costs import random_costs
-from tests.support.random_schedules import random_right
+from tests.support.random_schedules import random_valid
 
 seeds = st.integers(min_value=0, max_value=2**32)
 
@@ -21,7 +21,7 @@ seeds = st.integers(min_value=0, max_value=2**32)
 @given(seeds)
 def test_memory_returns_to_where_it_was_and_peaks_where_a_count_says(seed: int) -> None:
     rng = random.Random(seed)
-    schedule = random_right(rng)
+    schedule = random_valid(rng)
     timeline = simulate(schedule, random_costs(rng, schedule.num_stages))
     for memory in timeline.memory:
         assert memory.total[-1] == memory.fixed

@@ -61,7 +61,7 @@ def _inputs_done(action: Action, done: set[Action], stages: int) -> bool:
     return Action(Kind.F, s, k) in done and above
 
 
-def random_right(rng: random.Random) -> Schedule:
+def random_valid(rng: random.Random) -> Schedule:
     """Compute only, or with some of the passes that lower it."""
     schedule = random_compute(rng)
     passes: list[Pass] = []

@@ -13,7 +13,7 @@ from penstock import Schedule
 from penstock.validation import SendModel
 from tests.oracles.naive import NaiveValidator
 from tests.support.grids import examples
-from tests.support.random_schedules import mutate, random_right
+from tests.support.random_schedules import mutate, random_valid
 
 seeds = st.integers(min_value=0, max_value=2**32)
 
@@ -26,7 +26,7 @@ def naive(schedule: Schedule) -> NaiveValidator:
 @settings(max_examples=examples(400), deadline=None)
 @given(seeds)
 def test_any_legal_interleaving_is_accepted(seed: int) -> None:
-    schedule = random_right(random.Random(seed))
+    schedule = random_valid(random.Random(seed))
     assert naive(schedule).is_valid()
     assert penstock.validate(schedule) == []
 
@@ -82,7 +82,7 @@ CAUSES = {
 @given(seeds)
 def test_any_single_change_is_reported_by_its_rule_or_leaves_the_schedule_valid(seed: int) -> None:
     rng = random.Random(seed)
-    mutation = mutate(random_right(rng), rng)
+    mutation = mutate(random_valid(rng), rng)
     found = penstock.validate(mutation.schedule)
     assert (found == []) == naive(mutation.schedule).is_valid(), (mutation, str(mutation.schedule))
     codes = {violation.code for violation in found}
@@ -95,7 +95,7 @@ def test_a_deadlock_is_reported_for_exactly_the_send_models_under_which_the_rank
     seed: int,
 ) -> None:
     rng = random.Random(seed)
-    schedule = random_right(rng)
+    schedule = random_valid(rng)
     for _ in range(rng.randint(1, 4)):
         rows = [list(row) for row in schedule.ranks]
         row = rng.choice(rows)

@@ -71,7 +71,7 @@ def plan(
     objective: ObjectiveOption = Objective.makespan,
     seconds: TimeLimit = 10.0,
     seed: Seed = 0,
-    noise: JitterShare = None,
+    jitter: JitterShare = None,
     quantile: Quantile = 0.95,
     explained: Explained = False,
     top: RowCount = 10,
@@ -102,7 +102,7 @@ def plan(
             objective=objective.value,
             seconds=seconds,
             seed=seed,
-            jitter=noise,
+            jitter=jitter,
             quantile=quantile,
             on_progress=on_progress,
         )

@@ -87,7 +87,7 @@ def search(
     seconds: TimeLimit = 10.0,
     moves: MoveLimit = None,
     seed: Seed = 0,
-    noise: RobustnessJitter = None,
+    jitter: RobustnessJitter = None,
     quantile: Quantile = 0.95,
     output: ScheduleFile = None,
     as_json: AsJson = False,
@@ -118,7 +118,7 @@ def search(
             seconds=seconds,
             moves=moves,
             seed=seed,
-            noise=noise,
+            jitter=jitter,
             quantile=quantile,
             on_progress=on_progress,
         )

@@ -27,7 +27,7 @@ from penstock.cli.options import (
 )
 from penstock.simulation.attribution import Gap, critical_path, gaps
 from penstock.simulation.comparison import comparison_of
-from penstock.simulation.jitter import jitter
+from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import simulate as run_simulation
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
@@ -55,7 +55,7 @@ def simulate(
     costs: CostsSource = None,
     send_model: SendModelOption = SendModel.BUFFERED,
     blocking_receives: BlockingReceives = False,
-    noise: JitterShare = None,
+    jitter: JitterShare = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a schedule: time, bubbles and their causes, peak memory, and the gap to the lower bound.
@@ -72,8 +72,10 @@ def simulate(
         simulated, known, send_model=send_model, blocking_receives=blocking_receives, with_period=True
     )
     quantiles = None
-    if noise is not None:
-        runs = jitter(simulated, known, noise=noise, send_model=send_model, blocking_receives=blocking_receives)
+    if jitter is not None:
+        runs = simulate_with_jitter(
+            simulated, known, jitter=jitter, send_model=send_model, blocking_receives=blocking_receives
+        )
         quantiles = {f"p{q}": runs.quantile(q / 100) for q in _QUANTILES}
     idle = gaps(timeline)
     if as_json:

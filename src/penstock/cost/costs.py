@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from penstock.arguments import printable
 from penstock.errors import CostsError, FormatError
-from penstock.formats.files import read_keys, write_text
+from penstock.formats.files import read_keys, require_extension, write_text
 from penstock.ir.graph import StageGraph
 
 __all__ = ["Cost", "Costs", "size_text"]
@@ -170,13 +170,11 @@ class Costs:
 
     def write(self, path: str | PathLike[str]) -> None:
         """To a `.json` or `.toml` file, whole or not at all."""
-        path = Path(path)
-        if path.suffix.lower() == ".json":
-            write_text(json.dumps(self.to_keys(), indent=2) + "\n", path)
-        elif path.suffix.lower() == ".toml":
-            write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in self.to_keys().items()), path)
+        path, keys = Path(path), self.to_keys()
+        if require_extension(path, ".json", ".toml") == ".json":
+            write_text(json.dumps(keys, indent=2) + "\n", path)
         else:
-            raise FormatError(str(path), [f"the ending {path.suffix or '(none)'} is not .json or .toml"])
+            write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()), path)
 
 
 def size_text(count: float) -> str:

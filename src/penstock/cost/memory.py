@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from penstock.ir.table import ActionTable, Floats, Ints
 
 __all__ = [
     "ActivationBytes",
+    "LayerBytes",
     "LiveActivations",
     "Memory",
     "activation_bytes",
@@ -96,8 +98,26 @@ class LiveActivations:
     def peak(self, costs: Costs, num_stages: int) -> float:
         """The most bytes at once, fixed bytes included."""
         sizes = [costs.per_stage(name, num_stages)[s] for name in _ACTIVATION_COSTS for s in self.stages]
-        held = float((self.counts @ np.array(sizes)).max(initial=0))
-        return fixed_bytes_of(costs, self.stages, num_stages) + held
+        return fixed_bytes_of(costs, self.stages, num_stages) + self.most_held(sizes)
+
+    def most_held(self, sizes: Sequence[float]) -> float:
+        """The most bytes of activations at once, given each cost in `_ACTIVATION_COSTS` of each stage."""
+        return float((self.counts @ np.array(sizes)).max(initial=0))
+
+
+class LayerBytes:
+    """Memory of stages that are ranges of layers: the bytes of layers are summed once, for any partition."""
+
+    def __init__(self, costs: Costs, num_layers: int) -> None:
+        """`costs` has one entry per layer."""
+        fixed = [fixed_bytes_of(costs, (layer,), num_layers) for layer in range(num_layers)]
+        activations = [costs.per_stage(name, num_layers) for name in _ACTIVATION_COSTS]
+        self._until = [[0.0, *accumulate(values)] for values in (fixed, *activations)]
+
+    def peak(self, live: LiveActivations, ranges: Sequence[tuple[int, int]]) -> float:
+        """The most bytes that a rank holds at once if its stages have these ranges of layers."""
+        fixed, *activations = ([until[j] - until[i] for i, j in ranges] for until in self._until)
+        return sum(fixed) + live.most_held([size for sizes in activations for size in sizes])
 
 
 def live_activations(table: ActionTable) -> list[LiveActivations]:

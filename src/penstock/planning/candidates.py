@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from penstock.cost.memory import LiveActivations, fixed_bytes_of
+from penstock.cost.memory import LayerBytes, LiveActivations, activation_bytes, fixed_bytes_of
 from penstock.ir.placement import Placement
 from penstock.planning.configuration import Configuration, configure
 from penstock.planning.model import Model
@@ -61,18 +61,20 @@ def partition_within_memory(
     limit = request.memory_limit
     assert limit is not None
     placement, loads = configuration.placement, request.model.loads()
-    peak = _peak_of_layers(request.model, configuration.samples, live)
+    layers = len(loads)
+    sizes = LayerBytes(request.model.costs([1] * layers, configuration.samples), layers)
     if placement.num_stages == placement.num_ranks:
         hosts, m = placement.stage_to_rank, configuration.microbatches
 
         def fits(stage: int, i: int, j: int) -> bool:
-            return peak(hosts[stage], [(i, j)]) <= limit
+            return sizes.peak(live[hosts[stage]], [(i, j)]) <= limit
 
         return balanced_partition(loads, placement.num_stages, m, fits)
 
     def cost(counts: LayerCounts) -> tuple[float, ...]:
         ends = list(pairwise([0, *accumulate(counts)]))
-        peaks = [peak(rank, [ends[s] for s in own]) for rank, own in enumerate(placement.stages_of_rank)]
+        owned = zip(live, placement.stages_of_rank)
+        peaks = [sizes.peak(on_rank, [ends[s] for s in own]) for on_rank, own in owned]
         excess = sum(max(each - limit, 0.0) for each in peaks)
         return excess, *_imbalance(loads, counts, placement)
 
@@ -83,31 +85,13 @@ def partition_within_memory(
     return found if cost(found)[0] == 0 else None
 
 
-def _peak_of_layers(
-    model: Model, samples: int, live: Sequence[LiveActivations]
-) -> Callable[[int, Sequence[tuple[int, int]]], float]:
-    """A function: the peak memory of a rank whose stages have these ranges of layers."""
-    layers = len(model.layers)
-    per_layer = model.costs([1] * layers, samples)
-    whole, freed = (per_layer.per_stage(f"activation{n}", layers) for n in ("", "_freed_by_input"))
-    fixed = [fixed_bytes_of(per_layer, (layer,), layers) for layer in range(layers)]
-    sums = [[0.0, *accumulate(values)] for values in (fixed, whole, freed)]
-
-    def peak(rank: int, ranges: Sequence[tuple[int, int]]) -> float:
-        own = [[until[j] - until[i] for i, j in ranges] for until in sums]
-        sizes = [*own[1], *own[2]]
-        return sum(own[0]) + float((live[rank].counts @ sizes).max(initial=0))
-
-    return peak
-
-
 def _balanced_by_memory(
     model: Model, configuration: Configuration, live: Sequence[LiveActivations]
 ) -> LayerCounts | None:
     """The partition whose largest stage, with the mean number of live activations, is smallest."""
     layers = len(model.layers)
     per_layer = model.costs([1] * layers, configuration.samples)
-    activation = per_layer.per_stage("activation", layers)
+    activation = activation_bytes(per_layer, layers).full.tolist()
     mean_live = fmean(float(each.counts.max(initial=0)) for each in live)
     sizes = [fixed_bytes_of(per_layer, (i,), layers) + mean_live * activation[i] for i in range(layers)]
     return balanced_partition(sizes, configuration.placement.num_stages)

@@ -142,7 +142,7 @@ def _run(
 ) -> SearchResult:
     request = evaluation.request
     optimizer_step = 0.0 if request.objective == "period" else configuration.costs.optimizer_step
-    noise = {} if request.jitter is None else {"noise": request.jitter, "quantile": request.quantile}
+    jitter = {} if request.jitter is None else {"jitter": request.jitter, "quantile": request.quantile}
 
     def on_progress(now: Progress) -> None:
         evaluation.report(f"searching {configuration}", now.fraction, now.best + optimizer_step)
@@ -158,5 +158,5 @@ def _run(
         seconds=max(seconds, 0.1),
         seed=seed,
         on_progress=on_progress,
-        **noise,
+        **jitter,
     )

@@ -9,7 +9,7 @@ from penstock.ir.schedule import Schedule
 from penstock.planning.evaluation import Evaluation
 from penstock.planning.options import Option, Rejected, frontier
 from penstock.planning.request import PlanRequest
-from penstock.simulation.jitter import jitter
+from penstock.simulation.jitter import simulate_with_jitter
 
 __all__ = ["quantile_seconds", "rank_by_quantile"]
 
@@ -39,5 +39,5 @@ def rank_by_quantile(evaluation: Evaluation) -> None:
 def quantile_seconds(request: PlanRequest, schedule: Schedule, costs: Costs) -> float:
     """The quantile of the makespan under jitter, plus the optimizer step."""
     assert request.jitter is not None
-    spread = jitter(schedule, costs, noise=request.jitter, seed=request.seed)
+    spread = simulate_with_jitter(schedule, costs, jitter=request.jitter, seed=request.seed)
     return spread.quantile(request.quantile) + costs.optimizer_step

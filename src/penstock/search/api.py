@@ -26,7 +26,7 @@ def search(
     seconds: float = 10.0,
     moves: int | None = None,
     seed: int = 0,
-    noise: float | None = None,
+    jitter: float | None = None,
     quantile: float = 0.95,
     on_progress: OnProgress | None = None,
 ) -> SearchResult:
@@ -38,26 +38,26 @@ def search(
     With `split=False` backwards are not split into I and W.
 
     The search takes at most `seconds`, less if it proves the result optimal. With `moves` it makes that number
-    of moves instead, and the same `seed` gives the same result. With `noise` the best schedules are ranked by
+    of moves instead, and the same `seed` gives the same result. With `jitter` the best schedules are ranked by
     the `quantile` of their makespan when the duration of every step varies by that share. `on_progress` is
     called with a `Progress` from time to time. Ctrl-C ends the search early and returns the best schedule so
     far.
     """
     request = SearchRequest(
         *(ranks, microbatches, costs, stages_per_rank, placement, memory_limit, live_limit, objective),
-        *(seconds, moves, seed, noise, quantile),
+        *(seconds, moves, seed, jitter, quantile),
     )
     request.check()
     placements = request.placements()
     counted, limit = request.limit()
     _require_memory(placements, counted, limit)
 
-    from penstock.search.driver import Budget, Noise, run  # noqa: PLC0415
+    from penstock.search.driver import Budget, Jitter, run  # noqa: PLC0415
     from penstock.search.problem import Problem  # noqa: PLC0415 -- compiled code takes a second to load
 
     problems = [Problem(each, int(microbatches), counted, limit, objective, split) for each in placements]
     budget = Budget(float(seconds), None if moves is None else int(moves), int(seed))
-    ranking = None if noise is None else Noise(noise, quantile)
+    ranking = None if jitter is None else Jitter(jitter, quantile)
     return run(problems, costs or Costs(), budget, ranking, on_progress or (lambda _: None))
 
 

@@ -29,15 +29,15 @@ from penstock.search.placement_search import PlacementSearch
 from penstock.search.problem import Problem
 from penstock.search.result import OnProgress, Progress, SearchResult
 from penstock.search.steady_state import repeat_steady_state
-from penstock.simulation.jitter import jitter
+from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import simulate
 
-__all__ = ["Budget", "Noise", "run"]
+__all__ = ["Budget", "Jitter", "run"]
 
 _FEW_MICROBATCHES_SECONDS = 10.0
 """Limit of the search with few microbatches whose steady state is repeated."""
-_RANKED_UNDER_NOISE = 6
-"""Orders per placement that are simulated with noise."""
+_RANKED_UNDER_JITTER = 6
+"""Orders per placement that are simulated with jitter."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Noise:
+class Jitter:
     """Rank schedules by a quantile of their makespan when the duration of steps varies by `share`."""
 
     share: float
@@ -58,10 +58,10 @@ class Noise:
 
 
 def run(
-    problems: Sequence[Problem], costs: Costs, budget: Budget, noise: Noise | None, on_progress: OnProgress
+    problems: Sequence[Problem], costs: Costs, budget: Budget, jitter: Jitter | None, on_progress: OnProgress
 ) -> SearchResult:
     """Search all problems and return the best schedule; its timeline is simulated with `costs`."""
-    driver = _Driver(problems, costs, budget, noise, on_progress, random.Random(budget.seed))  # noqa: S311 -- no secret
+    driver = _Driver(problems, costs, budget, jitter, on_progress, random.Random(budget.seed))  # noqa: S311 -- no secret
     return driver.run()
 
 
@@ -84,7 +84,7 @@ class _Driver:
     problems: Sequence[Problem]
     costs: Costs
     budget: Budget
-    noise: Noise | None
+    jitter: Jitter | None
     on_progress: OnProgress
     rng: random.Random
     searches: list[PlacementSearch] = field(init=False)
@@ -244,15 +244,15 @@ class _Driver:
         )
 
     def _best_choice(self) -> tuple[_Choice, float | None]:
-        """The best schedule by its objective, or with noise by its quantile, which is returned too."""
+        """The best schedule by its objective, or with jitter by its quantile, which is returned too."""
         choices = sorted(self._choices(), key=lambda choice: choice.value)
-        noise = self.noise
-        if noise is None:
+        if self.jitter is None:
             return choices[0], None
         spreads = [
-            jitter(each.schedule, self.costs, noise=noise.share, seed=self.budget.seed) for each in choices
+            simulate_with_jitter(each.schedule, self.costs, jitter=self.jitter.share, seed=self.budget.seed)
+            for each in choices
         ]
-        quantile, best = min((spread.quantile(noise.quantile), i) for i, spread in enumerate(spreads))
+        quantile, best = min((spread.quantile(self.jitter.quantile), i) for i, spread in enumerate(spreads))
         return choices[best], quantile
 
     def _choices(self) -> list[_Choice]:
@@ -261,7 +261,7 @@ class _Driver:
         for search in self.searches:
             for name, (schedule, value) in search.families.items():
                 found.append(_Choice(value, f"family {name}", schedule, search))
-            for candidate in search.kept[: _RANKED_UNDER_NOISE if self.noise else 1]:
+            for candidate in search.kept[: _RANKED_UNDER_JITTER if self.jitter else 1]:
                 schedule = search.problem.schedule_of(candidate.order, "searched")
                 value = search.value_of(simulate(schedule, search.problem.costs, with_period=True))
                 found.append(_Choice(value, candidate.found_by, schedule, search))

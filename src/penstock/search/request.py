@@ -36,14 +36,14 @@ class SearchRequest:
     seconds: float
     moves: int | None
     seed: int
-    noise: float | None
+    jitter: float | None
     quantile: float
 
     def check(self) -> None:
         """Raise `SearchError` with every error of the arguments."""
         errors = [*self._errors_in_counts(), *self._errors_in_limits(), *self._errors_in_choices()]
-        if self.noise is not None:
-            errors += self._errors_in_noise(self.noise)
+        if self.jitter is not None:
+            errors += self._errors_in_jitter(self.jitter)
         if errors:
             raise SearchError("; ".join(errors))
 
@@ -78,13 +78,13 @@ class SearchRequest:
         if not isinstance(self.costs, Costs | None):
             yield f"costs must be Costs (given {printable(repr(self.costs))})"
 
-    def _errors_in_noise(self, noise: float) -> Iterator[str]:
-        if not _is_within(1, noise):
-            yield f"noise must be from 0 to 1 (given {noise!r})"
+    def _errors_in_jitter(self, jitter: float) -> Iterator[str]:
+        if not _is_within(1, jitter):
+            yield f"jitter must be a share from 0 to 1 (given {jitter!r})"
         if not (_is_within(1, self.quantile) and 0 < self.quantile < 1):
             yield f"quantile must be between 0 and 1 (given {self.quantile!r})"
         if self.objective != "makespan":
-            yield f"noise is supported for the makespan only (given objective={self.objective!r})"
+            yield f"jitter is supported for the makespan only (given objective={self.objective!r})"
 
     def placements(self) -> list[Placement]:
         """The placements to search, each small enough and with costs for its stages."""

@@ -73,7 +73,7 @@ class SearchResult:
     missing: tuple[str, ...]
     """Optional parts that are not installed."""
     quantile: float | None
-    """With `noise`: the quantile of the makespan under jitter."""
+    """With `jitter`: the quantile of the makespan under jitter."""
 
     @property
     def gap(self) -> float:

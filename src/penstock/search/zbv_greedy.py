@@ -30,6 +30,7 @@ from penstock.cost.prices import action_seconds
 from penstock.errors import BuildError, CostsError
 from penstock.families.rank_order import keep_microbatches
 from penstock.ir.encoding import code_of
+from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -115,6 +116,14 @@ class _Pass:
         )
         self.rows: list[list[int]] = [[] for _ in range(self.p)]
         stages = range(2 * self.p)
+        edges = [(s, t) for s, t in StageGraph.chain(2 * self.p).edges if self._rank(s) != self._rank(t)]
+        self.sources: dict[
+            Kind, dict[int, int]
+        ] = {  # the stage of another rank that a step gets its input from
+            Kind.F: {t: s for s, t in edges},
+            Kind.I: dict(edges),
+            Kind.W: {},
+        }
         self.ends: dict[tuple[Kind, int], list[float]] = {(k, s): [] for k in instance.seconds for s in stages}
         self.clock, self.held = [0.0] * self.p, [0.0] * self.p
         self.idle, self.worst = [0.0] * self.p, 0.0  # since a rank's first forward
@@ -218,8 +227,8 @@ class _Pass:
 
     def _arrival(self, kind: Kind, stage: int) -> float | None:
         """When the next input arrives: 0 if it comes from no other rank, None if it is not computed yet."""
-        source = stage + {Kind.F: -1, Kind.I: 1, Kind.W: 0}[kind]
-        if not 0 <= source < 2 * self.p or self._rank(source) == self._rank(stage):
+        source = self.sources[kind].get(stage)
+        if source is None:
             return 0.0
         ends, microbatch = self.ends[kind, source], self._count(kind, stage)
         return ends[microbatch] + self.instance.hop if microbatch < len(ends) else None

@@ -14,7 +14,7 @@ from penstock.ir.table import Floats
 from penstock.simulation.simulator import Simulator
 from penstock.validation import SendModel
 
-__all__ = ["Spread", "jitter"]
+__all__ = ["Spread", "simulate_with_jitter"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +33,11 @@ class Spread:
         return float(self.makespans.mean())
 
 
-def jitter(
+def simulate_with_jitter(
     schedule: Schedule,
     costs: Costs | None = None,
     *,
-    noise: float = 0.05,
+    jitter: float = 0.05,
     stragglers: Mapping[int, float] | None = None,
     runs: int = 200,
     seed: int = 0,
@@ -46,27 +46,30 @@ def jitter(
 ) -> Spread:
     """Simulate `runs` times with random step times.
 
-    A step takes its cost times a random factor of mean 1 and standard deviation `noise` (log-normal), and times
-    the factor of its rank in `stragglers`: `{3: 1.2}` makes rank 3 slower by 20 %. Messages do not vary. The
-    same seed gives the same answer.
+    A step takes its cost times a random factor of mean 1 and standard deviation `jitter` (log-normal), and
+    times the factor of its rank in `stragglers`: `{3: 1.2}` makes rank 3 slower by 20 %. Messages do not vary.
+    The same seed gives the same answer.
     """
-    stragglers = dict(stragglers or {})
-    if not 0 <= noise <= 1:
-        raise CostsError(f"noise must be from 0 to 1 (given {noise})")
+    _check(schedule, jitter, stragglers or {}, runs)
+    simulator = Simulator.of_valid(schedule, costs, send_model, blocking_receives=blocking_receives)
+    simulator.finished_run()
+    slowness = np.array([(stragglers or {}).get(rank, 1.0) for rank in range(schedule.num_ranks)])
+    expected = np.array(simulator.durations) * slowness[simulator.executed.table.rank]
+    rng = np.random.default_rng(seed)
+    sigma = float(np.sqrt(np.log1p(jitter**2)))
+    makespans = []
+    for _ in range(runs):
+        factor = rng.lognormal(-(sigma**2) / 2, sigma, len(expected))
+        makespans.append(simulator.run(durations=(expected * factor).tolist()).end.max(initial=0))
+    return Spread(np.sort(np.array(makespans)))
+
+
+def _check(schedule: Schedule, jitter: float, stragglers: Mapping[int, float], runs: int) -> None:
+    if not 0 <= jitter <= 1:
+        raise CostsError(f"jitter must be a share from 0 to 1 (given {jitter})")
     if runs < 1:
         raise CostsError(f"runs must be at least 1 (given {runs})")
     if invalid := [r for r, factor in stragglers.items() if not (0 <= r < schedule.num_ranks and factor > 0)]:
         raise CostsError(
             f"stragglers: ranks are 0 to {schedule.num_ranks - 1}, factors above 0 (invalid: {invalid})"
         )
-    simulator = Simulator.of_valid(schedule, costs, send_model, blocking_receives=blocking_receives)
-    simulator.finished_run()
-    slowness = np.array([stragglers.get(rank, 1.0) for rank in range(schedule.num_ranks)])
-    expected = np.array(simulator.durations) * slowness[simulator.executed.table.rank]
-    rng = np.random.default_rng(seed)
-    sigma = float(np.sqrt(np.log1p(noise**2)))
-    makespans = []
-    for _ in range(runs):
-        factor = rng.lognormal(-(sigma**2) / 2, sigma, len(expected))
-        makespans.append(simulator.run(durations=(expected * factor).tolist()).end.max(initial=0))
-    return Spread(np.sort(np.array(makespans)))

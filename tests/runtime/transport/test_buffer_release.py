@@ -13,7 +13,7 @@ from penstock.ir.messages import Messages
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication
 from penstock.runtime.transport.buffer_release import bounded_release_points, release_points
-from tests.support.random_schedules import random_right
+from tests.support.random_schedules import random_valid
 
 FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev", "zb-h2")
 
@@ -76,7 +76,7 @@ def test_release_points_of_families_are_the_first_possible(name: str, ranks: int
 
 @pytest.mark.parametrize("seed", range(25))
 def test_release_points_of_random_schedules_are_the_first_possible(seed: int) -> None:
-    schedule = random_right(random.Random(seed))
+    schedule = random_valid(random.Random(seed))
     assert_first_points(schedule if schedule.table.has_communication else AddCommunication()(schedule))
 
 
