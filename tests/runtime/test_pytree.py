@@ -47,6 +47,21 @@ def test_a_tensor_is_a_leaf() -> None:
     assert unflatten(None, [tensor]) is tensor
 
 
+def test_a_tensor_that_appears_twice_is_one_leaf_and_one_object_again() -> None:
+    one, other = torch.ones(2), torch.ones(2)
+    leaves, structure = flatten((one, {"a": other, "b": one}))
+    assert [id(leaf) for leaf in leaves] == [id(one), id(other)]
+    assert leaf_paths(structure, "") == ["[0]", "[1]['a']"]
+    first, rest = unflatten(structure, [3, 4])
+    assert (first, rest) == (3, {"a": 4, "b": 3})
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (0, False), (1, 1.0), (0.0, -0.0), ((1,), (True,))])
+def test_equal_keys_of_other_types_are_told_apart(one: object, other: object) -> None:
+    assert flatten({one: 3})[1] == flatten({one: 3})[1]
+    assert flatten({one: 3})[1] != flatten({other: 3})[1]
+
+
 def test_more_values_can_be_leaves() -> None:
     leaves, structure = flatten((Pair(1, 2), 3), is_leaf=lambda value: isinstance(value, Pair))
     assert leaves == [Pair(1, 2), 3]

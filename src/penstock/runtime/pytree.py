@@ -6,6 +6,8 @@ Everything else is a leaf:
     leaves      [hidden, None, 3]
     structure   (node of the tuple, (None, (node of the dict, (None, None))))
     paths       [0]  [1]['mask']  [1]['step']
+
+A tensor that appears several times is one leaf, and the same object again in the rebuilt value.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ __all__ = [
 
 Leaves: TypeAlias = list[Any]
 Structure: TypeAlias = Any
-"""None for a leaf, else its node and the structures of its children. Structures can be compared and pickled."""
+"""None for a leaf, its position for a tensor that is already a leaf, else its node and the structures of its
+children. Structures can be compared and pickled."""
 IsLeaf: TypeAlias = Callable[[Any], bool]
 
 
@@ -48,6 +51,8 @@ class Node(NamedTuple):
     """Its class; for a defaultdict, the class and the default factory."""
     names: tuple[Any, ...]
     """The names of its children, if they have names."""
+    name_types: tuple[Any, ...] = ()
+    """What tells equal keys of a dict apart, such as 1 and True; empty if all of them are strings."""
 
 
 def node_of(value: Any) -> tuple[Node, list[Any]] | None:
@@ -65,13 +70,23 @@ def node_of(value: Any) -> tuple[Node, list[Any]] | None:
         return Node("dataclass", kind, tuple(names)), [getattr(value, name) for name in names]
     if isinstance(value, dict):
         made_of = (kind, value.default_factory) if isinstance(value, defaultdict) else kind
-        return Node("dict", made_of, tuple(value)), list(value.values())
+        names = tuple(value)
+        return Node("dict", made_of, names, _name_types(names)), list(value.values())
     return None
+
+
+def _name_types(names: tuple[Any, ...]) -> tuple[Any, ...]:
+    if all(type(name) is str for name in names):
+        return ()
+    return tuple([type(name) if type(name) in _BY_TYPE else (type(name), repr(name)) for name in names])
+
+
+_BY_TYPE = (str, int, bool, bytes, type(None))
 
 
 def rebuild(node: Node, children: Sequence[Any]) -> Any:
     """A container of the node's class with these children."""
-    kind, made_of, names = node
+    kind, made_of, names, _ = node
     if kind == "items":
         return children if made_of is list else made_of(children)
     if kind == "fields":
@@ -102,34 +117,46 @@ def flatten(value: object, is_leaf: IsLeaf | None = None) -> tuple[Leaves, Struc
     if isinstance(value, Tensor):
         return [value], None
     leaves: Leaves = []
-    return leaves, _flatten_into(leaves, value, is_leaf)
+    return leaves, _flatten_into(leaves, {}, value, is_leaf)
 
 
-def _flatten_into(leaves: Leaves, value: object, is_leaf: IsLeaf | None) -> Structure:
+def _flatten_into(
+    leaves: Leaves, positions: dict[int, int], value: object, is_leaf: IsLeaf | None
+) -> Structure:
+    """Append the leaves of a value; `positions` are those of the tensors by their id."""
+    if isinstance(value, Tensor):
+        if (known := positions.setdefault(id(value), len(leaves))) < len(leaves):
+            return known
+        leaves.append(value)
+        return None
     opened = None if is_leaf is not None and is_leaf(value) else node_of(value)
     if opened is None:
         leaves.append(value)
         return None
     node, children = opened
-    return node, tuple([_flatten_into(leaves, child, is_leaf) for child in children])
+    return node, tuple([_flatten_into(leaves, positions, child, is_leaf) for child in children])
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
     """The inverse of `flatten`."""
-    return leaves[0] if structure is None else _unflatten_from(structure, iter(leaves).__next__)
+    return leaves[0] if structure is None else _unflatten_from(structure, leaves, iter(leaves).__next__)
 
 
-def _unflatten_from(structure: Structure, next_leaf: Callable[[], Any]) -> Any:
+def _unflatten_from(structure: Structure, leaves: Sequence[Any], next_leaf: Callable[[], Any]) -> Any:
     if structure is None:
         return next_leaf()
+    if isinstance(structure, int):
+        return leaves[structure]
     node, inner = structure
-    return rebuild(node, [_unflatten_from(part, next_leaf) for part in inner])
+    return rebuild(node, [_unflatten_from(part, leaves, next_leaf) for part in inner])
 
 
 def leaf_paths(structure: Structure, prefix: str) -> list[str]:
     """The path of each leaf, in the order of `flatten`."""
     if structure is None:
         return [prefix]
+    if isinstance(structure, int):
+        return []
     node, inner = structure
     return [
         path

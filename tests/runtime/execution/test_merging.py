@@ -25,6 +25,13 @@ def test_equal_values_are_merged_to_one_and_others_to_their_list() -> None:
     assert (left is array, right.tolist()) == (True, [0, 1, 2])
 
 
+def test_equal_values_of_other_types_are_told_apart() -> None:
+    left, right = Batcher(2).merge_outputs([1, True])
+    assert (type(left), type(right)) == (int, bool)
+    with pytest.raises(BatchError, match=r"a dict with \[1\] in microbatch 0 and a dict with \[True\]"):
+        Batcher(2).merge_outputs([{1: "a"}, {True: "a"}])
+
+
 def test_keys_may_come_in_another_order() -> None:
     merged = Batcher(2).merge_outputs([{"a": rows(1), "b": 1}, {"b": 1, "a": rows(1)}])
     assert merged["a"].tolist() == [0, 0]

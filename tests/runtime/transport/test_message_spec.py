@@ -159,6 +159,16 @@ def test_a_value_that_cannot_be_pickled_is_rejected_with_what_can_be_sent() -> N
         spec_key(*flatten(lambda: None))
 
 
+class Labelled(Tensor):
+    """A tensor of a class of its own."""
+
+
+def test_a_tensor_of_a_user_defined_class_is_rejected() -> None:
+    check_sendable([torch.ones(2), torch.nn.Parameter(torch.ones(2))], "stage 0")
+    with pytest.raises(PipelineError, match=r"stage 0: a Labelled would arrive as a plain tensor"):
+        check_sendable([torch.ones(2).as_subclass(Labelled)], "stage 0")
+
+
 def test_a_sparse_tensor_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(PipelineError, match=r"stage 1: .*sparse.*to_dense"):
         check_sendable([torch.eye(2).to_sparse()], "stage 1")

@@ -72,7 +72,9 @@ def _structure(value: Value) -> Hashable:
     if (opened := node_of(value)) is None:
         return None
     node, children = opened
-    return type(value), frozenset(node.names) if node.kind == "dict" else len(children)
+    if node.kind != "dict":
+        return type(value), len(children)
+    return type(value), frozenset(zip(node.names, node.name_types) if node.name_types else node.names)
 
 
 def _described(value: Value) -> str:
@@ -85,6 +87,6 @@ def _described(value: Value) -> str:
 
 def _equal(one: Value, other: Value) -> bool:
     try:
-        return one is other or bool(one == other)
+        return one is other or (type(one) is type(other) and bool(one == other))
     except Exception:  # noqa: BLE001 -- a value may define any comparison
         return False

@@ -13,6 +13,13 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral, LayerMode
 from penstock.runtime.data_parallel.fsdp import FsdpShards
+from penstock.runtime.execution.handover import (
+    Envelope,
+    check_unchanged,
+    hand_over,
+    overlapping_positions,
+    versions,
+)
 from penstock.runtime.execution.microbatch_state import (
     LiveActivations,
     MicrobatchState,
@@ -103,13 +110,13 @@ class Stage:
             if step.keep_outputs:
                 self.outputs[microbatch] = unflatten(structure, _detached(leaves))
         else:
-            self._sent_outputs[microbatch] = leaves, structure
             if step.training:
-                kept = _differentiable(leaves)
                 # an edge keeps the graph but not the tensor, whose memory is free once it is sent
-                state.roots = [get_gradient_edge(leaf) for leaf in kept]
-                state.shapes = [leaf.shape for leaf in kept]
-                del kept
+                state.roots = [get_gradient_edge(leaf) for leaf in _differentiable(leaves)]
+                state.shapes = [leaf.shape for leaf in _differentiable(leaves)]
+            envelope = Envelope(structure, overlapping_positions(leaves))
+            output = None
+            self._sent_outputs[microbatch] = hand_over(leaves), envelope
         if step.training:
             if mode is LayerMode.JOINED:
                 assert self.deferral is not None, "the backward of this microbatch is split"
@@ -118,7 +125,7 @@ class Stage:
             self._activations.add()
             self._states[microbatch] = state
         elif state.buffer is not None:
-            del leaves, output
+            del leaves, output  # they may refer to the buffer
             self._pool.release(state.buffer)
 
     def _call(self, microbatch: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
@@ -133,9 +140,13 @@ class Stage:
             if inputs:
                 for position, entered in zip(positions, NonLeafInputs.apply(*inputs)):  # type: ignore[no-untyped-call]
                     received.leaves[position] = entered
-        value = unflatten(received.structure, received.leaves)
+        envelope: Envelope = received.structure
+        value = unflatten(envelope.structure, received.leaves)
         args = value if type(value) is tuple else (value,)
-        return MicrobatchState(received.buffer, inputs), self.module(*args, **step.kwargs[microbatch])
+        before = versions(received.leaves, envelope.overlapping)
+        output = self.module(*args, **step.kwargs[microbatch])
+        check_unchanged(before, versions(received.leaves, envelope.overlapping), self.index)
+        return MicrobatchState(received.buffer, inputs), output
 
     def _layer_mode(self, microbatch: int) -> LayerMode:
         """How the layers run; the first split microbatch shows which weights cannot be deferred."""
@@ -169,10 +180,10 @@ class Stage:
         return self._sent_outputs.pop(microbatch)
 
     def take_output(self, microbatch: int) -> FlatValue:
-        """The output of forward, for the next stage on the same rank: not copied, detached from the graph."""
+        """The output of forward, for the next stage on the same rank."""
         leaves, structure = self._sent_outputs.pop(microbatch)
         differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        return FlatValue(_detached(leaves), structure, differentiable, None)
+        return FlatValue(leaves, structure, differentiable, None)
 
     # --- backward ----------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from penstock.errors import PipelineError
 from penstock.runtime.dtensors import Meshes, Sharding, is_dtensor, local, placement_problem, sharding_of
 from penstock.runtime.pytree import Leaves, Structure
 
-__all__ = ["HEADER_BYTES", "MessageSpec", "check_sendable", "message_spec", "spec_key"]
+__all__ = ["HEADER_BYTES", "MessageSpec", "check_sendable", "copied", "message_spec", "spec_key"]
 
 HEADER_BYTES = 64
 """Bytes before the first tensor; the first eight say whether the message has another spec than expected."""
@@ -84,10 +84,25 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _pickled(leaf: object, what: str) -> bytes:
+def _dumped(value: object) -> bytes:
     text = io.BytesIO()
+    _Pickler(text).dump(value)
+    return text.getvalue()
+
+
+def copied(value: object) -> Any:
+    """A copy of an object, as another rank would get it; itself if it cannot be pickled."""
     try:
-        _Pickler(text).dump(leaf)
+        return pickle.loads(_dumped(value))  # noqa: S301 -- just written
+    except PipelineError:
+        raise
+    except Exception:  # noqa: BLE001 -- a class may raise anything here
+        return value
+
+
+def _pickled(leaf: object, what: str) -> bytes:
+    try:
+        return _dumped(leaf)
     except PipelineError:
         raise
     except Exception as error:
@@ -96,7 +111,6 @@ def _pickled(leaf: object, what: str) -> bytes:
             "numbers, strings, None, and tuples, lists, dicts and dataclasses of them, and define classes at "
             "the top level of a module"
         ) from error
-    return text.getvalue()
 
 
 _NO_MESHES = Meshes(())
@@ -129,15 +143,16 @@ class MessageSpec:
             elif entry[0] == "pickled":
                 self._objects.append((position, entry[1]))
         self.nbytes = end
-        single = self.structure is None and not isinstance(entries[0][0], str) and entries[0][3:] == (None,)
+        single = len(entries) == 1 and not isinstance(entries[0][0], str) and entries[0][3:] == (None,)
         self._single_tensor = entries[0][:3] if single else None
 
     def matches(self, leaves: Sequence[Any], structure: Structure) -> bool:
         """Whether a value has this spec."""
-        if self._single_tensor and structure is None:
+        if self._single_tensor and len(leaves) == 1:
             leaf = leaves[0]
             if type(leaf) is Tensor and leaf.is_contiguous():  # the output of nearly every stage
-                return bool(self._single_tensor == (leaf.shape, leaf.dtype, leaf.requires_grad))
+                metadata = leaf.shape, leaf.dtype, leaf.requires_grad
+                return bool(self._single_tensor == metadata and self.structure == structure)
         return bool(self.key == spec_key(leaves, structure))
 
     def views(self, storage: Tensor) -> list[Tensor]:
@@ -194,6 +209,11 @@ def check_sendable(leaves: Sequence[Any], where: str) -> None:
             raise PipelineError(
                 f"{where}: a tensor of layout {what} cannot be sent to another rank: return a dense tensor "
                 "(`to_dense()`, `dequantize()`, padding)"
+            )
+        if isinstance(leaf, Tensor) and type(leaf).__module__.split(".")[0] != "torch":
+            raise PipelineError(
+                f"{where}: a {type(leaf).__name__} would arrive as a plain tensor on the other rank: return "
+                "`as_subclass(torch.Tensor)`, and make it again in the next stage"
             )
         if is_dtensor(leaf) and (problem := placement_problem(leaf)):
             raise PipelineError(

@@ -1,0 +1,104 @@
+"""What a stage hands on to the next one: values that nobody else can change before they are used or sent.
+
+A stage may return a tensor that it keeps: a buffer, a cache, its input, a view of them. Its next forward may
+change it, before the next stage on the same rank has used it or before it is sent. Such tensors are copied. A
+tensor whose memory has no other reference, as the output of nearly every stage, is handed on as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PipelineError
+from penstock.runtime.dtensors import is_dtensor, local
+from penstock.runtime.pytree import Leaves, Structure
+from penstock.runtime.transport.message_spec import copied
+
+__all__ = ["Envelope", "check_unchanged", "hand_over", "overlapping_positions", "versions"]
+
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.Size)
+
+
+class Envelope(NamedTuple):
+    """The structure of a value between two stages, and what the next stage must know of it."""
+
+    structure: Structure
+    overlapping: tuple[int, ...]
+    """The positions of tensors whose memory overlaps that of another tensor of the value."""
+
+
+def hand_over(leaves: Leaves) -> Leaves:
+    """The leaves without their graph, which nobody else can change; empties `leaves`."""
+    leaves.reverse()
+    return [_handed_over(leaves) for _ in range(len(leaves))]
+
+
+def _handed_over(leaves: Leaves) -> Any:
+    leaf = leaves.pop()
+    if not isinstance(leaf, Tensor):
+        return leaf if isinstance(leaf, _IMMUTABLE) else copied(leaf)
+    requires_grad = leaf.requires_grad
+    leaf = leaf.detach()  # drops the last reference to the output, unless somebody else holds it
+    if not _is_only_reference(leaf):
+        leaf = leaf.clone()
+    return leaf.requires_grad_() if requires_grad else leaf
+
+
+def _references(tensor: Tensor) -> int:
+    """How many tensors use its storage, and a constant."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001
+
+
+_ONE_REFERENCE = _references(torch.empty(1))
+
+
+def _is_only_reference(tensor: Tensor) -> bool:
+    memory = local(tensor) if is_dtensor(tensor) else tensor
+    return _is_plain(memory) and _references(memory) == _ONE_REFERENCE
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dense = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return dense and type(tensor) is Tensor
+
+
+# --- tensors that share memory ---------------------------------------------------------------------
+
+
+def overlapping_positions(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """The positions of tensors whose memory overlaps that of another one, as far as their ranges show."""
+    if len(leaves) == 1:
+        return ()
+    ranges = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and _is_plain(leaf) and leaf.numel() and not leaf.is_meta:
+            start = leaf.data_ptr()
+            last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride()))
+            ranges.append((start, start + (last + 1) * leaf.element_size(), position))
+    ranges.sort()
+    found, end, before = set(), 0, -1
+    for start, stop, position in ranges:
+        if start < end:
+            found |= {before, position}
+        if stop > end:
+            end, before = stop, position
+    return tuple(sorted(found))
+
+
+def versions(leaves: Sequence[Any], positions: Sequence[int]) -> list[int]:
+    """The version counters of these tensors, which count changes in place."""
+    return [leaves[position]._version for position in positions if not leaves[position].is_inference()]  # noqa: SLF001
+
+
+def check_unchanged(before: Sequence[int], after: Sequence[int], stage: int) -> None:
+    """Raise if a stage changed inputs that overlap in memory: on other ranks they are separate tensors."""
+    if list(before) != list(after):
+        raise PipelineError(
+            f"stage {stage} changes an input in place, and stage {stage - 1} returned it together with another "
+            "tensor of the same memory. The stages get separate tensors, so the change would be missing in the "
+            f"other one: return clone() of one of them in stage {stage - 1}, or do not change it in place"
+        )
