@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -44,6 +45,13 @@ def load(path: Path) -> float:
     return value
 
 
+CHANGES: list[tuple[Any, str]] = [
+    *((os, name) for name in ("fsync", "unlink", "rmdir")),
+    *((Path, name) for name in ("mkdir", "rename", "unlink")),
+    (torch, "save"),
+]
+"""What changes the disk."""
+
 # --- a process that dies ---------------------------------------------------------------------------
 
 
@@ -61,12 +69,7 @@ def die_before(event: int) -> None:
 
         return call
 
-    changes = (
-        [(os, name) for name in ("fsync", "unlink", "rmdir")]
-        + [(Path, name) for name in ("mkdir", "rename", "unlink")]
-        + [(torch, "save")]
-    )
-    for owner, name in changes:
+    for owner, name in CHANGES:
         setattr(owner, name, watched(getattr(owner, name)))
 
 
@@ -171,3 +174,81 @@ def test_a_full_disk_on_one_rank_is_reported_on_all_and_the_old_checkpoint_stays
         ]
         assert value == 1
         assert names == ["last"]
+
+
+def changes_that_fail(event: int, patch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Let one change of the disk fail; tells whether it did."""
+    seen = 0
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen == event + 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner, name in CHANGES:
+        patch.setattr(owner, name, watched(getattr(owner, name)))
+    return lambda: seen > event
+
+
+def test_an_error_at_any_time_leaves_the_old_or_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "runs" / "last"
+    found = []
+    for event in range(100):
+        save(path, 1)
+        with monkeypatch.context() as patch:
+            failed = changes_that_fail(event, patch)
+            try:
+                save(path, 2)
+            except CheckpointError as error:
+                assert "OSError: [Errno 5] Input/output error" in str(error)  # noqa: PT017
+                assert failed()
+            if not failed():
+                break
+        found.append(load(path))
+    assert set(found) == {1, 2}
+    assert found == sorted(found)
+    assert load(path) == 2
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def save_with_little_space(path: Path, limit: int) -> str:
+    """Save a model in a process that can write files of `limit` bytes at most."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            save_checkpoint(path, nn.Linear(200, 200))
+            os.write(write, b"saved")
+        except CheckpointError as error:
+            os.write(write, "\n".join(error.problems).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as found:
+        os.waitpid(child, 0)
+        return found.read()
+
+
+def fill_the_disk_everywhere(path: Path, limits: list[int]) -> list[str]:
+    save(path, 1)
+    found = []
+    for limit in limits:
+        found.append(save_with_little_space(path, limit))
+        assert load(path) == 1
+        assert [each.name for each in path.parent.iterdir()] == [path.name]
+    return found
+
+
+@pytest.mark.xdist_group("ranks-2")
+def test_a_disk_that_is_full_at_any_byte_is_the_cause_that_is_reported(pools: Pools, tmp_path: Path) -> None:
+    limits = [0, 50, 200, 1000, 2000, 8000, 80_000, 160_000, 162_000]
+    (found,) = pools(1).run(fill_the_disk_everywhere, tmp_path / "runs" / "last", limits)
+    assert set(found) == {"rank 0: OSError: [Errno 27] File too large"}

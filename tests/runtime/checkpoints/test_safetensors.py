@@ -181,30 +181,6 @@ def test_all_problems_are_reported_on_all_ranks_and_nothing_is_changed(pools: Po
         ]
 
 
-def error_of(place: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        import_safetensors(place, nn.Linear(2, 2))
-    return "; ".join(caught.value.problems)
-
-
-def test_missing_damaged_or_outside_files_are_reported(tmp_path: Path) -> None:
-    assert (
-        error_of(tmp_path)
-        == f"{tmp_path / 'model.safetensors'} does not exist, nor model.safetensors.index.json"
-    )
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text("[]", encoding="utf-8")
-    assert "is not a valid index" in error_of(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"weight": "../a", "bias": "b"}}), encoding="utf-8")
-    assert error_of(tmp_path) == (
-        "model.safetensors.index.json names files in other directories: ../a; "
-        "model.safetensors.index.json names files that are missing: b"
-    )
-    index.unlink()
-    (tmp_path / "model.safetensors").write_bytes(b"rubbish that is longer than a header")
-    assert "rank 0: SafetensorError" in error_of(tmp_path)
-
-
 def test_existing_weights_are_not_overwritten_and_other_files_stay(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")

@@ -42,6 +42,8 @@ class ChecksumStream:
 
     def __init__(self, file: IO[bytes], label: str) -> None:
         self._file, self._label = file, label
+        self.error: OSError | None = None
+        """Why writing failed; torch reports a failure of its own."""
         self._size = 0
         self._blocks: list[int] = []
         self.tell, self.flush, self.fileno, self.close = file.tell, file.flush, file.fileno, file.close
@@ -50,7 +52,11 @@ class ChecksumStream:
     def write(self, data: bytes | memoryview) -> int:
         """Write all of the data."""
         view = memoryview(data).cast("B")
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
         while view:
             used = self._size % BLOCK
             if not used:

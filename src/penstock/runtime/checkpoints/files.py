@@ -206,7 +206,10 @@ class _ChecksumFileSystem(filesystem.FileSystem):
             if path.suffix == DATA_SUFFIX:
                 label = f"penstock {self._writer.save_id} {path.name}\n"
                 self._writer.streams[path.name] = stream = ChecksumStream(file, label)
-                yield stream
+                try:
+                    yield stream
+                except RuntimeError as error:
+                    raise stream.error or error from None
             else:
                 yield file
 

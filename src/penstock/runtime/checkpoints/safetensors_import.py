@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.runtime.checkpoints.collective import Collective, Group, RankError, some
@@ -18,6 +19,28 @@ from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.pipeline import Pipeline
 
 __all__ = ["import_safetensors"]
+
+_LARGEST_INDEX = 100_000_000
+"""Bytes; the limit of safetensors for the header of a file."""
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "U8": torch.uint8,
+}
+"""By the name in a file; files with others are rejected."""
 
 
 def import_safetensors(
@@ -82,15 +105,19 @@ class _WeightImport:
             self.problems.append(f"{stored_name!r} cannot be read from {file.name}: {error}")
             return
         shape, dtype = list(stored.get_shape()), stored.get_dtype()
-        is_floating = dtype.startswith(("F", "BF"))
-        if shape != list(tensor.shape) or is_floating != tensor.is_floating_point():
+        known = _DTYPES.get(dtype)
+        is_cast = known is not None and known.is_floating_point and tensor.is_floating_point()
+        if shape != list(tensor.shape) or not (is_cast or known == tensor.dtype):
             own = describe(tensor.shape, tensor.dtype)
             self.problems.append(f"{name!r} is {dtype} {shape} in {file.name}, but {own} in the model")
         self._wanted.append((stored_name, tensor))
 
     def _file(self, path: Path) -> Any:
         if path not in self._opened:
-            opened = load_safetensors().safe_open(path, framework="pt")
+            try:
+                opened = load_safetensors().safe_open(path, framework="pt")
+            except (load_safetensors().SafetensorError, OSError) as error:
+                raise RankError(f"{path.name} cannot be read: {error}") from error
             self._opened[path] = self._open_files.enter_context(opened)
         return self._opened[path]
 
@@ -107,10 +134,12 @@ class _WeightImport:
 
 
 def _read_index(directory: Path) -> dict[str, Path]:
+    if (size := (directory / INDEX_FILE).stat().st_size) > _LARGEST_INDEX:
+        raise RankError(f"{INDEX_FILE} is not a valid index: it has {size} bytes")
     try:
         index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in index.items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RankError(f"{INDEX_FILE} is not a valid index: {type(error).__name__}: {error}") from error
     outside = sorted({file for file in files.values() if Path(file).name != file})
     missing = sorted(
