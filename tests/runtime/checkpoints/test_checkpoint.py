@@ -95,3 +95,26 @@ def keep_factors(path: str) -> list[Bits]:
 def test_state_of_another_shape_than_its_sharded_weight_is_restored(pools: Pools, tmp_path: Path) -> None:
     wanted = [bits(torch.arange(3.0)), bits(torch.tensor(5.0)), bits(torch.tensor(7))]
     assert pools(2).run(keep_factors, str(tmp_path / "c")) == [[*wanted, *wanted]] * 2
+
+
+def save_empty_shards(path: str) -> list[Bits]:
+    """A sharded layer with fewer rows than ranks, an empty tensor, and one number."""
+    mesh = init_device_mesh("cpu", (4,))
+    found = []
+    for starts in (True, False):
+        torch.manual_seed(1 if starts else 2)
+        model: Any = fully_shard(nn.Linear(5, 3), mesh=mesh)
+        model.register_buffer("empty", torch.empty(0, 4))
+        model.register_buffer("scale", torch.tensor(1.5 if starts else 2.5))
+        if starts:
+            save_checkpoint(path, model)
+        else:
+            load_checkpoint(path, model)
+        found += [bits(value) for value in model.state_dict().values()]
+    return found
+
+
+@pytest.mark.xdist_group("ranks-4")
+def test_ranks_without_a_part_of_a_tensor_save_and_load(pools: Pools, tmp_path: Path) -> None:
+    for found in pools(4).run(save_empty_shards, str(tmp_path / "c")):
+        assert found[:4] == found[4:]
