@@ -14,6 +14,7 @@ from penstock.arguments import some
 from penstock.errors import PartitionError
 from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.models.decoders import is_pretrained
+from penstock.runtime.models.replaced_parameters import remember_replaced
 
 __all__ = ["materialize"]
 
@@ -23,10 +24,11 @@ _SHOWN = 12
 def materialize(stage: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
     """Allocate the meta tensors of a stage and initialize them as their modules do; give back the stage.
 
-    Models of transformers have `initialize_weights`; other modules have `reset_parameters`, which must also set
-    their buffers. Tensors that are already allocated keep their values and move to the device. A tied weight
-    starts with the same values in every stage, if all ranks call `torch.manual_seed` with the same seed and the
-    modules that hold the weight initialize it in the same way.
+    Its parameters are new objects, so an optimizer must be created afterwards. Models of transformers have
+    `initialize_weights`; other modules have `reset_parameters`, which must also set their buffers. Tensors that
+    are already allocated keep their values and move to the device. A tied weight starts with the same values in
+    every stage, if all ranks call `torch.manual_seed` with the same seed and the modules that hold the weight
+    initialize it in the same way.
     """
     device = torch.device(device)
     if device.type == "meta":
@@ -35,7 +37,9 @@ def materialize(stage: nn.Module, device: torch.device | str = "cpu") -> nn.Modu
         )
     unallocated = [module for module in stage.modules() if _is_unallocated(module)]
     meta_names = {name for name, tensor in _named_tensors(stage) if tensor.is_meta}
+    replaced = dict(stage.named_parameters())
     _allocate(stage, device)
+    remember_replaced(replaced, dict(stage.named_parameters()))
     versions = {name: tensor._version for name, tensor in _named_tensors(stage)}  # noqa: SLF001
     initialize = _initialize_transformers if is_pretrained(stage) else _reset_parameters
     with torch.no_grad():
