@@ -179,7 +179,7 @@ def test_schedules_that_cannot_run_are_reported_with_the_reason(verify: Run) -> 
     ):
         result = verify(f"models:{function}", "1f1b")
         assert result.code == 2
-        assert "refused" in result.out
+        assert "rejected" in result.out
         assert expected in " ".join(result.out.split())
         assert "Traceback" not in result.out + result.err
     assert "forward-only: it has no backward" in verify("models:right", "forward-only").out

@@ -158,3 +158,10 @@ def test_a_file_keeps_the_graph_or_says_that_it_cannot(tmp_path: Path) -> None:
     (tmp_path / "skip.json").write_text(text)
     with pytest.raises(penstock.FormatError, match="edges: edge 0 -> 7: stages are 0 to 2"):
         penstock.read(tmp_path / "skip.json")
+
+
+def test_sources_take_the_batch_and_sinks_return_the_output() -> None:
+    chain, two_inputs = StageGraph.chain(3), StageGraph(4, ((0, 2), (1, 2), (2, 3)))
+    assert (chain.sources, chain.sinks) == ((0,), (2,))
+    assert (two_inputs.sources, two_inputs.sinks) == ((0, 1), (3,))
+    assert StageGraph.chain(1).sources == StageGraph.chain(1).sinks == (0,)

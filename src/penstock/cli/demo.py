@@ -115,7 +115,7 @@ class _Demo:
             f"Loss, gradients and weights of the first {_COMPARED} steps {outcome} those of one process{worst}."
         )
         if not verdict.equal:
-            self.print(verdict.refused or verdict.cause)
+            self.print(verdict.rejected or verdict.cause)
             raise typer.Exit(1)
 
     def train_and_search(self, log: Path) -> list[MeasuredSchedule]:

@@ -67,15 +67,12 @@ def simulate(
     """
     given = schedule_from(schedule, ranks, microbatches, stages_per_rank, lowered=lowered)
     simulated = for_send_model(given, send_model, blocking_receives=blocking_receives)
+    messages: Any = {"send_model": send_model, "blocking_receives": blocking_receives}
     known = costs_from(costs)
-    timeline = run_simulation(
-        simulated, known, send_model=send_model, blocking_receives=blocking_receives, with_period=True
-    )
+    timeline = run_simulation(simulated, known, **messages, with_period=True)
     quantiles = None
     if jitter is not None:
-        runs = simulate_with_jitter(
-            simulated, known, jitter=jitter, send_model=send_model, blocking_receives=blocking_receives
-        )
+        runs = simulate_with_jitter(simulated, known, jitter=jitter, **messages)
         quantiles = {f"p{q}": runs.quantile(q / 100) for q in _QUANTILES}
     idle = gaps(timeline)
     if as_json:

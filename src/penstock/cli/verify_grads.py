@@ -74,7 +74,7 @@ def verify_grads(
         typer.echo(json.dumps(_record(found), indent=2, allow_nan=False))
     else:
         _print(found)
-    if all(verdict.refused for verdict in found):
+    if all(verdict.rejected for verdict in found):
         raise typer.Exit(2)
     raise typer.Exit(0 if all(verdict.equal for verdict in found) else 1)
 
@@ -120,7 +120,7 @@ def _record(found: list[Verdict]) -> dict[str, Any]:
                 "norm_error": _number(verdict.norm),
                 "worst_gradient": _deviation(verdict.gradient),
                 "worst_parameter": _deviation(verdict.parameter),
-                "refused": verdict.refused or None,
+                "rejected": verdict.rejected or None,
                 "cause": verdict.cause or None,
             }
             for verdict in found
@@ -147,9 +147,9 @@ def _print(found: list[Verdict]) -> None:
     table.add_column("")
     table.add_column("worst gradient", overflow="fold")
     for verdict in found:
-        outcome = "equal" if verdict.equal else "refused" if verdict.refused else "NOT EQUAL"
+        outcome = "equal" if verdict.equal else "rejected" if verdict.rejected else "NOT EQUAL"
         errors = (verdict.loss, _error(verdict.gradient), verdict.norm, _error(verdict.parameter))
-        numbers = ["-" if verdict.refused else f"{error:.1e}" for error in errors]
+        numbers = ["-" if verdict.rejected else f"{error:.1e}" for error in errors]
         name = "" if verdict.gradient is None else printable(verdict.gradient.name)
         table.add_row(
             Text(printable(verdict.schedule)),
@@ -160,11 +160,11 @@ def _print(found: list[Verdict]) -> None:
     Console(highlight=False, width=max(shutil.get_terminal_size().columns, 112)).print(table)
     reasons: dict[str, list[str]] = {}
     for verdict in found:
-        if reason := verdict.refused or verdict.cause:
+        if reason := verdict.rejected or verdict.cause:
             reasons.setdefault(reason, []).append(verdict.schedule)
     for reason, names in reasons.items():
         typer.echo(f"\n{', '.join(map(printable, names))}: {reason}")
-    unequal = [verdict for verdict in found if not verdict.equal and not verdict.refused]
+    unequal = [verdict for verdict in found if not verdict.equal and not verdict.rejected]
     if unequal:
         worst = max(unequal, key=lambda verdict: verdict.worst)
         typer.echo(f"\n{len(unequal)} of {len(found)} differ from one process; worst: {_worst(worst)}")

@@ -97,6 +97,16 @@ class StageGraph:
         return tuple(self._outputs[stage])
 
     @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The stages that no stage feeds: they take the batch."""
+        return tuple(stage for stage, inputs in self._inputs.items() if not inputs)
+
+    @cached_property
+    def sinks(self) -> tuple[int, ...]:
+        """The stages that feed no stage: their outputs are those of the model."""
+        return tuple(stage for stage, outputs in self._outputs.items() if not outputs)
+
+    @cached_property
     def number(self) -> dict[Edge, int]:
         """The position of each edge in `edges`."""
         return {edge: i for i, edge in enumerate(self.edges)}

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import PipelineError
 from penstock.ir.action import Action, Kind, Overlap
+from penstock.ir.graph import StageGraph
 from penstock.ir.schedule import Schedule
 from penstock.pipelining._orders import action_of
 from penstock.pipelining.microbatch import merge_chunks
@@ -238,11 +239,11 @@ def _require_no_skip_connections(stage: _PipelineStageBase) -> None:
     if not isinstance(stage, _PipelineStage):
         return
     nodes = [node for node in stage.pipe_info.graph.nodes if node.op == "call_module"]
-    for index, (before, node) in enumerate(pairwise(nodes)):
+    for (source, target), (before, node) in zip(StageGraph.chain(len(nodes)).edges, pairwise(nodes)):
         parts = [user for user in before.users if user.target is operator.getitem]
         wanted = sorted(parts, key=lambda part: int(part.args[1])) or [before]
         if [argument for argument in node.args if argument.op != "placeholder"] != wanted:
             raise PipelineError(
-                f"stage {index + 1} does not take exactly the outputs of stage {index}; skip connections "
+                f"stage {target} does not take exactly the outputs of stage {source}; skip connections "
                 "are not supported: pass the values through the stages between"
             )

@@ -72,11 +72,7 @@ class Simulator:
         self.costs, self._given = costs, schedule
         communicates = schedule.table.has_communication or schedule.num_ranks == 1
         if not communicates and (not model.is_buffered or blocking_receives):
-            what = "blocking receives" if model.is_buffered else f"send model {model}"
-            raise ScheduleError(
-                f"{what}: {schedule.name} has no SEND and RECV actions to block; lower it first: "
-                "penstock.lower(schedule), or --lowered on the command line"
-            )
+            raise _no_messages_error(schedule, model)
         costs.check_lengths(schedule.graph)
         followed = costs.bandwidth is not None or not model.is_buffered or blocking_receives
         followed |= not schedule.table.only_compute and collectives_take_time(costs)
@@ -185,3 +181,11 @@ class Simulator:
             f"with blocking receives the ranks wait for each other: {'; '.join(where)}; defer the receives "
             "(DeferReceives), or simulate receives that block only where the message is used"
         )
+
+
+def _no_messages_error(schedule: Schedule, model: SendModel) -> ScheduleError:
+    what = "blocking receives" if model.is_buffered else f"send model {model}"
+    return ScheduleError(
+        f"{what}: {schedule.name} has no SEND and RECV actions to block; lower it first: "
+        "penstock.lower(schedule), or --lowered on the command line"
+    )

@@ -72,16 +72,20 @@ def no_duplicates(table: ActionTable) -> Iterator[Violation]:
 
 def complete(table: ActionTable) -> Iterator[Violation]:
     """Every stage runs every microbatch: forward, and in a training schedule backward."""
-    f, i, w, b = (_present(table, kind) for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
     yield from _per_stage(
         table,
-        ~f,
+        ~_present(table, Kind.F),
         "missing-forward",
         "has no forward (F) of",
         "add it; every stage runs the forward of every microbatch once",
     )
-    if not table.has(Kind.I, Kind.W, Kind.B):
-        return
+    if table.has(Kind.I, Kind.W, Kind.B):
+        yield from _complete_backward(table)
+
+
+def _complete_backward(table: ActionTable) -> Iterator[Violation]:
+    """Every backward is one B, or I and W."""
+    i, w, b = (_present(table, kind) for kind in (Kind.I, Kind.W, Kind.B))
     yield from _per_stage(
         table,
         ~(b | i | w),

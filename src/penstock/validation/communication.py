@@ -44,6 +44,11 @@ def sent_and_received(messages: Messages) -> Iterator[Violation]:
         elif consumer >= 0:
             message = f"its input is computed on rank {source}, but never sent to rank {target}"
             yield violation_at(table, consumer, "missing-message", message, "add the SEND and the RECV")
+    yield from _needless(messages)
+
+
+def _needless(messages: Messages) -> Iterator[Violation]:
+    table = messages.table
     expected = np.zeros(len(table.code), dtype=np.bool_)
     for parts in (messages.send, messages.receive):
         expected[parts[parts >= 0]] = True

@@ -59,8 +59,8 @@ def check_gradient_shapes(gradients: Leaves, shapes: Sequence[torch.Size], stage
         shape is not None and shape != expected for shape, expected in zip(received, shapes)
     ):
         raise PipelineError(
-            f"stage {stage + 1} sent gradients of shapes {_listed(received)} to stage {stage}, whose outputs "
-            f"that require gradients have shapes {_listed(shapes)}"
+            f"stage {stage} received gradients of shapes {_listed(received)}, but its outputs that require "
+            f"gradients have shapes {_listed(shapes)}"
         )
 
 

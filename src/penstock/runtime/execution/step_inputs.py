@@ -42,7 +42,9 @@ class StepInputBuilder:
         if training and not torch.is_grad_enabled():
             raise PipelineError("step() computes gradients, but gradients are disabled here: use eval()")
         schedule, modules = self.config.schedule, self.config.modules
-        has_first, has_last = 0 in modules, schedule.num_stages - 1 in modules
+        has_first, has_last = (
+            any(stage in modules for stage in ends) for ends in (schedule.graph.sources, schedule.graph.sinks)
+        )
         if training and self.config.loss is None and has_last:
             raise PipelineError("step() needs a loss: give `loss=` to Pipeline, or use eval()")
         split_args, split_kwargs = self.batcher.split_arguments(args if has_first else (), kwargs)

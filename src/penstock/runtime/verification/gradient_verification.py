@@ -56,7 +56,7 @@ class Verdict:
     """The gradient with the largest error over all parameters and steps; None if there is none."""
     parameter: Deviation | None = None
     """The parameter with the largest error after all steps."""
-    refused: str = ""
+    rejected: str = ""
     """Why the schedule could not run; empty if it did."""
     cause: str = ""
     """The likely cause of a mismatch."""
@@ -64,7 +64,7 @@ class Verdict:
     @property
     def equal(self) -> bool:
         """Whether everything is within the tolerance."""
-        return not self.refused and self.worst <= self.tolerance
+        return not self.rejected and self.worst <= self.tolerance
 
     @property
     def worst(self) -> float:
@@ -137,11 +137,11 @@ def _verdict(
         schedule.name, schedule.num_ranks, schedule.num_stages, schedule.microbatches, tolerance or 0.0
     )
     if not schedule.table.has(Kind.B, Kind.I):
-        return replace(verdict, refused="it has no backward, so there are no gradients")
+        return replace(verdict, rejected="it has no backward, so there are no gradients")
     try:
         errors = compare(whole_batch)
     except PenstockError as error:
-        return replace(verdict, refused=_short_message(error))
+        return replace(verdict, rejected=_short_message(error))
     verdict = replace(verdict, tolerance=errors.tolerance if tolerance is None else tolerance)
     verdict = _with_errors(verdict, errors)
     if verdict.equal:
