@@ -42,5 +42,5 @@ def test_what_one_process_says_is_what_the_page_quotes(name: str) -> None:
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_what_ranks_say_is_what_the_page_quotes(name: str, failing_pool: Pool) -> None:
-    lost = (1,) if name == "lost_rank" else ()
+    lost = (1,) if name in {"lost_rank", "stopped_rank"} else ()
     assert_quoted(name, failing_pool.run(TOGETHER[name], lost=lost)[0])

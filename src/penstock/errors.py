@@ -141,8 +141,9 @@ class CheckpointError(PenstockError):
 class StepFailedError(PenstockError):
     """A training step failed on some rank; every rank raises this error with the same report.
 
-    `rank` is the rank that failed first and `action` the action it was executing, with its `stage` and
-    `microbatch` if it has them. `kind` is `exception`, `timeout` or `lost` (a connection broke). `details` is
+    `rank` is the rank that failed first, None if it belongs to another pipeline; `world_rank` is its rank in
+    the job. `action` is the action it was executing, with its `stage` and `microbatch` if it has them. `kind`
+    is `exception`, `interrupted`, `timeout` or `lost` (a process ended or a connection broke). `details` is
     the original traceback.
     """
 
@@ -155,6 +156,7 @@ class StepFailedError(PenstockError):
         microbatch: int | None = None,
         kind: str = "exception",
         details: str = "",
+        world_rank: int | None = None,
     ) -> None:
         super().__init__(report)
         self.report = report
@@ -164,7 +166,8 @@ class StepFailedError(PenstockError):
         self.microbatch = microbatch
         self.kind = kind
         self.details = details
+        self.world_rank = world_rank
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        arguments = (self.report, self.rank, self.action, self.stage, self.microbatch, self.kind, self.details)
-        return type(self), arguments
+        where = (self.rank, self.action, self.stage, self.microbatch)
+        return type(self), (self.report, *where, self.kind, self.details, self.world_rank)

@@ -44,7 +44,8 @@ class Fault:
     rank: int
     action: str
     effect: str = "raise"
-    """`raise`, `raise badly` (an exception whose text raises), `interrupt`, `kill`, or `nap`: only wait."""
+    """`raise`, `raise badly` (an exception whose text raises), `interrupt`, `kill`, `stop` (SIGSTOP), or `nap`:
+    only wait."""
     seconds: float = 0
     """How long the rank waits before that."""
 
@@ -178,6 +179,8 @@ class FaultyPipeline:
             raise KeyboardInterrupt
         if fault.effect == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault.effect == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def step(self) -> float | None:
         """One training step from gradients of zero."""

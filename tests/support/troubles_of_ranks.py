@@ -106,6 +106,12 @@ def value_that_cannot_be_sent() -> str:
 
 
 @together
+def stopped_rank() -> str:
+    with faulty_pipeline("1f1b", 4, timeout=5) as one:
+        return one.run_with_faults(Fault(1, "1F2", "stop")).text
+
+
+@together
 def lost_rank() -> str:
     with faulty_pipeline("1f1b", 4) as one:
         return one.run_with_faults(Fault(1, "1F2", "kill", 0.8)).text

@@ -84,7 +84,8 @@ class LocalRanks:
         """The results, with a `Failure` for a rank that raised, died, or took longer than `seconds`.
 
         Without `seconds` there is no limit, but once a rank has failed the others must finish soon. Ranks in
-        `may_die` give None if they die. After a failure the next call starts all ranks again.
+        `may_die` are not waited for, and give None if they die or are late. After a failure the next call
+        starts all ranks again.
         """
         self._start()
         for pipe in self._pipes:
@@ -93,7 +94,7 @@ class LocalRanks:
         results: list[Any] = [None] * self.count
         pending = dict(enumerate(self._pipes))
         deadline = inf if seconds is None else time.monotonic() + seconds
-        while pending and (left := deadline - time.monotonic()) > 0:
+        while pending.keys() - set(may_die) and (left := deadline - time.monotonic()) > 0:
             rank_of = {pipe: rank for rank, pipe in pending.items()}
             for ready in wait(list(rank_of), None if left == inf else left):
                 rank = rank_of[ready]  # type: ignore[index]
@@ -101,7 +102,7 @@ class LocalRanks:
                 del pending[rank]
                 if seconds is None and isinstance(results[rank], Failure):
                     deadline = min(deadline, time.monotonic() + _GRACE)
-        for rank in pending:
+        for rank in pending.keys() - set(may_die):
             results[rank] = Failure("timed out")
         if may_die or any(isinstance(result, Failure) for result in results):
             self.stop()

@@ -1,35 +1,102 @@
-"""Promise: the first published cause is the cause on all ranks, and every rank publishes its status once."""
+"""Promise: the first failure is the cause on all ranks, and every rank sends its status once."""
 
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
+from penstock.runtime.failure.watch import JobWatch
 
 CAUSE = FailureCause(1, "exception", 3, "1F0", 1, 0, "ValueError: wrong", "Traceback")
 
 
-def monitor_of(store: HashStore, rank: int, failures: list[int]) -> FailureMonitor:
-    status = RankStatus("step", 3, rank, "")
-    return FailureMonitor(store, rank, 2, lambda: status, lambda: failures.append(rank))
+@contextmanager
+def linked_watches(count: int) -> Iterator[list[JobWatch]]:
+    """Watches of this process that are linked with each other."""
+    watches: list[JobWatch] = []
+    for rank in range(count):
+        listener = socket.create_server(("127.0.0.1", 0))
+        watches.append(JobWatch(rank, "key", f"process {rank}", listener))
+        for address in [f"127.0.0.1:{listener.getsockname()[1]}"]:
+            for earlier in watches[:-1]:
+                earlier.link(address)
+    until(lambda: all(len(watch.linked()) == count - 1 for watch in watches))
+    yield watches
+    for watch in watches:
+        watch.close("the test is over")
 
 
-def test_the_first_published_cause_wins() -> None:
-    store = HashStore()
-    first, second = (monitor_of(store, rank, []) for rank in (0, 1))
-    assert first.read_cause() is None
-    assert first.publish_cause(CAUSE) == CAUSE
-    assert second.publish_cause(replace(CAUSE, rank=0)) == CAUSE
-    assert second.wait_for_cause(0) == CAUSE
-    for monitor in (first, second):
-        monitor.stop()
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
-def test_ranks_that_publish_no_status_are_left_out() -> None:
-    store = HashStore()
-    monitor = monitor_of(store, 1, [])
-    monitor.publish_status()
-    assert monitor.statuses(0) == {1: RankStatus("step", 3, 1, "")}
-    monitor.stop()
+def monitor_of(watch: JobWatch, count: int, failures: list[int]) -> FailureMonitor:
+    status = RankStatus("step", 3, watch.rank, "")
+    fail = lambda: failures.append(watch.rank)  # noqa: E731
+    return FailureMonitor(watch, "one", range(count), 60, lambda: status, fail, fail)
+
+
+def test_the_first_published_cause_wins_and_all_send_their_status() -> None:
+    failures: list[int] = []
+    with linked_watches(3) as watches:
+        monitors = [monitor_of(watch, 3, failures) for watch in watches]
+        assert monitors[1].wait_for_cause(0) is None
+        published = monitors[1].publish_cause(CAUSE)
+        assert (published.world_rank, published.members, published.reporter) == (1, (0, 1, 2), 1)
+        assert monitors[2].wait_for_cause(20) == published
+        assert monitors[2].publish_cause(replace(CAUSE, rank=2)) == published
+        wanted = published, {rank: RankStatus("step", 3, rank, "") for rank in range(3)}
+        assert [monitor.settled() for monitor in monitors] == [wanted] * 3
+        assert sorted(failures) == [0, 1, 2]
+
+
+def test_of_two_causes_at_once_all_ranks_choose_the_same() -> None:
+    with linked_watches(3) as watches:
+        monitors = [monitor_of(watch, 3, []) for watch in watches]
+        for monitor, kind in zip(monitors, ("timeout", "exception", "exception")):
+            monitor.publish_cause(replace(CAUSE, kind=kind, rank=monitor.watch.rank))
+        chosen = [monitor.settled()[0] for monitor in monitors]
+        assert len(set(chosen)) == 1
+        assert chosen[0] is not None
+
+
+def test_another_connection_of_the_same_ranks_is_not_affected() -> None:
+    with linked_watches(2) as watches:
+        monitors = [monitor_of(watch, 2, []) for watch in watches]
+        status = RankStatus("outside", 0, 0, "")
+        other = FailureMonitor(watches[1], "two", range(2), 60, lambda: status, lambda: None, lambda: None)
+        monitors[0].publish_cause(CAUSE)
+        assert monitors[1].wait_for_cause(20) is not None
+        assert other.wait_for_cause(0) is None
+
+
+def test_a_process_that_ends_without_a_message_is_the_cause_at_once_and_one_that_exits_later() -> None:
+    with linked_watches(4) as watches:
+        monitors = [monitor_of(watch, 4, []) for watch in watches[:3]]
+        watches[2].close("it has exited")
+        until(lambda: 2 in watches[0].ended and 2 in watches[1].ended)
+        assert monitors[0].wait_for_cause(0) is None
+        monitors[0].begin()
+        cause = monitors[1].wait_for_cause(20)
+        assert cause is not None
+        assert (cause.rank, cause.kind) == (2, "lost")
+        assert cause.message == "its process (process 2) has ended: it has exited"
+
+
+def test_silence_is_measured_and_named() -> None:
+    with linked_watches(2) as watches:
+        monitor = monitor_of(watches[0], 2, [])
+        with watches[1]._lock:  # its thread cannot send
+            until(lambda: watches[0].silence(1) > 3)
+            blamed = monitor.blamed(replace(CAUSE, kind="timeout", rank=0, message="rank 0 waited"))
+        assert (blamed.rank, blamed.kind, blamed.process) == (1, "timeout", "process 1")
+        assert "no sign of life from its process (process 1) for 3 s" in blamed.message
+        assert blamed.message.endswith("; rank 0 waited")
+        until(lambda: watches[0].silence(1) < 3)

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+import torch.distributed as dist
+
+from penstock.errors import PipelineError
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.dtensors import Meshes
@@ -23,10 +26,13 @@ from penstock.runtime.execution.forward_only import forward_only
 from penstock.runtime.execution.microbatch_state import LiveActivations
 from penstock.runtime.execution.program import CallType, Program
 from penstock.runtime.execution.stage import Source, Stage, StageConfig
+from penstock.runtime.failure.job import link_members, raise_if_ended, silent_ranks, watch_of_job
 from penstock.runtime.failure.monitor import FailureMonitor, RankStatus
+from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.channels import FlatValue
 from penstock.runtime.transport.communicator import Communicator
+from penstock.runtime.transport.process_groups import abort_process_groups
 
 __all__ = ["Connection"]
 
@@ -45,14 +51,8 @@ class Connection:
         schedule, rank = config.schedule, config.rank
         self.communicator: Communicator | None = None
         if not config.is_single_rank:
-            self.communicator = Communicator(
-                config.members,
-                rank,
-                channels_between_ranks(schedule),
-                schedule.microbatches,
-                config.device,
-                config.timeout,
-            )
+            watch = watch_of_job(config.timeout)
+            self.communicator = self._connected(watch)
         meshes = Meshes(list(config.modules.values()), config.mesh)
         self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
         self.stages: dict[int, Stage] = {}
@@ -65,14 +65,32 @@ class Connection:
         self.monitor: FailureMonitor | None = None
         if self.communicator is not None:
             own = weakref.ref(self)
+            link_members(watch, config.members, config.timeout)
             self.monitor = FailureMonitor(
-                self.communicator.monitor_store,
-                rank,
-                len(config.members),
+                watch,
+                self.communicator.name,
+                config.members,
+                config.timeout.total_seconds(),
                 partial(_status_of, own),
-                partial(_abort_programs_of, own),
+                partial(_stop_waiting_of, own),
+                partial(_abort_all_groups_of, own),
             )
             self._release = weakref.finalize(self, _release, self.monitor, self.communicator)
+
+    def _connected(self, watch: JobWatch) -> Communicator:
+        config = self.config
+        try:
+            return Communicator(
+                config.members,
+                config.rank,
+                channels_between_ranks(config.schedule),
+                config.schedule.microbatches,
+                config.device,
+                config.timeout,
+                partial(raise_if_ended, watch, config.members),
+            )
+        except PipelineError as error:
+            raise PipelineError(f"{error}{silent_ranks(watch, config.members)}") from error.__cause__
 
     # --- stages and programs -----------------------------------------------------------------------
 
@@ -123,6 +141,8 @@ class Connection:
         self.mode, self.step, self.waiting_for = mode, step, ""
         program = self.programs[mode]
         program.begin()
+        if self.monitor is not None:
+            self.monitor.begin()
         return program
 
     def end(self) -> None:
@@ -130,10 +150,17 @@ class Connection:
         self.mode = "outside"
         self.pool.end_step()
 
-    def abort_programs(self) -> None:
-        """Make the running program stop before its next call."""
+    def stop_waiting(self) -> None:
+        """Make a running step stop before its next call and end its wait; a later step does not start."""
         for program in self.programs.values():
             program.progress.abort_requested = True
+        if self.mode != "outside":
+            self.abort()
+
+    def abort_all_groups(self) -> None:
+        """End the wait of this rank in a collective with ranks of other pipelines."""
+        if dist.get_world_size() > len(self.config.members):
+            abort_process_groups()
 
     def message_sizes(self) -> dict[tuple[Kind, int], int]:
         """Bytes of the longest message of each send channel so far."""
@@ -167,6 +194,11 @@ class Connection:
         (peer,) = graph.outputs(part.stage)
         return f"the gradient of {peer}F{part.microbatch}'s input from rank {hosts[peer]}"
 
+    def abort(self) -> None:
+        """End all waits for other ranks of the pipeline, here and there."""
+        if (communicator := self.communicator) is not None:
+            communicator.abort()
+
     def close(self) -> None:
         """Close all connections; pending messages are released first, see `Communicator.close`."""
         if self.communicator is not None:
@@ -185,10 +217,14 @@ def _status_of(connection: weakref.ref[Connection]) -> RankStatus:
     return RankStatus("outside", 0, 0, "") if alive is None else alive.status()
 
 
-def _abort_programs_of(connection: weakref.ref[Connection]) -> None:
-    alive = connection()
-    if alive is not None:
-        alive.abort_programs()
+def _stop_waiting_of(connection: weakref.ref[Connection]) -> None:
+    if (alive := connection()) is not None:
+        alive.stop_waiting()
+
+
+def _abort_all_groups_of(connection: weakref.ref[Connection]) -> None:
+    if (alive := connection()) is not None:
+        alive.abort_all_groups()
 
 
 def _local_output(stages: Mapping[int, Stage], index: int, microbatch: int) -> FlatValue:

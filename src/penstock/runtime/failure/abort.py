@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import traceback
-from contextlib import suppress
 
 from penstock.errors import PenstockError
 from penstock.runtime.execution.connection import Connection
 from penstock.runtime.execution.program import Program, StepAbortedError
-from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
+from penstock.runtime.failure.monitor import FailureCause, FailureMonitor
 from penstock.runtime.failure.report import failure_cause, failure_report
 
 __all__ = ["abort_step"]
 
-_STATUS_SECONDS = 1.0  # how long ranks have to publish what they were doing
+_RACE_SECONDS = 0.25
+"""How long an error that may follow from a failure elsewhere waits for that failure."""
 
 
 def abort_step(error: BaseException, connection: Connection, program: Program) -> BaseException:
@@ -22,44 +22,31 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
     if monitor is None:
         return error
     schedules = {mode: each.schedule for mode, each in connection.programs.items()}
-    cause = _agreed_cause(error, monitor, connection, program)
-    with suppress(RuntimeError):  # the store may be gone by now, but the cause is known
-        monitor.publish_status()
+    monitor.handled()
+    own = failure_cause(error, program, connection.config.rank, connection.step, connection.awaited(program))
+    cause = _cause(error, own, monitor)
     if program.communicates:
-        # frames refer to pending messages, which keep the connections open
-        traceback.clear_frames(error.__traceback__)
+        traceback.clear_frames(error.__traceback__)  # frames refer to pending messages
+    connection.abort()
+    settled, statuses = monitor.settled()
     connection.close()
-    statuses: dict[int, RankStatus] = {}
-    with suppress(RuntimeError):
-        statuses = monitor.statuses(_STATUS_SECONDS)
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return error
     if isinstance(error, PenstockError) and not program.started:
         return error
-    report = failure_report(cause, statuses, schedules)
-    report.__cause__ = error if cause.rank == connection.config.rank and cause.kind == "exception" else None
+    cause = settled or cause
+    report = failure_report(cause, statuses, schedules, monitor.members)
+    is_own = cause.reporter == monitor.watch.rank and cause.kind == "exception"
+    report.__cause__ = error if is_own else None
     return report
 
 
-def _agreed_cause(
-    error: BaseException, monitor: FailureMonitor, connection: Connection, program: Program
-) -> FailureCause:
-    """The cause that another rank published, or else the failure of this rank."""
-    own = failure_cause(error, program, connection.config.rank, connection.step, connection.awaited(program))
-    try:
-        if isinstance(error, StepAbortedError) or own.kind == "lost":
-            published = monitor.wait_for_cause()
-            if published is not None:
-                return published
-        return monitor.publish_cause(own)
-    except RuntimeError:
-        known = monitor.cause or (own if own.kind == "exception" else None)
-        return known or _lost_store(connection.step)
-
-
-def _lost_store(step: int) -> FailureCause:
-    message = (
-        "the connection to the job's key-value store broke, so the process that hosts it is gone: rank 0 of "
-        "the world, or the agent of torchrun"
-    )
-    return FailureCause(-1, "lost", step, "", None, None, message, "")
+def _cause(error: BaseException, own: FailureCause, monitor: FailureMonitor) -> FailureCause:
+    """The cause that is known already, or else the failure of this rank."""
+    if isinstance(error, StepAbortedError) or own.kind == "lost":
+        known = monitor.wait_for_cause()
+    else:  # an error of a collective inside of a stage comes from another rank
+        known = monitor.wait_for_cause(_RACE_SECONDS if isinstance(error, RuntimeError | OSError) else 0)
+    if known is not None:
+        return known
+    return monitor.publish_cause(monitor.blamed(own) if own.kind in ("lost", "timeout") else own)

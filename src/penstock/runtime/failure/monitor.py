@@ -1,27 +1,26 @@
-"""The failure monitor: the first failure on any rank becomes the failure on all ranks, with one cause.
+"""The failure monitor of one connection: the first failure on any rank becomes the failure on all ranks.
 
-Ranks publish failures in the job's key-value store, never over the channels, which may be what failed. The
-failing rank publishes the cause, unless another rank was first, and closes its connections. That wakes up every
-rank that waits for it, which reads the cause and closes its own connections. A thread polls for a cause too, so
-that a computing rank stops at its next action, and a rank that hangs still publishes its status.
+Ranks send each other failures through the watch, never over the channels, which may be what failed. A rank
+that learns of a failure sends its status to the ranks of its pipeline, stops before its next action, and ends
+its connections, so that no wait continues. Two failures at once reach every rank before the statuses do, so
+that all ranks choose the same one.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from penstock.runtime.failure.watch import SILENT_SECONDS, Ended, JobWatch
 
 __all__ = ["FailureCause", "FailureMonitor", "RankStatus"]
 
-_POLL_SECONDS = 0.25
 _GRACE_SECONDS = 1.0  # how long a rank with a broken connection waits for another rank's cause
-_CAUSE_KEY = "cause"
+_STATUS_SECONDS = 1.0  # how long ranks have to send what they were doing
+_STUCK_SECONDS = 1.5  # how long a rank may take to notice the failure before all its groups are aborted
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,9 @@ class FailureCause:
     """Why and where a step failed."""
 
     rank: int
+    """The rank of the pipeline `members` that failed."""
     kind: str
-    """`exception`, `timeout`, `lost` (a connection of `rank` broke) or `interrupted`."""
+    """`exception`, `timeout`, `lost` (a process ended or a connection broke) or `interrupted`."""
     step: int
     action: str
     stage: int | None
@@ -38,6 +38,13 @@ class FailureCause:
     message: str
     details: str
     """The original traceback."""
+    process: str = ""
+    """The process of the rank, if it ended or does not answer."""
+    members: tuple[int, ...] = ()
+    """The world ranks of the pipeline."""
+    world_rank: int = -1
+    reporter: int = -1
+    """The world rank that noticed it."""
 
 
 @dataclass(frozen=True)
@@ -55,79 +62,171 @@ class RankStatus:
 
 
 class FailureMonitor:
-    """One rank's monitor. `status` gives what this rank is doing; `on_failure` is called once."""
+    """The monitor of one connection on one rank; `name` is that of the connection on all its ranks.
+
+    `status` gives what this rank is doing; `on_failure` is called once, `on_stuck` if the rank does not react.
+    """
 
     def __init__(
         self,
-        store: Store,
-        rank: int,
-        ranks: int,
+        watch: JobWatch,
+        name: str,
+        members: Sequence[int],
+        timeout: float,
         status: Callable[[], RankStatus],
         on_failure: Callable[[], None],
+        on_stuck: Callable[[], None],
     ) -> None:
-        self._store, self._rank, self._ranks = store, rank, ranks
-        self._lock = threading.Lock()  # a connection to the store handles one request at a time
-        self._status, self._on_failure = status, on_failure
-        self._stopped = threading.Event()
-        self.cause: FailureCause | None = None
-        self._thread = threading.Thread(target=self._poll, name="penstock-failure-monitor", daemon=True)
-        self._thread.start()
+        self.watch, self.members = watch, tuple(members)
+        self._name, self._timeout = name, timeout
+        self._rank = self.members.index(watch.rank)
+        self._status, self._on_failure, self._on_stuck = status, on_failure, on_stuck
+        self._causes: list[FailureCause] = []
+        self._statuses: dict[int, RankStatus] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._stuck_at = float("inf")
+        watch.add_listener(self)
 
-    def _poll(self) -> None:
-        while not self._stopped.wait(_POLL_SECONDS):
-            if not dist.is_initialized():
-                return
-            try:
-                cause = self.read_cause()
-            except Exception:  # noqa: BLE001 -- the store is gone, and the job with it
-                return
-            if cause is not None:
-                self._on_failure()
-                self.publish_status()
+    # --- the failing rank --------------------------------------------------------------------------
+
+    @property
+    def cause(self) -> FailureCause | None:
+        """The known cause that comes before all others."""
+        with self._changed:
+            return min(self._causes, key=self._precedence, default=None)
+
+    def begin(self) -> None:
+        """A step begins: it fails at once if the process of a rank has ended."""
+        self.watch.active = self
+        for rank in self.members:
+            if (ended := self.watch.ended.get(rank)) is not None:
+                self._fail(self._end_cause(ended), self.members)
                 return
 
-    def read_cause(self) -> FailureCause | None:
-        """The published cause, if there is one."""
-        if self.cause is None:
-            with self._lock:
-                if self._store.check([_CAUSE_KEY]):
-                    self.cause = FailureCause(**json.loads(self._store.get(_CAUSE_KEY)))
-        return self.cause
+    def handled(self) -> None:
+        """This rank has noticed the failure."""
+        self._stuck_at = float("inf")
 
     def wait_for_cause(self, seconds: float = _GRACE_SECONDS) -> FailureCause | None:
-        """The cause, if a rank publishes one within this time."""
-        end = time.monotonic() + seconds
-        while (cause := self.read_cause()) is None and time.monotonic() < end:
-            time.sleep(0.01)
-        return cause
-
-    def publish_cause(self, cause: FailureCause) -> FailureCause:
-        """Publish the cause, unless another rank was first; gives the published one."""
-        with self._lock:
-            published = self._store.compare_set(_CAUSE_KEY, "", json.dumps(asdict(cause)))
-        self.cause = FailureCause(**json.loads(published))
+        """The cause, if one becomes known within this time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._causes, seconds)
         return self.cause
 
-    def publish_status(self) -> None:
-        """Publish what this rank is doing, once."""
-        with self._lock:
-            key = f"status/{self._rank}"
-            if not self._store.check([key]):
-                self._store.set(key, json.dumps(asdict(self._status())))
+    def publish_cause(self, cause: FailureCause) -> FailureCause:
+        """Send the cause to all ranks of the job, unless another is known; gives the one that is."""
+        self._fail(self._completed(cause), None)
+        found = self.cause
+        assert found is not None, "there is one now"
+        return found
 
-    def statuses(self, seconds: float) -> dict[int, RankStatus]:
-        """What the ranks were doing, for those that publish it within this time."""
-        keys = [f"status/{rank}" for rank in range(self._ranks)]
-        end = time.monotonic() + seconds
-        while True:
-            with self._lock:
-                published = [key for key in keys if self._store.check([key])]
-                if len(published) == len(keys) or time.monotonic() > end:
-                    texts = {key: self._store.get(key) for key in published}
-                    break
-            time.sleep(0.02)
-        return {int(key.split("/")[1]): RankStatus(**json.loads(text)) for key, text in texts.items()}
+    def settled(self) -> tuple[FailureCause | None, dict[int, RankStatus]]:
+        """The cause, and what the ranks of the pipeline were doing: those that answer in time."""
+        end = time.monotonic() + _STATUS_SECONDS
+        with self._changed:
+            while not self._all_answered() and (left := end - time.monotonic()) > 0:
+                self._changed.wait(min(left, 0.1))
+            return self.cause, dict(self._statuses)
+
+    def _all_answered(self) -> bool:
+        return all(
+            rank in self._statuses or member in self.watch.ended or self.watch.silence(member) > SILENT_SECONDS
+            for rank, member in enumerate(self.members)
+        )
+
+    def blamed(self, cause: FailureCause) -> FailureCause:
+        """The cause of a broken connection or a timeout: a rank that ended or is silent, if there is one."""
+        for rank in self.members:
+            if (ended := self.watch.ended.get(rank)) is not None:
+                return self._end_cause(ended)
+        silences = {rank: self.watch.silence(rank) for rank in self.members}
+        silent, seconds = max(silences.items(), key=lambda each: each[1])
+        return cause if seconds < SILENT_SECONDS else self._silence_cause(silent, cause.message)
 
     def stop(self) -> None:
-        """Stop polling."""
-        self._stopped.set()
+        """Take no more notice of failures."""
+        self.watch.remove_listener(self)
+        if self.watch.active is self:
+            self.watch.active = None
+
+    # --- events, on the thread of the watch --------------------------------------------------------
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        """A cause or a status from another rank."""
+        own = message.get("connection") == self._name
+        if message["type"] == "status" and own:
+            with self._changed:
+                self._statuses[int(message["rank"])] = RankStatus(**message["status"])
+                self._changed.notify_all()
+        elif message["type"] == "cause":
+            cause = FailureCause(**message["cause"] | {"members": tuple(message["cause"]["members"])})
+            other_pipeline = self.watch.active is self and self.watch.rank not in cause.members
+            if own or other_pipeline:
+                self._add(cause)
+
+    def on_end(self, ended: Ended) -> None:
+        """A process has ended; one that has exited by itself may have finished its work."""
+        if not ended.reason and (ended.rank in self.members or self.watch.active is self):
+            self._fail(self._end_cause(ended), self.members)
+
+    def on_beat(self) -> None:
+        """Fail a step for which a rank has not answered for too long; abort what blocks after a failure."""
+        if self._status().mode == "outside":
+            return
+        if time.monotonic() > self._stuck_at:
+            self.handled()
+            self._on_stuck()
+        silent = [rank for rank in self.watch.linked() if self.watch.silence(rank) > self._timeout]
+        if silent and not self._causes:
+            self._fail(self._silence_cause(min(silent), ""), None)
+
+    # --- causes ------------------------------------------------------------------------------------
+
+    def _precedence(self, cause: FailureCause) -> tuple[int, bool, int]:
+        """An ended process explains exceptions, and both explain timeouts and broken connections."""
+        kinds = ("ended", "exception", "timeout", "lost")
+        kind = {"interrupted": "exception"}.get(cause.kind, cause.kind)
+        kind = "ended" if kind == "lost" and cause.process else kind
+        return kinds.index(kind), cause.members != self.members, cause.reporter
+
+    def _completed(self, cause: FailureCause) -> FailureCause:
+        world_rank = self.members[cause.rank] if cause.world_rank < 0 else cause.world_rank
+        return replace(cause, members=self.members, world_rank=world_rank, reporter=self.watch.rank)
+
+    def _about(self, world_rank: int, kind: str, process: str, message: str) -> FailureCause:
+        rank = self.members.index(world_rank) if world_rank in self.members else -1
+        step = self._status().step
+        about = FailureCause(rank, kind, step, "", None, None, message, "", process, world_rank=world_rank)
+        return self._completed(about)
+
+    def _end_cause(self, ended: Ended) -> FailureCause:
+        return self._about(ended.rank, "lost", ended.process, str(ended))
+
+    def _silence_cause(self, world_rank: int, message: str) -> FailureCause:
+        process = self.watch.processes.get(world_rank, "unknown")
+        text = (
+            f"no sign of life from its process ({process}) for {self.watch.silence(world_rank):.0f} s: it is "
+            "stopped, or its host or the network fails"
+        )
+        return self._about(world_rank, "timeout", process, f"{text}; {message}" if message else text)
+
+    def _fail(self, cause: FailureCause, ranks: Sequence[int] | None) -> None:
+        """Send this cause to these ranks, by default to all of the job, unless one is known."""
+        with self._changed:
+            if self._causes:
+                return
+            self.watch.send({"type": "cause", "connection": self._name, "cause": asdict(cause)}, ranks)
+            self._add(cause)
+
+    def _add(self, cause: FailureCause) -> None:
+        with self._changed:
+            self._causes.append(cause)
+            if len(self._causes) > 1:
+                return
+            status = self._status()
+            self._statuses[self._rank] = status
+            message = {"connection": self._name, "rank": self._rank, "status": asdict(status)}
+            self.watch.send({"type": "status", **message}, self.members)
+            self._stuck_at = time.monotonic() + _STUCK_SECONDS
+            self._changed.notify_all()
+        self._on_failure()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 
+from penstock.arguments import listed
 from penstock.errors import StepFailedError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.execution.program import Program
@@ -27,7 +29,7 @@ def failure_cause(error: BaseException, program: Program, rank: int, step: int, 
     elif isinstance(error, TransportError):
         timed_out = "Timed out" in message
         kind, details = ("timeout", "") if timed_out else ("lost", "")
-        reason = "it did not come in time" if timed_out else "the connection broke: that process is gone"
+        reason = "it did not come in time" if timed_out else "the connection broke"
         where = "had finished all its actions and waited" if program.finished else f"waited in {current}"
         if current is None:
             where = "waited before its first action"
@@ -52,31 +54,47 @@ def _traceback(error: BaseException) -> str:
 
 
 def failure_report(
-    cause: FailureCause, statuses: Mapping[int, RankStatus], schedules: Mapping[str, Schedule]
+    cause: FailureCause,
+    statuses: Mapping[int, RankStatus],
+    schedules: Mapping[str, Schedule],
+    members: tuple[int, ...],
 ) -> StepFailedError:
-    """The error that every rank raises."""
-    lines = [f"step {cause.step} failed{_where(cause)}", f"  {cause.message}"]
+    """The error that every rank of the pipeline raises; `members` are its world ranks."""
+    label = _label(cause, members)
+    lines = [f"step {cause.step} failed{_where(cause, label)}", f"  {cause.message}"]
+    if cause.members != members:
+        cause = replace(cause, rank=-1)
     if statuses:
         status_lines = _status_lines(cause, statuses, schedules)
         lines += ["  what each rank was doing:", *(f"    {line}" for line in status_lines)]
     if cause.details:
-        lines += [f"  traceback on rank {cause.rank}:", *(f"    {line}" for line in cause.details.splitlines())]
+        lines += [f"  traceback on {label}:", *(f"    {line}" for line in cause.details.splitlines())]
     rank = None if cause.rank < 0 else cause.rank
     where = (cause.action or None, cause.stage, cause.microbatch)
-    return StepFailedError("\n".join(lines), rank, *where, cause.kind, cause.details)
+    return StepFailedError("\n".join(lines), rank, *where, cause.kind, cause.details, cause.world_rank)
 
 
-def _where(cause: FailureCause) -> str:
+def _label(cause: FailureCause, members: tuple[int, ...]) -> str:
+    """The rank that failed, for the ranks of the pipeline `members`."""
     if cause.rank < 0:
-        return ""
+        return f"world rank {cause.world_rank}"
+    if cause.members != members:
+        pipeline = f"another pipeline, of world ranks {listed(cause.members)}"
+        return f"world rank {cause.world_rank} (rank {cause.rank} of {pipeline})"
+    return f"rank {cause.rank}" + (
+        "" if cause.rank == cause.world_rank else f" (world rank {cause.world_rank})"
+    )
+
+
+def _where(cause: FailureCause, label: str) -> str:
     if cause.kind == "timeout":
-        return f": rank {cause.rank} waited too long"
+        return f": {label} " + ("does not answer" if cause.process else "waited too long")
     if cause.kind == "lost":
-        return f": rank {cause.rank} lost the connection to another rank"
+        return f": {label} " + ("has ended" if cause.process else "lost the connection to another rank")
     if cause.stage is None:
-        return f" on rank {cause.rank}, before its first action"
+        return f" on {label}, before its first action"
     microbatch = "" if cause.microbatch is None else f", microbatch {cause.microbatch}"
-    return f" on rank {cause.rank}, stage {cause.stage}{microbatch}, in {cause.action}"
+    return f" on {label}, stage {cause.stage}{microbatch}, in {cause.action}"
 
 
 def _status_lines(
@@ -88,7 +106,8 @@ def _status_lines(
     for rank in range(schedules["step"].num_ranks):
         status = statuses.get(rank)
         if status is None:
-            lines.append(f"rank {rank}   does not answer")
+            ended = rank == cause.rank and cause.kind == "lost" and cause.process
+            lines.append(f"rank {rank}   {'has ended' if ended else 'does not answer'}")
             continue
         if status.mode == "outside":
             lines.append(f"rank {rank}   runs neither step nor eval, after step {status.step}")

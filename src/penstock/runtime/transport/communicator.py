@@ -10,7 +10,9 @@ with torch.distributed: creating a registered group needs all ranks of the world
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, Protocol
@@ -21,8 +23,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from penstock.arguments import listed
 from penstock.errors import PipelineError
-from penstock.runtime.transport.stores import agree_on_prefix, delete_announcement, store_connection
+from penstock.runtime.transport.bounded import call_within
+from penstock.runtime.transport.gloo_connections import GlooConnections, gloo_group
+from penstock.runtime.transport.stores import (
+    STORE_IS_SILENT,
+    agree_on_prefix,
+    delete_announcement,
+    first_line,
+    store_connection,
+)
 from penstock.runtime.transport.transport_errors import post, transport_errors, wait
 
 __all__ = ["Communicator", "ControlMessage", "Lane", "gather_arrays"]
@@ -48,6 +59,7 @@ class ControlMessage(IntEnum):
     PING = 2
 
 
+_STORE_SECONDS = 2.0  # that the store has to answer beyond the timeout
 _FIRST_CONTROL_TAG = 2**31 - 1024  # above every tag of the schedule's messages
 
 
@@ -73,6 +85,7 @@ class Communicator:
         microbatches: int,
         device: torch.device,
         timeout: timedelta,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.device = device
         self.size = len(members)
@@ -81,36 +94,58 @@ class Communicator:
         """Whether all messages use one group, with the flags inside the messages."""
         self._edges: dict[int, _Group] = {}
         self._subgroups: dict[tuple[int, ...], _Group] = {}
-        store = store_connection("connect")
+        self._connections: list[GlooConnections] = []
+        self._lock = threading.Lock()
+        seconds = timeout.total_seconds()
         try:
-            self._connect(store, tuple(members), rank, channels, timeout)
-        except RuntimeError as error:
+            call_within(
+                seconds + _STORE_SECONDS,
+                lambda: self._connect(tuple(members), rank, channels, timeout),
+                check,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            why = f"every rank must create the pipeline, and no process may have died ({first_line(error)})"
+            silent = isinstance(error, TimeoutError)
             raise PipelineError(
-                f"rank {rank} of the pipeline could not connect to the others (world ranks "
-                f"{', '.join(map(str, members))}) within {timeout.total_seconds():g} s: every rank must create "
-                f"the pipeline, and no process may have died ({str(error).splitlines()[0]})"
+                f"rank {rank} of the pipeline could not connect to the others (world ranks {listed(members)}) "
+                f"within {seconds:g} s: {STORE_IS_SILENT if silent else why + self._absent(members)}"
             ) from error
-        finally:
-            if rank == 0:
-                delete_announcement(store, members)
 
     def _connect(
         self,
-        store: Store,
         members: tuple[int, ...],
         rank: int,
         channels: Sequence[tuple[int, int, int]],
         timeout: timedelta,
     ) -> None:
-        prefix = agree_on_prefix(store, members, rank, timeout)
-        self._store = PrefixStore(prefix, store)
-        self.monitor_store: Store = PrefixStore(prefix, store_connection("monitor"))
-        """The store on which ranks publish failures, over a separate connection."""
-        gloo: Any = dist.ProcessGroupGloo
-        self._group: _Group = gloo(PrefixStore("gloo", self._store), rank, len(members), timeout)
-        if not self.single_group:
-            self._connect_edges(rank, channels, timeout)
-        self.barrier()
+        store = store_connection("connect")
+        self.name = agree_on_prefix(store, members, rank, timeout)
+        """The key prefix of this connection, never used before."""
+        try:
+            self._store = PrefixStore(self.name, store)
+            self._store.set(f"present/{rank}", "")
+            group, connections = gloo_group(PrefixStore("gloo", self._store), rank, len(members), timeout)
+            self._group: _Group = group
+            self._connections.append(connections)
+            if not self.single_group:
+                self._connect_edges(rank, channels, timeout)
+            self.barrier()
+        finally:
+            if rank == 0:
+                delete_announcement(store, members, self.name)
+
+    def _absent(self, members: Sequence[int]) -> str:
+        """Which ranks are missing, to be appended to an error."""
+        absent: list[int] = []
+        if not hasattr(self, "name"):
+            absent = [0]  # which names the connection
+        else:
+            with suppress(RuntimeError, TimeoutError):
+                absent = call_within(
+                    _STORE_SECONDS,
+                    lambda: [each for each in range(self.size) if not self._store.check([f"present/{each}"])],
+                )
+        return "".join(f"; rank {each} (world rank {members[each]}) has not connected" for each in absent)
 
     def _connect_edges(self, rank: int, channels: Sequence[tuple[int, int, int]], timeout: timedelta) -> None:
         """One communicator per directed edge. All ranks connect them in one order, so there is no deadlock."""
@@ -124,16 +159,19 @@ class Communicator:
 
     def connect_subgroups(self, rank: int, subgroups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
         """One group for each of these sets of ranks, the same list on all ranks."""
+        limit = timeout.total_seconds() + _STORE_SECONDS
+        call_within(limit, lambda: self._connect_subgroups(rank, subgroups, timeout))
+
+    def _connect_subgroups(self, rank: int, subgroups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
         for ranks in subgroups:
             if rank in ranks:
                 store = PrefixStore(f"subgroup/{'-'.join(map(str, ranks))}", self._store)
                 position, size = ranks.index(rank), len(ranks)
-                gloo: Any = dist.ProcessGroupGloo
-                self._subgroups[ranks] = (
-                    gloo(store, position, size, timeout)
-                    if self.single_group
-                    else device_group(self.device, store, position, timeout, size)
-                )
+                if self.single_group:
+                    self._subgroups[ranks], connections = gloo_group(store, position, size, timeout)
+                    self._connections.append(connections)
+                else:
+                    self._subgroups[ranks] = device_group(self.device, store, position, timeout, size)
         if subgroups:
             self.barrier()  # a rank that closes at once would break connections that others still establish
 
@@ -194,27 +232,40 @@ class Communicator:
 
     def exchange_texts(self, name: str, own: str, rank: int, timeout: timedelta) -> list[str]:
         """Every rank's text under this name, through the store."""
-        self._store.set(f"{name}/{rank}", own)
         keys = [f"{name}/{other}" for other in range(self.size)]
-        self._store.wait(keys, timeout)
-        return [self._store.get(key).decode() for key in keys]
+
+        def exchange() -> list[str]:
+            self._store.set(f"{name}/{rank}", own)
+            self._store.wait(keys, timeout)
+            return [self._store.get(key).decode() for key in keys]
+
+        return call_within(timeout.total_seconds() + _STORE_SECONDS, exchange)
 
     def barrier(self) -> None:
         """Wait for all ranks of the pipeline."""
         with transport_errors():
             self._group.barrier().wait()
 
-    def close(self) -> None:
-        """Close all connections, which wakes up every rank that waits for this one.
-
-        gloo closes its connections when the last reference to the group and to its pending messages is gone, so
-        the caller must release those messages first. Communicators of devices are aborted.
-        """
-        for edge in self._edges.values():
+    def abort(self) -> None:
+        """End all connections and every wait on them, also on other ranks; any thread may call it."""
+        with self._lock:
+            for connections in self._connections:
+                connections.shut_down()
+        for edge in list(self._edges.values()):
             edge.abort()
         if not self.single_group:
-            for group in self._subgroups.values():
+            for group in list(self._subgroups.values()):
                 group.abort()
+
+    def close(self) -> None:
+        """End and release all connections.
+
+        gloo closes its sockets when the last reference to the group and to its pending messages is gone, so the
+        caller releases those messages first.
+        """
+        self.abort()
+        with self._lock:
+            self._connections.clear()  # their descriptors may soon belong to others
         self._edges.clear()
         self._subgroups.clear()
         del self._group

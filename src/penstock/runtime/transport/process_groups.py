@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -9,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.arguments import listed
 from penstock.errors import PipelineError
+from penstock.runtime.transport.gloo_connections import shut_down_gloo_groups
 
-__all__ = ["Group", "members_of", "process_group"]
+__all__ = ["Group", "abort_process_groups", "members_of", "process_group"]
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
@@ -40,3 +42,11 @@ def members_of(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
             "members of the group may make this call"
         )
     return members, members.index(dist.get_rank())
+
+
+def abort_process_groups() -> None:
+    """End all waits of this process in torch.distributed; its groups do not work afterwards."""
+    shut_down_gloo_groups()
+    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 -- no public list of groups
+        with suppress(RuntimeError):  # gloo has no abort
+            group.abort()

@@ -18,8 +18,12 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PipelineError
 
-__all__ = ["agree_on_prefix", "delete_announcement", "store_connection"]
+__all__ = ["STORE_IS_SILENT", "agree_on_prefix", "delete_announcement", "first_line", "store_connection"]
 
+STORE_IS_SILENT = (
+    "the job's key-value store does not answer: its host, rank 0 of the world or the agent of torchrun, is "
+    "stopped or gone, or the network fails"
+)
 _POLL_SECONDS = 0.01
 _connections: dict[str, tuple[weakref.ref[Any], Store]] = {}
 _last_prefix: dict[tuple[int, ...], str] = {}  # by the ranks that connected under it
@@ -33,6 +37,11 @@ def store_connection(purpose: str) -> Store:
         store = world.get_group_store().clone()
         _connections[purpose] = weakref.ref(world), store
     return store
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error of torch, which has many."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _announcement_key(members: Sequence[int]) -> str:
@@ -63,6 +72,8 @@ def _read_new_prefix(store: Store, key: str, last: str | None, timeout: timedelt
         time.sleep(_POLL_SECONDS)
 
 
-def delete_announcement(store: Store, members: Sequence[int]) -> None:
+def delete_announcement(store: Store, members: Sequence[int], prefix: str) -> None:
     """Remove the announced prefix, so that the next connection does not read it."""
-    store.delete_key(_announcement_key(members))
+    key = _announcement_key(members)
+    if store.check([key]) and store.get(key).decode() == prefix:
+        store.delete_key(key)

@@ -1,0 +1,128 @@
+"""The watch of this process: started with its first pipeline, ended with the process or its world group."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+import traceback
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import util as processes
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from penstock.errors import PipelineError
+from penstock.runtime.failure.links import listening_socket
+from penstock.runtime.failure.watch import SILENT_SECONDS, JobWatch, neighbours
+from penstock.runtime.transport.bounded import call_within
+from penstock.runtime.transport.stores import STORE_IS_SILENT, first_line, store_connection
+
+__all__ = ["current_watch", "link_members", "raise_if_ended", "silent_ranks", "watch_of_job"]
+
+T = TypeVar("T")
+
+_PREFIX = "penstock/watch"
+_LINK_SECONDS = 5.0
+_current: list[tuple[weakref.ref[Any], JobWatch]] = []
+
+
+def current_watch() -> JobWatch | None:
+    """The watch of this process; None if there is none yet, or none for this world."""
+    world: Any = dist.group.WORLD
+    if _current and (world is None or _current[0][0]() is not world):
+        _current.pop()[1].close("it has left the process group")
+    return _current[0][1] if _current else None
+
+
+def watch_of_job(timeout: timedelta) -> JobWatch:
+    """The watch of this process, started if there is none; raises if the job's store does not answer."""
+    if (watch := current_watch()) is not None:
+        return watch
+    return _within(timeout, _start)
+
+
+def link_members(watch: JobWatch, members: Sequence[int], timeout: timedelta) -> None:
+    """Link the ranks of a pipeline, all of which have started their watch."""
+    if set(members) - {watch.rank} - watch.linked():
+        _within(timeout, lambda: _link_members(watch, members))
+
+
+def raise_if_ended(watch: JobWatch, members: Sequence[int]) -> None:
+    """Raise if a process has ended that a pipeline of these world ranks needs."""
+    for rank, member in enumerate(members):
+        if (ended := watch.ended.get(member)) is not None:
+            world = "" if rank == member else f" (world rank {member})"
+            raise PipelineError(f"rank {rank} of the pipeline{world} has ended: {ended}")
+
+
+def silent_ranks(watch: JobWatch, members: Sequence[int]) -> str:
+    """Which ranks of a pipeline do not answer, to be appended to an error; raises if one has ended."""
+    raise_if_ended(watch, members)
+    silent = [each for each in enumerate(members) if watch.silence(each[1]) > SILENT_SECONDS]
+    return "".join(f"; rank {rank} (world rank {member}) does not answer" for rank, member in silent)
+
+
+def _within(timeout: timedelta, call: Callable[[], T]) -> T:
+    try:
+        return call_within(timeout.total_seconds(), call)
+    except (RuntimeError, TimeoutError) as error:
+        raise PipelineError(f"{STORE_IS_SILENT} ({first_line(error)})") from error
+
+
+def _start() -> JobWatch:
+    """Start the watch: publish its address and link its neighbours."""
+    store = store_connection("connect")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    key = store.compare_set(f"{_PREFIX}/key", "", uuid.uuid4().hex).decode()
+    listener, address = listening_socket(store)
+    watch = JobWatch(rank, key, f"pid {os.getpid()} on {socket.gethostname()}", listener)
+    _current[:] = [(weakref.ref(dist.group.WORLD), watch)]
+    atexit.register(_close)
+    processes.Finalize(None, _close, exitpriority=100)  # its children do not run atexit
+    store.set(f"{_PREFIX}/{rank}", address)
+    for other in sorted(neighbours(rank, size)):
+        _link(watch, store, other)  # one that starts later links this rank
+    return watch
+
+
+def _link_members(watch: JobWatch, members: Sequence[int]) -> None:
+    store = store_connection("connect")
+    for other in members:
+        if other > watch.rank and other not in watch.linked():
+            _link(watch, store, other)
+    end = time.monotonic() + _LINK_SECONDS
+    while set(members) - {watch.rank} - watch.linked() - set(watch.ended) and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def _link(watch: JobWatch, store: Store, rank: int) -> None:
+    key = f"{_PREFIX}/{rank}"
+    if store.check([key]):
+        watch.link(store.get(key).decode())
+
+
+# --- the end of this process ---------------------------------------------------------------------------
+
+
+def _close() -> None:
+    """Before the interpreter ends, because a thread that still runs then may abort the process."""
+    if _current:
+        error = getattr(sys, "last_value", None)  # of the exception that ends this process
+        why = "" if error is None else ", after " + "".join(traceback.format_exception_only(error)).strip()
+        _current.pop()[1].close(f"it has exited{why}")
+
+
+def _forget() -> None:
+    """In a forked child."""
+    if _current:
+        _current.pop()[1].forget()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,279 @@
+"""The watch: one per process, over all ranks of the job, so that no rank's end or silence goes unnoticed.
+
+The watches are connected to each other directly; the job's store is needed only to exchange their addresses, so
+they work while its host does not answer. Each sends a sign of life every second. If a process ends, its links
+end, and its neighbours tell all others. A message to all is passed on from link to link:
+
+    0 --- 1   every rank has links to the ranks of its pipelines, and to those that differ by 1, 2, 4, 8 ... in
+    |  X  |   the world, so that a message reaches all ranks in few hops even if some of them have ended
+    3 --- 2
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from penstock.runtime.failure.links import Link, connect_link
+
+__all__ = ["SILENT_SECONDS", "Ended", "JobWatch", "Listener", "neighbours"]
+
+SILENT_SECONDS = 2.5
+"""Two signs of life are missing."""
+_BEAT_SECONDS = 1.0
+_LATE_SECONDS = 1.0
+"""A loop that is later than this was suspended, and knows nothing about the time in between."""
+
+
+class Ended:
+    """How the process of a rank ended; `process` names it, `reason` is empty if it said nothing."""
+
+    def __init__(self, rank: int, process: str, reason: str) -> None:
+        self.rank, self.process, self.reason = rank, process, reason
+
+    def __str__(self) -> str:
+        how = f"has ended: {self.reason}" if self.reason else "ended without a message: killed, or crashed"
+        return f"its process ({self.process}) {how}"
+
+
+def _end_message(ended: Ended) -> dict[str, Any]:
+    return {"type": "end", "id": f"{ended.rank}/end", **vars(ended)}
+
+
+class Listener(Protocol):
+    """What is told of the events of the job, on the thread of the watch."""
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        """A message from another rank."""
+
+    def on_end(self, ended: Ended) -> None:
+        """The process of another rank has ended."""
+
+    def on_beat(self) -> None:
+        """A second has passed."""
+
+
+class JobWatch:
+    """The watch of this process. `key` is known to the ranks of the job only, `process` names this process."""
+
+    def __init__(self, rank: int, key: str, process: str, listener: socket.socket) -> None:
+        self.rank, self.process = rank, process
+        self.processes: dict[int, str] = {rank: process}
+        """The processes of the ranks that are or were linked."""
+        self.ended: dict[int, Ended] = {}
+        """The ranks whose process has ended."""
+        self.active: Listener | None = None
+        """The listener whose step was the last to begin."""
+        self._key, self._listener = key, listener
+        self._heard: dict[int, float] = {}
+        self._looked = time.monotonic()
+        self._links: dict[socket.socket, Link] = {}
+        self._passed_on: set[str] = set()
+        self._count = 0
+        self._lock = threading.RLock()
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._selector = selectors.DefaultSelector()
+        self._wake_up, self._woken = socket.socketpair()
+        self._woken.settimeout(0)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="penstock-watch", daemon=True)
+        self._thread.start()
+
+    # --- for other threads -------------------------------------------------------------------------
+
+    def add_listener(self, listener: Listener) -> None:
+        """Tell this listener of all events, as long as it exists."""
+        with self._lock:
+            self._listeners.add(listener)
+
+    def remove_listener(self, listener: Listener) -> None:
+        """Tell it no more."""
+        with self._lock:
+            self._listeners.discard(listener)
+
+    def linked(self) -> set[int]:
+        """The ranks with a link."""
+        with self._lock:
+            return {link.rank for link in self._links.values() if link.rank is not None}
+
+    def link(self, address: str) -> None:
+        """Connect to the watch at this address."""
+        if (link := connect_link(address)) is not None:
+            self._add(link)
+
+    def send(self, message: dict[str, Any], ranks: Iterable[int] | None = None) -> None:
+        """Send to these linked ranks, or by default to all ranks of the job."""
+        with self._lock:
+            if ranks is None:
+                self._count += 1
+                self._pass_on(message | {"id": f"{self.rank}/{self._count}"})
+            else:
+                wanted = set(ranks)
+                for link in self._links.values():
+                    if link.rank in wanted:
+                        wanted.discard(link.rank)
+                        link.send(message)
+            self._wake()
+
+    def silence(self, rank: int) -> float:
+        """Seconds since the last sign of life of a rank that is linked; 0 if it has none."""
+        with self._lock:
+            heard = self._heard.get(rank)
+            return 0.0 if heard is None or rank in self.ended else max(0.0, self._looked - heard)
+
+    def close(self, reason: str) -> None:
+        """Say goodbye to all ranks, and stop."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            self._pass_on(_end_message(Ended(self.rank, self.process, reason)))
+            self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_BEAT_SECONDS)
+
+    def forget(self) -> None:
+        """Close the descriptors in a forked child: they keep the connections of the parent alive."""
+        self._stopped = True
+        for each in (*self._links, self._listener, self._wake_up, self._woken):
+            each.close()
+        self._selector.close()
+
+    # --- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        beat = time.monotonic()
+        while not self._stopped:
+            ready = self._selector.select(max(0.0, beat - time.monotonic()))
+            now = time.monotonic()
+            with self._lock:
+                if now > max(self._looked, beat) + _LATE_SECONDS:
+                    self._heard = {rank: heard + now - self._looked for rank, heard in self._heard.items()}
+                self._looked = now
+            for key, _ in ready:
+                self._handle(key.fileobj)
+            if now >= beat:
+                beat = now + _BEAT_SECONDS
+                self._beat()
+        with self._lock:
+            self.forget()
+
+    def _handle(self, ready: Any) -> None:
+        if ready is self._woken:
+            with suppress(BlockingIOError):
+                self._woken.recv(2**12)
+            self._flush()
+        elif ready is self._listener:
+            with suppress(OSError):
+                self._add(Link(self._listener.accept()[0]))
+        elif (link := self._links.get(ready)) is not None:
+            self._read(link)
+
+    def _beat(self) -> None:
+        with self._lock:
+            for link in self._links.values():
+                link.send(None)
+        self._flush()
+        for listener in self._told():
+            listener.on_beat()
+
+    def _flush(self) -> None:
+        with self._lock:
+            for connection, link in self._links.items():
+                link.flush()
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_unsent else 0)
+                if connection not in self._selector.get_map():
+                    self._selector.register(connection, events)
+                elif self._selector.get_key(connection).events != events:
+                    self._selector.modify(connection, events)
+
+    def _read(self, link: Link) -> None:
+        messages = link.receive()
+        if link.rank is not None:
+            self._heard[link.rank] = time.monotonic()
+        try:
+            for message in messages:
+                self._receive(message, link)
+        except (KeyError, TypeError, ValueError):  # not a message of this version
+            link.is_open = False
+        if not link.is_open:
+            self._drop(link)
+        self._flush()
+
+    def _receive(self, message: dict[str, Any], link: Link) -> None:
+        if link.rank is None:
+            if message.get("key") != self._key or message.get("type") != "hello":
+                link.is_open = False
+                return
+            with self._lock:
+                link.rank = int(message["rank"])
+                self.processes[link.rank] = str(message["process"])
+                self._heard[link.rank] = time.monotonic()
+                for ended in self.ended.values():
+                    link.send(_end_message(ended))
+            return
+        with self._lock:
+            if "id" in message and not self._pass_on(message, link):
+                return
+        if message["type"] == "end":
+            self._end(Ended(message["rank"], message["process"], message["reason"]))
+        else:
+            for listener in self._told():
+                listener.on_message(message)
+
+    def _drop(self, link: Link) -> None:
+        with self._lock:
+            self._selector.unregister(link.connection)
+            del self._links[link.connection]
+            link.close()
+            if link.rank is None or link.rank in self.ended or self._stopped:
+                return
+            ended = Ended(link.rank, self.processes[link.rank], "")
+            self._pass_on(_end_message(ended))
+        self._end(ended)
+
+    def _end(self, ended: Ended) -> None:
+        if ended.rank not in self.ended:
+            self.ended[ended.rank] = ended
+            for listener in self._told():
+                listener.on_end(ended)
+
+    # --- with the lock -----------------------------------------------------------------------------
+
+    def _add(self, link: Link) -> None:
+        with self._lock:
+            link.send({"type": "hello", "key": self._key, "rank": self.rank, "process": self.process})
+            self._links[link.connection] = link
+            self._wake()
+
+    def _pass_on(self, message: dict[str, Any], source: Link | None = None) -> bool:
+        """Send a message for all to all links but its source; false if that was done before."""
+        if message["id"] in self._passed_on:
+            return False
+        self._passed_on.add(message["id"])
+        for link in self._links.values():
+            if link is not source and link.rank is not None:
+                link.send(message)
+        return True
+
+    def _told(self) -> list[Listener]:
+        with self._lock:
+            return list(self._listeners)
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # closed
+            self._wake_up.send(b".")
+
+
+def neighbours(rank: int, size: int) -> set[int]:
+    """The ranks of the world that differ by a power of two, in a ring."""
+    steps = (2**power for power in range(size.bit_length()))
+    return {(rank + sign * step) % size for step in steps for sign in (1, -1)} - {rank}

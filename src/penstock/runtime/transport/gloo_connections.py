@@ -1,0 +1,98 @@
+"""The TCP connections of gloo groups, which can be shut down so that every wait on them ends at once.
+
+torch cannot abort a gloo group: a wait ends by its timeout, or when a connection ends. Each gloo device has an
+epoll instance with a listening socket, its connections and a pipe, each with a pointer as its data; libuv and
+Python have the descriptor there. Linux lists all of that in /proc; on other systems nothing is found, and waits
+end by their timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+__all__ = ["GlooConnections", "gloo_group", "shut_down_gloo_groups"]
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+class GlooConnections:
+    """The connections of one gloo group, which must still exist."""
+
+    def __init__(self, epolls: set[int]) -> None:
+        self._epolls = epolls
+
+    def shut_down(self) -> None:
+        """End all connections: waits on both sides raise."""
+        for epoll in self._epolls:
+            for descriptor, inode, _ in _watched_by(epoll):
+                _shut_down(descriptor, inode)
+
+
+def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any, GlooConnections]:
+    """A gloo group that is not registered with torch.distributed, and its connections."""
+    gloo: Any = dist.ProcessGroupGloo
+    before = _epolls()
+    device = gloo.create_default_device()
+    connections = GlooConnections(_epolls() - before)
+    options = gloo._Options()  # noqa: SLF001 -- it has no public name
+    options._devices, options._timeout = [device], timeout  # noqa: SLF001
+    return gloo(store, rank, size, options), connections
+
+
+def shut_down_gloo_groups() -> None:
+    """End the connections of all gloo groups of this process."""
+    for epoll in _epolls():
+        watched = list(_watched_by(epoll))
+        if all(data != descriptor for descriptor, _, data in watched) and any(
+            _is_listening(descriptor) for descriptor, _, _ in watched
+        ):
+            for descriptor, inode, _ in watched:
+                _shut_down(descriptor, inode)
+
+
+def _epolls() -> set[int]:
+    """The epoll instances of this process."""
+    found = set()
+    with suppress(OSError):
+        for entry in _DESCRIPTORS.iterdir():
+            with suppress(OSError):  # closed since it was listed
+                if entry.readlink().name == "anon_inode:[eventpoll]":
+                    found.add(int(entry.name))
+    return found
+
+
+def _watched_by(epoll: int) -> list[tuple[int, int, int]]:
+    """Descriptor, inode and data of everything that an epoll instance watches."""
+    try:
+        text = (_DESCRIPTORS.parent / "fdinfo" / str(epoll)).read_text(encoding="ascii")
+    except OSError:
+        return []
+    rows = [line.split() for line in text.splitlines() if line.startswith("tfd:")]
+    return [(int(row[1]), int(row[7].removeprefix("ino:"), 16), int(row[5], 16)) for row in rows]
+
+
+def _is_listening(descriptor: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as listener:
+            return listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+    except OSError:  # not a socket, or closed
+        return False
+
+
+def _shut_down(descriptor: int, inode: int) -> None:
+    """Shut down a connection, unless its descriptor has another meaning by now."""
+    with suppress(OSError):  # closed, or it listens
+        status = os.fstat(descriptor)
+        if stat.S_ISSOCK(status.st_mode) and status.st_ino == inode:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)

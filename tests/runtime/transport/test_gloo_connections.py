@@ -1,0 +1,60 @@
+"""Promise: shutting down the connections of a gloo group ends its waits, and no other connection."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from penstock.runtime.transport.gloo_connections import gloo_group, shut_down_gloo_groups
+from penstock.runtime.transport.stores import store_connection
+from tests.support.pool import Pools
+
+pytestmark = pytest.mark.xdist_group("failures")
+
+
+def wait_and_shut_down(*, everything: bool) -> tuple[str, float]:
+    """Rank 1 ends a wait of rank 0."""
+    rank = dist.get_rank()
+    store = store_connection("test")
+    group, connections = gloo_group(PrefixStore(f"{everything}", store), rank, 2, timedelta(seconds=60))
+    group.barrier().wait()
+    begin = time.monotonic()
+    work = group.allreduce([torch.ones(1)]) if rank == 0 else None
+    time.sleep(0.2)
+    if rank == 1:
+        (shut_down_gloo_groups if everything else connections.shut_down)()
+    outcome = ""
+    if work is not None:
+        with pytest.raises(RuntimeError) as caught:
+            work.wait()
+        outcome = str(caught.value)
+    if not everything:
+        dist.barrier()  # the world's connections are not affected
+    else:
+        with pytest.raises(RuntimeError):
+            dist.barrier()
+    assert store.check([f"{everything}"]) in {True, False}  # neither is the store
+    return outcome, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_wait_ends_when_the_other_side_shuts_down(pools: Pools, *, everything: bool) -> None:
+    pool = pools(2)
+    outcomes = pool.run(run_everything if everything else run_one)
+    assert "closed by peer" in outcomes[0][0] or "reset" in outcomes[0][0]
+    assert outcomes[0][1] < 30
+    if everything:
+        pool.stop()
+
+
+def run_one() -> tuple[str, float]:
+    return wait_and_shut_down(everything=False)
+
+
+def run_everything() -> tuple[str, float]:
+    return wait_and_shut_down(everything=True)
