@@ -23,7 +23,7 @@ OLD_CHECKPOINTS = Path(__file__).parent.parent / "runtime" / "checkpoints" / "fo
 """Checkpoints that were saved before there were checksums, of the model of `made(1)`."""
 
 
-def made(value: float) -> tuple[nn.Module, SGD]:
+def made(value: float) -> tuple[nn.Linear, SGD]:
     """A model and an optimizer with numbers that depend on `value`."""
     model = nn.Linear(3, 2)
     optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -11,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.support.damage import made, outcome, restore, save_two_steps
+from penstock import CheckpointError
+from penstock.runtime import load_checkpoint, save_checkpoint
+from penstock.runtime.checkpoints import checksums, files, index_checks
+from penstock.runtime.checkpoints.optimizer_restore import OptimizerRestore
+from tests.support.damage import forge_index, made, outcome, restore, save_two_steps
 from tests.support.grids import small
 
 DATA, INDEX = "__0_0.distcp", ".metadata"
@@ -164,3 +171,71 @@ def test_an_index_that_is_larger_than_all_data_is_not_read(damaged: Path) -> Non
     with (damaged / INDEX).open("r+b") as file:
         file.truncate(1 << 40)  # a sparse file
     assert "more than all data files together" in outcome(damaged)
+
+
+# --- what is verified ------------------------------------------------------------------------------
+
+
+def flip_in(file: Path, values: torch.Tensor) -> None:
+    """Flip a bit in these values of a data file."""
+    data = bytearray(file.read_bytes())
+    data[bytes(data).index(values.detach().numpy().tobytes())] ^= 1
+    file.write_bytes(data)
+
+
+def test_data_that_is_not_loaded_is_verified_too(damaged: Path) -> None:
+    model, optimizer = made(1)
+    flip_in(damaged / DATA, optimizer.state[model.weight]["momentum_buffer"])
+    with pytest.raises(CheckpointError, match=f"its file {DATA} is damaged"):
+        load_checkpoint(damaged, model)
+
+
+def test_without_checksums_only_the_contents_are_not_checked(damaged: Path) -> None:
+    whole = (damaged / DATA).read_bytes()
+    flip_in(damaged / DATA, made(1)[0].weight)
+    assert outcome(damaged, verify_checksums=False) == "loaded, wrong: ['weight']"
+    (damaged / DATA).write_bytes(whole[:-1])
+    assert f"its file {DATA} is truncated" in outcome(damaged, verify_checksums=False)
+    (damaged / DATA).write_bytes(b"P" + whole[1:])
+    assert f"its file {DATA} is damaged, or belongs to another" in outcome(damaged, verify_checksums=False)
+    (damaged / DATA).write_bytes(whole)
+    forge_index(damaged, lambda index: index["entries"].pop("model.bias") and None)
+    assert "bytes of these files belong to no entry" in outcome(damaged, verify_checksums=False)
+
+
+def test_every_block_of_a_large_file_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (checksums, files, index_checks):
+        monkeypatch.setattr(module, "BLOCK", 1000)
+    save_checkpoint(tmp_path / "c", *made(1), extra={"step": 7})
+    file = tmp_path / "c" / DATA
+    whole = file.read_bytes()
+    starts = range(0, len(whole), 1000)
+    assert len(starts) > 5
+    for start in starts:
+        end = min(start + 1000, len(whole))
+        for at in {max(start, 100), end - 1}:
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            assert f"bytes {start} to {end - 1} do not have the checksum" in outcome(tmp_path / "c")
+    file.write_bytes(whole)
+    assert outcome(tmp_path / "c") == "same"
+
+
+def test_a_read_that_fails_after_the_checks_is_reported(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = made(5)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(OptimizerRestore, "finish", fail)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(damaged, model, optimizer)
+    assert list(caught.value.problems) == [
+        "rank 0: OSError: [Errno 5] Input/output error",
+        "the model may have been changed in part: load other weights before it is used",
+    ]
+
+
+def test_the_tools_of_torch_read_a_checkpoint(damaged: Path, tmp_path: Path) -> None:
+    dcp_to_torch_save(damaged, tmp_path / "plain.pt")
+    plain = torch.load(tmp_path / "plain.pt", weights_only=True)
+    assert torch.equal(plain["model.weight"], made(1)[0].weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,31 @@ def load_own_copies(path: Path) -> str:
 def test_ranks_that_see_different_checkpoints_are_refused(pools: Pools, tmp_path: Path) -> None:
     for message in pools(2).run(load_own_copies, tmp_path):
         assert "the ranks read different checkpoints: every rank must see the same file system" in message
+
+
+def load_damaged_copies(path: Path) -> tuple[str, bool]:
+    """Each rank has its own copy, and that of rank 1 is damaged."""
+    rank = torch.distributed.get_rank()
+    model = torch.nn.Linear(50, 50)  # replicas: both ranks read all of it
+    save_checkpoint(path / "c", model, extra=f"from rank {rank}")
+    own = path / f"copy-{rank}"
+    shutil.copytree(path / "c", own)
+    assert load_checkpoint(own, model) == "from rank 0"
+    if rank == 1:
+        data = bytearray((own / "__0_0.distcp").read_bytes())
+        data[data.index(model.weight.detach().numpy().tobytes())] ^= 1
+        (own / "__0_0.distcp").write_bytes(data)
+    before = model.weight.detach().add(1)
+    model.weight.data.copy_(before)
+    try:
+        load_checkpoint(own, model)
+    except CheckpointError as error:
+        return str(error), torch.equal(before, model.weight)
+    return "loaded", False
+
+
+@pytest.mark.xdist_group("ranks-2")
+def test_a_rank_verifies_its_own_copy(pools: Pools, tmp_path: Path) -> None:
+    for message, unchanged in pools(2).run(load_damaged_copies, tmp_path):
+        assert "its file __0_0.distcp is damaged: bytes" in message
+        assert unchanged
