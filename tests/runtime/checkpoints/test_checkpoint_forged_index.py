@@ -51,7 +51,7 @@ def replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
 def every_change(index: Any) -> Iterator[tuple[str, Any]]:
     """Each value of an index replaced by odd ones, left out, and named otherwise."""
     for path in places(index):
-        for odd in ODD:
+        for odd in ODD[not path :]:  # None would leave the index as it is
             yield f"{path} = {str(odd)[:20]}", replaced(index, path, odd)
         if path:
             *above, key = path

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.errors import CheckpointError
+from penstock.runtime.checkpoints.archive_checks import StoredTensor, archive_problems
 from penstock.runtime.checkpoints.atomic_directory import DATA_SUFFIX, INDEX_FILE
 from penstock.runtime.checkpoints.checkpoint_index import append_index, read_index
 from penstock.runtime.checkpoints.checksums import (
@@ -36,7 +37,6 @@ from penstock.runtime.checkpoints.checksums import (
     file_problems,
 )
 from penstock.runtime.checkpoints.collective import Collective, RankError
-from penstock.runtime.checkpoints.zip_checks import StoredTensor, archive_problems
 
 __all__ = ["HEADER", "StoredCheckpoint", "Wanted", "write"]
 
@@ -132,29 +132,29 @@ class StoredCheckpoint:
         tensors = list(self._stored_tensors(wanted))
         files = self._index.files
         if files is None:
-            return list(archive_problems(self.directory, tensors))
+            return list(archive_problems(self.directory, tensors, crc=True))
         blocks = [Block(name, number) for name, known in files.items() for number in range(len(known.blocks))]
         mine = blocks[share]
         for each in tensors:
             last = max(each.offset, each.offset + each.length - 1)
             mine += [Block(each.file, number) for number in range(each.offset // BLOCK, last // BLOCK + 1)]
-        return list(damaged_blocks(self.directory, files, mine))
+        damaged = list(damaged_blocks(self.directory, files, mine))
+        return damaged or list(archive_problems(self.directory, tensors, crc=False))
 
     def _stored_tensors(self, wanted: Wanted) -> Iterator[StoredTensor]:
         """What `read` reads."""
         stored = self._index.metadata
         for entries in _batches(wanted):
             for item in create_default_local_load_plan(entries, stored).items:
-                place = stored.storage_data[item.storage_index]
-                entry = self.entries[item.storage_index.fqn]
-                (sizes,) = (chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
+                where = item.storage_index
+                place, entry = stored.storage_data[where], self.entries[where.fqn]
                 yield StoredTensor(
-                    item.storage_index.fqn,
+                    where.fqn,
                     place.relative_path,
                     place.offset,
                     place.length,
                     entry.properties.dtype,
-                    sizes,
+                    entry.chunks[where.index or 0].sizes,
                 )
 
 

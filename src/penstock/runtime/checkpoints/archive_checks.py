@@ -1,4 +1,4 @@
-"""Checks of data without checksums, which format 1 has: the zip archive that torch writes for each tensor."""
+"""Checks of the zip archive that torch writes for each tensor: it has the tensor that the index says."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class StoredTensor(NamedTuple):
     sizes: torch.Size
 
 
-def archive_problems(directory: Path, tensors: Iterable[StoredTensor]) -> Iterator[str]:
-    """What is wrong with the archives of these tensors."""
+def archive_problems(directory: Path, tensors: Iterable[StoredTensor], *, crc: bool) -> Iterator[str]:
+    """What is wrong with the archives of these tensors; with `crc`, their own checksums are verified too."""
     for each in tensors:
         with (directory / each.file).open("rb") as file:
             view = _Part(file, each.offset, each.length)
             try:
-                why = _damage(view) or _difference(view, each)
+                why = (_damage(view) if crc else None) or _difference(view, each)
             except Exception as error:  # noqa: BLE001 -- a damaged archive can raise anything
                 why = f"{type(error).__name__}: {error}"
         if why:
