@@ -1,4 +1,4 @@
-"""Promise: every forward of a stage runs once, whatever its module keeps, and the gradients are exact."""
+"""Promise: a forward runs once, whatever its module keeps, and the target of another rank is compared."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from penstock import Schedule
+from penstock import Schedule, build
+from penstock.errors import PenstockError
 from penstock.runtime import Pipeline
+from tests.support.pool import Pools
 from tests.support.single_rank import WIDTH, batch, schedules, train_both
 
 SCHEDULES = schedules("1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
@@ -112,3 +114,32 @@ def test_i_of_a_first_stage_computes_no_weight_gradient_and_w_computes_all() -> 
         pipeline.step(*batch()[:1], target=batch()[1])
     first = {"0I0": 1, "0W0": 0}  # it shows which weights are used outside of their layers
     assert dict(found) == {text: first.get(text, int("W" in text)) for text, _ in found}
+
+
+def rejected_target(rows: int) -> str:
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    stages: dict[int, nn.Module] = {stage: nn.Linear(WIDTH, WIDTH) for stage in range(2)}
+    with closing(Pipeline(stages, schedule, loss=mse_loss)) as pipeline:
+        try:
+            pipeline.step(torch.ones(8, WIDTH), target=torch.ones(rows, WIDTH))
+        except PenstockError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.xdist_group("ranks-2")
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_target_with_other_rows_than_the_arguments_of_another_rank_is_rejected(pools: Pools) -> None:
+    assert pools(2).run(rejected_target, 8) == ["", ""]
+    for message in pools(2).run(rejected_target, 4):
+        assert "step 1 failed on rank 1, stage 1, microbatch 0" in message
+        assert "must have the same number of rows, but there are 8 in args[0], 4 in target" in message
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_train_with_a_split_backward() -> None:
+    def make(index: int, _count: int) -> nn.Module:
+        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        return torch.jit.script(layers) if index else nn.Sequential(torch.jit.script(layers[0]), layers[1])
+
+    assert not train_both(make, schedules("zbv")[0])

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
@@ -115,7 +116,9 @@ class Deferral:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile runs the module; does not load the compiler."""
+    """Whether torch.compile or TorchScript runs the module; does not load the compiler."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return wrapped or module._compiled_call_impl is not None  # noqa: SLF001

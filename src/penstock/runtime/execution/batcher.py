@@ -66,9 +66,17 @@ class Batcher:
             [{name: parts[name][k] for name in kwargs} for k in range(self._count)],
         )
 
-    def split_target(self, target: Value) -> list[Value]:
-        """The target of each microbatch."""
-        return self._split_values({"target": target}, [])["target"]
+    def split_target(self, target: Value, rows: Mapping[str, int] | None = None) -> list[Value]:
+        """The target of each microbatch; `rows` are those of arguments, which must be as many."""
+        return self._split_values({"target": target}, [], rows)["target"]
+
+    def rows(self, args: tuple[Value, ...] = (), kwargs: Mapping[str, Value] | None = None) -> dict[str, int]:
+        """The number of rows of each tensor that is split, by its path in the error messages."""
+        sizes: dict[str, int] = {}
+        values: dict[int | str, Value] = dict(enumerate(args))
+        values.update(kwargs or {})
+        self._problems(values, sizes)
+        return sizes
 
     def merge_outputs(self, outputs: Sequence[Value]) -> Value:
         """The output of the batch."""
@@ -96,10 +104,17 @@ class Batcher:
         ]
 
     def _split_values(
-        self, values: Mapping[int | str, Value], problems: list[str]
+        self, values: Mapping[int | str, Value], problems: list[str], rows: Mapping[str, int] | None = None
     ) -> dict[int | str, list[Value]]:
         """The parts of every value; all problems are raised together before anything is split."""
-        sizes: dict[str, int] = {}
+        sizes = dict(rows or {})
+        problems += self._problems(values, sizes)
+        _raise_if_any(problems + size_problems(sizes))
+        return {key: self._split_value(key, value) for key, value in values.items()}
+
+    def _problems(self, values: Mapping[int | str, Value], sizes: dict[str, int]) -> list[str]:
+        """Why values cannot be split; adds the rows of what is split to `sizes`."""
+        problems: list[str] = []
         for key, value in values.items():
             rule = self._split.get(key, 0)
             if not isinstance(rule, int):
@@ -108,8 +123,7 @@ class Batcher:
                 problems += _list_problems(value, self._count, _argument_name(key))
             else:
                 problems += split_problems(value, rule, self._count, _argument_name(key), sizes)
-        _raise_if_any(problems + size_problems(sizes))
-        return {key: self._split_value(key, value) for key, value in values.items()}
+        return problems
 
     def _split_value(self, key: int | str, value: Value) -> list[Value]:
         rule = self._split.get(key, 0)

@@ -29,6 +29,8 @@ class Envelope(NamedTuple):
     structure: Structure
     overlapping: tuple[int, ...]
     """The positions of tensors whose memory overlaps that of another tensor of the value."""
+    rows: tuple[tuple[str, int], ...]
+    """An argument of the first stage that was split and its number of rows, for the last stage to compare."""
 
 
 def hand_over(leaves: Leaves) -> Leaves:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,6 +51,10 @@ class StepInputs:
     """The factor of a GradScaler."""
     training: bool
     keep_outputs: bool
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """The rows of each tensor of the arguments that was split, by its path."""
+    target_rows: Mapping[str, int] = field(default_factory=dict)
+    """The same of the target, on the rank of the last stage."""
 
 
 class MicrobatchState:

@@ -30,6 +30,7 @@ from penstock.runtime.execution.stage_checks import (
     LossFunction,
     check_finite,
     check_gradient_shapes,
+    check_rows,
     checked_loss,
 )
 from penstock.runtime.pytree import Leaves, Structure, flatten, unflatten
@@ -81,6 +82,8 @@ class Stage:
         self._states: dict[int, MicrobatchState] = {}
         self._sent_outputs: dict[int, tuple[Leaves, Structure]] = {}
         self._input_gradients: dict[int, tuple[Leaves, Structure]] = {}
+        self._rows: tuple[tuple[str, int], ...] = ()
+        """An argument of the first stage that was split and its number of rows."""
         self._found_shared = False
         """Whether a forward has shown which weights cannot be deferred."""
 
@@ -114,7 +117,7 @@ class Stage:
                 # an edge keeps the graph but not the tensor, whose memory is free once it is sent
                 state.roots = [get_gradient_edge(leaf) for leaf in _differentiable(leaves)]
                 state.shapes = [leaf.shape for leaf in _differentiable(leaves)]
-            envelope = Envelope(structure, overlapping_positions(leaves))
+            envelope = Envelope(structure, overlapping_positions(leaves), self._rows)
             output = None
             self._sent_outputs[microbatch] = hand_over(leaves), envelope
         if step.training:
@@ -132,6 +135,7 @@ class Stage:
         """Run the module on the output of the previous stage, or on the batch."""
         step = self._step
         if received is None:
+            self._rows = tuple(step.rows.items())[:1]
             return MicrobatchState(None, []), self.module(*step.args[microbatch], **step.kwargs[microbatch])
         inputs: list[Tensor] = []
         if step.training:
@@ -141,6 +145,7 @@ class Stage:
                 for position, entered in zip(positions, NonLeafInputs.apply(*inputs)):  # type: ignore[no-untyped-call]
                     received.leaves[position] = entered
         envelope: Envelope = received.structure
+        self._rows = envelope.rows
         value = unflatten(envelope.structure, received.leaves)
         args = value if type(value) is tuple else (value,)
         before = versions(received.leaves, envelope.overlapping)
@@ -159,6 +164,7 @@ class Stage:
         step, config = self._step, self._config
         if config.loss is None or not (step.training or step.targets is not None):
             return
+        check_rows(dict(self._rows), step.target_rows)
         loss = checked_loss(config.loss, output, step.targets, microbatch)
         weight = step.weights[microbatch]
         if config.check_finite and weight:

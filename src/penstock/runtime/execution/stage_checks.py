@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.errors import PipelineError
+from penstock.errors import BatchError, PipelineError
 from penstock.runtime.dtensors import whole
+from penstock.runtime.execution.splitting import size_problems
 from penstock.runtime.pytree import Leaves
 
-__all__ = ["LossFunction", "check_finite", "check_gradient_shapes", "checked_loss"]
+__all__ = ["LossFunction", "check_finite", "check_gradient_shapes", "check_rows", "checked_loss"]
 
 LossFunction: TypeAlias = Callable[..., Tensor]
 
@@ -27,6 +28,12 @@ def check_finite(tensors: Sequence[Any], what: str, stage: int) -> None:
                 f"stage {stage}: {count} of {tensor.numel()} elements of {what} (tensor {position}, shape "
                 f"{list(tensor.shape)}) are not finite"
             )
+
+
+def check_rows(rows: Mapping[str, int], target_rows: Mapping[str, int]) -> None:
+    """Raise if the target of a batch has another number of rows than its arguments."""
+    if problems := size_problems({**rows, **target_rows}) if rows and target_rows else []:
+        raise BatchError("\n".join(problems))
 
 
 def checked_loss(loss: LossFunction, output: object, targets: Sequence[Any] | None, microbatch: int) -> Tensor:

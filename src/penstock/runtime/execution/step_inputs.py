@@ -48,7 +48,11 @@ class StepInputBuilder:
         if training and self.config.loss is None and has_last:
             raise PipelineError("step() needs a loss: give `loss=` to Pipeline, or use eval()")
         split_args, split_kwargs = self.batcher.split_arguments(args if has_first else (), kwargs)
-        targets = None if target is None or not has_last else self.batcher.split_target(target)
+        rows, target_rows = self.batcher.rows(args if has_first else (), kwargs), dict[str, int]()
+        targets = None
+        if target is not None and has_last:
+            targets = self.batcher.split_target(target, rows)
+            target_rows = self.batcher.rows(kwargs={"target": target})
         weights = [1 / schedule.microbatches if self.average else 1.0] * len(split_args)
         if self.tokens is not None and targets is not None:
             weights = self._token_weights([int(whole(self.tokens(part))) for part in targets])
@@ -60,6 +64,8 @@ class StepInputBuilder:
             scale=scale,
             training=training,
             keep_outputs=keep_outputs,
+            rows=rows,
+            target_rows=target_rows,
         )
 
     def _token_weights(self, counts: list[int]) -> list[float]:
