@@ -2,8 +2,8 @@
 
     python -m benchmarks.checkpoints [GiB]
 
-Both variants alternate in one run; times are medians. The page cache is dropped before a load where the system
-allows it, so that a load reads from the disk.
+Both variants alternate in one run; times are medians, of the clock and of the CPU. The page cache is dropped
+before a load from the disk.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 from unittest import mock
 
 from torch import nn
@@ -35,22 +36,26 @@ CHECKSUMS: dict[str, Callable[[bytes], object]] = {
 }
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+Seconds: TypeAlias = tuple[float, float]
+"""By the clock, and of the CPU."""
+
+
+def seconds(work: Callable[[], object]) -> Seconds:
+    start = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start
+    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def compare_checksums() -> None:
     blocks = [os.urandom(checksums.BLOCK) for _ in range(16)]
-    print("GB/s with 1 and 2 threads")
+    print("GB per second of the clock with 1 and 2 threads, per second of the CPU")
     for name, function in CHECKSUMS.items():
         speeds = []
         for count in (1, 2):
             with ThreadPoolExecutor(count) as threads:
                 times = [seconds(lambda: list(threads.map(function, blocks))) for _ in range(5)]  # noqa: B023
-            speeds.append(len(blocks) * checksums.BLOCK / min(times) / 1e9)
-        print(f"  {name:16} {speeds[0]:5.2f} {speeds[1]:5.2f}")
+            speeds.append([len(blocks) * checksums.BLOCK / least / 1e9 for least in map(min, zip(*times))])
+        print(f"  {name:16} {speeds[0][0]:5.2f} {speeds[1][0]:5.2f} {speeds[0][1]:5.2f}")
 
 
 def save(path: Path, model: nn.Module, *, with_checksums: bool) -> None:
@@ -64,19 +69,20 @@ def drop_cache(path: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def load(path: Path, model: nn.Module, *, cold: bool, with_checksums: bool) -> float:
+def load(path: Path, model: nn.Module, *, cold: bool, with_checksums: bool) -> Seconds:
     if cold:
         drop_cache(path)
     return seconds(lambda: load_checkpoint(path, model, verify_checksums=with_checksums))
 
 
-def compare(what: str, measure: Callable[[bool], float], count: int = 5) -> None:
-    times: dict[bool, list[float]] = {True: [], False: []}
+def compare(what: str, measure: Callable[[bool], Seconds], count: int = 5) -> None:
+    times: dict[bool, list[Seconds]] = {True: [], False: []}
     for _ in range(count):
         for given, found in times.items():
             found.append(measure(given))
-    with_checksums, without = (statistics.median(times[given]) for given in (True, False))
-    print(f"{what:24} {with_checksums:6.2f} s, without {without:6.2f} s, ratio {with_checksums / without:.2f}")
+    for kind, name in enumerate(("clock", "CPU")):
+        verified, without = (statistics.median(each[kind] for each in found) for found in times.values())
+        print(f"{what:24} {name:5} {verified:6.2f} s, without {without:6.2f} s, ratio {verified / without:.2f}")
 
 
 def main() -> None:

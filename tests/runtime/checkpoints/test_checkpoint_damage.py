@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from penstock import CheckpointError
@@ -233,6 +234,26 @@ def test_a_read_that_fails_after_the_checks_is_reported(damaged: Path, monkeypat
         "rank 0: OSError: [Errno 5] Input/output error",
         "the model may have been changed in part: load other weights before it is used",
     ]
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """By another job; the first read is that of the header, the second that of the tensors."""
+    reads = 0
+    original = state_dict_loader.load
+
+    def load_later(*args: Any, **kwargs: Any) -> None:
+        nonlocal reads
+        reads += 1
+        if reads == at:
+            save_checkpoint(damaged, *made(2), extra={"step": 8})
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(files, "load", load_later)
+    with pytest.raises(CheckpointError, match="it was replaced while it was read: load it again"):
+        load_checkpoint(damaged, *made(5))
 
 
 def test_the_tools_of_torch_read_a_checkpoint(damaged: Path, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def load_own_copies(path: Path) -> str:
 @pytest.mark.xdist_group("ranks-2")
 def test_ranks_that_see_different_checkpoints_are_refused(pools: Pools, tmp_path: Path) -> None:
     for message in pools(2).run(load_own_copies, tmp_path):
-        assert "the ranks read different checkpoints: every rank must see the same file system" in message
+        assert "the ranks read different checkpoints; every rank must see the same file system" in message
 
 
 def load_damaged_copies(path: Path) -> tuple[str, bool]:

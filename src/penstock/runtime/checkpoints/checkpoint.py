@@ -208,7 +208,7 @@ class _CheckpointLoad:
         names = [key.removeprefix(_MODEL) for key in self._stored.entries if key.startswith(_MODEL)]
         problems = []
         if len({each.index_checksum for each in used}) > 1:
-            return ["the ranks read different checkpoints: every rank must see the same file system"]
+            return ["the ranks read different checkpoints; every rank must see the same file system"]
         if left := [name for name in names if name not in used_by_model]:
             problems.append(f"the checkpoint has names that no rank's model has: {some(left)}")
         optimizers = [each.optimizer for each in used if each.optimizer is not None]

@@ -88,11 +88,12 @@ class StoredCheckpoint:
             if isinstance(entry, metadata.TensorStorageMetadata)
         }
         files = self._index.files
-        if files is None:
+        if files is None:  # format 1
             sizes: dict[str, int] = {}
             for place in stored.storage_data.values():
                 sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
             files = {name: FileChecksums(size, "", []) for name, size in sizes.items()}
+        self._files = files
         if problems := list(file_problems(directory, files)):
             raise RankError(*problems)
 
@@ -124,6 +125,8 @@ class StoredCheckpoint:
         except CheckpointException as error:
             first, _ = next(iter(error.failures.values()))
             raise first from None
+        if list(file_problems(self.directory, self._files)):
+            raise RankError("it was replaced while it was read: load it again")
 
     def damage(self, wanted: Wanted, share: slice = slice(0)) -> list[str]:
         """The damaged parts of the files that `wanted` is read from, and of a share of all blocks."""
