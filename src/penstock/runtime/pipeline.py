@@ -41,7 +41,7 @@ from penstock.runtime.execution.splitters import Splitter
 from penstock.runtime.execution.step_inputs import StepInputBuilder
 from penstock.runtime.execution.step_runner import StepRunner
 from penstock.runtime.execution.verified_schedule import verify_schedule
-from penstock.runtime.transport.process_groups import Group, members_of, process_group
+from penstock.runtime.transport.process_groups import Group, group_timeout, members_of, process_group
 from penstock.runtime.transport.transport_errors import TransportError, transport_errors
 
 __all__ = ["Pipeline"]
@@ -66,7 +66,7 @@ class Pipeline:
     `split`, `merge`  how arguments are split and outputs are merged, see `Batcher`
     `functions`   functions that run in place of actions of a kind, see `Custom`
     `check_finite`  raise at the first value that is not finite, with the place where it appeared
-    `timeout`     seconds that a rank waits for another
+    `timeout`     seconds that a rank waits for another; by default the timeout of the process group
     """
 
     def __init__(
@@ -86,10 +86,11 @@ class Pipeline:
         merge: int | Splitter = 0,
         functions: Mapping[Kind | str, CustomFunction] | None = None,
         check_finite: bool = False,
-        timeout: float = 300,
+        timeout: float | None = None,
     ) -> None:
         setup.check_options(timeout, tokens, average=average)
-        members, self.rank = members_of(process_group(group, "group=", "pp"))
+        ranks = process_group(group, "group=", "pp")
+        members, self.rank = members_of(ranks)
         """This rank's number in the pipeline."""
         verified = verify_schedule(setup.resolve_schedule(schedule, stages, len(members), microbatches))
         self.schedule = verified.schedule
@@ -103,7 +104,7 @@ class Pipeline:
             self.rank,
             members,
             self.device,
-            timedelta(seconds=timeout),
+            group_timeout(ranks, self.device) if timeout is None else timedelta(seconds=timeout),
             model.modules,
             model.trained,
             loss,

@@ -48,9 +48,9 @@ class RankModel(NamedTuple):
     replication: ReplicaGroup
 
 
-def check_options(timeout: float, tokens: object, *, average: bool) -> None:
+def check_options(timeout: float | None, tokens: object, *, average: bool) -> None:
     """Check the options that do not depend on others."""
-    if not timeout > 0:
+    if timeout is not None and not timeout > 0:
         raise PipelineError(f"timeout= must be a number of seconds above 0 (given {timeout!r})")
     if tokens is not None and not average:
         raise PipelineError("average=False sums the losses, but tokens= weights them for a mean: give one")

@@ -90,6 +90,34 @@ def test_a_weight_declared_several_times_is_summed_once(pools: Pools, how: str) 
         assert off_norm < 1e-12
 
 
+def tied_on_the_first_rank() -> tuple[float, float]:
+    """How far the gradient and the norm of a weight are off that only rank 0 has, in both ends of its V."""
+    schedule, (x, y) = build("zbv", ranks=2, microbatches=M), batch()
+    layers = [Turned(seed=stage) for stage in range(4)]
+    layers[3] = Turned(layers[0].weight)
+    right = alone([*layers[:3], layers[0]])
+    wanted = layers[0].weight.grad
+    norm = nn.utils.clip_grad_norm_(nn.Sequential(*right).parameters(), 1e9)
+    nn.Sequential(*layers).zero_grad()
+    stages = {stage: layers[stage] for stage in schedule.placement.stages_of_rank[dist.get_rank()]}
+    with closing(Pipeline(stages, schedule, loss=functional.mse_loss, timeout=120)) as pipeline:
+        assert len(pipeline.ties) == (1 if dist.get_rank() == 0 else 0)
+        pipeline.step(x, target=y)
+        off = abs(float(pipeline.clip_grad_norm_(1e9) - norm))
+        if dist.get_rank():
+            return 0.0, off
+        assert layers[0].weight.grad is not None
+        assert wanted is not None
+        return float((layers[0].weight.grad - wanted).abs().max()), off
+
+
+@pytest.mark.xdist_group("ranks-2")
+def test_a_weight_tied_on_one_rank_is_known_there_only(pools: Pools) -> None:
+    for off, off_norm in pools(2).run(tied_on_the_first_rank):
+        assert off < 1e-12
+        assert off_norm < 1e-12
+
+
 def wrapped_after_the_split() -> tuple[dict[int, str], ...]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     embedding, head = nn.Embedding(5, WIDTH), nn.Linear(WIDTH, 5, bias=False)

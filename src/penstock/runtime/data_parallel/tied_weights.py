@@ -54,7 +54,9 @@ class TiedWeights:
         self._first_rank = {str(each): stage_to_rank[min(each)] for each in tied}
         """The rank of the first stage of each tied weight."""
         self._rank = rank
-        self.rank_groups = sorted({ranks for each in tied if len(ranks := _ranks_of(each, stage_to_rank)) > 1})
+        self.between_ranks = tuple(each for each in tied if len(_ranks_of(each, stage_to_rank)) > 1)
+        """The tied weights that several ranks hold, which every rank must know."""
+        self.rank_groups = sorted({_ranks_of(each, stage_to_rank) for each in self.between_ranks})
         """All sets of ranks that share a weight, the same on every rank."""
         self._earlier_gradients: dict[nn.Parameter, Tensor | None] = {}
         """Summed gradients of earlier steps, removed during a step on all ranks but the first."""

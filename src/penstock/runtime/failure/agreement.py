@@ -44,7 +44,7 @@ def _facts(config: ExecutionConfig, ties: TiedWeights) -> _Facts:
         "microbatches": (schedule.microbatches, schedule.microbatches),
         "stages": (schedule.num_stages, schedule.num_stages),
         "schedule": (digest, f"{schedule.name} ({digest})"),
-        "tied weights": (str(ties.all), listed(ties.all) or "none"),
+        "tied weights": (str(ties.between_ranks), listed(ties.between_ranks) or "none"),
     }
     facts |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.descriptions().items()}
     for module in config.modules.values():

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TypeAlias
+from datetime import timedelta
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.runtime.transport.gloo_connections import shut_down_gloo_groups
 
-__all__ = ["Group", "abort_process_groups", "members_of", "process_group"]
+__all__ = ["Group", "abort_process_groups", "group_timeout", "members_of", "process_group"]
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
@@ -50,3 +53,15 @@ def abort_process_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 -- no public list of groups
         with suppress(RuntimeError):  # gloo has no abort
             group.abort()
+
+
+def group_timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
+    """How long the operations of a group on this device wait."""
+    if not dist.is_initialized():
+        return default_pg_timeout
+    chosen: Any = dist.group.WORLD if group is None else group
+    try:
+        found: timedelta = chosen._get_backend(device).options._timeout  # noqa: SLF001 -- no public name
+    except (AttributeError, RuntimeError):  # a backend of another kind, or none for this device
+        return default_pg_timeout
+    return found
