@@ -1,10 +1,11 @@
 """The base classes of all schedules: torch's interface to an order of actions and our `Pipeline`."""
 
-# ruff: noqa: A002, ARG002, FBT001, FBT002, SLF001 -- torch's signatures
+# ruff: noqa: A002, FBT001, FBT002, SLF001 -- torch's signatures
 # mypy: disable-error-code="misc, override, no-untyped-call"
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 import torch
@@ -91,7 +92,13 @@ class _PipelineSchedule(theirs._PipelineSchedule):
             functions = {
                 Kind(theirs._ComputationType(kind).value): function for kind, function in registered.items()
             }
-            self._runner = Runner(self, self._schedule(), self._local_stages, functions)
+            schedule = self._schedule()
+            if self._has_backward and self._computes_loss and not schedule.table.has(Kind.B, Kind.I):
+                raise InvalidOrderError(
+                    f"{type(self).__name__} has loss_fn=, but its order has no backward, so step() would train "
+                    "nothing: add backwards to the order, or call eval()"
+                )
+            self._runner = Runner(self, schedule, self._local_stages, functions)
         return self._runner
 
     # --- running -----------------------------------------------------------------------------------
@@ -105,15 +112,37 @@ class _PipelineSchedule(theirs._PipelineSchedule):
         loss_kwargs: LossKwargs = None,
         **kwargs: Value,
     ) -> Value:
-        """Forward and backward of a batch; returns the merged outputs on the rank of the last stage."""
-        needs_grad = self._has_backward and vars(self).get("_backward_requires_autograd", True)
-        with self._connect().reporting_failures(training=self._has_backward):
-            if needs_grad and not torch.is_grad_enabled():
+        """Forward and backward of a batch; returns the merged outputs on the rank of the last stage.
+
+        A subclass with its own `_step_microbatches` runs on torch's stages, unless it calls super().
+        """
+        with self._reporting_failures():
+            if self._requires_autograd and not torch.is_grad_enabled():
                 raise RuntimeError("step() computes gradients, but autograd is disabled; use eval()")
             split = *self._split_inputs(args, kwargs), None if target is None else self._split_target(target)
+        for stage in self._local_stages if self._has_own_steps else ():
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
         self._step_microbatches(*split, losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs)
         outputs, self._outputs = self._outputs, None
+        last = [stage for stage in self._local_stages if stage.is_last and return_outputs]
+        if outputs is None and self._has_own_steps and last and last[0].output_chunks:
+            return self._merge_outputs(last[0].output_chunks)
         return outputs
+
+    @property
+    def _requires_autograd(self) -> bool:
+        return self._has_backward and vars(self).get("_backward_requires_autograd", True)
+
+    @property
+    def _has_own_steps(self) -> bool:
+        """Whether a subclass runs steps itself, with torch's stages."""
+        return type(self)._step_microbatches is not _PipelineSchedule._step_microbatches
+
+    def _reporting_failures(self) -> AbstractContextManager[None]:
+        if self._has_own_steps:
+            return nullcontext()
+        return self._connect().reporting_failures(training=self._has_backward)
 
     def _split_target(self, target: Value) -> list[Value]:
         """Split a tensor as torch does, other values as our batches; a list already is microbatches."""
@@ -133,6 +162,7 @@ class _PipelineSchedule(theirs._PipelineSchedule):
         """The same for a batch that is already split."""
         runner = self._connect()
         with runner.reporting_failures(training=self._has_backward):
+            runner.check_stages(self)
             if not self._computes_loss and (target_mbs is not None or losses is not None):
                 raise RuntimeError("a forward-only schedule computes no loss: remove target and losses")
             arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
@@ -148,21 +178,17 @@ class _PipelineSchedule(theirs._PipelineSchedule):
     def _begin(self) -> None:
         """Prepare a step."""
 
-    def _initialize_stages(
-        self, args: Value, kwargs: Value, target: Value = None, loss_kwargs: Value = None
-    ) -> None:
-        """Connect; the shape of a message is determined when it is sent."""
-        self._connect()
-
-    _initialize_stage = _initialize_stages
-
     def _maybe_compute_loss(
         self, stage: Value, output: Value, target_mbs: Value, mb_index: int, loss_kwargs: Value = None
     ) -> None:
-        """Nothing to do: the forward of the last stage computes the loss."""
+        """Nothing to do in our steps: the forward of the last stage computes the loss."""
+        if self._runner is None or not self._runner.is_running:
+            super()._maybe_compute_loss(stage, output, target_mbs, mb_index, loss_kwargs)
 
     def _maybe_get_loss(self, stage: _PipelineStageBase, mb_index: int) -> Tensor | None:
-        return self._connect().losses.get(mb_index) if stage.is_last else None
+        if self._runner is None or not self._runner.is_running:
+            return super()._maybe_get_loss(stage, mb_index)  # type: ignore[no-any-return]
+        return self._runner.losses.get(mb_index) if stage.is_last else None
 
 
 class PipelineScheduleMulti(_PipelineSchedule, theirs.PipelineScheduleMulti):

@@ -4,31 +4,46 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import TypeAlias, cast
 
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import _CustomFunctionProtocol, _PipelineContext, _PipelineSchedule
+from torch.distributed.pipelining import schedules as theirs
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _CustomFunctionProtocol,
+    _PipelineContext,
+    _PipelineSchedule,
+)
 from torch.utils.hooks import RemovableHandle
 
+from penstock.arguments import listed
 from penstock.errors import PipelineError
-from penstock.ir.action import Action, Kind, Overlap
-from penstock.ir.graph import StageGraph
+from penstock.ir.action import Action, Kind, Overlap, Step
 from penstock.ir.schedule import Schedule
 from penstock.pipelining._orders import action_of
+from penstock.pipelining._stage_methods import (
+    FORWARD,
+    KINDS,
+    StageForward,
+    check_methods,
+    overrides,
+    stages_driven_by,
+)
+from penstock.pipelining._traced_pipes import require_no_skip_connections
 from penstock.pipelining.microbatch import merge_chunks
-from penstock.pipelining.stage import _PipelineStage, _PipelineStageBase
+from penstock.pipelining.stage import _PipelineStageBase
 from penstock.runtime import Custom, Pipeline, register_splitter
 from penstock.runtime.execution.splitters import Splitter, Value
 
 Functions: TypeAlias = Mapping[Kind, _CustomFunctionProtocol]
 _NO_TARGET = object()
+_COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 def _merge_spec(spec: object) -> Value:
@@ -58,24 +73,35 @@ class Runner:
         stages: Sequence[_PipelineStageBase],
         functions: Functions,
     ) -> None:
-        _require_no_skip_connections(stages[0])
+        require_no_skip_connections(stages[0])
         self._stages = {stage.stage_index: stage for stage in stages}
-        self._loss_fn, self._functions = owner._loss_fn, functions
+        self._submodules = {stage.stage_index: stage.submod for stage in stages}
+        self._modules = {
+            stage.stage_index: StageForward(stage) if overrides(stage, FORWARD) else stage.submod
+            for stage in stages
+        }
+        self._functions, self._has_loss = functions, owner._loss_fn is not None
         self._loss_kwargs: Mapping[str, Value] = {}
         self._context: _PipelineContext
         self._pending: dict[Action, Callable[[], None]] = {}
+        self._driven: set[Action] = set()
+        self._finished: Counter[int] = Counter()
+        self._keeps_outputs = True
         self._weight_runners: dict[tuple[int, int | None], Callable[..., None]] = {}
         self.losses: dict[int, Tensor] = {}
         """The losses of the last step by microbatch, on the last stage's rank."""
         deferring = any(stage.dw_builder is not None for stage in stages)
+        overridden = [name for name in KINDS if any(overrides(stage, name) for stage in stages)]
         intercepted = [*functions, *((Kind.B, Kind.I, Kind.W) if deferring else ())]
-        inner = [stage.submod for stage in stages if not stage.is_last]
+        intercepted += [kind for name in overridden for kind in KINDS[name]]
+        self._is_driven = bool(functions or overridden)
+        inner = [self._modules[stage.stage_index] for stage in stages if not stage.is_last]
         hooks = [module.register_forward_hook(_list_to_tuple) for module in inner]
         self._remove_hooks = weakref.finalize(self, _remove, hooks)
         self.pipeline = Pipeline(
-            {index: stage.submod for index, stage in self._stages.items()},
+            self._modules,
             schedule,
-            loss=None if self._loss_fn is None else _weak(self._loss),
+            loss=_weak(self._loss) if self._has_loss else None,
             average=owner.scale_grads,
             group=stages[0].group,
             device=stages[0].device,
@@ -87,6 +113,26 @@ class Runner:
         """Close the pipeline and remove the hooks."""
         self.pipeline.close()
         self._remove_hooks()
+
+    def check_stages(self, owner: _PipelineSchedule) -> None:
+        """Raise if something was replaced since the first step that would be ignored."""
+        check_methods(self._stages.values())
+        replaced = [i for i, stage in self._stages.items() if stage.submod is not self._submodules[i]]
+        if replaced:
+            raise PipelineError(
+                f"submod of stage {listed(replaced)} was replaced after the first step: create another "
+                "schedule object with these stages"
+            )
+        if (owner._loss_fn is not None) != self._has_loss:
+            raise PipelineError(
+                f"_loss_fn was {'removed' if self._has_loss else 'set'} after the first step: create another "
+                "schedule object"
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step runs."""
+        return "_context" in vars(self)
 
     @contextmanager
     def reporting_failures(self, *, training: bool) -> Iterator[None]:
@@ -105,7 +151,8 @@ class Runner:
     ) -> Value:
         """One training or evaluation step; returns the merged outputs on the rank of the last stage."""
         self.losses.clear()
-        self._context, self._loss_kwargs = context, loss_kwargs
+        self._finished.clear()
+        self._context, self._loss_kwargs, self._keeps_outputs = context, loss_kwargs, return_outputs
         arg_mbs, kwarg_mbs, targets = context.arg_mbs or [], context.kwarg_mbs or [], context.target_mbs
         args = [list(each) for each in zip(*arg_mbs)]
         kwargs = {name: [each[name] for each in kwarg_mbs] for name in kwarg_mbs[0]}
@@ -115,7 +162,7 @@ class Runner:
         target = None if targets is None else list(enumerate(targets))
         call = self.pipeline.step if training else self.pipeline.eval
         try:
-            with self._stage_methods_replaced():
+            with stages_driven_by(self, self._stages.values() if self._is_driven else ()):
                 return call(*args, target=target, return_outputs=return_outputs, **kwargs).outputs
         finally:
             del self._context  # breaks the reference cycle context, schedule, runner
@@ -126,24 +173,59 @@ class Runner:
         microbatch, target = numbered
         if target is _NO_TARGET:
             raise PipelineError("the loss needs a target: pass target= to step() on the rank of the last stage")
-        assert self._loss_fn is not None
-        loss = self._loss_fn(output, target, **self._loss_kwargs)
+        owner: Value = self._context.schedule_ref
+        loss: Tensor = owner._compute_loss(output, target, self._loss_kwargs)
         self.losses[microbatch] = loss.detach() if isinstance(loss, Tensor) else loss
         return loss
 
-    # --- custom functions --------------------------------------------------------------------------
+    # --- functions for actions ---------------------------------------------------------------------
 
     def _dispatch(self, custom: Custom) -> None:
         """Call the user's function for an action, or the action itself if such a function runs it."""
-        parts, function = custom.action.parts, self._functions.get(custom.action.kind)
+        parts, function = custom.action.parts, self._function(custom.action)
         if function is None or parts[0] in self._pending:
             self._run_action(custom)
             return
         runs = [part.run for part in custom.parts] or [partial(self._run_action, custom)]
         self._pending.update(zip(parts, runs))
+        self._driven.difference_update(parts)
         function(action_of(custom.action), self._context)
         for part in parts:
             del self._pending[part]
+        missing = [part for part in parts if part.kind in _COMPUTE and part not in self._driven]
+        if missing:
+            raise PipelineError(
+                f"the function or method for {custom.action} did not run {listed(missing)}: let it call the "
+                "stage's method, such as stage.forward_one_chunk, or super() in an override"
+            )
+
+    def _function(self, action: Step) -> Callable[[_Action, _PipelineContext], None] | None:
+        """The registered function for an action, or else the overridden method of its stage."""
+        function = self._functions.get(action.kind)
+        if function is None and isinstance(action, Action):
+            names = [name for name, kinds in KINDS.items() if action.kind in kinds]
+            if names and overrides(self._stages[action.stage], names[0]):
+                return self._call_method
+        return function
+
+    def _call_method(self, action: _Action, context: _PipelineContext) -> None:
+        """Call the stage's method for an action with the arguments that torch gives."""
+        owner: Value = context.schedule_ref
+        stage, kind = self._stages[action.stage_index], action.computation_type
+        k, every = action.microbatch_index, owner._n_microbatches
+        if k is None:
+            stage.perform_reduce_grad(every if owner.scale_grads else 1)
+        elif kind is theirs.FORWARD:
+            args, kwargs = (context.arg_mbs or [])[k] if stage.is_first else (), (context.kwarg_mbs or [])[k]
+            stage.forward_one_chunk(k, args, kwargs, save_forward_output=self._keeps_outputs)
+        else:
+            self._finished[stage.stage_index] += kind is not theirs.BACKWARD_INPUT
+            last = kind is not theirs.BACKWARD_INPUT and self._finished[stage.stage_index] == every
+            if kind is theirs.BACKWARD_WEIGHT:
+                stage.backward_weight_one_chunk(k, last_backward=last)
+                return
+            whole, loss = kind is theirs.FULL_BACKWARD, owner._maybe_get_loss(stage, k)
+            stage.backward_one_chunk(k, loss=loss, full_backward=whole, last_backward=last)
 
     def _run_action(self, custom: Custom) -> None:
         """Run the action, and the weight-gradient runner of a stage with a `dw_builder`."""
@@ -157,55 +239,27 @@ class Runner:
         if builder is not None and action.kind is not Kind.I:
             self._weight_runners.pop(key)()
 
-    @contextmanager
-    def _stage_methods_replaced(self) -> Iterator[None]:
-        """Replace the methods of stages that functions written for torch call, so that they run our actions."""
-        replaced = [(stage, self._methods(stage)) for stage in self._stages.values() if self._functions]
-        for stage, methods in replaced:
-            vars(stage).update(methods)
-        try:
-            yield
-        finally:
-            for stage, methods in replaced:
-                for name in methods:
-                    delattr(stage, name)
-
-    def _drive(self, kind: Kind, stage: int, microbatch: int | None) -> None:
+    def drive(self, kind: Kind, stage: int, microbatch: int | None) -> None:
+        """Run this action, which a function was called for."""
         action = Action(kind, stage, microbatch)
         if action not in self._pending:
             expected = ", ".join(map(str, self._pending))
             raise PipelineError(f"a custom function runs {action}, but it replaces {expected}")
+        self._driven.add(action)
         self._pending[action]()
 
-    def _methods(self, stage: _PipelineStageBase) -> dict[str, Value]:
-        """The methods that run an action, and those that pass values between stages of the same rank."""
-        index, context, drive = stage.stage_index, self._context, self._drive
-
-        def forward_one_chunk(fwd_chunk_id: int, args: Value = (), kwargs: Value = None, **_: Value) -> Value:
-            k = fwd_chunk_id
-            arg_mbs, kwarg_mbs = context.arg_mbs or [], context.kwarg_mbs or []
-            passed = [*(args if stage.is_first else ()), *(kwargs or {}).values()]
-            expected = [*(arg_mbs[k] if stage.is_first else ()), *kwarg_mbs[k].values()]
-            if len(passed) != len(expected) or any(one is not other for one, other in zip(passed, expected)):
-                raise PipelineError(
-                    f"the arguments of {index}F{k} differ from those of step(): change them there"
-                )
-            outputs: list[Value] = []
-            with stage.submod.register_forward_hook(lambda *seen: outputs.append(seen[-1])):
-                drive(Kind.F, index, k)
-            return outputs[-1]
-
-        def backward_one_chunk(bwd_chunk_id: int, *positional: Value, **named: Value) -> None:
-            whole = positional[1] if len(positional) > 1 else named.get("full_backward", True)
-            drive(Kind.B if whole else Kind.I, index, bwd_chunk_id)
-
-        return {
-            "forward_one_chunk": forward_one_chunk,
-            "backward_one_chunk": backward_one_chunk,
-            "backward_weight_one_chunk": lambda bwd_chunk_id, *_, **__: drive(Kind.W, index, bwd_chunk_id),
-            "perform_reduce_grad": lambda *_, **__: drive(Kind.REDUCE_GRAD, index, None),
-            **dict.fromkeys(("set_local_fwd_input", "get_local_bwd_output", "set_local_bwd_input"), _no_op),
-        }
+    def drive_forward(self, stage: _PipelineStageBase, microbatch: int, args: Value, kwargs: Value) -> Value:
+        """Run a forward with the arguments of the step; gives the output of the module."""
+        index, k = stage.stage_index, microbatch
+        arg_mbs, kwarg_mbs = self._context.arg_mbs or [], self._context.kwarg_mbs or []
+        passed = [*(args if stage.is_first else ()), *(kwargs or {}).values()]
+        expected = [*(arg_mbs[k] if stage.is_first else ()), *kwarg_mbs[k].values()]
+        if len(passed) != len(expected) or any(one is not other for one, other in zip(passed, expected)):
+            raise PipelineError(f"the arguments of {index}F{k} differ from those of step(): change them there")
+        outputs: list[Value] = []
+        with self._modules[index].register_forward_hook(lambda *seen: outputs.append(seen[-1])):
+            self.drive(Kind.F, index, k)
+        return outputs[-1]
 
 
 def _weak(method: Callable[..., Value]) -> Callable[..., Value]:
@@ -225,25 +279,6 @@ def _remove(hooks: Sequence[RemovableHandle]) -> None:
         hook.remove()
 
 
-def _no_op(*_: object, **__: object) -> None:
-    """The runtime passes values between stages of one rank."""
-
-
 def _list_to_tuple(_module: nn.Module, _args: object, output: Value) -> Value:
     """Treat a list as a tuple of the next stage's arguments, as torch does."""
     return tuple(output) if type(output) is list else output
-
-
-def _require_no_skip_connections(stage: _PipelineStageBase) -> None:
-    """Require that each stage of a traced pipe takes exactly the outputs of the previous one, in order."""
-    if not isinstance(stage, _PipelineStage):
-        return
-    nodes = [node for node in stage.pipe_info.graph.nodes if node.op == "call_module"]
-    for (source, target), (before, node) in zip(StageGraph.chain(len(nodes)).edges, pairwise(nodes)):
-        parts = [user for user in before.users if user.target is operator.getitem]
-        wanted = sorted(parts, key=lambda part: int(part.args[1])) or [before]
-        if [argument for argument in node.args if argument.op != "placeholder"] != wanted:
-            raise PipelineError(
-                f"stage {target} does not take exactly the outputs of stage {source}; skip connections "
-                "are not supported: pass the values through the stages between"
-            )

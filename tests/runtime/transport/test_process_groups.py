@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock import build
 from penstock.runtime import Pipeline
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 def world() -> Iterator[None]:
     """This process alone, with a timeout of its own."""
     timeout = timedelta(seconds=77)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
     yield
     dist.destroy_process_group()
 
