@@ -160,6 +160,20 @@ def test_stages_of_one_rank_train_as_one_process(value: str, schedule: Schedule)
     assert not train_both(lambda index, count: Stage(index, count, *VALUES[value]), schedule)
 
 
+def test_outputs_are_those_of_their_microbatches() -> None:
+    stage = Stage(0, 2, counted, open_product)
+
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return mse_loss(output[0], target)
+
+    x, y = batch()
+    with closing(Pipeline([stage], "1f1b", microbatches=4, loss=loss)) as pipeline:
+        trained = pipeline.step(x, target=y, return_outputs=True).outputs
+        evaluated = pipeline.eval(x, return_outputs=True).outputs
+    assert (trained[1].tolist(), evaluated[1].tolist()) == ([1, 2, 3, 4], [5, 6, 7, 8])
+    assert not trained[0].requires_grad
+
+
 def test_overlapping_inputs_that_a_stage_changes_in_place_are_rejected() -> None:
     schedule = schedules("looped-bfs")[0]
     stages = [Stage(index, 2, views, open_in_place) for index in range(2)]

@@ -18,7 +18,7 @@ from penstock.runtime.dtensors import is_dtensor, local
 from penstock.runtime.pytree import Leaves, Structure
 from penstock.runtime.transport.message_spec import copied
 
-__all__ = ["Envelope", "check_unchanged", "hand_over", "overlapping_positions", "versions"]
+__all__ = ["Envelope", "check_unchanged", "hand_over", "overlapping_positions", "own_tensors", "versions"]
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.Size)
 
@@ -34,20 +34,25 @@ class Envelope(NamedTuple):
 
 
 def hand_over(leaves: Leaves) -> Leaves:
-    """The leaves without their graph, which nobody else can change; empties `leaves`."""
+    """The leaves for the next stage, without their graph, which nobody else can change; empties `leaves`."""
+    differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    handed: Leaves = own_tensors(leaves)
+    handed = [leaf if isinstance(leaf, (Tensor, *_IMMUTABLE)) else copied(leaf) for leaf in handed]
+    return [leaf.requires_grad_() if needed else leaf for leaf, needed in zip(handed, differentiable)]
+
+
+def own_tensors(leaves: Leaves) -> Leaves:
+    """The leaves with tensors that have no graph and that nobody else can change; empties `leaves`."""
     leaves.reverse()
-    return [_handed_over(leaves) for _ in range(len(leaves))]
+    return [_own(leaves) for _ in range(len(leaves))]
 
 
-def _handed_over(leaves: Leaves) -> Any:
+def _own(leaves: Leaves) -> Any:
     leaf = leaves.pop()
     if not isinstance(leaf, Tensor):
-        return leaf if isinstance(leaf, _IMMUTABLE) else copied(leaf)
-    requires_grad = leaf.requires_grad
+        return leaf
     leaf = leaf.detach()  # drops the last reference to the output, unless somebody else holds it
-    if not _is_only_reference(leaf):
-        leaf = leaf.clone()
-    return leaf.requires_grad_() if requires_grad else leaf
+    return leaf if _is_only_reference(leaf) else leaf.clone()
 
 
 def _references(tensor: Tensor) -> int:

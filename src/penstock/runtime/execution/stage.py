@@ -18,6 +18,7 @@ from penstock.runtime.execution.handover import (
     check_unchanged,
     hand_over,
     overlapping_positions,
+    own_tensors,
     versions,
 )
 from penstock.runtime.execution.microbatch_state import (
@@ -110,8 +111,9 @@ class Stage:
             check_finite(leaves, "its output", self.index)
         if config.gradient_source is None:
             self._compute_loss(microbatch, output, leaves, state)
+            output = None
             if step.keep_outputs:
-                self.outputs[microbatch] = unflatten(structure, _detached(leaves))
+                self.outputs[microbatch] = unflatten(structure, own_tensors(leaves))
         else:
             if step.training:
                 # an edge keeps the graph but not the tensor, whose memory is free once it is sent
@@ -275,7 +277,3 @@ class Stage:
 
 def _differentiable(leaves: Leaves) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def _detached(leaves: Leaves) -> Leaves:
-    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
