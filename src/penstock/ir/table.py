@@ -58,6 +58,8 @@ class ActionTable(ActionColumns):
 
     def message_at(self, kind: Kind) -> Ints:
         """Per edge and microbatch: the first sound SEND or RECV of this kind, -1 where there is none."""
+        if not self._sound_by_kind[kind.number].size:  # compute schedules have none, and need no edges of parts
+            return np.full((len(self.graph.edges), self.microbatches), -1, dtype=np.int64)
         return self._first(kind, self.edge, len(self.graph.edges))
 
     def _first(self, kind: Kind, row: Ints, num_rows: int) -> Ints:
