@@ -198,15 +198,12 @@ class Pipeline:
     def _collective(self, name: str) -> Iterator[None]:
         """Report a failed collective outside of steps: usually a rank has not called it."""
         try:
-            yield
-        except PenstockError:
+            with self._runner.connect().collective(name):
+                yield
+        except PenstockError as error:
+            if isinstance(error.__cause__, TransportError):
+                self.close()
             raise  # on every rank
-        except TransportError as error:
-            self.close()
-            raise PipelineError(
-                f"{name} failed on rank {self.rank}: every rank must call it, but another rank did not within "
-                f"{self._config.timeout.total_seconds():g} s, or is gone ({str(error).splitlines()[0]})"
-            ) from error
         except BaseException:
             self.close()  # wakes the ranks that wait for this one
             raise
@@ -236,7 +233,9 @@ class Pipeline:
         """Record the timelines of the steps inside, and the costs derived from them; all ranks must call it."""
         if self._runner.recorder is not None:
             raise PipelineError("this pipeline is already being profiled")
-        self._runner.recorder = Recorder(self._runner.connect())
+        with self._collective("profile()"):
+            recorder = Recorder(self._runner.connect())
+        self._runner.recorder = recorder
         try:
             yield self._runner.recorder.profile
         finally:

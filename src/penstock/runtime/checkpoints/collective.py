@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from penstock import arguments
 from penstock.errors import CheckpointError, PipelineError
+from penstock.runtime.failure.lost_ranks import describe_lost_ranks, watched_collective
 from penstock.runtime.transport.process_groups import Group, members_of, process_group
 
 __all__ = ["Collective", "Group", "RankError", "RankResults", "some"]
@@ -136,14 +137,17 @@ class Collective:
             return [value]
         gathered: list[Any] = [None] * len(self.members)
         try:
-            dist.all_gather_object(gathered, value, group=self.group)
+            with watched_collective(self.members):
+                dist.all_gather_object(gathered, value, group=self.group)
         except RuntimeError as error:
             raise self.connection_lost(error) from error
         return gathered
 
     def connection_lost(self, error: BaseException) -> CheckpointError:
         """The error for a collective that failed because another rank is gone."""
-        return CheckpointError(self.failure, [f"rank {self.rank} lost the connection to another rank: {error}"])
+        lost = describe_lost_ranks(self.members)
+        problem = f"rank {self.rank} lost the connection to another rank: {error}"
+        return CheckpointError(self.failure, [lost or problem])
 
 
 def some(names: Sequence[object]) -> str:

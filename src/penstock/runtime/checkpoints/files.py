@@ -37,6 +37,7 @@ from penstock.runtime.checkpoints.checksums import (
     file_problems,
 )
 from penstock.runtime.checkpoints.collective import Collective, RankError
+from penstock.runtime.failure.lost_ranks import watched_collective
 
 __all__ = ["HEADER", "StoredCheckpoint", "Wanted", "write"]
 
@@ -53,7 +54,7 @@ def write(directory: Path, entries: Mapping[str, Tensor], header: object, ranks:
         tensors[HEADER] = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
     writer = _Writer(directory)
     try:
-        with _quiet():
+        with _quiet(), watched_collective(ranks.members):
             save(
                 tensors,
                 storage_writer=writer,

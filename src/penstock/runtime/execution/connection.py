@@ -8,7 +8,8 @@ freed with the last reference to the pipeline.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -28,11 +29,14 @@ from penstock.runtime.execution.program import CallType, Program
 from penstock.runtime.execution.stage import Source, Stage, StageConfig
 from penstock.runtime.failure.job import link_members, raise_if_ended, silent_ranks, watch_of_job
 from penstock.runtime.failure.monitor import FailureMonitor, RankStatus
+from penstock.runtime.failure.report import cause_summary
 from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.channels import FlatValue
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.process_groups import abort_process_groups
+from penstock.runtime.transport.stores import first_line
+from penstock.runtime.transport.transport_errors import TransportError
 
 __all__ = ["Connection"]
 
@@ -43,7 +47,7 @@ class Connection:
     def __init__(self, config: ExecutionConfig, activations: LiveActivations, pool: BufferPool) -> None:
         self.config, self.pool = config, pool
         self.mode = "outside"
-        """`step` or `eval` while one runs."""
+        """`step`, `eval` or the name of a collective while one runs."""
         self.waiting_for = ""
         """What this rank waits for before its first or after its last action, for error messages."""
         self.step = 0
@@ -66,6 +70,7 @@ class Connection:
         if self.communicator is not None:
             own = weakref.ref(self)
             link_members(watch, config.members, config.timeout)
+            watch.timeout = config.timeout.total_seconds()
             self.monitor = FailureMonitor(
                 watch,
                 self.communicator.name,
@@ -145,6 +150,30 @@ class Connection:
             self.monitor.begin()
         return program
 
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Messages outside of steps: if they fail, the error names the rank that ended, is silent or failed."""
+        self.mode, self.waiting_for = name, "the other ranks"
+        try:
+            if self.monitor is not None:
+                self.monitor.begin()
+                self.monitor.raise_if_failed()
+            yield
+        except TransportError as error:
+            raise PipelineError(self._collective_failure(name, error)) from error
+        finally:
+            self.mode = "outside"
+
+    def _collective_failure(self, name: str, error: TransportError) -> str:
+        config, monitor = self.config, self.monitor
+        cause = None if monitor is None else monitor.lost_rank()
+        if monitor is not None and cause is not None:
+            return f"{name} failed{cause_summary(cause, monitor.members)}"
+        return (
+            f"{name} failed on rank {config.rank}: every rank must call it, but another rank did not within "
+            f"{config.timeout.total_seconds():g} s, or is gone ({first_line(error)})"
+        )
+
     def end(self) -> None:
         """End a step or eval, successful or not."""
         self.mode = "outside"
@@ -170,8 +199,8 @@ class Connection:
 
     def status(self) -> RankStatus:
         """What this rank is doing."""
-        if self.mode == "outside":
-            return RankStatus("outside", self.step, 0, "")
+        if self.mode not in self.programs:
+            return RankStatus(self.mode, self.step, 0, "")
         program = self.programs[self.mode]
         return RankStatus(self.mode, self.step, program.position, self.awaited(program))
 

@@ -122,7 +122,14 @@ class StepRunner:
             raise self._abort(error, connection, program, losses)  # noqa: B904 -- it has its cause
         finally:
             connection.end()
-        timeline = None if self.recorder is None else self.recorder.gathered(connection, program)
+        timeline = None
+        if self.recorder is not None:
+            try:
+                with connection.collective("profile()"):
+                    timeline = self.recorder.gathered(connection, program)
+            except PipelineError:
+                self.close()
+                raise
         return StepResult(loss, microbatch_losses, outputs=outputs, timeline=timeline)
 
     def _merged_outputs(self, last: Stage) -> Any:

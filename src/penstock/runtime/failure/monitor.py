@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.runtime.failure.watch import SILENT_SECONDS, Ended, JobWatch
+from penstock.runtime.transport.transport_errors import TransportError
 
 __all__ = ["FailureCause", "FailureMonitor", "RankStatus"]
 
@@ -52,7 +53,7 @@ class RankStatus:
     """What a rank is doing."""
 
     mode: str
-    """`step` or `eval`, or `outside` if it runs neither."""
+    """`step`, `eval` or the name of a collective, or `outside` if it runs none of them."""
     step: int
     """The number of its current or last step or eval."""
     position: int
@@ -103,6 +104,11 @@ class FailureMonitor:
                 self._fail(self._end_cause(ended), self.members)
                 return
 
+    def raise_if_failed(self) -> None:
+        """Raise if a failure is known, after which no message arrives."""
+        if self._causes:
+            raise TransportError("the connection is closed")
+
     def handled(self) -> None:
         """This rank has noticed the failure."""
         self._stuck_at = float("inf")
@@ -133,6 +139,13 @@ class FailureMonitor:
             rank in self._statuses or member in self.watch.ended or self.watch.silence(member) > SILENT_SECONDS
             for rank, member in enumerate(self.members)
         )
+
+    def lost_rank(self) -> FailureCause | None:
+        """The known cause, or a rank that ended or is silent, after a message has failed."""
+        if (cause := self.wait_for_cause()) is not None:
+            return cause
+        unknown = FailureCause(self._rank, "lost", 0, "", None, None, "", "")
+        return None if (blamed := self.blamed(unknown)) is unknown else blamed
 
     def blamed(self, cause: FailureCause) -> FailureCause:
         """The cause of a broken connection or a timeout: a rank that ended or is silent, if there is one."""

@@ -13,7 +13,7 @@ from penstock.runtime.execution.program import Program
 from penstock.runtime.failure.monitor import FailureCause, RankStatus
 from penstock.runtime.transport.transport_errors import TransportError
 
-__all__ = ["failure_cause", "failure_report"]
+__all__ = ["cause_summary", "failure_cause", "failure_report"]
 
 _CONTEXT = 3  # steps shown before and after the current one
 
@@ -61,7 +61,7 @@ def failure_report(
 ) -> StepFailedError:
     """The error that every rank of the pipeline raises; `members` are its world ranks."""
     label = _label(cause, members)
-    lines = [f"step {cause.step} failed{_where(cause, label)}", f"  {cause.message}"]
+    lines = [f"step {cause.step} failed{cause_summary(cause, members)}"]
     if cause.members != members:
         cause = replace(cause, rank=-1)
     if statuses:
@@ -72,6 +72,11 @@ def failure_report(
     rank = None if cause.rank < 0 else cause.rank
     where = (cause.action or None, cause.stage, cause.microbatch)
     return StepFailedError("\n".join(lines), rank, *where, cause.kind, cause.details, cause.world_rank)
+
+
+def cause_summary(cause: FailureCause, members: tuple[int, ...]) -> str:
+    """Which rank failed, and why, to follow `failed`; in two lines."""
+    return f"{_where(cause, _label(cause, members))}\n  {cause.message}"
 
 
 def _label(cause: FailureCause, members: tuple[int, ...]) -> str:
@@ -101,7 +106,7 @@ def _status_lines(
     cause: FailureCause, statuses: Mapping[int, RankStatus], schedules: Mapping[str, Schedule]
 ) -> list[str]:
     """One line for each rank: the actions around the current one, which is in brackets."""
-    modes = {status.mode for status in statuses.values()} - {"outside"}
+    modes = {status.mode for status in statuses.values()} & schedules.keys()
     lines = []
     for rank in range(schedules["step"].num_ranks):
         status = statuses.get(rank)
@@ -111,6 +116,9 @@ def _status_lines(
             continue
         if status.mode == "outside":
             lines.append(f"rank {rank}   runs neither step nor eval, after step {status.step}")
+            continue
+        if status.mode not in schedules:
+            lines.append(f"rank {rank}   is in {status.mode}, after step {status.step}")
             continue
         other_step = "" if status.step == cause.step else f"already in step {status.step}: "
         mode = f"in {status.mode}: " if len(modes) > 1 else ""

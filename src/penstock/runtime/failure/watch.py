@@ -68,6 +68,8 @@ class JobWatch:
         """The processes of the ranks that are or were linked."""
         self.ended: dict[int, Ended] = {}
         """The ranks whose process has ended."""
+        self.timeout = 300.0
+        """Seconds without a sign of life after which a rank is lost: those of the last pipeline."""
         self.active: Listener | None = None
         """The listener whose step was the last to begin."""
         self._key, self._listener = key, listener

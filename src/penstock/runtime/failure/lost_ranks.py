@@ -1,0 +1,80 @@
+"""Collectives of torch.distributed outside of steps: a rank that ended or does not answer ends them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from penstock.runtime.failure.job import current_watch
+from penstock.runtime.failure.watch import SILENT_SECONDS, Ended, JobWatch
+from penstock.runtime.transport.process_groups import abort_process_groups
+
+__all__ = ["describe_lost_ranks", "watched_collective"]
+
+_NOTICE_SECONDS = 1.0
+"""How long the end of a process may take to be known here."""
+_CLOSE_SECONDS = 2.0
+"""How long its connections may take to end; a process that it has forked may keep them open."""
+
+
+@contextmanager
+def watched_collective(members: Sequence[int]) -> Iterator[None]:
+    """Abort the process groups of this process if a rank ends or is silent; then the collective raises."""
+    watch = current_watch()
+    guard = None if watch is None else _Guard(watch, members)
+    try:
+        yield
+    finally:
+        if watch is not None and guard is not None:
+            watch.remove_listener(guard)
+
+
+class _Guard:
+    """Listens to the watch during one collective."""
+
+    def __init__(self, watch: JobWatch, members: Sequence[int]) -> None:
+        self._watch, self._members = watch, [rank for rank in members if rank != watch.rank]
+        self._aborted = False
+        self._lost_at: float | None = None
+        watch.add_listener(self)
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        """A failed step of another rank does not concern this collective."""
+
+    def on_end(self, ended: Ended) -> None:
+        """A rank that ended is noticed at the next beat."""
+
+    def on_beat(self) -> None:
+        """Abort if a rank is lost."""
+        watch, now = self._watch, time.monotonic()
+        if self._lost_at is None and any(rank in watch.ended for rank in self._members):
+            self._lost_at = now + _CLOSE_SECONDS
+        is_silent = any(watch.silence(rank) > watch.timeout for rank in self._members)
+        if not self._aborted and (is_silent or (self._lost_at is not None and now > self._lost_at)):
+            self._aborted = True
+            abort_process_groups()
+
+
+def describe_lost_ranks(members: Sequence[int]) -> str:
+    """Which of these world ranks have ended or do not answer, after a collective with them has failed."""
+    watch = current_watch()
+    if watch is None:
+        return ""
+    end = time.monotonic() + _NOTICE_SECONDS
+    while not (texts := _texts(watch, members)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return "; ".join(texts)
+
+
+def _texts(watch: JobWatch, members: Sequence[int]) -> list[str]:
+    texts = []
+    for rank, member in enumerate(members):
+        name = f"rank {rank}" if rank == member else f"rank {rank} (world rank {member})"
+        if (ended := watch.ended.get(member)) is not None:
+            texts.append(f"{name} has ended: {ended}")
+        elif (seconds := watch.silence(member)) > SILENT_SECONDS:
+            silence = f"no sign of life from its process ({watch.processes[member]}) for {seconds:.0f} s"
+            texts.append(f"{name} does not answer: {silence}")
+    return texts

@@ -1,0 +1,97 @@
+"""Promise: a process that ends between steps is named by all others, whatever they call next."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing import util as processes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from penstock.runtime import Pipeline, load_checkpoint, save_checkpoint, split
+from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
+from tests.support.grids import small
+from tests.support.pool import Pool
+from tests.support.slowness import slowness
+
+pytestmark = pytest.mark.xdist_group("failures")
+
+CALLS = ["step", "eval", "clip_grad_norm_", "profile", "save_checkpoint", "load_checkpoint", "Pipeline"]
+
+
+def new_pipeline() -> Pipeline:
+    stages = split(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), at=["1", "2", "3"])
+    return Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, timeout=60)
+
+
+def profiled(pipeline: Pipeline) -> None:
+    with pipeline.profile():
+        pass
+
+
+def call(name: str, pipeline: Pipeline, path: Path) -> CallOutcome:
+    x = torch.ones(8, 4)
+    calls: dict[str, Callable[[], Any]] = {
+        "step": lambda: pipeline.step(x, target=x),
+        "eval": lambda: pipeline.eval(x, target=x),
+        "clip_grad_norm_": lambda: pipeline.clip_grad_norm_(1.0),
+        "profile": lambda: profiled(pipeline),
+        "save_checkpoint": lambda: save_checkpoint(path, pipeline),
+        "load_checkpoint": lambda: load_checkpoint(path, pipeline),
+        "Pipeline": new_pipeline,
+    }
+    return attempt(calls[name])
+
+
+def end_process(how: str) -> None:
+    """End this process: by a signal, at once, or as at the end of a script."""
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        processes._exit_function()
+    os._exit(3)
+
+
+def end_between_steps(victim: int, how: str, when: str, name: str, path: Path) -> list[CallOutcome]:
+    dist.barrier()  # some processes start late
+    with new_pipeline() as pipeline:
+        call("step", pipeline, path)
+        save_checkpoint(path, pipeline)
+        dist.barrier()
+        if dist.get_rank() == victim:
+            time.sleep(0.5 if when == "during" else 0)
+            end_process(how)
+        time.sleep(0.5 if when == "before" else 0)
+        return [call(name, pipeline, path), call("Pipeline", pipeline, path)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("victim", "how"), [(0, "kill"), (1, "_exit"), (2, "exit"), (3, "kill")])
+@pytest.mark.parametrize("when", ["before", "during"])
+@small(lambda name, victim, when: (CALLS.index(name) + victim + 2 * (when == "before")) % 8 == 0)
+def test_a_process_that_ends_between_steps_is_named(
+    failing_pool: Pool, tmp_path: Path, name: str, victim: int, how: str, when: str
+) -> None:
+    path = tmp_path / "last"
+    results = failing_pool.run(end_between_steps, victim, how, when, name, path, lost=(victim,))
+    del results[victim]
+    reason = "it has exited" if how == "exit" else "without a message: killed, or crashed"
+    for outcomes in results:
+        for outcome in outcomes:
+            print_report(outcome.text)
+            assert f"rank {victim} " in outcome.text
+            assert "has ended" in outcome.text
+            assert "its process (pid" in outcome.text
+            assert reason in outcome.text
+            assert outcome.seconds < SOON * slowness()
+    if name in {"step", "eval"}:
+        assert {outcomes[0].where for outcomes in results} == {(victim, None, None, None, "lost")}
+        assert len({outcomes[0].text for outcomes in results}) == 1
