@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import struct
 import zlib
@@ -17,7 +18,7 @@ from torch.optim import SGD
 from penstock import CheckpointError
 from penstock.runtime import load_checkpoint, save_checkpoint
 
-__all__ = ["OLD_CHECKPOINTS", "forge_index", "made", "outcome", "restore", "save_two_steps"]
+__all__ = ["DAMAGE", "OLD_CHECKPOINTS", "forge_index", "made", "outcome", "restore", "save_two_steps"]
 
 OLD_CHECKPOINTS = Path(__file__).parent.parent / "runtime" / "checkpoints" / "format_1"
 """Checkpoints that were saved before there were checksums, of the model of `made(1)`."""
@@ -83,3 +84,50 @@ def _differences(expected: tuple[nn.Module, SGD], found: tuple[nn.Module, SGD]) 
         if not torch.equal(one, other)
         or not torch.equal(expected[1].state[one]["momentum_buffer"], found[1].state[other]["momentum_buffer"])
     ]
+
+
+def flip_bit(data: bytearray, at: int, chance: random.Random) -> None:
+    data[at] ^= 1 << chance.randrange(8)
+
+
+def overwrite(data: bytearray, at: int, chance: random.Random) -> None:
+    end = min(len(data), at + chance.choice([1, 4, 8, 64, 512]))
+    data[at:end] = b"\0" * (end - at)
+
+
+def truncate(data: bytearray, at: int, _: random.Random) -> None:
+    del data[at:]
+
+
+def extend(data: bytearray, _: int, chance: random.Random) -> None:
+    data += chance.randbytes(chance.choice([1, 8, 4096]))
+
+
+def delete_bytes(data: bytearray, at: int, chance: random.Random) -> None:
+    del data[at : at + chance.choice([1, 2, 16])]
+
+
+def insert_bytes(data: bytearray, at: int, chance: random.Random) -> None:
+    data[at:at] = chance.randbytes(chance.choice([1, 2, 16]))
+
+
+def repeat_bytes(data: bytearray, at: int, chance: random.Random) -> None:
+    data[at:at] = data[at : at + chance.choice([64, 512])]
+
+
+def swap_bytes(data: bytearray, at: int, chance: random.Random) -> None:
+    other = chance.randrange(len(data))
+    data[at], data[other] = data[other], data[at]
+
+
+DAMAGE: list[Callable[[bytearray, int, random.Random], None]] = [
+    flip_bit,
+    overwrite,
+    truncate,
+    extend,
+    delete_bytes,
+    insert_bytes,
+    repeat_bytes,
+    swap_bytes,
+]
+"""Changes of the content of a file at a position."""

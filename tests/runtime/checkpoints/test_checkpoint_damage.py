@@ -7,7 +7,6 @@ import os
 import random
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from penstock import CheckpointError
 from penstock.runtime import load_checkpoint, save_checkpoint
 from penstock.runtime.checkpoints import checksums, files, index_checks
 from penstock.runtime.checkpoints.optimizer_restore import OptimizerRestore
-from tests.support.damage import forge_index, made, outcome, restore, save_two_steps
+from tests.support.damage import DAMAGE, forge_index, made, outcome, restore, save_two_steps
 from tests.support.grids import small
 
 DATA, INDEX = "__0_0.distcp", ".metadata"
@@ -41,52 +40,6 @@ def damaged(saved: tuple[Path, Path], tmp_path: Path) -> Path:
 
 
 # --- damage at random positions --------------------------------------------------------------------
-
-
-def flip_bit(data: bytearray, at: int, chance: random.Random) -> None:
-    data[at] ^= 1 << chance.randrange(8)
-
-
-def overwrite(data: bytearray, at: int, chance: random.Random) -> None:
-    end = min(len(data), at + chance.choice([1, 4, 8, 64, 512]))
-    data[at:end] = b"\0" * (end - at)
-
-
-def truncate(data: bytearray, at: int, _: random.Random) -> None:
-    del data[at:]
-
-
-def extend(data: bytearray, _: int, chance: random.Random) -> None:
-    data += chance.randbytes(chance.choice([1, 8, 4096]))
-
-
-def delete_bytes(data: bytearray, at: int, chance: random.Random) -> None:
-    del data[at : at + chance.choice([1, 2, 16])]
-
-
-def insert_bytes(data: bytearray, at: int, chance: random.Random) -> None:
-    data[at:at] = chance.randbytes(chance.choice([1, 2, 16]))
-
-
-def repeat_bytes(data: bytearray, at: int, chance: random.Random) -> None:
-    data[at:at] = data[at : at + chance.choice([64, 512])]
-
-
-def swap_bytes(data: bytearray, at: int, chance: random.Random) -> None:
-    other = chance.randrange(len(data))
-    data[at], data[other] = data[other], data[at]
-
-
-DAMAGE: list[Callable[[bytearray, int, random.Random], None]] = [
-    flip_bit,
-    overwrite,
-    truncate,
-    extend,
-    delete_bytes,
-    insert_bytes,
-    repeat_bytes,
-    swap_bytes,
-]
 
 
 @pytest.mark.parametrize("seed", range(50))

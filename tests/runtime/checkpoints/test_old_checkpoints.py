@@ -1,4 +1,4 @@
-"""Promise: a checkpoint without checksums (format 1) is loaded with one warning, and bit flips are noticed."""
+"""Promise: a checkpoint without checksums (format 1) is loaded with one warning, and most damage is noticed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from penstock.runtime import load_checkpoint, save_checkpoint
 from tests.support.checkpoints import error_of
-from tests.support.damage import OLD_CHECKPOINTS, made, outcome, restore
+from tests.support.damage import DAMAGE, OLD_CHECKPOINTS, made, outcome, restore
 from tests.support.grids import small
 from tests.support.pool import Pools
 
@@ -49,17 +49,18 @@ def test_only_the_first_rank_warns(pools: Pools) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @small(lambda seed, name: seed == 0 and name == "two_ranks")
 @pytest.mark.filterwarnings("ignore:the checkpoint")
-def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path, name: str, seed: int) -> None:
+def test_damage_is_refused_or_harmless(tmp_path: Path, name: str, seed: int) -> None:
     restore(OLD_CHECKPOINTS / name, tmp_path / "c")
     chance = random.Random(seed)
     for _ in range(30):
         file = chance.choice(sorted((tmp_path / "c").iterdir()))
         whole = file.read_bytes()
         data = bytearray(whole)
-        at = chance.randrange(len(data))
-        data[at] ^= 1 << chance.randrange(8)
+        at, damage = chance.randrange(len(data)), chance.choice(DAMAGE)
+        damage(data, at, chance)
         file.write_bytes(data)
-        assert not outcome(tmp_path / "c").startswith(("loaded", "changed")), f"{file.name} at {at}"
+        found = outcome(tmp_path / "c")
+        assert not found.startswith(("loaded", "changed")), f"{damage.__name__}, {file.name} at {at}"
         file.write_bytes(whole)
 
 
