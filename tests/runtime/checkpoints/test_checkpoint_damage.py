@@ -76,10 +76,10 @@ def test_the_three_faults_of_a_hostile_trial_are_refused(damaged: Path) -> None:
     index = (damaged / INDEX).read_bytes()
     at = index.index(b"K\x00K\x00", index.index(b"offsets\x94h"))
     (damaged / INDEX).write_bytes(index[: at + 1] + b"\x40" + index[at + 2 :])
-    assert outcome(damaged) == f"its index {INDEX} is damaged: ValueError: its checksum is wrong"
+    assert outcome(damaged) == f"its index {INDEX} is damaged: its checksum is wrong"
     (damaged / INDEX).write_bytes(b"\x80\x04Nr" + (0x14000000).to_bytes(4, "little") + b".")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert outcome(damaged) == f"its index {INDEX} is damaged: UnpicklingError: operation 'r' is not allowed"
+    assert outcome(damaged) == f"its index {INDEX} is damaged: operation 'r' is not allowed"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
@@ -170,8 +170,22 @@ def test_every_block_of_a_large_file_is_verified(tmp_path: Path, monkeypatch: py
         for at in {max(start, 100), end - 1}:
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
             assert f"bytes {start} to {end - 1} do not have the checksum" in outcome(tmp_path / "c")
+    file.write_bytes(whole[:1500] + bytes(each ^ 1 for each in whole[1500:2500]) + whole[2500:])
+    assert f"bytes 1000 to 1999 (and 1 more of {len(starts)} blocks) do not have" in outcome(tmp_path / "c")
     file.write_bytes(whole)
     assert outcome(tmp_path / "c") == "same"
+
+
+def test_a_disk_error_names_the_file(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Path.open
+
+    def fail(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("buffering") == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", fail)
+    assert outcome(damaged) == f"its file {DATA} cannot be read: [Errno 5] Input/output error"
 
 
 def test_a_read_that_fails_after_the_checks_is_reported(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:

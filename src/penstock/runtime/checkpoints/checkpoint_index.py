@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from penstock.runtime.checkpoints.atomic_directory import DATA_SUFFIX
 from penstock.runtime.checkpoints.checksums import FileChecksums
 from penstock.runtime.checkpoints.collective import RankError
-from penstock.runtime.checkpoints.index_checks import index_problems
+from penstock.runtime.checkpoints.index_checks import DamageError, index_problems
 from penstock.runtime.checkpoints.pickled_index import unpickle_index
 
 __all__ = ["Index", "append_index", "read_index"]
@@ -83,8 +83,10 @@ def read_index(file: Path) -> Index:
     try:
         index = _parse(file.read_bytes())
         problems = list(index_problems(index.metadata, index.files))
-    except RankError:
+    except (RankError, OSError):
         raise
+    except DamageError as error:
+        problems = [str(error)]
     except Exception as error:  # noqa: BLE001 -- damaged content can raise anything
         problems = [f"{type(error).__name__}: {error}"]
     if problems:
@@ -99,7 +101,7 @@ def _parse(content: bytes) -> Index:
     length, checksum, _ = _FOOTER.unpack(content[-_FOOTER.size :])
     end = len(content) - _FOOTER.size
     if zlib.crc32(content[: end + 8]) != checksum:
-        raise ValueError("its checksum is wrong")
+        raise DamageError("its checksum is wrong")
     found = json.loads(content[end - length : end])
     files = {name: FileChecksums(*known) for name, known in found["files"].items()}
     stored = metadata.Metadata({}, storage_data={})
@@ -110,7 +112,7 @@ def _parse(content: bytes) -> Index:
         for number, (offsets, sizes, name, start, stored_bytes) in enumerate(chunks):
             where = metadata.MetadataIndex(key, offsets, number)
             if where in stored.storage_data:
-                raise ValueError(f"two parts of {key!r} are at {offsets}")
+                raise DamageError(f"two parts of {key!r} are at {offsets}")
             entry.chunks.append(metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             stored.storage_data[where] = filesystem._StorageInfo(name, start, stored_bytes)  # noqa: SLF001
         stored.state_dict_metadata[key] = entry

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from penstock.runtime.checkpoints.collective import RankError
+
 __all__ = ["BLOCK", "Block", "ChecksumStream", "FileChecksums", "damaged_blocks", "file_problems"]
 
 BLOCK = 8 << 20
@@ -107,24 +109,27 @@ def damaged_blocks(
 ) -> Iterator[str]:
     """Blocks that do not have their checksum; several threads read."""
     ordered = sorted(set(blocks))
+    damaged: dict[str, list[int]] = {}
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda block: _checksum(directory, block), ordered)
         for block, checksum in zip(ordered, found):
-            known = files[block.file]
-            if checksum != known.blocks[block.number]:
-                start = block.number * BLOCK
-                end = min(start + BLOCK, known.size)
-                yield (
-                    f"its file {block.file} is damaged: bytes {start} to {end - 1} do not have the checksum in "
-                    "the index"
-                )
+            if checksum != files[block.file].blocks[block.number]:
+                damaged.setdefault(block.file, []).append(block.number)
+    for name, (first, *others) in damaged.items():
+        end = min((first + 1) * BLOCK, files[name].size)
+        more = f" (and {len(others)} more of {len(files[name].blocks)} blocks)" if others else ""
+        span = f"bytes {first * BLOCK} to {end - 1}{more}"
+        yield f"its file {name} is damaged: {span} do not have the checksum in the index"
 
 
 def _checksum(directory: Path, block: Block) -> int:
     checksum, buffer, left = 0, memoryview(bytearray(_PIECE)), BLOCK
-    with (directory / block.file).open("rb", buffering=0) as file:
-        file.seek(block.number * BLOCK)
-        while left and (count := file.readinto(buffer[: min(left, _PIECE)])):
-            checksum = zlib.crc32(buffer[:count], checksum)
-            left -= count
+    try:
+        with (directory / block.file).open("rb", buffering=0) as file:
+            file.seek(block.number * BLOCK)
+            while left and (count := file.readinto(buffer[: min(left, _PIECE)])):
+                checksum = zlib.crc32(buffer[:count], checksum)
+                left -= count
+    except OSError as error:
+        raise RankError(f"its file {block.file} cannot be read: {error}") from error
     return checksum

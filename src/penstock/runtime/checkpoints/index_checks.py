@@ -15,7 +15,11 @@ from penstock.runtime.checkpoints.atomic_directory import DATA_SUFFIX
 from penstock.runtime.checkpoints.checksums import BLOCK, FileChecksums
 from penstock.runtime.checkpoints.collective import some
 
-__all__ = ["index_problems", "tiles"]
+__all__ = ["DamageError", "index_problems", "tiles"]
+
+
+class DamageError(Exception):
+    """Why the content of an index is not that of an index."""
 
 
 def index_problems(stored: metadata.Metadata, files: Mapping[str, FileChecksums] | None) -> Iterator[str]:

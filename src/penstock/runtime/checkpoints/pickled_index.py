@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from penstock.runtime.checkpoints.atomic_directory import INDEX_FILE
 from penstock.runtime.checkpoints.collective import RankError
+from penstock.runtime.checkpoints.index_checks import DamageError
 
 __all__ = ["unpickle_index"]
 
@@ -43,7 +44,7 @@ class _Operations(dict[int, Callable[[Any], None]]):
     """The allowed operations by their code."""
 
     def __missing__(self, code: int) -> Callable[[Any], None]:
-        raise pickle.UnpicklingError(f"operation {chr(code)!r} is not allowed")
+        raise DamageError(f"operation {chr(code)!r} is not allowed")
 
 
 class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- the one in C has no limits
@@ -69,19 +70,19 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- the one in C has no limi
 
     def load_newobj(self) -> None:
         if self.stack.pop() != () or self.stack[-1] not in _OBJECTS:
-            raise pickle.UnpicklingError("an object is not one of an index")
+            raise DamageError("an object is not one of an index")
         self.stack[-1] = object.__new__(self.stack[-1])
 
     def load_reduce(self) -> None:
         arguments = self.stack.pop()
         if self.stack[-1] not in (torch.Size, _ENCODING, _layout):
-            raise pickle.UnpicklingError("a call is not one of an index")
+            raise DamageError("a call is not one of an index")
         self.stack[-1] = self.stack[-1](*arguments)
 
     def load_build(self) -> None:
         state, built = self.stack.pop(), self.stack[-1]
         if type(built) not in _OBJECTS:
-            raise pickle.UnpicklingError("an object is not one of an index")
+            raise DamageError("an object is not one of an index")
         if isinstance(built, metadata.TensorProperties):
             built.__setstate__(state)  # type: ignore[no-untyped-call]
         else:
@@ -100,7 +101,7 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- the one in C has no limi
     @staticmethod
     def _set(target: dict[Any, Any], key: Any, value: Any) -> None:
         if type(target) is not dict or not isinstance(key, str | metadata.MetadataIndex) or key in target:
-            raise pickle.UnpicklingError("a mapping is not one of an index")
+            raise DamageError("a mapping is not one of an index")
         target[key] = value
 
 
@@ -115,7 +116,7 @@ _Unpickler.dispatch |= {
 
 def _layout(name: str) -> torch.layout:
     if name != "torch.strided":
-        raise pickle.UnpicklingError(f"it has a tensor of layout {name!r}; only dense tensors are stored")
+        raise DamageError(f"it has a tensor of layout {name!r}; only dense tensors are stored")
     return torch.strided
 
 
@@ -124,7 +125,7 @@ def unpickle_index(content: bytes) -> metadata.Metadata:
     file = io.BytesIO(content)
     index = _Unpickler(file).load()
     if file.tell() != len(content):
-        raise ValueError("its end is damaged")
+        raise DamageError("there is more after the end of the pickle")
     if not isinstance(index, metadata.Metadata):
-        raise TypeError(f"it is a {type(index).__name__}")
+        raise DamageError(f"it is a {type(index).__name__}")
     return index
