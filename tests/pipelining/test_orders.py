@@ -221,3 +221,10 @@ def test_receives_are_deferred_by_an_option() -> None:
     rows = [texts(each.pipeline_order_with_comms)[1] for each in (early, late)]
     assert rows[0] != rows[1]
     assert sorted(rows[0]) == sorted(rows[1])
+
+
+def test_an_order_in_which_a_rank_has_no_stage_is_rejected() -> None:
+    rows = {0: [action(text) for text in ("0F0", "1F0", "1B0", "0B0")], 1: []}
+    assert theirs._validate_schedule(rows, 2, 2, 1) == {0: 0, 1: 0}
+    with pytest.raises(AssertionError, match="rank 1: no stage; every rank must have at least one"):
+        ours._validate_schedule(rows, 2, 2, 1)

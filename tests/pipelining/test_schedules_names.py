@@ -18,6 +18,8 @@ theirs: Any = importlib.import_module("torch.distributed.pipelining.schedules")
 
 MODULES = ("", ".schedules", ".stage", ".microbatch", "._utils", "._schedule_visualizer")
 
+PRIVATE = (".schedules", ".stage", ".microbatch", "._utils", "._backward", "._IR", "._debug", "._unflatten")
+
 CLASSES = """
 PipelineScheduleMulti PipelineScheduleSingle Schedule1F1B ScheduleDualPipeV ScheduleGPipe
 ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBVZeroBubble
@@ -75,6 +77,22 @@ def test_every_public_name_is_here_with_every_parameter(module: str) -> None:
         if callable(getattr(torchs, name)) and getattr(torchs, name) is not getattr(here, name):
             wanted, got = (set(inspect.signature(getattr(m, name)).parameters) for m in (torchs, here))
             assert wanted <= got, name
+
+
+@pytest.mark.parametrize("module", PRIVATE)
+def test_every_private_name_is_here(module: str) -> None:
+    torchs = importlib.import_module(f"torch.distributed.pipelining{module}")
+    here = importlib.import_module(f"penstock.pipelining{module}")
+    names = [name for name in vars(torchs) if not name.startswith("__")]
+    assert names
+    assert [name for name in names if not hasattr(here, name)] == []
+
+
+def test_a_name_that_torch_does_not_have_is_an_error() -> None:
+    with pytest.raises(ImportError, match=r"'_RecvData' from 'penstock\.pipelining\.stage'"):
+        exec("from penstock.pipelining.stage import _RecvData")  # noqa: S102 -- as a script does
+    with pytest.raises(AttributeError, match=r"'penstock\.pipelining\._IR' has no attribute 'Pip'"):
+        importlib.import_module("penstock.pipelining._IR").Pip  # noqa: B018
 
 
 @pytest.mark.parametrize("name", [*CLASSES, *FUNCTIONS, *CONSTANTS])

@@ -15,6 +15,7 @@ from penstock.families import build
 from penstock.pipelining import _orders
 from penstock.pipelining._classes import PipelineScheduleMulti, _PipelineSchedule, _PipelineScheduleRuntime
 from penstock.pipelining._orders import ActionList, ActionLists, _Action, order_of
+from penstock.pipelining._torch_names import names_of
 from penstock.pipelining.stage import _PipelineStageBase
 from penstock.runtime.execution.splitters import Value
 
@@ -53,6 +54,7 @@ _add_unshard_reshard, _add_reduce_grad = _orders._add_unshard_reshard, _orders._
 _add_send_recv, _defer_recv_ops, _merge_bw = _orders._add_send_recv, _orders._defer_recv_ops, _orders._merge_bw
 _simulate_comms_compute, _dump_chrometrace = _orders._simulate_comms_compute, _orders._dump_chrometrace
 _get_warmup_ops = theirs._get_warmup_ops
+__getattr__ = names_of(theirs)
 
 
 class PipelineScheduleSingle(_PipelineSchedule, theirs.PipelineScheduleSingle):
