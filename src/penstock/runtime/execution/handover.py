@@ -14,13 +14,26 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.runtime.dtensors import is_dtensor, local
+from penstock.runtime.dtensors import local
 from penstock.runtime.pytree import Leaves, Structure
 from penstock.runtime.transport.message_spec import copied
 
 __all__ = ["Envelope", "check_unchanged", "hand_over", "overlapping_positions", "own_tensors", "versions"]
 
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.Size)
+_AS_THEY_ARE = (
+    Tensor,
+    type(None),
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+"""What is not copied as an object: tensors, and what cannot be changed."""
 
 
 class Envelope(NamedTuple):
@@ -36,9 +49,13 @@ class Envelope(NamedTuple):
 def hand_over(leaves: Leaves) -> Leaves:
     """The leaves for the next stage, without their graph, which nobody else can change; empties `leaves`."""
     differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    handed: Leaves = own_tensors(leaves)
-    handed = [leaf if isinstance(leaf, (Tensor, *_IMMUTABLE)) else copied(leaf) for leaf in handed]
-    return [leaf.requires_grad_() if needed else leaf for leaf, needed in zip(handed, differentiable)]
+    handed = own_tensors(leaves)
+    for position, needed in enumerate(differentiable):
+        if needed:
+            handed[position].requires_grad_()
+        elif not isinstance(handed[position], _AS_THEY_ARE):
+            handed[position] = copied(handed[position])
+    return handed
 
 
 def own_tensors(leaves: Leaves) -> Leaves:
@@ -64,13 +81,15 @@ _ONE_REFERENCE = _references(torch.empty(1))
 
 
 def _is_only_reference(tensor: Tensor) -> bool:
-    memory = local(tensor) if is_dtensor(tensor) else tensor
+    memory = tensor if type(tensor) is Tensor else local(tensor)
     return _is_plain(memory) and _references(memory) == _ONE_REFERENCE
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    dense = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return dense and type(tensor) is Tensor
+    """Whether it is a dense tensor with memory of its own or of its base."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        return False
+    return not tensor.is_quantized and not tensor.is_nested
 
 
 # --- tensors that share memory ---------------------------------------------------------------------
