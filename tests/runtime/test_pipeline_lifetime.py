@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.runtime import Pipeline
+from penstock.runtime import GradScaler, Pipeline
 from tests.support.faults import schedule_of
 from tests.support.lifetimes import NOTHING, Left, left_behind, references
 from tests.support.pool import Pools
@@ -95,6 +95,15 @@ def train_with_own_method() -> Any:
     return found
 
 
+def train_with_scaler() -> Any:
+    pipeline = pipeline_of("1f1b", mse_loss)
+    scaler, optimizer = GradScaler(pipeline), torch.optim.SGD(pipeline.parameters())
+    pipeline.step(torch.ones(8, 4), target=torch.ones(8, 4))
+    scaler.step(optimizer)
+    scaler.update()
+    return {**references_of(pipeline), **references(scaler=scaler)}
+
+
 def refuse_and_drop() -> Any:
     """Ranks that do not agree do not connect."""
     schedule = schedule_of("1f1b", dist.get_world_size(), 4 + dist.get_rank())
@@ -105,7 +114,9 @@ def refuse_and_drop() -> Any:
 
 
 def drop_others() -> Left:
-    return left_behind({"own method": train_with_own_method, "not connected": refuse_and_drop})
+    return left_behind(
+        {"own method": train_with_own_method, "scaler": train_with_scaler, "not connected": refuse_and_drop}
+    )
 
 
 def test_a_pipeline_that_is_collected_or_not_connected_leaves_nothing_behind(pools: Pools) -> None:

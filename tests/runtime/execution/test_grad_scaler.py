@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from penstock.errors import PipelineError
 from penstock.runtime.execution.grad_scaler import GradScaler
 
 
@@ -45,5 +46,13 @@ def test_a_step_is_made_only_if_no_rank_has_an_overflow(own: float, other: float
 def test_float16_gradients_are_refused() -> None:
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
     weight.grad = torch.ones_like(weight)
+    pipeline = OtherRanks(0)
     with pytest.raises(ValueError, match="float16 gradients cannot be unscaled"):
-        GradScaler(OtherRanks(0)).unscale_(SGD([weight], lr=1.0))
+        GradScaler(pipeline).unscale_(SGD([weight], lr=1.0))
+
+
+def test_a_scaler_does_not_keep_its_pipeline() -> None:
+    scaler, weight = GradScaler(OtherRanks(0)), nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(PipelineError, match="the pipeline of this GradScaler does not exist any more"):
+        scaler.unscale_(SGD([weight], lr=1.0))

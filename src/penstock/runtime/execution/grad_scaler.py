@@ -9,12 +9,14 @@ scaler.update()
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from penstock.errors import PipelineError
 from penstock.runtime.dtensors import local
 
 __all__ = ["GradScaler"]
@@ -35,10 +37,19 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(self, pipeline: _Pipeline, **options: Any) -> None:
         super().__init__(pipeline.device.type, **options)
-        self._pipeline = pipeline
+        self._reference = weakref.ref(pipeline)  # the pipeline refers to the scaler
         if self.is_enabled():
             self._lazy_init_scale_growth_tracker(pipeline.device)
         pipeline.scaler = self if self.is_enabled() else None  # replaces an earlier scaler
+
+    @property
+    def _pipeline(self) -> _Pipeline:
+        pipeline = self._reference()
+        if pipeline is None:
+            raise PipelineError(
+                "the pipeline of this GradScaler does not exist any more: keep a reference to it"
+            )
+        return pipeline
 
     def _unscale_grads_(
         self,
