@@ -16,12 +16,15 @@ def test_overridden_losses_stage_methods_and_steps_are_run_as_by_torch(pools: Po
 
 def test_changes_that_would_be_ignored_are_refused_on_every_rank(pools: Pools) -> None:
     for messages in pools(2).run(pipelining_overrides.refusals):
-        replaced, patched, removed, silent, scaling = messages
-        assert "submod of stage 1 was replaced after the first step" in replaced
+        replaced, patched, removed, scale, deferring, silent, scaling, computing = messages
+        assert "submod of stage 1 changed after the first step" in replaced
         assert "forward_one_chunk of stage 1 is replaced on the object" in patched
-        assert "_loss_fn was removed after the first step" in removed
+        assert "_loss_fn changed after the first step" in removed
+        assert "scale_grads changed after the first step" in scale
+        assert "dw_builder of stage 1 changed after the first step" in deferring
         assert "did not run 0F0" in silent
         assert "overrides scale_grads, which would be ignored" in scaling
+        assert "Computing overrides _maybe_compute_loss, which would be ignored" in computing
 
 
 def test_a_step_of_an_order_without_backwards_is_refused_if_there_is_a_loss(pools: Pools) -> None:

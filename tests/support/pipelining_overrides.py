@@ -72,6 +72,19 @@ def loss_of_a_subclass(package: str) -> Observed:
     return case.found()
 
 
+def outputs_merged_by_a_subclass(package: str) -> Observed:
+    def own(base: Any) -> Any:
+        class Stacked(base):  # type: ignore[misc]
+            def _merge_outputs(self, output_chunks: list[Tensor]) -> Tensor:
+                return torch.stack(output_chunks)
+
+        return Stacked
+
+    case = Case(package, "GPipe")
+    case.step(case.schedule(own))
+    return case.found(case.output)
+
+
 def loss_replaced_after_a_step(package: str) -> Observed:
     case = Case(package, "GPipe")
     schedule = case.schedule()
@@ -184,6 +197,7 @@ def compare() -> list[str]:
     scripts: dict[str, Callable[[str], Observed]] = {
         "loss of a subclass": loss_of_a_subclass,
         "loss replaced": loss_replaced_after_a_step,
+        "merged outputs": outputs_merged_by_a_subclass,
         "methods, 1F1B": lambda package: methods_of_a_subclass(package, "1F1B"),
         "methods, zero bubble": lambda package: methods_of_a_subclass(package, "InterleavedZeroBubble"),
         "forward, GPipe": lambda package: forward_of_a_subclass(package, "GPipe"),
@@ -204,12 +218,16 @@ def compare() -> list[str]:
 # --- refused ----------------------------------------------------------------------------------------
 
 
-def _refusal(change: Callable[[Case, Any], None], stage_class: Callable[[Any], Any] | None = None) -> str:
+def _refusal(
+    change: Callable[[Case, Any], None],
+    stage_class: Callable[[Any], Any] | None = None,
+    schedule_class: Callable[[Any], Any] = lambda base: base,
+) -> str:
     """The error of a step after a change on the last rank, or of a first step with this class."""
     case = Case(OURS, "GPipe", stage_class or (lambda base: base))
-    schedule = case.schedule()
+    schedule = case.schedule(schedule_class)
     dist.barrier()
-    if stage_class is None:
+    if stage_class is None and change is not _nothing:
         case.step(schedule)
         dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -249,16 +267,34 @@ def refusals() -> list[str]:
     def remove_loss(_case: Case, schedule: Any) -> None:
         schedule._loss_fn = None
 
-    def nothing(_case: Case, _schedule: Any) -> None:
-        pass
+    def change_scale(_case: Case, schedule: Any) -> None:
+        schedule.scale_grads = False
+
+    def defer(case: Case, _schedule: Any) -> None:
+        case.stages[0].dw_builder = lambda: lambda: None
 
     return [
         _refusal(replace_submodule),
         _refusal(patch),
         _refusal(remove_loss),
-        _refusal(nothing, _silent),
-        _refusal(nothing, _scaling),
+        _refusal(change_scale),
+        _refusal(defer),
+        _refusal(_nothing, _silent),
+        _refusal(_nothing, _scaling),
+        _refusal(_nothing, schedule_class=_computing),
     ]
+
+
+def _nothing(_case: Case, _schedule: Any) -> None:
+    pass
+
+
+def _computing(base: Any) -> Any:
+    class Computing(base):  # type: ignore[misc]
+        def _maybe_compute_loss(self, *_: Any) -> None:
+            pass
+
+    return Computing
 
 
 def forward_orders() -> tuple[str, str]:

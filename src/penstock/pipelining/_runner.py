@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.ir.action import Action, Kind, Overlap, Step
 from penstock.ir.schedule import Schedule
+from penstock.pipelining._fixed_settings import check_unchanged, settings_of
 from penstock.pipelining._orders import action_of
 from penstock.pipelining._stage_methods import (
     FORWARD,
@@ -36,7 +37,6 @@ from penstock.pipelining._stage_methods import (
     stages_driven_by,
 )
 from penstock.pipelining._traced_pipes import require_no_skip_connections
-from penstock.pipelining.microbatch import merge_chunks
 from penstock.pipelining.stage import _PipelineStageBase
 from penstock.runtime import Custom, Pipeline, register_splitter
 from penstock.runtime.execution.splitters import Splitter, Value
@@ -46,10 +46,17 @@ _NO_TARGET = object()
 _COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
-def _merge_spec(spec: object) -> Value:
-    """How outputs are merged: by torch's spec, or along dimension 0."""
-    merger = SimpleNamespace(split=len, merge=lambda parts: merge_chunks(list(parts), spec))
-    return 0 if spec is None else merger  # its split is never called
+def _merger(owner: _PipelineSchedule) -> Value:
+    """How outputs are merged: by torch's spec, by an overridden method, or along dimension 0."""
+    if owner._output_merge_spec is None and type(owner)._merge_outputs is _PipelineSchedule._merge_outputs:
+        return 0
+    reference = weakref.ref(owner)
+
+    def merge(parts: Iterable[Value]) -> Value:
+        alive: Value = reference()
+        return alive._merge_outputs(list(parts))
+
+    return SimpleNamespace(split=len, merge=merge)  # its split is never called
 
 
 class _Failure(SimpleNamespace):
@@ -75,12 +82,12 @@ class Runner:
     ) -> None:
         require_no_skip_connections(stages[0])
         self._stages = {stage.stage_index: stage for stage in stages}
-        self._submodules = {stage.stage_index: stage.submod for stage in stages}
+        self._settings = settings_of(owner, stages)
         self._modules = {
             stage.stage_index: StageForward(stage) if overrides(stage, FORWARD) else stage.submod
             for stage in stages
         }
-        self._functions, self._has_loss = functions, owner._loss_fn is not None
+        self._functions = functions
         self._loss_kwargs: Mapping[str, Value] = {}
         self._context: _PipelineContext
         self._pending: dict[Action, Callable[[], None]] = {}
@@ -101,11 +108,11 @@ class Runner:
         self.pipeline = Pipeline(
             self._modules,
             schedule,
-            loss=_weak(self._loss) if self._has_loss else None,
+            loss=None if owner._loss_fn is None else _weak(self._loss),
             average=owner.scale_grads,
             group=stages[0].group,
             device=stages[0].device,
-            merge=_merge_spec(owner._output_merge_spec),
+            merge=_merger(owner),
             functions=dict.fromkeys(intercepted, _weak(self._dispatch)),
         )
 
@@ -117,17 +124,7 @@ class Runner:
     def check_stages(self, owner: _PipelineSchedule) -> None:
         """Raise if something was replaced since the first step that would be ignored."""
         check_methods(self._stages.values())
-        replaced = [i for i, stage in self._stages.items() if stage.submod is not self._submodules[i]]
-        if replaced:
-            raise PipelineError(
-                f"submod of stage {listed(replaced)} was replaced after the first step: create another "
-                "schedule object with these stages"
-            )
-        if (owner._loss_fn is not None) != self._has_loss:
-            raise PipelineError(
-                f"_loss_fn was {'removed' if self._has_loss else 'set'} after the first step: create another "
-                "schedule object"
-            )
+        check_unchanged(self._settings, owner, list(self._stages.values()))
 
     @property
     def is_running(self) -> bool:
