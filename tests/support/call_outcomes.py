@@ -28,8 +28,6 @@ class CallOutcome:
     """The name of the exception's type; empty if there was none."""
     text: str
     seconds: float
-    calls: int = 1
-    """How many calls it took until one failed."""
     where: tuple[Any, ...] = ()
     """`rank`, `action`, `stage`, `microbatch` and `kind` of a StepFailedError."""
     details: str = ""
@@ -42,36 +40,32 @@ class CallOutcome:
     """When the fault happened, on the rank where it did."""
 
 
-def attempt(call: Callable[[], Any], calls: int = 1, *, hold: bool = False) -> CallOutcome:
+def attempt(call: Callable[[], Any], *, hold: bool = False) -> CallOutcome:
     """How the call ends; with `hold` the error is handled until every rank has one."""
     rank = dist.get_rank()
-    loss = None
     begin = time.monotonic()
-    for count in range(1, calls + 1):
-        begin = time.monotonic()
-        try:
-            loss = call()
-        except StepFailedError as error:
-            outcome = CallOutcome(
-                rank,
-                type(error).__name__,
-                str(error),
-                time.monotonic() - begin,
-                count,
-                (error.rank, error.action, error.stage, error.microbatch, error.kind),
-                error.details,
-                repr(error.__cause__) if error.__cause__ is not None else "",
-                at=time.monotonic(),
-            )
-            if hold:
-                dist.barrier()
-            return outcome
-        except BaseException as error:  # noqa: BLE001 -- the test checks it
-            return CallOutcome(
-                rank, type(error).__name__, str(error), time.monotonic() - begin, count, at=time.monotonic()
-            )
+    try:
+        loss = call()
+    except StepFailedError as error:
+        outcome = CallOutcome(
+            rank,
+            type(error).__name__,
+            str(error),
+            time.monotonic() - begin,
+            (error.rank, error.action, error.stage, error.microbatch, error.kind),
+            error.details,
+            repr(error.__cause__) if error.__cause__ is not None else "",
+            at=time.monotonic(),
+        )
+        if hold:
+            dist.barrier()
+        return outcome
+    except BaseException as error:  # noqa: BLE001 -- the test checks it
+        return CallOutcome(
+            rank, type(error).__name__, str(error), time.monotonic() - begin, at=time.monotonic()
+        )
     shown = loss if isinstance(loss, float) else None
-    return CallOutcome(rank, "", "", time.monotonic() - begin, calls, loss=shown, at=time.monotonic())
+    return CallOutcome(rank, "", "", time.monotonic() - begin, loss=shown, at=time.monotonic())
 
 
 def print_report(report: str) -> None:
@@ -86,6 +80,4 @@ def assert_one_report(outcomes: list[CallOutcome]) -> None:
     assert len({each.text for each in outcomes}) == 1, [each.text for each in outcomes]
     injected_at = max(each.injected_at for each in outcomes)
     for each in outcomes:
-        assert each.calls > 1 or (each.at - injected_at if injected_at else each.seconds) < SOON * slowness(), (
-            each
-        )
+        assert (each.at - injected_at if injected_at else each.seconds) < SOON * slowness(), each

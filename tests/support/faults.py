@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -108,6 +109,8 @@ class FaultyPipeline:
         torch.manual_seed(0)
         stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(schedule.num_stages)]
         self.x, self.y = torch.randn(2, microbatches * ROWS, WIDTH)
+        self.reference = copy.deepcopy(nn.Sequential(*stages))
+        """The whole model."""
         self.loss = 0.0
         self.gradients: dict[int, list[Tensor]] = {}
         self._compute_reference(stages, microbatches)
@@ -202,10 +205,10 @@ class FaultyPipeline:
     def run_with_faults(
         self, *faults: Fault, call: Callable[[], Any] | None = None, hold: bool = False
     ) -> CallOutcome:
-        """How a call with these faults ends; a rank that finished before the fault makes a second call."""
+        """How a call with these faults ends."""
         dist.barrier()
         self.faults, self.injected_at = faults, 0.0
-        outcome = attempt(call or self.step, calls=2, hold=hold)
+        outcome = attempt(call or self.step, hold=hold)
         self.faults = ()
         return replace(outcome, injected_at=self.injected_at)
 

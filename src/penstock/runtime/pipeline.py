@@ -188,7 +188,7 @@ class Pipeline:
             return clip_grad_norm(
                 self._config.trained,
                 self._ties.counted_elsewhere,
-                self._runner.connect().communicator,
+                self._runner.begin_collective("clip_grad_norm_()").communicator,
                 float(max_norm),
                 float(norm_type),
                 error_if_nonfinite=error_if_nonfinite,
@@ -219,8 +219,8 @@ class Pipeline:
     def all_reduce_max(self, values: Tensor) -> Tensor:
         """The maximum over all ranks that train this model: other stages, shards and replicas."""
         largest = values.clone()
-        communicator = self._runner.connect().communicator
         with self._collective("unscaling by a GradScaler"):
+            communicator = self._runner.begin_collective("unscale_() of a GradScaler").communicator
             for group in model_groups(self._config.trained.values(), self._replication.groups):
                 with transport_errors():
                     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -234,7 +234,7 @@ class Pipeline:
         if self._runner.recorder is not None:
             raise PipelineError("this pipeline is already being profiled")
         with self._collective("profile()"):
-            recorder = Recorder(self._runner.connect())
+            recorder = Recorder(self._runner.begin_collective("profile()"))
         self._runner.recorder = recorder
         try:
             yield self._runner.recorder.profile

@@ -19,6 +19,7 @@ class Recording:
     def __init__(self, name: str, log: list[str]) -> None:
         self._name, self._log = name, log
         self.shards: dict[int, Any] = {}
+        self.peer = 1
 
     def __getattr__(self, method: str) -> Any:
         def record(*args: Any) -> tuple[()]:
@@ -40,6 +41,7 @@ def context_of(log: list[str], functions: dict[Kind, Any] | None = None) -> Exec
         {(Kind.RECV_B, 0): named["receive"]},
         functions or {},
         named["replication"],
+        lambda rank: log.append(f"check call of {rank}"),
     )
 
 
@@ -52,6 +54,7 @@ def test_actions_become_waits_releases_and_calls() -> None:
         "stage.pop_output(0)",
         "send.send(0)",
         "receive.post(0)",
+        "check call of 1",
         "receive.wait(0)",
         "send.release(0)",
         "stage.backward(0)",

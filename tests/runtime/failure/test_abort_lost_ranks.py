@@ -134,30 +134,3 @@ def test_a_step_without_one_rank_times_out_and_that_rank_raises_when_it_joins(
     outcomes = failing_pool.run(join_late)
     assert_timed_out(outcomes)
     assert re.search("rank 3 +runs neither step nor eval", outcomes[0].text)
-
-
-def mix_calls(first: str) -> CallOutcome:
-    with faulty_pipeline("1f1b", 4, timeout=2) as one:
-        other = {"step": one.evaluate, "evaluate": one.step}[first]
-        dist.barrier()
-        outcome = attempt(getattr(one, first) if dist.get_rank() == 0 else other)
-        one.assert_correct()
-    return outcome
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        "step",
-        "evaluate",
-    ],
-)
-def test_a_step_on_one_rank_and_an_eval_on_the_others_end_at_the_timeout(
-    failing_pool: Pool, first: str
-) -> None:
-    assert_timed_out(failing_pool.run(mix_calls, first))
-
-
-def test_the_report_says_who_is_in_a_step_and_who_in_an_eval(failing_pool: Pool) -> None:
-    rows = [line for line in failing_pool.run(mix_calls, "step")[0].text.splitlines() if "    rank" in line]
-    assert ["eval" in row for row in rows] == [False, True, True, True]

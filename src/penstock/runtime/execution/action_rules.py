@@ -26,6 +26,8 @@ class ExecutionContext(NamedTuple):
     receive_channels: Mapping[tuple[Kind, int], ReceiveChannel]
     functions: Mapping[Kind, CustomFunction]
     replication: ReplicaGroup
+    check_call: Callable[[int], None]
+    """Checks that another rank makes the same call."""
 
 
 class ActionRule(NamedTuple):

@@ -40,22 +40,28 @@ def _release_points(verified: VerifiedSchedule, rank: int) -> ReleasePoints:
 class _Compiler:
     def __init__(self, steps: tuple[Step, ...], context: ExecutionContext, progress: Progress) -> None:
         self._steps, self._context, self._progress = steps, context, progress
+        self._checked: set[int] = set()
+        """The ranks whose call is checked by now."""
 
     def calls(self, releases: ReleasePoints) -> Iterator[Call]:
         for position, step in enumerate(self._steps):
             for part in step.parts:
-                if (wait := self._wait(part)) is not None:
-                    yield Call(position, CallType.WAIT, wait, part)
+                yield from (Call(position, CallType.WAIT, wait, part) for wait in self._waits(part))
             yield from (self._release(position, send) for send in releases.at.get(position, ()))
             if (work := self._work(step)) is not None:
                 yield Call(position, CallType.ACTION, work)
         yield from (self._release(len(self._steps) - 1, send) for send in releases.at_end)
 
-    def _wait(self, part: Action) -> Work | None:
-        """The wait for the message that an action needs, if it comes from another rank."""
+    def _waits(self, part: Action) -> Iterator[Work]:
+        """The wait for the message that an action needs from another rank, whose call is checked once."""
         needs = rule_of(part.kind).needs
         channel = None if needs is None else self._context.receive_channels.get((needs, part.stage))
-        return None if channel is None else partial(channel.wait, microbatch_of(part))
+        if channel is None:
+            return
+        if channel.peer not in self._checked:
+            self._checked.add(channel.peer)
+            yield partial(self._context.check_call, channel.peer)
+        yield partial(channel.wait, microbatch_of(part))
 
     def _release(self, position: int, earlier: int) -> Call:
         (send,) = self._steps[earlier].parts

@@ -20,10 +20,12 @@ from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.dtensors import Meshes
 from penstock.runtime.execution.action_rules import ExecutionContext
+from penstock.runtime.execution.call_agreement import CallAgreement
 from penstock.runtime.execution.channel_ends import ChannelEnds, channels_between_ranks
 from penstock.runtime.execution.compiler import compile_program
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.forward_only import forward_only
+from penstock.runtime.execution.loss_exchange import LossExchange
 from penstock.runtime.execution.microbatch_state import LiveActivations
 from penstock.runtime.execution.program import CallType, Program
 from penstock.runtime.execution.stage import Source, Stage, StageConfig
@@ -44,19 +46,24 @@ __all__ = ["Connection"]
 class Connection:
     """One rank's connection; all ranks of the pipeline create it at the same time."""
 
-    def __init__(self, config: ExecutionConfig, activations: LiveActivations, pool: BufferPool) -> None:
+    def __init__(
+        self, config: ExecutionConfig, activations: LiveActivations, pool: BufferPool, completed: int
+    ) -> None:
         self.config, self.pool = config, pool
         self.mode = "outside"
         """`step`, `eval` or the name of a collective while one runs."""
         self.waiting_for = ""
         """What this rank waits for before its first or after its last action, for error messages."""
-        self.step = 0
-        """The number of the current or last step or eval."""
+        self.step = completed
+        """The number of the current or last step or eval: one more than were completed before it."""
+        self._failed = False
+        """Whether a step has failed on any rank."""
         schedule, rank = config.schedule, config.rank
         self.communicator: Communicator | None = None
         if not config.is_single_rank:
             watch = watch_of_job(config.timeout)
             self.communicator = self._connected(watch)
+        self.calls = CallAgreement(self.communicator, rank, _peers(schedule, rank))
         meshes = Meshes(list(config.modules.values()), config.mesh)
         self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
         self.stages: dict[int, Stage] = {}
@@ -65,6 +72,7 @@ class Connection:
         for index, module in config.modules.items():
             self.stages[index] = Stage(index, module, self._stage_config(index), activations, pool)
         self._neighbours.update(self.stages)
+        self.losses = LossExchange(self.communicator, config, self.stages.get(schedule.num_stages - 1))
         self.programs = self._compiled()
         self.monitor: FailureMonitor | None = None
         if self.communicator is not None:
@@ -129,7 +137,12 @@ class Connection:
     def _compiled(self) -> dict[str, Program]:
         config, channels = self.config, self._channels
         context = ExecutionContext(
-            self.stages, channels.sends, channels.receives, config.functions, config.replication
+            self.stages,
+            channels.sends,
+            channels.receives,
+            config.functions,
+            config.replication,
+            self.calls.check,
         )
         verified = config.verified
         evaluated = replace(verified, schedule=forward_only(verified.schedule))
@@ -146,6 +159,8 @@ class Connection:
         self.mode, self.step, self.waiting_for = mode, step, ""
         program = self.programs[mode]
         program.begin()
+        if self._failed:  # read after the step is set, as `stop_waiting` reads the step after it has set this
+            self._request_abort()
         if self.monitor is not None:
             self.monitor.begin()
         return program
@@ -180,11 +195,22 @@ class Connection:
         self.pool.end_step()
 
     def stop_waiting(self) -> None:
-        """Make a running step stop before its next call and end its wait; a later step does not start."""
-        for program in self.programs.values():
-            program.progress.abort_requested = True
+        """Make a running step stop before its next call and end its wait; a later step does not start.
+
+        A rank that is behind the failed one completes its step: all ranks have finished it by then.
+        """
+        self._failed = True
+        cause = None if self.monitor is None else self.monitor.cause
+        if self.mode in self.programs and cause is not None and cause.step > self.step:
+            return
+        self._request_abort()
         if self.mode != "outside":
             self.abort()
+
+    def _request_abort(self) -> None:
+        for program in self.programs.values():
+            program.progress.abort_requested = True
+        self.losses.abort_requested = True
 
     def abort_all_groups(self) -> None:
         """End the wait of this rank in a collective with ranks of other pipelines."""
@@ -208,7 +234,7 @@ class Connection:
         """The message that the rank waits for, and its peer, as text; empty if it computes."""
         hosts, call = self.config.schedule.placement.stage_to_rank, program.current_call
         if call is None:
-            return self.waiting_for or (f"the losses from rank {hosts[-1]}" if program.finished else "")
+            return self.waiting_for or self.losses.awaited
         part = call.subject if call.type is not CallType.ACTION else program.steps[call.position].parts[0]
         assert part is not None, "every wait has a subject"
         graph = self.config.schedule.graph
@@ -233,6 +259,8 @@ class Connection:
         if self.communicator is not None:
             self.communicator = None
             self._channels.abandon()
+            self.calls.abandon()
+            self.losses.abandon()
             self._release()
 
 
@@ -262,6 +290,12 @@ def _local_output(stages: Mapping[int, Stage], index: int, microbatch: int) -> F
 
 def _local_input_gradient(stages: Mapping[int, Stage], index: int, microbatch: int) -> FlatValue:
     return stages[index].take_input_gradient(microbatch)
+
+
+def _peers(schedule: Schedule, rank: int) -> list[int]:
+    """The ranks with which a rank exchanges messages."""
+    ends = {end for _, *pair in channels_between_ranks(schedule) if rank in pair for end in pair}
+    return sorted(ends - {rank})
 
 
 def _split_microbatches(schedule: Schedule, stage: int) -> frozenset[int]:

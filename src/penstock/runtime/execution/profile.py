@@ -77,6 +77,7 @@ class Recorder:
         self.profile = Profile(compare_clocks(communicator, self._rank, self._ranks))
         self._clock: Any = HostClock() if config.device.type == "cpu" else DeviceClock(config.device)
         self._times: Any = None
+        self._start = 0.0
 
     def run(self, program: Program) -> None:
         """Run a step and keep its times."""
@@ -93,19 +94,22 @@ class Recorder:
         seconds = (times - first) / 1e9
         sizes = gather_arrays(communicator, _sizes(connection), [len(schedule.graph.edges)] * self._ranks)
         links = _link_costs(self._network, np.maximum.reduce(sizes))
-        starts = [*self.profile.starts, first / 1e9]
+        self._start = float(first / 1e9)
+        before = self.profile.starts[-1:]
         timeline = Timeline(
             schedule,
             links,
             seconds[:, 0].copy(),
             seconds[:, 1].copy(),
             *_transfers(schedule, seconds, links),
-            period=starts[-1] - starts[-2] if len(starts) > 1 else None,
+            period=self._start - before[0] if before else None,
         )
-        timeline = replace(timeline, costs=calibrate([timeline], links))
+        return replace(timeline, costs=calibrate([timeline], links))
+
+    def keep(self, timeline: Timeline) -> None:
+        """Add the timeline of the last step, which has succeeded, to the profile."""
         self.profile.timelines.append(timeline)
-        self.profile.starts.append(starts[-1])
-        return timeline
+        self.profile.starts.append(self._start)
 
 
 def _sizes(connection: Connection) -> Ints:

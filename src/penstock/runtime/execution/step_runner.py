@@ -8,14 +8,13 @@ Pipeline          what users create and call
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from penstock.errors import PipelineError
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.connection import Connection
-from penstock.runtime.execution.loss_exchange import LossExchange
 from penstock.runtime.execution.microbatch_state import LiveActivations, StepInputs
 from penstock.runtime.execution.profile import Recorder
 from penstock.runtime.execution.program import Program
@@ -23,7 +22,7 @@ from penstock.runtime.execution.result import StepResult
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.execution.step_inputs import StepInputBuilder
 from penstock.runtime.failure.abort import abort_step
-from penstock.runtime.failure.agreement import check_agreement
+from penstock.runtime.failure.agreement import COMPLETED, check_agreement
 from penstock.runtime.transport.buffer_pool import BufferPool
 
 __all__ = ["StepRunner"]
@@ -36,7 +35,8 @@ class StepRunner:
 
     def __init__(self, config: ExecutionConfig, ties: TiedWeights, input_builder: StepInputBuilder) -> None:
         self._config, self._ties, self._input_builder = config, ties, input_builder
-        self._steps = 0
+        self._completed = 0
+        """The number of calls of `step` and `eval` that returned a result."""
         self._connection: Connection | None = None
         self.activations = LiveActivations()
         self.pool: BufferPool
@@ -51,13 +51,13 @@ class StepRunner:
             return self._connection
         config = self._config
         self.pool = BufferPool(config.device)
-        connection = Connection(config, self.activations, self.pool)
+        connection = Connection(config, self.activations, self.pool, self._completed)
         self._warn_of_compiled_modules(connection)
         if connection.communicator is not None:
             try:
-                check_agreement(config, self._ties, connection.communicator)
+                check_agreement(config, self._ties, self._completed, connection.communicator)
                 connection.communicator.connect_subgroups(config.rank, self._ties.rank_groups, config.timeout)
-            except (PipelineError, RuntimeError):
+            except BaseException:
                 connection.close()
                 raise
         self._connection = connection
@@ -65,7 +65,7 @@ class StepRunner:
 
     def _warn_of_compiled_modules(self, connection: Connection) -> None:
         for index, stage in connection.stages.items():
-            if stage.deferral is not None and stage.deferral.compiled and not self._steps:
+            if stage.deferral is not None and stage.deferral.compiled and not self._completed:
                 names = ", ".join(name or "the whole stage" for name in stage.deferral.compiled)
                 text = "stage %d: the weight gradients of compiled modules are computed in I, not in W: %s"
                 _log.warning(text, index, names)
@@ -101,36 +101,69 @@ class StepRunner:
         reduces: bool,
         keep_outputs: bool,
     ) -> StepResult:
-        self._steps += 1
         self.activations.reset()
         self.pool.peak = 0
-        program = connection.begin(mode, self._steps)
-        last = connection.stages.get(self._config.schedule.num_stages - 1)
-        losses = LossExchange(connection, last)
+        program = connection.begin(mode, self._completed + 1)
         try:
-            connection.waiting_for = "its replicas" if self._config.replication.count > 1 else ""
-            inputs = self._input_builder.build(
-                *batch, scale=scale, training=mode == "step", keep_outputs=keep_outputs
+            reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
+            self._announce(connection, f"{mode}()", {"gradients": reduced, "loss scale": scale})
+            result = self._run_call(
+                connection, program, batch, scale, reduces=reduces, keep_outputs=keep_outputs
             )
-            for stage in connection.stages.values():
-                stage.begin(inputs)
-            losses.begin()
-            self._run_program(connection, program, inputs, reduces=reduces)
-            outputs = self._merged_outputs(last) if keep_outputs and last is not None else None
-            loss, microbatch_losses = losses.finish(inputs.weights)
         except BaseException as error:  # noqa: BLE001 -- the other ranks must know of every failure
-            raise self._abort(error, connection, program, losses)  # noqa: B904 -- it has its cause
+            raise self._abort(error, connection, program)  # noqa: B904 -- it has its cause
         finally:
             connection.end()
-        timeline = None
-        if self.recorder is not None:
-            try:
-                with connection.collective("profile()"):
-                    timeline = self.recorder.gathered(connection, program)
-            except PipelineError:
-                self.close()
-                raise
+        if self.recorder is not None and result.timeline is not None:
+            self.recorder.keep(result.timeline)
+        self._completed += 1
+        return result
+
+    def _announce(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
+        """Tell the other ranks which call this rank makes; they compare it with theirs."""
+        profiled = self.recorder is not None
+        connection.calls.begin(
+            {"call": name, COMPLETED: self._completed, "inside profile()": profiled, **options}
+        )
+
+    def _run_call(
+        self,
+        connection: Connection,
+        program: Program,
+        batch: tuple[Any, ...],
+        scale: float,
+        *,
+        reduces: bool,
+        keep_outputs: bool,
+    ) -> StepResult:
+        """Everything that can fail; the last of it is to wait until all ranks have come so far."""
+        connection.waiting_for = "its replicas" if self._config.replication.count > 1 else ""
+        training = program is connection.programs["step"]
+        inputs = self._input_builder.build(*batch, scale=scale, training=training, keep_outputs=keep_outputs)
+        for stage in connection.stages.values():
+            stage.begin(inputs)
+        connection.losses.begin()
+        self._run_program(connection, program, inputs, reduces=reduces)
+        last = connection.stages.get(self._config.schedule.num_stages - 1)
+        outputs = self._merged_outputs(last) if keep_outputs and last is not None else None
+        connection.waiting_for = "the times of the other ranks"
+        timeline = None if self.recorder is None else self.recorder.gathered(connection, program)
+        connection.waiting_for = "the call of another rank"
+        connection.calls.check_all()
+        connection.waiting_for = ""
+        loss, microbatch_losses = connection.losses.finish(inputs.weights)
         return StepResult(loss, microbatch_losses, outputs=outputs, timeline=timeline)
+
+    def begin_collective(self, name: str) -> Connection:
+        """The connection for a collective outside of steps; raises if the ranks make different calls."""
+        connection = self.connect()
+        try:
+            self._announce(connection, name, {})
+            connection.calls.check_all()
+        except BaseException:
+            self.close()
+            raise
+        return connection
 
     def _merged_outputs(self, last: Stage) -> Any:
         outputs = [last.outputs[microbatch] for microbatch in range(self._config.schedule.microbatches)]
@@ -160,16 +193,14 @@ class StepRunner:
             self._ties.finish(connection.communicator, sums=reduces)
         connection.waiting_for = ""
 
-    def _abort(
-        self, error: BaseException, connection: Connection, program: Program, losses: LossExchange
-    ) -> BaseException:
+    def _abort(self, error: BaseException, connection: Connection, program: Program) -> BaseException:
         """Publish the failure and close the connection; gives the exception to raise.
 
         A Ctrl-C during a wait for a message is raised only after the wait, possibly while this runs.
         """
         while True:
             try:
-                losses.abandon()
+                connection.losses.abandon()
                 self._ties.drop()
                 with suppress(Exception):  # the first failure is the one to report
                     self._config.replication.drop()

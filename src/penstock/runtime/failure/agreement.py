@@ -1,10 +1,10 @@
-"""Compares what all ranks of a pipeline must have in common, when they connect."""
+"""Compares what all ranks of a pipeline must have in common, when they connect and when they connect again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -18,27 +18,39 @@ from penstock.runtime.data_parallel.wrappers import split_metadata
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.transport.communicator import Communicator
 
-__all__ = ["check_agreement"]
+__all__ = ["COMPLETED", "check_agreement", "differences"]
 
-_Facts: TypeAlias = dict[str, tuple[Any, Any]]
+Facts: TypeAlias = Mapping[str, tuple[Any, Any]]
 """By topic: the value that is compared, and its text for an error message."""
 
 
-def check_agreement(config: ExecutionConfig, ties: TiedWeights, communicator: Communicator) -> None:
-    """Raise unless every rank has the same schedule, versions and ties: steps would hang or train wrongly.
+COMPLETED = "completed calls of step() and eval()"
+_ADVICE = (
+    "A call has ended with a result on the ranks that are ahead, and with an exception on the others, for "
+    "example because it was interrupted at its end. So the ranks have trained on different batches: load a "
+    "checkpoint and create the pipeline again on every rank, and continue from the batch of the checkpoint"
+)
 
-    A topic is compared between the ranks that have it, such as a tied weight between those that hold it.
+
+def check_agreement(
+    config: ExecutionConfig, ties: TiedWeights, completed: int, communicator: Communicator
+) -> None:
+    """Raise unless every rank has the same schedule, versions, ties and number of completed calls.
+
+    Steps would hang or train wrongly. A topic is compared between the ranks that have it, such as a tied weight
+    between those that hold it.
     """
-    own = json.dumps(_facts(config, ties))
+    own = json.dumps({**_facts(config, ties), COMPLETED: (completed, completed)})
     texts = communicator.exchange_texts("facts", own, config.rank, config.timeout)
-    if differences := list(_differences([json.loads(text) for text in texts])):
-        raise PipelineError("the ranks of the pipeline do not agree:\n" + "\n".join(differences))
+    if lines := differences({rank: json.loads(text) for rank, text in enumerate(texts)}):
+        advice = [_ADVICE for line in lines if COMPLETED in line]
+        raise PipelineError("\n".join(["the ranks of the pipeline do not agree:", *lines, *advice]))
 
 
-def _facts(config: ExecutionConfig, ties: TiedWeights) -> _Facts:
+def _facts(config: ExecutionConfig, ties: TiedWeights) -> Facts:
     schedule = config.schedule
     digest = hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[:12]
-    facts: _Facts = {
+    facts: dict[str, tuple[Any, Any]] = {
         "version of penstock": (penstock.__version__, penstock.__version__),
         "version of torch": (torch.__version__, torch.__version__),
         "microbatches": (schedule.microbatches, schedule.microbatches),
@@ -61,13 +73,15 @@ def _facts(config: ExecutionConfig, ties: TiedWeights) -> _Facts:
     return facts
 
 
-def _differences(by_rank: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def differences(by_rank: Mapping[int, Facts]) -> list[str]:
     """One line for each topic on which ranks differ."""
-    for topic in dict.fromkeys(topic for facts in by_rank for topic in facts):
-        answers = {rank: facts[topic] for rank, facts in enumerate(by_rank) if topic in facts}
+    lines = []
+    for topic in dict.fromkeys(topic for facts in by_rank.values() for topic in facts):
+        answers = {rank: facts[topic] for rank, facts in by_rank.items() if topic in facts}
         if len({value for value, _ in answers.values()}) > 1:
             ranks_by_text: dict[object, list[int]] = {}
             for rank, (_, text) in answers.items():
                 ranks_by_text.setdefault(text, []).append(rank)
             groups = "; ".join(f"rank {listed(ranks)}: {text}" for text, ranks in ranks_by_text.items())
-            yield f"  {topic}: {groups}"
+            lines.append(f"  {topic}: {groups}")
+    return lines

@@ -75,8 +75,9 @@ def failure_report(
 
 
 def cause_summary(cause: FailureCause, members: tuple[int, ...]) -> str:
-    """Which rank failed, and why, to follow `failed`; in two lines."""
-    return f"{_where(cause, _label(cause, members))}\n  {cause.message}"
+    """Which rank failed, and why, to follow `failed`."""
+    message = cause.message.replace("\n", "\n  ")
+    return f"{_where(cause, _label(cause, members))}\n  {message}"
 
 
 def _label(cause: FailureCause, members: tuple[int, ...]) -> str:

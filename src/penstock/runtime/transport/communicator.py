@@ -57,6 +57,10 @@ class ControlMessage(IntEnum):
     LOSSES = 0
     CLOCK = 1
     PING = 2
+    CALL = 3
+    """What a rank is called to do, sent to its peers."""
+    FINISHED = 4
+    """That a rank has finished its part of a step."""
 
 
 _STORE_SECONDS = 2.0  # that the store has to answer beyond the timeout

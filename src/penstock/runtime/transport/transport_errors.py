@@ -22,6 +22,7 @@ def wait(work: dist.Work) -> None:
     try:
         work.wait()
     except RuntimeError as error:
+        del work  # the traceback refers to it, and it keeps the connections open
         _raise(error)
 
 

@@ -1,0 +1,101 @@
+"""Promise: ranks that make different calls are told at once, with both calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.runtime import GradScaler
+from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
+from tests.support.faults import FaultyPipeline, faulty_pipeline
+from tests.support.grids import small
+from tests.support.pool import Pool
+from tests.support.slowness import slowness
+
+pytestmark = pytest.mark.xdist_group("failures")
+
+Call = Callable[[FaultyPipeline], Any]
+
+
+def step_in_accumulate(one: FaultyPipeline) -> None:
+    with one.pipeline.accumulate():
+        one.step()
+
+
+def step_in_profile(one: FaultyPipeline) -> None:
+    with one.pipeline.profile():
+        one.step()
+
+
+def step_with_scaler(one: FaultyPipeline) -> None:
+    GradScaler(one.pipeline, init_scale=1024.0)
+    try:
+        one.step()
+    finally:
+        one.pipeline.scaler = None
+
+
+CALLS: dict[str, Call] = {
+    "step": FaultyPipeline.step,
+    "eval": FaultyPipeline.evaluate,
+    "clip": lambda one: one.pipeline.clip_grad_norm_(1.0),
+    "unscale": lambda one: one.pipeline.all_reduce_max(torch.ones(1)),
+    "accumulate": step_in_accumulate,
+    "profile": step_in_profile,
+    "scaler": step_with_scaler,
+}
+
+
+def mix(family: str, odd: int, own: str, others: str) -> CallOutcome:
+    """One rank makes another call than the others; then all make the same."""
+    with faulty_pipeline(family, 4, timeout=120) as one:
+        one.step()
+        dist.barrier()
+        call = CALLS[own if dist.get_rank() == odd else others]
+        outcome = attempt(lambda: call(one))
+        dist.barrier()
+        one.assert_correct()
+    return outcome
+
+
+CASES = [
+    ("1f1b", 0, "step", "eval", "call: rank 0: step(); rank 1: eval()"),
+    ("1f1b", 0, "eval", "step", "call: rank 0: eval(); rank 1: step()"),
+    ("zbv", 3, "eval", "step", "call: rank 2: step(); rank 3: eval()"),
+    (
+        "1f1b",
+        2,
+        "clip",
+        "step",
+        "rank 2: clip_grad_norm_()",
+    ),
+    ("1f1b", 3, "step", "clip", "call: rank 2: clip_grad_norm_(); rank 3: step()"),
+    ("1f1b", 0, "unscale", "clip", "call: rank 0: unscale_() of a GradScaler; rank 1: clip_grad_norm_()"),
+    ("1f1b", 0, "profile", "step", "call: rank 0: profile(); rank 1: step()"),
+    (
+        "zbv",
+        0,
+        "accumulate",
+        "step",
+        "gradients: rank 0: not reduced yet, inside accumulate(); rank 1",
+    ),
+    ("1f1b", 3, "scaler", "step", "loss scale: rank 2: 1.0; rank 3: 1024.0"),
+]
+
+
+@pytest.mark.parametrize(("family", "odd", "own", "others", "said"), CASES)
+@small(lambda own, others: (own, others) in {("step", "eval"), ("clip", "step"), ("scaler", "step")})
+def test_different_calls_are_told_at_once(
+    failing_pool: Pool, family: str, odd: int, own: str, others: str, said: str
+) -> None:
+    outcomes = failing_pool.run(mix, family, odd, own, others)
+    print_report("\n".join(each.text for each in outcomes))
+    assert {each.error for each in outcomes} <= {"StepFailedError", "PipelineError"}, outcomes
+    assert max(each.seconds for each in outcomes) < SOON * slowness()
+    texts = [each.text for each in outcomes if "do not make the same call" in each.text]
+    assert texts
+    assert any(said in text for text in texts)

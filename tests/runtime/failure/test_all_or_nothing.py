@@ -1,0 +1,167 @@
+"""Promise: a step ends with a result on all ranks or on none, so ranks agree on which batches were trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from penstock.errors import StepFailedError
+from penstock.runtime import Pipeline
+from penstock.runtime.execution.loss_exchange import LossExchange
+from tests.support.call_outcomes import attempt
+from tests.support.faults import ROWS, WIDTH, Fault, FaultyPipeline, faulty_pipeline, schedule_of
+from tests.support.grids import small
+from tests.support.pool import Pool, Pools
+
+pytestmark = pytest.mark.xdist_group("failures")
+
+Batch = tuple[Tensor, Tensor]
+
+
+def batches(count: int, microbatches: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(count, 2, microbatches * ROWS, WIDTH, generator=generator)
+    return [(x, y) for x, y in drawn]
+
+
+def faults_everywhere(family: str, ranks: int, microbatches: int, effect: str = "raise") -> list[Fault]:
+    """One for each action of each rank."""
+    rows = schedule_of(family, ranks, microbatches).ranks
+    return [Fault(rank, str(step), effect) for rank, row in enumerate(rows) for step in row]
+
+
+def train(one: FaultyPipeline, given: Sequence[Batch], faults: Sequence[Fault]) -> Iterator[int]:
+    """The usual loop: it repeats a batch after a failure. Each batch has a fault; gives the trained batches."""
+    optimizer = torch.optim.SGD(one.pipeline.parameters(), lr=0.1)
+    index, failed = 0, -1
+    while index < len(given):
+        one.faults = () if failed == index else tuple(faults[index : index + 1])
+        x, y = given[index]
+        try:
+            one.pipeline.step(x, target=y)
+        except StepFailedError:
+            failed = index
+        else:
+            optimizer.step()
+            yield index
+            index += 1
+        optimizer.zero_grad()
+
+
+# --- exceptions ----------------------------------------------------------------------------------
+
+
+def train_with_exceptions(family: str, microbatches: int) -> list[str]:
+    """What is wrong with training in which each action of each rank fails once."""
+    faults = faults_everywhere(family, dist.get_world_size(), microbatches)
+    given = batches(len(faults) + 1, microbatches)
+    with faulty_pipeline(family, microbatches) as one:
+        trained = list(train(one, given, faults))
+        parameters = {stage: list(module.parameters()) for stage, module in one.pipeline.modules.items()}
+    if trained != list(range(len(given))):
+        return [f"trained on {trained}"]
+    optimizer = torch.optim.SGD(one.reference.parameters(), lr=0.1)
+    for x, y in given:
+        for rows, targets in zip(x.chunk(microbatches), y.chunk(microbatches)):
+            (mse_loss(one.reference(rows), targets) / microbatches).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [
+        f"stage {stage} was trained on other batches"
+        for stage, found in parameters.items()
+        if not all(map(torch.allclose, found, one.reference[stage].parameters()))
+    ]
+
+
+GRID = [("1f1b", 2, 3), ("gpipe", 2, 2), ("zbv", 2, 3), ("interleaved-1f1b", 2, 2), ("dualpipev", 2, 4)]
+GRID += [("1f1b", 4, 4), ("zb-h1", 4, 4), ("zbv", 4, 4), ("dualpipev", 4, 8)]
+
+
+@pytest.mark.parametrize(("family", "ranks", "microbatches"), GRID)
+@small(lambda family, ranks: ranks == 2 and family in {"1f1b", "zbv"})
+def test_an_exception_in_any_action_leaves_all_ranks_at_the_same_batch(
+    pools: Pools, family: str, ranks: int, microbatches: int
+) -> None:
+    problems = pools(ranks).run(train_with_exceptions, family, microbatches, seconds=1200)
+    assert problems == [[]] * ranks
+
+
+# --- processes that die ----------------------------------------------------------------------------
+
+
+def train_until_killed(family: str, fault: Fault, folder: str) -> str:
+    """Train until a rank dies in the third batch; all write down what they have trained on."""
+    log = Path(folder) / f"{dist.get_rank()}.json"
+    with faulty_pipeline(family, 4) as one:
+        for index, (x, y) in enumerate(batches(5, 4)):
+            one.faults = (fault,) * (index == 2)
+            outcome = attempt(lambda x=x, y=y: one.pipeline.step(x, target=y))  # type: ignore[misc]
+            if outcome.error:
+                return outcome.error
+            log.write_text(f"{index}", encoding="utf-8")
+    return ""
+
+
+KILLED = [(family, fault) for family in ("1f1b", "zbv") for fault in faults_everywhere(family, 4, 4, "kill")]
+"""A death at every action of every rank."""
+
+
+def is_last_action(family: str, fault: Fault) -> bool:
+    return fault.action == str(schedule_of(family, 4, 4).ranks[fault.rank][-1])
+
+
+@pytest.mark.parametrize(("family", "fault"), KILLED, ids=str)
+@small(lambda family, fault: family == "1f1b" and fault.rank in (1, 3) and is_last_action(family, fault))
+def test_a_rank_that_dies_in_any_action_leaves_all_ranks_at_the_same_batch(
+    failing_pool: Pool, tmp_path: Path, family: str, fault: Fault
+) -> None:
+    errors = failing_pool.run(train_until_killed, family, fault, str(tmp_path), lost=(fault.rank,))
+    del errors[fault.rank]
+    assert errors == ["StepFailedError"] * 3
+    assert [(tmp_path / f"{rank}.json").read_text(encoding="utf-8") for rank in range(4)] == ["1"] * 4
+
+
+# --- ranks that are ahead --------------------------------------------------------------------------
+
+
+def pipeline_of_two() -> Pipeline:
+    stages = {stage: nn.Linear(WIDTH, WIDTH) for stage in range(2)}
+    return Pipeline(stages, "1f1b", microbatches=2, loss=mse_loss, timeout=60)
+
+
+def interrupt_at_the_end() -> list[tuple[str, str]]:
+    """Rank 0 is interrupted when the step has already succeeded on rank 1, and repeats the batch."""
+    (x, y), finish = batches(1, 2)[0], LossExchange.finish
+    interrupts = [True]
+
+    def interrupted(exchange: LossExchange, weights: Sequence[float]) -> object:
+        result = finish(exchange, weights)
+        if dist.get_rank() == 0 and interrupts.pop():
+            raise KeyboardInterrupt
+        return result
+
+    outcomes = []
+    pipeline = pipeline_of_two()
+    with mock.patch.object(LossExchange, "finish", interrupted):
+        outcomes.append(attempt(lambda: pipeline.step(x, target=y)))
+    outcomes += [attempt(lambda: pipeline.step(x, target=y)) for _ in range(2 + dist.get_rank())]
+    pipeline = pipeline_of_two()
+    outcomes.append(attempt(lambda: pipeline.step(x, target=y)))
+    pipeline.close()
+    return [(each.error, each.text) for each in outcomes]
+
+
+def test_a_rank_that_is_ahead_is_told_at_every_call_until_the_pipeline_is_created_again(pools: Pools) -> None:
+    behind, ahead = pools(2).run(interrupt_at_the_end)
+    assert [error for error, _ in behind] == ["KeyboardInterrupt", "PipelineError", "PipelineError", ""]
+    assert [error for error, _ in ahead] == ["", "StepFailedError", "PipelineError", "PipelineError", ""]
+    assert behind[1] == behind[2] == ahead[2] == ahead[3]
+    assert "completed calls of step() and eval(): rank 0: 0; rank 1: 1" in ahead[2][1]
+    assert "create the pipeline again on every rank" in ahead[2][1]
