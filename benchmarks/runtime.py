@@ -1,6 +1,6 @@
 """Runtime overhead: Penstock and torch.distributed.pipelining with the same modules in the same processes.
 
-    python -m benchmarks.runtime [sleep] [empty] [alone] [transformer] [split]
+    python -m benchmarks.runtime [sleep] [together] [empty] [alone] [transformer] [split]
 
 Stages that sleep use no CPU, so that more ranks than cores can be measured. Times are medians over steps; the
 time of a step is that of its slowest rank. Overheads are relative to the simulated makespan.
@@ -12,9 +12,11 @@ import ctypes
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as torch_pipelining
@@ -24,6 +26,8 @@ import penstock
 from benchmarks import modules
 from benchmarks.processes import on_ranks, print_row
 from penstock.runtime import Pipeline, register_layer
+from penstock.runtime.execution import connection
+from penstock.runtime.execution.loss_exchange import LossExchange
 
 STEPS = 7
 TORCH_SCHEDULES = {
@@ -101,6 +105,50 @@ def sleeping(print_row: Callable[..., None]) -> None:
             torch_step(name, schedule, lambda _: modules.SleepingForTorch(duration), x, y),
         )
         print_row(name, ideal, ours, ours / ideal - 1, theirs, theirs / ideal - 1, theirs / ours)
+
+
+class EarlyReturn(LossExchange):
+    """Lets the last stage's rank return before the others have finished: it waits for them a step later."""
+
+    _earlier: tuple[dist.Work, ...] = ()
+
+    def finish(self, weights: Sequence[float]) -> tuple[float | None, Tensor | None]:
+        if self._last is not None:
+            earlier, self._earlier = self._earlier, tuple(self._pending.values())
+            self._pending.clear()
+            for work in earlier:
+                work.wait()
+        return super().finish(weights)
+
+
+def simulated_ratio(schedule: penstock.Schedule) -> float:
+    """The same without noise: the ranks of the first and the last stage decide when the next step starts."""
+    timeline = penstock.simulate(schedule, penstock.Costs(forward=1, backward_input=1, backward_weight=1))
+    ends = np.split(timeline.end, np.cumsum([len(row) for row in schedule.ranks])[:-1])
+    hosts = schedule.placement.stage_to_rank
+    return float((timeline.makespan + 1) / (max(ends[hosts[0]].max(), ends[hosts[-1]].max()) + 1))
+
+
+def together(print_row: Callable[..., None]) -> None:
+    """F = I = W = optimizer = 10 ms, six steps in sequence: the cost of ending steps on all ranks together."""
+    m, duration, steps = 8, 0.010, 6
+    print_row("schedule", "early s", "together s", "together / early", "simulated")
+    for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h2", "zbv", "dualpipev"):
+        schedule = schedule_of(name, dist.get_world_size(), m)
+        x, y = torch.zeros(m, 4, requires_grad=True), torch.zeros(m, 4)
+        runners = []
+        for exchange in (EarlyReturn, LossExchange):
+            with mock.patch.object(connection, "LossExchange", exchange):
+                step = penstock_step(schedule, lambda _: modules.Sleeping(duration), x, y)
+
+            def sequence(step: Callable[[], Any] = step) -> None:
+                for _ in range(steps):
+                    step()
+                    time.sleep(duration)
+
+            runners.append(sequence)
+        early, ended = (total / steps for total in seconds(*runners, steps=3))
+        print_row(name, early, ended, ended / early, simulated_ratio(schedule))
 
 
 def empty(print_row: Callable[..., None]) -> None:
@@ -181,7 +229,13 @@ def transformer(print_row: Callable[..., None]) -> None:
 
 # --- processes -------------------------------------------------------------------------------------
 
-PARTS = {"sleep": (sleeping, 4), "empty": (empty, 4), "alone": (alone, 1), "transformer": (transformer, 2)}
+PARTS = {
+    "sleep": (sleeping, 4),
+    "together": (together, 4),
+    "empty": (empty, 4),
+    "alone": (alone, 1),
+    "transformer": (transformer, 2),
+}
 
 
 def run_part(part: str, print_row: Callable[..., None]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline
+from penstock.runtime.execution.loss_exchange import LossExchange
 from tests.support.call_outcomes import attempt
 from tests.support.faults import Fault, faulty_pipeline
 from tests.support.troubles import model, step
@@ -20,6 +23,11 @@ __all__ = ["TOGETHER"]
 
 TOGETHER: dict[str, Callable[[], Any]] = {}
 """Troubles that four ranks have together; each returns the text on its rank."""
+
+
+def finish_and_interrupt(exchange: LossExchange, weights: Any, finish: Any = LossExchange.finish) -> None:
+    finish(exchange, weights)
+    raise KeyboardInterrupt
 
 
 def together(trouble: Callable[[], Any]) -> Callable[[], Any]:
@@ -40,6 +48,23 @@ def one_rank_stays_away() -> str:
         outcome = attempt(one.step).text if dist.get_rank() != 3 else ""
         dist.barrier()
         return outcome or attempt(one.step).text
+
+
+@together
+def step_and_eval() -> str:
+    with faulty_pipeline("1f1b", 4) as one:
+        return attempt(one.evaluate if dist.get_rank() else one.step).text
+
+
+@together
+def one_rank_is_behind() -> str:
+    interrupted = mock.patch.object(LossExchange, "finish", finish_and_interrupt)
+    with faulty_pipeline("1f1b", 4) as one:
+        with interrupted if dist.get_rank() == 0 else nullcontext():
+            attempt(one.step)
+        if dist.get_rank():
+            attempt(one.step)
+        return attempt(one.step).text
 
 
 @together

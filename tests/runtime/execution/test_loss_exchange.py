@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
 
+import penstock
 from penstock import Schedule, build
-from tests.support.families import ranks
+from tests.support.families import FAMILIES, ranks
 from tests.support.grids import small
 from tests.support.models import TASKS, Batch
 from tests.support.pipelines import batch_of, gradients, pipeline_of
@@ -110,3 +112,16 @@ def test_a_batch_that_requires_grad_gets_its_gradient(pools: Pools, p: int) -> N
         for family, task in (("1f1b", "mlp"), ("zb-h1", "uneven"), ("zbv", "nested"), ("looped-bfs", "mlp"))
     ]
     assert not problems_of(cases, pools(p).run(run_cases, cases, run_input_gradient))
+
+
+# --- the end of a step -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "zbv"])
+def test_the_rank_that_ends_last_has_the_first_or_the_last_stage(family: str) -> None:
+    """So no rank could start its next step earlier if it did not wait for all ranks."""
+    schedule = build(family, ranks=4, microbatches=8)
+    timeline = penstock.simulate(schedule, penstock.Costs(forward=1, backward_input=1, backward_weight=1))
+    ends = np.split(timeline.end, np.cumsum([len(row) for row in schedule.ranks])[:-1])
+    hosts = schedule.placement.stage_to_rank
+    assert max(ends[hosts[0]].max(), ends[hosts[-1]].max()) == timeline.makespan

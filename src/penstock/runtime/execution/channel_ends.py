@@ -9,7 +9,7 @@ from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 from penstock.runtime.transport.communicator import Communicator
 
-__all__ = ["ChannelEnds", "channels_between_ranks"]
+__all__ = ["ChannelEnds", "channels_between_ranks", "peers_of"]
 
 
 def channels_between_ranks(schedule: Schedule) -> list[tuple[int, int, int]]:
@@ -24,6 +24,12 @@ def channels_between_ranks(schedule: Schedule) -> list[tuple[int, int, int]]:
         if here != there:
             found += [(2 * edge, here, there), (2 * edge + 1, there, here)]
     return found
+
+
+def peers_of(schedule: Schedule, rank: int) -> list[int]:
+    """The ranks with which a rank exchanges messages."""
+    ends = {end for _, *pair in channels_between_ranks(schedule) if rank in pair for end in pair}
+    return sorted(ends - {rank})
 
 
 class ChannelEnds:

@@ -21,7 +21,7 @@ from penstock.ir.schedule import Schedule
 from penstock.runtime.dtensors import Meshes
 from penstock.runtime.execution.action_rules import ExecutionContext
 from penstock.runtime.execution.call_agreement import CallAgreement
-from penstock.runtime.execution.channel_ends import ChannelEnds, channels_between_ranks
+from penstock.runtime.execution.channel_ends import ChannelEnds, channels_between_ranks, peers_of
 from penstock.runtime.execution.compiler import compile_program
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.forward_only import forward_only
@@ -63,7 +63,7 @@ class Connection:
         if not config.is_single_rank:
             watch = watch_of_job(config.timeout)
             self.communicator = self._connected(watch)
-        self.calls = CallAgreement(self.communicator, rank, _peers(schedule, rank))
+        self.calls = CallAgreement(self.communicator, rank, peers_of(schedule, rank))
         meshes = Meshes(list(config.modules.values()), config.mesh)
         self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
         self.stages: dict[int, Stage] = {}
@@ -290,12 +290,6 @@ def _local_output(stages: Mapping[int, Stage], index: int, microbatch: int) -> F
 
 def _local_input_gradient(stages: Mapping[int, Stage], index: int, microbatch: int) -> FlatValue:
     return stages[index].take_input_gradient(microbatch)
-
-
-def _peers(schedule: Schedule, rank: int) -> list[int]:
-    """The ranks with which a rank exchanges messages."""
-    ends = {end for _, *pair in channels_between_ranks(schedule) if rank in pair for end in pair}
-    return sorted(ends - {rank})
 
 
 def _split_microbatches(schedule: Schedule, stage: int) -> frozenset[int]:
