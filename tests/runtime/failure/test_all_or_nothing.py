@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 
 from penstock.errors import StepFailedError
-from penstock.runtime import Pipeline
+from penstock.runtime import Custom, Pipeline
 from penstock.runtime.execution.loss_exchange import LossExchange
 from tests.support.call_outcomes import attempt
 from tests.support.faults import ROWS, WIDTH, Fault, FaultyPipeline, faulty_pipeline, schedule_of
 from tests.support.grids import small
+from tests.support.linear_stages import linear, mesh_of_four, numbers, pipeline_of
 from tests.support.pool import Pool, Pools
 
 pytestmark = pytest.mark.xdist_group("failures")
@@ -126,6 +130,40 @@ def test_a_rank_that_dies_in_any_action_leaves_all_ranks_at_the_same_batch(
     del errors[fault.rank]
     assert errors == ["StepFailedError"] * 3
     assert [(tmp_path / f"{rank}.json").read_text(encoding="utf-8") for rank in range(4)] == ["1"] * 4
+
+
+# --- several pipelines that train one model --------------------------------------------------------
+
+
+def fail_in_one_pipeline(kind: str) -> list[str]:
+    """World rank 0 fails in its last action of the second step; the other pipeline has finished its actions."""
+
+    def fail_at_the_end(custom: Custom) -> None:
+        custom.run()
+        if broken and dist.get_rank() == 0:
+            raise ZeroDivisionError("too late")
+
+    mesh = mesh_of_four(kind)
+    broken, module = False, linear(mesh.get_coordinate()[0]).double()  # type: ignore[index]
+    if kind == "tp":
+        module = parallelize_module(module, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))  # type: ignore[assignment]
+    options: dict[str, Any] = {"replicas": mesh["dp"]} if kind == "dp" else {}
+    outcomes, functions = [], {"RESHARD": fail_at_the_end}
+    pipeline = pipeline_of(module, mesh, timeout=60, functions=functions, **options)
+    for step in range(2):
+        broken = step == 1
+        dist.barrier()
+        outcomes.append(attempt(lambda: pipeline.step(numbers(0, 4, WIDTH), target=numbers(1, 4, WIDTH))))
+    return [each.error for each in outcomes]
+
+
+@pytest.mark.parametrize("kind", ["dp", "tp"])
+def test_a_failure_in_one_pipeline_fails_the_step_in_all_that_train_the_model(
+    failing_pool: Pool, kind: str
+) -> None:
+    errors = failing_pool.run(fail_in_one_pipeline, kind)
+    failing_pool.stop()  # all groups are aborted
+    assert errors == [["", "StepFailedError"]] * 4
 
 
 # --- ranks that are ahead --------------------------------------------------------------------------

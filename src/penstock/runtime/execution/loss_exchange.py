@@ -2,7 +2,8 @@
 
     other ranks                          rank of the last stage
     actions finished   --- FINISHED -->  waits until every rank has finished
-                                         sums the losses over the replicas, which have finished too
+                                         waits for the last stages of other pipelines of this model:
+                                         sums the losses over replicas, meets tensor-parallel ranks
     return             <--- LOSSES ----  returns
 
 So a failure on any rank fails the step on all of them, and all ranks agree on which batches were trained.
@@ -17,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.runtime.data_parallel.gradient_norm import model_groups
 from penstock.runtime.dtensors import whole
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.program import StepAbortedError
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.transport.communicator import Communicator, ControlMessage
-from penstock.runtime.transport.transport_errors import TransportError, wait
+from penstock.runtime.transport.transport_errors import TransportError, transport_errors, wait
 
 __all__ = ["LossExchange"]
 
@@ -36,6 +38,7 @@ class LossExchange:
         self._microbatches = schedule.microbatches
         self._source = schedule.placement.stage_to_rank[-1]
         self._others = [rank for rank in range(schedule.num_ranks) if rank != self._source]
+        self._tensor_groups = _tensor_groups(config) if last is not None else []
         self._message: Tensor
         self._pending: dict[int, dist.Work] = {}
         self._sent: list[dist.Work] = []
@@ -69,6 +72,7 @@ class LossExchange:
                 self._wait_for(rank, "the end of the step on")
             if self._last.losses:
                 self._fill(self._last.losses, weights)
+            self._meet()
             if self.abort_requested:
                 raise StepAbortedError
             # from here on the step has succeeded; nobody waits for a rank that dies before it receives this
@@ -106,8 +110,29 @@ class LossExchange:
         message[1] = replication.total(local, self._config.device)
         self.awaited = ""
 
+    def _meet(self) -> None:
+        """Wait until the pipelines of the tensor-parallel ranks have finished the step too."""
+        if self._tensor_groups:
+            self.awaited = "the end of the step on its tensor-parallel ranks"
+            token = torch.zeros(1, device=self._config.device)
+            for group in self._tensor_groups:
+                with transport_errors():
+                    dist.all_reduce(token, group=group)
+            token.cpu()  # on a device, the host has not waited yet
+            self.awaited = ""
+
     def abandon(self) -> None:
         """Release pending messages, which keep the connections open."""
         self._pending.clear()
         self._sent.clear()
         self._communicator = None
+
+
+def _tensor_groups(config: ExecutionConfig) -> list[dist.ProcessGroup]:
+    """The groups of the ranks that hold other parts of this rank's stages, besides its replicas and shards."""
+    pipeline, known = set(config.members), config.replication.groups
+    return [
+        group
+        for group in model_groups(config.trained.values(), ())
+        if group not in known and len(pipeline & set(dist.get_process_group_ranks(group))) == 1
+    ]
