@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from torch.nn.functional import mse_loss
 from penstock.errors import StepFailedError
 from penstock.runtime import Custom, Pipeline
 from penstock.runtime.execution.loss_exchange import LossExchange
-from tests.support.call_outcomes import attempt
+from tests.support.call_outcomes import SOON, attempt
 from tests.support.faults import ROWS, WIDTH, Fault, FaultyPipeline, faulty_pipeline, schedule_of
 from tests.support.grids import small
 from tests.support.linear_stages import linear, mesh_of_four, numbers, pipeline_of
 from tests.support.pool import Pool, Pools
+from tests.support.slowness import slowness
 
 pytestmark = pytest.mark.xdist_group("failures")
 
@@ -48,10 +50,12 @@ def train(one: FaultyPipeline, given: Sequence[Batch], faults: Sequence[Fault]) 
     while index < len(given):
         one.faults = () if failed == index else tuple(faults[index : index + 1])
         x, y = given[index]
+        begin = time.monotonic()
         try:
             one.pipeline.step(x, target=y)
         except StepFailedError:
             failed = index
+            assert time.monotonic() - begin < SOON * slowness(), faults[index]
         else:
             optimizer.step()
             yield index
