@@ -26,6 +26,7 @@ DOCUMENTED = {
     "Violation",
     # functions
     "build",
+    "encoder_decoder",
     "even_layout",
     "families",
     "lower",

@@ -21,7 +21,7 @@ from penstock.errors import (
     StepFailedError,
     UnhandledKindError,
 )
-from penstock.families import Family, build, families, register
+from penstock.families import Family, build, encoder_decoder, families, register
 from penstock.formats import read
 from penstock.ir.action import Action, Kind, Overlap, parse_action
 from penstock.ir.graph import StageGraph
@@ -71,6 +71,7 @@ __all__ = [
     "UnhandledKindError",
     "Violation",
     "build",
+    "encoder_decoder",
     "even_layout",
     "families",
     "lower",

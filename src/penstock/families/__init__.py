@@ -12,6 +12,7 @@ from penstock.families.zero_bubble import zb_h1, zb_h2  # isort: skip
 from penstock.families.zbv import zbv  # isort: skip
 from penstock.families.v_memory import v_half, v_min  # isort: skip
 from penstock.families.dualpipev import dualpipev  # isort: skip
+from penstock.families.encoder_decoder import encoder_decoder
 from penstock.families.registry import Family, build, families, find, register
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "build",
     "dualpipev",
     "eager_1f1b",
+    "encoder_decoder",
     "families",
     "find",
     "forward_only",

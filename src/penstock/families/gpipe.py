@@ -17,21 +17,30 @@ Legend: p ranks, m microbatches, v stages per rank; F, B the forward and backwar
 
 from __future__ import annotations
 
+from penstock.families.depth_order import depth_order
 from penstock.families.rank_order import codes_of
 from penstock.families.registry import register
 from penstock.ir.action import Kind
+from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
 __all__ = ["gpipe", "looped_bfs"]
 
 
-@register("gpipe", "all forwards, then all backwards; activation memory grows with m", stages_per_rank=1)
+def _on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+    return depth_order(graph, placement, microbatches, [microbatches] * graph.num_stages, "gpipe")
+
+
+@register(
+    "gpipe",
+    "all forwards, then all backwards; activation memory grows with m",
+    stages_per_rank=1,
+    graph_builder=_on_graph,
+)
 def gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Run all forwards, then all backwards."""
-    ks = range(microbatches)
-    orders = [codes_of(Kind.F, stage, ks) + codes_of(Kind.B, stage, ks) for stage in range(ranks)]
-    return Schedule.from_codes(orders, Placement.loop(ranks, stages_per_rank), microbatches, "gpipe")
+    return _on_graph(StageGraph.chain(ranks), Placement.loop(ranks, stages_per_rank), microbatches)
 
 
 @register(

@@ -19,36 +19,41 @@ Legend: p ranks, r this rank, m microbatches; F, B the forward and backward time
 
 from __future__ import annotations
 
-from penstock.families.rank_order import alternate, codes_of
+from penstock.families.depth_order import depth_order, depths
 from penstock.families.registry import register
-from penstock.ir.action import Kind
+from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
 __all__ = ["eager_1f1b", "one_f_one_b"]
 
 
-@register("1f1b", "one forward, one backward in turn; at most p live activations", stages_per_rank=1)
+def _on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+    return depth_order(graph, placement, microbatches, depths(graph, placement), "1f1b")
+
+
+@register(
+    "1f1b",
+    "one forward, one backward in turn; at most p live activations",
+    stages_per_rank=1,
+    graph_builder=_on_graph,
+)
 def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Warm up with p - r forwards on rank r."""
-    orders = [_order(stage, ranks - stage, microbatches) for stage in range(ranks)]
-    return Schedule.from_codes(orders, Placement.loop(ranks, stages_per_rank), microbatches, "1f1b")
+    return _on_graph(StageGraph.chain(ranks), Placement.loop(ranks, stages_per_rank), microbatches)
+
+
+def _eager_on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+    warmup = [2 * depth - 1 for depth in depths(graph, placement)]
+    return depth_order(graph, placement, microbatches, warmup, "eager-1f1b")
 
 
 @register(
     "eager-1f1b",
     "1F1B with a longer warm-up that hides latency; at most 2p - 1 live activations",
     stages_per_rank=1,
+    graph_builder=_eager_on_graph,
 )
 def eager_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Warm up with twice as many forwards, so that a hop can take as long as a step without a wait."""
-    orders = [_order(stage, 2 * (ranks - 1 - stage) + 1, microbatches) for stage in range(ranks)]
-    return Schedule.from_codes(orders, Placement.loop(ranks, stages_per_rank), microbatches, "eager-1f1b")
-
-
-def _order(stage: int, warmup: int, microbatches: int) -> list[int]:
-    forwards = codes_of(Kind.F, stage, range(microbatches))
-    backwards = codes_of(Kind.B, stage, range(microbatches))
-    warmup = min(warmup, microbatches)
-    steady = microbatches - warmup
-    return forwards[:warmup] + alternate(backwards, forwards[warmup:]) + backwards[steady:]
+    return _eager_on_graph(StageGraph.chain(ranks), Placement.loop(ranks, stages_per_rank), microbatches)

@@ -9,6 +9,9 @@ from functools import cache
 
 from penstock.arguments import whole_number
 from penstock.errors import BuildError
+from penstock.families.depth_order import topological_placement
+from penstock.ir.graph import StageGraph
+from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
 __all__ = ["Family", "build", "families", "find", "register"]
@@ -17,6 +20,7 @@ MAX_WORK = 1 << 24
 """The largest product of stages and microbatches that `build` accepts."""
 
 Builder = Callable[[int, int, int], Schedule]
+GraphBuilder = Callable[[StageGraph, Placement, int], Schedule]
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Family:
     default_stages_per_rank: int = 2
     """The number of stages per rank if the caller does not choose one."""
     aliases: tuple[str, ...] = ()
+    graph_builder: GraphBuilder | None = field(default=None, repr=False)
+    """`graph_builder(graph, placement, microbatches)` returns a schedule; None if the family needs a chain."""
 
 
 _REGISTRY: dict[str, Family] = {}
@@ -44,15 +50,21 @@ def register(
     stages_per_rank: int | None = None,
     default_stages_per_rank: int = 2,
     aliases: Sequence[str] = (),
+    graph_builder: GraphBuilder | None = None,
 ) -> Callable[[Builder], Builder]:
     """Register a function that takes ranks, microbatches and stages_per_rank and returns a `Schedule`.
 
+    With `graph_builder`, a function of graph, placement and microbatches, the family accepts any stage graph.
     A package registers its families on installation with an entry point in the group `penstock.families` that
     names the module which registers them.
     """
 
     def decorate(builder: Builder) -> Builder:
-        family = Family(name, summary, builder, stages_per_rank, default_stages_per_rank, tuple(aliases))
+        family = Family(
+            *(name, summary, builder, stages_per_rank, default_stages_per_rank),
+            aliases=tuple(aliases),
+            graph_builder=graph_builder,
+        )
         keys = [_key(each) for each in (name, *aliases)]
         if owners := sorted({_BY_KEY[key].name for key in keys if key in _BY_KEY}):
             raise BuildError(f"the name {name!r} or one of its aliases is already used by {', '.join(owners)}")
@@ -69,20 +81,64 @@ def families() -> dict[str, Family]:
     return dict(_REGISTRY)
 
 
-def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+def build(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    graph: StageGraph | None = None,
+    placement: Placement | None = None,
+) -> Schedule:
     """Build the compute-only schedule of a family.
 
     Case, dashes and underscores in the name do not matter, and torch's names work: `build("ZBVZeroBubble",
-    ranks=4, microbatches=8)`. `stages_per_rank` is for families that accept any number of them.
+    ranks=4, microbatches=8)`. `stages_per_rank` is for families that accept any number of them. With `graph`,
+    for families over any stage graph, stages are on ranks as in `placement`; without one, in the order of the
+    graph, about equally many on each rank.
     """
     family = find(name)
+    if graph is not None:
+        return _build_on_graph(family, graph, placement, ranks, microbatches, stages_per_rank)
+    if placement is not None:
+        raise BuildError(f"{family.name}: a placement needs a graph=; without one the family has its own")
     if problems := _problems(family, ranks, microbatches, stages_per_rank):
         raise BuildError("; ".join(problems))
     per_rank = stages_per_rank or family.stages_per_rank or family.default_stages_per_rank
-    if ranks * per_rank * microbatches > MAX_WORK:
-        given = f"{ranks} ranks, {per_rank} stages per rank, {microbatches} microbatches"
-        raise BuildError(f"stages times microbatches must be at most {MAX_WORK} (given {given})")
+    given = f"{ranks} ranks, {per_rank} stages per rank, {microbatches} microbatches"
+    _check_work(ranks * per_rank, microbatches, given)
     return family.builder(ranks, microbatches, per_rank)
+
+
+def _build_on_graph(
+    family: Family,
+    graph: StageGraph,
+    placement: Placement | None,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None,
+) -> Schedule:
+    """The schedule of a family over a stage graph."""
+    problems = _problems(family, ranks, microbatches, None)
+    if family.graph_builder is None:
+        others = ", ".join(f.name for f in families().values() if f.graph_builder is not None)
+        problems.append(f"{family.name} needs stages in a chain; any stage graph works with {others}")
+    if stages_per_rank is not None:
+        problems.append(f"give graph=, which has its stages, or stages_per_rank={stages_per_rank!r}, not both")
+    if placement is not None and (placement.num_stages, placement.num_ranks) != (graph.num_stages, ranks):
+        problems.append(
+            f"the placement has {placement.num_stages} stages on {placement.num_ranks} ranks, "
+            f"the graph {graph.num_stages} stages (given ranks={ranks!r})"
+        )
+    if problems or family.graph_builder is None:
+        raise BuildError("; ".join(problems))
+    _check_work(graph.num_stages, microbatches, f"{graph.num_stages} stages, {microbatches} microbatches")
+    return family.graph_builder(graph, placement or topological_placement(graph, ranks), microbatches)
+
+
+def _check_work(stages: int, microbatches: int, given: str) -> None:
+    if stages * microbatches > MAX_WORK:
+        raise BuildError(f"stages times microbatches must be at most {MAX_WORK} (given {given})")
 
 
 def _problems(family: Family, ranks: int, microbatches: int, stages_per_rank: int | None) -> list[str]:

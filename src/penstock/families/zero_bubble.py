@@ -27,35 +27,42 @@ c of a hop between ranks; span is the longest time on any rank from its own firs
 
 from __future__ import annotations
 
-from penstock.families.rank_order import codes_of, defer_weights
+from penstock.families.depth_order import depth_order, depths
 from penstock.families.registry import register
-from penstock.ir.action import Kind
+from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
 __all__ = ["zb_h1", "zb_h2"]
 
 
+def _h1_on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+    depth = depths(graph, placement)
+    return depth_order(graph, placement, microbatches, depth, "zb-h1", weight_delay=max(depth))
+
+
 @register(
     "zb-h1",
     "split backward: a third of the bubble of 1F1B with the same memory",
     stages_per_rank=1,
+    graph_builder=_h1_on_graph,
 )
 def zb_h1(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Warm up as 1F1B; rank r defers each W by r backwards, so every rank has p live activations."""
-    orders = [_order(stage, ranks - 1 - stage, stage, microbatches) for stage in range(ranks)]
-    return Schedule.from_codes(orders, Placement.loop(ranks, stages_per_rank), microbatches, "zb-h1")
+    return _h1_on_graph(StageGraph.chain(ranks), Placement.loop(ranks, stages_per_rank), microbatches)
 
 
-@register("zb-h2", "split backward: almost no bubble with twice the memory of 1F1B", stages_per_rank=1)
+def _h2_on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
+    warmup = [2 * depth - 1 for depth in depths(graph, placement)]
+    return depth_order(graph, placement, microbatches, warmup, "zb-h2", weight_delay=max(warmup))
+
+
+@register(
+    "zb-h2",
+    "split backward: almost no bubble with twice the memory of 1F1B",
+    stages_per_rank=1,
+    graph_builder=_h2_on_graph,
+)
 def zb_h2(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Warm up with twice as many forwards as ZB-H1: 2p - 1 live activations on every rank."""
-    orders = [_order(stage, 2 * (ranks - 1 - stage), 2 * stage, microbatches) for stage in range(ranks)]
-    return Schedule.from_codes(orders, Placement.loop(ranks, stages_per_rank), microbatches, "zb-h2")
-
-
-def _order(stage: int, warmup: int, delay: int, microbatches: int) -> list[int]:
-    forwards, inputs, weights = (
-        codes_of(kind, stage, range(microbatches)) for kind in (Kind.F, Kind.I, Kind.W)
-    )
-    return forwards[:warmup] + defer_weights(forwards[warmup:], inputs, weights, delay)
+    return _h2_on_graph(StageGraph.chain(ranks), Placement.loop(ranks, stages_per_rank), microbatches)

@@ -10,6 +10,7 @@ Everything that asks "what does this stage need, whom does it feed" asks the gra
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,10 +120,18 @@ class StageGraph:
 
     @cached_property
     def forward_order(self) -> tuple[int, ...]:
-        """The stages so that each comes after all that feed it."""
+        """The stages so that each comes after all that feed it, the lowest possible number first."""
         if self.is_chain:
             return tuple(range(self.num_stages))
-        return tuple(TopologicalSorter(self._inputs).static_order())
+        left = {stage: len(inputs) for stage, inputs in self._inputs.items()}
+        ready, found = list(self.sources), []
+        while ready:
+            found.append(stage := heapq.heappop(ready))
+            for fed in self._outputs[stage]:
+                left[fed] -= 1
+                if not left[fed]:
+                    heapq.heappush(ready, fed)
+        return tuple(found)
 
     def require_chain(self, component: str) -> None:
         """Raise where something handles chains only."""
