@@ -45,8 +45,8 @@ Table = list[tuple[Any, ...]]
 
 
 def schedule_of(name: str, ranks: int, microbatches: int) -> penstock.Schedule:
-    options = {"stages_per_rank": 2} if "interleaved" in name or "looped" in name else {}
-    return penstock.build(name, ranks=ranks, microbatches=microbatches, **options)
+    per_rank = 2 if "interleaved" in name or "looped" in name else None
+    return penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
 
 
 def penstock_step(

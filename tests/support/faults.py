@@ -6,7 +6,7 @@ import copy
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +35,7 @@ __all__ = [
 
 WIDTH = 4
 ROWS = 2  # of a microbatch
-_STAGES: Mapping[str, Mapping[str, int]] = {"interleaved-1f1b": {"stages_per_rank": 2}}
+_STAGES_PER_RANK = {"interleaved-1f1b": 2}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ class NanGradient(torch.autograd.Function):
 def schedule_of(family: str, ranks: int, microbatches: int) -> Schedule:
     """A family, lowered."""
     return lower(
-        penstock.build(family, ranks=ranks, microbatches=microbatches, **dict(_STAGES.get(family, {})))
+        penstock.build(
+            family, ranks=ranks, microbatches=microbatches, stages_per_rank=_STAGES_PER_RANK.get(family)
+        )
     )
 
 

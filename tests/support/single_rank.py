@@ -29,8 +29,8 @@ def schedules(*names: str) -> list[Schedule]:
     """The families, with several stages on the rank where they can, as they are and split."""
     built = []
     for name in names:
-        some = {"stages_per_rank": 2} if name.startswith(("interleaved", "looped")) else {}
-        schedule = penstock.build(name, ranks=1, microbatches=M, **some)
+        per_rank = 2 if name.startswith(("interleaved", "looped")) else None
+        schedule = penstock.build(name, ranks=1, microbatches=M, stages_per_rank=per_rank)
         split = SplitBackward()(schedule).renamed(f"{name} split")
         built += [schedule] if split == schedule else [schedule, split]
     return built

@@ -30,7 +30,7 @@ def encoder_decoder(
     where encoded tokens join the input, `range(decoder)` where every decoder stage attends to them. With `mtp`
     the decoder's last stage but one feeds one more stage, beside the last one.
     """
-    counts = [encoders] if whole_number(encoders) is not None else list(encoders)  # type: ignore[arg-type, list-item]
+    counts = list(encoders) if isinstance(encoders, Sequence) else [encoders]
     _check(counts, decoder, feeds, mtp=mtp)
     *starts, first = accumulate(counts, initial=0)
     edges: list[Edge] = []

@@ -39,8 +39,8 @@ class Case(NamedTuple):
 
 def compared(case: Case, ranks: int, stages_per_rank: int) -> list[str]:
     """What a pipeline does otherwise than one process, on this rank."""
-    more = {"stages_per_rank": stages_per_rank} if case.family == "interleaved-1f1b" else {}
-    schedule = penstock.build(case.family, ranks=ranks, microbatches=MICROBATCHES, **more)
+    per_rank = stages_per_rank if case.family == "interleaved-1f1b" else None
+    schedule = penstock.build(case.family, ranks=ranks, microbatches=MICROBATCHES, stages_per_rank=per_rank)
     whole = decoder(case.kind, tied=case.tied)
     logits, gradients = trained(whole, ROWS, MICROBATCHES, case.given)
     layout = case.layout or even_layout(LAYERS, schedule.num_stages)
