@@ -52,8 +52,11 @@ def call(name: str, pipeline: Pipeline, path: Path) -> CallOutcome:
 
 
 def end_process(how: str) -> None:
-    """End this process: by a signal, at once, or as at the end of a script."""
-    if how == "kill":
+    """End this process: by a signal, with or without a child that lives on, at once, or as a script ends."""
+    if how == "kill with a child" and os.fork() == 0:
+        time.sleep(10)
+        os._exit(0)
+    if how.startswith("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
         processes._exit_function()  # type: ignore[attr-defined]
@@ -74,7 +77,7 @@ def end_between_steps(victim: int, how: str, when: str, name: str, path: Path) -
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize(("victim", "how"), [(0, "kill"), (1, "_exit"), (2, "exit"), (3, "kill")])
+@pytest.mark.parametrize(("victim", "how"), [(0, "kill"), (1, "_exit"), (2, "exit"), (3, "kill with a child")])
 @pytest.mark.parametrize("when", ["before", "during"])
 @small(lambda name, victim, when: (CALLS.index(name) + victim + 2 * (when == "before")) % 8 == 0)
 def test_a_process_that_ends_between_steps_is_named(

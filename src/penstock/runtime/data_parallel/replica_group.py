@@ -54,6 +54,8 @@ class ReplicaGroup:
         self._reduction_order = _reduction_order(schedule, rank)
         self._ddp = DdpWrappers(modules)
         self._pending: list[tuple[GradientBucket, Tensor, dist.Work]] = []
+        self._unfinished: list[dist.Work] = []
+        """The reductions that the last failed step had begun."""
         self._reduced: set[int] = set()
         """The stages whose reduction has begun in this step."""
         self.reduces = True
@@ -76,6 +78,7 @@ class ReplicaGroup:
         """Before a step: reshard all parameters, find replaced or unfrozen ones, compare the replicas."""
         self.reduces = reduces
         self._reduced.clear()
+        self._unfinished.clear()
         for shards in self.shards.values():
             shards.reshard()  # a forward outside of the pipeline may have left stale unsharded parameters
         if self.groups and unsharded(self._modules.values(), self.shards) != self._layout.parameters:
@@ -126,10 +129,20 @@ class ReplicaGroup:
 
     def drop(self) -> None:
         """After a failed step: forget its pending reductions and its unreduced gradients."""
+        self._unfinished = [work for _, _, work in self._pending]
         self._pending.clear()
         self.unreduced = False
         for shards in self.shards.values():
             shards.drop()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a reduction has begun that other replicas have not joined.
+
+        If the step fails here, they would join it with the gradients of the next step.
+        """
+        works = [*self._unfinished, *(work for _, _, work in list(self._pending))]
+        return not all(work.is_completed() for work in works)
 
     def total(self, values: Tensor, device: torch.device) -> Tensor:
         """The sum of these values over all replicas."""

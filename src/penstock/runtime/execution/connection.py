@@ -29,15 +29,20 @@ from penstock.runtime.execution.loss_exchange import LossExchange
 from penstock.runtime.execution.microbatch_state import LiveActivations
 from penstock.runtime.execution.program import CallType, Program
 from penstock.runtime.execution.stage import Source, Stage, StageConfig
-from penstock.runtime.failure.job import link_members, raise_if_ended, silent_ranks, watch_of_job
+from penstock.runtime.failure.job import (
+    abort_groups,
+    link_members,
+    raise_if_aborted,
+    raise_if_ended,
+    silent_ranks,
+    watch_of_job,
+)
 from penstock.runtime.failure.monitor import FailureMonitor, RankStatus
-from penstock.runtime.failure.report import cause_summary
+from penstock.runtime.failure.report import collective_failure
 from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.channels import FlatValue
 from penstock.runtime.transport.communicator import Communicator
-from penstock.runtime.transport.process_groups import abort_process_groups
-from penstock.runtime.transport.stores import first_line
 from penstock.runtime.transport.transport_errors import TransportError
 
 __all__ = ["Connection"]
@@ -62,6 +67,7 @@ class Connection:
         self.communicator: Communicator | None = None
         if not config.is_single_rank:
             watch = watch_of_job(config.timeout)
+            raise_if_aborted(watch, config.members)
             self.communicator = self._connected(watch)
         self.calls = CallAgreement(self.communicator, rank, peers_of(schedule, rank))
         meshes = Meshes(list(config.modules.values()), config.mesh)
@@ -175,19 +181,9 @@ class Connection:
                 self.monitor.raise_if_failed()
             yield
         except TransportError as error:
-            raise PipelineError(self._collective_failure(name, error)) from error
+            raise collective_failure(name, self.monitor, self.config.timeout, error) from error
         finally:
             self.mode = "outside"
-
-    def _collective_failure(self, name: str, error: TransportError) -> str:
-        config, monitor = self.config, self.monitor
-        cause = None if monitor is None else monitor.lost_rank()
-        if monitor is not None and cause is not None:
-            return f"{name} failed{cause_summary(cause, monitor.members)}"
-        return (
-            f"{name} failed on rank {config.rank}: every rank must call it, but another rank did not within "
-            f"{config.timeout.total_seconds():g} s, or is gone ({first_line(error)})"
-        )
 
     def end(self) -> None:
         """End a step or eval, successful or not."""
@@ -206,6 +202,8 @@ class Connection:
         self._request_abort()
         if self.mode != "outside":
             self.abort()
+        if self.config.replication.has_unfinished:
+            abort_groups()
 
     def _request_abort(self) -> None:
         for program in self.programs.values():
@@ -215,7 +213,7 @@ class Connection:
     def abort_all_groups(self) -> None:
         """End the wait of this rank in a collective with ranks of other pipelines."""
         if dist.get_world_size() > len(self.config.members):
-            abort_process_groups()
+            abort_groups()
 
     def message_sizes(self) -> dict[tuple[Kind, int], int]:
         """Bytes of the longest message of each send channel so far."""

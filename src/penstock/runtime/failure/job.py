@@ -22,9 +22,18 @@ from penstock.errors import PipelineError
 from penstock.runtime.failure.links import listening_socket
 from penstock.runtime.failure.watch import SILENT_SECONDS, JobWatch, neighbours
 from penstock.runtime.transport.bounded import call_within
+from penstock.runtime.transport.process_groups import abort_process_groups
 from penstock.runtime.transport.stores import STORE_IS_SILENT, first_line, store_connection
 
-__all__ = ["current_watch", "link_members", "raise_if_ended", "silent_ranks", "watch_of_job"]
+__all__ = [
+    "abort_groups",
+    "current_watch",
+    "link_members",
+    "raise_if_aborted",
+    "raise_if_ended",
+    "silent_ranks",
+    "watch_of_job",
+]
 
 T = TypeVar("T")
 
@@ -60,6 +69,24 @@ def raise_if_ended(watch: JobWatch, members: Sequence[int]) -> None:
         if (ended := watch.ended.get(member)) is not None:
             world = "" if rank == member else f" (world rank {member})"
             raise PipelineError(f"rank {rank} of the pipeline{world} has ended: {ended}")
+
+
+def abort_groups() -> None:
+    """Abort all process groups of this process, and tell the other ranks, which cannot use them any more."""
+    abort_process_groups()
+    if (watch := current_watch()) is not None and watch.aborted_by is None:
+        watch.aborted_by = watch.rank
+        watch.send({"type": "aborted", "rank": watch.rank})
+
+
+def raise_if_aborted(watch: JobWatch, members: Sequence[int]) -> None:
+    """Raise if a pipeline that shares collectives with others cannot go on after a failed step."""
+    if watch.aborted_by is not None and dist.get_world_size() > len(members):
+        raise PipelineError(
+            f"world rank {watch.aborted_by} was in a collective when a step failed, and has aborted its "
+            "process groups: a pipeline with data or tensor parallelism cannot go on after that; end the "
+            "processes and start again from a checkpoint"
+        )
 
 
 def silent_ranks(watch: JobWatch, members: Sequence[int]) -> str:

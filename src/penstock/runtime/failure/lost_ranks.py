@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.runtime.failure.job import current_watch
+from penstock.runtime.failure.job import abort_groups, current_watch
 from penstock.runtime.failure.watch import SILENT_SECONDS, Ended, JobWatch
-from penstock.runtime.transport.process_groups import abort_process_groups
 
 __all__ = ["describe_lost_ranks", "watched_collective"]
 
@@ -54,7 +53,7 @@ class _Guard:
         is_silent = any(watch.silence(rank) > watch.timeout for rank in self._members)
         if not self._aborted and (is_silent or (self._lost_at is not None and now > self._lost_at)):
             self._aborted = True
-            abort_process_groups()
+            abort_groups()
 
 
 def describe_lost_ranks(members: Sequence[int]) -> str:

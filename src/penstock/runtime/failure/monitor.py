@@ -80,7 +80,8 @@ class FailureMonitor:
     ) -> None:
         self.watch, self.members = watch, tuple(members)
         self._name, self._timeout = name, timeout
-        self._rank = self.members.index(watch.rank)
+        self.rank = self.members.index(watch.rank)
+        """The rank in the pipeline."""
         self._status, self._on_failure, self._on_stuck = status, on_failure, on_stuck
         self._causes: list[FailureCause] = []
         self._statuses: dict[int, RankStatus] = {}
@@ -144,7 +145,7 @@ class FailureMonitor:
         """The known cause, or a rank that ended or is silent, after a message has failed."""
         if (cause := self.wait_for_cause()) is not None:
             return cause
-        unknown = FailureCause(self._rank, "lost", 0, "", None, None, "", "")
+        unknown = FailureCause(self.rank, "lost", 0, "", None, None, "", "")
         return None if (blamed := self.blamed(unknown)) is unknown else blamed
 
     def blamed(self, cause: FailureCause) -> FailureCause:
@@ -237,8 +238,8 @@ class FailureMonitor:
             if len(self._causes) > 1:
                 return
             status = self._status()
-            self._statuses[self._rank] = status
-            message = {"connection": self._name, "rank": self._rank, "status": asdict(status)}
+            self._statuses[self.rank] = status
+            message = {"connection": self._name, "rank": self.rank, "status": asdict(status)}
             self.watch.send({"type": "status", **message}, self.members)
             self._stuck_at = time.monotonic() + _STUCK_SECONDS
             self._changed.notify_all()

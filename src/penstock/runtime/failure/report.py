@@ -5,15 +5,17 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 
 from penstock.arguments import listed
-from penstock.errors import StepFailedError
+from penstock.errors import PipelineError, StepFailedError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.execution.program import Program
-from penstock.runtime.failure.monitor import FailureCause, RankStatus
+from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
+from penstock.runtime.transport.stores import first_line
 from penstock.runtime.transport.transport_errors import TransportError
 
-__all__ = ["cause_summary", "failure_cause", "failure_report"]
+__all__ = ["cause_summary", "collective_failure", "failure_cause", "failure_report"]
 
 _CONTEXT = 3  # steps shown before and after the current one
 
@@ -72,6 +74,19 @@ def failure_report(
     rank = None if cause.rank < 0 else cause.rank
     where = (cause.action or None, cause.stage, cause.microbatch)
     return StepFailedError("\n".join(lines), rank, *where, cause.kind, cause.details, cause.world_rank)
+
+
+def collective_failure(
+    name: str, monitor: FailureMonitor | None, timeout: timedelta, error: Exception
+) -> PipelineError:
+    """The error of a call outside of steps whose messages failed."""
+    rank, cause = (0, None) if monitor is None else (monitor.rank, monitor.lost_rank())
+    if monitor is not None and cause is not None:
+        return PipelineError(f"{name} failed{cause_summary(cause, monitor.members)}")
+    return PipelineError(
+        f"{name} failed on rank {rank}: every rank must call it, but another rank did not within "
+        f"{timeout.total_seconds():g} s, or is gone ({first_line(error)})"
+    )
 
 
 def cause_summary(cause: FailureCause, members: tuple[int, ...]) -> str:

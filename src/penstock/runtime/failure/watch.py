@@ -70,6 +70,8 @@ class JobWatch:
         """The ranks whose process has ended."""
         self.timeout = 300.0
         """Seconds without a sign of life after which a rank is lost: those of the last pipeline."""
+        self.aborted_by: int | None = None
+        """The rank that aborted its process groups after a failed step, if one did."""
         self.active: Listener | None = None
         """The listener whose step was the last to begin."""
         self._key, self._listener = key, listener
@@ -225,7 +227,9 @@ class JobWatch:
         with self._lock:
             if "id" in message and not self._pass_on(message, link):
                 return
-        if message["type"] == "end":
+        if message["type"] == "aborted":
+            self.aborted_by = int(message["rank"])
+        elif message["type"] == "end":
             self._end(Ended(message["rank"], message["process"], message["reason"]))
         else:
             for listener in self._told():

@@ -1,0 +1,26 @@
+"""Promise: a script that ends without closing anything exits with 0."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.grids import small
+
+pytestmark = pytest.mark.xdist_group("failures")
+
+
+@pytest.mark.parametrize("runs", [3, 50])
+@small(lambda runs: runs == 3)
+def test_scripts_that_close_nothing_exit_with_0(runs: int) -> None:
+    done = subprocess.run(  # noqa: S603 -- our own code
+        [sys.executable, "-m", "tests.support.exits", str(runs)],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60 + 20 * runs,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[0, 0]"] * runs, done.stderr

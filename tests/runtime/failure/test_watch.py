@@ -1,0 +1,102 @@
+"""Promise: messages for all reach all ranks over few links, and strangers are not heard."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from penstock.runtime.failure.monitor import RankStatus
+from penstock.runtime.failure.watch import Ended, JobWatch, neighbours
+from tests.runtime.failure.test_monitor import linked_watches, until
+
+
+class Recorder:
+    """Keeps what it is told."""
+
+    def __init__(self, watch: JobWatch) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.ended: list[int] = []
+        watch.add_listener(self)
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+
+    def on_end(self, ended: Ended) -> None:
+        self.ended.append(ended.rank)
+
+    def on_beat(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 100, 1000])
+def test_all_ranks_are_within_few_hops(size: int) -> None:
+    reached, frontier, hops = {0}, {0}, 0
+    while frontier:
+        frontier = {other for rank in frontier for other in neighbours(rank, size)} - reached
+        reached |= frontier
+        hops += bool(frontier)
+    assert len(reached) == size
+    assert hops <= size.bit_length()
+    assert all(rank in neighbours(other, size) for rank in range(size) for other in neighbours(rank, size))
+
+
+def chain(count: int) -> tuple[list[JobWatch], list[str]]:
+    """Watches that are linked only to the one before."""
+    watches, addresses = [], []
+    for rank in range(count):
+        listener = socket.create_server(("127.0.0.1", 0))
+        watches.append(JobWatch(rank, "key", f"process {rank}", listener))
+        addresses.append(f"127.0.0.1:{listener.getsockname()[1]}")
+        if rank:
+            watches[rank].link(addresses[rank - 1])
+    until(lambda: sum(len(watch.linked()) for watch in watches) == 2 * (count - 1))
+    return watches, addresses
+
+
+def test_a_message_for_all_is_passed_on_once_and_so_is_the_end_of_a_process() -> None:
+    watches, addresses = chain(4)
+    recorders = [Recorder(watch) for watch in watches]
+    watches[1].link(addresses[3])  # a second way
+    until(lambda: 3 in watches[1].linked())
+    watches[0].send({"type": "text", "text": "x" * 100_000})
+    until(lambda: all(len(recorder.messages) == 1 for recorder in recorders[1:]))
+    watches[0].send({"type": "text"}, [1])
+    until(lambda: len(recorders[1].messages) == 2)
+    watches[3].close("it has exited")
+    until(lambda: all(recorder.ended == [3] for recorder in recorders[:3]))
+    late = JobWatch(4, "key", "process 4", socket.create_server(("127.0.0.1", 0)))
+    late.link(addresses[0])
+    until(lambda: 3 in late.ended)
+    assert [len(recorder.messages) for recorder in recorders[:3]] == [0, 2, 1]
+    for watch in (*watches, late):
+        watch.close("the test is over")
+
+
+def test_strangers_are_not_heard() -> None:
+    watches, addresses = chain(2)
+    recorder = Recorder(watches[0])
+    host, port = addresses[0].split(":")
+    for text in (
+        b"GET / HTTP/1.0\n\n",
+        json.dumps({"type": "hello", "key": "other", "rank": 1}).encode() + b"\n",
+    ):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(text)
+            stranger.settimeout(20)
+            while stranger.recv(2**12):  # its hello, then the end
+                pass
+    assert watches[0].linked() == {1}
+    assert not recorder.ended
+    for watch in watches:
+        watch.close("the test is over")
+
+
+def test_the_status_of_a_rank_can_be_sent() -> None:
+    with linked_watches(2) as watches:
+        recorder = Recorder(watches[1])
+        watches[0].send({"type": "status", "status": vars(RankStatus("step", 1, 2, ""))}, [1])
+        until(lambda: bool(recorder.messages))
+        assert RankStatus(**recorder.messages[0]["status"]) == RankStatus("step", 1, 2, "")
