@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import pipelining_overrides
+from tests.support import pipelining_overrides, pipelining_refusals
+from tests.support.grids import small
 from tests.support.pool import Pools
 
 pytestmark = [pytest.mark.xdist_group("ranks-2"), pytest.mark.usefixtures("one_thread")]
@@ -14,8 +15,16 @@ def test_overridden_losses_stage_methods_and_steps_are_run_as_by_torch(pools: Po
     assert pools(2).run(pipelining_overrides.compare) == [[], []]
 
 
+@pytest.mark.parametrize("kind", ["DDP", "FSDP"])
+@small(lambda kind: kind == "FSDP")
+def test_overridden_methods_run_with_replicas_and_shards(pools: Pools, kind: str) -> None:
+    for off in pools(4).run(pipelining_overrides.with_replicas, kind):
+        assert off
+        assert max(off) == 0
+
+
 def test_changes_that_would_be_ignored_are_refused_on_every_rank(pools: Pools) -> None:
-    for messages in pools(2).run(pipelining_overrides.refusals):
+    for messages in pools(2).run(pipelining_refusals.refusals):
         replaced, patched, removed, scale, deferring, silent, scaling, computing = messages
         assert "submod of stage 1 changed after the first step" in replaced
         assert "forward_one_chunk of stage 1 is replaced on the object" in patched
@@ -28,7 +37,7 @@ def test_changes_that_would_be_ignored_are_refused_on_every_rank(pools: Pools) -
 
 
 def test_a_step_of_an_order_without_backwards_is_refused_if_there_is_a_loss(pools: Pools) -> None:
-    found = pools(2).run(pipelining_overrides.forward_orders)
+    found = pools(2).run(pipelining_refusals.forward_orders)
     for message, _ in found:
         assert "its order has no backward, so step() would train nothing" in message
     assert [shape for _, shape in found] == ["", "(8, 8)"]

@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
+from penstock.runtime.dtensors import whole
 from tests.support.pipelining_scripts import (
     CPU,
     OURS,
@@ -24,7 +28,7 @@ from tests.support.pipelining_scripts import (
     stages_of,
 )
 
-__all__ = ["compare", "forward_orders", "refusals"]
+__all__ = ["Case", "compare", "with_replicas"]
 
 M = 4
 Observed = tuple[list[float], dict[str, Tensor], Any]
@@ -215,102 +219,40 @@ def compare() -> list[str]:
     return different
 
 
-# --- refused ----------------------------------------------------------------------------------------
+def with_replicas(kind: str) -> list[float]:
+    """How far the gradients of replicas or shards are off if a stage overrides methods."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    rank, ours = mesh.get_local_rank("pp"), importlib.import_module(OURS)
+
+    def train(make: Any) -> list[Tensor]:
+        parts = {index: modules(4)[index] for index in (rank, rank + 2)}
+        for index, part in parts.items():
+            if kind == "DDP":
+                parts[index] = DistributedDataParallel(part, process_group=mesh.get_group("dp"))
+            else:
+                fully_shard(part, mesh=mesh["dp"])
+        stages = [make(part, index, 4, CPU, group=mesh.get_group("pp")) for index, part in parts.items()]
+        schedule = ours.ScheduleInterleavedZeroBubble(stages, M, loss_fn=functional.mse_loss)
+        x, y = batch(mesh.get_local_rank("dp"), ROWS * M)
+        schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank else {}))
+        return [whole(p.grad) for part in parts.values() for p in part.parameters() if p.grad is not None]
+
+    wanted, found = train(ours.PipelineStage), train(_passing(ours.PipelineStage))
+    return [float((one - other).abs().max()) for one, other in zip(wanted, found, strict=True)]
 
 
-def _refusal(
-    change: Callable[[Case, Any], None],
-    stage_class: Callable[[Any], Any] | None = None,
-    schedule_class: Callable[[Any], Any] = lambda base: base,
-) -> str:
-    """The error of a step after a change on the last rank, or of a first step with this class."""
-    case = Case(OURS, "GPipe", stage_class or (lambda base: base))
-    schedule = case.schedule(schedule_class)
-    dist.barrier()
-    if stage_class is None and change is not _nothing:
-        case.step(schedule)
-        dist.barrier()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        change(case, schedule)
-    try:
-        case.step(schedule)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+def _passing(base: Any) -> Any:
+    class Passing(base):  # type: ignore[misc]
+        def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+            return super().forward_one_chunk(*args, **options)
 
+        def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+            return super().backward_one_chunk(*args, **options)
 
-def _silent(base: Any) -> Any:
-    class Silent(base):  # type: ignore[misc]
-        def forward_one_chunk(self, *_: Any, **__: Any) -> Any:
-            return torch.zeros(2, 8)
+        def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward_maybe_with_nosync(*args, **kwargs)
 
-    return Silent
+        def perform_reduce_grad(self, grad_scale_factor: int) -> Any:
+            return super().perform_reduce_grad(grad_scale_factor)
 
-
-def _scaling(base: Any) -> Any:
-    class Scaling(base):  # type: ignore[misc]
-        def scale_grads(self, grad_scale_factor: int) -> None:
-            pass
-
-    return Scaling
-
-
-def refusals() -> list[str]:
-    """What each rank says of changes that would be ignored."""
-
-    def replace_submodule(case: Case, _schedule: Any) -> None:
-        case.stages[0].submod = nn.Linear(8, 8)
-
-    def patch(case: Case, _schedule: Any) -> None:
-        case.stages[0].forward_one_chunk = lambda *_, **__: None
-
-    def remove_loss(_case: Case, schedule: Any) -> None:
-        schedule._loss_fn = None
-
-    def change_scale(_case: Case, schedule: Any) -> None:
-        schedule.scale_grads = False
-
-    def defer(case: Case, _schedule: Any) -> None:
-        case.stages[0].dw_builder = lambda: lambda: None
-
-    return [
-        _refusal(replace_submodule),
-        _refusal(patch),
-        _refusal(remove_loss),
-        _refusal(change_scale),
-        _refusal(defer),
-        _refusal(_nothing, _silent),
-        _refusal(_nothing, _scaling),
-        _refusal(_nothing, schedule_class=_computing),
-    ]
-
-
-def _nothing(_case: Case, _schedule: Any) -> None:
-    pass
-
-
-def _computing(base: Any) -> Any:
-    class Computing(base):  # type: ignore[misc]
-        def _maybe_compute_loss(self, *_: Any) -> None:
-            pass
-
-    return Computing
-
-
-def forward_orders() -> tuple[str, str]:
-    """A step of an order without backwards that has a loss; then an evaluation."""
-    from penstock.pipelining.schedules import F, PipelineScheduleMulti, _Action  # noqa: PLC0415
-
-    case = Case(OURS, "Interleaved1F1B")
-    schedule: Any = PipelineScheduleMulti(case.stages, M, loss_fn=functional.mse_loss)
-    schedule.pipeline_order = {
-        rank: [_Action(stage, F, k) for stage in (rank, rank + 2) for k in range(M)] for rank in range(2)
-    }
-    message = ""
-    try:
-        case.step(schedule)
-    except AssertionError as error:
-        message = str(error)
-    x, _ = batch(0, ROWS * M)
-    output = schedule.eval(*((x,) if 0 in case.parts else ()))
-    return message, "" if output is None else str(tuple(output.shape))
+    return Passing
