@@ -82,10 +82,9 @@ class Workload:
         hosts = np.array(self.placement.stage_to_rank)
         source, target = self.stage_graph.ends
         apart = hosts[source] != hosts[target]
-        return {
-            value: np.where(apart, edge_prices(self.costs, self.stage_graph, value).total, 0.0).tolist()
-            for value in ("activation", "gradient")
-        }
+        prices = {v: edge_prices(self.costs, self.stage_graph, v).total for v in ("activation", "gradient")}
+        prices["activation"] = prices["activation"][self.stage_graph.carriers(hosts)]
+        return {value: np.where(apart, seconds, 0.0).tolist() for value, seconds in prices.items()}
 
     def _hop(self, value: str, source: int, target: int) -> float:
         return self._hops[value][self.stage_graph.number[source, target]]

@@ -230,14 +230,14 @@ def _stage_changes(table: ActionTable, costs: Costs, start: Floats, end: Floats)
 def _message_changes(
     table: ActionTable, messages: Messages, costs: Costs, start: Floats, end: Floats
 ) -> list[_Changes]:
-    """Receive buffers: taken where the receive is posted, freed where the message is consumed."""
+    """Receive buffers: taken where the receive is posted, freed where the message is consumed last."""
     received = np.flatnonzero((messages.receive >= 0) & (messages.consumer >= 0))
     size = message_bytes(messages, costs)[received]
     if not size.any():
         return []
-    receive, consumer = table.slot[messages.receive[received]], table.slot[messages.consumer[received]]
+    receive, consumer = (table.slot[parts[received]] for parts in (messages.receive, messages.last_consumer))
     at_start = np.array([kind.spec.frees_input_at is Moment.START for kind in Kind])
-    freed_at_start = at_start[table.kind[messages.consumer[received]]]
+    freed_at_start = at_start[table.kind[messages.last_consumer[received]]]
     freed = np.where(freed_at_start, start[consumer], end[consumer])
     return [
         _changes(table, start[receive], receive, MemoryLine.RECEIVE_BUFFERS, size, 1),

@@ -141,6 +141,23 @@ class StageGraph:
                 f"the schedule's stage graph has {len(self.edges)} edges that are not one"
             )
 
+    def carriers(self, hosts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Per edge: the edge whose message brings its activation, given the rank of each stage.
+
+        A value that several stages of a rank use crosses once, on the edge to the first of them in the order of
+        the graph.
+        """
+        found = np.arange(len(self.edges), dtype=np.int64)
+        if self.is_chain:
+            return found
+        position = {stage: i for i, stage in enumerate(self.forward_order)}
+        first: dict[tuple[int, int], int] = {}
+        for number in sorted(found.tolist(), key=lambda number: position[self.edges[number][1]]):
+            source, target = self.edges[number]
+            if hosts[source] != hosts[target]:
+                found[number] = first.setdefault((source, int(hosts[target])), number)
+        return found
+
     # --- messages ----------------------------------------------------------------------------------
 
     @cached_property

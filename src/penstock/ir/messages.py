@@ -1,8 +1,11 @@
 """The values that have to cross ranks: one message for each edge between ranks, direction and microbatch.
 
-They are in one order for every schedule of the same placement, graph and microbatches, with or without SEND and
-RECV: the activations of all edges that cross ranks, edge by edge, then the gradients. So times of messages are
-plain arrays in this order.
+An activation that several stages of a rank use crosses once, on the edge to the first of them in the order of
+the graph; their gradients are several values.
+
+Messages are in one order for every schedule of the same placement, graph and microbatches, with or without SEND
+and RECV: the activations of all edges that cross ranks, edge by edge, then the gradients. So times of messages
+are plain arrays in this order.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ class Messages:
     receive: Ints
     producer: Ints
     consumer: Ints
+    """The first use in the receiving rank's list."""
+    last_consumer: Ints
+    """The last use; another one than the first only for an activation that several stages use."""
     source: Ints
     """The rank it leaves."""
     target: Ints
@@ -43,28 +49,34 @@ class Messages:
     def of(cls, table: ActionTable) -> Messages:
         """What the edges between stages on different ranks call for."""
         crossing = np.flatnonzero(table.crosses_ranks)
-        hosts = [table.hosts[stages[crossing]] for stages in table.graph.ends]
+        forward = crossing[table.carrier[crossing] == crossing]
         m, activation, gradient = table.microbatches, *table.between_stages
+        first, last = _uses(table, activation.consumer)
         ends = [
             (table.message_at(Kind.SEND_F), table.message_at(Kind.SEND_B)),
             (table.message_at(Kind.RECV_F), table.message_at(Kind.RECV_B)),
             (activation.producer, gradient.producer),
-            (activation.consumer, gradient.consumer),
+            (first, gradient.consumer),
+            (last, gradient.consumer),
         ]
-        send, receive, producer, consumer = (
-            np.concatenate([side[crossing].ravel() for side in sides]) for sides in ends
+        send, receive, producer, consumer, last_consumer = (
+            np.concatenate((of_activation[forward].ravel(), of_gradient[crossing].ravel()))
+            for of_activation, of_gradient in ends
         )
+        (makes, uses), edge = table.graph.ends, np.concatenate((forward, crossing))
+        is_gradient = np.repeat([False, True], (len(forward), len(crossing)))
         return cls(
             table,
-            edge=np.tile(np.repeat(crossing, m), 2),
-            microbatch=np.tile(np.arange(m), 2 * len(crossing)),
-            is_gradient=np.repeat([False, True], len(crossing) * m),
+            edge=np.repeat(edge, m),
+            microbatch=np.tile(np.arange(m), len(edge)),
+            is_gradient=np.repeat(is_gradient, m),
             send=send,
             receive=receive,
             producer=producer,
             consumer=consumer,
-            source=np.repeat(np.concatenate(hosts), m),
-            target=np.repeat(np.concatenate(hosts[::-1]), m),
+            last_consumer=last_consumer,
+            source=np.repeat(table.hosts[np.where(is_gradient, uses[edge], makes[edge])], m),
+            target=np.repeat(table.hosts[np.where(is_gradient, makes[edge], uses[edge])], m),
         )
 
     @cached_property
@@ -98,3 +110,14 @@ class Messages:
         channel = self.source[order] * self.table.placement.num_ranks + self.target[order]
         late = np.flatnonzero((channel[1:] == channel[:-1]) & (received[1:] < received[:-1]))
         return order[late + 1], order[late]
+
+
+def _uses(table: ActionTable, consumer: Ints) -> tuple[Ints, Ints]:
+    """Per carrying edge and microbatch: the first and the last use of the activation, -1 if there is none."""
+    if (table.carrier == np.arange(len(table.carrier))).all():
+        return consumer, consumer
+    none = len(table.code)
+    first, last = np.full_like(consumer, none), np.full_like(consumer, -1)
+    np.minimum.at(first, table.carrier, np.where(consumer >= 0, consumer, none))
+    np.maximum.at(last, table.carrier, consumer)
+    return np.where(first < none, first, -1), last

@@ -100,6 +100,11 @@ class ActionTable(ActionColumns):
         return apart
 
     @cached_property
+    def carrier(self) -> Ints:
+        """Per edge: the edge whose message brings its activation; see `StageGraph.carriers`."""
+        return self.graph.carriers(self.hosts)
+
+    @cached_property
     def _consumers(self) -> dict[Dependency, tuple[str, ...]]:
         """Every dependency with the kinds that have it."""
         found: dict[Dependency, tuple[str, ...]] = {}

@@ -33,7 +33,10 @@ _COMMUNICATION = tuple(kind for kind in Kind if kind.is_communication)
 
 @dataclass(frozen=True)
 class AddCommunication(Pass):
-    """One SEND and one RECV for every value that crosses ranks, in an order that cannot deadlock."""
+    """One SEND and one RECV for every value that crosses ranks, in an order that cannot deadlock.
+
+    A value that several stages of a rank use crosses once.
+    """
 
     name: ClassVar[str] = "add-communication"
 

@@ -15,8 +15,20 @@ from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from penstock.errors import ScheduleError
-from penstock.ir.encoding import JOINED, KIND_MASK, KIND_SHIFT, PORT_SHIFT, STAGE_MASK, STAGE_SHIFT, code_of
+from penstock.ir.encoding import (
+    JOINED,
+    KIND_MASK,
+    KIND_SHIFT,
+    MICROBATCH_MASK,
+    MICROBATCH_SHIFT,
+    PORT_SHIFT,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    code_of,
+)
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
@@ -26,10 +38,7 @@ from penstock.validation import invalid_schedule_error, validate
 __all__ = ["DeferReceives"]
 
 _MESSAGES = {kind.number: kind for kind in Kind if kind.is_communication}
-_TO_RECEIVE = {
-    kind.number: code_of(receive, 0) - code_of(kind, 0)
-    for kind, receive in ((Kind.F, Kind.RECV_F), (Kind.I, Kind.RECV_B), (Kind.B, Kind.RECV_B))
-}
+_MICROBATCH = MICROBATCH_MASK << MICROBATCH_SHIFT
 
 
 @dataclass(frozen=True)
@@ -47,13 +56,14 @@ class DeferReceives(Pass):
         """The schedule with its receives moved."""
         if not schedule.table.has_communication and schedule.num_ranks > 1:
             raise ScheduleError(f"{self.name}: the schedule has no receives; run add-communication first")
+        needed = _receives(schedule)
         return schedule.with_rows(
-            [self._row(schedule, rank, row) for rank, row in enumerate(schedule.table.rows)]
+            [self._row(schedule, needed, rank, row) for rank, row in enumerate(schedule.table.rows)]
         )
 
-    def _row(self, schedule: Schedule, rank: int, row: Ints) -> list[int]:
+    def _row(self, schedule: Schedule, needed: dict[int, list[int]], rank: int, row: Ints) -> list[int]:
         hosts = schedule.placement.stage_to_rank
-        held, ports = _Deferred(), schedule.graph.num_ports
+        held = _Deferred()
         out: list[int] = []
         codes = row.tolist()
         for code, following in zip(codes, [*codes[1:], 0]):
@@ -71,13 +81,27 @@ class DeferReceives(Pass):
             elif not code & JOINED:
                 pair = (code, following & ~JOINED) if following & JOINED else (code,)
                 for part in pair:
-                    first = part + _TO_RECEIVE.get(part >> KIND_SHIFT & KIND_MASK, 0)
-                    for port in range(ports):
-                        out += held.release_through(first | port << PORT_SHIFT)
+                    for receive in needed.get(part & ~_MICROBATCH, ()):
+                        out += held.release_through(receive | part & _MICROBATCH)
             out.append(code)
         if held:
             raise invalid_schedule_error(schedule, validate(schedule))
         return out
+
+
+def _receives(schedule: Schedule) -> dict[int, list[int]]:
+    """Per code of F, I and B, without its microbatch: the receives of what it needs."""
+    graph, table = schedule.graph, schedule.table
+    found: dict[int, list[int]] = {}
+    for edge in np.flatnonzero(table.crosses_ranks).tolist():
+        source, target = graph.edges[edge]
+        _, first = graph.edges[table.carrier[edge]]
+        activation = code_of(Kind.RECV_F, first, port=graph.port(Kind.RECV_F, first, source))
+        gradient = code_of(Kind.RECV_B, source, port=graph.port(Kind.RECV_B, source, target))
+        found.setdefault(code_of(Kind.F, target), []).append(activation)
+        for kind in (Kind.I, Kind.B):
+            found.setdefault(code_of(kind, source), []).append(gradient)
+    return found
 
 
 class _Deferred:

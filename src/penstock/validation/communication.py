@@ -56,8 +56,17 @@ def _needless(messages: Messages) -> Iterator[Violation]:
     if others.size:
         others = others[~np.isin(table.code[others], table.code[expected])]  # those are duplicates
     for part in others.tolist():
-        message = "no message is needed: the stage at the other end is on this rank, or does not exist"
+        message = _why_needless(messages, part)
         yield violation_at(table, part, "needless-message", message, "remove it")
+
+
+def _why_needless(messages: Messages, part: int) -> str:
+    table = messages.table
+    edge = int(table.edge[part])
+    if edge >= 0 and table.crosses_ranks[edge]:
+        source, target = table.graph.edges[table.carrier[edge]]
+        return f"no message is needed: stage {target}, on the same rank, gets the value of stage {source}"
+    return "no message is needed: the stage at the other end is on this rank, or does not exist"
 
 
 def delivered_in_time(messages: Messages) -> Iterator[Violation]:
