@@ -5,9 +5,11 @@ The processes are forked, because torch takes seconds to load, and end like any 
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
+import threading
 import time
 
 import torch
@@ -20,8 +22,16 @@ from penstock.runtime import Pipeline
 RANKS = 2
 
 
+def check_threads() -> None:
+    """A thread that is in torch while the interpreter ends aborts the process, now and then."""
+    if alive := [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]:
+        sys.stderr.write(f"still running: {alive}\n")
+        os._exit(7)
+
+
 def train(rank: int, port: int) -> Pipeline:
     """A few steps of one rank; nothing is closed, not even the process group."""
+    atexit.register(check_threads)  # the last to be called
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
     dist.init_process_group("gloo")
