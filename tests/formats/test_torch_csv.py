@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock import Placement, Schedule
+from penstock import Placement, Schedule, StageGraph
 from penstock.errors import FormatError
 from penstock.formats import dumps, read, reads
 from tests.support.schedule_files import GOLDENS, SMALL, SMALL_CSV, problems_of
@@ -104,3 +104,33 @@ def test_a_cell_that_is_not_an_action_is_rejected_with_its_location(cell: str) -
 def test_a_csv_from_which_no_schedule_can_be_inferred_is_rejected(text: str, says: str) -> None:
     (problem,) = problems_of(text, "csv")
     assert says in problem
+
+
+def test_a_stage_graph_is_the_first_row() -> None:
+    graph = StageGraph(3, ((0, 1), (0, 2)))
+    schedule = Schedule.parse("0F0 0B0 | 1F0 1B0 2F0 2B0", graph=graph)
+    text = dumps(schedule, "csv")
+    assert text.splitlines() == ["edges,0>1,0>2", "0F0,0B0", "1F0,1B0,2F0,2B0"]
+    assert reads(text, "csv") == schedule
+    assert reads(text.replace("0>1,0>2", " 0>1 ,,0>2,"), "csv") == schedule
+    apart = Schedule.parse("0F0 | 1F0", graph=StageGraph(2, ()))
+    assert reads(dumps(apart, "csv"), "csv") == apart
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        ("edges,0>1,1-2", "row 1, column 3: '1-2' is not an edge; write 0>2 for stage 0 that feeds 2"),
+        ("edges,0>7", "row 1: edge 0 -> 7: stages are 0 to 2"),
+        ("edges,0>1,1>0", "row 1: stages feed each other in a cycle"),
+        ("edges,0>1\nedges,0>1", "row 2, column 1: 'edges' is not an action"),
+    ],
+)
+def test_invalid_edges_are_reported_with_their_place(first: str, reason: str) -> None:
+    with pytest.raises(FormatError, match=re.escape(reason)):
+        reads(f"{first}\n0F0\n1F0,2F0\n", "csv")
+
+
+def test_edges_alone_are_no_schedule() -> None:
+    with pytest.raises(FormatError, match="no rows: a schedule has one row per rank"):
+        reads("edges,0>1\n", "csv")

@@ -2,29 +2,39 @@
 
 An empty cell is an idle slot; reading drops it. The file has no placement, no number of microbatches and no
 name: reading infers the first two from the actions and takes the name from the caller.
+
+A schedule whose stages are not a chain, which torch does not have, begins with a row of its edges:
+
+    edges,0>1,0>2,1>2
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import re
+from collections.abc import Iterator
 
-from penstock.errors import FormatError, ScheduleError
+from penstock.arguments import printable
+from penstock.errors import FormatError, PlacementError, ScheduleError
 from penstock.formats.step_texts import parse_steps
+from penstock.ir.graph import Edge, StageGraph
 from penstock.ir.schedule import Schedule
 
 __all__ = ["dumps", "loads"]
 
+_EDGES = "edges"
+_EDGE = re.compile(r"([0-9]{1,8})>([0-9]{1,8})")
+
 
 def dumps(schedule: Schedule) -> str:
     """Format a schedule as CSV."""
-    if not schedule.graph.is_chain:
-        problem = "CSV cannot represent a stage graph that is not a chain; use JSON"
-        raise FormatError(schedule.name, [problem])
     rows = [[str(step) for step in steps] for steps in schedule.ranks]
     if empty := [rank for rank, row in enumerate(rows) if not row]:
         problem = f"CSV cannot represent a rank without steps (rank {empty[0]}); use JSON"
         raise FormatError(schedule.name, [problem])
+    if not schedule.graph.is_chain:
+        rows.insert(0, [_EDGES, *(f"{source}>{target}" for source, target in schedule.graph.edges)])
     out = io.StringIO()
     csv.writer(out).writerows(rows)
     return out.getvalue()
@@ -34,19 +44,42 @@ def loads(text: str, source: str, name: str) -> Schedule:
     """Parse a schedule from CSV; `source` names the text in error messages."""
     rows = _cells(text, source)
     problems: list[str] = []
+    edges = None
+    if rows and rows[0][:1] == [_EDGES]:
+        edges = list(_parse_edges(rows.pop(0), problems))
+    first = 1 if edges is None else 2
     ranks = [
         list(parse_steps(((f"row {r}, column {c}", cell) for c, cell in enumerate(row, 1)), problems))
-        for r, row in enumerate(rows, 1)
+        for r, row in enumerate(rows, first)
     ]
-    problems += [f"row {r}: a rank needs at least one step" for r, row in enumerate(rows, 1) if not any(row)]
+    problems += [
+        f"row {r}: a rank needs at least one step" for r, row in enumerate(rows, first) if not any(row)
+    ]
     if not rows:
         problems.append("no rows: a schedule has one row per rank")
     if problems:
         raise FormatError(source, problems)
     try:
-        return Schedule(ranks, name=name)
+        if edges is None:
+            return Schedule(ranks, name=name)
+        stages = {part.stage for row in ranks for step in row for part in step.parts}
+        return Schedule(ranks, name=name, graph=StageGraph(max(stages) + 1, tuple(edges)))
+    except PlacementError as error:
+        raise FormatError(source, [f"row 1: {error}"]) from None
     except ScheduleError as error:
         raise FormatError(source, [str(error)]) from None
+
+
+def _parse_edges(row: list[str], problems: list[str]) -> Iterator[Edge]:
+    """The edges of the first row; append its errors to `problems`."""
+    for column, cell in enumerate(row[1:], 2):
+        if match := _EDGE.fullmatch(cell):
+            yield int(match[1]), int(match[2])
+        elif cell:
+            shown = printable(repr(cell))
+            problems.append(
+                f"row 1, column {column}: {shown} is not an edge; write 0>2 for stage 0 that feeds 2"
+            )
 
 
 def _cells(text: str, source: str) -> list[list[str]]:
