@@ -50,17 +50,18 @@ def train(one: FaultyPipeline, given: Sequence[Batch], faults: Sequence[Fault]) 
     while index < len(given):
         one.faults = () if failed == index else tuple(faults[index : index + 1])
         x, y = given[index]
-        begin = time.monotonic()
+        begin, report = time.monotonic(), ""
         try:
             one.pipeline.step(x, target=y)
-        except StepFailedError:
-            failed = index
-            assert time.monotonic() - begin < SOON * slowness(), faults[index]
+        except StepFailedError as error:
+            failed, report = index, str(error)
         else:
             optimizer.step()
             yield index
             index += 1
         optimizer.zero_grad()
+        seconds = time.monotonic() - begin
+        assert not report or seconds < SOON * slowness(), (seconds, faults[index], report)
 
 
 # --- exceptions ----------------------------------------------------------------------------------
