@@ -50,3 +50,16 @@ def test_families_need_sizes(run: Run) -> None:
     result = run("compare", "1f1b")
     assert result.code == 2
     assert "1f1b needs --ranks and --microbatches" in result.message
+
+
+def test_groups_are_compared_side_by_side_in_the_families_that_have_them(run: Run, tmp_path: Path) -> None:
+    sizes = ("-p", 2, "-m", 4, "--group", 2, "--group", 4)
+    rows = run("compare", "interleaved-1f1b", "1f1b", *sizes, "--json").json
+    assert [(row["name"], row["peak_memory"]) for row in rows] == [
+        ("interleaved-1f1b", 5),
+        ("interleaved-1f1b group=4", 7),
+        ("1f1b", 2),
+    ]
+    penstock.build("1f1b", ranks=2, microbatches=2).write(tmp_path / "a.csv")
+    assert "files have their own sizes; remove --group" in run("compare", "a.csv", "--group", 2).message
+    assert "1f1b has no group (given 2)" in run("compare", "1f1b", *sizes).message

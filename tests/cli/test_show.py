@@ -200,3 +200,18 @@ def test_a_directory_in_place_of_a_file_is_named(run: Run, tmp_path: Path) -> No
         result = run(*arguments)
         assert result.code == 2
         assert "folder.csv: Is a directory" in result.message
+
+
+def test_a_group_is_for_families_that_have_one(run: Run, tmp_path: Path) -> None:
+    sizes = ("--ranks", 2, "--microbatches", 4, "--group", 4)
+    for command in ("show", "simulate"):
+        shown = run(command, "interleaved-1f1b", *sizes)
+        assert shown.code == 0
+    assert (
+        run("show", "interleaved-1f1b", *sizes, "--format", "json").json["name"] == "interleaved-1f1b group=4"
+    )
+    assert run("trace", "interleaved-1f1b", *sizes, "-o", "t.json").code == 0
+    assert "interleaved-1f1b group=4" in (tmp_path / "t.json").read_text()
+    penstock.build("1f1b", ranks=2, microbatches=2).write(tmp_path / "a.csv")
+    assert "a file with its own sizes; remove --group" in run("show", "a.csv", "--group", 2).message
+    assert "must be from 2 to 4" in run("show", "interleaved-1f1b", *sizes[:-1], 1).message

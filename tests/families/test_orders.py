@@ -190,19 +190,22 @@ def test_interleaving_divides_the_bubble_and_pays_each_hop(p: int, v: int) -> No
         assert span(made, f, b, w, c) == expected
 
 
-FIGURE = re.compile(r"^    penstock show (\S+) -p (\d+) -m (\d+)(?: -v (\d+))?$", re.MULTILINE)
+FIGURE = re.compile(
+    r"^    penstock show (\S+) -p (\d+) -m (\d+)(?: -v (\d+))?(?: --group (\d+))?$", re.MULTILINE
+)
 
 
 def test_the_figures_in_the_docstrings_are_current() -> None:
     figures = 0
     for module in pkgutil.iter_modules(importlib.import_module("penstock.families").__path__):
         text = importlib.import_module(f"penstock.families.{module.name}").__doc__ or ""
-        for name, ranks, microbatches, per_rank in FIGURE.findall(text):
+        for name, ranks, microbatches, per_rank, group in FIGURE.findall(text):
             made = penstock.build(
                 name,
                 ranks=int(ranks),
                 microbatches=int(microbatches),
                 stages_per_rank=int(per_rank) if per_rank else None,
+                group=int(group) if group else None,
             )
             figure = "\n".join(f"    {line}".rstrip() for line in grid(made, 104).plain.split("\n"))
             assert figure in text, name

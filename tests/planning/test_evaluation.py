@@ -41,3 +41,13 @@ def test_progress_has_the_best_the_bound_and_the_gap() -> None:
     assert bests == sorted(bests, reverse=True)
     assert reports[-1].bound == made.bound
     assert reports[-1].gap == pytest.approx(bests[-1] / made.bound - 1)
+
+
+def test_interleaved_families_are_evaluated_in_groups_for_slow_hops_and_for_little_memory() -> None:
+    slow = quick_plan(decoder(14, latency=2), stages_per_rank=2)
+    (default,) = (o for o in slow.options if str(o) == "interleaved-1f1b (v=2, m=16)")
+    assert str(slow.best) == "interleaved-1f1b group=8 (v=2, m=16)"
+    assert slow.best.seconds < default.seconds
+    assert slow.best.memory > default.memory
+    fast = quick_plan(decoder(14, latency=0.5), stages_per_rank=2)
+    assert "interleaved-zero-bubble group=2 (v=2, m=16)" in map(str, fast.frontier)

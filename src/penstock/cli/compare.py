@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.inputs import costs_from, for_send_model, schedules_from
+from penstock.cli.inputs import Sizes, costs_from, for_send_model, schedules_from
 from penstock.cli.options import (
     AsJson,
     CostsSource,
@@ -49,6 +49,10 @@ MicrobatchCounts: TypeAlias = Annotated[
     list[int] | None,
     typer.Option("--microbatches", "-m", help="Number of microbatches; may be repeated."),
 ]
+Groups: TypeAlias = Annotated[
+    list[int] | None,
+    typer.Option("--group", help="Group of interleaved families, see show; may be repeated."),
+]
 PictureFile: TypeAlias = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="Draw all on one time axis: .svg, .png or .html."),
@@ -61,6 +65,7 @@ def compare(
     ranks: Ranks = None,
     microbatches: MicrobatchCounts = None,
     stages_per_rank: StagesPerRank = None,
+    group: Groups = None,
     costs: CostsSource = None,
     send_model: SendModelOption = SendModel.BUFFERED,
     output: PictureFile = None,
@@ -75,11 +80,12 @@ def compare(
       penstock compare 1f1b zb-h1 zb-h2 -p 8 -m 24 --costs zb-h4096-p8-m24
       penstock compare -p 4 -m 8 -m 16 -m 32
       penstock compare 1f1b zb-h1 -p 4 -m 8 -o both.html
+      penstock compare interleaved-1f1b -p 4 -m 16 --group 4 --group 8 --group 16
       penstock compare mine.csv other.csv --json
     """
     picture = None if output is None else require_suffix(output, (".svg", ".png", ".html"))
     names = schedules or [name for name in families() if name != "forward-only"]
-    compared = list(schedules_from(names, ranks, microbatches or [], stages_per_rank))
+    compared = list(schedules_from(names, Sizes(ranks, None, stages_per_rank), microbatches or [], group or []))
     timelines = _simulate_all(compared, costs_from(costs), send_model)
     if output is not None and picture is not None:
         write_bytes(render(picture, timelines), output)
@@ -87,7 +93,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        Console(highlight=False, width=max(shutil.get_terminal_size().columns, 100)).print(_table(rows))
+        Console(highlight=False, width=max(shutil.get_terminal_size().columns, 112)).print(_table(rows))
 
 
 def _simulate_all(schedules: list[Schedule], costs: Costs, send_model: SendModel) -> list[Timeline]:

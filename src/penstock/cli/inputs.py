@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import typer
 
@@ -16,7 +18,29 @@ from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, lower
 from penstock.validation import SendModel
 
-__all__ = ["costs_from", "for_send_model", "is_file", "read_schedule", "schedule_from", "schedules_from"]
+__all__ = [
+    "Sizes",
+    "costs_from",
+    "for_send_model",
+    "is_file",
+    "read_schedule",
+    "schedule_from",
+    "schedules_from",
+]
+
+
+class Sizes(NamedTuple):
+    """The options that a family is built with."""
+
+    ranks: int | None = None
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    group: int | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """The names of the options that are given."""
+        return [f"--{name.replace('_', '-')}" for name, value in self._asdict().items() if value is not None]
 
 
 def read_schedule(path: Path) -> Schedule:
@@ -34,28 +58,23 @@ def is_file(source: str) -> bool:
     return path.suffix.lower() in (".csv", ".json") or "/" in source or (path.suffix != "" and path.exists())
 
 
-def schedule_from(
-    source: str,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    *,
-    lowered: bool = False,
-) -> Schedule:
+def schedule_from(source: str, sizes: Sizes, *, lowered: bool = False) -> Schedule:
     """Read a file, which has its own sizes, or build a family, which needs them; lower it on demand."""
-    sizes = {"--ranks": ranks, "--microbatches": microbatches, "--stages-per-rank": stages_per_rank}
+    ranks, microbatches, stages_per_rank, group = sizes
     if is_file(source):
-        if superfluous := [option for option, size in sizes.items() if size is not None]:
+        if sizes.given:
             raise typer.BadParameter(
-                f"{source} is a file with its own sizes; remove {' and '.join(superfluous)}"
+                f"{source} is a file with its own sizes; remove {' and '.join(sizes.given)}"
             )
         schedule = read_schedule(Path(source))
     else:
         if ranks is None or microbatches is None:
-            missing = [option for option in ("--ranks", "--microbatches") if sizes[option] is None]
+            missing = [option for option in ("--ranks", "--microbatches") if option not in sizes.given]
             example = f"penstock show {source} --ranks 4 --microbatches 8"
             raise typer.BadParameter(f"{source} needs {' and '.join(missing)}, e.g. {example}")
-        schedule = build(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+        schedule = build(
+            source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, group=group
+        )
     return lower(schedule) if lowered else schedule
 
 
@@ -68,27 +87,28 @@ def for_send_model(schedule: Schedule, send_model: SendModel, *, blocking_receiv
 
 
 def schedules_from(
-    sources: Sequence[str],
-    ranks: int | None,
-    microbatches: Sequence[int],
-    stages_per_rank: int | None,
+    sources: Sequence[str], sizes: Sizes, microbatches: Sequence[int] = (), groups: Sequence[int] = ()
 ) -> Iterator[Schedule]:
-    """Files and families mixed, each family once per microbatch count.
+    """Files and families mixed, each family once per microbatch count and group, if several are given.
 
-    With several sources, the number of stages per rank applies only to families that leave it open.
+    With several sources, stages per rank and groups apply only to families that leave them open.
     """
-    if all(map(is_file, sources)) and (ranks or microbatches or stages_per_rank):
-        raise typer.BadParameter(
-            "files have their own sizes; remove --ranks, --microbatches, --stages-per-rank"
-        )
-    counts: Sequence[int | None] = microbatches or [None]
+    several = [Sizes(microbatches=m) for m in microbatches[:1]] + [Sizes(group=g) for g in groups[:1]]
+    if all(map(is_file, sources)) and (given := [name for each in (sizes, *several) for name in each.given]):
+        raise typer.BadParameter(f"files have their own sizes; remove {', '.join(given)}")
     for source in sources:
         if is_file(source):
-            yield schedule_from(source, None, None, None)
+            yield schedule_from(source, Sizes())
             continue
-        fixed = find(source).stages_per_rank is not None and len(sources) > 1
-        for count in counts:
-            yield schedule_from(source, ranks, count, None if fixed else stages_per_rank)
+        own, family = sizes, find(source)
+        counts: Sequence[int | None] = microbatches or [sizes.microbatches]
+        own_groups: Sequence[int | None] = groups or [sizes.group]
+        if len(sources) > 1 and family.stages_per_rank is not None:
+            own = own._replace(stages_per_rank=None)
+        if len(sources) > 1 and family.smallest_group is None:
+            own_groups = [None]
+        for m, group in product(counts, own_groups):
+            yield schedule_from(source, own._replace(microbatches=m, group=group))
 
 
 def costs_from(source: str | None) -> Costs:

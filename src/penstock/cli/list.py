@@ -27,6 +27,7 @@ def list_families(*, as_json: AsJson = False) -> None:
                 "summary": family.summary,
                 "stages_per_rank": family.stages_per_rank,
                 "aliases": list(family.aliases),
+                "group": family.smallest_group is not None,
             }
             for family in known
         ]

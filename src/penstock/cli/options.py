@@ -15,6 +15,7 @@ __all__ = [
     "SEND_MODELS",
     "AsJson",
     "CostsSource",
+    "Group",
     "JitterShare",
     "Lowered",
     "MemoryLimit",
@@ -96,6 +97,13 @@ Microbatches: TypeAlias = Annotated[
 ]
 StagesPerRank: TypeAlias = Annotated[
     int | None, typer.Option("--stages-per-rank", "-v", help="Number of stages per rank.")
+]
+Group: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--group",
+        help="Consecutive microbatches of a stage in interleaved families, from ranks to microbatches.",
+    ),
 ]
 Lowered: TypeAlias = Annotated[
     bool, typer.Option("--lowered", help="Add communication, sharding and gradient reduction.")

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.inputs import costs_from, is_file, schedule_from
-from penstock.cli.options import CostsSource, Lowered, Microbatches, Ranks, ScheduleSource, StagesPerRank
+from penstock.cli.inputs import Sizes, costs_from, is_file, schedule_from
+from penstock.cli.options import CostsSource, Group, Lowered, Microbatches, Ranks, ScheduleSource, StagesPerRank
 from penstock.cli.rendering import TIMELINE_FORMATS, render
 from penstock.formats import dumps, write_bytes
 from penstock.ir.schedule import Schedule
@@ -57,6 +57,7 @@ def show(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    group: Group = None,
     lowered: Lowered = False,
     costs: CostsSource = None,
     output_format: FormatOption = None,
@@ -69,11 +70,12 @@ def show(
     Examples:
       penstock show 1f1b --ranks 4 --microbatches 8
       penstock show interleaved-1f1b -p 4 -m 8 -v 2 --lowered
+      penstock show interleaved-1f1b -p 4 -m 16 --group 8
       penstock show zbv -p 4 -m 8 -o zbv.csv
       penstock show zbv.csv --costs costs.toml -o zbv.html
     """
     chosen = _choose_format(output_format, output)
-    shown = schedule_from(schedule, ranks, microbatches, stages_per_rank, lowered=lowered)
+    shown = schedule_from(schedule, Sizes(ranks, microbatches, stages_per_rank, group), lowered=lowered)
     width = shutil.get_terminal_size().columns
     if chosen is Format.grid and output is None:
         Console(highlight=False, width=width).print(_grid(shown, costs, width), soft_wrap=True)

@@ -13,10 +13,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.inputs import costs_from, for_send_model, schedule_from
+from penstock.cli.inputs import Sizes, costs_from, for_send_model, schedule_from
 from penstock.cli.options import (
     AsJson,
     CostsSource,
+    Group,
     JitterShare,
     Lowered,
     Microbatches,
@@ -51,6 +52,7 @@ def simulate(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    group: Group = None,
     lowered: Lowered = False,
     costs: CostsSource = None,
     send_model: SendModelOption = SendModel.BUFFERED,
@@ -65,7 +67,7 @@ def simulate(
       penstock simulate zb-h1 -p 8 -m 24 --costs zb-h4096-p8-m24
       penstock simulate mine.csv --costs costs.toml --send-model rendezvous --json
     """
-    given = schedule_from(schedule, ranks, microbatches, stages_per_rank, lowered=lowered)
+    given = schedule_from(schedule, Sizes(ranks, microbatches, stages_per_rank, group), lowered=lowered)
     simulated = for_send_model(given, send_model, blocking_receives=blocking_receives)
     messages: Any = {"send_model": send_model, "blocking_receives": blocking_receives}
     known = costs_from(costs)

@@ -7,9 +7,10 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from penstock.cli.inputs import costs_from, for_send_model, schedule_from
+from penstock.cli.inputs import Sizes, costs_from, for_send_model, schedule_from
 from penstock.cli.options import (
     CostsSource,
+    Group,
     Lowered,
     Microbatches,
     Ranks,
@@ -34,6 +35,7 @@ def trace(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    group: Group = None,
     lowered: Lowered = False,
     costs: CostsSource = None,
     send_model: SendModelOption = SendModel.BUFFERED,
@@ -45,7 +47,7 @@ def trace(
       penstock trace zbv -p 4 -m 8 -o zbv.trace.json
       penstock trace mine.csv --costs costs.toml --lowered
     """
-    chosen = schedule_from(schedule, ranks, microbatches, stages_per_rank, lowered=lowered)
+    chosen = schedule_from(schedule, Sizes(ranks, microbatches, stages_per_rank, group), lowered=lowered)
     timeline = simulate(for_send_model(chosen, send_model), costs_from(costs), send_model=send_model)
     write_bytes(render("trace", [timeline]), output)
     typer.echo(f"{output}: {chosen.num_steps} steps on {chosen.num_ranks} ranks; open it at ui.perfetto.dev")

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.inputs import schedules_from
-from penstock.cli.options import AsJson, Microbatches, Ranks, StagesPerRank, complete_family
+from penstock.cli.inputs import Sizes, schedules_from
+from penstock.cli.options import AsJson, Group, Microbatches, Ranks, StagesPerRank, complete_family
 from penstock.families import families
 from penstock.ir.schedule import Schedule
 
@@ -53,6 +53,7 @@ def verify_grads(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    group: Group = None,
     steps: StepCount = 2,
     tolerance: Tolerance = None,
     as_json: AsJson = False,
@@ -67,8 +68,8 @@ def verify_grads(
       penstock verify-grads my_model:parts --all -p 2 -m 8 --steps 3
       penstock verify-grads my_model:parts mine.csv --tolerance 1e-6 --json
     """
-    counts = [] if microbatches is None else [microbatches]
-    verified = list(schedules_from(_names(schedules or [], every=every), ranks, counts, stages_per_rank))
+    sizes = Sizes(ranks, microbatches, stages_per_rank, group)
+    verified = list(schedules_from(_names(schedules or [], every=every), sizes))
     found = _verify(function, verified, steps, tolerance)
     if as_json:
         typer.echo(json.dumps(_record(found), indent=2, allow_nan=False))

@@ -10,22 +10,38 @@
     rank 0  ─── 0B3────
     rank 1  ─── ·   ·
 
-Microbatches run in rounds of g: a round passes the first local stage, then the second, and so on.
+Microbatches run in groups of g: a group passes the first local stage, then the second, and so on. The smallest
+group is depth-first, with the least memory; `group=m` is breadth-first, and hides the most latency:
+
+    penstock show interleaved-1f1b -p 2 -m 4 -v 2 --group 4
+
+    time    0                   5                   10                  15                  20
+    rank 0  0F0 0F1 0F2 0F3 2F0 2F1 2F2 ·   2B0──── 2F3 2B1──── ·   2B2──── ·   2B3──── 0B0──── 0B1──── 0B2─
+    rank 1  ·   1F0 1F1 1F2 1F3 3F0 3B0──── 3F1 3B1──── 3F2 3B2──── 3F3 3B3──── 1B0──── 1B1──── 1B2──── 1B3─
+
+    time    24  25
+    rank 0  ─── 0B3────
+    rank 1  ─── ·   ·
 
 Legend: p ranks, r this rank, v stages per rank, m microbatches, M = m·v forwards on each rank, c a hop;
 F, B, W the forward, input-gradient and weight-gradient time of all stages of a rank together.
 
-    round     g = m / max(1, m div p); if that is not an integer, the order is built for the next larger m
-              with an integer g, and the microbatches beyond m are dropped
+    group     by default g = m / max(1, m div p); if that is not an integer, the order is built for the next
+              larger m with an integer g, and the microbatches beyond m are dropped
+              given, from p (interleaved 1F1B) or ceil(p/2) (interleaved zero bubble) to m; the last group is
+              m mod g, and if that is smaller than the smallest group, the order is built for the next larger m
     warm-up   min((v - 1)g + 2(p - 1 - r), M)        interleaved 1F1B
               min((v - 1)g +  (p - 1 - r), M)        interleaved zero bubble
     makespan  m(F + B + W) + (p - 1)(F + B + W)/v + (2pv - 2)c     interleaved 1F1B, p | m
               one third of that bubble at F = B = W                interleaved zero bubble
     memory    warm-up + 1 live activations           interleaved 1F1B
-              p·v where p divides m, else more       interleaved zero bubble
+              (v - 1)g + p where g divides m         interleaved zero bubble
+    idle      (p - 1) + (p - g)(v - 1) at F = B = W, p/2 < g <= p, g | m     interleaved zero bubble
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from penstock.families.rank_order import alternate, codes_of, defer_weights, keep_microbatches
 from penstock.families.registry import register
@@ -36,64 +52,105 @@ from penstock.ir.schedule import Schedule
 __all__ = ["forward_only", "interleaved_1f1b", "interleaved_zero_bubble"]
 
 
-@register("interleaved-1f1b", "1F1B over several stages per rank: 1/v of the bubble, more messages")
-def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+def _ranks(ranks: int) -> int:
+    """The smallest group of interleaved 1F1B: with fewer microbatches, its warm-up can deadlock."""
+    return ranks
+
+
+def _half_the_ranks(ranks: int) -> int:
+    """The smallest group of interleaved zero bubble."""
+    return -(-ranks // 2)
+
+
+@register(
+    "interleaved-1f1b",
+    "1F1B over several stages per rank: 1/v of the bubble, more messages",
+    smallest_group=_ranks,
+)
+def interleaved_1f1b(
+    ranks: int, microbatches: int, stages_per_rank: int, *, group: int | None = None
+) -> Schedule:
     """Warm up, alternate forwards and backwards, then run the remaining backwards."""
     placement = Placement.loop(ranks, stages_per_rank)
-    built, per_round = _rounds(ranks, microbatches)
+    groups = _Groups.of(ranks, microbatches, group, _ranks(ranks))
     orders = []
     for rank, stages in enumerate(placement.stages_of_rank):
-        forwards = _in_rounds(Kind.F, stages, built, per_round)
-        backwards = _in_rounds(Kind.B, stages[::-1], built, per_round)
-        warmup = min((stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank), len(forwards))
+        forwards = groups.codes(Kind.F, stages)
+        backwards = groups.codes(Kind.B, stages[::-1])
+        warmup = min((stages_per_rank - 1) * groups.size + 2 * (ranks - 1 - rank), len(forwards))
         steady = len(forwards) - warmup
         order = forwards[:warmup] + alternate(forwards[warmup:], backwards) + backwards[steady:]
         orders.append(keep_microbatches(order, microbatches))
-    return Schedule.from_codes(orders, placement, microbatches, "interleaved-1f1b")
+    return Schedule.from_codes(orders, placement, microbatches, groups.name("interleaved-1f1b"))
 
 
 @register(
     "interleaved-zero-bubble",
     "interleaved 1F1B with split backward: weight gradients fill the bubble",
+    smallest_group=_half_the_ranks,
 )
-def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+def interleaved_zero_bubble(
+    ranks: int, microbatches: int, stages_per_rank: int, *, group: int | None = None
+) -> Schedule:
     """Warm up with about half as many forwards, then alternate F and I; rank r defers each W by r backwards."""
     placement = Placement.loop(ranks, stages_per_rank)
-    built, per_round = _rounds(ranks, microbatches)
+    groups = _Groups.of(ranks, microbatches, group, _half_the_ranks(ranks))
     orders = []
     for rank, stages in enumerate(placement.stages_of_rank):
-        forwards = _in_rounds(Kind.F, stages, built, per_round)
-        inputs = _in_rounds(Kind.I, stages[::-1], built, per_round)
-        weights = _in_rounds(Kind.W, stages[::-1], built, per_round)
-        warmup = min((stages_per_rank - 1) * per_round + ranks - 1 - rank, len(forwards))
+        forwards = groups.codes(Kind.F, stages)
+        inputs, weights = (groups.codes(kind, stages[::-1]) for kind in (Kind.I, Kind.W))
+        warmup = min((stages_per_rank - 1) * groups.size + ranks - 1 - rank, len(forwards))
         order = forwards[:warmup] + defer_weights(forwards[warmup:], inputs, weights, delay=rank)
         orders.append(keep_microbatches(order, microbatches))
-    return Schedule.from_codes(orders, placement, microbatches, "interleaved-zero-bubble")
+    return Schedule.from_codes(orders, placement, microbatches, groups.name("interleaved-zero-bubble"))
 
 
-@register("forward-only", "inference: the forwards of interleaved 1F1B", default_stages_per_rank=1)
-def forward_only(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Run round after round through all local stages; no activation is kept."""
+@register(
+    "forward-only",
+    "inference: the forwards of interleaved 1F1B",
+    default_stages_per_rank=1,
+    smallest_group=lambda _: 1,
+)
+def forward_only(ranks: int, microbatches: int, stages_per_rank: int, *, group: int | None = None) -> Schedule:
+    """Run group after group through all local stages; no activation is kept."""
     placement = Placement.loop(ranks, stages_per_rank)
-    built, per_round = _rounds(ranks, microbatches)
+    groups = _Groups.of(ranks, microbatches, group, 1)
     orders = [
-        keep_microbatches(_in_rounds(Kind.F, stages, built, per_round), microbatches)
-        for stages in placement.stages_of_rank
+        keep_microbatches(groups.codes(Kind.F, stages), microbatches) for stages in placement.stages_of_rank
     ]
-    return Schedule.from_codes(orders, placement, microbatches, "forward-only")
+    return Schedule.from_codes(orders, placement, microbatches, groups.name("forward-only"))
 
 
-def _rounds(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Return the number of microbatches to build for, and the size of a round."""
-    while microbatches % max(1, microbatches // ranks):
-        microbatches += 1
-    return microbatches, microbatches // max(1, microbatches // ranks)
+class _Groups(NamedTuple):
+    """Microbatches in groups, each of which passes all stages of a rank before the next."""
 
+    microbatches: int
+    """Microbatches to build for: m, or the next larger number that the order can be built for."""
+    size: int
+    is_default: bool
 
-def _in_rounds(kind: Kind, stages: tuple[int, ...], microbatches: int, per_round: int) -> list[int]:
-    return [
-        code
-        for start in range(0, microbatches, per_round)
-        for stage in stages
-        for code in codes_of(kind, stage, range(start, start + per_round))
-    ]
+    @classmethod
+    def of(cls, ranks: int, microbatches: int, group: int | None, smallest: int) -> _Groups:
+        """Groups of the size of torch, which are equal, or of the given size, with a rest in the last one."""
+        built = microbatches
+        while built % max(1, built // ranks):
+            built += 1
+        default = cls(built, built // max(1, built // ranks), is_default=True)
+        if group is None or (built == microbatches and group == default.size):
+            return default
+        while 0 < microbatches % group < smallest:
+            microbatches += 1
+        return cls(microbatches, group, is_default=False)
+
+    def codes(self, kind: Kind, stages: tuple[int, ...]) -> list[int]:
+        """The actions of one kind: group after group, in each stage after stage."""
+        return [
+            code
+            for start in range(0, self.microbatches, self.size)
+            for stage in stages
+            for code in codes_of(kind, stage, range(start, min(start + self.size, self.microbatches)))
+        ]
+
+    def name(self, family: str) -> str:
+        """The name of the schedule: that of the family, with the group unless it is the default."""
+        return family if self.is_default else f"{family} group={self.size}"

@@ -19,7 +19,8 @@ __all__ = ["Family", "build", "families", "find", "register"]
 MAX_WORK = 1 << 24
 """The largest product of stages and microbatches that `build` accepts."""
 
-Builder = Callable[[int, int, int], Schedule]
+Builder = Callable[..., Schedule]
+"""Takes ranks, microbatches and stages_per_rank, and in families with groups the keyword `group`."""
 GraphBuilder = Callable[[StageGraph, Placement, int], Schedule]
 
 
@@ -37,6 +38,20 @@ class Family:
     aliases: tuple[str, ...] = ()
     graph_builder: GraphBuilder | None = field(default=None, repr=False)
     """`graph_builder(graph, placement, microbatches)` returns a schedule; None if the family needs a chain."""
+    smallest_group: Callable[[int], int] | None = field(default=None, repr=False)
+    """The smallest `group` for a number of ranks; None if the family has no groups."""
+
+    def group_range(self, ranks: int, microbatches: int) -> range:
+        """The values that `group` can have: from the smallest to all microbatches; empty without groups."""
+        if self.smallest_group is None:
+            return range(0)
+        return range(min(self.smallest_group(ranks), microbatches), microbatches + 1)
+
+    def typical_groups(self, ranks: int, microbatches: int) -> list[int]:
+        """A few values of `group` to choose from: the smallest, 1.5 and 2 times the ranks, all microbatches."""
+        allowed = self.group_range(ranks, microbatches)
+        few = [*allowed[:1], ranks + ranks // 2, 2 * ranks, *allowed[-1:]]
+        return sorted({size for size in few if size in allowed})
 
 
 _REGISTRY: dict[str, Family] = {}
@@ -51,10 +66,12 @@ def register(
     default_stages_per_rank: int = 2,
     aliases: Sequence[str] = (),
     graph_builder: GraphBuilder | None = None,
+    smallest_group: Callable[[int], int] | None = None,
 ) -> Callable[[Builder], Builder]:
     """Register a function that takes ranks, microbatches and stages_per_rank and returns a `Schedule`.
 
     With `graph_builder`, a function of graph, placement and microbatches, the family accepts any stage graph.
+    With `smallest_group`, a function of the number of ranks, it also takes the keyword `group`, an int or None.
     A package registers its families on installation with an entry point in the group `penstock.families` that
     names the module which registers them.
     """
@@ -64,6 +81,7 @@ def register(
             *(name, summary, builder, stages_per_rank, default_stages_per_rank),
             aliases=tuple(aliases),
             graph_builder=graph_builder,
+            smallest_group=smallest_group,
         )
         keys = [_key(each) for each in (name, *aliases)]
         if owners := sorted({_BY_KEY[key].name for key in keys if key in _BY_KEY}):
@@ -89,25 +107,29 @@ def build(
     stages_per_rank: int | None = None,
     graph: StageGraph | None = None,
     placement: Placement | None = None,
+    group: int | None = None,
 ) -> Schedule:
     """Build the compute-only schedule of a family.
 
     Case, dashes and underscores in the name do not matter, and torch's names work: `build("ZBVZeroBubble",
-    ranks=4, microbatches=8)`. `stages_per_rank` is for families that accept any number of them. With `graph`,
-    for families over any stage graph, stages are on ranks as in `placement`; without one, in the order of the
-    graph, about equally many on each rank.
+    ranks=4, microbatches=8)`. `stages_per_rank` is for families that accept any number of them. `group` is for
+    interleaved families: the number of consecutive microbatches of a stage before the rank's next stage, from
+    the number of ranks (depth-first) to all microbatches (breadth-first). With `graph`, for families over any
+    stage graph, stages are on ranks as in `placement`; without one, in the order of the graph, about equally
+    many on each rank.
     """
     family = find(name)
-    if graph is not None:
+    group_problems = [] if group is None else _group_problems(family, ranks, microbatches, group)
+    if graph is not None and not group_problems:
         return _build_on_graph(family, graph, placement, ranks, microbatches, stages_per_rank)
-    if placement is not None:
+    if placement is not None and graph is None:
         raise BuildError(f"{family.name}: a placement needs a graph=; without one the family has its own")
-    if problems := _problems(family, ranks, microbatches, stages_per_rank):
+    if problems := _problems(family, ranks, microbatches, stages_per_rank) + group_problems:
         raise BuildError("; ".join(problems))
     per_rank = stages_per_rank or family.stages_per_rank or family.default_stages_per_rank
     given = f"{ranks} ranks, {per_rank} stages per rank, {microbatches} microbatches"
     _check_work(ranks * per_rank, microbatches, given)
-    return family.builder(ranks, microbatches, per_rank)
+    return family.builder(ranks, microbatches, per_rank, **({} if group is None else {"group": group}))
 
 
 def _build_on_graph(
@@ -160,6 +182,29 @@ def _problems(family: Family, ranks: int, microbatches: int, stages_per_rank: in
             f"any number works with {others}"
         )
     return problems
+
+
+def _group_problems(family: Family, ranks: int, microbatches: int, group: int) -> list[str]:
+    """List what is wrong with the group: not an integer, none in this family, or out of range."""
+    number = whole_number(group)
+    if number is None:
+        return [f"group must be a whole number (given {group!r})"]
+    if family.smallest_group is None:
+        others = ", ".join(f.name for f in families().values() if f.smallest_group)
+        return [f"{family.name} has no group (given {group!r}): remove it, or use {others}"]
+    if (whole_number(ranks) or 0) < 1 or (whole_number(microbatches) or 0) < 1:
+        return []  # reported, and the range depends on them
+    allowed = family.group_range(ranks, microbatches)
+    if number in allowed:
+        return []
+    given = f"given {number}, with {ranks} ranks and {microbatches} microbatches"
+    text = f"group of {family.name} must be from {allowed[0]} to {allowed[-1]}, the microbatches ({given})"
+    smaller = [
+        f.name
+        for f in families().values()
+        if number in f.group_range(ranks, microbatches) and f.name != "forward-only"
+    ]
+    return [f"{text}; {', '.join(smaller)} can have {number}" if smaller else text]
 
 
 def _key(name: str) -> str:

@@ -75,12 +75,12 @@ class Evaluation:
             groups.setdefault((each.stages_per_rank, each.microbatches), []).append(each)
         for done, ((stages_per_rank, m), group) in enumerate(groups.items()):
             self.report(f"families with v={stages_per_rank}, m={m}", done / len(groups))
-            for name, schedule in training_schedules(self.request.ranks, m, stages_per_rank):
+            for schedule in training_schedules(self.request.ranks, m, stages_per_rank):
                 own = [each for each in group if each.placement == schedule.placement]
                 if own:
-                    self._evaluate_schedule(name, schedule, own)
+                    self._evaluate_schedule(schedule, own)
 
-    def _evaluate_schedule(self, name: str, schedule: Schedule, own: list[Configuration]) -> None:
+    def _evaluate_schedule(self, schedule: Schedule, own: list[Configuration]) -> None:
         """Evaluate a schedule in its configurations, with a smaller partition if the first does not fit."""
         live, limit = live_activations(schedule.table), self.request.memory_limit or inf
 
@@ -94,9 +94,9 @@ class Evaluation:
                 fitting.append(configure(self.request, own[0].placement, counts, own[0].microbatches))
         if not fitting:
             bound = own[0].bound(self.request, split=schedule.table.has(Kind.I))
-            self.too_large.append(Rejected(name, own[0], min(map(peak, own)), bound.seconds))
+            self.too_large.append(Rejected(schedule.name, own[0], min(map(peak, own)), bound.seconds))
         for each in dict.fromkeys(fitting):
-            self._evaluate(name, schedule, each, peak(each))
+            self._evaluate(schedule, each, peak(each))
 
     def _fitting_partition(
         self, configuration: Configuration, live: Sequence[LiveActivations]
@@ -108,14 +108,14 @@ class Evaluation:
             return None
         return partition_within_memory(self.request, configuration, live)
 
-    def _evaluate(self, name: str, schedule: Schedule, configuration: Configuration, memory: float) -> None:
+    def _evaluate(self, schedule: Schedule, configuration: Configuration, memory: float) -> None:
         table = schedule.table
         paired = bool((table.slot[1:] == table.slot[:-1]).any())
         bound = configuration.bound(self.request, split=table.has(Kind.I), paired=paired)
         if any(option.memory <= memory and self._beats(option, bound) for option in self.options):
-            self.pruned.append(Rejected(name, configuration, memory, bound.seconds))
+            self.pruned.append(Rejected(schedule.name, configuration, memory, bound.seconds))
             return
-        self.options.append(self.option(name, configuration, schedule))
+        self.options.append(self.option(schedule.name, configuration, schedule))
 
     def _beats(self, option: Option, bound: Bound) -> bool:
         """Whether it is no slower than the bound, even if jitter lengthens it by its full share."""
@@ -133,13 +133,21 @@ class Evaluation:
         self.on_progress(Progress(phase, best, self.bound, perf_counter() - self._started, fraction))
 
 
-def training_schedules(ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[tuple[str, Schedule]]:
-    """The schedules of all training families; of equal ones that of the most specific family."""
+def training_schedules(ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Schedule]:
+    """The schedules of all training families, with a few groups; of equal ones that of the most specific."""
     seen: set[tuple[tuple[int, ...], bytes]] = set()
-    matching = [n for n, family in families().items() if family.stages_per_rank in (None, stages_per_rank)]
-    for name in sorted(matching, key=lambda name: families()[name].stages_per_rank is None):
-        schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-        key = (schedule.placement.stage_to_rank, schedule.table.code.tobytes())
-        if schedule.table.has(Kind.B, Kind.I) and key not in seen:
-            seen.add(key)
-            yield name, schedule
+    matching = [each for each in families().values() if each.stages_per_rank in (None, stages_per_rank)]
+    for family in sorted(matching, key=lambda family: family.stages_per_rank is None):
+        groups = family.typical_groups(ranks, microbatches) if stages_per_rank > 1 else []
+        for group in (None, *groups):
+            schedule = build(
+                family.name,
+                ranks=ranks,
+                microbatches=microbatches,
+                stages_per_rank=stages_per_rank,
+                group=group,
+            )
+            key = (schedule.placement.stage_to_rank, schedule.table.code.tobytes())
+            if schedule.table.has(Kind.B, Kind.I) and key not in seen:
+                seen.add(key)
+                yield schedule

@@ -182,12 +182,12 @@ def _best_at(plan: Plan, costs: Costs) -> tuple[float, str]:
     """The best order at other costs in the configuration of the best option: its own, or a family."""
     configuration, request, stages = plan.best.configuration, plan.request, plan.best.schedule.num_stages
     known = {str(plan.best): plan.best.schedule}
-    for name, schedule in training_schedules(
+    for schedule in training_schedules(
         request.ranks, configuration.microbatches, configuration.stages_per_rank
     ):
         peak = max(each.peak(costs, stages) for each in live_activations(schedule.table))
         if schedule.placement == configuration.placement and peak <= (request.memory_limit or inf):
-            known[f"{name} ({configuration})"] = schedule
+            known[f"{schedule.name} ({configuration})"] = schedule
     plain = {name: _simulated(request, schedule, costs) for name, schedule in known.items()}
     best = min(plain, key=lambda name: plain[name])
     return _seconds(request, known[best], costs), best

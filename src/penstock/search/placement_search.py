@@ -19,7 +19,7 @@ from penstock.search.annealing import anneal
 from penstock.search.compilation import COMPILED
 from penstock.search.problem import Problem
 from penstock.search.result import gap_of
-from penstock.search.seeds import family_schedules, list_scheduled, serial
+from penstock.search.seeds import family_schedules, grouped_schedules, list_scheduled, serial
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 
@@ -93,7 +93,7 @@ class PlacementSearch:
     # --- starting orders ---------------------------------------------------------------------------
 
     def add_seeds(self, is_late: Callable[[], bool]) -> None:
-        """Add the serial order, families, and, unless a family is optimal or it is late, list scheduling."""
+        """Add the serial order and families; unless one is optimal, groups and list scheduling too."""
         self.add_start(*serial(self.problem))
         for schedule in family_schedules(self.problem):
             self.add_start(schedule.name, self.problem.order_of(schedule))
@@ -103,6 +103,9 @@ class PlacementSearch:
             work = replace(self.work, paired=True)
             self.bound = bounds(work, self.problem.memory_limit, self.problem.objective)[0]
         if gap_of(self.best, self.bound.seconds):
+            for schedule in grouped_schedules(self.problem):
+                if not is_late():
+                    self.add_start(schedule.name, self.problem.order_of(schedule))
             for seed in list_scheduled(self.problem, is_late):
                 self.add_start(*seed)
 

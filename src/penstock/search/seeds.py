@@ -11,14 +11,14 @@ import numpy as np
 
 from penstock.bounds import Workload
 from penstock.errors import PenstockError
-from penstock.families import families
+from penstock.families import build, families
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 from penstock.search.list_scheduling import Rule, list_schedule
 from penstock.search.problem import Problem
 from penstock.search.zbv_greedy import zbv_greedy
 
-__all__ = ["Seed", "family_schedules", "list_scheduled", "serial"]
+__all__ = ["Seed", "family_schedules", "grouped_schedules", "list_scheduled", "serial"]
 
 
 class Seed(NamedTuple):
@@ -38,7 +38,7 @@ def family_schedules(problem: Problem) -> Iterator[Schedule]:
         if name == "forward-only" or family.stages_per_rank not in (None, stages_per_rank):
             continue
         try:
-            schedule = family.builder(placement.num_ranks, m, stages_per_rank)
+            schedule = build(name, ranks=placement.num_ranks, microbatches=m, stages_per_rank=stages_per_rank)
         except PenstockError:  # the family does not support these counts
             continue
         if schedule.placement == placement:
@@ -48,6 +48,19 @@ def family_schedules(problem: Problem) -> Iterator[Schedule]:
             yield zbv_greedy(placement.num_ranks, m, problem.costs, problem.memory_limit)
         except PenstockError:  # unequal stages, or too little memory
             return
+
+
+def grouped_schedules(problem: Problem) -> Iterator[Schedule]:
+    """The training families that have this placement and groups, with groups other than the default."""
+    placement, m = problem.placement, problem.microbatches
+    stages_per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
+    if rest or stages_per_rank == 1 or placement.style != "loop":
+        return
+    ranks = placement.num_ranks
+    for name, family in families().items():
+        if name != "forward-only":
+            for group in family.typical_groups(ranks, m):
+                yield build(name, ranks=ranks, microbatches=m, stages_per_rank=stages_per_rank, group=group)
 
 
 def serial(problem: Problem) -> Seed:
