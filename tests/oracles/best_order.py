@@ -1,7 +1,8 @@
 """The best order of a small pipeline by trying all of them: the oracle for search, bounds and exact solver.
 
-It shares nothing with the library except `Costs` and `Placement`. Steps are dispatched in ascending order of
-their start, each as early as possible, and a branch ends where the work that is left cannot beat the best.
+It shares nothing with the library except `Costs`, `Placement` and the edges of a graph. Steps are dispatched in
+ascending order of their start, each as early as possible, and a branch ends where the work that is left cannot
+beat the best.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from penstock import Costs, Placement
+from penstock import Costs, Placement, StageGraph
 
 __all__ = ["best_value"]
 
@@ -19,10 +20,18 @@ Key = tuple[int, int]
 
 
 def best_value(
-    placement: Placement, microbatches: int, costs: Costs, limit: float | None, *, split: bool, objective: str
+    placement: Placement,
+    microbatches: int,
+    costs: Costs,
+    limit: float | None,
+    *,
+    split: bool,
+    objective: str,
+    graph: StageGraph | None = None,
 ) -> float:
     """The least makespan or span of all orders of F, I, W and B within a memory limit."""
-    trial = _Trial(placement, microbatches, costs, limit, split, objective)
+    graph = graph or StageGraph.chain(placement.num_stages)
+    trial = _Trial(placement, microbatches, costs, limit, split, objective, graph.edges)
     ranks = placement.num_ranks
     trial.extend(_State((0.0,) * ranks, (None,) * ranks, (0.0,) * ranks))
     return trial.best
@@ -37,8 +46,8 @@ class _State:
     forward: frozenset[Key] = frozenset()
     backward: frozenset[Key] = frozenset()
     weight: frozenset[Key] = frozenset()
-    arrived: frozenset[tuple[str, Key, float]] = frozenset()
-    """Inputs of F and of I or B that were computed: when each arrives."""
+    arrived: frozenset[tuple[str, Key, int, float]] = frozenset()
+    """Inputs of F and of I or B that were computed: from which stage, and when each arrives."""
     free: frozenset[tuple[Key, float]] = frozenset()
     """When a channel, from rank to rank, has taken its last message."""
     last: float = 0.0
@@ -52,6 +61,7 @@ class _Trial:
     limit: float | None
     split: bool
     objective: str
+    edges: tuple[tuple[int, int], ...]
     best: float = float("inf")
     seen: set[_State] = field(default_factory=set)
 
@@ -96,18 +106,18 @@ class _Trial:
 
     def _choices(self, state: _State) -> list[tuple[float, str, Key]]:
         """Start, kind and key of the next F, I or B, and W of each stage; microbatches are alike."""
-        arrived = {(kind, key): time for kind, key, time in state.arrived}
         found = []
         for stage, rank in enumerate(self.hosts):
             now, keys = state.clock[rank], [(stage, k) for k in range(self.microbatches)]
             for key in [key for key in keys if key not in state.forward][:1]:
                 fits = self.limit is None or state.live[rank] + self.held[stage] <= self.limit + 1e-9
-                if fits and (stage == 0 or ("F", key) in arrived):
-                    found.append((max(now, arrived.get(("F", key), 0.0)), "F", key))
+                inputs = {source for source, target in self.edges if target == stage}
+                if fits and (times := _arrivals(state, "F", key, inputs)) is not None:
+                    found.append((max([now, *times]), "F", key))
             for key in [key for key in keys if key not in state.backward][:1]:
-                is_last = stage == len(self.hosts) - 1
-                if key in state.forward and (is_last or ("I", key) in arrived):
-                    start = max(now, arrived.get(("I", key), 0.0))
+                fed = {target for source, target in self.edges if source == stage}
+                if key in state.forward and (times := _arrivals(state, "I", key, fed)) is not None:
+                    start = max([now, *times])
                     found += [(start, kind, key) for kind in ("BI" if self.split else "B")]
             found += [(now, "W", key) for key in keys if key in state.backward - state.weight][:1]
         return found
@@ -127,21 +137,33 @@ class _Trial:
             weight=state.weight | ({key} if kind in "WB" else set()),
             last=start,
         )
-        target = stage + {"F": 1, "I": -1, "B": -1, "W": len(self.hosts)}[kind]
-        if not 0 <= target < len(self.hosts):
+        if kind == "W":
             return then
-        arrival, free = self._sent(state, kind, stage, target, end)
-        arrived = {("F" if kind == "F" else "I", (target, microbatch), arrival)}
-        return replace(then, arrived=state.arrived | arrived, free=free)
+        crossed: dict[int, float] = {}  # per rank: when the activation arrives there
+        for number, (source, target) in self._sends(kind, stage):
+            other = target if kind == "F" else source
+            if kind == "F" and self.hosts[other] in crossed:
+                arrival, free = crossed[self.hosts[other]], then.free
+            else:
+                arrival, free = self._sent(then, kind, number, stage, other, end)
+                crossed[self.hosts[other]] = arrival
+            arrived = {("F" if kind == "F" else "I", (other, microbatch), stage, arrival)}
+            then = replace(then, arrived=then.arrived | arrived, free=free)
+        return then
+
+    def _sends(self, kind: str, stage: int) -> list[tuple[int, tuple[int, int]]]:
+        """The edges that an activation or a gradient of a stage travels on."""
+        end = 0 if kind == "F" else 1
+        return [(number, edge) for number, edge in enumerate(self.edges) if edge[end] == stage]
 
     def _sent(
-        self, state: _State, kind: str, stage: int, target: int, end: float
+        self, state: _State, kind: str, edge: int, stage: int, target: int, end: float
     ) -> tuple[float, frozenset[tuple[Key, float]]]:
         """When a message arrives, and when channels are free then."""
         channel = self.hosts[stage], self.hosts[target]
         if channel[0] == channel[1]:
             return end, state.free
-        edge, count = min(stage, target), len(self.hosts) - 1
+        count = len(self.edges)
         latency = self.costs.per_edge("latency", count)[edge]
         if self.costs.bandwidth is None:
             return end + latency, state.free
@@ -150,6 +172,12 @@ class _Trial:
         free = dict(state.free)
         free[channel] = max(end, free.get(channel, 0.0)) + seconds
         return free[channel] + latency, frozenset(free.items())
+
+
+def _arrivals(state: _State, kind: str, key: Key, sources: set[int]) -> list[float] | None:
+    """When the inputs of a step arrive; None if one of them is not computed yet."""
+    times = {source: time for what, of, source, time in state.arrived if (what, of) == (kind, key)}
+    return list(times.values()) if set(times) == sources else None
 
 
 def _changed(values: tuple[Value, ...], at: int, value: Value) -> tuple[Value, ...]:

@@ -12,8 +12,10 @@ import pytest
 
 import penstock
 import penstock.search as search_package
-from penstock import Costs, Placement, SearchError
+from penstock import Costs, Placement, SearchError, StageGraph
 from penstock.search import SearchResult, search
+
+SKIP = StageGraph(3, ((0, 1), (0, 2), (1, 2)))
 
 
 def test_the_package_can_be_imported_and_called() -> None:
@@ -79,6 +81,11 @@ def test_the_package_shows_the_signature_and_the_documentation_of_the_function()
             {"memory_limit": 3, "costs": Costs(parameters=(1, 3))},
             "no schedule fits the memory limit of 3 per rank: rank 1 needs 4, for parameters, gradients",
         ),
+        ({"graph": 3}, "graph must be a StageGraph (given 3)"),
+        ({"graph": StageGraph(1, ())}, "the graph has 1 stages, too few for 2 ranks"),
+        ({"graph": SKIP, "stages_per_rank": 2}, "give graph=, which has its stages, or stages_per_rank=2, not"),
+        ({"graph": SKIP, "placement": "v"}, "with a graph, placement must be a Placement or any (given 'v')"),
+        ({"graph": SKIP, "placement": Placement.loop(2)}, "the placement has 2 stages, the graph 3"),
         (
             {"ranks": 0, "microbatches": 0},
             "ranks must be an integer of at least 1 (given 0); microbatches must",

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from penstock import Costs, Placement
+from penstock import Costs, Placement, StageGraph
 from penstock.search.problem import Problem
+from tests.support.random_graphs import random_placed_graph
 
-__all__ = ["UNITS", "random_costs", "random_problem", "tiny_problem"]
+__all__ = [
+    "UNITS",
+    "random_costs",
+    "random_graph_problem",
+    "random_problem",
+    "tiny_graph_problem",
+    "tiny_problem",
+]
 
 UNITS = Costs(
     forward=10, backward_input=10, backward_weight=8, latency=1, activation=2, activation_freed_by_input=1
@@ -76,3 +85,44 @@ def tiny_problem(rng: random.Random) -> Problem:
     most = {1: 4, 2: 3, 3: 2, 4: 1}[placement.num_stages]
     limit, objective = rng.choice((None, least, 2 * least)), rng.choice(("makespan", "makespan", "span"))
     return Problem(placement, rng.randint(1, most), costs, limit, objective, rng.random() < 0.85)
+
+
+def random_graph_problem(
+    rng: random.Random, objective: str, *, most_stages: int = 6, most_microbatches: int = 6
+) -> Problem:
+    """Any acyclic graph and placement, with other costs on each edge."""
+    graph, placement = random_placed_graph(rng, most_stages)
+    count = len(graph.edges)
+    names = ("latency", "activation_message")
+    per_edge = {name: tuple(rng.randint(0, 3) for _ in range(count)) for name in names}
+    costs = replace(random_costs(rng, graph.num_stages), **per_edge if count else {})  # type: ignore[arg-type]
+    held = costs.per_stage("activation", graph.num_stages)
+    least = max(sum(held[s] + 3 for s in own) for own in placement.stages_of_rank)
+    limit = rng.choice((None, least, 2 * least))
+    m, split = rng.randint(1, most_microbatches), rng.random() < 0.7
+    return Problem(placement, m, costs, limit, objective, split, graph)
+
+
+TINY_GRAPHS = (
+    (StageGraph(2, ()), (0, 1), 2),
+    (StageGraph(3, ((0, 1), (0, 2), (1, 2))), (0, 1, 0), 2),
+    (StageGraph(3, ((0, 1), (0, 2), (1, 2))), (0, 1, 2), 2),
+    (StageGraph(3, ((0, 2), (1, 2))), (0, 1, 1), 2),
+    (StageGraph(3, ((0, 2), (1, 2))), (0, 1, 2), 2),
+    (StageGraph(3, ((0, 1), (0, 2))), (0, 1, 1), 2),
+    (StageGraph(4, ((0, 1), (0, 2), (1, 3), (2, 3))), (0, 1, 2, 0), 1),
+    (StageGraph(4, ((0, 1), (0, 3), (1, 2), (1, 3))), (0, 0, 1, 1), 1),
+)
+"""Graphs with a placement and the most microbatches for which all orders can be tried."""
+
+
+def tiny_graph_problem(rng: random.Random) -> Problem:
+    """So small that all orders can be tried."""
+    graph, hosts, most = rng.choice(TINY_GRAPHS)
+    costs = random_costs(rng, graph.num_stages)
+    small = {name: tuple(1 + x % 5 for x in getattr(costs, name)) for name in ("forward", "backward_input")}
+    costs = replace(costs, parameters=0, optimizer_step=0, **small)  # type: ignore[arg-type]
+    placement, held = Placement(hosts), costs.per_stage("activation", graph.num_stages)
+    least = max(sum(held[s] for s in own) for own in placement.stages_of_rank)
+    limit, objective = rng.choice((None, least, 2 * least)), rng.choice(("makespan", "makespan", "span"))
+    return Problem(placement, rng.randint(1, most), costs, limit, objective, rng.random() < 0.85, graph)

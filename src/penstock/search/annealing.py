@@ -49,7 +49,7 @@ def _critical_path(
 
     Those are the steps that start when the previous step of the same rank ends.
     """
-    bounds = arrays.rank_bounds
+    bounds, messages = arrays.rank_bounds, arrays.messages
     for i in range(len(order)):
         position_of[order[i] & TOKEN, state.microbatches[i]] = i
     count = 0
@@ -62,10 +62,15 @@ def _critical_path(
             path[count] = at
             count += 1
             at -= 1
-        elif arrays.inputs[token] >= 0:
-            at = position_of[arrays.inputs[token], state.microbatches[at]]
         else:
-            return count
+            latest, needed = -1, -1.0
+            for j in range(messages.input_bounds[token], messages.input_bounds[token + 1]):
+                arrival = state.arrivals[messages.inputs[j], state.microbatches[at]]
+                if arrival > needed:
+                    latest, needed = messages.inputs[j], arrival
+            if latest < 0:
+                return count
+            at = position_of[messages.producer[latest], state.microbatches[at]]
 
 
 @compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.cost.costs import Costs
 from penstock.cost.memory import activation_bytes, fixed_bytes
 from penstock.errors import SearchError
+from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.search.request import SearchRequest
 from penstock.search.result import OnProgress, SearchResult
@@ -29,13 +30,15 @@ def search(
     jitter: float | None = None,
     quantile: float = 0.95,
     on_progress: OnProgress | None = None,
+    graph: StageGraph | None = None,
 ) -> SearchResult:
     """Find the best schedule for these costs within a memory limit, with a bound on its optimality gap.
 
     `placement` is a `Placement`, or `loop`, `v`, or `any` for the better of the two. `memory_limit` is in bytes
     per rank, parameters and optimizer state included; `live_limit` instead is a number of activations per rank,
     each of one stage and microbatch. `objective` is the objective to minimize: `makespan`, `span` or `period`.
-    With `split=False` backwards are not split into I and W.
+    With `split=False` backwards are not split into I and W. With `graph` stages feed each other as in
+    this `StageGraph`; without a `Placement` they are on ranks in the order of the graph.
 
     The search takes at most `seconds`, less if it proves the result optimal. With `moves` it makes that number
     of moves instead, and the same `seed` gives the same result. With `jitter` the best schedules are ranked by
@@ -45,7 +48,7 @@ def search(
     """
     request = SearchRequest(
         *(ranks, microbatches, costs, stages_per_rank, placement, memory_limit, live_limit, objective),
-        *(seconds, moves, seed, jitter, quantile),
+        *(seconds, moves, seed, jitter, quantile, graph),
     )
     request.check()
     placements = request.placements()
@@ -55,7 +58,9 @@ def search(
     from penstock.search.driver import Budget, Jitter, run  # noqa: PLC0415
     from penstock.search.problem import Problem  # noqa: PLC0415 -- compiled code takes a second to load
 
-    problems = [Problem(each, int(microbatches), counted, limit, objective, split) for each in placements]
+    problems = [
+        Problem(each, int(microbatches), counted, limit, objective, split, graph) for each in placements
+    ]
     budget = Budget(float(seconds), None if moves is None else int(moves), int(seed))
     ranking = None if jitter is None else Jitter(jitter, quantile)
     return run(problems, costs or Costs(), budget, ranking, on_progress or (lambda _: None))

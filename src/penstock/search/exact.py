@@ -129,7 +129,7 @@ def _unit(problem: Problem) -> float:
     arrays = problem.arrays
     used = [each for token, each in enumerate(arrays.seconds.tolist()) if token % 3 < arrays.kinds]
     fused = [each for each in arrays.fused_seconds.tolist() if each >= 0]
-    amounts = [each for each in (*used, *fused, *arrays.lag.tolist()) if each]
+    amounts = [each for each in (*used, *fused, *arrays.messages.lag.tolist()) if each]
     whole = [round(each) for each in amounts]
     if all(abs(each - near) < 1e-9 * each for each, near in zip(amounts, whole)) and whole:
         return float(math.gcd(*whole))
@@ -178,7 +178,9 @@ def _ascend(model: Any, steps: _Steps, first: Key, then: Key) -> None:
 
 def _precedence(problem: Problem, model: Any, steps: _Steps, unit: float) -> None:
     """Every step starts after the arrival of its inputs."""
-    starts, ends, lags = steps.starts, steps.ends, _units(problem.arrays.lag, unit)
+    messages = problem.arrays.messages
+    starts, ends, lags = steps.starts, steps.ends, _units(messages.lag, unit)
+    consumer = np.repeat(np.arange(len(messages.input_bounds) - 1), np.diff(messages.input_bounds)).tolist()
     for i in range(problem.microbatches):
         for token in range(0, 3 * problem.placement.num_stages, 3):
             model.add(starts[token + INPUT_GRAD, i] >= ends[token, i])
@@ -186,9 +188,8 @@ def _precedence(problem: Problem, model: Any, steps: _Steps, unit: float) -> Non
                 model.add(starts[token + WEIGHT_GRAD, i] >= ends[token + INPUT_GRAD, i])
             if (joined := steps.joined.get((token + INPUT_GRAD, i))) is not None:
                 model.add(starts[token + WEIGHT_GRAD, i] == ends[token + INPUT_GRAD, i]).only_enforce_if(joined)
-        for token, needed in enumerate(problem.arrays.inputs.tolist()):
-            if needed >= 0:
-                model.add(starts[token, i] >= ends[needed, i] + lags[needed])
+        for token, message in zip(consumer, messages.inputs.tolist()):
+            model.add(starts[token, i] >= ends[int(messages.producer[message]), i] + lags[message])
 
 
 def _memory(problem: Problem, model: Any, steps: _Steps) -> None:

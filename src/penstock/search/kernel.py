@@ -3,7 +3,7 @@
 Compiled by numba where it is installed. Orders and tokens are described in `kernel_arrays`.
 """
 
-# ruff: noqa: C901, PLR0912, PLR1730, SIM102 -- loops for a compiler
+# ruff: noqa: C901, PLR0912, PLR0915, PLR1730, SIM102 -- loops for a compiler
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def _advance(
     most of its time here, and a call with arrays costs more than the work of a step.
     """
     bounds, durations, arrivals = arrays.rank_bounds, state.durations, state.arrivals
-    ranks, inputs = len(bounds) - 1, arrays.inputs
+    ranks = len(bounds) - 1
+    inputs, input_bounds = arrays.messages.inputs, arrays.messages.input_bounds
+    outputs, lag = arrays.messages.bounds, arrays.messages.lag
+    taken, channel = arrays.messages.seconds, arrays.messages.channel
     remaining = _set_durations(arrays, order, state, positions)
     left = bounds[1:].sum() - positions.sum()
     channel_free = np.zeros(arrays.num_channels)
@@ -88,8 +91,13 @@ def _advance(
                 ready = 0.0
                 if kind != FORWARD and done[token - 1] <= number:
                     break
-                if inputs[token] >= 0:
-                    ready = arrivals[inputs[token], number]
+                for j in range(input_bounds[token], input_bounds[token + 1]):
+                    arrival = arrivals[inputs[j], number]
+                    if arrival < 0:
+                        ready = arrival
+                        break
+                    if arrival > ready:
+                        ready = arrival
                 if ready < 0:
                     break
                 if ready > start:
@@ -105,13 +113,13 @@ def _advance(
                 remaining[rank] -= durations[i]
                 state.ends[i] = now
                 state.microbatches[i] = number
-                if kind != WEIGHT_GRAD:
+                for j in range(outputs[token], outputs[token + 1]):
                     leaves = now
-                    if arrays.has_queues and arrays.channel_seconds[token] > 0:
-                        if channel_free[arrays.channel[token]] > leaves:
-                            leaves = channel_free[arrays.channel[token]]
-                        channel_free[arrays.channel[token]] = leaves + arrays.channel_seconds[token]
-                    arrivals[token, number] = leaves + arrays.lag[token]
+                    if arrays.has_queues and taken[j] > 0:
+                        if channel_free[channel[j]] > leaves:
+                            leaves = channel_free[channel[j]]
+                        channel_free[channel[j]] = leaves + taken[j]
+                    arrivals[j, number] = leaves + lag[j]
                 done[token] = number + 1
                 i += 1
                 left -= 1
@@ -177,8 +185,9 @@ def resume(
     for rank in range(ranks):
         if positions[rank] > arrays.rank_bounds[rank]:
             clocks[rank] = state.ends[positions[rank] - 1]
-    for token in range(len(done)):
-        state.arrivals[token, done[token] :] = -1.0
+    producer = arrays.messages.producer
+    for j in range(len(producer)):
+        state.arrivals[j, done[producer[j]] :] = -1.0
     if not _advance(arrays, order, state, positions.copy(), done.copy(), clocks, objective, worst):
         return np.inf, np.inf
     value = clocks.max()
@@ -198,8 +207,9 @@ def copy_suffix(arrays: ProblemArrays, source: RunState, target: RunState, posit
         target.ends[low:high] = source.ends[low:high]
         target.microbatches[low:high] = source.microbatches[low:high]
         target.durations[low:high] = source.durations[low:high]
-    for token in range(len(done)):
-        target.arrivals[token, done[token] :] = source.arrivals[token, done[token] :]
+    producer = arrays.messages.producer
+    for j in range(len(producer)):
+        target.arrivals[j, done[producer[j]] :] = source.arrivals[j, done[producer[j]] :]
 
 
 @compiled

@@ -20,6 +20,7 @@ import numpy as np
 
 from penstock.ir.table import Floats, Ints
 from penstock.search.compilation import compiled
+from penstock.search.message_arrays import MessageArrays
 
 __all__ = [
     "FORWARD",
@@ -56,16 +57,10 @@ class ProblemArrays(NamedTuple):
     """Per stage: seconds of B where that is less than I and W, negative elsewhere."""
     can_fuse: bool
     """Whether there is a stage with fused seconds."""
-    inputs: Ints
-    """Per token: the token of another stage whose output it needs, -1 for none."""
-    consumers: Ints
-    """Per token: the token of another stage that needs its output, -1 for none."""
-    lag: Floats
-    """Per token: from the end of the step to the arrival of its message, if the channel is free."""
-    channel_seconds: Floats
-    """Per token: how long its message occupies the channel."""
-    channel: Ints
-    """Per token: the channel of its message."""
+    stage_order: Ints
+    """The stages in the order of the graph."""
+    messages: MessageArrays
+    """The values between stages."""
     num_channels: int
     has_queues: bool
     """Whether any message occupies its channel."""
@@ -88,12 +83,12 @@ class RunState(NamedTuple):
     durations: Floats
     """Per position: its seconds."""
     arrivals: Floats
-    """Per token and microbatch: when its output is available to the next stage, negative if not yet known."""
+    """Per message and microbatch: when the value is there, negative if not yet known."""
 
 
 @compiled
 def empty_state(arrays: ProblemArrays) -> RunState:
     """The state before anything is run."""
     size = arrays.rank_bounds[-1]
-    arrivals = np.full((3 * len(arrays.rank_of_stage), arrays.microbatches), -1.0)
+    arrivals = np.full((len(arrays.messages.producer), arrays.microbatches), -1.0)
     return RunState(np.zeros(size), np.zeros(size), np.zeros(size, np.int64), np.zeros(size), arrivals)

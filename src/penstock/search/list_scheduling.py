@@ -12,6 +12,7 @@ import numpy as np
 from penstock.ir.table import Floats, Ints
 from penstock.search.compilation import compiled
 from penstock.search.kernel_arrays import INPUT_GRAD, WEIGHT_GRAD, ProblemArrays
+from penstock.search.message_arrays import MessageArrays
 
 __all__ = ["Rule", "list_schedule"]
 
@@ -32,14 +33,26 @@ class Rule(NamedTuple):
 @compiled
 def _reserve(arrays: ProblemArrays, rule: Rule) -> Floats:
     """Per stage: the activations of the later stages of its rank, unless the rule is eager."""
-    hosts = arrays.rank_of_stage
+    hosts, stages = arrays.rank_of_stage, arrays.stage_order
     reserve = np.zeros(len(hosts))
     if not rule.eager:
-        for stage in range(len(hosts)):
-            for later in range(stage + 1, len(hosts)):
-                if hosts[later] == hosts[stage]:
-                    reserve[stage] += arrays.memory_change[3 * later]
+        for index in range(len(stages)):
+            for later in stages[index + 1 :]:
+                if hosts[later] == hosts[stages[index]]:
+                    reserve[stages[index]] += arrays.memory_change[3 * later]
     return reserve
+
+
+@compiled
+def _ready(messages: MessageArrays, arrivals: Floats, token: int, number: int) -> float:
+    """When all inputs of a token are there, negative if one is not known yet."""
+    latest = 0.0
+    for j in range(messages.input_bounds[token], messages.input_bounds[token + 1]):
+        arrival = arrivals[messages.inputs[j], number]
+        if arrival < 0:
+            return -1.0
+        latest = max(latest, arrival)
+    return latest
 
 
 @compiled
@@ -52,12 +65,13 @@ def list_schedule(arrays: ProblemArrays, caps: Ints, rule: Rule) -> Ints:
     seconds, change = arrays.seconds, arrays.memory_change
     ranks, stages, m = len(bounds) - 1, len(hosts), arrays.microbatches
     done = np.zeros(3 * stages, np.int64)
-    arrivals = np.full((3 * stages, m), -1.0)
+    messages = arrays.messages
+    arrivals = np.full((len(messages.producer), m), -1.0)
     channel_free = np.zeros(arrays.num_channels)
     clocks, live = np.zeros(ranks), np.zeros(ranks)
     positions, order = bounds[:-1].copy(), np.zeros(bounds[-1], np.int64)
     reserve = _reserve(arrays, rule)
-    inputs, choices, starts = arrays.inputs, np.full(ranks, -1, np.int64), np.full(ranks, np.inf)
+    choices, starts = np.full(ranks, -1, np.int64), np.full(ranks, np.inf)
     is_stale = np.ones(ranks, np.bool_)
     for _ in range(len(order)):
         # the next step of every rank whose choice may have changed
@@ -67,20 +81,19 @@ def list_schedule(arrays: ProblemArrays, caps: Ints, rule: Rule) -> Ints:
             is_stale[rank] = False
             best, start, priority, pending_weight = -1, np.inf, np.inf, -1
             for index in range(stages):
-                stage = stages - 1 - index if rule.deep_first else index
+                stage = arrays.stage_order[stages - 1 - index if rule.deep_first else index]
                 if hosts[stage] != rank:
                     continue
                 token = 3 * stage
                 number = done[token + INPUT_GRAD]
                 if number < done[token]:
-                    needed = inputs[token + INPUT_GRAD]
-                    ready = arrivals[needed, number] if needed >= 0 else 0.0
+                    ready = _ready(messages, arrivals, token + INPUT_GRAD, number)
                     begin = max(clocks[rank], ready)
                     if ready >= 0 and begin < priority:
                         best, start, priority = token + INPUT_GRAD, begin, begin
                 number = done[token]
                 if number < m and number - done[token + INPUT_GRAD] < caps[stage]:
-                    ready = arrivals[inputs[token], number] if inputs[token] >= 0 else 0.0
+                    ready = _ready(messages, arrivals, token, number)
                     begin = max(clocks[rank], ready)
                     free = arrays.memory_limits[rank] - live[rank] - change[token] - reserve[stage]
                     if ready >= 0 and free >= 0 and begin + rule.lead < priority:
@@ -106,13 +119,13 @@ def list_schedule(arrays: ProblemArrays, caps: Ints, rule: Rule) -> Ints:
         positions[rank] += 1
         clocks[rank] = starts[rank] + seconds[token]
         live[rank] += change[token]
-        leaves = clocks[rank]
-        if arrays.has_queues and arrays.channel_seconds[token] > 0:
-            leaves = max(leaves, channel_free[arrays.channel[token]])
-            channel_free[arrays.channel[token]] = leaves + arrays.channel_seconds[token]
-        arrivals[token, done[token]] = leaves + arrays.lag[token]
+        for j in range(messages.bounds[token], messages.bounds[token + 1]):
+            leaves = clocks[rank]
+            if arrays.has_queues and messages.seconds[j] > 0:
+                leaves = max(leaves, channel_free[messages.channel[j]])
+                channel_free[messages.channel[j]] = leaves + messages.seconds[j]
+            arrivals[j, done[token]] = leaves + messages.lag[j]
+            is_stale[messages.target[j]] = True
         done[token] += 1
         is_stale[rank] = True
-        if arrays.consumers[token] >= 0:
-            is_stale[hosts[arrays.consumers[token] // 3]] = True
     return order

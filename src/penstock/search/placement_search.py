@@ -76,8 +76,7 @@ class PlacementSearch:
     @property
     def work(self) -> Workload:
         """The workload that bounds are computed for."""
-        problem = self.problem
-        return Workload(problem.placement, problem.microbatches, problem.costs, split=problem.split)
+        return self.problem.work
 
     @property
     def best(self) -> float:

@@ -11,10 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.bounds import OBJECTIVES
+from penstock.bounds import OBJECTIVES, Workload
 from penstock.cost.costs import Costs
 from penstock.cost.memory import fixed_bytes, stage_bytes
-from penstock.cost.prices import action_seconds, edge_prices
+from penstock.cost.prices import action_seconds
+from penstock.errors import ScheduleError
 from penstock.ir.encoding import code_of
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine
@@ -32,6 +33,7 @@ from penstock.search.kernel_arrays import (
     ProblemArrays,
     empty_state,
 )
+from penstock.search.message_arrays import message_arrays
 from penstock.simulation.simulator import simulate
 
 __all__ = ["Problem"]
@@ -62,14 +64,15 @@ class Problem:
     objective: str = "makespan"
     split: bool = True
     """Whether backwards may be split into I and W."""
+    graph: StageGraph | None = None
+    """Which stage feeds which; a chain unless given."""
 
     @cached_property
     def arrays(self) -> ProblemArrays:
         """The problem as arrays."""
         hosts, kinds = self.placement.stage_to_rank, 3 if self.split else 2
         sizes = [len(own) * kinds * self.microbatches for own in self.placement.stages_of_rank]
-        lag, taken, channel = self._messages()
-        inputs = self._inputs()
+        messages = message_arrays(self.stage_graph, self.placement, self.costs, FORWARD, INPUT_GRAD)
         return ProblemArrays(
             rank_bounds=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))),
             rank_of_stage=np.array(hosts, dtype=np.int64),
@@ -78,13 +81,10 @@ class Problem:
             seconds=self._seconds(),
             fused_seconds=self.whole,
             can_fuse=bool((self.whole >= 0).any()),
-            lag=lag,
-            channel_seconds=taken,
-            inputs=inputs,
-            consumers=_inverse(inputs),
-            channel=channel,
+            stage_order=np.array(self.stage_graph.forward_order, dtype=np.int64),
+            messages=messages,
             num_channels=self.placement.num_ranks**2,
-            has_queues=bool(taken.any()),
+            has_queues=bool(messages.seconds.any()),
             memory_change=self._held(),
             memory_limits=self._limits(),
             optimizer_step=float(self.costs.optimizer_step),
@@ -96,9 +96,14 @@ class Problem:
         return replace(self, microbatches=few) if self.microbatches >= 2 * few else None
 
     @cached_property
-    def graph(self) -> StageGraph:
-        """Which stage feeds which: a chain."""
-        return StageGraph.chain(self.placement.num_stages)
+    def stage_graph(self) -> StageGraph:
+        """Which stage feeds which."""
+        return self.graph or StageGraph.chain(self.placement.num_stages)
+
+    @property
+    def work(self) -> Workload:
+        """The workload that bounds are computed for."""
+        return Workload(self.placement, self.microbatches, self.costs, split=self.split, graph=self.graph)
 
     def _by_token(self, by_kind: Floats) -> Floats:
         """Per token, from an array per kind and stage."""
@@ -122,30 +127,6 @@ class Problem:
     def fused_stages(self) -> frozenset[int]:
         """The stages whose B takes less time than I and W."""
         return frozenset(np.flatnonzero(self.whole >= 0).tolist())
-
-    def _messages(self) -> tuple[Floats, Floats, Ints]:
-        """Per token: the lag, the seconds its message occupies the channel, and the channel."""
-        hosts, size = np.array(self.placement.stage_to_rank), 3 * self.placement.num_stages
-        lag, taken, channel = np.zeros(size), np.zeros(size), np.zeros(size, dtype=np.int64)
-        source, target = self.graph.ends
-        for value, kind, makes, uses in (
-            ("activation", FORWARD, source, target),
-            ("gradient", INPUT_GRAD, target, source),
-        ):
-            prices = edge_prices(self.costs, self.graph, value)
-            apart = hosts[makes] != hosts[uses]
-            token = (3 * makes + kind)[apart]
-            taken[token], lag[token] = prices.transfer[apart], prices.total[apart]
-            channel[token] = (hosts[makes] * self.placement.num_ranks + hosts[uses])[apart]
-        return lag, taken, channel
-
-    def _inputs(self) -> Ints:
-        """Per token: the token of another stage whose output it needs, -1 for none."""
-        found = np.full(3 * self.placement.num_stages, -1, dtype=np.int64)
-        source, target = self.graph.ends
-        found[3 * target + FORWARD] = 3 * source + FORWARD
-        found[3 * source + INPUT_GRAD] = 3 * target + INPUT_GRAD
-        return found
 
     def _held(self) -> Floats:
         held = stage_bytes(self.costs, self.placement.num_stages, MemoryLine.ACTIVATIONS)
@@ -171,7 +152,8 @@ class Problem:
     def order_of(self, schedule: Schedule) -> Ints:
         """The order of a schedule; overlapped pairs are separated, backwards split or fused as required."""
         schedule.table.require_handled((*_TOKEN_KIND, *_SKIPPED), "search")
-        schedule.graph.require_chain("search")
+        if schedule.graph != self.stage_graph:
+            raise ScheduleError(f"search: {schedule.name} has another stage graph than the problem")
         order: list[int] = []
         for part in (part for row in schedule.ranks for step in row for part in step.parts):
             if part.kind in _SKIPPED or (part.kind is Kind.W and not self.split):
@@ -195,8 +177,8 @@ class Problem:
         schedule = self.fused_schedule(order, name)
         if self.split:
             value = self._simulated(schedule)
-            # no rank waits for the input gradient of stage 0
-            for more in (range(1), range(self.placement.num_stages)):
+            # no rank waits for the input gradient of a stage that none feeds
+            for more in (self.stage_graph.sources, range(self.placement.num_stages)):
                 fused = self.fused_schedule(order, name, frozenset(more))
                 if (fused_value := self._simulated(fused)) <= value * (1 + 1e-12):
                     schedule, value = fused, fused_value
@@ -219,7 +201,7 @@ class Problem:
                 else:
                     row.append(code_of(kinds[token % 3], token // 3, number))
             rows.append(row)
-        return Schedule.from_codes(rows, self.placement, self.microbatches, name)
+        return Schedule.from_codes(rows, self.placement, self.microbatches, name, self.graph)
 
     def numbered(self, entries: Ints, more: AbstractSet[int] = frozenset()) -> Iterator[tuple[int, int, bool]]:
         """Per entry of a rank: token, microbatch, and whether it is a W that is one B with the I ahead of it.
@@ -263,11 +245,3 @@ class Problem:
     def fits(self, order: Ints) -> bool:
         """Whether every rank's list is in a valid order and within the memory limit."""
         return all(kernel.fits(self.arrays, order, rank) for rank in range(self.placement.num_ranks))
-
-
-def _inverse(inputs: Ints) -> Ints:
-    """Per token: the token whose input it is, -1 for none."""
-    found = np.full(len(inputs), -1, dtype=np.int64)
-    needed = np.flatnonzero(inputs >= 0)
-    found[inputs[needed]] = needed
-    return found

@@ -11,6 +11,7 @@ from penstock.arguments import printable, whole_number
 from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
 from penstock.errors import PenstockError, SearchError
+from penstock.families.depth_order import topological_placement
 from penstock.families.registry import MAX_WORK
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
@@ -38,6 +39,7 @@ class SearchRequest:
     seed: int
     jitter: float | None
     quantile: float
+    graph: StageGraph | None = None
 
     def check(self) -> None:
         """Raise `SearchError` with every error of the arguments."""
@@ -75,8 +77,25 @@ class SearchRequest:
                 yield f"placement must be a Placement, or one of {', '.join(_PLACEMENTS)} (given {given})"
         elif self.placement.num_ranks != self.ranks:
             yield f"the placement has {self.placement.num_ranks} ranks (given ranks={self.ranks!r})"
+        if self.graph is not None:
+            yield from self._errors_in_graph(self.graph)
         if not isinstance(self.costs, Costs | None):
             yield f"costs must be Costs (given {printable(repr(self.costs))})"
+
+    def _errors_in_graph(self, graph: StageGraph) -> Iterator[str]:
+        if not isinstance(graph, StageGraph):
+            yield f"graph must be a StageGraph (given {printable(repr(graph))})"
+            return
+        if isinstance(self.placement, Placement):
+            if self.placement.num_stages != graph.num_stages:
+                given = f"{self.placement.num_stages} stages, the graph {graph.num_stages}"
+                yield f"the placement has {given}"
+        elif self.placement != "any":
+            yield f"with a graph, placement must be a Placement or any (given {self.placement!r})"
+        elif (whole_number(self.ranks) or 0) > graph.num_stages:
+            yield f"the graph has {graph.num_stages} stages, too few for {self.ranks} ranks"
+        if self.stages_per_rank != 1:
+            yield f"give graph=, which has its stages, or stages_per_rank={self.stages_per_rank!r}, not both"
 
     def _errors_in_jitter(self, jitter: float) -> Iterator[str]:
         if not _is_within(1, jitter):
@@ -93,13 +112,15 @@ class SearchRequest:
             if each.num_stages * int(self.microbatches) > MAX_WORK:
                 given = f"{each.num_stages} stages, {self.microbatches} microbatches"
                 raise SearchError(f"stages times microbatches can be at most {MAX_WORK} (given {given})")
-            (self.costs or Costs()).check_lengths(StageGraph.chain(each.num_stages))
+            (self.costs or Costs()).check_lengths(self.graph or StageGraph.chain(each.num_stages))
         return found
 
     def _named_placements(self) -> list[Placement]:
         if isinstance(self.placement, Placement):
             return [self.placement]
         ranks, stages = int(self.ranks), self.stages_per_rank
+        if self.graph is not None:
+            return [topological_placement(self.graph, ranks)]
         try:
             named = {"loop": Placement.loop(ranks, stages), "v": Placement.v(ranks, stages)}
         except PenstockError as error:

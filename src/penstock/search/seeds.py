@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.bounds import Workload
 from penstock.errors import PenstockError
 from penstock.families import build, families
 from penstock.ir.schedule import Schedule
@@ -29,8 +28,12 @@ class Seed(NamedTuple):
 
 
 def family_schedules(problem: Problem) -> Iterator[Schedule]:
-    """Every training family that has this placement."""
-    placement, m = problem.placement, problem.microbatches
+    """Every training family that has this placement; on a graph that is not a chain, those over graphs."""
+    placement, m, graph = problem.placement, problem.microbatches, problem.stage_graph
+    if not graph.is_chain:
+        builders = [family.graph_builder for family in families().values()]
+        yield from (builder(graph, placement, m) for builder in builders if builder is not None)
+        return
     stages_per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
     if rest:
         return
@@ -54,7 +57,7 @@ def grouped_schedules(problem: Problem) -> Iterator[Schedule]:
     """The training families that have this placement and groups, with groups other than the default."""
     placement, m = problem.placement, problem.microbatches
     stages_per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
-    if rest or stages_per_rank == 1 or placement.style != "loop":
+    if rest or stages_per_rank == 1 or placement.style != "loop" or not problem.stage_graph.is_chain:
         return
     ranks = placement.num_ranks
     for name, family in families().items():
@@ -66,7 +69,9 @@ def grouped_schedules(problem: Problem) -> Iterator[Schedule]:
 def serial(problem: Problem) -> Seed:
     """One microbatch after the other: slow, and with the least memory possible."""
     order: list[int] = []
-    for own in problem.placement.stages_of_rank:
+    hosts = problem.placement.stage_to_rank
+    for rank in range(problem.placement.num_ranks):
+        own = [s for s in problem.stage_graph.forward_order if hosts[s] == rank]
         one = [3 * s for s in own]
         for s in reversed(own):
             one += [3 * s + kind for kind in range(1, problem.arrays.kinds)]
@@ -93,8 +98,7 @@ def list_scheduled(problem: Problem, is_late: Callable[[], bool]) -> Iterator[Se
 
 def _caps(problem: Problem) -> Iterator[Ints]:
     """Limits on microbatches in flight per stage: none, then as few as hide the round trip, and a few more."""
-    placement, stages = problem.placement, problem.placement.num_stages
-    work = Workload(placement, problem.microbatches, problem.costs, split=problem.split)
+    placement, stages, work = problem.placement, problem.placement.num_stages, problem.work
     yield np.full(stages, problem.microbatches, dtype=np.int64)
     slowest = max(map(work.seconds_of, range(placement.num_ranks))) / problem.microbatches
     for more in (0, 1, 2):
