@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import Costs, Kind, Placement, Schedule, Timeline
+from penstock import Costs, Kind, Placement, Schedule, StageGraph, Timeline
 from penstock.simulation.attribution import critical_path, gaps
 from penstock.view.html import html
 
@@ -150,6 +150,23 @@ def test_messages_name_their_ends_and_their_arrival(family: str) -> None:
         assert action[sent["producer"][i]] == str(t.event(message.producer).step)
         assert action[sent["consumer"][i]] == str(t.event(message.consumer).step)
         assert (sent["begin"][i], sent["arrival"][i]) == (message.begin, message.arrival)
+
+
+def test_messages_follow_the_edges_of_a_stage_graph() -> None:
+    graph = StageGraph(4, ((0, 1), (0, 2), (0, 3), (1, 3), (2, 3)))
+    built = penstock.build("1f1b", ranks=3, microbatches=2, graph=graph, placement=Placement((0, 1, 1, 2)))
+    t = penstock.simulate(penstock.lower(built), Costs(latency=(0.5, 0.5, 9, 0.5, 0.5)))
+    found = record(t)
+    action, sent, further = texts(found), found["messages"], found["further_uses"]
+    ways = {(action[a], action[b]) for a, b in zip(sent["producer"], sent["consumer"])}
+    ways |= {(action[sent["producer"][m]], action[b]) for m, b in zip(further["message"], further["consumer"])}
+    wanted = {(f"{s}F{k}", f"{t}F{k}") for s, t in graph.edges for k in range(2)}
+    wanted |= {(f"{t}B{k}", f"{s}B{k}") for s, t in graph.edges for k in range(2)}
+    assert ways == wanted
+    # a gap names the message along its own edge, not another one of the same stage
+    waits = [(m, step) for m, step in zip(found["gaps"]["message"], found["gaps"]["before"]) if m >= 0]
+    assert all(sent["consumer"][m] == step for m, step in waits)
+    assert {action[step] for _, step in waits} >= {"1F0", "3F0"}
 
 
 def test_needs_are_what_a_step_waits_for_on_its_own_rank() -> None:

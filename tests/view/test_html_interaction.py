@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from selenium.webdriver import Keys
 
+import penstock
+from penstock import Placement
 from penstock.simulation.attribution import critical_path
-from tests.support.browser import BROWSER, DRIVER, ONE_F, ZBV, Browser, number_of
+from tests.support.browser import BROWSER, COSTS, DRIVER, ONE_F, ZBV, Browser, number_of
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium is not installed")
 
@@ -47,6 +49,17 @@ def test_hovering_highlights_transitive_inputs_and_direct_users(browser: Browser
     browser.point(browser.place(number_of(ONE_F, "2B5")))
     lit = {"0F5", "1F5", "2F5", "3F5", "3B5", "2B5", "1B5"}
     assert set(browser.ask("penstock.highlighted")) == lit
+
+
+def test_hovering_highlights_every_use_of_a_value_that_crossed_once(chromium: Browser) -> None:
+    graph = penstock.StageGraph(3, ((0, 1), (0, 2)))
+    built = penstock.build("gpipe", ranks=2, microbatches=1, graph=graph, placement=Placement((0, 1, 1)))
+    fan = penstock.simulate(penstock.lower(built), COSTS)
+    chromium.show(fan)
+    chromium.point(chromium.place(number_of(fan, "0F0")))
+    assert set(chromium.ask("penstock.highlighted")) == {"0F0", "1F0", "2F0", "0B0"}
+    chromium.point(chromium.place(number_of(fan, "2F0")))
+    assert set(chromium.ask("penstock.highlighted")) == {"0F0", "2F0", "2B0"}
 
 
 def test_the_memory_strip_shows_the_memory_at_a_time(browser: Browser) -> None:

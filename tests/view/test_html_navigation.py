@@ -36,7 +36,9 @@ def test_every_family_can_be_drawn(chromium: Browser) -> None:
         penstock.lower(penstock.build("zbv", ranks=2, microbatches=3)),
         Costs(forward=1e-4, latency=2e-4, unshard=1e-3, reshard=1e-5, reduce_grad=3e-4, parameters=1e9),
     )
-    for shown in ([], [empty], [empty, compute], [pairs], [blocked], [slow]):
+    graph = penstock.encoder_decoder((1, 1), 3, feeds=(0, 1, 2))
+    fan = penstock.simulate(penstock.lower(penstock.build("1f1b", ranks=3, microbatches=2, graph=graph)), COSTS)
+    for shown in ([], [empty], [empty, compute], [pairs], [blocked], [slow], [fan]):
         chromium.show(*shown)
         assert chromium.ask("penstock.frames") > 0
         for key in ("c", "+", Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ENTER, "0", "c", "d"):

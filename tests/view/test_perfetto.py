@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import Costs, Kind, Placement, Schedule, Timeline
+from penstock import Costs, Kind, Placement, Schedule, StageGraph, Timeline
 from penstock.simulation.attribution import gaps
 from penstock.view.perfetto import _us, trace
 
@@ -214,6 +214,28 @@ def test_arrows_go_from_the_producer_through_the_message_to_the_consumer() -> No
         ]
         for m in shown.messages
     )
+
+
+def test_arrows_follow_the_edges_of_a_stage_graph() -> None:
+    graph = StageGraph(4, ((0, 1), (0, 2), (0, 3), (1, 3), (2, 3)))
+    built = penstock.build("1f1b", ranks=3, microbatches=2, graph=graph, placement=Placement((0, 1, 1, 2)))
+    for schedule in (built, penstock.lower(built)):
+        shown = penstock.simulate(schedule, COSTS)
+        found = entries(shown)
+        check_arrows(found)
+        ways = defaultdict(list)
+        open_on: dict[int, str] = {}
+        for entry in found:
+            if entry["ph"] == "X":
+                open_on[entry["tid"]] = entry["name"]
+            if entry["ph"] in "sf":
+                ways[entry["id"]].append(open_on[entry["tid"]])
+        wanted = [[f"{s}F{k}", f"{t}F{k}"] for s, t in graph.edges for k in range(2)]
+        wanted += [[f"{t}B{k}", f"{s}B{k}"] for s, t in graph.edges for k in range(2)]
+        assert sorted(ways.values()) == sorted(wanted)
+        named = Counter(entry["name"] for entry in of("X", found) if entry["cat"] == "communication")
+        lowered = penstock.lower(built).ranks
+        assert named == Counter(str(step) for row in lowered for step in row if step.kind.is_communication)
 
 
 def test_a_gap_is_explained_by_the_step_after_it() -> None:

@@ -240,3 +240,15 @@ def test_kinds_differ_in_grey(white: float) -> None:
     assert min(b - a for a, b in pairwise(greys)) > (3 if white else 9)
     assert [round(lightness(colour)) for colour in COLOURS] == [46, 71, 61, 89]
     assert (lightness("#000000"), round(lightness("#ffffff"), 1)) == (0, 100)
+
+
+def test_arrows_follow_the_edges_of_a_stage_graph() -> None:
+    graph = penstock.StageGraph(4, ((0, 1), (0, 2), (0, 3), (1, 3), (2, 3)))
+    built = penstock.build("1f1b", ranks=3, microbatches=2, graph=graph, placement=Placement((0, 1, 1, 2)))
+    for schedule in (built, penstock.lower(built)):
+        shown = penstock.simulate(schedule, COSTS)
+        (group,) = (g for g in picture([shown]).groups if g.name == "edges, microbatch 0")
+        shafts = group.marks[::3]  # each arrow is a shaft and the two lines of its head
+        assert Counter(mark.style for mark in shafts) == {"edge-activation": 5, "edge-gradient": 5}
+        assert "activation of microbatch 0" in svg([shown])
+    assert "edge" not in svg([timeline("1f1b")])

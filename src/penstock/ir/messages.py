@@ -96,6 +96,20 @@ class Messages:
         return self.paired & (self.consumer >= 0)
 
     @cached_property
+    def further_uses(self) -> tuple[Ints, Ints]:
+        """The uses of activations by other stages of the rank after the first: message and part."""
+        table, m = self.table, self.table.microbatches
+        activation = table.between_stages[0]
+        carried = np.flatnonzero(np.bincount(table.carrier, minlength=len(table.carrier))[table.carrier] > 1)
+        number = np.full(len(table.carrier), -1)
+        edges = self.edge[~self.is_gradient][::m]
+        number[edges] = np.arange(len(edges)) * m
+        message = (number[table.carrier[carried]][:, None] + np.arange(m)).ravel()
+        part = activation.consumer[carried].ravel()
+        later = (part >= 0) & (part != self.consumer[message])
+        return message[later], part[later]
+
+    @cached_property
     def in_order(self) -> bool:
         """Whether every channel receives in the order it sends."""
         return not self.overtaken[0].size

@@ -200,6 +200,20 @@ class Timeline:
         rows = zip(*(column.tolist() for column in columns))
         return tuple(Message(VALUES[is_gradient], *rest) for is_gradient, *rest in rows)
 
+    @cached_property
+    def further_uses(self) -> tuple[tuple[Message, int], ...]:
+        """Messages with the slots that use them after the first one: other stages of the same rank."""
+        messages, slot = self.schedule.messages, self.schedule.table.slot
+        used = (messages.producer >= 0) & (messages.consumer >= 0)
+        index = np.cumsum(used) - 1
+        number, part = messages.further_uses
+        return tuple((self.messages[index[n]], int(slot[p])) for n, p in zip(number, part) if used[n])
+
+    @property
+    def uses(self) -> tuple[tuple[Message, int], ...]:
+        """Every message with every slot that uses it."""
+        return (*((message, message.consumer) for message in self.messages), *self.further_uses)
+
     def _transfers(self) -> tuple[Floats, Floats]:
         """Per message: begin and arrival; by its send's end and the latency where it was not followed."""
         messages, slot = self.schedule.messages, self.schedule.table.slot_or_none

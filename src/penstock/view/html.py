@@ -105,6 +105,7 @@ def _record(timeline: Timeline) -> Record:
         "steps": _steps(timeline, shown),
         "pairs": _pairs(timeline, number),
         "messages": _messages(timeline, number),
+        "further_uses": _further_uses(timeline, number),
         "needs": _needs(timeline, number),
         "path": [n for event in critical_path(timeline) if (n := int(number[event.slot])) >= 0],
         "gaps": _gaps(timeline, number),
@@ -168,6 +169,15 @@ def _messages(timeline: Timeline, number: Ints) -> Record:
     }
 
 
+def _further_uses(timeline: Timeline, number: Ints) -> Record:
+    """Values that crossed once for several stages of a rank: their uses after the first."""
+    index = {id(message): i for i, message in enumerate(timeline.messages)}
+    return {
+        "message": [index[id(message)] for message, _ in timeline.further_uses],
+        "consumer": [int(number[slot]) for _, slot in timeline.further_uses],
+    }
+
+
 def _needs(timeline: Timeline, number: Ints) -> Record:
     """Dependencies within a rank: within a stage, and between stages of the same rank."""
     columns = timeline.schedule.table
@@ -184,8 +194,8 @@ def _needs(timeline: Timeline, number: Ints) -> Record:
 
 def _gaps(timeline: Timeline, number: Ints) -> Record:
     found = gaps(timeline)
-    index = {(m.kind, m.stage, m.microbatch): i for i, m in enumerate(timeline.messages)}
-    waits = [(m.kind, m.stage, m.microbatch) if (m := gap.message) else None for gap in found]
+    index = {(m.kind, m.edge, m.microbatch): i for i, m in enumerate(timeline.messages)}
+    waits = [(m.kind, m.edge, m.microbatch) if (m := gap.message) else None for gap in found]
     return {
         "rank": [gap.rank for gap in found],
         "start": _numbers([gap.start for gap in found]),

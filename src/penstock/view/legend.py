@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.ir.action import Kind
+from penstock.ir.messages import VALUES
 from penstock.view.kinds import KIND_STYLES, kinds_on
 from penstock.view.marks import Box, Group, Label, Mark, text_width
 from penstock.view.palette import box_style
@@ -20,6 +21,8 @@ class Legend(NamedTuple):
     stages_per_rank: int
     pairs: bool
     memory: list[str]
+    edges: bool = False
+    """Whether the edges of a stage graph are drawn."""
 
 
 def legend(shown: Legend, left: int, width: int, top: int) -> tuple[Group, int]:
@@ -52,5 +55,8 @@ def _entries(shown: Legend) -> Iterator[tuple[list[Box], str]]:
     for kind in kinds_on("collective"):
         if kind in shown.kinds:
             yield [Box(kind.value, 0, 4, 6, 4)], KIND_STYLES[kind].meaning
+    if shown.edges:
+        for value in VALUES:
+            yield [Box(f"edge-{value}", 0, 5, 16, 1)], f"{value} of microbatch 0 between ranks"
     for part in shown.memory:
         yield [Box(part, 0, 0, 16, 11)], f"memory: {part}"

@@ -40,6 +40,8 @@ _LINES = {
     "grid": Style(stroke=PALE, stroke_width=0.5),
     "axis": Style(stroke=GREY, stroke_width=0.75),
     "at-peak": Style(stroke=GREY, stroke_width=1),
+    "edge-activation": Style("#004c77", "#004c77", 1),
+    "edge-gradient": Style("#8a4b00", "#8a4b00", 1),
 }
 
 

@@ -22,7 +22,7 @@ from itertools import count
 from math import inf, nextafter
 from typing import Any, TypeAlias
 
-from penstock.ir.action import Kind, Step
+from penstock.ir.action import Action, Kind, Step, chain_neighbour
 from penstock.simulation.attribution import Gap, gaps
 from penstock.simulation.timeline import Event, Message, Timeline
 from penstock.view.kinds import style_of
@@ -122,8 +122,9 @@ class _TimelineTrace:
                 "dur": _us(span.end - span.start),
                 "args": span.args,
             }
-        for message, sent in zip(self.timeline.messages, self.sent):
-            yield from self._arrow(message, sent)
+        sent = dict(zip(map(id, self.timeline.messages), self.sent))
+        for message, slot in self.timeline.uses:
+            yield from self._arrow(message, sent[id(message)], slot)
         for rank, process in enumerate(self.process):
             yield from _counters(self.timeline, rank, process)
 
@@ -131,9 +132,9 @@ class _TimelineTrace:
         thread = self.thread[span.rank, span.thread, span.lane]
         return {"pid": self.process[span.rank], "tid": thread, "ts": _us(time)}
 
-    def _arrow(self, message: Message, sent: _Span) -> Iterator[Entry]:
+    def _arrow(self, message: Message, sent: _Span, use: int) -> Iterator[Entry]:
         """An arrow binds to the events that enclose its points; an event of zero duration encloses nothing."""
-        producer, consumer = self.steps[message.producer], self.steps[message.consumer]
+        producer, consumer = self.steps[message.producer], self.steps[use]
         assert producer is not None
         assert consumer is not None
         if producer.end == producer.start or consumer.end == consumer.start:
@@ -157,7 +158,8 @@ def _step(event: Event) -> _Span | None:
 def _message(timeline: Timeline, message: Message, *, leaving: bool) -> _Span:
     forward = message.kind == "activation"
     here, peer = (message.source, message.target) if leaving else (message.target, message.source)
-    stage = message.stage if leaving else message.stage + (1 if forward else -1)
+    makes, uses = timeline.schedule.graph.edges[message.edge][:: 1 if forward else -1]
+    stage, other = (makes, uses) if leaving else (uses, makes)
     kind = {
         (True, True): Kind.SEND_F,
         (True, False): Kind.SEND_B,
@@ -174,7 +176,9 @@ def _message(timeline: Timeline, message: Message, *, leaving: bool) -> _Span:
     }
     thread = f"{'to' if leaving else 'from'} rank {peer}"
     times = (_ns(message.begin), _ns(message.arrival))
-    return _Span(here, thread, *times, f"{stage}{kind}{message.microbatch}", "communication", args)
+    off_chain = other if other != chain_neighbour(kind, stage) else None
+    text = str(Action(kind, stage, message.microbatch, off_chain))
+    return _Span(here, thread, *times, text, "communication", args)
 
 
 def _arguments(step: Step) -> Entry:

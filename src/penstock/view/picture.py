@@ -21,6 +21,7 @@ from penstock.errors import PenstockError
 from penstock.ir.action import Kind
 from penstock.ir.table import Floats
 from penstock.simulation.timeline import Timeline
+from penstock.view.edge_arrows import edge_arrows
 from penstock.view.kinds import style_of
 from penstock.view.legend import legend
 from penstock.view.marks import Area, Box, Group, Label, Line, Mark, Picture, text_width
@@ -59,6 +60,7 @@ def _panel(timeline: Timeline, scales: Scales, top: float) -> Iterator[Group]:
         marks = chain(_memory(timeline, rank, scales, y), _steps(timeline, rank, scales, y))
         label = Label("rank", LEFT - 8, y + ROW / 2 + 4, f"rank {rank}")
         yield Group(f"rank {rank}", [label, *marks])
+    yield from edge_arrows(timeline, scales, rows)
 
 
 def _title(timeline: Timeline, scales: Scales, top: float) -> list[Mark]:

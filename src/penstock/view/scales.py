@@ -79,7 +79,8 @@ class Scales:
         pairs = any(len(t.schedule.table.slot) > t.schedule.num_steps for t in self.timelines)
         memories = [memory for t in self.timelines for memory in t.memory]
         used = [part for part in MEMORY if any(np.any(getattr(memory, part)) for memory in memories)]
-        return Legend(self.kinds, max(map(len, hosted)), pairs, used)
+        edges = any(not t.schedule.graph.is_chain and t.messages for t in self.timelines)
+        return Legend(self.kinds, max(map(len, hosted)), pairs, used, edges)
 
     @cached_property
     def unit(self) -> tuple[float, str]:

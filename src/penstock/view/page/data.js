@@ -59,6 +59,8 @@ function makePanel(record, number) {
     gapsOf: groupBy(record.gaps.rank, record.ranks),
     gapBefore: new Map(record.gaps.before.map((step, gap) => [step, gap])),
   };
+  record.further_uses.message.forEach((m, use) => panel.messagesIn[record.further_uses.consumer[use]].push(m));
+  panel.furtherUses = groupBy(record.further_uses.message, record.messages.stage.length);
   sortIntoRows(panel);
   measureLabels(panel);
   return panel;

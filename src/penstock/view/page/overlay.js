@@ -10,7 +10,9 @@ function inputsOf(panel, step) {
 
 // Returns the steps that need a step, directly.
 function usersOf(panel, step) {
-  const sent = panel.messagesOut[step].map((m) => panel.messages.consumer[m]);
+  const sent = panel.messagesOut[step].flatMap((m) => [
+    panel.messages.consumer[m], ...panel.furtherUses[m].map((use) => panel.further_uses.consumer[use]),
+  ]);
   return sent.concat(panel.needsOut[step].map((n) => panel.needs.consumer[n]));
 }
 
