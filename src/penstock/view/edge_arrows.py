@@ -26,7 +26,7 @@ def edge_arrows(timeline: Timeline, scales: Scales, top: float) -> Iterator[Grou
             x, to_x = scales.x(timeline.end[[message.producer]])[0], scales.x(timeline.start[[slot]])[0]
             y, to_y = (top + int(rank[each]) * scales.row_height + ROW / 2 for each in (message.producer, slot))
             lines += _arrow(f"edge-{message.kind}", x, y, to_x, to_y)
-    yield Group("edges, microbatch 0", sorted(lines, key=lambda line: line.style))  # type: ignore[arg-type]
+    yield Group("edges, microbatch 0", sorted(lines, key=lambda line: line.style))
 
 
 def _arrow(style: str, x: float, y: float, to_x: float, to_y: float) -> Iterator[Line]:
