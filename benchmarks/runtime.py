@@ -113,7 +113,7 @@ class EarlyReturn(LossExchange):
     _earlier: tuple[dist.Work, ...] = ()
 
     def finish(self, weights: Sequence[float]) -> tuple[float | None, Tensor | None]:
-        if self._last is not None:
+        if self._is_source:
             earlier, self._earlier = self._earlier, tuple(self._pending.values())
             self._pending.clear()
             for work in earlier:

@@ -73,6 +73,11 @@ class Action:
         return f"{self.stage}{self.kind.value}{microbatch}{other_end}"
 
     @property
+    def other_end(self) -> int:
+        """For a message: the stage at the other end."""
+        return chain_neighbour(self.kind, self.stage) if self.peer is None else self.peer
+
+    @property
     def parts(self) -> tuple[Action, ...]:
         """The actions this step is made of: itself."""
         return (self,)

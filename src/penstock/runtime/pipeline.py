@@ -54,7 +54,9 @@ class Pipeline:
                   to module, which may contain all stages, as the result of `split` does: each rank uses its own
     `schedule`    the name of a family, a `.csv` or `.json` file, or a `Schedule`, lowered or not
     `microbatches`  their number; required with the name of a family
-    `loss`        called with the last stage's output and, if there is one, the target; returns one number
+    `loss`        called with the last stage's output and, if there is one, the target; returns one number. If
+                  several stages feed no other, it is called for each of them, or is a mapping from stage to
+                  loss; the losses are added up
     `tokens`      counts the tokens of a microbatch's target; the loss is then weighted by them
     `average`     whether the loss of a step is the mean of the microbatches' losses, or else their sum
     `group`       a process group or one dimension of a DeviceMesh; all ranks by default
@@ -75,7 +77,7 @@ class Pipeline:
         schedule: Schedule | str | PathLike[str],
         *,
         microbatches: int | None = None,
-        loss: Callable[..., Tensor] | None = None,
+        loss: Callable[..., Tensor] | Mapping[int, Callable[..., Tensor]] | None = None,
         tokens: Callable[[Any], int] | None = None,
         average: bool = True,
         group: Group = None,
@@ -95,7 +97,8 @@ class Pipeline:
         verified = verify_schedule(setup.resolve_schedule(schedule, stages, len(members), microbatches))
         self.schedule = verified.schedule
         """The schedule that runs, with all its communication."""
-        model = setup.rank_model(stages, self.schedule, self.rank, loss, tied, replicas, device)
+        losses = setup.losses_by_sink(loss, self.schedule.graph)
+        model = setup.rank_model(stages, self.schedule, self.rank, losses, tied, replicas, device)
         setup.check_replicas_outside(members, model.replication.groups)
         self.device = model.device
         """The device of the messages."""
@@ -107,7 +110,7 @@ class Pipeline:
             group_timeout(ranks, self.device) if timeout is None else timedelta(seconds=timeout),
             model.modules,
             model.trained,
-            loss,
+            losses,
             setup.functions_by_kind(functions),
             model.replication,
             check_finite,
@@ -136,6 +139,7 @@ class Pipeline:
 
         `args` are used on the rank of the first stage, `target` on that of the last, keyword arguments on every
         stage of the rank that gets them. A list is a list of microbatches. Every rank may get all arguments.
+        If several stages take the batch, `args` has one argument for each of them, in the order of the stages.
         """
         if not self.schedule.table.has(Kind.B, Kind.I):
             return self.eval(*args, target=target, return_outputs=return_outputs, **kwargs)

@@ -16,6 +16,7 @@ from penstock.errors import BuildError, PipelineError
 from penstock.families import build
 from penstock.formats import read
 from penstock.ir.action import Kind
+from penstock.ir.graph import StageGraph
 from penstock.ir.schedule import Schedule
 from penstock.runtime.data_parallel.fsdp import fsdp_shards_by_stage
 from penstock.runtime.data_parallel.replica_group import ReplicaGroup
@@ -23,6 +24,7 @@ from penstock.runtime.data_parallel.tied_names import TiedNames, find_tied_weigh
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.data_parallel.wrappers import split_metadata
 from penstock.runtime.execution.custom_function import CustomFunction
+from penstock.runtime.execution.stage_checks import LossFunction
 from penstock.runtime.transport.process_groups import Group
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "check_options",
     "check_replicas_outside",
     "functions_by_kind",
+    "losses_by_sink",
     "rank_model",
     "resolve_schedule",
 ]
@@ -60,7 +63,7 @@ def rank_model(
     stages: Sequence[nn.Module] | Mapping[int, nn.Module],
     schedule: Schedule,
     rank: int,
-    loss: object,
+    losses: Mapping[int, LossFunction],
     tied: Sequence[TiedNames],
     replicas: Group,
     device: torch.device | str | None,
@@ -69,7 +72,7 @@ def rank_model(
     modules = _modules_of_rank(stages, schedule, rank)
     tied = find_tied_weights(tied, stages, schedule.num_stages)
     device = torch.device(device) if device is not None else _device_of(modules.values())
-    trained = _with_loss(modules, loss, schedule.num_stages - 1)
+    trained = _with_losses(modules, losses)
     shards = fsdp_shards_by_stage(trained)
     ties = TiedWeights(tied, modules, shards, schedule, rank)
     return RankModel(modules, trained, device, ties, ReplicaGroup(trained, shards, replicas, schedule, rank))
@@ -173,11 +176,37 @@ def _with_checked_numbers(modules: dict[int, nn.Module], schedule: Schedule) -> 
     return modules
 
 
-def _with_loss(modules: Mapping[int, nn.Module], loss: object, last: int) -> dict[int, nn.Module]:
-    """The modules of this rank; a loss with parameters is trained together with the last stage."""
+def losses_by_sink(loss: object, graph: StageGraph) -> dict[int, LossFunction]:
+    """The loss of each stage that feeds no other: one for all of them, or a mapping from stage to loss."""
+    if loss is None:
+        return {}
+    if not isinstance(loss, Mapping):
+        if not callable(loss):
+            raise PipelineError(f"loss= must be a function or a module (given {type(loss).__name__})")
+        if len(graph.sinks) > 1 and _has_parameters(loss):
+            raise PipelineError(
+                f"stage {listed(graph.sinks)} would share the parameters of the loss: give each stage its own "
+                "module, as loss={stage: module, ...}"
+            )
+        return dict.fromkeys(graph.sinks, loss)
+    if sorted(loss, key=repr) != sorted(graph.sinks, key=repr):
+        raise PipelineError(
+            f"loss= has a loss for stage {listed(loss) or 'none'}, but it needs one for each stage that feeds "
+            f"no other: stage {listed(graph.sinks)}"
+        )
+    return {sink: loss[sink] for sink in graph.sinks}
+
+
+def _has_parameters(loss: object) -> bool:
+    return isinstance(loss, nn.Module) and any(True for _ in loss.parameters())
+
+
+def _with_losses(modules: Mapping[int, nn.Module], losses: Mapping[int, object]) -> dict[int, nn.Module]:
+    """The modules of this rank; a loss with parameters is trained together with its stage."""
     trained = dict(modules)
-    if last in trained and isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-        trained[last] = nn.ModuleDict({"stage": trained[last], "loss": loss})
+    for sink, loss in losses.items():
+        if sink in trained and isinstance(loss, nn.Module) and _has_parameters(loss):
+            trained[sink] = nn.ModuleDict({"stage": trained[sink], "loss": loss})
     return trained
 
 

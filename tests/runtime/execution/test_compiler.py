@@ -37,8 +37,8 @@ def context_of(log: list[str], functions: dict[Kind, Any] | None = None) -> Exec
     named: Any = {name: Recording(name, log) for name in ("stage", "send", "receive", "replication")}
     return ExecutionContext(
         {0: named["stage"]},
-        {(Kind.SEND_F, 0): named["send"]},
-        {(Kind.RECV_B, 0): named["receive"]},
+        {(Kind.SEND_F, 0, 1): named["send"]},
+        {(Kind.RECV_B, 0, 1): named["receive"]},
         functions or {},
         named["replication"],
         lambda rank: log.append(f"check call of {rank}"),
@@ -51,7 +51,7 @@ def test_actions_become_waits_releases_and_calls() -> None:
     compile_program(verified, 0, context_of(log)).run()
     assert log == [
         "stage.forward(0)",
-        "stage.pop_output(0)",
+        "stage.pop_output(0, 1)",
         "send.send(0)",
         "receive.post(0)",
         "check call of 1",

@@ -45,7 +45,7 @@ def test_a_loss_without_its_target_is_explained() -> None:
 def test_gradients_have_the_shapes_of_the_outputs_or_are_missing() -> None:
     shapes = [torch.Size([2]), torch.Size([3])]
     check_gradient_shapes([torch.ones(2), None], shapes, 0)
-    with pytest.raises(PipelineError, match=r"stage 1 sent gradients of shapes \[2\], \[4\] to stage 0"):
+    with pytest.raises(PipelineError, match=r"stage 0 received gradients of shapes \[2\], \[4\]"):
         check_gradient_shapes([torch.ones(2), torch.ones(4)], shapes, 0)
 
 

@@ -13,17 +13,17 @@ from penstock.runtime.execution.custom_function import CustomFunction
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 
-__all__ = ["ActionRule", "ExecutionContext", "Work", "rule_of"]
+__all__ = ["ActionRule", "ExecutionContext", "Work", "channel_key", "microbatch_of", "rule_of"]
 
 Work: TypeAlias = Callable[[], None]
 
 
 class ExecutionContext(NamedTuple):
-    """What the actions of a rank work on; channels are by kind and stage of their action."""
+    """What the actions of a rank work on; channels are by kind, stage and other end of their action."""
 
     stages: Mapping[int, Stage]
-    send_channels: Mapping[tuple[Kind, int], SendChannel]
-    receive_channels: Mapping[tuple[Kind, int], ReceiveChannel]
+    send_channels: Mapping[tuple[Kind, int, int], SendChannel]
+    receive_channels: Mapping[tuple[Kind, int, int], ReceiveChannel]
     functions: Mapping[Kind, CustomFunction]
     replication: ReplicaGroup
     check_call: Callable[[int], None]
@@ -36,7 +36,7 @@ class ActionRule(NamedTuple):
     bind: Callable[[ExecutionContext, Action], Work | None]
     """Gives the call for an action, or None if there is nothing to do."""
     needs: Kind | None = None
-    """The receive whose message the action waits for, if the stage has such a channel."""
+    """The receive whose messages the action waits for, if the stage has such channels."""
 
 
 def rule_of(kind: Kind) -> ActionRule:
@@ -66,20 +66,25 @@ def _backward_weight(context: ExecutionContext, action: Action) -> Work:
     return partial(context.stages[action.stage].backward_weight, microbatch_of(action))
 
 
+def channel_key(message: Action) -> tuple[Kind, int, int]:
+    """The key of the channel of a SEND or RECV."""
+    return message.kind, message.stage, message.other_end
+
+
 def _send_output(context: ExecutionContext, action: Action) -> Work:
-    channel, stage = context.send_channels[action.kind, action.stage], context.stages[action.stage]
-    microbatch = microbatch_of(action)
-    return lambda: channel.send(microbatch, *stage.pop_output(microbatch))
+    channel, stage = context.send_channels[channel_key(action)], context.stages[action.stage]
+    microbatch, consumer = microbatch_of(action), action.other_end
+    return lambda: channel.send(microbatch, *stage.pop_output(microbatch, consumer))
 
 
 def _send_gradient(context: ExecutionContext, action: Action) -> Work:
-    channel, stage = context.send_channels[action.kind, action.stage], context.stages[action.stage]
-    microbatch = microbatch_of(action)
-    return lambda: channel.send(microbatch, *stage.pop_input_gradient(microbatch))
+    channel, stage = context.send_channels[channel_key(action)], context.stages[action.stage]
+    microbatch, source = microbatch_of(action), action.other_end
+    return lambda: channel.send(microbatch, *stage.pop_input_gradient(microbatch, source))
 
 
 def _post_receive(context: ExecutionContext, action: Action) -> Work:
-    return partial(context.receive_channels[action.kind, action.stage].post, microbatch_of(action))
+    return partial(context.receive_channels[channel_key(action)].post, microbatch_of(action))
 
 
 def _unshard(context: ExecutionContext, action: Action) -> Work | None:

@@ -33,7 +33,10 @@ def peers_of(schedule: Schedule, rank: int) -> list[int]:
 
 
 class ChannelEnds:
-    """The channel ends of one rank by the kind and the stage of their action; none without a communicator."""
+    """The channel ends of one rank; none without a communicator.
+
+    They are by the kind and the stage of their action and the stage at the other end.
+    """
 
     def __init__(
         self,
@@ -43,8 +46,8 @@ class ChannelEnds:
         pool: BufferPool,
         meshes: Meshes,
     ) -> None:
-        self.sends: dict[tuple[Kind, int], SendChannel] = {}
-        self.receives: dict[tuple[Kind, int], ReceiveChannel] = {}
+        self.sends: dict[tuple[Kind, int, int], SendChannel] = {}
+        self.receives: dict[tuple[Kind, int, int], ReceiveChannel] = {}
         self._microbatches = schedule.microbatches
         if communicator is None:
             return
@@ -53,12 +56,12 @@ class ChannelEnds:
             edge, back = divmod(number, 2)
             feeds, fed = schedule.graph.edges[edge]
             if rank == source:
-                kind, stage = (Kind.SEND_B, fed) if back else (Kind.SEND_F, feeds)
+                kind, stage, other = (Kind.SEND_B, fed, feeds) if back else (Kind.SEND_F, feeds, fed)
                 name = f"stage {stage}, {'gradients to' if back else 'output for'} rank {target}"
-                self.sends[kind, stage] = SendChannel(*common, name)
+                self.sends[kind, stage, other] = SendChannel(*common, name)
             elif rank == target:
-                kind, stage = (Kind.RECV_B, feeds) if back else (Kind.RECV_F, fed)
-                self.receives[kind, stage] = ReceiveChannel(*common, f"stage {stage}", meshes=meshes)
+                kind, stage, other = (Kind.RECV_B, feeds, fed) if back else (Kind.RECV_F, fed, feeds)
+                self.receives[kind, stage, other] = ReceiveChannel(*common, f"stage {stage}", meshes=meshes)
 
     @property
     def _all(self) -> tuple[SendChannel | ReceiveChannel, ...]:

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from penstock.ir.action import Action, Kind, Overlap, Step
-from penstock.runtime.execution.action_rules import ExecutionContext, Work, microbatch_of, rule_of
+from penstock.ir.graph import StageGraph
+from penstock.runtime.execution.action_rules import (
+    ExecutionContext,
+    Work,
+    channel_key,
+    microbatch_of,
+    rule_of,
+)
 from penstock.runtime.execution.custom_function import Custom
 from penstock.runtime.execution.program import Call, CallType, Program, Progress
 from penstock.runtime.execution.verified_schedule import VerifiedSchedule
@@ -20,9 +27,10 @@ _MOST_PENDING = 8  # sends per channel, where a send may block
 def compile_program(verified: VerifiedSchedule, rank: int, context: ExecutionContext) -> Program:
     """The program of one rank."""
     progress = Progress()
-    compiler = _Compiler(verified.schedule.ranks[rank], context, progress)
+    schedule = verified.schedule
+    compiler = _Compiler(schedule.ranks[rank], schedule.graph, context, progress)
     calls = compiler.calls(_release_points(verified, rank))
-    return Program(verified.schedule, rank, tuple(calls), progress)
+    return Program(schedule, rank, tuple(calls), progress)
 
 
 def _release_points(verified: VerifiedSchedule, rank: int) -> ReleasePoints:
@@ -38,34 +46,39 @@ def _release_points(verified: VerifiedSchedule, rank: int) -> ReleasePoints:
 
 
 class _Compiler:
-    def __init__(self, steps: tuple[Step, ...], context: ExecutionContext, progress: Progress) -> None:
-        self._steps, self._context, self._progress = steps, context, progress
+    def __init__(
+        self, steps: tuple[Step, ...], graph: StageGraph, context: ExecutionContext, progress: Progress
+    ) -> None:
+        self._steps, self._graph, self._context, self._progress = steps, graph, context, progress
         self._checked: set[int] = set()
         """The ranks whose call is checked by now."""
 
     def calls(self, releases: ReleasePoints) -> Iterator[Call]:
         for position, step in enumerate(self._steps):
             for part in step.parts:
-                yield from (Call(position, CallType.WAIT, wait, part) for wait in self._waits(part))
+                yield from self._waits(position, part)
             yield from (self._release(position, send) for send in releases.at.get(position, ()))
             if (work := self._work(step)) is not None:
                 yield Call(position, CallType.ACTION, work)
         yield from (self._release(len(self._steps) - 1, send) for send in releases.at_end)
 
-    def _waits(self, part: Action) -> Iterator[Work]:
-        """The wait for the message that an action needs from another rank, whose call is checked once."""
-        needs = rule_of(part.kind).needs
-        channel = None if needs is None else self._context.receive_channels.get((needs, part.stage))
-        if channel is None:
+    def _waits(self, position: int, part: Action) -> Iterator[Call]:
+        """The waits for the messages that an action needs from other ranks, whose calls are checked once."""
+        if (needs := rule_of(part.kind).needs) is None:
             return
-        if channel.peer not in self._checked:
-            self._checked.add(channel.peer)
-            yield partial(self._context.check_call, channel.peer)
-        yield partial(channel.wait, microbatch_of(part))
+        neighbours = self._graph.inputs if needs is Kind.RECV_F else self._graph.outputs
+        for other in neighbours(part.stage):
+            if (channel := self._context.receive_channels.get((needs, part.stage, other))) is None:
+                continue
+            receive = Action(needs, part.stage, microbatch_of(part), other)
+            if channel.peer not in self._checked:
+                self._checked.add(channel.peer)
+                yield Call(position, CallType.WAIT, partial(self._context.check_call, channel.peer), receive)
+            yield Call(position, CallType.WAIT, partial(channel.wait, microbatch_of(part)), receive)
 
     def _release(self, position: int, earlier: int) -> Call:
         (send,) = self._steps[earlier].parts
-        channel = self._context.send_channels[send.kind, send.stage]
+        channel = self._context.send_channels[channel_key(send)]
         return Call(position, CallType.RELEASE, partial(channel.release, microbatch_of(send)), send)
 
     def _work(self, step: Step) -> Work | None:

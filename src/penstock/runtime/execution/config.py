@@ -34,7 +34,8 @@ class ExecutionConfig:
     """The modules of this rank's stages."""
     trained: Mapping[int, nn.Module]
     """The same with the parameters of the loss, if it has any."""
-    loss: LossFunction | None
+    losses: Mapping[int, LossFunction]
+    """The loss of each sink, the stages that feed no other; empty without a loss."""
     functions: Mapping[Kind, CustomFunction]
     replication: ReplicaGroup
     check_finite: bool

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from penstock.errors import PipelineError
 from penstock.ir.action import Kind
-from penstock.ir.schedule import Schedule
 from penstock.runtime.dtensors import Meshes
 from penstock.runtime.execution.action_rules import ExecutionContext
 from penstock.runtime.execution.call_agreement import CallAgreement
@@ -25,10 +24,12 @@ from penstock.runtime.execution.channel_ends import ChannelEnds, channels_betwee
 from penstock.runtime.execution.compiler import compile_program
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.forward_only import forward_only
+from penstock.runtime.execution.joined_inputs import Source, joined_gradients, joined_inputs, one_source
 from penstock.runtime.execution.loss_exchange import LossExchange
 from penstock.runtime.execution.microbatch_state import LiveActivations
 from penstock.runtime.execution.program import CallType, Program
-from penstock.runtime.execution.stage import Source, Stage, StageConfig
+from penstock.runtime.execution.stage import Stage
+from penstock.runtime.execution.stage_config import StageConfig, split_microbatches
 from penstock.runtime.failure.job import (
     abort_groups,
     link_members,
@@ -78,7 +79,9 @@ class Connection:
         for index, module in config.modules.items():
             self.stages[index] = Stage(index, module, self._stage_config(index), activations, pool)
         self._neighbours.update(self.stages)
-        self.losses = LossExchange(self.communicator, config, self.stages.get(schedule.num_stages - 1))
+        self.sinks = {sink: self.stages[sink] for sink in schedule.graph.sinks if sink in self.stages}
+        """The stages of this rank that feed no other."""
+        self.losses = LossExchange(self.communicator, config, self.sinks)
         self.programs = self._compiled()
         self.monitor: FailureMonitor | None = None
         if self.communicator is not None:
@@ -115,30 +118,32 @@ class Connection:
 
     def _stage_config(self, index: int) -> StageConfig:
         config = self.config
-        is_last = not config.schedule.graph.outputs(index)
+        inputs, outputs = config.schedule.graph.inputs(index), config.schedule.graph.outputs(index)
         return StageConfig(
-            input_source=self._input_source(index),
-            gradient_source=self._gradient_source(index),
-            split_microbatches=_split_microbatches(config.schedule, index),
-            loss=config.loss if is_last else None,
+            inputs=inputs,
+            outputs=outputs,
+            input_source=one_source([self._input_source(index, each) for each in inputs], joined_inputs),
+            gradient_source=one_source(
+                [self._gradient_source(index, each) for each in outputs], joined_gradients
+            ),
+            split_microbatches=split_microbatches(config.schedule, index),
+            loss=config.losses.get(index),
             shards=config.replication.shards.get(index),
             is_replicated=config.replication.count > 1,
             check_finite=config.check_finite,
         )
 
-    def _input_source(self, index: int) -> Source | None:
-        """Where a stage gets its inputs from: a channel, or its neighbour on this rank; None for the batch."""
-        if (channel := self._channels.receives.get((Kind.RECV_F, index))) is not None:
+    def _input_source(self, index: int, other: int) -> Source:
+        """Where a stage gets the output of another one from: a channel, or that stage on this rank."""
+        if (channel := self._channels.receives.get((Kind.RECV_F, index, other))) is not None:
             return channel.take
-        inputs = self.config.schedule.graph.inputs(index)
-        return partial(_local_output, self._neighbours, inputs[0]) if inputs else None
+        return partial(_local_output, self._neighbours, other, index)
 
-    def _gradient_source(self, index: int) -> Source | None:
-        """Where a stage gets the gradients of its outputs from; None for the loss."""
-        if (channel := self._channels.receives.get((Kind.RECV_B, index))) is not None:
+    def _gradient_source(self, index: int, other: int) -> Source:
+        """Where a stage gets the gradients of its output from that another one computes."""
+        if (channel := self._channels.receives.get((Kind.RECV_B, index, other))) is not None:
             return channel.take
-        outputs = self.config.schedule.graph.outputs(index)
-        return partial(_local_input_gradient, self._neighbours, outputs[0]) if outputs else None
+        return partial(_local_input_gradient, self._neighbours, other, index)
 
     def _compiled(self) -> dict[str, Program]:
         config, channels = self.config, self._channels
@@ -215,7 +220,7 @@ class Connection:
         if dist.get_world_size() > len(self.config.members):
             abort_groups()
 
-    def message_sizes(self) -> dict[tuple[Kind, int], int]:
+    def message_sizes(self) -> dict[tuple[Kind, int, int], int]:
         """Bytes of the longest message of each send channel so far."""
         return {key: channel.max_nbytes for key, channel in self._channels.sends.items()}
 
@@ -235,16 +240,13 @@ class Connection:
             return self.waiting_for or self.losses.awaited
         part = call.subject if call.type is not CallType.ACTION else program.steps[call.position].parts[0]
         assert part is not None, "every wait has a subject"
-        graph = self.config.schedule.graph
         if part.kind.is_send:
-            peer = graph.peer(part.kind, part.stage, 0)
-            return f"{part} to be received by rank {hosts[peer]}"
+            return f"{part} to be received by rank {hosts[part.other_end]}"
         if call.type is CallType.ACTION:
             return ""
-        if part.kind is Kind.F:
-            (peer,) = graph.inputs(part.stage)
+        peer = part.other_end
+        if part.kind is Kind.RECV_F:
             return f"the output of {peer}F{part.microbatch} from rank {hosts[peer]}"
-        (peer,) = graph.outputs(part.stage)
         return f"the gradient of {peer}F{part.microbatch}'s input from rank {hosts[peer]}"
 
     def abort(self) -> None:
@@ -282,16 +284,9 @@ def _abort_all_groups_of(connection: weakref.ref[Connection]) -> None:
         alive.abort_all_groups()
 
 
-def _local_output(stages: Mapping[int, Stage], index: int, microbatch: int) -> FlatValue:
-    return stages[index].take_output(microbatch)
+def _local_output(stages: Mapping[int, Stage], index: int, consumer: int, microbatch: int) -> FlatValue:
+    return stages[index].take_output(microbatch, consumer)
 
 
-def _local_input_gradient(stages: Mapping[int, Stage], index: int, microbatch: int) -> FlatValue:
-    return stages[index].take_input_gradient(microbatch)
-
-
-def _split_microbatches(schedule: Schedule, stage: int) -> frozenset[int]:
-    """The microbatches of a stage whose backward is split into I and W."""
-    table = schedule.table
-    of_stage = table.of_kind(Kind.I) & (table.stage == stage)
-    return frozenset(table.microbatch[of_stage].tolist())
+def _local_input_gradient(stages: Mapping[int, Stage], index: int, source: int, microbatch: int) -> FlatValue:
+    return stages[index].take_input_gradient(microbatch, source)

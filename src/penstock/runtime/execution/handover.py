@@ -15,10 +15,18 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import local
-from penstock.runtime.pytree import Leaves, Structure
+from penstock.runtime.pytree import Leaves, Structure, unflatten
 from penstock.runtime.transport.message_spec import copied
 
-__all__ = ["Envelope", "check_unchanged", "hand_over", "overlapping_positions", "own_tensors", "versions"]
+__all__ = [
+    "Envelope",
+    "check_unchanged",
+    "copied_leaves",
+    "hand_over",
+    "overlapping_positions",
+    "own_tensors",
+    "versions",
+]
 
 _AS_THEY_ARE = (
     Tensor,
@@ -45,6 +53,11 @@ class Envelope(NamedTuple):
     rows: tuple[tuple[str, int], ...]
     """An argument of the first stage that was split and its number of rows, for the last stage to compare."""
 
+    def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The positional arguments that the value is: a tuple is several."""
+        value = unflatten(self.structure, leaves)
+        return value if type(value) is tuple else (value,)
+
 
 def hand_over(leaves: Leaves) -> Leaves:
     """The leaves for the next stage, without their graph, which nobody else can change; empties `leaves`."""
@@ -56,6 +69,18 @@ def hand_over(leaves: Leaves) -> Leaves:
         elif not isinstance(handed[position], _AS_THEY_ARE):
             handed[position] = copied(handed[position])
     return handed
+
+
+def copied_leaves(leaves: Sequence[Any]) -> Leaves:
+    """Copies of leaves that were handed over, for one of several stages that use them."""
+    return [
+        leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        if isinstance(leaf, _AS_THEY_ARE)
+        else copied(leaf)
+        for leaf in leaves
+    ]
 
 
 def own_tensors(leaves: Leaves) -> Leaves:
@@ -120,11 +145,15 @@ def versions(leaves: Sequence[Any], positions: Sequence[int]) -> list[int]:
     return [leaves[position]._version for position in positions if not leaves[position].is_inference()]  # noqa: SLF001
 
 
-def check_unchanged(before: Sequence[int], after: Sequence[int], stage: int) -> None:
-    """Raise if a stage changed inputs that overlap in memory: on other ranks they are separate tensors."""
+def check_unchanged(before: Sequence[int], after: Sequence[int], stage: int, inputs: Sequence[int]) -> None:
+    """Raise if a stage changed inputs that overlap in memory: on other ranks they are separate tensors.
+
+    `inputs` are the stages that feed it.
+    """
     if list(before) != list(after):
+        fed_by = " or ".join(map(str, inputs))
         raise PipelineError(
-            f"stage {stage} changes an input in place, and stage {stage - 1} returned it together with another "
+            f"stage {stage} changes an input in place, and stage {fed_by} returned it together with another "
             "tensor of the same memory. The stages get separate tensors, so the change would be missing in the "
-            f"other one: return clone() of one of them in stage {stage - 1}, or do not change it in place"
+            f"other one: return clone() of one of them in stage {fed_by}, or do not change it in place"
         )

@@ -42,7 +42,8 @@ class LiveActivations:
 class StepInputs:
     """The inputs of one `step` or `eval` for the stages of a rank, with one entry per microbatch."""
 
-    args: Sequence[tuple[Any, ...]]
+    args: Mapping[int, Sequence[tuple[Any, ...]]]
+    """The positional arguments by source, the stages that no other stage feeds."""
     kwargs: Sequence[Mapping[str, Any]]
     targets: Sequence[Any] | None
     weights: Sequence[float]
@@ -63,13 +64,15 @@ class MicrobatchState:
     F creates it, B consumes it; I consumes everything but the deferred weight gradients, which W consumes.
     """
 
-    __slots__ = ("buffer", "inputs", "jobs", "mode", "roots", "shapes")
+    __slots__ = ("buffers", "counts", "inputs", "jobs", "mode", "roots", "shapes")
 
-    def __init__(self, buffer: Buffer | None, inputs: list[Tensor]) -> None:
-        self.buffer = buffer
-        """The buffer that the inputs are views of."""
+    def __init__(self, buffers: tuple[Buffer, ...], inputs: list[Tensor]) -> None:
+        self.buffers = buffers
+        """The buffers that the inputs are views of."""
         self.inputs = inputs
         """The leaves of the autograd graph that need a gradient."""
+        self.counts: tuple[int, ...] = ()
+        """If several stages feed this one: how many of these leaves come from each."""
         self.roots: list[GradientEdge | Tensor] = []
         """Where the backward starts: the loss, or the outputs that need a gradient."""
         self.shapes: list[torch.Size] = []

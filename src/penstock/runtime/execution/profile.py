@@ -116,8 +116,7 @@ def _sizes(connection: Connection) -> Ints:
     """Per edge, as far as this rank sends on it: bytes of an activation message and of a gradient message."""
     graph = connection.config.schedule.graph
     found = np.zeros((len(graph.edges), 2), dtype=np.int64)
-    for (kind, stage), size in connection.message_sizes().items():
-        peer = graph.peer(kind, stage, 0)
+    for (kind, stage, peer), size in connection.message_sizes().items():
         edge = graph.number[(stage, peer) if kind is Kind.SEND_F else (peer, stage)]
         found[edge, int(kind is Kind.SEND_B)] = size
     return found

@@ -39,7 +39,7 @@ class Call(NamedTuple):
     type: CallType
     run: Callable[[], None]
     subject: Action | None = None
-    """The action that waits for a message, or the send that is released."""
+    """The receive that is waited for, or the send that is released."""
 
 
 @dataclass

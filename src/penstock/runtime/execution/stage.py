@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral, LayerMode
-from penstock.runtime.data_parallel.fsdp import FsdpShards
 from penstock.runtime.execution.handover import (
     Envelope,
     check_unchanged,
@@ -21,46 +18,26 @@ from penstock.runtime.execution.handover import (
     own_tensors,
     versions,
 )
+from penstock.runtime.execution.joined_inputs import JoinedEnvelope
 from penstock.runtime.execution.microbatch_state import (
     LiveActivations,
     MicrobatchState,
     NonLeafInputs,
     StepInputs,
 )
+from penstock.runtime.execution.shared_outputs import SharedOutputs
 from penstock.runtime.execution.stage_checks import (
-    LossFunction,
     check_finite,
     check_gradient_shapes,
     check_rows,
     checked_loss,
 )
+from penstock.runtime.execution.stage_config import StageConfig
 from penstock.runtime.pytree import Leaves, Structure, flatten, unflatten
-from penstock.runtime.transport.buffer_pool import BufferPool
+from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
 from penstock.runtime.transport.channels import FlatValue
 
-__all__ = ["Stage", "StageConfig"]
-
-Source: TypeAlias = Callable[[int], FlatValue]
-"""Gives the value of a microbatch that another stage computed."""
-
-
-@dataclass(frozen=True)
-class StageConfig:
-    """How one stage runs."""
-
-    input_source: Source | None
-    """The outputs of the previous stage; None for the first stage."""
-    gradient_source: Source | None
-    """The input gradients of the next stage; None for the last stage."""
-    split_microbatches: Collection[int]
-    """The microbatches whose backward is split into I and W."""
-    loss: LossFunction | None
-    """The loss, for the last stage."""
-    shards: FsdpShards | None
-    """The parameters that FSDP shards."""
-    is_replicated: bool
-    """Whether other ranks train the same stage on other data."""
-    check_finite: bool
+__all__ = ["Stage"]
 
 
 class Stage:
@@ -82,7 +59,12 @@ class Stage:
         self._step: StepInputs
         self._states: dict[int, MicrobatchState] = {}
         self._sent_outputs: dict[int, tuple[Leaves, Structure]] = {}
-        self._input_gradients: dict[int, tuple[Leaves, Structure]] = {}
+        self._shared_outputs = SharedOutputs(config.outputs) if len(config.outputs) > 1 else None
+        """In place of `_sent_outputs`, for a stage that feeds several stages."""
+        self._input_gradients: dict[int, dict[int, tuple[Leaves, Structure]]] = {
+            source: {} for source in config.inputs
+        }
+        """By the stage that they are for, and microbatch."""
         self._rows: tuple[tuple[str, int], ...] = ()
         """An argument of the first stage that was split and its number of rows."""
         self._found_shared = False
@@ -91,8 +73,12 @@ class Stage:
     def begin(self, step: StepInputs) -> None:
         """Start a step; discards what a failed step left."""
         self._step = step
-        for kept in (self._states, self._sent_outputs, self._input_gradients, self.losses, self.outputs):
+        for kept in (self._states, self._sent_outputs, self.losses, self.outputs):
             kept.clear()
+        for gradients in self._input_gradients.values():
+            gradients.clear()
+        if self._shared_outputs is not None:
+            self._shared_outputs.clear()
 
     # --- forward -----------------------------------------------------------------------------------
 
@@ -115,13 +101,8 @@ class Stage:
             if step.keep_outputs:
                 self.outputs[microbatch] = unflatten(structure, own_tensors(leaves))
         else:
-            if step.training:
-                # an edge keeps the graph but not the tensor, whose memory is free once it is sent
-                state.roots = [get_gradient_edge(leaf) for leaf in _differentiable(leaves)]
-                state.shapes = [leaf.shape for leaf in _differentiable(leaves)]
-            envelope = Envelope(structure, overlapping_positions(leaves), self._rows)
             output = None
-            self._sent_outputs[microbatch] = hand_over(leaves), envelope
+            self._hand_on(microbatch, leaves, structure, state)
         if step.training:
             if mode is LayerMode.JOINED:
                 assert self.deferral is not None, "the backward of this microbatch is split"
@@ -129,16 +110,17 @@ class Stage:
                 self._found_shared = True
             self._activations.add()
             self._states[microbatch] = state
-        elif state.buffer is not None:
-            del leaves, output  # they may refer to the buffer
-            self._pool.release(state.buffer)
+        elif state.buffers:
+            del leaves, output  # they may refer to the buffers
+            self._release_buffers(state.buffers)
 
     def _call(self, microbatch: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
         """Run the module on the output of the previous stage, or on the batch."""
         step = self._step
         if received is None:
             self._rows = tuple(step.rows.items())[:1]
-            return MicrobatchState(None, []), self.module(*step.args[microbatch], **step.kwargs[microbatch])
+            args = step.args[self.index][microbatch]
+            return MicrobatchState((), []), self.module(*args, **step.kwargs[microbatch])
         inputs: list[Tensor] = []
         if step.training:
             positions = [position for position, needed in enumerate(received.differentiable) if needed]
@@ -146,14 +128,30 @@ class Stage:
             if inputs:
                 for position, entered in zip(positions, NonLeafInputs.apply(*inputs)):  # type: ignore[no-untyped-call]
                     received.leaves[position] = entered
-        envelope: Envelope = received.structure
+        envelope: Envelope | JoinedEnvelope = received.structure
         self._rows = envelope.rows
-        value = unflatten(envelope.structure, received.leaves)
-        args = value if type(value) is tuple else (value,)
         before = versions(received.leaves, envelope.overlapping)
-        output = self.module(*args, **step.kwargs[microbatch])
-        check_unchanged(before, versions(received.leaves, envelope.overlapping), self.index)
-        return MicrobatchState(received.buffer, inputs), output
+        output = self.module(*envelope.arguments(received.leaves), **step.kwargs[microbatch])
+        after = versions(received.leaves, envelope.overlapping)
+        check_unchanged(before, after, self.index, self._config.inputs)
+        state = MicrobatchState(received.buffers, inputs)
+        if isinstance(envelope, JoinedEnvelope):
+            state.counts = envelope.counts
+        return state, output
+
+    def _hand_on(self, microbatch: int, leaves: Leaves, structure: Structure, state: MicrobatchState) -> None:
+        """The end of the forward of a stage that feeds others: keep its output for them."""
+        if self._step.training:
+            # an edge keeps the graph but not the tensor, whose memory is free once it is sent
+            state.roots = [get_gradient_edge(leaf) for leaf in _differentiable(leaves)]
+            state.shapes = [leaf.shape for leaf in _differentiable(leaves)]
+        envelope = Envelope(structure, overlapping_positions(leaves), self._rows)
+        if self._shared_outputs is None:
+            self._sent_outputs[microbatch] = hand_over(leaves), envelope
+            return
+        uses = len(self._config.outputs)
+        state.roots, state.shapes = state.roots * uses, state.shapes * uses  # autograd adds up their gradients
+        self._shared_outputs.put(microbatch, hand_over(leaves), envelope)
 
     def _layer_mode(self, microbatch: int) -> LayerMode:
         """How the layers run; the first split microbatch shows which weights cannot be deferred."""
@@ -183,15 +181,20 @@ class Stage:
                 "be trained: do not detach the loss, and give it a floating-point dtype"
             )
 
-    def pop_output(self, microbatch: int) -> tuple[Leaves, Structure]:
-        """The output of forward, to be sent to the rank of the next stage."""
-        return self._sent_outputs.pop(microbatch)
+    def pop_output(self, microbatch: int, consumer: int) -> tuple[Leaves, Structure]:
+        """The output of forward, to be sent to the rank of the stage that uses it."""
+        if self._shared_outputs is None:
+            return self._sent_outputs.pop(microbatch)
+        return self._shared_outputs.send(microbatch, consumer)
 
-    def take_output(self, microbatch: int) -> FlatValue:
-        """The output of forward, for the next stage on the same rank."""
-        leaves, structure = self._sent_outputs.pop(microbatch)
+    def take_output(self, microbatch: int, consumer: int) -> FlatValue:
+        """The output of forward, for a stage on the same rank."""
+        if self._shared_outputs is None:
+            leaves, structure = self._sent_outputs.pop(microbatch)
+        else:
+            leaves, structure = self._shared_outputs.take(microbatch, consumer)
         differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        return FlatValue(leaves, structure, differentiable, None)
+        return FlatValue(leaves, structure, differentiable, ())
 
     # --- backward ----------------------------------------------------------------------------------
 
@@ -225,7 +228,7 @@ class Stage:
         self._release(state)
 
     def _run_backward(self, microbatch: int, state: MicrobatchState) -> None:
-        gradients, buffer = self._root_gradients(microbatch, state)
+        gradients, buffers = self._root_gradients(microbatch, state)
         positions = [position for position, gradient in enumerate(gradients) if gradient is not None]
         if positions:
             roots: Any = [state.roots[position] for position in positions]
@@ -233,28 +236,29 @@ class Stage:
             del roots
         del gradients
         state.roots = []
-        if buffer is not None:
-            self._pool.release(buffer)
+        self._release_buffers(buffers)
         if self._config.input_source is not None:
             found = [leaf.grad for leaf in state.inputs]
             if self._config.check_finite:
                 check_finite(found, "the gradient of its input", self.index)
             for leaf in state.inputs:
                 leaf.grad = None
-            self._input_gradients[microbatch] = flatten(tuple(found))
+            for source, count in zip(self._config.inputs, state.counts or (len(found),)):
+                self._input_gradients[source][microbatch] = flatten(tuple(found[:count]))
+                del found[:count]
         state.inputs = []
 
     def _root_gradients(self, microbatch: int, state: MicrobatchState) -> tuple[Leaves, Any]:
-        """The gradient of each root, and the buffer that holds them."""
+        """The gradient of each root, and the buffers that hold them."""
         if (source := self._config.gradient_source) is None:
             # the loss is weighted and scaled here and nowhere else; a microbatch of weight 0 has no gradient
             weight = self._step.weights[microbatch] * self._step.scale
             roots = [root for root in state.roots if isinstance(root, Tensor)]
             starts = weight or self._config.is_replicated
-            return [torch.full_like(root, weight) if starts else None for root in roots], None
-        gradients, _, _, buffer = source(microbatch)
+            return [torch.full_like(root, weight) if starts else None for root in roots], ()
+        gradients, _, _, buffers = source(microbatch)
         check_gradient_shapes(gradients, state.shapes, self.index)
-        return gradients, buffer
+        return gradients, buffers
 
     def _release(self, state: MicrobatchState) -> None:
         """The end of a microbatch's backward."""
@@ -262,17 +266,20 @@ class Stage:
         if self._config.check_finite:
             for name, parameter in self.module.named_parameters():
                 check_finite([parameter.grad], f"the gradient of {name}", self.index)
-        if state.buffer is not None:
-            self._pool.release(state.buffer)
+        self._release_buffers(state.buffers)
 
-    def pop_input_gradient(self, microbatch: int) -> tuple[Leaves, Structure]:
-        """The input gradients of backward, to be sent to the rank of the previous stage."""
-        return self._input_gradients.pop(microbatch)
+    def _release_buffers(self, buffers: tuple[Buffer, ...]) -> None:
+        for buffer in buffers:
+            self._pool.release(buffer)
 
-    def take_input_gradient(self, microbatch: int) -> FlatValue:
-        """The input gradients of backward, for the previous stage on the same rank."""
-        leaves, structure = self._input_gradients.pop(microbatch)
-        return FlatValue(leaves, structure, [], None)
+    def pop_input_gradient(self, microbatch: int, source: int) -> tuple[Leaves, Structure]:
+        """The input gradients of backward, to be sent to the rank of the stage that they are for."""
+        return self._input_gradients[source].pop(microbatch)
+
+    def take_input_gradient(self, microbatch: int, source: int) -> FlatValue:
+        """The input gradients of backward, for a stage on the same rank."""
+        leaves, structure = self._input_gradients[source].pop(microbatch)
+        return FlatValue(leaves, structure, [], ())
 
 
 def _differentiable(leaves: Leaves) -> list[Tensor]:

@@ -55,7 +55,7 @@ def _computed_loss(
     except TypeError as error:
         raise PipelineError(
             f"the loss function was called without a target, because this call has none ({error}): give "
-            "target= on the rank of the last stage"
+            "target= on the rank of the last stage, or of every stage that feeds no other"
         ) from error
 
 

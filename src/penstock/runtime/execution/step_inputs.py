@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from penstock.errors import PipelineError
+from penstock.arguments import listed
+from penstock.errors import BatchError, PipelineError
 from penstock.runtime.dtensors import whole
 from penstock.runtime.execution.batcher import Batcher
 from penstock.runtime.execution.config import ExecutionConfig
@@ -42,22 +43,25 @@ class StepInputBuilder:
         if training and not torch.is_grad_enabled():
             raise PipelineError("step() computes gradients, but gradients are disabled here: use eval()")
         schedule, modules = self.config.schedule, self.config.modules
-        has_first, has_last = (
+        has_source, has_sink = (
             any(stage in modules for stage in ends) for ends in (schedule.graph.sources, schedule.graph.sinks)
         )
-        if training and self.config.loss is None and has_last:
+        if training and not self.config.losses and has_sink:
             raise PipelineError("step() needs a loss: give `loss=` to Pipeline, or use eval()")
-        split_args, split_kwargs = self.batcher.split_arguments(args if has_first else (), kwargs)
-        rows, target_rows = self.batcher.rows(args if has_first else (), kwargs), dict[str, int]()
+        args = args if has_source else ()
+        if has_source:
+            self._check_count(args)
+        split_args, split_kwargs = self.batcher.split_arguments(args, kwargs)
+        rows, target_rows = self.batcher.rows(args, kwargs), dict[str, int]()
         targets = None
-        if target is not None and has_last:
+        if target is not None and has_sink:
             targets = self.batcher.split_target(target, rows)
             target_rows = self.batcher.rows(kwargs={"target": target})
         weights = [1 / schedule.microbatches if self.average else 1.0] * len(split_args)
         if self.tokens is not None and targets is not None:
             weights = self._token_weights([int(whole(self.tokens(part))) for part in targets])
         return StepInputs(
-            split_args,
+            self._by_source(split_args),
             split_kwargs,
             targets,
             weights,
@@ -67,6 +71,24 @@ class StepInputBuilder:
             rows=rows,
             target_rows=target_rows,
         )
+
+    def _check_count(self, args: tuple[Any, ...]) -> None:
+        """Raise if several sources do not get one positional argument each."""
+        sources = self.config.schedule.graph.sources
+        if len(sources) > 1 and len(args) != len(sources):
+            raise BatchError(
+                f"{len(args)} positional arguments are given, but there must be {len(sources)}, one for each "
+                f"stage that takes the batch: stage {listed(sources)}, in this order. A tuple is several "
+                "arguments of a stage, and None stands for those of a stage on another rank"
+            )
+
+    def _by_source(self, args: list[tuple[Any, ...]]) -> dict[int, list[tuple[Any, ...]]]:
+        """The arguments of each source on this rank: all of them if there is only one, else one each."""
+        sources = self.config.schedule.graph.sources
+        own = [(place, stage) for place, stage in enumerate(sources) if stage in self.config.modules]
+        if len(sources) == 1:
+            return {stage: args for _, stage in own}
+        return {stage: [_as_arguments(each[place]) for each in args] for place, stage in own}
 
     def _token_weights(self, counts: list[int]) -> list[float]:
         """Token counts as weights. Gradients are averaged over replicas, which may have other counts."""
@@ -79,3 +101,7 @@ class StepInputBuilder:
                 "positive total and no negative count"
             )
         return [count * replication.count / total for count in counts]
+
+
+def _as_arguments(value: Any) -> tuple[Any, ...]:
+    return value if type(value) is tuple else (value,)

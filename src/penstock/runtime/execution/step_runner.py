@@ -144,8 +144,7 @@ class StepRunner:
             stage.begin(inputs)
         connection.losses.begin()
         self._run_program(connection, program, inputs, reduces=reduces)
-        last = connection.stages.get(self._config.schedule.num_stages - 1)
-        outputs = self._merged_outputs(last) if keep_outputs and last is not None else None
+        outputs = self._merged_outputs(connection.sinks) if keep_outputs else None
         connection.waiting_for = "the times of the other ranks"
         timeline = None if self.recorder is None else self.recorder.gathered(connection, program)
         connection.waiting_for = "the call of another rank"
@@ -165,10 +164,16 @@ class StepRunner:
             raise
         return connection
 
-    def _merged_outputs(self, last: Stage) -> Any:
-        outputs = [last.outputs[microbatch] for microbatch in range(self._config.schedule.microbatches)]
-        last.outputs.clear()
-        return self._input_builder.batcher.merge_outputs(outputs)
+    def _merged_outputs(self, sinks: Mapping[int, Stage]) -> Any:
+        """The output of the only sink, or of each of several by stage; None on other ranks."""
+        merged = {}
+        for index, sink in sinks.items():
+            outputs = [sink.outputs[microbatch] for microbatch in range(self._config.schedule.microbatches)]
+            sink.outputs.clear()
+            merged[index] = self._input_builder.batcher.merge_outputs(outputs)
+        if len(self._config.schedule.graph.sinks) > 1:
+            return merged or None
+        return next(iter(merged.values()), None)
 
     def _run_program(
         self, connection: Connection, program: Program, inputs: StepInputs, *, reduces: bool

@@ -64,7 +64,7 @@ def _facts(config: ExecutionConfig, ties: TiedWeights) -> Facts:
         if len(parts) == schedule.num_stages:
             split = " | ".join(parts)
             facts["split of the model"] = (split, split)
-    has_loss = schedule.placement.stage_to_rank[-1] == config.rank  # it weights losses by the replicas
+    has_loss = any(sink in config.modules for sink in schedule.graph.sinks)  # it weights losses by the replicas
     trained = [each for module in config.trained.values() for each in module.parameters()]
     if has_loss or any(parameter.requires_grad for parameter in trained):
         count = config.replication.count

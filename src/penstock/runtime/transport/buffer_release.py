@@ -62,10 +62,10 @@ def bounded_release_points(schedule: Schedule, rank: int, most_pending: int) -> 
     known = release_points(schedule, rank)
     steps = schedule.ranks[rank]
     release_at = {send: position for position, sends in known.at.items() for send in sends}
-    pending: dict[tuple[Kind, int], list[int]] = {}
+    pending: dict[tuple[Kind, int, int], list[int]] = {}
     for send in sorted([*release_at, *known.at_end]):
         (action,) = steps[send].parts
-        queue = pending.setdefault((action.kind, action.stage), [])
+        queue = pending.setdefault((action.kind, action.stage, action.other_end), [])
         queue[:] = [earlier for earlier in queue if release_at.get(earlier, send) >= send]
         if len(queue) == most_pending:
             release_at[queue.pop(0)] = send

@@ -40,12 +40,12 @@ _Sent: TypeAlias = tuple[dist.Work, Buffer | Tensor]
 
 
 class FlatValue(NamedTuple):
-    """A flattened value: leaves, structure, which leaves need gradients, and the buffer that holds them."""
+    """A flattened value: leaves, structure, which leaves need gradients, and the buffers that hold them."""
 
     leaves: Leaves
     structure: Structure
     differentiable: list[bool]
-    buffer: Buffer | None
+    buffers: tuple[Buffer, ...]
 
 
 class _Channel:
@@ -173,4 +173,4 @@ class ReceiveChannel(_Channel):
         """The value that `wait` received; the caller releases its buffer."""
         spec, buffer = self._received.pop(microbatch)
         leaves = spec.read(buffer.views(spec), self._meshes)
-        return FlatValue(leaves, spec.structure, spec.differentiable, buffer)
+        return FlatValue(leaves, spec.structure, spec.differentiable, (buffer,))

@@ -1,0 +1,44 @@
+"""The outputs of a stage that feeds several stages, until each of them has its own.
+
+A message is a copy, but stages on the same rank would get the same tensors, and one of them may change its
+input in place. So a stage takes a copy as long as another one still needs the value, and the last one takes the
+value itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.runtime.execution.handover import Envelope, copied_leaves
+from penstock.runtime.pytree import Leaves
+
+__all__ = ["SharedOutputs"]
+
+
+class SharedOutputs:
+    """The outputs of one stage by microbatch. `consumers` are the stages that it feeds."""
+
+    def __init__(self, consumers: Sequence[int]) -> None:
+        self.consumers = tuple(consumers)
+        self._values: dict[int, tuple[Leaves, Envelope, set[int]]] = {}
+
+    def put(self, microbatch: int, leaves: Leaves, envelope: Envelope) -> None:
+        """Keep the output of a microbatch for all consumers."""
+        self._values[microbatch] = leaves, envelope, set(self.consumers)
+
+    def send(self, microbatch: int, consumer: int) -> tuple[Leaves, Envelope]:
+        """The value for a message, which copies it."""
+        leaves, envelope, waiting = self._values[microbatch]
+        waiting.remove(consumer)
+        if not waiting:
+            del self._values[microbatch]
+        return leaves, envelope
+
+    def take(self, microbatch: int, consumer: int) -> tuple[Leaves, Envelope]:
+        """The value for a stage on the same rank, which owns it."""
+        leaves, envelope = self.send(microbatch, consumer)
+        return (copied_leaves(leaves) if microbatch in self._values else leaves), envelope
+
+    def clear(self) -> None:
+        """Discard all values."""
+        self._values.clear()

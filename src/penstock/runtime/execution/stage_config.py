@@ -1,0 +1,44 @@
+"""How one stage runs: where its values come from, which backwards are split, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.runtime.data_parallel.fsdp import FsdpShards
+from penstock.runtime.execution.joined_inputs import Source
+from penstock.runtime.execution.stage_checks import LossFunction
+
+__all__ = ["StageConfig", "split_microbatches"]
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """How one stage runs."""
+
+    inputs: tuple[int, ...]
+    """The stages that feed this one."""
+    outputs: tuple[int, ...]
+    """The stages that this one feeds."""
+    input_source: Source | None
+    """The outputs of its inputs; None if no stage feeds it, so that it gets the batch."""
+    gradient_source: Source | None
+    """The input gradients of its outputs; None if it feeds no stage, so that it has a loss."""
+    split_microbatches: Collection[int]
+    """The microbatches whose backward is split into I and W."""
+    loss: LossFunction | None
+    """The loss, for a stage that feeds no other."""
+    shards: FsdpShards | None
+    """The parameters that FSDP shards."""
+    is_replicated: bool
+    """Whether other ranks train the same stage on other data."""
+    check_finite: bool
+
+
+def split_microbatches(schedule: Schedule, stage: int) -> frozenset[int]:
+    """The microbatches of a stage whose backward is split into I and W."""
+    table = schedule.table
+    of_stage = table.of_kind(Kind.I) & (table.stage == stage)
+    return frozenset(table.microbatch[of_stage].tolist())

@@ -1,0 +1,65 @@
+"""Promise: over any stage graph, a pipeline computes the losses, gradients and outputs of one process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.support.families import ranks
+from tests.support.grids import small
+from tests.support.pool import Pools
+from tests.support.reference import problems_of, run_cases
+from tests.support.stage_graphs import GRAPHS, GraphCase, graph_schedule, random_graph, train_graph
+
+SPLIT = {"fused": False, "split": True, "mixed": None}
+
+
+def named_cases(p: int, backward: str) -> list[GraphCase]:
+    rng = random.Random(p)
+    return [
+        GraphCase(f"{name}, {backward}", graph_schedule(graph, p, rng, split=SPLIT[backward]))
+        for name, graph in GRAPHS.items()
+        if graph.num_stages >= p
+    ]
+
+
+@pytest.mark.parametrize("backward", SPLIT)
+def test_named_graphs_on_one_rank(backward: str) -> None:
+    cases = named_cases(1, backward)
+    assert not problems_of(cases, [run_cases(cases, train_graph)])
+
+
+@pytest.mark.parametrize("backward", SPLIT)
+@pytest.mark.parametrize("p", ranks(3, 4))
+@small(lambda p, backward: (p, backward) in ((3, "mixed"), (4, "fused")))
+def test_named_graphs_between_ranks(pools: Pools, p: int, backward: str) -> None:
+    cases = named_cases(p, backward)
+    assert not problems_of(cases, pools(p).run(run_cases, cases, train_graph))
+
+
+def random_cases(p: int, first: int, count: int) -> list[GraphCase]:
+    cases = []
+    for seed in range(first, first + count):
+        rng = random.Random(seed)
+        graph = random_graph(rng)
+        split = rng.choice((False, True, None))
+        cases.append(
+            GraphCase(f"seed {seed}", graph_schedule(graph, min(p, graph.num_stages), rng, split=split))
+        )
+    return cases
+
+
+@pytest.mark.parametrize("first", range(0, 30, 10))
+@small(lambda first: not first)
+def test_random_graphs_on_one_rank(first: int) -> None:
+    cases = random_cases(1, first, 10)
+    assert not problems_of(cases, [run_cases(cases, train_graph)])
+
+
+@pytest.mark.parametrize("first", range(0, 30, 5))
+@pytest.mark.parametrize("p", ranks(3))
+@small(lambda first: not first)
+def test_random_graphs_between_ranks(pools: Pools, p: int, first: int) -> None:
+    cases = random_cases(p, first, 5)
+    assert not problems_of(cases, pools(p).run(run_cases, cases, train_graph))
