@@ -9,7 +9,7 @@ import penstock
 from penstock import Kind
 from penstock.runtime.execution.action_rules import ExecutionContext
 from penstock.runtime.execution.compiler import compile_program
-from penstock.runtime.execution.program import Program
+from penstock.runtime.execution.program import CallType, Program
 from penstock.runtime.execution.verified_schedule import verify_schedule
 
 
@@ -59,6 +59,25 @@ def test_actions_become_waits_releases_and_calls() -> None:
         "send.release(0)",
         "stage.backward(0)",
     ]
+
+
+def test_an_action_waits_for_the_messages_of_all_its_edges() -> None:
+    log: list[str] = []
+    graph = penstock.StageGraph(3, ((0, 1), (0, 2), (1, 2)))
+    schedule = penstock.build("gpipe", graph=graph, ranks=3, microbatches=1)
+    channels: Any = {
+        (kind, stage, other): Recording(f"{kind.value} {stage} {other}", log)
+        for kind in Kind
+        for stage in range(3)
+        for other in range(3)
+        if kind.is_communication
+    }
+    context = context_of(log)._replace(send_channels=channels, receive_channels=channels)
+    program = compile_program(verify_schedule(schedule), 2, context._replace(stages={2: context.stages[0]}))
+    waits = {str(call.subject) for call in program._calls if call.type is CallType.WAIT}
+    assert waits == {"2RECV_F0<0", "2RECV_F0"}
+    program.run()
+    assert [line for line in log if ".wait(" in line] == ["RECV_F 2 0.wait(0)", "RECV_F 2 1.wait(0)"]
 
 
 def test_a_function_runs_in_place_of_its_action() -> None:

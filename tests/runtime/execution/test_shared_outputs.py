@@ -1,0 +1,62 @@
+"""Promise: every stage that uses an output has its own, and what nobody needs any more is not kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from penstock.runtime.execution.handover import Envelope
+from penstock.runtime.execution.shared_outputs import SharedOutputs
+
+ENVELOPE = Envelope(None, (), ())
+
+
+def shared(value: Any) -> SharedOutputs:
+    outputs = SharedOutputs((1, 2, 3))
+    outputs.put(0, [value], ENVELOPE)
+    return outputs
+
+
+def test_stages_of_the_rank_get_copies_and_the_last_one_the_tensor_itself() -> None:
+    value = torch.ones(2, requires_grad=True)
+    outputs = shared(value)
+    taken = [outputs.take(0, stage)[0][0] for stage in (2, 1, 3)]
+    assert [each is value for each in taken] == [False, False, True]
+    assert all(each.requires_grad and each.is_leaf for each in taken)
+    with torch.no_grad():
+        taken[0].zero_()
+    assert taken[1].tolist() == taken[2].tolist() == [1, 1]
+
+
+def test_a_tensor_is_copied_as_long_as_it_is_not_sent() -> None:
+    value = torch.ones(2)
+    outputs = shared(value)
+    assert outputs.send(0, 1)[0][0] is value
+    assert outputs.take(0, 2)[0][0] is not value
+    assert outputs.send(0, 3)[0][0] is value
+
+
+def test_after_the_messages_a_stage_takes_the_tensor_itself() -> None:
+    value = torch.ones(2)
+    outputs = shared(value)
+    outputs.send(0, 1)
+    outputs.send(0, 2)
+    assert outputs.take(0, 3)[0][0] is value
+
+
+def test_objects_are_copied_too() -> None:
+    value = {1, 2}
+    outputs = shared(value)
+    outputs.take(0, 1)[0][0].clear()
+    assert value == {1, 2}
+
+
+def test_nothing_is_kept_after_the_last_use_or_when_a_step_begins() -> None:
+    outputs = shared(torch.ones(2))
+    for stage in (1, 2, 3):
+        outputs.take(0, stage)
+    outputs.put(0, [torch.zeros(1)], ENVELOPE)
+    outputs.clear()
+    outputs.put(0, [torch.ones(1)], ENVELOPE)
+    assert outputs.take(0, 1)[0][0].tolist() == [1]
