@@ -9,20 +9,29 @@ from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 from penstock.runtime.transport.communicator import Communicator
 
-__all__ = ["ChannelEnds", "channels_between_ranks", "peers_of"]
+__all__ = ["ChannelEnds", "channels_between_ranks", "peers_of", "receiving_stage"]
+
+
+def receiving_stage(schedule: Schedule, source: int, target: int) -> int:
+    """The stage whose receive brings what `source` returns to `target`, for all stages of its rank."""
+    graph = schedule.graph
+    return graph.edges[int(schedule.table.carrier[graph.number[source, target]])][1]
 
 
 def channels_between_ranks(schedule: Schedule) -> list[tuple[int, int, int]]:
     """Number, sending rank and receiving rank of every channel between ranks, in the same order on all ranks.
 
-    Channel 2e carries activations along edge e of the stage graph, channel 2e + 1 the gradients back.
+    Channel 2e carries activations along edge e of the stage graph, channel 2e + 1 the gradients back. An
+    activation that several stages of a rank use has one channel.
     """
     hosts = schedule.placement.stage_to_rank
     found = []
     for edge, (source, target) in enumerate(schedule.graph.edges):
         here, there = hosts[source], hosts[target]
         if here != there:
-            found += [(2 * edge, here, there), (2 * edge + 1, there, here)]
+            if schedule.table.carrier[edge] == edge:
+                found.append((2 * edge, here, there))
+            found.append((2 * edge + 1, there, here))
     return found
 
 

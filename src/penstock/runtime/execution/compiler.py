@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from penstock.ir.action import Action, Kind, Overlap, Step
-from penstock.ir.graph import StageGraph
+from penstock.ir.schedule import Schedule
 from penstock.runtime.execution.action_rules import (
     ExecutionContext,
     Work,
@@ -14,6 +14,7 @@ from penstock.runtime.execution.action_rules import (
     microbatch_of,
     rule_of,
 )
+from penstock.runtime.execution.channel_ends import receiving_stage
 from penstock.runtime.execution.custom_function import Custom
 from penstock.runtime.execution.program import Call, CallType, Program, Progress
 from penstock.runtime.execution.verified_schedule import VerifiedSchedule
@@ -28,7 +29,7 @@ def compile_program(verified: VerifiedSchedule, rank: int, context: ExecutionCon
     """The program of one rank."""
     progress = Progress()
     schedule = verified.schedule
-    compiler = _Compiler(schedule.ranks[rank], schedule.graph, context, progress)
+    compiler = _Compiler(schedule, rank, context, progress)
     calls = compiler.calls(_release_points(verified, rank))
     return Program(schedule, rank, tuple(calls), progress)
 
@@ -46,10 +47,11 @@ def _release_points(verified: VerifiedSchedule, rank: int) -> ReleasePoints:
 
 
 class _Compiler:
-    def __init__(
-        self, steps: tuple[Step, ...], graph: StageGraph, context: ExecutionContext, progress: Progress
-    ) -> None:
-        self._steps, self._graph, self._context, self._progress = steps, graph, context, progress
+    def __init__(self, schedule: Schedule, rank: int, context: ExecutionContext, progress: Progress) -> None:
+        self._schedule, self._context, self._progress = schedule, context, progress
+        self._steps = schedule.ranks[rank]
+        self._received: set[Action] = set()
+        """The receives that an earlier action waits for."""
         self._checked: set[int] = set()
         """The ranks whose call is checked by now."""
 
@@ -64,17 +66,25 @@ class _Compiler:
 
     def _waits(self, position: int, part: Action) -> Iterator[Call]:
         """The waits for the messages that an action needs from other ranks, whose calls are checked once."""
-        if (needs := rule_of(part.kind).needs) is None:
-            return
-        neighbours = self._graph.inputs if needs is Kind.RECV_F else self._graph.outputs
-        for other in neighbours(part.stage):
-            if (channel := self._context.receive_channels.get((needs, part.stage, other))) is None:
+        for receive in self._needed(part):
+            channel = self._context.receive_channels.get(channel_key(receive))
+            if channel is None or receive in self._received:
                 continue
-            receive = Action(needs, part.stage, microbatch_of(part), other)
+            self._received.add(receive)
             if channel.peer not in self._checked:
                 self._checked.add(channel.peer)
                 yield Call(position, CallType.WAIT, partial(self._context.check_call, channel.peer), receive)
             yield Call(position, CallType.WAIT, partial(channel.wait, microbatch_of(part)), receive)
+
+    def _needed(self, part: Action) -> Iterator[Action]:
+        """The receives of the values that an action needs, also of those that are on this rank already."""
+        schedule, needs = self._schedule, rule_of(part.kind).needs
+        if needs is Kind.RECV_F:
+            for source in schedule.graph.inputs(part.stage):
+                yield Action(needs, receiving_stage(schedule, source, part.stage), part.microbatch, source)
+        elif needs is not None:
+            for target in schedule.graph.outputs(part.stage):
+                yield Action(needs, part.stage, part.microbatch, target)
 
     def _release(self, position: int, earlier: int) -> Call:
         (send,) = self._steps[earlier].parts

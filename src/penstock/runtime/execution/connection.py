@@ -8,7 +8,7 @@ freed with the last reference to the pipeline.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,16 +20,21 @@ from penstock.ir.action import Kind
 from penstock.runtime.dtensors import Meshes
 from penstock.runtime.execution.action_rules import ExecutionContext
 from penstock.runtime.execution.call_agreement import CallAgreement
-from penstock.runtime.execution.channel_ends import ChannelEnds, channels_between_ranks, peers_of
+from penstock.runtime.execution.channel_ends import (
+    ChannelEnds,
+    channels_between_ranks,
+    peers_of,
+    receiving_stage,
+)
 from penstock.runtime.execution.compiler import compile_program
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.forward_only import forward_only
-from penstock.runtime.execution.joined_inputs import Source, joined_gradients, joined_inputs, one_source
 from penstock.runtime.execution.loss_exchange import LossExchange
 from penstock.runtime.execution.microbatch_state import LiveActivations
 from penstock.runtime.execution.program import CallType, Program
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.execution.stage_config import StageConfig, split_microbatches
+from penstock.runtime.execution.value_sources import ValueSources
 from penstock.runtime.failure.job import (
     abort_groups,
     link_members,
@@ -42,7 +47,6 @@ from penstock.runtime.failure.monitor import FailureMonitor, RankStatus
 from penstock.runtime.failure.report import collective_failure
 from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.buffer_pool import BufferPool
-from penstock.runtime.transport.channels import FlatValue
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.transport_errors import TransportError
 
@@ -74,11 +78,10 @@ class Connection:
         meshes = Meshes(list(config.modules.values()), config.mesh)
         self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
         self.stages: dict[int, Stage] = {}
-        # neighbours on one rank take values from each other
-        self._neighbours: weakref.WeakValueDictionary[int, Stage] = weakref.WeakValueDictionary()
+        self._sources = ValueSources(schedule, self._channels, config.modules)
         for index, module in config.modules.items():
             self.stages[index] = Stage(index, module, self._stage_config(index), activations, pool)
-        self._neighbours.update(self.stages)
+        self._sources.stages.update(self.stages)
         self.sinks = {sink: self.stages[sink] for sink in schedule.graph.sinks if sink in self.stages}
         """The stages of this rank that feed no other."""
         self.losses = LossExchange(self.communicator, config, self.sinks)
@@ -122,28 +125,15 @@ class Connection:
         return StageConfig(
             inputs=inputs,
             outputs=outputs,
-            input_source=one_source([self._input_source(index, each) for each in inputs], joined_inputs),
-            gradient_source=one_source(
-                [self._gradient_source(index, each) for each in outputs], joined_gradients
-            ),
+            takers=tuple(each for each in outputs if receiving_stage(config.schedule, index, each) == each),
+            input_source=self._sources.inputs(index),
+            gradient_source=self._sources.gradients(index),
             split_microbatches=split_microbatches(config.schedule, index),
             loss=config.losses.get(index),
             shards=config.replication.shards.get(index),
             is_replicated=config.replication.count > 1,
             check_finite=config.check_finite,
         )
-
-    def _input_source(self, index: int, other: int) -> Source:
-        """Where a stage gets the output of another one from: a channel, or that stage on this rank."""
-        if (channel := self._channels.receives.get((Kind.RECV_F, index, other))) is not None:
-            return channel.take
-        return partial(_local_output, self._neighbours, other, index)
-
-    def _gradient_source(self, index: int, other: int) -> Source:
-        """Where a stage gets the gradients of its output from that another one computes."""
-        if (channel := self._channels.receives.get((Kind.RECV_B, index, other))) is not None:
-            return channel.take
-        return partial(_local_input_gradient, self._neighbours, other, index)
 
     def _compiled(self) -> dict[str, Program]:
         config, channels = self.config, self._channels
@@ -282,11 +272,3 @@ def _stop_waiting_of(connection: weakref.ref[Connection]) -> None:
 def _abort_all_groups_of(connection: weakref.ref[Connection]) -> None:
     if (alive := connection()) is not None:
         alive.abort_all_groups()
-
-
-def _local_output(stages: Mapping[int, Stage], index: int, consumer: int, microbatch: int) -> FlatValue:
-    return stages[index].take_output(microbatch, consumer)
-
-
-def _local_input_gradient(stages: Mapping[int, Stage], index: int, source: int, microbatch: int) -> FlatValue:
-    return stages[index].take_input_gradient(microbatch, source)

@@ -32,8 +32,9 @@ def measure_links(communicator: Communicator | None, schedule: Schedule, rank: i
     for edge, ends in enumerate(edges):
         here, there = (hosts[stage] for stage in ends)
         if communicator is not None and here != there and rank in (here, there):
+            channels = 2 * int(schedule.table.carrier[edge]), 2 * edge + 1
             small, large = (
-                _round_trip(communicator, edge, there if rank == here else here, size, first=rank == here)
+                _round_trip(communicator, channels, there if rank == here else here, size, first=rank == here)
                 for size in (_SMALL, _LARGE)
             )
             found[edge] = small // 2, max(large - small, 1) // 2
@@ -42,9 +43,11 @@ def measure_links(communicator: Communicator | None, schedule: Schedule, rank: i
     return LinkCosts(tuple((taken[:, 0] / 1e9).tolist()), tuple(bandwidth))
 
 
-def _round_trip(communicator: Communicator, edge: int, peer: int, size: int, *, first: bool) -> int:
-    """Nanoseconds of the fastest of several round trips on the channels of the edge."""
-    up, down = 2 * edge, 2 * edge + 1
+def _round_trip(
+    communicator: Communicator, channels: tuple[int, int], peer: int, size: int, *, first: bool
+) -> int:
+    """Nanoseconds of the fastest of several round trips on the two channels of an edge."""
+    up, down = channels
     tags = [communicator.control_tag(ControlMessage.PING) + channel % 2 for channel in (up, down)]
     message = torch.zeros(size, dtype=torch.uint8, device=communicator.device)
     best = 1 << 62

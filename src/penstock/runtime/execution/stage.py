@@ -25,7 +25,7 @@ from penstock.runtime.execution.microbatch_state import (
     NonLeafInputs,
     StepInputs,
 )
-from penstock.runtime.execution.shared_outputs import SharedOutputs
+from penstock.runtime.execution.shared_values import SharedOutputs
 from penstock.runtime.execution.stage_checks import (
     check_finite,
     check_gradient_shapes,
@@ -59,8 +59,8 @@ class Stage:
         self._step: StepInputs
         self._states: dict[int, MicrobatchState] = {}
         self._sent_outputs: dict[int, tuple[Leaves, Structure]] = {}
-        self._shared_outputs = SharedOutputs(config.outputs) if len(config.outputs) > 1 else None
-        """In place of `_sent_outputs`, for a stage that feeds several stages."""
+        self._shared_outputs = SharedOutputs(config.takers) if len(config.takers) > 1 else None
+        """In place of `_sent_outputs`, for an output that several stages take."""
         self._input_gradients: dict[int, dict[int, tuple[Leaves, Structure]]] = {
             source: {} for source in config.inputs
         }
@@ -146,12 +146,12 @@ class Stage:
             state.roots = [get_gradient_edge(leaf) for leaf in _differentiable(leaves)]
             state.shapes = [leaf.shape for leaf in _differentiable(leaves)]
         envelope = Envelope(structure, overlapping_positions(leaves), self._rows)
+        if (uses := len(self._config.outputs)) > 1:  # autograd adds up the gradients of the same output
+            state.roots, state.shapes = state.roots * uses, state.shapes * uses
         if self._shared_outputs is None:
             self._sent_outputs[microbatch] = hand_over(leaves), envelope
-            return
-        uses = len(self._config.outputs)
-        state.roots, state.shapes = state.roots * uses, state.shapes * uses  # autograd adds up their gradients
-        self._shared_outputs.put(microbatch, hand_over(leaves), envelope)
+        else:
+            self._shared_outputs.put(microbatch, hand_over(leaves), envelope)
 
     def _layer_mode(self, microbatch: int) -> LayerMode:
         """How the layers run; the first split microbatch shows which weights cannot be deferred."""

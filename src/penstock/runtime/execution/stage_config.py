@@ -22,6 +22,8 @@ class StageConfig:
     """The stages that feed this one."""
     outputs: tuple[int, ...]
     """The stages that this one feeds."""
+    takers: tuple[int, ...]
+    """The stages that take its output: those of its rank that it feeds, and one on each other rank."""
     input_source: Source | None
     """The outputs of its inputs; None if no stage feeds it, so that it gets the batch."""
     gradient_source: Source | None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 
 from penstock.runtime.execution.handover import Envelope
-from penstock.runtime.execution.shared_outputs import SharedOutputs
+from penstock.runtime.execution.shared_values import SharedInputs, SharedOutputs
+from penstock.runtime.transport.buffer_pool import Buffer
+from penstock.runtime.transport.channels import FlatValue
 
 ENVELOPE = Envelope(None, (), ())
 
@@ -60,3 +63,21 @@ def test_nothing_is_kept_after_the_last_use_or_when_a_step_begins() -> None:
     outputs.clear()
     outputs.put(0, [torch.ones(1)], ENVELOPE)
     assert outputs.take(0, 1)[0][0].tolist() == [1]
+
+
+def test_stages_share_what_one_message_brought_and_its_buffer_goes_with_the_value_itself() -> None:
+    value, buffer = torch.ones(2), Buffer(64, torch.device("cpu"))
+    received = FlatValue([value], ENVELOPE, [True], (buffer,))
+    calls = Counter[int]()
+
+    def source(microbatch: int) -> FlatValue:
+        calls[microbatch] += 1
+        return received
+
+    inputs = SharedInputs(source, (4, 2))
+    first, last = inputs.take(2, 0), inputs.take(4, 0)
+    assert (first.leaves[0].tolist(), first.leaves[0] is value, first.buffers) == ([1, 1], False, ())
+    assert (first.structure, first.differentiable) == (ENVELOPE, [True])
+    assert last is received
+    inputs.take(4, 0)
+    assert calls == {0: 2}

@@ -1,4 +1,4 @@
-"""The outputs of a stage that feeds several stages, until each of them has its own.
+"""Values that several stages of a rank use, until each of them has its own.
 
 A message is a copy, but stages on the same rank would get the same tensors, and one of them may change its
 input in place. So a stage takes a copy as long as another one still needs the value, and the last one takes the
@@ -7,18 +7,20 @@ value itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from penstock.runtime.execution.handover import Envelope, copied_leaves
+from penstock.runtime.execution.joined_inputs import Source
 from penstock.runtime.pytree import Leaves
+from penstock.runtime.transport.channels import FlatValue
 
-__all__ = ["SharedOutputs"]
+__all__ = ["SharedInputs", "SharedOutputs"]
 
 
 class SharedOutputs:
-    """The outputs of one stage by microbatch. `consumers` are the stages that it feeds."""
+    """The outputs of one stage by microbatch. `consumers` are the stages that take them, on any rank."""
 
-    def __init__(self, consumers: Sequence[int]) -> None:
+    def __init__(self, consumers: Collection[int]) -> None:
         self.consumers = tuple(consumers)
         self._values: dict[int, tuple[Leaves, Envelope, set[int]]] = {}
 
@@ -42,3 +44,22 @@ class SharedOutputs:
     def clear(self) -> None:
         """Discard all values."""
         self._values.clear()
+
+
+class SharedInputs:
+    """The values of one receive channel, which several stages of this rank use."""
+
+    def __init__(self, source: Source, consumers: Collection[int]) -> None:
+        self._source, self._consumers = source, tuple(consumers)
+        self._values: dict[int, tuple[FlatValue, set[int]]] = {}
+
+    def take(self, consumer: int, microbatch: int) -> FlatValue:
+        """The value for one of the stages, which owns it."""
+        if microbatch not in self._values:
+            self._values[microbatch] = self._source(microbatch), set(self._consumers)
+        value, waiting = self._values[microbatch]
+        waiting.remove(consumer)
+        if waiting:
+            return value._replace(leaves=copied_leaves(value.leaves), buffers=())
+        del self._values[microbatch]
+        return value
