@@ -82,3 +82,13 @@ def test_without_receives_there_are_no_receive_buffers() -> None:
 def test_a_forward_only_schedule_keeps_no_activation_after_its_forward() -> None:
     timeline = simulate(penstock.build("forward-only", ranks=2, microbatches=4))
     assert timeline.peak_memory == (1, 1)
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zbv", "interleaved-1f1b"])
+@pytest.mark.parametrize("latency", [0, 1])
+def test_no_line_of_memory_is_ever_negative(family: str, latency: float) -> None:
+    costs = Costs(forward=2, latency=latency, activation_message=1, gradient_message=1)
+    schedule = penstock.lower(penstock.build(family, ranks=4, microbatches=8))
+    for memory in penstock.simulate(schedule, costs).memory:
+        assert min(memory.receive_buffers.min(), memory.activations.min(), memory.unsharded.min()) >= 0
+        assert memory.receive_buffers[-1] == 0

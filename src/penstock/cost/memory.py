@@ -239,6 +239,8 @@ def _message_changes(
     at_start = np.array([kind.spec.frees_input_at is Moment.START for kind in Kind])
     freed_at_start = at_start[table.kind[messages.last_consumer[received]]]
     freed = np.where(freed_at_start, start[consumer], end[consumer])
+    held = freed > start[receive]  # one that is used at the instant of its receive is never held
+    receive, consumer, size, freed = receive[held], consumer[held], size[held], freed[held]
     return [
         _changes(table, start[receive], receive, MemoryLine.RECEIVE_BUFFERS, size, 1),
         _changes(table, freed, consumer, MemoryLine.RECEIVE_BUFFERS, -size, 0),
