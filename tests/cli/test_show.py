@@ -215,3 +215,14 @@ def test_a_group_is_for_families_that_have_one(run: Run, tmp_path: Path) -> None
     penstock.build("1f1b", ranks=2, microbatches=2).write(tmp_path / "a.csv")
     assert "a file with its own sizes; remove --group" in run("show", "a.csv", "--group", 2).message
     assert "must be from 2 to 4" in run("show", "interleaved-1f1b", *sizes[:-1], 1).message
+
+
+def test_stages_per_rank_can_be_a_list(run: Run) -> None:
+    shown = run("show", "zbv", "-p", 3, "-m", 2, "-v", "1,2,1")
+    assert shown.out.startswith("zbv: 3 ranks, 4 stages (custom), 2 microbatches, compute")
+    rows = run("compare", "zbv", "interleaved-1f1b", "1f1b", "-p", 3, "-m", 2, "-v", "1,2,1", "--json").json
+    assert [row["stages"] for row in rows] == [4, 4, 3]
+    assert "has 2 numbers for 3 ranks" in run("show", "zbv", "-p", 3, "-m", 2, "-v", "1,2").message
+    wrong = run("show", "zbv", "-p", 3, "-m", 2, "-v", "1,x,1")
+    assert wrong.code == 2
+    assert "(given 1,x,1)" in wrong.err

@@ -12,6 +12,7 @@ import pytest
 
 import penstock
 from penstock import Costs, Kind, Schedule, simulate
+from penstock.cli.options import parse_stages
 from penstock.view.grid import grid
 from tests.oracles.naive import MODELS, NaiveValidator
 
@@ -191,7 +192,7 @@ def test_interleaving_divides_the_bubble_and_pays_each_hop(p: int, v: int) -> No
 
 
 FIGURE = re.compile(
-    r"^    penstock show (\S+) -p (\d+) -m (\d+)(?: -v (\d+))?(?: --group (\d+))?$", re.MULTILINE
+    r"^    penstock show (\S+) -p (\d+) -m (\d+)(?: -v ([\d,]+))?(?: --group (\d+))?$", re.MULTILINE
 )
 
 
@@ -204,7 +205,7 @@ def test_the_figures_in_the_docstrings_are_current() -> None:
                 name,
                 ranks=int(ranks),
                 microbatches=int(microbatches),
-                stages_per_rank=int(per_rank) if per_rank else None,
+                stages_per_rank=parse_stages(per_rank) if per_rank else None,
                 group=int(group) if group else None,
             )
             figure = "\n".join(f"    {line}".rstrip() for line in grid(made, 104).plain.split("\n"))

@@ -37,6 +37,10 @@ def little_memory(limit: int = 10_000_000) -> Iterator[None]:
         (Placement.loop(2, 3), ((0, 2, 4), (1, 3, 5))),
         (Placement.v(4), ((0, 7), (1, 6), (2, 5), (3, 4))),
         (Placement.v(3, 1), ((0,), (1,), (2,))),
+        (Placement.loop(4, [1, 2, 2, 1]), ((0,), (1, 3), (2, 4), (5,))),
+        (Placement.loop(2, [3, 1]), ((0, 1, 2), (3,))),
+        (Placement.loop(3, (2, 2, 2)), ((0, 3), (1, 4), (2, 5))),
+        (Placement.v(4, [1, 2, 2, 1]), ((0,), (1, 5), (2, 4), (3,))),
         (Placement.v(3, 3), ((0, 5, 6), (1, 4, 7), (2, 3, 8))),
         (Placement.v(2, 4), ((0, 3, 4, 7), (1, 2, 5, 6))),
         (Placement.v(1, 5), ((0, 1, 2, 3, 4),)),
@@ -196,3 +200,11 @@ def test_more_stages_than_can_be_numbered_are_rejected_in_little_memory(huge: in
         Placement.loop(2, huge)
     with little_memory(), pytest.raises(PlacementError):
         Placement.v(huge)
+
+
+@pytest.mark.parametrize("counts", [[1, 2], [1, 0, 2], [], [1, 2.0, 1]])
+def test_a_list_has_a_number_of_stages_for_each_rank(counts: list[int]) -> None:
+    with pytest.raises(PlacementError, match="3 ranks need 3 numbers of stages, each at least 1"):
+        Placement.loop(3, counts)
+    with pytest.raises(PlacementError, match="3 ranks need 3 numbers of stages, each at least 1"):
+        Placement.v(3, counts)

@@ -19,9 +19,9 @@ from penstock.cli.inputs import Sizes, costs_from, for_send_model, schedules_fro
 from penstock.cli.options import (
     AsJson,
     CostsSource,
+    FamilyStages,
     Ranks,
     SendModelOption,
-    StagesPerRank,
     complete_family,
 )
 from penstock.cli.rendering import render, require_suffix
@@ -64,7 +64,7 @@ def compare(
     *,
     ranks: Ranks = None,
     microbatches: MicrobatchCounts = None,
-    stages_per_rank: StagesPerRank = None,
+    stages_per_rank: FamilyStages = None,
     group: Groups = None,
     costs: CostsSource = None,
     send_model: SendModelOption = SendModel.BUFFERED,

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import typer
 
+from penstock.cli.options import parse_stages
 from penstock.cost.costs import Costs
 from penstock.cost.presets import preset, presets
 from penstock.errors import FormatError
 from penstock.families import build, find
+from penstock.families.stage_counts import most_stages
 from penstock.formats import format_of, read
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, lower
@@ -34,7 +36,7 @@ class Sizes(NamedTuple):
 
     ranks: int | None = None
     microbatches: int | None = None
-    stages_per_rank: int | None = None
+    stages_per_rank: str | None = None
     group: int | None = None
 
     @property
@@ -60,7 +62,7 @@ def is_file(source: str) -> bool:
 
 def schedule_from(source: str, sizes: Sizes, *, lowered: bool = False) -> Schedule:
     """Read a file, which has its own sizes, or build a family, which needs them; lower it on demand."""
-    ranks, microbatches, stages_per_rank, group = sizes
+    ranks, microbatches, stages, group = sizes
     if is_file(source):
         if sizes.given:
             raise typer.BadParameter(
@@ -72,9 +74,8 @@ def schedule_from(source: str, sizes: Sizes, *, lowered: bool = False) -> Schedu
             missing = [option for option in ("--ranks", "--microbatches") if option not in sizes.given]
             example = f"penstock show {source} --ranks 4 --microbatches 8"
             raise typer.BadParameter(f"{source} needs {' and '.join(missing)}, e.g. {example}")
-        schedule = build(
-            source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, group=group
-        )
+        per_rank = None if stages is None else parse_stages(stages)
+        schedule = build(source, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, group=group)
     return lower(schedule) if lowered else schedule
 
 
@@ -103,7 +104,8 @@ def schedules_from(
         own, family = sizes, find(source)
         counts: Sequence[int | None] = microbatches or [sizes.microbatches]
         own_groups: Sequence[int | None] = groups or [sizes.group]
-        if len(sources) > 1 and family.stages_per_rank is not None:
+        stages = sizes.stages_per_rank and most_stages(parse_stages(sizes.stages_per_rank))
+        if len(sources) > 1 and family.stages_per_rank not in (None, stages):
             own = own._replace(stages_per_rank=None)
         if len(sources) > 1 and family.smallest_group is None:
             own_groups = [None]

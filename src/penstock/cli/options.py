@@ -15,6 +15,7 @@ __all__ = [
     "SEND_MODELS",
     "AsJson",
     "CostsSource",
+    "FamilyStages",
     "Group",
     "JitterShare",
     "Lowered",
@@ -31,6 +32,7 @@ __all__ = [
     "complete_family",
     "parse_bytes",
     "parse_send_model",
+    "parse_stages",
 ]
 
 
@@ -94,6 +96,27 @@ ScheduleSource: TypeAlias = Annotated[
 Ranks: TypeAlias = Annotated[int | None, typer.Option("--ranks", "-p", help="Number of pipeline ranks.")]
 Microbatches: TypeAlias = Annotated[
     int | None, typer.Option("--microbatches", "-m", help="Number of microbatches.")
+]
+
+
+def parse_stages(text: str) -> int | list[int]:
+    """One number for all ranks, or one for each, separated by commas."""
+    try:
+        return [int(part) for part in text.split(",")] if "," in text else int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"--stages-per-rank is a number, or one for each rank such as 1,2,2,1 (given {text})"
+        ) from None
+
+
+FamilyStages: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--stages-per-rank",
+        "-v",
+        metavar="NUMBER|LIST",
+        help="Number of stages per rank, or one for each rank: 1,2,2,1.",
+    ),
 ]
 StagesPerRank: TypeAlias = Annotated[
     int | None, typer.Option("--stages-per-rank", "-v", help="Number of stages per rank.")

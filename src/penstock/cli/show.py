@@ -14,7 +14,7 @@ from rich.text import Text
 
 from penstock.arguments import printable
 from penstock.cli.inputs import Sizes, costs_from, is_file, schedule_from
-from penstock.cli.options import CostsSource, Group, Lowered, Microbatches, Ranks, ScheduleSource, StagesPerRank
+from penstock.cli.options import CostsSource, FamilyStages, Group, Lowered, Microbatches, Ranks, ScheduleSource
 from penstock.cli.rendering import TIMELINE_FORMATS, render
 from penstock.formats import dumps, write_bytes
 from penstock.ir.schedule import Schedule
@@ -56,7 +56,7 @@ def show(
     *,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
-    stages_per_rank: StagesPerRank = None,
+    stages_per_rank: FamilyStages = None,
     group: Group = None,
     lowered: Lowered = False,
     costs: CostsSource = None,

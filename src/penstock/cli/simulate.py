@@ -17,6 +17,7 @@ from penstock.cli.inputs import Sizes, costs_from, for_send_model, schedule_from
 from penstock.cli.options import (
     AsJson,
     CostsSource,
+    FamilyStages,
     Group,
     JitterShare,
     Lowered,
@@ -24,7 +25,6 @@ from penstock.cli.options import (
     Ranks,
     ScheduleSource,
     SendModelOption,
-    StagesPerRank,
 )
 from penstock.simulation.attribution import Gap, critical_path, gaps
 from penstock.simulation.comparison import comparison_of
@@ -51,7 +51,7 @@ def simulate(
     *,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
-    stages_per_rank: StagesPerRank = None,
+    stages_per_rank: FamilyStages = None,
     group: Group = None,
     lowered: Lowered = False,
     costs: CostsSource = None,

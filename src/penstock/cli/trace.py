@@ -10,13 +10,13 @@ import typer
 from penstock.cli.inputs import Sizes, costs_from, for_send_model, schedule_from
 from penstock.cli.options import (
     CostsSource,
+    FamilyStages,
     Group,
     Lowered,
     Microbatches,
     Ranks,
     ScheduleSource,
     SendModelOption,
-    StagesPerRank,
 )
 from penstock.cli.rendering import render
 from penstock.formats import write_bytes
@@ -34,7 +34,7 @@ def trace(
     *,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
-    stages_per_rank: StagesPerRank = None,
+    stages_per_rank: FamilyStages = None,
     group: Group = None,
     lowered: Lowered = False,
     costs: CostsSource = None,

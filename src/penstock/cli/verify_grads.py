@@ -15,7 +15,7 @@ from rich.text import Text
 
 from penstock.arguments import printable
 from penstock.cli.inputs import Sizes, schedules_from
-from penstock.cli.options import AsJson, Group, Microbatches, Ranks, StagesPerRank, complete_family
+from penstock.cli.options import AsJson, FamilyStages, Group, Microbatches, Ranks, complete_family
 from penstock.families import families
 from penstock.ir.schedule import Schedule
 
@@ -52,7 +52,7 @@ def verify_grads(
     every: AllFamilies = False,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
-    stages_per_rank: StagesPerRank = None,
+    stages_per_rank: FamilyStages = None,
     group: Group = None,
     steps: StepCount = 2,
     tolerance: Tolerance = None,

@@ -1,4 +1,4 @@
-"""Build the order of one rank: codes of one kind, alternating passes, deferred weight gradients, truncation.
+"""Build the order of one rank: codes of one kind, alternating passes, deferred weight gradients, omission.
 
 Codes are the integers of `penstock.ir.encoding.code_of`: one per action.
 """
@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
-from penstock.ir.encoding import JOINED, MICROBATCH_MASK, MICROBATCH_SHIFT, code_of
+from penstock.ir.encoding import JOINED, MICROBATCH_MASK, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT, code_of
 from penstock.ir.table import Ints
 
-__all__ = ["RankOrder", "alternate", "codes_of", "defer_weights", "keep_microbatches"]
+__all__ = ["RankOrder", "alternate", "codes_of", "defer_weights", "keep_microbatches", "keep_stages"]
 
 
 def codes_of(kind: Kind, stage: int, microbatches: Iterable[int]) -> list[int]:
@@ -42,7 +43,19 @@ def defer_weights(forwards: list[int], inputs: list[int], weights: list[int], de
 def keep_microbatches(order: Sequence[int], microbatches: int) -> Ints:
     """Drop microbatches from this number on; half of an overlapped pair can remain, as a single step."""
     codes = np.asarray(order, dtype=np.int64)
-    keep = ((codes >> MICROBATCH_SHIFT) & MICROBATCH_MASK) < microbatches
+    return _keep(codes, ((codes >> MICROBATCH_SHIFT) & MICROBATCH_MASK) < microbatches)
+
+
+def keep_stages(order: Ints, stages: Sequence[int]) -> Ints:
+    """Drop all other stages, and number these from 0; half of an overlapped pair can remain."""
+    stage = (order >> STAGE_SHIFT) & STAGE_MASK
+    number = np.searchsorted(stages, stage)
+    keep = np.isin(stage, stages)
+    return _keep(order - ((stage - number) << STAGE_SHIFT), keep)
+
+
+def _keep(codes: Ints, keep: NDArray[np.bool_]) -> Ints:
+    """Drop actions; what remains of an overlapped pair is a single step."""
     single = (codes & JOINED == 1) & ~np.concatenate(([True], keep[:-1]))
     return np.where(single, codes - JOINED, codes)[keep]
 

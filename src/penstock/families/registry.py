@@ -10,6 +10,7 @@ from functools import cache
 from penstock.arguments import whole_number
 from penstock.errors import BuildError
 from penstock.families.depth_order import topological_placement
+from penstock.families.stage_counts import StagesPerRank, leave_out_stages, most_stages, problems_of_counts
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -104,7 +105,7 @@ def build(
     *,
     ranks: int,
     microbatches: int,
-    stages_per_rank: int | None = None,
+    stages_per_rank: StagesPerRank | None = None,
     graph: StageGraph | None = None,
     placement: Placement | None = None,
     group: int | None = None,
@@ -112,11 +113,11 @@ def build(
     """Build the compute-only schedule of a family.
 
     Case, dashes and underscores in the name do not matter, and torch's names work: `build("ZBVZeroBubble",
-    ranks=4, microbatches=8)`. `stages_per_rank` is for families that accept any number of them. `group` is for
-    interleaved families: the number of consecutive microbatches of a stage before the rank's next stage, from
-    the number of ranks (depth-first) to all microbatches (breadth-first). With `graph`, for families over any
-    stage graph, stages are on ranks as in `placement`; without one, in the order of the graph, about equally
-    many on each rank.
+    ranks=4, microbatches=8)`. `stages_per_rank` is for families that accept any number of them; as a list, it
+    has a number for each rank, also for V families: `[1, 2, 2, 1]`. `group` is for interleaved families: the
+    number of consecutive microbatches of a stage before the rank's next stage, from the number of ranks
+    (depth-first) to all microbatches (breadth-first). With `graph`, for families over any stage graph, stages
+    are on ranks as in `placement`; without one, in the order of the graph, about equally many on each rank.
     """
     family = find(name)
     group_problems = [] if group is None else _group_problems(family, ranks, microbatches, group)
@@ -124,12 +125,15 @@ def build(
         return _build_on_graph(family, graph, placement, ranks, microbatches, stages_per_rank)
     if placement is not None and graph is None:
         raise BuildError(f"{family.name}: a placement needs a graph=; without one the family has its own")
-    if problems := _problems(family, ranks, microbatches, stages_per_rank) + group_problems:
+    most = most_stages(stages_per_rank)
+    problems = [*problems_of_counts(ranks, stages_per_rank), *_problems(family, ranks, microbatches, most)]
+    if problems := problems + group_problems:
         raise BuildError("; ".join(problems))
-    per_rank = stages_per_rank or family.stages_per_rank or family.default_stages_per_rank
+    per_rank = most or family.stages_per_rank or family.default_stages_per_rank
     given = f"{ranks} ranks, {per_rank} stages per rank, {microbatches} microbatches"
     _check_work(ranks * per_rank, microbatches, given)
-    return family.builder(ranks, microbatches, per_rank, **({} if group is None else {"group": group}))
+    built = family.builder(ranks, microbatches, per_rank, **({} if group is None else {"group": group}))
+    return leave_out_stages(built, per_rank if stages_per_rank is None else stages_per_rank)
 
 
 def _build_on_graph(
@@ -138,7 +142,7 @@ def _build_on_graph(
     placement: Placement | None,
     ranks: int,
     microbatches: int,
-    stages_per_rank: int | None,
+    stages_per_rank: StagesPerRank | None,
 ) -> Schedule:
     """The schedule of a family over a stage graph."""
     problems = _problems(family, ranks, microbatches, None)

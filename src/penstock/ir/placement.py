@@ -1,10 +1,10 @@
 """Which rank hosts which stage.
 
-loop, 4 ranks, 2 per rank       V, 4 ranks, 2 legs          custom, uneven
-rank 0:  0  4                   rank 0:  0  7               rank 0:  0  1  4
-rank 1:  1  5                   rank 1:  1  6               rank 1:  2  3
-rank 2:  2  6                   rank 2:  2  5
-rank 3:  3  7                   rank 3:  3  4
+loop, 4 ranks, 2 per rank       V, 4 ranks, 2 legs          loop, [1, 2, 2, 1] per rank       custom
+rank 0:  0  4                   rank 0:  0  7               rank 0:  0                         rank 0:  0  1  4
+rank 1:  1  5                   rank 1:  1  6               rank 1:  1  3                      rank 1:  2  3
+rank 2:  2  6                   rank 2:  2  5               rank 2:  2  4
+rank 3:  3  7                   rank 3:  3  4               rank 3:     5
 """
 
 from __future__ import annotations
@@ -48,17 +48,26 @@ class Placement:
             )
 
     @classmethod
-    def loop(cls, ranks: int, stages_per_rank: int = 1) -> Placement:
-        """Stage s on rank s mod `ranks`: after the last rank the chain starts over at rank 0."""
-        _check(ranks=ranks, stages_per_rank=stages_per_rank)
-        return cls(tuple(range(ranks)) * stages_per_rank)
+    def loop(cls, ranks: int, stages_per_rank: int | Sequence[int] = 1) -> Placement:
+        """Stage s on rank s mod `ranks`: after the last rank the chain starts over at rank 0.
+
+        With a list of one number for each rank, the chain skips ranks: see `kept_stages`.
+        """
+        most = _most(ranks, stages_per_rank)
+        _check(ranks=ranks, stages_per_rank=most)
+        return _without_surplus(cls(tuple(range(ranks)) * most), stages_per_rank)
 
     @classmethod
-    def v(cls, ranks: int, legs: int = 2) -> Placement:
-        """Down the ranks, and back up, and down again, `legs` times: neighbours at a turn share a rank."""
-        _check(ranks=ranks, legs=legs)
+    def v(cls, ranks: int, legs: int | Sequence[int] = 2) -> Placement:
+        """Down the ranks, and back up, and down again, `legs` times: neighbours at a turn share a rank.
+
+        With a list of one number for each rank, the chain skips ranks: see `kept_stages`.
+        """
+        most = _most(ranks, legs)
+        _check(ranks=ranks, legs=most)
         down = tuple(range(ranks))
-        return cls(tuple(rank for leg in range(legs) for rank in (down[::-1] if leg % 2 else down)))
+        every = tuple(rank for leg in range(most) for rank in (down[::-1] if leg % 2 else down))
+        return _without_surplus(cls(every), legs)
 
     @classmethod
     def custom(cls, stages_of_rank: Mapping[int, Iterable[int]] | Sequence[Iterable[int]]) -> Placement:
@@ -80,6 +89,17 @@ class Placement:
         if problems:
             raise PlacementError("; ".join(problems))
         return cls(tuple(hosts[stage][0] for stage in range(len(hosts))))
+
+    def kept_stages(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """The stages that remain if rank r has only `counts[r]` of its stages.
+
+        Ranks in the first half keep their first stages and the others their last ones, so that the chain begins
+        on the first rank and, in a loop, ends on the last.
+        """
+        kept: list[int] = []
+        for rank, (own, count) in enumerate(zip(self.stages_of_rank, counts)):
+            kept += own[:count] if 2 * rank < self.num_ranks else own[len(own) - count :]
+        return tuple(sorted(kept))
 
     @property
     def num_stages(self) -> int:
@@ -106,6 +126,23 @@ class Placement:
         if not rest and self == Placement.loop(self.num_ranks, legs):
             return "loop"
         return "v" if not rest and self == Placement.v(self.num_ranks, legs) else "custom"
+
+
+def _most(ranks: int, stages: int | Sequence[int]) -> int:
+    """The largest number of stages of a rank, given one number for all ranks or a list of one for each."""
+    if not isinstance(stages, Sequence):
+        return stages
+    if len(stages) != ranks or any((whole_number(count) or 0) < 1 for count in stages):
+        given = printable(repr(list(stages[:12])))
+        raise PlacementError(f"{ranks} ranks need {ranks} numbers of stages, each at least 1 (given {given})")
+    return max(stages)
+
+
+def _without_surplus(placement: Placement, counts: int | Sequence[int]) -> Placement:
+    """The placement of the stages that remain if there is a list of one number for each rank."""
+    if not isinstance(counts, Sequence):
+        return placement
+    return Placement(tuple(placement.stage_to_rank[stage] for stage in placement.kept_stages(counts)))
 
 
 def _check(**counts: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.families import build, families
+from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 from penstock.search.list_scheduling import Rule, list_schedule
@@ -34,19 +35,17 @@ def family_schedules(problem: Problem) -> Iterator[Schedule]:
         builders = [family.graph_builder for family in families().values()]
         yield from (builder(graph, placement, m) for builder in builders if builder is not None)
         return
-    stages_per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
-    if rest:
-        return
+    counts = [len(own) for own in placement.stages_of_rank]
     for name, family in families().items():
-        if name == "forward-only" or family.stages_per_rank not in (None, stages_per_rank):
+        if name == "forward-only" or family.stages_per_rank not in (None, max(counts)):
             continue
         try:
-            schedule = build(name, ranks=placement.num_ranks, microbatches=m, stages_per_rank=stages_per_rank)
+            schedule = build(name, ranks=placement.num_ranks, microbatches=m, stages_per_rank=counts)
         except PenstockError:  # the family does not support these counts
             continue
         if schedule.placement == placement:
             yield schedule
-    if placement.style == "v" and stages_per_rank == 2:
+    if placement.style == "v" and counts[0] == 2:
         try:
             yield zbv_greedy(placement.num_ranks, m, problem.costs, problem.memory_limit)
         except PenstockError:  # unequal stages, or too little memory
@@ -56,14 +55,14 @@ def family_schedules(problem: Problem) -> Iterator[Schedule]:
 def grouped_schedules(problem: Problem) -> Iterator[Schedule]:
     """The training families that have this placement and groups, with groups other than the default."""
     placement, m = problem.placement, problem.microbatches
-    stages_per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
-    if rest or stages_per_rank == 1 or placement.style != "loop" or not problem.stage_graph.is_chain:
+    counts, ranks = [len(own) for own in placement.stages_of_rank], placement.num_ranks
+    is_loop = problem.stage_graph.is_chain and placement == Placement.loop(ranks, counts)
+    if max(counts) == 1 or not is_loop:
         return
-    ranks = placement.num_ranks
     for name, family in families().items():
         if name != "forward-only":
             for group in family.typical_groups(ranks, m):
-                yield build(name, ranks=ranks, microbatches=m, stages_per_rank=stages_per_rank, group=group)
+                yield build(name, ranks=ranks, microbatches=m, stages_per_rank=counts, group=group)
 
 
 def serial(problem: Problem) -> Seed:
