@@ -51,6 +51,20 @@ def test_every_family_trains_as_one_process(pools: Pools, family: str, p: int) -
     assert not problems_of(cases, pools(p).run(run_cases, cases))
 
 
+@pytest.mark.xdist_group("ranks-4")
+def test_groups_and_unequal_stages_train_as_one_process(pools: Pools) -> None:
+    grouped = [
+        build(name, ranks=4, microbatches=8, stages_per_rank=2, group=group)
+        for name, group in (("interleaved-1f1b", 6), ("interleaved-1f1b", 8), ("interleaved-zero-bubble", 2))
+    ]
+    unequal = [
+        build(name, ranks=4, microbatches=6, stages_per_rank=[1, 2, 2, 1])
+        for name in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipev")
+    ]
+    cases = [Case(schedule, "transformer", steps=1) for schedule in (*grouped, *unequal)]
+    assert not problems_of(cases, pools(4).run(run_cases, cases))
+
+
 @pytest.mark.xdist_group("ranks-8")
 def test_eight_ranks_train_as_one_process(pools: Pools) -> None:
     cases = [
