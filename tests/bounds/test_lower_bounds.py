@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 import penstock.cost.presets
-from penstock import Costs, Placement, simulate
+from penstock import Costs, Placement, Schedule, StageGraph, simulate
 from penstock.bounds import Workload, bounds, bounds_of, preemptive
 from penstock.simulation.comparison import compare
 
@@ -173,3 +173,28 @@ def test_pairs_of_a_fixed_length_do_not_beat_a_bound() -> None:
         timeline = simulate(schedule, costs)
         for bound in bounds_of(schedule, costs, max(timeline.peak_memory)):
             assert bound.seconds <= timeline.makespan * (1 + 1e-9), (costs, bound)
+
+
+# --- stage graphs -------------------------------------------------------------------------------------
+
+
+TWO_SOURCES = StageGraph(4, ((0, 1), (1, 3), (2, 3)))
+"""0 -> 1 -> 3 <- 2: stage 2 can wait until stage 3 needs it."""
+
+
+@pytest.mark.parametrize("objective", ["span", "period"])
+def test_a_rank_that_may_start_late_has_no_longer_span(objective: str) -> None:
+    costs = Costs(forward=(10, 10, 1, 1), backward_weight=(0, 0, 30, 0))
+    schedule = Schedule.parse("0F0 0I0 0W0 | 1F0 1I0 1W0 | 2F0 2I0 2W0 | 3F0 3I0 3W0", graph=TWO_SOURCES)
+    bound = bounds_of(schedule, costs, objective=objective)[0]
+    # stage 2 alone: F, F and I of stage 3, I, W; it need not wait for the long encoder
+    assert bound.seconds == 1 + 1 + 1 + 1 + 30
+
+
+def test_an_activation_is_held_no_longer_than_its_own_round_trip() -> None:
+    costs = Costs(forward=(50, 50, 1, 1), backward_weight=0, activation=(1, 1, 3, 1))
+    schedule = Schedule.parse("0F0 0B0 | 1F0 1B0 | 2F0 2B0 | 3F0 3B0", graph=TWO_SOURCES)
+    residency = next(b for b in bounds_of(schedule, costs, 3, "span") if b.name == "residency")
+    # rank 0 holds a third of its memory for 50 + 50 + 1 forward and 1 + 1 + 1 backward; rank 2 all for 4 only
+    assert residency.seconds == pytest.approx(104 / 3)
+    assert residency.because.startswith("rank 0")

@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock import Costs, Placement, StageGraph, encoder_decoder, simulate, validate
-from penstock.bounds import OBJECTIVES
+from penstock.bounds import OBJECTIVES, bounds
 from penstock.search import exact
 from penstock.search.problem import Problem
 from penstock.search.seeds import family_schedules, grouped_schedules, list_scheduled, serial
@@ -78,6 +78,16 @@ def test_no_order_is_better_than_what_is_found_and_no_bound_exceeds_the_best(
         )
         assert found.value == pytest.approx(best), problem
         assert found.bound.seconds <= best * (1 + 1e-9), problem
+
+
+def test_no_bound_exceeds_the_best_of_all_orders() -> None:
+    rng = random.Random(20)
+    for _ in range(examples(600)):
+        problem = tiny_graph_problem(rng)
+        given = problem.placement, problem.microbatches, problem.costs, problem.memory_limit
+        best = best_value(*given, split=problem.split, objective=problem.objective, graph=problem.stage_graph)
+        for bound in bounds(problem.work, problem.memory_limit, problem.objective):
+            assert bound.seconds <= best * (1 + 1e-9), (problem, bound)
 
 
 def test_only_families_over_graphs_are_starting_orders() -> None:

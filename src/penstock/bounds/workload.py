@@ -102,14 +102,25 @@ class Workload:
 
     @cached_property
     def heads(self) -> dict[str, list[float]]:
-        """For F, I (or B) and W, per stage."""
+        """For F, I (or B) and W, per stage: from the first start on any rank."""
+        return self._heads_from([True] * self.placement.num_stages)
+
+    def heads_on(self, rank: int) -> dict[str, list[float]]:
+        """For F, I (or B) and W, per stage: chains that begin on this rank."""
+        if self.stage_graph.is_chain:  # those of its first stage are the longest
+            first = self.first_head(rank)
+            return {kind: [head - first for head in heads] for kind, heads in self.heads.items()}
+        return self._heads_from([host == rank for host in self.placement.stage_to_rank])
+
+    def _heads_from(self, begins: list[bool]) -> dict[str, list[float]]:
+        """The longest chains that begin with F of one of these stages."""
         graph, launch = self.stage_graph, self.costs.launch_overhead
         forward = [0.0] * self.placement.num_stages
         for s in graph.forward_order:
             arrivals = (
                 forward[u] + self.forward[u] + launch + self._hop("activation", u, s) for u in graph.inputs(s)
             )
-            forward[s] = max(arrivals, default=0.0)
+            forward[s] = max([0.0 if begins[s] else _NEVER, *arrivals])
         back = [0.0] * self.placement.num_stages
         for s in reversed(graph.forward_order):
             arrivals = (
@@ -152,8 +163,7 @@ class Workload:
 
         Alone, its heads are counted from its own first start and its tails to its own last end.
         """
-        tails = self.tails_on(rank) if alone else self.tails
-        first = self.first_head(rank) if alone else 0.0
+        heads, tails = (self.heads_on(rank), self.tails_on(rank)) if alone else (self.heads, self.tails)
         kinds = {"F": self.forward}
         if self.trains:
             kinds |= {"I": self.input_gradient, "W": self.weight_gradient}
@@ -161,7 +171,7 @@ class Workload:
         factor = self.pair_factor(rank)
         return [
             (
-                self.heads[kind][s] - first,
+                heads[kind][s],
                 self.microbatches * (seconds[s] * factor + (extra if kind != "W" else 0.0)),
                 tails[kind][s],
             )
@@ -174,8 +184,11 @@ class Workload:
         return sum(job[1] for job in self.jobs(rank))
 
     def round_trip(self, stage: int) -> float:
-        """From the start of F to the earliest start of I (or B)."""
-        return self.heads["I"][stage] - self.heads["F"][stage]
+        """From the start of F to the earliest start of I (or B) of the same microbatch."""
+        if self.stage_graph.is_chain:
+            return self.heads["I"][stage] - self.heads["F"][stage]
+        # without what only other sources wait for: F may start later than its head
+        return self._heads_from([s == stage for s in range(self.placement.num_stages)])["I"][stage]
 
     def activation_room(self, rank: int, limit: float) -> float:
         """Bytes that a memory limit leaves for activations."""
