@@ -188,6 +188,16 @@ def test_schedules_that_cannot_run_are_reported_with_the_reason(verify: Run) -> 
     assert "8 stages need at least 8 modules, but the model runs 6 in sequence" in some.out
 
 
+def test_a_schedule_over_another_graph_than_a_chain_is_rejected(verify: Run, tmp_path: Path) -> None:
+    graph = penstock.StageGraph(3, ((0, 1), (1, 2), (0, 2)))
+    penstock.build("1f1b", graph=graph, ranks=2, microbatches=4).write(tmp_path / "skip.json")
+    result = verify("models:right", "skip.json")
+    assert result.code == 2
+    assert "which splits a model by layers, needs stages in a chain 0 -> 1 -> ... -> 2" in " ".join(
+        result.out.split()
+    )
+
+
 def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> None:
     for function, expected in (
         ("models", "models is not of the form module:function: write models:function"),

@@ -135,9 +135,15 @@ def test_the_stages_of_a_traced_pipe_train(pools: Pools) -> None:
     assert_alike(pools(4).run(pipelining_modules.train_traced, seconds=600), train_alone(4, 4))
 
 
-def test_a_traced_pipe_with_skip_connections_is_rejected(pools: Pools) -> None:
-    for messages in pools(4).run(pipelining_modules.rejected_skip, seconds=600):
-        assert "skip" in messages
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+@small(lambda name: name in ("1F1B", "ZBVZeroBubble"))
+def test_a_traced_pipe_with_skip_connections_trains(pools: Pools, name: str) -> None:
+    models = [
+        pipelining_modules.Skips,
+        *([pipelining_modules.SkipsWithSplits] if name in ("GPipe", "1F1B") else []),
+    ]
+    for model in models:
+        assert pools(4).run(pipelining_modules.train_skips, name, model, seconds=600) == [[]] * 4
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])

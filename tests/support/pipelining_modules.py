@@ -24,6 +24,7 @@ from tests.support.pipelining_scripts import (
     stages_of,
     style,
 )
+from tests.support.reference import differences
 
 
 def train_traced() -> Run:
@@ -49,34 +50,76 @@ def train_traced() -> Run:
 
 
 class Skips(nn.Module):
-    def __init__(self) -> None:
+    """Each of the last layers also gets the output of its mirror image, and all but two that of the first."""
+
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        first = self.layers[0](x)
-        value = first
-        for layer in self.layers[1:]:
-            value = layer(value)
-        result: Tensor = value + first
+        values = [self.layers[0](x)]
+        for i, layer in enumerate(self.layers[1:], 1):
+            mirrored = len(self.layers) - 1 - i
+            skipped = values[mirrored] if mirrored < i - 1 else torch.zeros(())
+            values.append(torch.tanh(layer(values[-1])) + skipped + (values[0] if i > 1 else 0))
+        result: Tensor = values[-1]
         return result
 
 
-def rejected_skip() -> str:
-    """A traced pipe in which a value skips stages."""
-    from penstock.pipelining import ScheduleGPipe, SplitPoint, pipeline  # noqa: PLC0415
+class SkipsWithSplits(nn.Module):
+    """Like an example of torch's tests: it calls pipe_split(), and a value without a gradient skips stages."""
 
-    pipe = pipeline(
-        Skips(),
-        mb_args=(torch.zeros(2, 8),),
-        split_spec={f"layers.{i}": SplitPoint.BEGINNING for i in (1, 2, 3)},
+    constant: Tensor
+
+    def __init__(self, _layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.register_buffer("constant", torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from penstock.pipelining import pipe_split  # noqa: PLC0415
+
+        x = torch.mm(x, self.weights[0])
+        skipped, constant = x, self.constant.clone()
+        x = torch.relu(x)
+        pipe_split()  # type: ignore[no-untyped-call]
+        x = self.layers[0](torch.mm(x, self.weights[1]))
+        pipe_split()  # type: ignore[no-untyped-call]
+        x = torch.mm(torch.relu(x) + skipped, self.weights[2]) + constant
+        pipe_split()  # type: ignore[no-untyped-call]
+        result: Tensor = torch.tanh(self.layers[1](x) + constant + skipped)
+        return result
+
+
+def train_skips(name: str, model: Callable[[int], nn.Module], m: int = 4) -> list[str]:
+    """A traced pipe in which values skip stages; gives how its gradients differ from those of one process."""
+    from penstock.pipelining import SplitPoint, pipeline  # noqa: PLC0415
+    from penstock.pipelining.schedules import get_schedule_class  # noqa: PLC0415
+
+    count = stages_of(name, 4)
+    plain, traced = model(count).double(), model(count).double()
+    x, y = torch.randn(2, ROWS * m, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    spec = {f"layers.{i}": SplitPoint.BEGINNING for i in range(1, count)}
+    pipe = pipeline(traced, mb_args=(x[:ROWS],), split_spec=spec if model is Skips else None)
+    stages = [pipe.build_stage(index, CPU) for index in own_stages(OURS, name)]
+    make: Any = get_schedule_class(name)
+    schedule = make(stages if count > 4 else stages[0], m, loss_fn=functional.mse_loss)
+    for _ in range(2):
+        schedule.step(*((x,) if stages[0].is_first else ()), target=y)
+        functional.mse_loss(plain(x), y).backward()  # type: ignore[no-untyped-call]
+    outputs = schedule.eval(*((x,) if stages[0].is_first else ()), target=y)
+    wanted = {key: parameter.grad for key, parameter in plain.named_parameters()}
+    found = {key: each.grad for stage in stages for key, each in stage.submod.named_parameters()}
+    problems = list(
+        differences(f"rank {dist.get_rank()}", found, {key: wanted[key] for key in found}, exact=False)
     )
-    schedule = ScheduleGPipe(pipe.build_stage(dist.get_rank(), CPU), 4, loss_fn=functional.mse_loss)
-    try:
-        schedule.step(torch.zeros(8, 8), target=torch.zeros(8, 8))
-    except ValueError as error:
-        return str(error)
-    return ""
+    problems += [] if found else [f"no parameters on rank {dist.get_rank()}"]
+    if stages[-1].is_last or stages[0].is_last:
+        problems += [] if torch.allclose(outputs, plain(x), rtol=0, atol=1e-12) else ["the output differs"]
+    return problems
 
 
 class View(nn.Module):

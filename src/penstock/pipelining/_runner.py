@@ -36,7 +36,7 @@ from penstock.pipelining._stage_methods import (
     overrides,
     stages_driven_by,
 )
-from penstock.pipelining._traced_pipes import require_no_skip_connections
+from penstock.pipelining._traced_pipes import traced_graph
 from penstock.pipelining.stage import _PipelineStageBase
 from penstock.runtime import Custom, Pipeline, register_splitter
 from penstock.runtime.execution.splitters import Splitter, Value
@@ -80,7 +80,7 @@ class Runner:
         stages: Sequence[_PipelineStageBase],
         functions: Functions,
     ) -> None:
-        require_no_skip_connections(stages[0])
+        self._traced = traced_graph(stages[0])
         self._stages = {stage.stage_index: stage for stage in stages}
         self._settings = settings_of(owner, stages)
         self._modules = {
@@ -102,8 +102,14 @@ class Runner:
         intercepted = [*functions, *((Kind.B, Kind.I, Kind.W) if deferring else ())]
         intercepted += [kind for name in overridden for kind in KINDS[name]]
         self._is_driven = bool(functions or overridden)
-        inner = [self._modules[stage.stage_index] for stage in stages if not stage.is_last]
-        hooks = [module.register_forward_hook(_list_to_tuple) for module in inner]
+        hooks = []
+        if self._traced is None:
+            inner = [self._modules[stage.stage_index] for stage in stages if not stage.is_last]
+            hooks = [module.register_forward_hook(_list_to_tuple) for module in inner]
+        else:
+            schedule = self._traced.schedule(schedule)
+            for index, module in self._modules.items():
+                hooks += self._traced.hooks(index, module)
         self._remove_hooks = weakref.finalize(self, _remove, hooks)
         self.pipeline = Pipeline(
             self._modules,
@@ -254,7 +260,10 @@ class Runner:
         if len(passed) != len(expected) or any(one is not other for one, other in zip(passed, expected)):
             raise PipelineError(f"the arguments of {index}F{k} differ from those of step(): change them there")
         outputs: list[Value] = []
-        with self._modules[index].register_forward_hook(lambda *seen: outputs.append(seen[-1])):
+        returned = self._traced is not None  # before our hooks change it
+        with self._modules[index].register_forward_hook(
+            lambda *seen: outputs.append(seen[-1]), prepend=returned
+        ):
             self.drive(Kind.F, index, k)
         return outputs[-1]
 

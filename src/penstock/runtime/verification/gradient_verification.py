@@ -139,6 +139,7 @@ def _verdict(
     if not schedule.table.has(Kind.B, Kind.I):
         return replace(verdict, rejected="it has no backward, so there are no gradients")
     try:
+        schedule.graph.require_chain("the verification of gradients, which splits a model by layers,")
         errors = compare(whole_batch)
     except PenstockError as error:
         return replace(verdict, rejected=_short_message(error))
