@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from penstock import build
+from penstock import Placement, StageGraph, build
 from penstock.runtime.dtensors import Meshes
-from penstock.runtime.execution.channel_ends import ChannelEnds, channels_between_ranks
+from penstock.runtime.execution.channel_ends import ChannelEnds, channels_between_ranks, receiving_stage
 from penstock.runtime.transport.buffer_pool import BufferPool
 
 
@@ -28,3 +28,11 @@ def test_a_single_rank_has_no_ends() -> None:
     schedule = build("zbv", ranks=1, microbatches=2)
     ends = ChannelEnds(schedule, 0, None, BufferPool(torch.device("cpu")), Meshes(()))
     assert (ends.sends, ends.receives) == ({}, {})
+
+
+def test_an_activation_that_several_stages_of_a_rank_use_has_one_channel() -> None:
+    graph = StageGraph(4, ((0, 1), (0, 2), (0, 3), (1, 2), (2, 3)))  # edges 0 to 4
+    schedule = build("gpipe", graph=graph, ranks=2, microbatches=1, placement=Placement((0, 1, 1, 0)))
+    assert channels_between_ranks(schedule) == [(0, 0, 1), (1, 1, 0), (3, 1, 0), (8, 1, 0), (9, 0, 1)]
+    assert [receiving_stage(schedule, 0, stage) for stage in (1, 2, 3)] == [1, 1, 3]
+    assert receiving_stage(schedule, 2, 3) == 3
