@@ -117,6 +117,8 @@ def test_a_topological_placement_sends_no_value_to_a_lower_rank() -> None:
     ("name", "options", "reason"),
     [
         ("zbv", {}, r"zbv needs stages in a chain; any stage graph works with gpipe, 1f1b, .*zb-h2"),
+        ("1f1b", {"graph": ((0, 1),)}, r"graph must be a StageGraph \(given \(\(0, 1\),\)\)"),
+        ("1f1b", {"placement": (0, 1)}, r"placement must be a Placement \(given \(0, 1\)\)"),
         ("1f1b", {"ranks": 7}, "the stage graph has 6 stages, too few for 7 ranks"),
         ("1f1b", {"ranks": 0}, "ranks must be a whole number of at least 1"),
         ("1f1b", {"stages_per_rank": 1}, "give graph=, which has its stages, or stages_per_rank=1, not both"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 
-from penstock.arguments import whole_number
+from penstock.arguments import printable, whole_number
 from penstock.errors import BuildError
 from penstock.families.depth_order import topological_placement
 from penstock.families.stage_counts import StagesPerRank, leave_out_stages, most_stages, problems_of_counts
@@ -145,6 +145,10 @@ def _build_on_graph(
     stages_per_rank: StagesPerRank | None,
 ) -> Schedule:
     """The schedule of a family over a stage graph."""
+    if not isinstance(graph, StageGraph):
+        raise BuildError(f"graph must be a StageGraph (given {printable(repr(graph))})")
+    if not isinstance(placement, Placement | None):
+        raise BuildError(f"placement must be a Placement (given {printable(repr(placement))})")
     problems = _problems(family, ranks, microbatches, None)
     if family.graph_builder is None:
         others = ", ".join(f.name for f in families().values() if f.graph_builder is not None)
