@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 from penstock import Action, Kind, Placement, Schedule
@@ -26,6 +27,7 @@ __all__ = [
     "stages_of",
     "train_graph",
     "train_graph_plainly",
+    "train_replicas",
 ]
 
 WIDTH, M = 4, 3
@@ -183,6 +185,26 @@ def train_graph(case: GraphCase) -> Outcome:
         inputs, target = batch_of(graph, 2)
         outcome.problems += _eval_problems(pipeline, plain, inputs, target)
         outcome.peak_live, outcome.peak_buffers = pipeline.peak_live_activations, pipeline.peak_buffers
+    return outcome
+
+
+def train_replicas(case: GraphCase) -> Outcome:
+    """One step of two replicas, each with half of the batch, compared with one process."""
+    outcome, graph, m = Outcome(), case.schedule.graph, case.schedule.microbatches
+    mesh = init_device_mesh("cpu", (2, case.schedule.num_ranks), mesh_dim_names=("dp", "pp"))
+    own = mesh["dp"].get_local_rank()
+    stages, plain = stages_of(graph), stages_of(graph)
+    inputs, target = batch_of(graph, 0)
+    halves = [([value.chunk(2)[i] for value in inputs], target.chunk(2)[i]) for i in range(2)]
+    groups: dict[str, Any] = {"group": mesh["pp"], "replicas": mesh["dp"]}
+    with closing(Pipeline(stages, case.schedule, loss=mse_loss, timeout=TIMEOUT, **groups)) as pipeline:
+        result = pipeline.step(*halves[own][0], target=halves[own][1])
+    wanted = sum(train_graph_plainly(graph, plain, *half, m) for half in halves) / 2
+    if result.loss is None or abs(result.loss - wanted) > 1e-12:
+        outcome.problems.append(f"loss {result.loss}, not {wanted}")
+    for stage in pipeline.modules:
+        right = {name: None if g is None else g / 2 for name, g in gradients_of(plain[stage]).items()}
+        outcome.problems += differences(f"stage {stage}", gradients_of(stages[stage]), right, exact=False)
     return outcome
 
 

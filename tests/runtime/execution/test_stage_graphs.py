@@ -10,7 +10,14 @@ from tests.support.families import ranks
 from tests.support.grids import small
 from tests.support.pool import Pools
 from tests.support.reference import problems_of, run_cases
-from tests.support.stage_graphs import GRAPHS, GraphCase, graph_schedule, random_graph, train_graph
+from tests.support.stage_graphs import (
+    GRAPHS,
+    GraphCase,
+    graph_schedule,
+    random_graph,
+    train_graph,
+    train_replicas,
+)
 
 SPLIT = {"fused": False, "split": True, "mixed": None}
 
@@ -63,3 +70,13 @@ def test_random_graphs_on_one_rank(first: int) -> None:
 def test_random_graphs_between_ranks(pools: Pools, p: int, first: int) -> None:
     cases = random_cases(p, first, 5)
     assert not problems_of(cases, pools(p).run(run_cases, cases, train_graph))
+
+
+@pytest.mark.xdist_group("ranks-4")
+def test_replicas_of_a_graph_share_its_losses_and_gradients(pools: Pools) -> None:
+    graphs = {name: GRAPHS[name] for name in ("two encoders", "second head")}
+    cases = [
+        GraphCase(name, graph_schedule(graph, 2, random.Random(3), split=None))
+        for name, graph in graphs.items()
+    ]
+    assert not problems_of(cases, pools(4).run(run_cases, cases, train_replicas))
