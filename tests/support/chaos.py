@@ -92,10 +92,12 @@ def random_chaos(rng: random.Random) -> Chaos:
     schedule = build(rng.choice(_FAMILIES), ranks=pp, microbatches=max(4, pp * 2))
     case = Composed(schedule, **others, steps=STEPS)
     place = rng.choice((*_IN_STEP, *_EFFECTS))
-    nth = rng.randrange(2 * schedule.microbatches) if place in _IN_STEP else 0
+    nth = rng.randrange(schedule.microbatches) if place in _IN_STEP else 0
     step = 1 if place == "save" else rng.randrange(STEPS)
-    ranks = pp * case.replicas * case.tp
-    return Chaos(case, rng.randrange(ranks), place, step, nth, rng.choice(_EFFECTS[place]))
+    width = case.replicas * case.tp
+    host = schedule.placement.stage_to_rank[-1] if place == "loss" else rng.randrange(pp)
+    victim = host * width + rng.randrange(width)
+    return Chaos(case, victim, place, step, nth, rng.choice(_EFFECTS[place]))
 
 
 @dataclass
