@@ -15,6 +15,7 @@ from penstock.search import Progress, SearchResult, search
 from penstock.simulation.jitter import simulate_with_jitter
 from penstock.validation import SendModel
 from tests.bounds.test_lower_bounds import OPTIMA
+from tests.support.grids import small
 from tests.support.search_instances import UNITS, random_problem
 
 PUBLISHED = {  # ZB-2p: the span at twice the memory of 1F1B, in microseconds
@@ -80,6 +81,7 @@ def test_the_known_optima_are_found_and_proved(p: int, m: int, limit: int) -> No
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+@small(lambda name: not name.endswith("m64"))
 def test_zb_1p_is_proved_best_and_zb_2p_is_not_longer_than_published(name: str) -> None:
     costs, m = preset(name), int(name.rpartition("m")[2])
     held = costs.per_stage("activation", 8)[0]
