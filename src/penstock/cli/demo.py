@@ -102,7 +102,7 @@ class _Demo:
 
         schedule = build("1f1b", ranks=self.count, microbatches=2 * self.count)
         self.print(
-            f"Training a GPT with 8 layers on a page of text: {schedule.name}, {self.count} processes, "
+            f"Training a GPT with 8 layers on a short text: {schedule.name}, {self.count} processes, "
             f"{schedule.microbatches} microbatches per step.\n"
         )
         with spinner("comparing the first steps with one process"):

@@ -169,7 +169,7 @@ class Costs:
         }
 
     def write(self, path: str | PathLike[str]) -> None:
-        """To a `.json` or `.toml` file, whole or not at all."""
+        """To a `.json` or `.toml` file, atomically."""
         path, keys = Path(path), self.to_keys()
         if require_extension(path, ".json", ".toml") == ".json":
             write_text(json.dumps(keys, indent=2) + "\n", path)

@@ -167,7 +167,7 @@ class Schedule:
         return "compute" if self.table.only_compute else "lowered"
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Write to a `.csv` or `.json` file, whole or not at all."""
+        """Write to a `.csv` or `.json` file, atomically."""
         from penstock.formats import write  # noqa: PLC0415 -- a convenience against the import order
 
         write(self, path)

@@ -65,7 +65,7 @@ def no_duplicates(table: ActionTable) -> Iterator[Violation]:
                 table,
                 part,
                 "duplicate-action",
-                f"{action} is there twice on this rank: first at step {step}",
+                f"{action} appears twice on this rank: first at step {step}",
                 "remove one of the two, or correct its number",
             )
 

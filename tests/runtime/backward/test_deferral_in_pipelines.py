@@ -94,7 +94,7 @@ def run_shared_by_stages(case: tuple[str, Schedule]) -> Outcome:
     stages, plain = made
     with closing(pipeline_of(Case(schedule), stages)) as pipeline:
         if len(list(pipeline.parameters())) != len({id(weight) for weight in pipeline.parameters()}):
-            outcome.problems.append("a weight is there twice")
+            outcome.problems.append("a weight appears twice")
         for step in range(2):
             batch = task.batch(step, m, torch.float64)
             pipeline.step(*batch.args, target=batch.target)

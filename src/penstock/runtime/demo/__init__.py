@@ -1,1 +1,1 @@
-"""The demo: a small GPT that learns a page of text in pipelines on this machine."""
+"""The demo: a small GPT that is trained on a short text in pipelines on this machine."""

@@ -94,7 +94,7 @@ def _children_between(container: nn.Module, start: Start, end: Start | None) -> 
 
 
 def _children(container: nn.Module) -> dict[str, nn.Module]:
-    """The children by name; a module with two names is there twice, because it runs twice."""
+    """The children by name; a module with two names appears twice, because it runs twice."""
     every = container.named_modules(remove_duplicate=False)
     return {name: module for name, module in every if name and "." not in name}
 
