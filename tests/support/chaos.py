@@ -111,8 +111,8 @@ class Seen:
     """Text and time of every error."""
     problems: list[str] = field(default_factory=list)
     """Differences of the trained weights from those of one process."""
-    injected_at: float = 0
-    """When the fault happened, on its rank."""
+    aborted: bool = False
+    """Whether the job must start again, because the fault interrupted a collective."""
 
 
 class InjectedError(Exception):
@@ -221,8 +221,10 @@ def train_with_fault(chaos: Chaos, folder: str, timeout: float) -> Seen:
                 pipeline.step(x, target=y)
                 pipeline.clip_grad_norm_(composed_model.MAX_NORM)
             except PenstockError as error:
-                text = f"{type(error).__name__}: {error}"
-                seen.errors.append((text, time.monotonic()))
+                seen.aborted = "start again from a checkpoint" in str(error)
+                if seen.aborted:
+                    break
+                seen.errors.append((f"{type(error).__name__}: {error}", time.monotonic()))
                 optimizer.zero_grad()
                 if chaos.fatal or len(seen.errors) > STEPS:
                     break
@@ -232,8 +234,7 @@ def train_with_fault(chaos: Chaos, folder: str, timeout: float) -> Seen:
             optimizer.zero_grad()
             seen.trained.append(step)
             step += 1
-    seen.injected_at = injector.injected_at
-    if not chaos.fatal:
+    if not chaos.fatal and not seen.aborted:
         right = train_single_process(case).state
         for name, value in states(pipeline):
             seen.problems += differences("state", {name: value}, {name: right[name]}, exact=False, slack=1000)

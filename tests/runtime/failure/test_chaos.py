@@ -24,7 +24,10 @@ def problems_of(chaos: Chaos, seen: list[Seen], timeout: float, injected_at: flo
     happened = injected_at > 0
     if len({tuple(each.trained) for each in seen}) > 1:
         problems.append(f"trained batches differ: { {each.rank: each.trained for each in seen} }")
-    if not chaos.fatal or not happened:
+    aborted = {each.aborted for each in seen}
+    if len(aborted) > 1 or (True in aborted and not chaos.case.replicas * chaos.case.tp > 1):
+        problems.append(f"aborted: { {each.rank: each.aborted for each in seen} }")
+    if not (chaos.fatal and happened) and aborted == {False}:
         problems += [f"rank {each.rank} trained {each.trained}" for each in seen if len(each.trained) < STEPS]
     expected = happened and chaos.effect != "slow"
     for each in seen:
