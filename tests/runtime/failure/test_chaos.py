@@ -68,6 +68,8 @@ def test_no_fault_hangs_or_desynchronizes_a_job(pools: Pools, tmp_path: Path, gr
         answers = pools(chaos.ranks).run(
             train_with_fault, chaos, str(folder), timeout, seconds=10 * timeout, lost=lost
         )
+        if any(answer is not None and answer.aborted for answer in answers):
+            pools(chaos.ranks).stop()
         injected = folder / "injected"
         injected_at = float(injected.read_text(encoding="utf-8")) if injected.exists() else 0.0
         seen = [answer for answer in answers if answer is not None]

@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 _PREFIX = "penstock/watch"
 _LINK_SECONDS = 5.0
+_ABORT_SECONDS = 3.5
+"""After a failed step, a rank that is blocked in a collective has aborted its groups by then."""
 _current: list[tuple[weakref.ref[Any], JobWatch]] = []
 
 
@@ -81,7 +83,11 @@ def abort_groups() -> None:
 
 def raise_if_aborted(watch: JobWatch, members: Sequence[int]) -> None:
     """Raise if a pipeline that shares collectives with others cannot go on after a failed step."""
-    if watch.aborted_by is not None and dist.get_world_size() > len(members):
+    if dist.get_world_size() == len(members):
+        return
+    while watch.aborted_by is None and time.monotonic() < watch.failed_at + _ABORT_SECONDS:
+        time.sleep(0.02)
+    if watch.aborted_by is not None:
         raise PipelineError(
             f"world rank {watch.aborted_by} was in a collective when a step failed, and has aborted its "
             "process groups: a pipeline with data or tensor parallelism cannot go on after that; end the "

@@ -241,6 +241,7 @@ class FailureMonitor:
             self._statuses[self.rank] = status
             message = {"connection": self._name, "rank": self.rank, "status": asdict(status)}
             self.watch.send({"type": "status", **message}, self.members)
-            self._stuck_at = time.monotonic() + _STUCK_SECONDS
+            self.watch.failed_at = time.monotonic()
+            self._stuck_at = self.watch.failed_at + _STUCK_SECONDS
             self._changed.notify_all()
         self._on_failure()

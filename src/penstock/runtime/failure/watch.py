@@ -11,6 +11,7 @@ end, and its neighbours tell all others. A message to all is passed on from link
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 import threading
@@ -72,6 +73,8 @@ class JobWatch:
         """Seconds without a sign of life after which a rank is lost: those of the last pipeline."""
         self.aborted_by: int | None = None
         """The rank that aborted its process groups after a failed step, if one did."""
+        self.failed_at = -math.inf
+        """When a failure of a step became known here."""
         self.active: Listener | None = None
         """The listener whose step was the last to begin."""
         self._key, self._listener = key, listener
