@@ -1,4 +1,4 @@
-"""Promise: shutting down the connections of a gloo group ends its waits, and no other connection."""
+"""Promise: aborting a gloo group ends all its waits, and affects no other connection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.runtime.transport.gloo_connections import gloo_group, shut_down_gloo_groups
+from penstock.runtime.transport.gloo_connections import abort_gloo_group, gloo_group, shut_down_gloo_groups
 from penstock.runtime.transport.stores import store_connection
 from tests.support.pool import Pools
 
@@ -21,13 +21,13 @@ def wait_and_shut_down(*, everything: bool) -> tuple[str, float]:
     """Rank 1 ends a wait of rank 0."""
     rank = dist.get_rank()
     store = store_connection("test")
-    group, connections = gloo_group(PrefixStore(f"{everything}", store), rank, 2, timedelta(seconds=60))
+    group = gloo_group(PrefixStore(f"{everything}", store), rank, 2, timedelta(seconds=60))
     group.barrier().wait()
     begin = time.monotonic()
     work = group.allreduce([torch.ones(1)]) if rank == 0 else None
     time.sleep(0.2)
     if rank == 1:
-        (shut_down_gloo_groups if everything else connections.shut_down)()
+        shut_down_gloo_groups() if everything else abort_gloo_group(group)
     outcome = ""
     if work is not None:
         with pytest.raises(RuntimeError) as caught:
@@ -40,6 +40,34 @@ def wait_and_shut_down(*, everything: bool) -> tuple[str, float]:
             dist.barrier()
     assert store.check([f"{everything}"]) in {True, False}  # neither is the store
     return outcome, time.monotonic() - begin
+
+
+def abort_own_waits() -> list[str]:
+    """Rank 0 aborts a send and a receive that rank 1, which has left, never posts."""
+    rank = dist.get_rank()
+    group = gloo_group(PrefixStore("own", store_connection("test")), rank, 2, timedelta(seconds=60))
+    group.barrier().wait()
+    errors = []
+    if rank == 0:
+        works = [group.send([torch.ones(1)], 1, 1), group.recv([torch.ones(1)], 1, 2)]
+        dist.barrier()
+        dist.barrier()
+        abort_gloo_group(group)
+        for work in works:
+            with pytest.raises(RuntimeError) as caught:
+                work.wait(timedelta(seconds=30))
+            errors.append(str(caught.value))
+    else:
+        dist.barrier()
+        abort_gloo_group(group)
+        dist.barrier()
+    return errors
+
+
+def test_messages_that_the_other_side_never_posts_end(pools: Pools) -> None:
+    errors = pools(2).run(abort_own_waits)[0]
+    assert len(errors) == 2
+    assert not any("Timed out" in error for error in errors)
 
 
 @pytest.mark.parametrize("everything", [False, True])

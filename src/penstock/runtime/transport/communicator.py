@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.runtime.transport.bounded import call_within
-from penstock.runtime.transport.gloo_connections import GlooConnections, gloo_group
+from penstock.runtime.transport.gloo_connections import abort_gloo_group, gloo_group
 from penstock.runtime.transport.stores import (
     STORE_IS_SILENT,
     agree_on_prefix,
@@ -98,7 +98,7 @@ class Communicator:
         """Whether all messages use one group, with the flags inside the messages."""
         self._edges: dict[int, _Group] = {}
         self._subgroups: dict[tuple[int, ...], _Group] = {}
-        self._connections: list[GlooConnections] = []
+        self._gloo_groups: list[_Group] = []
         self._lock = threading.Lock()
         seconds = timeout.total_seconds()
         try:
@@ -128,9 +128,8 @@ class Communicator:
         try:
             self._store = PrefixStore(self.name, store)
             self._store.set(f"present/{rank}", "")
-            group, connections = gloo_group(PrefixStore("gloo", self._store), rank, len(members), timeout)
-            self._group: _Group = group
-            self._connections.append(connections)
+            self._group: _Group = gloo_group(PrefixStore("gloo", self._store), rank, len(members), timeout)
+            self._gloo_groups.append(self._group)
             if not self.single_group:
                 self._connect_edges(rank, channels, timeout)
             self.barrier()
@@ -172,8 +171,8 @@ class Communicator:
                 store = PrefixStore(f"subgroup/{'-'.join(map(str, ranks))}", self._store)
                 position, size = ranks.index(rank), len(ranks)
                 if self.single_group:
-                    self._subgroups[ranks], connections = gloo_group(store, position, size, timeout)
-                    self._connections.append(connections)
+                    self._subgroups[ranks] = gloo_group(store, position, size, timeout)
+                    self._gloo_groups.append(self._subgroups[ranks])
                 else:
                     self._subgroups[ranks] = device_group(self.device, store, position, timeout, size)
         if subgroups:
@@ -253,8 +252,9 @@ class Communicator:
     def abort(self) -> None:
         """End all connections and every wait on them, also on other ranks; any thread may call it."""
         with self._lock:
-            for connections in self._connections:
-                connections.shut_down()
+            groups = list(self._gloo_groups)
+        for group in groups:
+            abort_gloo_group(group)
         for edge in list(self._edges.values()):
             edge.abort()
         if not self.single_group:
@@ -269,7 +269,7 @@ class Communicator:
         """
         self.abort()
         with self._lock:
-            self._connections.clear()  # their descriptors may soon belong to others
+            self._gloo_groups.clear()
         self._edges.clear()
         self._subgroups.clear()
         del self._group

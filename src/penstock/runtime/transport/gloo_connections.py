@@ -1,9 +1,9 @@
-"""The TCP connections of gloo groups, which can be shut down so that every wait on them ends at once.
+"""gloo groups that can be aborted, which torch does not offer: its waits end by timeout, or with a connection.
 
-torch cannot abort a gloo group: a wait ends by its timeout, or when a connection ends. Each gloo device has an
-epoll instance with a listening socket, its connections and a pipe, each with a pointer as its data; libuv and
-Python have the descriptor there. Linux lists all of that in /proc; on other systems nothing is found, and waits
-end by their timeout.
+The groups of others, such as those of a mesh, are found by their TCP connections. Each gloo device has an epoll
+instance with a listening socket, its connections and a pipe, each with a pointer as its data; libuv and Python
+have the descriptor there. Linux lists all of that in /proc; on other systems nothing is found, and the waits of
+those groups end by their timeout.
 """
 
 from __future__ import annotations
@@ -16,36 +16,33 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-__all__ = ["GlooConnections", "gloo_group", "shut_down_gloo_groups"]
+__all__ = ["abort_gloo_group", "gloo_group", "shut_down_gloo_groups"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_UNUSED_TAG = 2**31 - 1
 
 
-class GlooConnections:
-    """The connections of one gloo group, which must still exist."""
-
-    def __init__(self, epolls: set[int]) -> None:
-        self._epolls = epolls
-
-    def shut_down(self) -> None:
-        """End all connections: waits on both sides raise."""
-        for epoll in self._epolls:
-            for descriptor, inode, _ in _watched_by(epoll):
-                _shut_down(descriptor, inode)
-
-
-def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Any, GlooConnections]:
-    """A gloo group that is not registered with torch.distributed, and its connections."""
+def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A gloo group that is not registered with torch.distributed."""
     gloo: Any = dist.ProcessGroupGloo
-    before = _epolls()
-    device = gloo.create_default_device()
-    connections = GlooConnections(_epolls() - before)
     options = gloo._Options()  # noqa: SLF001 -- it has no public name
-    options._devices, options._timeout = [device], timeout  # noqa: SLF001
-    return gloo(store, rank, size, options), connections
+    options._devices, options._timeout = [gloo.create_default_device()], timeout  # noqa: SLF001
+    return gloo(store, rank, size, options)
+
+
+def abort_gloo_group(group: Any) -> None:
+    """End every wait of a group, here and on its other ranks; any thread may call it.
+
+    gloo closes all connections of a group in which a wait times out, and fails what is pending, also sends that
+    their receivers have not posted, which a closed connection does not end.
+    """
+    if group.size() > 1:
+        with suppress(RuntimeError):
+            group.recv_anysource([torch.zeros(1)], _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def shut_down_gloo_groups() -> None:
