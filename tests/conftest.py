@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # tests without torch do not wait for it
 settings.register_profile("small", deadline=None)
 settings.register_profile("full", deadline=None)  # for tests.support.grids.examples
 settings.load_profile("small")  # a busy machine is no failure; `--hypothesis-profile=full` replaces it
-SHARED_GROUPS = {"ranks-2", "ranks-4"}
+SHARED_GROUPS = {"failures", "ranks-2", "ranks-4"}
 """Groups with too many tests for one worker: each worker that runs some of them starts its own pool."""
 
 

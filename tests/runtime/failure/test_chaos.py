@@ -54,7 +54,6 @@ def _faults_of(chaos: Chaos, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("group", range(30))
-@pytest.mark.xdist_group("chaos")
 @small(lambda group: group == 0)
 def test_no_fault_hangs_or_desynchronizes_a_job(pools: Pools, tmp_path: Path, group: int) -> None:
     rng = random.Random(group)
