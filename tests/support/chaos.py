@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,7 +169,7 @@ class _Injector:
 
 
 @contextmanager
-def _faults_in_steps(injector: _Injector, stages: dict[int, nn.Module]) -> Iterator[None]:
+def _faults_in_steps(injector: _Injector, stages: Mapping[int, nn.Module]) -> Iterator[None]:
     """Report the events of a step to the injector."""
 
     def before(place: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,7 +181,7 @@ def _faults_in_steps(injector: _Injector, stages: dict[int, nn.Module]) -> Itera
 
     def watch_backward(_module: nn.Module, _args: Any, output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda _gradient: injector.at("backward"))
+            output.register_hook(lambda _: injector.at("backward"))  # type: ignore[no-untyped-call]
 
     with ExitStack() as stack:
         for owner, name, place in (

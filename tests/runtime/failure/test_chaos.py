@@ -60,7 +60,7 @@ def test_no_fault_hangs_or_desynchronizes_a_job(pools: Pools, tmp_path: Path, gr
     found: list[Any] = []
     for number in range(10):
         chaos = random_chaos(rng)
-        timeout = min(8 * slowness(), 24.0)
+        timeout = min(8 * slowness(), 16.0)
         folder = tmp_path / str(number)
         folder.mkdir()
         lost = (chaos.victim,) if chaos.fatal else ()
