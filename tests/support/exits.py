@@ -58,7 +58,7 @@ def run_once(delay: float) -> tuple[list[int], Pipeline | None]:
 
 kept: Pipeline | None = None
 for run in range(int(sys.argv[1])):
-    codes, kept = run_once(run % 10 * 0.06)  # at any time between two signs of life
+    codes, kept = run_once(run % 10 * 0.06)  # at any time between two heartbeats
     if kept is not None:
         break
     sys.stdout.write(f"{codes}\n")

@@ -97,6 +97,6 @@ def test_silence_is_measured_and_named() -> None:
             until(lambda: watches[0].silence(1) > 3)
             blamed = monitor.blamed(replace(CAUSE, kind="timeout", rank=0, message="rank 0 waited"))
         assert (blamed.rank, blamed.kind, blamed.process) == (1, "timeout", "process 1")
-        assert "no sign of life from its process (process 1) for 3 s" in blamed.message
+        assert "no heartbeat from its process (process 1) for 3 s" in blamed.message
         assert blamed.message.endswith("; rank 0 waited")
         until(lambda: watches[0].silence(1) < 3)

@@ -47,7 +47,7 @@ def test_a_stopped_rank_is_named_by_all_and_no_call_hangs(failing_pool: Pool, vi
     for failed, retried in results:
         print_report(failed.text)
         assert failed.where == (victim, None, None, None, "timeout")
-        assert f"rank {victim} does not answer\n  no sign of life from its process (pid" in failed.text
+        assert f"rank {victim} does not answer\n  no heartbeat from its process (pid" in failed.text
         assert failed.seconds < (TIMEOUT + SOON) * slowness()
         assert retried.error == "PipelineError"
         assert retried.seconds < (TIMEOUT + SOON) * slowness()

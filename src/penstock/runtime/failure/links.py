@@ -36,7 +36,7 @@ class Link:
         return bool(self._unsent)
 
     def send(self, message: dict[str, Any] | None) -> None:
-        """Send a message, or a sign of life; what the network does not take now is sent by `flush`."""
+        """Send a message, or a heartbeat; what the network does not take now is sent by `flush`."""
         self._unsent += (b"" if message is None else json.dumps(message).encode()) + b"\n"
         self.flush()
 

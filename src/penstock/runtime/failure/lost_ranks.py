@@ -74,6 +74,6 @@ def _texts(watch: JobWatch, members: Sequence[int]) -> list[str]:
         if (ended := watch.ended.get(member)) is not None:
             texts.append(f"{name} has ended: {ended}")
         elif (seconds := watch.silence(member)) > SILENT_SECONDS:
-            silence = f"no sign of life from its process ({watch.processes[member]}) for {seconds:.0f} s"
+            silence = f"no heartbeat from its process ({watch.processes[member]}) for {seconds:.0f} s"
             texts.append(f"{name} does not answer: {silence}")
     return texts

@@ -219,7 +219,7 @@ class FailureMonitor:
     def _silence_cause(self, world_rank: int, message: str) -> FailureCause:
         process = self.watch.processes.get(world_rank, "unknown")
         text = (
-            f"no sign of life from its process ({process}) for {self.watch.silence(world_rank):.0f} s: it is "
+            f"no heartbeat from its process ({process}) for {self.watch.silence(world_rank):.0f} s: it is "
             "stopped, or its host or the network fails"
         )
         return self._about(world_rank, "timeout", process, f"{text}; {message}" if message else text)

@@ -1,7 +1,7 @@
 """The watch: one per process, over all ranks of the job, so that no rank's end or silence goes unnoticed.
 
 The watches are connected to each other directly; the job's store is needed only to exchange their addresses, so
-they work while its host does not answer. Each sends a sign of life every second. If a process ends, its links
+they work while its host does not answer. Each sends a heartbeat every second. If a process ends, its links
 end, and its neighbours tell all others. A message to all is passed on from link to link:
 
     0 --- 1   every rank has links to the ranks of its pipelines, and to those that differ by 1, 2, 4, 8 ... in
@@ -26,7 +26,7 @@ from penstock.runtime.failure.links import Link, connect_link
 __all__ = ["SILENT_SECONDS", "Ended", "JobWatch", "Listener", "neighbours"]
 
 SILENT_SECONDS = 2.5
-"""Two signs of life are missing."""
+"""Two heartbeats are missing."""
 _BEAT_SECONDS = 1.0
 _LATE_SECONDS = 1.0
 """A loop that is later than this was suspended, and knows nothing about the time in between."""
@@ -48,7 +48,7 @@ def _end_message(ended: Ended) -> dict[str, Any]:
 
 
 class Listener(Protocol):
-    """What is told of the events of the job, on the thread of the watch."""
+    """Receives the events of the job, on the thread of the watch."""
 
     def on_message(self, message: dict[str, Any]) -> None:
         """A message from another rank."""
@@ -70,7 +70,7 @@ class JobWatch:
         self.ended: dict[int, Ended] = {}
         """The ranks whose process has ended."""
         self.timeout = 300.0
-        """Seconds without a sign of life after which a rank is lost: those of the last pipeline."""
+        """Seconds without a heartbeat after which a rank is lost: those of the last pipeline."""
         self.aborted_by: int | None = None
         """The rank that aborted its process groups after a failed step, if one did."""
         self.failed_at = -math.inf
@@ -131,13 +131,13 @@ class JobWatch:
             self._wake()
 
     def silence(self, rank: int) -> float:
-        """Seconds since the last sign of life of a rank that is linked; 0 if it has none."""
+        """Seconds since the last heartbeat of a rank that is linked; 0 if it has none."""
         with self._lock:
             heard = self._heard.get(rank)
             return 0.0 if heard is None or rank in self.ended else max(0.0, self._looked - heard)
 
     def close(self, reason: str) -> None:
-        """Say goodbye to all ranks, and stop."""
+        """Tell all ranks that this process ends, and stop."""
         with self._lock:
             if self._stopped:
                 return
