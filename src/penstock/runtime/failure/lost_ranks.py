@@ -12,7 +12,7 @@ from penstock.runtime.failure.watch import SILENT_SECONDS, Ended, JobWatch
 
 __all__ = ["describe_lost_ranks", "watched_collective"]
 
-_NOTICE_SECONDS = 1.0
+_NOTICE_SECONDS = 2.5
 """How long the end of a process may take to be known here."""
 _CLOSE_SECONDS = 2.0
 """How long its connections may take to end; a process that it has forked may keep them open."""
