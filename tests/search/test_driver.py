@@ -16,7 +16,7 @@ from penstock.simulation.jitter import simulate_with_jitter
 from penstock.validation import SendModel
 from tests.bounds.test_lower_bounds import OPTIMA
 from tests.support.grids import small
-from tests.support.search_instances import UNITS, random_problem
+from tests.support.search_instances import UNITS, random_problem, search_for
 
 PUBLISHED = {  # ZB-2p: the span at twice the memory of 1F1B, in microseconds
     "zb-h2304-p8-m24": 1152599,
@@ -47,16 +47,7 @@ def test_every_result_is_valid_fits_respects_its_bound_and_no_family_is_better(o
     rng = random.Random(objective)
     for _ in range(25):
         problem = random_problem(rng, objective)
-        found = search(
-            ranks=problem.placement.num_ranks,
-            microbatches=problem.microbatches,
-            costs=problem.costs,
-            placement=problem.placement,
-            memory_limit=problem.memory_limit,
-            objective=objective,
-            split=problem.split,
-            moves=2000,
-        )
+        found = search_for(problem, moves=2000)
         assert_sound(found, problem.costs, problem.memory_limit)
 
 

@@ -16,7 +16,7 @@ from tests.bounds.test_lower_bounds import OPTIMA
 from tests.support.search_instances import UNITS, random_problem
 
 pytest.importorskip("ortools", reason="the exact solver is an extra")
-EFFORT = Effort(seconds=60, counted=False, workers=2, seed=0)
+EFFORT = Effort(seconds=60, counted=True, workers=2, seed=0)
 
 
 @pytest.mark.parametrize(("p", "m", "limit"), OPTIMA)
@@ -43,7 +43,7 @@ def test_no_bound_exceeds_an_optimum_of_unequal_stages(objective: str) -> None:
         problem = random_problem(rng, objective, most_ranks=3, most_microbatches=4)
         work = Workload(problem.placement, problem.microbatches, problem.costs, split=problem.split)
         greatest = bounds(work, problem.memory_limit, objective)[0].seconds
-        effort = Effort(seconds=2, counted=False, workers=2, seed=0)
+        effort = Effort(seconds=0.1, counted=True, workers=1, seed=0)
         found = solve(problem, serial(problem).order, 0.0, effort, Event())
         assert found.order is not None
         value = problem.value(found.order)
@@ -53,7 +53,7 @@ def test_no_bound_exceeds_an_optimum_of_unequal_stages(objective: str) -> None:
 
 def test_the_same_seed_and_count_give_the_same_order() -> None:
     problem = Problem(Placement.v(3), 5, UNITS, 12)
-    effort = Effort(seconds=0.5, counted=True, workers=1, seed=3)
+    effort = Effort(seconds=0.2, counted=True, workers=1, seed=3)
     first, second = (solve(problem, serial(problem).order, 0.0, effort, Event()) for _ in range(2))
     assert first.bound == second.bound
     assert first.order is not None

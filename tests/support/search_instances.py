@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
+
+import penstock
 from penstock import Costs, Placement, StageGraph
+from penstock.search import SearchResult
 from penstock.search.problem import Problem
+from tests.oracles.best_order import best_value
 from tests.support.random_graphs import random_placed_graph
 
 __all__ = [
     "UNITS",
+    "best_of",
+    "count_misses",
     "random_costs",
     "random_graph_problem",
     "random_problem",
+    "search_for",
     "tiny_graph_problem",
     "tiny_problem",
 ]
@@ -129,3 +138,45 @@ def tiny_graph_problem(rng: random.Random) -> Problem:
     least = max(sum(held[s] for s in own) for own in placement.stages_of_rank)
     limit, objective = rng.choice((None, least, 2 * least)), rng.choice(("makespan", "makespan", "span"))
     return Problem(placement, rng.randint(1, most), costs, limit, objective, rng.random() < 0.85, graph)
+
+
+def search_for(problem: Problem, moves: int) -> SearchResult:
+    """The public search, asked for this problem."""
+    return penstock.search(
+        ranks=problem.placement.num_ranks,
+        placement=problem.placement,
+        graph=problem.graph,
+        microbatches=problem.microbatches,
+        costs=problem.costs,
+        memory_limit=problem.memory_limit,
+        objective=problem.objective,
+        split=problem.split,
+        moves=moves,
+    )
+
+
+def best_of(problem: Problem) -> float:
+    """The best value of all orders of single steps: the oracle's."""
+    return best_value(
+        *(problem.placement, problem.microbatches, problem.costs, problem.memory_limit),
+        split=problem.split,
+        objective=problem.objective,
+        graph=problem.stage_graph,
+    )
+
+
+def count_misses(problems: Iterable[Problem]) -> int:
+    """How often a search does not find the best of all orders; it never returns or proves what is not so."""
+    misses = 0
+    for problem in problems:
+        best, found = best_of(problem), search_for(problem, moves=20_000)
+        assert found.bound.seconds <= best * (1 + 1e-9), problem
+        slot = found.schedule.table.slot
+        if (slot[1:] == slot[:-1]).any():  # overlapped pairs, which the oracle has none of
+            assert found.value <= best * (1 + 1e-9), problem
+            continue
+        assert found.value >= best * (1 - 1e-9), problem
+        is_missed = found.value != pytest.approx(best)
+        assert not (is_missed and found.proved), problem
+        misses += is_missed
+    return misses
