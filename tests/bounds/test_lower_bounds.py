@@ -141,6 +141,10 @@ def test_no_family_beats_a_bound_at_its_own_peak_of_memory(name: str, objective:
             activation=held,
             activation_freed_by_input=tuple(rng.randint(0, each) for each in held),
             parameters=rng.randint(0, 3),
+            forward_all_to_all=tuple(rng.choice([0, 0, 3, 9]) for _ in range(stages)),
+            backward_input_all_to_all=rng.choice([0, 5]),
+            backward_weight_all_to_all=rng.choice([0, 0, 9]),
+            overlap_factor=rng.choice([0, 0.5, 1, 1]),
         )
         timeline = simulate(schedule, costs, with_period=True)
         value = getattr(timeline, objective)
@@ -173,6 +177,16 @@ def test_pairs_of_a_fixed_length_do_not_beat_a_bound() -> None:
         timeline = simulate(schedule, costs)
         for bound in bounds_of(schedule, costs, max(timeline.peak_memory)):
             assert bound.seconds <= timeline.makespan * (1 + 1e-9), (costs, bound)
+
+
+def test_hidden_all_to_all_is_bounded_by_the_compute_that_hides_it() -> None:
+    """One rank, pairs of F and B: the compute of all, and the all-to-all of the F and B at the ends."""
+    schedule = Schedule.parse("0F0 (0F1;0B0)OVERLAP_F_B (0F2;0B1)OVERLAP_F_B 0B2")
+    timeline = simulate(schedule, Costs(forward_all_to_all=1, backward_input_all_to_all=1))
+    assert (timeline.makespan, timeline.bound.seconds) == (2 + 3 + 3 + 3, 9)
+    # where all-to-all is longer, it is the stream that binds
+    timeline = simulate(schedule, Costs(forward_all_to_all=5, backward_input_all_to_all=5))
+    assert (timeline.makespan, timeline.bound.seconds) == (6 + 10 + 10 + 7, 30)
 
 
 # --- stage graphs -------------------------------------------------------------------------------------

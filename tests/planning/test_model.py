@@ -35,6 +35,12 @@ def test_the_seconds_of_b_are_kept_where_a_layer_has_them() -> None:
     assert model.loads() == [2.5, 6]
 
 
+def test_all_to_all_is_per_sample_and_part_of_the_load() -> None:
+    model = Model((layer(1.0, forward_all_to_all=0.5, backward_input_all_to_all=0.25), layer(2.0)))
+    assert model.costs([1, 1], 4).forward_all_to_all == (2, 0)
+    assert model.loads() == [3.75, 6]
+
+
 def test_the_layout_of_stages_can_be_parsed() -> None:
     layout = decoder(10).layout([4, 3, 4, 1])
     assert str(layout) == "Et*3|t*3|t*4|L"

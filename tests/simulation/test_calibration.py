@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock import Costs, Schedule, Timeline, build, lower, simulate
@@ -47,6 +49,18 @@ def test_overlapped_pairs_do_not_count_as_single_actions() -> None:
     pairs = Costs(overlap_factor=0.5)
     found = calibrate([simulate(lower(build("dualpipev", ranks=2, microbatches=6)), pairs)])
     assert found.forward == pytest.approx((1.0,) * 4)
+
+
+def test_all_to_all_is_not_counted_twice() -> None:
+    experts = replace(TRUE, forward_all_to_all=(0.5, 1), backward_input_all_to_all=0.25)
+    found = calibrate([timeline("1f1b", experts), timeline("zb-h1", experts)])
+    for name in ("forward", "backward_input", "backward_weight", "backward", "forward_all_to_all"):
+        assert getattr(found, name) == pytest.approx(getattr(experts, name))
+    wrong = replace(timeline("1f1b"), costs=replace(TRUE, forward_all_to_all=(0.5, 4)))
+    with pytest.raises(
+        CostsError, match=r"F of stage 1 took 1\.5 s, less than .* 4 s: lower forward_all_to_all"
+    ):
+        calibrate([wrong])
 
 
 def test_errors_are_shares_of_what_was_measured_by_kind_and_for_the_step() -> None:

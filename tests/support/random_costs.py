@@ -28,4 +28,7 @@ def random_costs(rng: random.Random, stages: int) -> Costs:
         unshard=rng.choice((0, 1)),
         reduce_grad=rng.choice((0, 2)),
         unsharded_parameters=rng.choice((0, 3)),
+        forward_all_to_all=some() if (experts := rng.random() < 0.5) else 0,
+        backward_input_all_to_all=some() if experts else 0,
+        backward_weight_all_to_all=rng.choice((0, 1)) if experts else 0,
     )

@@ -19,8 +19,8 @@ A rank's span, and its share of a period, is counted from its own first start to
 tails are then chains that begin, and end, on the rank itself. In the steady state a rank's iteration takes no
 longer than a period, and is followed by the optimizer step.
 
-Each bound says how it is derived; the greatest binds. Overlapped pairs that take less than their parts shorten
-work and chains accordingly.
+Each bound says how it is derived; the greatest binds. Where a rank may run overlapped pairs, the work of each
+of its machines (`penstock.bounds.workload`) counts by itself, and chains have the least that a pair takes.
 """
 
 from __future__ import annotations
@@ -97,8 +97,10 @@ def _head(work: Workload, rank: int, *, alone: bool) -> float:
 
 def _load(work: Workload, *, alone: bool) -> Bound:
     def of(rank: int) -> float:
-        jobs = work.jobs(rank, alone=alone)
-        return min(job[0] for job in jobs) + sum(job[1] for job in jobs) + min(job[2] for job in jobs)
+        return max(
+            min(job[0] for job in jobs) + sum(job[1] for job in jobs) + min(job[2] for job in jobs)
+            for jobs in work.machines(rank, alone=alone)
+        )
 
     seconds, rank = _worst(work, of)
     waits = "does all its work" if alone else "waits for its first input and does all its work"
@@ -106,7 +108,7 @@ def _load(work: Workload, *, alone: bool) -> Bound:
 
 
 def _one_machine(work: Workload, *, alone: bool) -> Bound:
-    seconds, rank = _worst(work, lambda rank: preemptive(work.jobs(rank, alone=alone)))
+    seconds, rank = _worst(work, lambda rank: max(map(preemptive, work.machines(rank, alone=alone))))
     return Bound(seconds, "one-machine", f"the work of rank {rank} alone, in its best order, takes as long")
 
 

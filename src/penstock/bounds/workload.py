@@ -2,6 +2,8 @@
 
 head     of an action: the longest chain of work that has to end before it can start
 tail     of an action: the longest chain of work that can only start once it has ended
+machine  what does one thing at a time: a rank that runs step after step; where it may run overlapped pairs, its
+         compute stream, its all-to-all stream, its forwards and its backwards each by themselves
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import numpy as np
 
 from penstock.cost.costs import Costs
 from penstock.cost.memory import fixed_bytes_of
-from penstock.cost.prices import action_seconds, edge_prices, pair_seconds
+from penstock.cost.prices import StreamSeconds, edge_prices, pair_seconds, stream_seconds
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
@@ -22,6 +24,9 @@ from penstock.ir.table import Floats
 __all__ = ["Workload"]
 
 _NEVER = float("-inf")
+
+Jobs = list[tuple[float, float, float]]
+"""Head, seconds and tail of all microbatches of each kind and stage of a rank."""
 
 
 @dataclass(frozen=True)
@@ -45,36 +50,44 @@ class Workload:
         return self.graph or StageGraph.chain(self.placement.num_stages)
 
     @cached_property
-    def _seconds(self) -> Floats:
-        return action_seconds(self.costs, self.placement.num_stages)
+    def _streams(self) -> StreamSeconds:
+        return stream_seconds(self.costs, self.placement.num_stages)
 
     @cached_property
+    def _steps(self) -> dict[str, list[float]]:
+        """For F, I (or B) and W, per stage: seconds of the shortest step that does it."""
+        seconds = self._streams.alone
+        if self.paired:  # a pair takes as long as one beside nothing, or as its fixed cost
+            nothing = StreamSeconds(*(np.zeros(seconds.shape[1]),) * 3)
+            for kind in (Kind.F, Kind.I, Kind.B):
+                together = pair_seconds(self.costs, self._streams.of(kind.number, slice(None)), nothing)
+                seconds[kind.number] = np.minimum(seconds[kind.number], together)
+        return self._least(seconds)
+
+    def _least(self, seconds: Floats) -> dict[str, list[float]]:
+        """For F, I (or B) and W: the least seconds, of those per kind and stage, in which all of it is done.
+
+        I is the shortest action that computes the input gradient, W what must be done besides it.
+        """
+        forward, i, w, b = (seconds[kind.number] for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
+        first = np.minimum(i, b) if self.split else b
+        rest = np.maximum(np.minimum(i + w, b) - first, 0.0) if self.split else np.zeros_like(b)
+        return {"F": forward.tolist(), "I": first.tolist(), "W": rest.tolist()}
+
+    @property
     def forward(self) -> list[float]:
         """F per stage."""
-        return self._least_in_pair(self._seconds[Kind.F.number])
+        return self._steps["F"]
 
-    @cached_property
+    @property
     def input_gradient(self) -> list[float]:
         """Per stage: the shortest action that computes the input gradient, I or B."""
-        full = self._seconds[Kind.B.number]
-        return self._least_in_pair(np.minimum(self._seconds[Kind.I.number], full) if self.split else full)
+        return self._steps["I"]
 
-    @cached_property
+    @property
     def weight_gradient(self) -> list[float]:
         """Per stage: what must be done of a backward besides the input gradient."""
-        if not self.split:
-            return [0.0] * self.placement.num_stages
-        full = self._least_in_pair(self._seconds[Kind.B.number])
-        first = self._least_in_pair(self._seconds[Kind.I.number])
-        least = [min(i + w, b) for i, w, b in zip(first, self._seconds[Kind.W.number].tolist(), full)]
-        return [max(total - i, 0.0) for total, i in zip(least, self.input_gradient)]
-
-    def _least_in_pair(self, seconds: Floats) -> list[float]:
-        """A part of a pair takes as long as the pair, which a fixed cost can make shorter than the part."""
-        if self.paired and self.costs.overlap is not None:
-            seconds = np.minimum(seconds, self.costs.overlap)
-        found: list[float] = seconds.tolist()
-        return found
+        return self._steps["W"]
 
     @cached_property
     def _hops(self) -> dict[str, list[float]]:
@@ -89,15 +102,15 @@ class Workload:
     def _hop(self, value: str, source: int, target: int) -> float:
         return self._hops[value][self.stage_graph.number[source, target]]
 
-    def pair_factor(self, rank: int) -> float:
-        """The least factor by which overlapped pairs shorten the work of a rank."""
-        if not self.paired:
-            return 1.0
+    def _pair_factor(self, rank: int, stream: Floats) -> float:
+        """The least ratio of an overlapped pair on a rank to the seconds of its parts on one stream."""
         own = list(self.placement.stages_of_rank[rank])
-        forward = np.repeat(self._seconds[Kind.F.number, own], 2 * len(own))
-        backward = np.tile(self._seconds[[Kind.B.number, Kind.I.number]][:, own].ravel(), len(own))
-        apart = forward + backward
-        together = pair_seconds(self.costs, forward, backward)
+        forward, back = (np.repeat(own, 2 * len(own)), np.tile(own, 2 * len(own)))
+        kinds = np.tile(np.repeat([Kind.B.number, Kind.I.number], len(own)), len(own))
+        together = pair_seconds(
+            self.costs, self._streams.of(Kind.F.number, forward), self._streams.of(kinds, back)
+        )
+        apart = stream[Kind.F.number, forward] + stream[kinds, back]
         return float(min(1.0, (together[apart > 0] / apart[apart > 0]).min(initial=1.0)))
 
     @cached_property
@@ -158,30 +171,35 @@ class Workload:
         """The least head of a rank's work."""
         return min(self.heads["F"][s] for s in self.placement.stages_of_rank[rank])
 
-    def jobs(self, rank: int, *, alone: bool = False) -> list[tuple[float, float, float]]:
-        """Head, seconds and tail of all microbatches of each kind and stage of a rank.
+    def machines(self, rank: int, *, alone: bool = False) -> list[Jobs]:
+        """The jobs of each machine of a rank.
 
         Alone, its heads are counted from its own first start and its tails to its own last end.
         """
         heads, tails = (self.heads_on(rank), self.tails_on(rank)) if alone else (self.heads, self.tails)
-        kinds = {"F": self.forward}
-        if self.trains:
-            kinds |= {"I": self.input_gradient, "W": self.weight_gradient}
-        extra = self.costs.launch_overhead / 2 if self.paired else self.costs.launch_overhead
-        factor = self.pair_factor(rank)
-        return [
-            (
-                heads[kind][s],
-                self.microbatches * (seconds[s] * factor + (extra if kind != "W" else 0.0)),
-                tails[kind][s],
-            )
-            for kind, seconds in kinds.items()
-            for s in self.placement.stages_of_rank[rank]
-        ]
+        launch = self.costs.launch_overhead
+
+        def jobs(seconds: dict[str, list[float]], kinds: str, factor: float, extra: float) -> Jobs:
+            return [
+                (
+                    heads[kind][s],
+                    self.microbatches * (seconds[kind][s] * factor + (extra if kind != "W" else 0.0)),
+                    tails[kind][s],
+                )
+                for kind in kinds
+                for s in self.placement.stages_of_rank[rank]
+            ]
+
+        kinds = "FIW" if self.trains else "F"
+        if not self.paired:
+            return [jobs(self._steps, kinds, 1.0, launch)]
+        streams = (self._streams.compute, self._streams.all_to_all)
+        found = [jobs(self._least(each), kinds, self._pair_factor(rank, each), launch / 2) for each in streams]
+        return [*found, *(jobs(self._steps, each, 1.0, launch) for each in ("F", kinds[1:]) if each)]
 
     def seconds_of(self, rank: int) -> float:
         """All the work of a rank."""
-        return sum(job[1] for job in self.jobs(rank))
+        return max(sum(job[1] for job in jobs) for jobs in self.machines(rank))
 
     def round_trip(self, stage: int) -> float:
         """From the start of F to the earliest start of I (or B) of the same microbatch."""

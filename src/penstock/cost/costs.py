@@ -45,10 +45,15 @@ class Costs:
     backward_weight: Cost = _cost(1, "seconds", "stage")
     backward: Cost | None = _cost(None, "seconds", "stage")
     """Full backward; the sum of the two halves unless given."""
+    forward_all_to_all: Cost = _cost(0, "seconds", "stage")
+    """All-to-all of F (dispatch and combine of experts), on a second stream: `penstock.cost.prices`."""
+    backward_input_all_to_all: Cost = _cost(0, "seconds", "stage")
+    backward_weight_all_to_all: Cost = _cost(0, "seconds", "stage")
+    """B has those of I and of W."""
     overlap: float | None = _cost(None, "seconds", "step")
     """An overlapped pair, whatever its stages; unless given, `overlap_factor` applies."""
     overlap_factor: float = _cost(1, "", "step")
-    """Length of an overlapped pair: from that of its longer part (0) to the sum of both (1)."""
+    """Compute of an overlapped pair: from that of its longer part (0) to the sum of both (1)."""
     launch_overhead: float = _cost(0, "seconds", "step")
     """Added to every compute step."""
     latency: Cost = _cost(0, "seconds", "edge")

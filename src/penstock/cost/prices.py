@@ -1,12 +1,26 @@
 """Prices: seconds of every action and message of a schedule at given costs.
 
-Both simulation engines, the bounds, the search and the planner take their seconds from here. Which field of
-`Costs` a kind takes is in the table of kinds (`penstock.ir.kinds`).
+Both simulation engines, the bounds, the search and the planner take their seconds from here. Which fields of
+`Costs` a kind takes are in the table of kinds (`penstock.ir.kinds`).
+
+A compute action has seconds on two streams of its rank, compute and all-to-all (the dispatch and combine of
+expert parallelism). The two alternate, layer by layer, each waiting for the other:
+
+    one step          F, I, W or B by itself          compute + all-to-all
+    overlapped pair   F beside I, or F beside B       the longest of
+                                                        the compute of both
+                                                        the all-to-all of both
+                                                        compute + all-to-all of F, of I, or of the W in B
+
+The pair is ideal in three ways: its parts alternate so finely that a stream never waits for the first or the
+last layer, neither stream slows the other down, and the W of a layer waits for no all-to-all of other layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,52 +28,108 @@ from penstock.cost.costs import Costs
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
 from penstock.ir.messages import VALUES, Messages
-from penstock.ir.table import ActionTable, Floats
+from penstock.ir.table import ActionTable, Floats, Ints
 
 __all__ = [
+    "ALL_TO_ALL",
     "EdgePrices",
+    "StreamSeconds",
     "action_seconds",
     "collectives_take_time",
     "edge_prices",
+    "exposed_all_to_all",
     "message_bytes",
     "message_seconds",
     "pair_seconds",
+    "pairs_can_pay",
     "step_seconds",
+    "stream_seconds",
 ]
+
+
+ALL_TO_ALL = tuple(sorted({name for kind in Kind for name in kind.spec.all_to_all}))
+"""The fields of `Costs` with seconds of the all-to-all stream."""
+
+
+class StreamSeconds(NamedTuple):
+    """Seconds of actions on the two streams of a rank, without launch overhead."""
+
+    compute: Floats
+    all_to_all: Floats
+    longest: Floats
+    """Compute and all-to-all of F, of I or of W, in B the longer of the two: what a pair takes at least."""
+
+    @property
+    def alone(self) -> Floats:
+        """Seconds of each action as a step by itself."""
+        seconds: Floats = self.compute + self.all_to_all
+        return seconds
+
+    def of(self, kind: int | Ints, stage: int | slice | Ints | list[int]) -> StreamSeconds:
+        """Those of chosen kinds, by number, and stages."""
+        return StreamSeconds(*(seconds[kind, stage] for seconds in self))
+
+
+def stream_seconds(costs: Costs, num_stages: int) -> StreamSeconds:
+    """Per kind and stage; 0 for messages."""
+    compute, all_to_all = np.zeros((len(Kind), num_stages)), np.zeros((len(Kind), num_stages))
+    for kind in Kind:
+        if kind is Kind.B:
+            compute[kind.number] = costs.full_backward(num_stages)
+        elif kind.spec.cost is not None and kind is not Kind.OVERLAP_F_B:
+            compute[kind.number] = costs.per_stage(kind.spec.cost, num_stages)
+        for name in kind.spec.all_to_all:
+            all_to_all[kind.number] += costs.per_stage(name, num_stages)
+    i, w, b = Kind.I.number, Kind.W.number, Kind.B.number
+    longest, halves = compute + all_to_all, compute[i] + compute[w]
+    # a B that is not as long as I and W together is divided as they are
+    share = np.divide(compute[i], halves, out=np.full(num_stages, 0.5), where=halves > 0)
+    longest[b] = np.maximum(share * compute[b] + all_to_all[i], (1 - share) * compute[b] + all_to_all[w])
+    return StreamSeconds(compute, all_to_all, longest)
 
 
 def action_seconds(costs: Costs, num_stages: int) -> Floats:
     """Per kind and stage: seconds of the action by itself, without launch overhead; 0 for messages."""
-    seconds = np.zeros((len(Kind), num_stages))
-    for kind in Kind:
-        if kind is Kind.B:
-            seconds[kind.number] = costs.full_backward(num_stages)
-        elif kind.spec.cost is not None and kind is not Kind.OVERLAP_F_B:
-            seconds[kind.number] = costs.per_stage(kind.spec.cost, num_stages)
-    return seconds
+    return stream_seconds(costs, num_stages).alone
 
 
-def pair_seconds(costs: Costs, first: Floats, second: Floats) -> Floats:
-    """Seconds of overlapped pairs whose parts take so long by themselves."""
+def pair_seconds(costs: Costs, first: StreamSeconds, second: StreamSeconds) -> Floats:
+    """Seconds of overlapped pairs with these parts."""
     if costs.overlap is not None:
-        return np.full_like(first + second, costs.overlap)
-    longer = np.maximum(first, second)
-    pairs: Floats = longer + costs.overlap_factor * (first + second - longer)
+        return np.full_like(first.compute + second.compute, costs.overlap)
+    longer = np.maximum(first.compute, second.compute)
+    compute = longer + costs.overlap_factor * (first.compute + second.compute - longer)
+    streams = np.maximum(compute, first.all_to_all + second.all_to_all)
+    pairs: Floats = np.maximum(streams, np.maximum(first.longest, second.longest))
     return pairs
+
+
+def pairs_can_pay(costs: Costs) -> bool:
+    """Whether an overlapped pair can take less time than its two parts, apart from one launch less."""
+    return _any_seconds(costs, ALL_TO_ALL) or costs.overlap is not None or costs.overlap_factor < 1
 
 
 def step_seconds(table: ActionTable, costs: Costs) -> Floats:
     """Per slot: seconds, with the launch overhead of compute and overlapped pairs as one step."""
-    part = action_seconds(costs, table.placement.num_stages)[table.kind, table.stage]
-    total: Floats = np.bincount(table.slot, weights=part, minlength=len(table.rank)).astype(np.float64)
+    part = stream_seconds(costs, table.placement.num_stages).of(table.kind, table.stage)
+    total: Floats = np.bincount(table.slot, weights=part.alone, minlength=len(table.rank)).astype(np.float64)
     second = np.flatnonzero(table.slot[1:] == table.slot[:-1]) + 1
     if second.size:
-        total[table.slot[second]] = pair_seconds(costs, part[second - 1], part[second])
+        first, last = (StreamSeconds(*(each[at] for each in part)) for at in (second - 1, second))
+        total[table.slot[second]] = pair_seconds(costs, first, last)
     if costs.launch_overhead:
         compute = np.zeros(len(table.rank), dtype=np.bool_)
         compute[table.slot[table.is_compute]] = True
         total[compute] += costs.launch_overhead
     return total
+
+
+def exposed_all_to_all(table: ActionTable, costs: Costs) -> Floats:
+    """Per slot: seconds in which only the all-to-all stream works."""
+    if not _any_seconds(costs, ALL_TO_ALL):
+        return np.zeros(len(table.rank))
+    nothing: dict[str, Any] = dict.fromkeys(ALL_TO_ALL, 0)
+    return step_seconds(table, costs) - step_seconds(table, replace(costs, **nothing))
 
 
 @dataclass(frozen=True)
@@ -106,5 +176,8 @@ def message_bytes(messages: Messages, costs: Costs) -> Floats:
 
 def collectives_take_time(costs: Costs) -> bool:
     """Whether UNSHARD, RESHARD or REDUCE_GRAD take any seconds."""
-    names = (kind.spec.cost for kind in Kind if kind.is_collective)
-    return any(bool(np.any(np.asarray(getattr(costs, name)) > 0)) for name in names if name is not None)
+    return _any_seconds(costs, [kind.spec.cost for kind in Kind if kind.is_collective and kind.spec.cost])
+
+
+def _any_seconds(costs: Costs, names: Sequence[str]) -> bool:
+    return any(bool(np.any(np.asarray(getattr(costs, name)) > 0)) for name in names)

@@ -90,6 +90,8 @@ class KindSpec:
     meaning: str
     cost: str | None = None
     """The field of `Costs` with its seconds; None for what takes no time of its own."""
+    all_to_all: tuple[str, ...] = ()
+    """The fields of `Costs` with its seconds on the all-to-all stream: their sum."""
     has_microbatch: bool = True
     value: str | None = None
     """For a SEND or RECV: what the message carries, `activation` or `gradient`."""
@@ -131,6 +133,7 @@ KIND_SPECS: dict[str, KindSpec] = {
         Resource.COMPUTE,
         "forward",
         "forward",
+        ("forward_all_to_all",),
         needs=(_ACTIVATION,),
         memory=_activations(Moment.START, activation=1),
         frees_input_at=Moment.START,  # from then on the input is part of the stage's activation
@@ -139,6 +142,7 @@ KIND_SPECS: dict[str, KindSpec] = {
         Resource.COMPUTE,
         "input gradient (dgrad)",
         "backward_input",
+        ("backward_input_all_to_all",),
         needs=(_FORWARD, _GRADIENT),
         memory=_activations(Moment.END, activation_freed_by_input=-1),
     ),
@@ -146,6 +150,7 @@ KIND_SPECS: dict[str, KindSpec] = {
         Resource.COMPUTE,
         "weight gradient (wgrad)",
         "backward_weight",
+        ("backward_weight_all_to_all",),
         needs=(_INPUT_GRADIENT,),
         memory=_activations(Moment.END, activation=-1, activation_freed_by_input=1),
     ),
@@ -153,6 +158,7 @@ KIND_SPECS: dict[str, KindSpec] = {
         Resource.COMPUTE,
         "full backward: input and weight gradient",
         "backward",
+        ("backward_input_all_to_all", "backward_weight_all_to_all"),
         needs=(_FORWARD, _GRADIENT),
         memory=_activations(Moment.END, activation=-1),
     ),

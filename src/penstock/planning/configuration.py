@@ -8,6 +8,7 @@ from functools import cached_property
 from penstock.bounds import Bound, Workload, bounds
 from penstock.cost.costs import Costs
 from penstock.cost.memory import fixed_bytes_of
+from penstock.cost.prices import pairs_can_pay
 from penstock.ir.placement import Placement
 from penstock.planning.partition import LayerCounts
 from penstock.planning.request import PlanRequest
@@ -57,7 +58,7 @@ class Configuration:
         otherwise.
         """
         if paired is None:
-            paired = self.costs.overlap_factor < 1 or self.costs.launch_overhead > 0
+            paired = pairs_can_pay(self.costs) or self.costs.launch_overhead > 0
         work = Workload(self.placement, self.microbatches, self.costs, split=split, paired=paired)
         found = bounds(work, request.memory_limit, request.objective)[0]
         if request.objective == "period":  # which includes the optimizer step

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.cost.costs import Costs, size_text
 from penstock.cost.memory import live_activations
+from penstock.cost.prices import ALL_TO_ALL
 from penstock.errors import PlanError
 from penstock.ir.schedule import Schedule
 from penstock.planning.evaluation import training_schedules
@@ -206,7 +207,7 @@ def _simulated(request: PlanRequest, schedule: Schedule, costs: Costs) -> float:
 
 def _balanced(costs: Costs, stages: int) -> Costs:
     """The same total work, divided equally among the stages."""
-    names = ("forward", "backward_input", "backward_weight", "backward")
+    names = ("forward", "backward_input", "backward_weight", "backward", *ALL_TO_ALL)
     means: dict[str, Any] = {
         name: tuple([fmean(costs.per_stage(name, stages))] * stages)
         for name in names

@@ -12,7 +12,9 @@ from typing import Any
 
 from penstock.arguments import printable
 from penstock.cost.costs import Costs
+from penstock.cost.prices import ALL_TO_ALL, action_seconds
 from penstock.errors import PlanError
+from penstock.ir.kinds import Kind
 from penstock.planning.layout import PipelineLayout, layout_of_counts
 
 __all__ = ["Layer", "Model"]
@@ -26,7 +28,7 @@ UNITS = {f.name: "_".join(filter(None, (f.name, f.metadata["unit"]))) for f in f
 STAGE_COSTS = [f.name for f in fields(Costs) if f.metadata["per"] == "stage"]
 MESSAGES = ["activation_message", "gradient_message"]
 _SAMPLE_COSTS = {
-    *("forward", "backward_input", "backward_weight", "backward"),
+    *("forward", "backward_input", "backward_weight", "backward", *ALL_TO_ALL),
     *("activation", "activation_freed_by_input", *MESSAGES),
 }
 STEP_COSTS = ["launch_overhead", "optimizer_step", "overlap_factor"]
@@ -84,8 +86,9 @@ class Model:
         return replace(self.common, **found)
 
     def loads(self) -> list[float]:
-        """Per layer: seconds of forward and backward of one sample."""
-        return [_of(layer, "forward") + _of(layer, "backward") for layer in self.layers]
+        """Per layer: seconds of forward and backward of one sample, all-to-all included."""
+        seconds = (action_seconds(layer.costs, 1) for layer in self.layers)
+        return [float(each[Kind.F.number, 0] + each[Kind.B.number, 0]) for each in seconds]
 
     def layout(self, counts: Sequence[int]) -> PipelineLayout | None:
         """The layout of these stages for `penstock.runtime.split`; None if the layers are stages."""

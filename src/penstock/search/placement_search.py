@@ -11,6 +11,7 @@ from threading import Event
 import numpy as np
 
 from penstock.bounds import Bound, Workload, bounds
+from penstock.cost.prices import pairs_can_pay
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
@@ -120,7 +121,7 @@ class PlacementSearch:
     def pairs_pay(self) -> bool:
         """Whether a family that fits has overlapped pairs, and a pair can take less time than its two parts."""
         costs = self.problem.costs
-        cheaper = costs.overlap is not None or costs.overlap_factor < 1 or costs.launch_overhead > 0
+        cheaper = pairs_can_pay(costs) or costs.launch_overhead > 0
         return cheaper and any(_has_pairs(schedule) for schedule, _ in self.families.values())
 
     def add_start(self, name: str, order: Ints) -> None:

@@ -26,7 +26,7 @@ from itertools import product
 
 from penstock.cost.costs import Costs
 from penstock.cost.memory import stage_bytes
-from penstock.cost.prices import action_seconds
+from penstock.cost.prices import ALL_TO_ALL, action_seconds
 from penstock.errors import BuildError, CostsError
 from penstock.families.rank_order import keep_microbatches
 from penstock.ir.encoding import code_of
@@ -82,6 +82,7 @@ class _Instance:
             "latency",
             "activation",
             "activation_freed_by_input",
+            *ALL_TO_ALL,
         )
         values = [getattr(costs, name) for name in names]
         if uneven := [name for name, value in zip(names, values) if isinstance(value, tuple)]:

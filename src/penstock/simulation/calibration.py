@@ -1,7 +1,8 @@
 """Calibration: the one estimator of costs from measured timelines.
 
 Steps of several schedules may be combined: one with B and one with I and W give both. Means, not medians,
-because the makespan is a sum along a path: what now and then takes longer must count.
+because the makespan is a sum along a path: what now and then takes longer must count. A clock around a step
+does not tell its all-to-all from its compute: the all-to-all stays as in the known costs, the rest is compute.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.cost.costs import Costs
-from penstock.cost.prices import action_seconds, edge_prices
+from penstock.cost.prices import edge_prices, stream_seconds
 from penstock.errors import CostsError
 from penstock.ir.kinds import Kind
 from penstock.simulation.timeline import Timeline
@@ -46,8 +47,8 @@ def calibrate(timelines: Sequence[Timeline], links: Costs | None = None) -> Cost
     for timeline in timelines:
         for kind, stage, seconds in _measured(timeline):
             samples.setdefault((kind, stage), []).append(seconds)
-    means = {key: fmean(values) for key, values in samples.items()}
     num_stages, base = counts.pop(), links or timelines[0].costs
+    means = _compute_of({key: fmean(values) for key, values in samples.items()}, base, num_stages)
     steps = sum(int(timeline.is_compute.sum()) for timeline in timelines)
     found: dict[str, Any] = _derived(means, num_stages) if links else _updated(means, base, num_stages)
     return replace(
@@ -58,9 +59,22 @@ def calibrate(timelines: Sequence[Timeline], links: Costs | None = None) -> Cost
     )
 
 
+def _compute_of(means: Means, base: Costs, num_stages: int) -> Means:
+    """What is left of measured steps without their all-to-all."""
+    all_to_all = stream_seconds(base, num_stages).all_to_all
+    for (kind, stage), seconds in means.items():
+        if seconds < all_to_all[kind.number, stage]:
+            names = " + ".join(kind.spec.all_to_all)
+            raise CostsError(
+                f"{kind} of stage {stage} took {seconds:g} s, less than its all-to-all in the known costs, "
+                f"{all_to_all[kind.number, stage]:g} s: lower {names}"
+            )
+    return {key: seconds - float(all_to_all[key[0].number, key[1]]) for key, seconds in means.items()}
+
+
 def _updated(means: Means, base: Costs, num_stages: int) -> dict[str, tuple[float, ...]]:
     """The costs of the kinds that were measured; a stage on which one was not stays as it was."""
-    before = action_seconds(base, num_stages)
+    before = stream_seconds(base, num_stages).compute
     return {
         str(name): tuple(means.get((kind, s), float(before[kind.number, s])) for s in range(num_stages))
         for kind, name in _COMPUTE.items()

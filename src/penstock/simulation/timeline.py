@@ -20,7 +20,7 @@ import numpy as np
 from penstock.bounds import Bound, bounds_of
 from penstock.cost.costs import Costs
 from penstock.cost.memory import Memory, memory_over_time
-from penstock.cost.prices import message_bytes, message_seconds
+from penstock.cost.prices import exposed_all_to_all, message_bytes, message_seconds
 from penstock.errors import CostsError
 from penstock.ir.action import Step
 from penstock.ir.messages import VALUES
@@ -129,6 +129,12 @@ class Timeline:
     def idle(self) -> tuple[float, ...]:
         """Per rank: seconds of the makespan without compute."""
         return tuple(self.makespan - busy for busy in self.busy)
+
+    @cached_property
+    def exposed_all_to_all(self) -> tuple[float, ...]:
+        """Per rank: seconds, by the costs, in which only the all-to-all stream works; they count as busy."""
+        seconds = exposed_all_to_all(self.schedule.table, self.costs)
+        return tuple(np.bincount(self.schedule.table.rank, seconds, self.schedule.num_ranks).tolist())
 
     def bubble(self, by: str = "makespan") -> float:
         """The share of `makespan`, `span` or `period` in which a rank does not compute, on average."""
