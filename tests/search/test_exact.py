@@ -52,8 +52,8 @@ def test_no_bound_exceeds_an_optimum_of_unequal_stages(objective: str) -> None:
 
 
 def test_the_same_seed_and_count_give_the_same_order() -> None:
-    problem = Problem(Placement.v(3), 5, UNITS, 12)
-    effort = Effort(seconds=0.2, counted=True, workers=1, seed=3)
+    problem = Problem(Placement.v(2), 4, UNITS, 10)
+    effort = Effort(seconds=0.1, counted=True, workers=1, seed=3)
     first, second = (solve(problem, serial(problem).order, 0.0, effort, Event()) for _ in range(2))
     assert first.bound == second.bound
     assert first.order is not None
