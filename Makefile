@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+unexport PYTHONDONTWRITEBYTECODE  # tests start many processes, which would all compile Penstock again
 # tests of the runtime wait for processes most of the time, so there are more workers than cores
 WORKERS ?= 4
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q

@@ -204,7 +204,9 @@ def test_more_stages_than_can_be_numbered_are_rejected_in_little_memory(huge: in
 
 @pytest.mark.parametrize("counts", [[1, 2], [1, 0, 2], [], [1, 2.0, 1]])
 def test_a_list_has_a_number_of_stages_for_each_rank(counts: list[int]) -> None:
-    with pytest.raises(PlacementError, match="3 ranks need 3 numbers of stages, each at least 1"):
+    with pytest.raises(
+        PlacementError, match=r"stages_per_rank (has . numbers for 3 ranks|must be .* at least 1)"
+    ):
         Placement.loop(3, counts)
-    with pytest.raises(PlacementError, match="3 ranks need 3 numbers of stages, each at least 1"):
+    with pytest.raises(PlacementError, match=r"legs (has . numbers for 3 ranks|must be .* at least 1)"):
         Placement.v(3, counts)

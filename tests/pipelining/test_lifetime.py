@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from penstock.errors import PenstockError
 from penstock.pipelining import PipelineStage
 from penstock.pipelining.schedules import FORWARD, get_schedule_class
-from tests.support.lifetimes import NOTHING, Left, left_behind, references
+from tests.support.lifetimes import NOTHING, Left, Loss, left_behind, references
 from tests.support.pipelining_scripts import CPU, NAMES, OURS, SINGLE, batch, modules, own_stages, stages_of
 from tests.support.pool import Pools
 
@@ -50,17 +49,6 @@ class Trainer:
         stages = {f"stage {stage.stage_index}": stage for stage in self.stages}
         modules = {f"module {stage.stage_index}": stage.submod for stage in self.stages}
         return references(schedule=self.schedule, runner=self.schedule._runner, **stages, **modules)
-
-
-class Loss:
-    """A loss that fails when it is told to."""
-
-    fails = False
-
-    def compute(self, output: Tensor, target: Tensor) -> Tensor:
-        if self.fails:
-            raise ValueError("told to")
-        return mse_loss(output, target)
 
 
 def _forward(action: Any, context: Any) -> None:

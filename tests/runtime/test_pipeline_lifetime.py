@@ -17,23 +17,12 @@ import penstock
 from penstock.errors import PenstockError
 from penstock.runtime import GradScaler, Pipeline
 from tests.support.faults import schedule_of
-from tests.support.lifetimes import NOTHING, Left, left_behind, references
+from tests.support.lifetimes import NOTHING, Left, Loss, left_behind, references
 from tests.support.pool import Pools
 
 pytestmark = pytest.mark.xdist_group("leaks")
 
 FAMILIES = [family for family in penstock.families() if family != "forward-only"]
-
-
-class Loss:
-    """A loss that fails when it is told to."""
-
-    fails = False
-
-    def compute(self, output: Tensor, target: Tensor) -> Tensor:
-        if self.fails:
-            raise ValueError("told to")
-        return mse_loss(output, target)
 
 
 def pipeline_of(family: str, loss: Any) -> Pipeline:

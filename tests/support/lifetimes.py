@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import mse_loss
 
 from tests.support.resources import settled
 
-__all__ = ["NOTHING", "Left", "left_behind", "references"]
+__all__ = ["NOTHING", "Left", "Loss", "left_behind", "references"]
 
 
 class Left(NamedTuple):
@@ -28,6 +30,18 @@ class Left(NamedTuple):
 
 
 NOTHING = Left([], 0, 0, 0)
+
+
+class Loss:
+    """A loss that fails when it is told to."""
+
+    fails = False
+
+    def compute(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean squared error, or an exception."""
+        if self.fails:
+            raise ValueError("told to")
+        return mse_loss(output, target)
 
 
 def references(**objects: Any) -> dict[str, weakref.ref[Any]]:

@@ -14,8 +14,8 @@ from penstock.cost.costs import Costs
 from penstock.cost.presets import preset, presets
 from penstock.errors import FormatError
 from penstock.families import build, find
-from penstock.families.stage_counts import most_stages
 from penstock.formats import format_of, read
+from penstock.ir.placement import most_stages
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, lower
 from penstock.validation import SendModel

@@ -10,9 +10,9 @@ from functools import cache
 from penstock.arguments import printable, whole_number
 from penstock.errors import BuildError
 from penstock.families.depth_order import topological_placement
-from penstock.families.stage_counts import StagesPerRank, leave_out_stages, most_stages, problems_of_counts
+from penstock.families.stage_counts import leave_out_stages
 from penstock.ir.graph import StageGraph
-from penstock.ir.placement import Placement
+from penstock.ir.placement import Placement, StagesPerRank, most_stages, problems_of_counts
 from penstock.ir.schedule import Schedule
 
 __all__ = ["Family", "build", "families", "find", "register"]
@@ -125,9 +125,9 @@ def build(
         return _build_on_graph(family, graph, placement, ranks, microbatches, stages_per_rank)
     if placement is not None and graph is None:
         raise BuildError(f"{family.name}: a placement needs a graph=; without one the family has its own")
-    most = most_stages(stages_per_rank)
-    problems = [*problems_of_counts(ranks, stages_per_rank), *_problems(family, ranks, microbatches, most)]
-    if problems := problems + group_problems:
+    counts = [] if stages_per_rank is None else problems_of_counts(ranks, stages_per_rank)
+    most = None if stages_per_rank is None or counts else most_stages(stages_per_rank)
+    if problems := counts + _problems(family, ranks, microbatches, most) + group_problems:
         raise BuildError("; ".join(problems))
     per_rank = most or family.stages_per_rank or family.default_stages_per_rank
     given = f"{ranks} ranks, {per_rank} stages per rank, {microbatches} microbatches"

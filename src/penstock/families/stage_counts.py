@@ -14,47 +14,19 @@ adds none, so the order is valid, and takes no more time or memory than with v s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from penstock.arguments import printable, whole_number
 from penstock.families.rank_order import keep_stages
-from penstock.ir.placement import Placement
+from penstock.ir.placement import StagesPerRank
 from penstock.ir.schedule import Schedule
 
-__all__ = ["StagesPerRank", "leave_out_stages", "most_stages", "problems_of_counts"]
-
-StagesPerRank = int | Sequence[int]
-"""One number for all ranks, or a list of one for each."""
-
-
-def most_stages(stages_per_rank: StagesPerRank | None) -> int | None:
-    """The largest number of stages of a rank; None if none is given."""
-    if not isinstance(stages_per_rank, Sequence):
-        return stages_per_rank
-    return max((number for each in stages_per_rank if (number := whole_number(each))), default=None)
-
-
-def problems_of_counts(ranks: int, stages_per_rank: StagesPerRank | None) -> list[str]:
-    """List what is wrong with a list of stages per rank."""
-    if not isinstance(stages_per_rank, Sequence):
-        return []
-    given = printable(repr(stages_per_rank))
-    if any((whole_number(count) or 0) < 1 for count in stages_per_rank):
-        return [f"every number in stages_per_rank must be a whole number of at least 1 (given {given})"]
-    if len(stages_per_rank) != ranks:
-        count = len(stages_per_rank)
-        return [f"stages_per_rank has {count} numbers for {ranks!r} ranks (given {given}): give one for each"]
-    return []
+__all__ = ["leave_out_stages"]
 
 
 def leave_out_stages(schedule: Schedule, stages_per_rank: StagesPerRank) -> Schedule:
     """The schedule without the stages that its ranks do not have."""
-    if not isinstance(stages_per_rank, Sequence):
-        return schedule
     whole = schedule.placement
-    kept = whole.kept_stages(stages_per_rank)
-    if len(kept) == whole.num_stages:
+    placement = whole.with_stages_per_rank(stages_per_rank)
+    if placement == whole or isinstance(stages_per_rank, int):
         return schedule
-    placement = Placement(tuple(whole.stage_to_rank[stage] for stage in kept))
+    kept = whole.kept_stages(stages_per_rank)
     rows = [keep_stages(row, kept) for row in schedule.table.rows]
     return Schedule.from_codes(rows, placement, schedule.microbatches, schedule.name)

@@ -14,7 +14,6 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
 
 from penstock.ir.encoding import (
     JOINED,
@@ -55,6 +54,7 @@ def _kinds_that(flag: str) -> Bools:
 
 
 Columns = TypeVar("Columns", bound="ActionColumns")
+"""The class whose `of` is called."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +76,13 @@ class ActionColumns:
     """Per slot: the rank it runs on."""
 
     @classmethod
-    def of(
-        cls,
+    def of(  # noqa: PYI019 -- Self needs Python 3.11
+        cls: type[Columns],
         rows: Sequence[Ints],
         placement: Placement,
         graph: StageGraph,
         microbatches: int,
-    ) -> Self:
+    ) -> Columns:
         """From the integer form of every rank's list."""
         code = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
         opens = (code & JOINED) == 0

@@ -17,10 +17,13 @@ from math import prod
 from penstock.arguments import printable, whole_number
 from penstock.errors import PlacementError
 
-__all__ = ["MAX_STAGES", "Placement"]
+__all__ = ["MAX_STAGES", "Placement", "StagesPerRank", "most_stages", "problems_of_counts"]
 
 MAX_STAGES = 1 << 20
 """The largest number of stages."""
+
+StagesPerRank = int | Sequence[int]
+"""One number for all ranks, or a list of one for each."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +51,26 @@ class Placement:
             )
 
     @classmethod
-    def loop(cls, ranks: int, stages_per_rank: int | Sequence[int] = 1) -> Placement:
+    def loop(cls, ranks: int, stages_per_rank: StagesPerRank = 1) -> Placement:
         """Stage s on rank s mod `ranks`: after the last rank the chain starts over at rank 0.
 
         With a list of one number for each rank, the chain skips ranks: see `kept_stages`.
         """
-        most = _most(ranks, stages_per_rank)
+        most = _checked_most(ranks, stages_per_rank, "stages_per_rank")
         _check(ranks=ranks, stages_per_rank=most)
-        return _without_surplus(cls(tuple(range(ranks)) * most), stages_per_rank)
+        return cls(tuple(range(ranks)) * most).with_stages_per_rank(stages_per_rank)
 
     @classmethod
-    def v(cls, ranks: int, legs: int | Sequence[int] = 2) -> Placement:
+    def v(cls, ranks: int, legs: StagesPerRank = 2) -> Placement:
         """Down the ranks, and back up, and down again, `legs` times: neighbours at a turn share a rank.
 
         With a list of one number for each rank, the chain skips ranks: see `kept_stages`.
         """
-        most = _most(ranks, legs)
+        most = _checked_most(ranks, legs, "legs")
         _check(ranks=ranks, legs=most)
         down = tuple(range(ranks))
         every = tuple(rank for leg in range(most) for rank in (down[::-1] if leg % 2 else down))
-        return _without_surplus(cls(every), legs)
+        return cls(every).with_stages_per_rank(legs)
 
     @classmethod
     def custom(cls, stages_of_rank: Mapping[int, Iterable[int]] | Sequence[Iterable[int]]) -> Placement:
@@ -101,6 +104,12 @@ class Placement:
             kept += own[:count] if 2 * rank < self.num_ranks else own[len(own) - count :]
         return tuple(sorted(kept))
 
+    def with_stages_per_rank(self, stages_per_rank: StagesPerRank) -> Placement:
+        """The placement of the kept stages if there is a list of one number for each rank, else this one."""
+        if not isinstance(stages_per_rank, Sequence):
+            return self
+        return Placement(tuple(self.stage_to_rank[stage] for stage in self.kept_stages(stages_per_rank)))
+
     @property
     def num_stages(self) -> int:
         """How many stages there are."""
@@ -128,21 +137,30 @@ class Placement:
         return "v" if not rest and self == Placement.v(self.num_ranks, legs) else "custom"
 
 
-def _most(ranks: int, stages: int | Sequence[int]) -> int:
-    """The largest number of stages of a rank, given one number for all ranks or a list of one for each."""
-    if not isinstance(stages, Sequence):
-        return stages
-    if len(stages) != ranks or any((whole_number(count) or 0) < 1 for count in stages):
-        given = printable(repr(list(stages[:12])))
-        raise PlacementError(f"{ranks} ranks need {ranks} numbers of stages, each at least 1 (given {given})")
-    return max(stages)
+def most_stages(stages_per_rank: StagesPerRank) -> int:
+    """The largest number of stages of a rank; 0 if a list has none."""
+    if not isinstance(stages_per_rank, Sequence):
+        return stages_per_rank
+    return max((number for each in stages_per_rank if (number := whole_number(each))), default=0)
 
 
-def _without_surplus(placement: Placement, counts: int | Sequence[int]) -> Placement:
-    """The placement of the stages that remain if there is a list of one number for each rank."""
-    if not isinstance(counts, Sequence):
-        return placement
-    return Placement(tuple(placement.stage_to_rank[stage] for stage in placement.kept_stages(counts)))
+def problems_of_counts(ranks: int, stages_per_rank: StagesPerRank, name: str = "stages_per_rank") -> list[str]:
+    """List what is wrong with a list of stages per rank, which is given as the argument `name`."""
+    if not isinstance(stages_per_rank, Sequence):
+        return []
+    given = printable(repr(stages_per_rank))
+    if any((whole_number(count) or 0) < 1 for count in stages_per_rank):
+        return [f"every number in {name} must be a whole number of at least 1 (given {given})"]
+    if len(stages_per_rank) != ranks:
+        count = len(stages_per_rank)
+        return [f"{name} has {count} numbers for {ranks!r} ranks (given {given}): give one for each"]
+    return []
+
+
+def _checked_most(ranks: int, stages_per_rank: StagesPerRank, name: str) -> int:
+    if problems := problems_of_counts(ranks, stages_per_rank, name):
+        raise PlacementError("; ".join(problems))
+    return most_stages(stages_per_rank)
 
 
 def _check(**counts: int) -> None:

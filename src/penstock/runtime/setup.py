@@ -181,8 +181,7 @@ def losses_by_sink(loss: object, graph: StageGraph) -> dict[int, LossFunction]:
     if loss is None:
         return {}
     if not isinstance(loss, Mapping):
-        if not callable(loss):
-            raise PipelineError(f"loss= must be a function or a module (given {type(loss).__name__})")
+        loss = _checked_loss(loss)
         if len(graph.sinks) > 1 and _has_parameters(loss):
             raise PipelineError(
                 f"stage {listed(graph.sinks)} would share the parameters of the loss: give each stage its own "
@@ -194,7 +193,13 @@ def losses_by_sink(loss: object, graph: StageGraph) -> dict[int, LossFunction]:
             f"loss= has a loss for stage {listed(loss) or 'none'}, but it needs one for each stage that feeds "
             f"no other: stage {listed(graph.sinks)}"
         )
-    return {sink: loss[sink] for sink in graph.sinks}
+    return {sink: _checked_loss(loss[sink]) for sink in graph.sinks}
+
+
+def _checked_loss(loss: object) -> LossFunction:
+    if not callable(loss):
+        raise PipelineError(f"loss= must be a function or a module (given {type(loss).__name__})")
+    return loss
 
 
 def _has_parameters(loss: object) -> bool:

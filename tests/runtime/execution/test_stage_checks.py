@@ -59,9 +59,11 @@ def test_rows_are_compared_where_both_are_known() -> None:
 
 def test_rows_of_lists_and_replicated_values_are_unknown() -> None:
     batcher, x = Batcher(2), torch.ones(4, 3)
-    rows = batcher.rows((x, [x, x], torch.tensor(1)), {"mask": (x, None)})
+    rows: dict[str, int] = {}
+    batcher.split_arguments((x, [x, x], torch.tensor(1)), {"mask": (x, None)}, rows)
     assert rows == {"args[0]": 4, 'kwargs["mask"][0]': 4}
     assert [len(part) for part in batcher.split_target(x, rows)] == [2, 2]
+    assert rows["target"] == 4
     assert len(batcher.split_target([x, x], {"args[0]": 2})) == 2
     with pytest.raises(BatchError, match=r"6 in args\[0\], 4 in target"):
         batcher.split_target(x, {"args[0]": 6})

@@ -71,6 +71,11 @@ def test_losses_for_other_stages_than_the_sinks_are_rejected(loss: dict[int, Any
         pipeline_over(TWO_HEADS, loss=loss)
 
 
+def test_a_loss_that_is_no_function_is_rejected() -> None:
+    with pytest.raises(PipelineError, match=r"loss= must be a function or a module \(given str\)"):
+        pipeline_over(TWO_HEADS, loss={3: mse_loss, 4: "mse"})
+
+
 class LearnedScale(nn.Module):
     """A loss with a parameter."""
 

@@ -55,28 +55,23 @@ class Batcher:
         self._merge = _as_int(merge)
 
     def split_arguments(
-        self, args: tuple[Value, ...], kwargs: dict[str, Value]
+        self, args: tuple[Value, ...], kwargs: dict[str, Value], rows: dict[str, int] | None = None
     ) -> tuple[list[tuple[Value, ...]], list[dict[str, Value]]]:
-        """The positional and the keyword arguments of each microbatch."""
+        """The positional and the keyword arguments of each microbatch.
+
+        `rows` gets the number of rows of each tensor that is split, by its path in the error messages.
+        """
         values: dict[int | str, Value] = dict(enumerate(args))
         values.update(kwargs)
-        parts = self._split_values(values, self._unknown_keys(args, kwargs))
+        parts = self._split_values(values, self._unknown_keys(args, kwargs), {} if rows is None else rows)
         return (
             [tuple([parts[index][k] for index in range(len(args))]) for k in range(self._count)],
             [{name: parts[name][k] for name in kwargs} for k in range(self._count)],
         )
 
-    def split_target(self, target: Value, rows: Mapping[str, int] | None = None) -> list[Value]:
-        """The target of each microbatch; `rows` are those of arguments, which must be as many."""
-        return self._split_values({"target": target}, [], rows)["target"]
-
-    def rows(self, args: tuple[Value, ...] = (), kwargs: Mapping[str, Value] | None = None) -> dict[str, int]:
-        """The number of rows of each tensor that is split, by its path in the error messages."""
-        sizes: dict[str, int] = {}
-        values: dict[int | str, Value] = dict(enumerate(args))
-        values.update(kwargs or {})
-        self._problems(values, sizes)
-        return sizes
+    def split_target(self, target: Value, rows: dict[str, int] | None = None) -> list[Value]:
+        """The target of each microbatch; `rows` has those of arguments, which must be as many, and gets its."""
+        return self._split_values({"target": target}, [], {} if rows is None else rows)["target"]
 
     def merge_outputs(self, outputs: Sequence[Value]) -> Value:
         """The output of the batch."""
@@ -104,16 +99,15 @@ class Batcher:
         ]
 
     def _split_values(
-        self, values: Mapping[int | str, Value], problems: list[str], rows: Mapping[str, int] | None = None
+        self, values: Mapping[int | str, Value], problems: list[str], rows: dict[str, int]
     ) -> dict[int | str, list[Value]]:
         """The parts of every value; all problems are raised together before anything is split."""
-        sizes = dict(rows or {})
-        problems += self._problems(values, sizes)
-        _raise_if_any(problems + size_problems(sizes))
+        problems += self._problems(values, rows)
+        _raise_if_any(problems + size_problems(rows))
         return {key: self._split_value(key, value) for key, value in values.items()}
 
-    def _problems(self, values: Mapping[int | str, Value], sizes: dict[str, int]) -> list[str]:
-        """Why values cannot be split; adds the rows of what is split to `sizes`."""
+    def _problems(self, values: Mapping[int | str, Value], rows: dict[str, int]) -> list[str]:
+        """Why values cannot be split; adds the rows of what is split to `rows`."""
         problems: list[str] = []
         for key, value in values.items():
             rule = self._split.get(key, 0)
@@ -122,7 +116,7 @@ class Batcher:
             if type(value) is list:
                 problems += _list_problems(value, self._count, _argument_name(key))
             else:
-                problems += split_problems(value, rule, self._count, _argument_name(key), sizes)
+                problems += split_problems(value, rule, self._count, _argument_name(key), rows)
         return problems
 
     def _split_value(self, key: int | str, value: Value) -> list[Value]:

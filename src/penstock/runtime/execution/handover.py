@@ -73,14 +73,13 @@ def hand_over(leaves: Leaves) -> Leaves:
 
 def copied_leaves(leaves: Sequence[Any]) -> Leaves:
     """Copies of leaves that were handed over, for one of several stages that use them."""
-    return [
-        leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else leaf
-        if isinstance(leaf, _AS_THEY_ARE)
-        else copied(leaf)
-        for leaf in leaves
-    ]
+    return [_copy(leaf) for leaf in leaves]
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return leaf if isinstance(leaf, _AS_THEY_ARE) else copied(leaf)
 
 
 def own_tensors(leaves: Leaves) -> Leaves:

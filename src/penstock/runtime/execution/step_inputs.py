@@ -51,12 +51,11 @@ class StepInputBuilder:
         args = args if has_source else ()
         if has_source:
             self._check_count(args)
-        split_args, split_kwargs = self.batcher.split_arguments(args, kwargs)
-        rows, target_rows = self.batcher.rows(args, kwargs), dict[str, int]()
-        targets = None
+        rows: dict[str, int] = {}
+        split_args, split_kwargs = self.batcher.split_arguments(args, kwargs, rows)
+        all_rows, targets = dict(rows), None
         if target is not None and has_sink:
-            targets = self.batcher.split_target(target, rows)
-            target_rows = self.batcher.rows(kwargs={"target": target})
+            targets = self.batcher.split_target(target, all_rows)
         weights = [1 / schedule.microbatches if self.average else 1.0] * len(split_args)
         if self.tokens is not None and targets is not None:
             weights = self._token_weights([int(whole(self.tokens(part))) for part in targets])
@@ -69,7 +68,7 @@ class StepInputBuilder:
             training=training,
             keep_outputs=keep_outputs,
             rows=rows,
-            target_rows=target_rows,
+            target_rows={path: count for path, count in all_rows.items() if path not in rows},
         )
 
     def _check_count(self, args: tuple[Any, ...]) -> None:
