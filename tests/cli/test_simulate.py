@@ -31,6 +31,29 @@ def test_costs_come_from_a_file_or_a_preset(run: Run, tmp_path: Path) -> None:
     assert round(result["makespan"] * 1e6) == 2187537
 
 
+def test_sharding_is_placed_by_cost_within_the_memory_limit(run: Run, tmp_path: Path) -> None:
+    Costs(unshard=0.8, unsharded_parameters=4).write(tmp_path / "costs.toml")
+    sizes = ("interleaved-1f1b", "-p", 2, "-m", 4, "-v", 3, "-c", "costs.toml", "--lowered")
+    placed = [run("simulate", *sizes, "--sharding", "cost", "--memory", n, "--json").json for n in (12, 17)]
+    assert [each["collectives"]["UNSHARD"] for each in placed] == [28, 9]
+    assert [max(each["peak_memory_by_rank"]) for each in placed] == [12, 17]
+    assert "6 UNSHARD, 6 RESHARD, 6 REDUCE_GRAD" in run("simulate", *sizes, "--sharding", "cost").out
+    assert run("show", *sizes, "--sharding", "cost", "--memory", 12, "-f", "csv").out.count("UNSHARD") == 28
+    refused = run("simulate", *sizes, "--sharding", "cost", "--memory", 4)
+    assert refused.code == 2
+    assert "the memory limit of 4 bytes per rank: rank 0 needs 11; rank 1 needs 9" in refused.message
+
+
+def test_options_of_sharding_need_each_other(run: Run) -> None:
+    for arguments, expected in (
+        (["--sharding", "cost"], "--sharding cost places actions that --lowered adds"),
+        (["--memory", "4", "--lowered"], "--memory limits --sharding cost"),
+    ):
+        result = run("simulate", "1f1b", "-p", 2, "-m", 2, *arguments)
+        assert result.code == 2
+        assert expected in result.message
+
+
 def test_invalid_costs_and_send_models_are_usage_errors(run: Run, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"forward": 1}')
     for arguments, expected, code in (

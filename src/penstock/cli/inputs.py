@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import typer
 
-from penstock.cli.options import parse_stages
+from penstock.cli.options import Sharding, parse_stages
 from penstock.cost.costs import Costs
 from penstock.cost.presets import preset, presets
 from penstock.errors import FormatError
@@ -18,9 +18,11 @@ from penstock.formats import format_of, read
 from penstock.ir.placement import most_stages
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, lower
+from penstock.search import PlaceSharding
 from penstock.validation import SendModel
 
 __all__ = [
+    "Lowering",
     "Sizes",
     "costs_from",
     "for_send_model",
@@ -45,6 +47,30 @@ class Sizes(NamedTuple):
         return [f"--{name.replace('_', '-')}" for name, value in self._asdict().items() if value is not None]
 
 
+class Lowering(NamedTuple):
+    """The options that say how a schedule is lowered."""
+
+    lowered: bool = False
+    sharding: Sharding = Sharding.look_ahead
+    memory: float | None = None
+    costs: str | None = None
+    send_model: SendModel = SendModel.BUFFERED
+
+    def __call__(self, schedule: Schedule) -> Schedule:
+        """The schedule, lowered on demand."""
+        by_cost = self.sharding is Sharding.cost
+        if by_cost and not self.lowered:
+            raise typer.BadParameter("--sharding cost places actions that --lowered adds; give both")
+        if self.memory is not None and not by_cost:
+            raise typer.BadParameter("--memory limits --sharding cost; give both")
+        if not self.lowered:
+            return schedule
+        if not by_cost:
+            return lower(schedule)
+        place = PlaceSharding(costs_from(self.costs), self.memory, self.send_model)
+        return lower(schedule, [place] if schedule.table.has_communication else [AddCommunication(), place])
+
+
 def read_schedule(path: Path) -> Schedule:
     """Read a file; a suffix that no schedule format has is a usage error, not an invalid schedule."""
     try:
@@ -60,7 +86,7 @@ def is_file(source: str) -> bool:
     return path.suffix.lower() in (".csv", ".json") or "/" in source or (path.suffix != "" and path.exists())
 
 
-def schedule_from(source: str, sizes: Sizes, *, lowered: bool = False) -> Schedule:
+def schedule_from(source: str, sizes: Sizes, lowering: Lowering | None = None) -> Schedule:
     """Read a file, which has its own sizes, or build a family, which needs them; lower it on demand."""
     ranks, microbatches, stages, group = sizes
     if is_file(source):
@@ -76,7 +102,7 @@ def schedule_from(source: str, sizes: Sizes, *, lowered: bool = False) -> Schedu
             raise typer.BadParameter(f"{source} needs {' and '.join(missing)}, e.g. {example}")
         per_rank = None if stages is None else parse_stages(stages)
         schedule = build(source, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, group=group)
-    return lower(schedule) if lowered else schedule
+    return schedule if lowering is None else lowering(schedule)
 
 
 def for_send_model(schedule: Schedule, send_model: SendModel, *, blocking_receives: bool = False) -> Schedule:

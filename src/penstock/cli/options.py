@@ -28,6 +28,8 @@ __all__ = [
     "ScheduleSource",
     "Seed",
     "SendModelOption",
+    "Sharding",
+    "ShardingOption",
     "StagesPerRank",
     "complete_family",
     "parse_bytes",
@@ -42,6 +44,13 @@ class Objective(str, Enum):
     makespan = "makespan"
     span = "span"
     period = "period"
+
+
+class Sharding(str, Enum):
+    """Where UNSHARD, RESHARD and REDUCE_GRAD are placed."""
+
+    look_ahead = "look-ahead"
+    cost = "cost"
 
 
 def complete_family(prefix: str) -> list[str]:
@@ -130,6 +139,13 @@ Group: TypeAlias = Annotated[
 ]
 Lowered: TypeAlias = Annotated[
     bool, typer.Option("--lowered", help="Add communication, sharding and gradient reduction.")
+]
+ShardingOption: TypeAlias = Annotated[
+    Sharding,
+    typer.Option(
+        "--sharding",
+        help="With --lowered: unshard a fixed look-ahead, or where simulation says it pays, within --memory.",
+    ),
 ]
 CostsSource: TypeAlias = Annotated[
     str | None,

@@ -13,8 +13,19 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.inputs import Sizes, costs_from, is_file, schedule_from
-from penstock.cli.options import CostsSource, FamilyStages, Group, Lowered, Microbatches, Ranks, ScheduleSource
+from penstock.cli.inputs import Lowering, Sizes, costs_from, is_file, schedule_from
+from penstock.cli.options import (
+    CostsSource,
+    FamilyStages,
+    Group,
+    Lowered,
+    MemoryLimit,
+    Microbatches,
+    Ranks,
+    ScheduleSource,
+    Sharding,
+    ShardingOption,
+)
 from penstock.cli.rendering import TIMELINE_FORMATS, render
 from penstock.formats import dumps, write_bytes
 from penstock.ir.schedule import Schedule
@@ -59,6 +70,8 @@ def show(
     stages_per_rank: FamilyStages = None,
     group: Group = None,
     lowered: Lowered = False,
+    sharding: ShardingOption = Sharding.look_ahead,
+    memory: MemoryLimit = None,
     costs: CostsSource = None,
     output_format: FormatOption = None,
     output: OutputFile = None,
@@ -75,7 +88,9 @@ def show(
       penstock show zbv.csv --costs costs.toml -o zbv.html
     """
     chosen = _choose_format(output_format, output)
-    shown = schedule_from(schedule, Sizes(ranks, microbatches, stages_per_rank, group), lowered=lowered)
+    shown = schedule_from(
+        schedule, Sizes(ranks, microbatches, stages_per_rank, group), Lowering(lowered, sharding, memory, costs)
+    )
     width = shutil.get_terminal_size().columns
     if chosen is Format.grid and output is None:
         Console(highlight=False, width=width).print(_grid(shown, costs, width), soft_wrap=True)

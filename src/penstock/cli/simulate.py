@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.inputs import Sizes, costs_from, for_send_model, schedule_from
+from penstock.cli.inputs import Lowering, Sizes, costs_from, for_send_model, schedule_from
 from penstock.cli.options import (
     AsJson,
     CostsSource,
@@ -21,11 +21,15 @@ from penstock.cli.options import (
     Group,
     JitterShare,
     Lowered,
+    MemoryLimit,
     Microbatches,
     Ranks,
     ScheduleSource,
     SendModelOption,
+    Sharding,
+    ShardingOption,
 )
+from penstock.ir.kinds import Kind
 from penstock.simulation.attribution import Gap, critical_path, gaps
 from penstock.simulation.comparison import comparison_of
 from penstock.simulation.jitter import simulate_with_jitter
@@ -54,6 +58,8 @@ def simulate(
     stages_per_rank: FamilyStages = None,
     group: Group = None,
     lowered: Lowered = False,
+    sharding: ShardingOption = Sharding.look_ahead,
+    memory: MemoryLimit = None,
     costs: CostsSource = None,
     send_model: SendModelOption = SendModel.BUFFERED,
     blocking_receives: BlockingReceives = False,
@@ -65,9 +71,14 @@ def simulate(
     Examples:
       penstock simulate 1f1b -p 4 -m 8
       penstock simulate zb-h1 -p 8 -m 24 --costs zb-h4096-p8-m24
+      penstock simulate looped-bfs -p 4 -m 8 -c costs.toml --lowered --sharding cost --memory 40GiB
       penstock simulate mine.csv --costs costs.toml --send-model rendezvous --json
     """
-    given = schedule_from(schedule, Sizes(ranks, microbatches, stages_per_rank, group), lowered=lowered)
+    given = schedule_from(
+        schedule,
+        Sizes(ranks, microbatches, stages_per_rank, group),
+        Lowering(lowered, sharding, memory, costs, send_model),
+    )
     simulated = for_send_model(given, send_model, blocking_receives=blocking_receives)
     messages: Any = {"send_model": send_model, "blocking_receives": blocking_receives}
     known = costs_from(costs)
@@ -88,12 +99,20 @@ def _record(timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float]
         "busy": timeline.busy,
         "idle": timeline.idle,
         "peak_memory_by_rank": timeline.peak_memory,
+        "collectives": _collectives(timeline),
         "critical_path": [str(event.step) for event in critical_path(timeline)],
         "gaps": [
             {"rank": g.rank, "start": g.start, "end": g.end, "reason": g.reason, "why": str(g)} for g in idle
         ],
         "jitter": quantiles,
     }
+
+
+def _collectives(timeline: Timeline) -> dict[str, int]:
+    """How many there are of each kind; empty without any."""
+    table = timeline.schedule.table
+    counts = {kind.value: int(table.of_kind(kind).sum()) for kind in Kind if kind.is_collective}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _print(timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float] | None) -> None:
@@ -106,6 +125,8 @@ def _print(timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float] 
     bound = timeline.bound
     gap = f"gap <= {timeline.gap:.1%} ({bound.name}: {bound.because})"
     console.print(f"bound     {bound.seconds:<12g} {gap}", soft_wrap=True)
+    if collectives := _collectives(timeline):
+        console.print("sharding  " + ", ".join(f"{count} {name}" for name, count in collectives.items()))
     if quantiles is not None:
         console.print("jitter    " + ", ".join(f"{name} {value:g}" for name, value in quantiles.items()))
     console.print()

@@ -7,16 +7,19 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from penstock.cli.inputs import Sizes, costs_from, for_send_model, schedule_from
+from penstock.cli.inputs import Lowering, Sizes, costs_from, for_send_model, schedule_from
 from penstock.cli.options import (
     CostsSource,
     FamilyStages,
     Group,
     Lowered,
+    MemoryLimit,
     Microbatches,
     Ranks,
     ScheduleSource,
     SendModelOption,
+    Sharding,
+    ShardingOption,
 )
 from penstock.cli.rendering import render
 from penstock.formats import write_bytes
@@ -37,6 +40,8 @@ def trace(
     stages_per_rank: FamilyStages = None,
     group: Group = None,
     lowered: Lowered = False,
+    sharding: ShardingOption = Sharding.look_ahead,
+    memory: MemoryLimit = None,
     costs: CostsSource = None,
     send_model: SendModelOption = SendModel.BUFFERED,
     output: TraceFile = Path("trace.json"),
@@ -47,7 +52,11 @@ def trace(
       penstock trace zbv -p 4 -m 8 -o zbv.trace.json
       penstock trace mine.csv --costs costs.toml --lowered
     """
-    chosen = schedule_from(schedule, Sizes(ranks, microbatches, stages_per_rank, group), lowered=lowered)
+    chosen = schedule_from(
+        schedule,
+        Sizes(ranks, microbatches, stages_per_rank, group),
+        Lowering(lowered, sharding, memory, costs, send_model),
+    )
     timeline = simulate(for_send_model(chosen, send_model), costs_from(costs), send_model=send_model)
     write_bytes(render("trace", [timeline]), output)
     typer.echo(f"{output}: {chosen.num_steps} steps on {chosen.num_ranks} ranks; open it at ui.perfetto.dev")

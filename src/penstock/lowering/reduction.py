@@ -9,10 +9,10 @@ import numpy as np
 
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import codes_of
+from penstock.ir.table import ActionTable, Ints, codes_of
 from penstock.lowering.passes import Pass, arrange, require_absent
 
-__all__ = ["AddGradReduction"]
+__all__ = ["AddGradReduction", "last_backwards", "with_reductions"]
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,24 @@ class AddGradReduction(Pass):
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with one REDUCE_GRAD for each stage that has backwards."""
         require_absent(schedule, self.name, Kind.REDUCE_GRAD)
-        table = schedule.table
-        backwards = table.of_kind(Kind.B, Kind.W)
-        last = np.full(schedule.num_stages, -1, dtype=np.int64)
-        last[table.stage[backwards]] = table.slot[backwards]  # slots ascend: the last write is the last
-        stages = np.flatnonzero(last >= 0)
-        rows = arrange(
-            schedule.num_ranks,
-            np.concatenate((table.part_rank, table.hosts[stages])),
-            np.concatenate((table.slot, last[stages])),
-            np.concatenate((table.code, codes_of(Kind.REDUCE_GRAD, stages))),
-        )
-        return schedule.with_rows(rows)
+        return with_reductions(schedule, last_backwards(schedule.table))
+
+
+def last_backwards(table: ActionTable) -> Ints:
+    """Per stage: the slot of its last backward, -1 without backwards."""
+    backwards = table.of_kind(Kind.B, Kind.W)
+    last = np.full(table.placement.num_stages, -1, dtype=np.int64)
+    last[table.stage[backwards]] = table.slot[backwards]  # slots ascend: the last write is the last
+    return last
+
+
+def with_reductions(schedule: Schedule, after: Ints) -> Schedule:
+    """The schedule with the REDUCE_GRAD of each stage directly after this slot of its rank; none for -1."""
+    table, stages = schedule.table, np.flatnonzero(after >= 0)
+    rows = arrange(
+        schedule.num_ranks,
+        np.concatenate((table.part_rank, table.hosts[stages])),
+        np.concatenate((table.slot, after[stages])),
+        np.concatenate((table.code, codes_of(Kind.REDUCE_GRAD, stages))),
+    )
+    return schedule.with_rows(rows)

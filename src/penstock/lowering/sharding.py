@@ -9,6 +9,7 @@ With `max_active_stages` = 2, for stages 0, 1, 2 on one rank:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.table import ActionTable, Bools, Ints, codes_of
 from penstock.lowering.passes import Pass, arrange, require_absent
 
-__all__ = ["AddSharding"]
+__all__ = ["AddSharding", "with_sharding"]
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -42,27 +43,33 @@ class AddSharding(Pass):
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with RESHARD and UNSHARD before the steps where the set of unsharded stages changes."""
         require_absent(schedule, self.name, Kind.UNSHARD, Kind.RESHARD)
-        table = schedule.table
-        # sort keys: at each slot first RESHARD, then UNSHARD, then the step itself
-        ranks, keys, codes = [table.part_rank], [table.slot * 3 + 2], [table.code]
-        for rank, stages in enumerate(table.placement.stages_of_rank):
-            next_use = _next_uses(table, rank, np.array(stages))
-            held = _held(next_use, self.max_active_stages)
-            never_held = np.zeros((len(stages), 1), dtype=np.bool_)
-            before, after = np.hstack((never_held, held)), np.hstack((held, never_held))
-            for phase, kind, switched in (
-                (0, Kind.RESHARD, before & ~after),
-                (1, Kind.UNSHARD, after & ~before),
-            ):
-                slot, which = np.nonzero(switched.T)
-                if kind is Kind.UNSHARD:
-                    soonest = np.lexsort((next_use[which, slot], slot))
-                    slot, which = slot[soonest], which[soonest]
-                ranks.append(np.full(len(slot), rank))
-                keys.append((table.slot_bounds[rank] + slot) * 3 + phase)
-                codes.append(codes_of(kind, np.array(stages)[which]))
-        rows = arrange(schedule.num_ranks, *map(np.concatenate, (ranks, keys, codes)))
-        return schedule.with_rows(rows)
+        return with_sharding(schedule, lambda _, next_use: _held(next_use, self.max_active_stages))
+
+
+def with_sharding(schedule: Schedule, held: Callable[[int, Ints], Bools]) -> Schedule:
+    """The schedule with RESHARD and UNSHARD where the set of unsharded stages changes, soonest used first.
+
+    `held` is called with each rank and, per stage and slot, its next use; it tells, per stage and slot, whether
+    the stage is unsharded there.
+    """
+    table = schedule.table
+    # sort keys: at each slot first RESHARD, then UNSHARD, then the step itself
+    ranks, keys, codes = [table.part_rank], [table.slot * 3 + 2], [table.code]
+    for rank, stages in enumerate(table.placement.stages_of_rank):
+        next_use = _next_uses(table, rank, np.array(stages))
+        now = held(rank, next_use)
+        never_held = np.zeros((len(stages), 1), dtype=np.bool_)
+        before, after = np.hstack((never_held, now)), np.hstack((now, never_held))
+        for phase, kind, switched in ((0, Kind.RESHARD, before & ~after), (1, Kind.UNSHARD, after & ~before)):
+            slot, which = np.nonzero(switched.T)
+            if kind is Kind.UNSHARD:
+                soonest = np.lexsort((next_use[which, slot], slot))
+                slot, which = slot[soonest], which[soonest]
+            ranks.append(np.full(len(slot), rank))
+            keys.append((table.slot_bounds[rank] + slot) * 3 + phase)
+            codes.append(codes_of(kind, np.array(stages)[which]))
+    rows = arrange(schedule.num_ranks, *map(np.concatenate, (ranks, keys, codes)))
+    return schedule.with_rows(rows)
 
 
 def _next_uses(table: ActionTable, rank: int, stages: Ints) -> Ints:

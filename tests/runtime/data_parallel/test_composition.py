@@ -11,8 +11,9 @@ import torch
 from benchmarks.composition import GATHER, REDUCE, counted
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from penstock import Kind, Schedule, build
-from penstock.lowering import SplitBackward
+from penstock import Costs, Kind, Schedule, build, lower
+from penstock.lowering import AddCommunication, SplitBackward
+from penstock.search import PlaceSharding
 from tests.support.composed_model import Composed, batch_of
 from tests.support.composition import gradients, pipeline_of, replica_index, train_composed
 from tests.support.grids import small
@@ -123,6 +124,26 @@ def test_shards_are_gathered_and_reduced_as_often_as_the_schedule_says(pools: Po
     for found, promised in pools(4).run(_collectives, case):
         assert found == promised
         assert found[REDUCE] > 0
+
+
+def _placed(family: str, stages_per_rank: int, memory_limit: float) -> Schedule:
+    costs = Costs(unshard=0.8, reduce_grad=1.5, unsharded_parameters=4)
+    passes = (AddCommunication(), PlaceSharding(costs, memory_limit))
+    return lower(build(family, ranks=2, microbatches=4, stages_per_rank=stages_per_rank), passes)
+
+
+@pytest.mark.xdist_group("ranks-4")
+def test_sharding_placed_by_cost_gathers_less_and_trains_as_one_process(pools: Pools) -> None:
+    """With room for little more than one stage, reductions come after RESHARD and UNSHARD."""
+    tight, wide = (Composed(_placed("interleaved-1f1b", 3, limit), "fsdp", 2) for limit in (12, 17))
+    assert "4RESHARD 2UNSHARD 0UNSHARD 4REDUCE_GRAD" in str(tight.schedule)
+    fixed = lower(build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=3))
+    gathers = [each.table.of_kind(Kind.UNSHARD).sum() for each in (tight.schedule, fixed, wide.schedule)]
+    assert gathers == [28, 6, 9]
+    for case in (tight, wide):
+        for found, promised in pools(4).run(_collectives, case):
+            assert found == promised
+    assert not problems(pools, 4, [tight, wide])
 
 
 def _summed_in_double(schedules: list[Schedule]) -> list[dict[str, Any]]:

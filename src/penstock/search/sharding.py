@@ -1,0 +1,261 @@
+"""Add UNSHARD, RESHARD and REDUCE_GRAD where simulation says that they pay, within a memory limit per rank.
+
+    look-aheads   `AddSharding(k)` for every k: what the result is compared with
+    plans         `plan_rank` for every rank, with gathers given more or less time ahead of their use
+    mixtures      the best plan, with another plan for one rank, or with its reductions after its gathers
+
+Each is simulated. One that exceeds the limit while it runs, because a RESHARD waits behind another collective,
+is planned again with less room in the steps concerned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import ClassVar
+
+import numpy as np
+
+from penstock.arguments import printable
+from penstock.cost.costs import Costs
+from penstock.cost.memory import Memory, memory_over_time
+from penstock.errors import SearchError
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Bools, Floats
+from penstock.lowering import AddGradReduction, AddSharding, Pass
+from penstock.lowering.passes import require_absent
+from penstock.lowering.reduction import last_backwards, with_reductions
+from penstock.lowering.sharding import with_sharding
+from penstock.search.sharding_plan import RankSteps, plan_rank
+from penstock.simulation.simulator import Simulator, simulate
+from penstock.simulation.timeline import Timeline
+from penstock.validation import SendModel
+
+__all__ = ["PlaceSharding"]
+
+_COLLECTIVES = tuple(kind for kind in Kind if kind.is_collective)
+_LEADS = (0.0, 1.0, 2.0, 4.0)  # in times of the gather's seconds
+_REPAIRS = 8
+_MIXTURES, _SIMULATED_STEPS = 64, 400_000  # of all mixtures together
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class PlaceSharding(Pass):
+    """UNSHARD, RESHARD and REDUCE_GRAD for the shortest makespan, and the fewest gathers among the shortest.
+
+    No rank holds more than `memory_limit` bytes. The result is never slower than the fastest look-ahead
+    (`AddSharding(k)` for any k) within the limit, and never gathers more often than that one does.
+    """
+
+    costs: Costs = field(default_factory=Costs)
+    memory_limit: float | None = None
+    """Bytes per rank, parameters, gradients and optimizer state included."""
+    send_model: SendModel = SendModel.BUFFERED
+    name: ClassVar[str] = "place-sharding"
+
+    def __post_init__(self) -> None:
+        limit = self.memory_limit
+        if limit is not None and (
+            isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0
+        ):
+            given = printable(repr(limit))
+            raise SearchError(f"memory_limit must be a number of bytes, at least 0 (given {given})")
+
+    def __call__(self, schedule: Schedule) -> Schedule:
+        """The schedule with its collectives."""
+        require_absent(schedule, self.name, *_COLLECTIVES)
+        return _Placement(schedule, self).best().schedule
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """How one rank is planned."""
+
+    lead: float
+    reduces_last: bool = False
+    """Whether its reductions wait until all its gathers are started."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """A schedule with collectives, and its simulation."""
+
+    timeline: Timeline
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+    @cached_property
+    def score(self) -> tuple[float, int]:
+        """The makespan without the noise of its last digits, and the number of gathers."""
+        return float(f"{self.timeline.makespan:.12g}"), int(self.schedule.table.of_kind(Kind.UNSHARD).sum())
+
+
+class _Placement:
+    """One schedule, its costs and its limit."""
+
+    def __init__(self, schedule: Schedule, options: PlaceSharding) -> None:
+        self._schedule, self._options = schedule, options
+        self._limit = inf if options.memory_limit is None else float(options.memory_limit)
+        self._base = simulate(schedule, options.costs, send_model=options.send_model)
+        table = schedule.table
+        self._slots = [
+            np.unique(table.slot[first:last][table.is_compute[first:last]])
+            for first, last in zip(table.part_bounds[:-1], table.part_bounds[1:])
+        ]
+        """Per rank: the slots of its compute steps."""
+        self._steps = [self._rank_steps(rank) for rank in range(schedule.num_ranks)]
+        room = self._room()
+        self._rooms = {lead: [each.copy() for each in room] for lead in _LEADS}
+        self._plans: dict[tuple[int, float], Bools] = {}
+
+    def _rank_steps(self, rank: int) -> RankSteps:
+        table, costs, slots = self._schedule.table, self._options.costs, self._slots[rank]
+        stages = np.array(table.placement.stages_of_rank[rank])
+        parts = np.arange(*table.part_bounds[rank : rank + 2])
+        parts = parts[table.is_compute[parts]]
+        used = np.zeros((len(stages), len(slots)), dtype=np.bool_)
+        used[np.searchsorted(stages, table.stage[parts]), np.searchsorted(slots, table.slot[parts])] = True
+        size, gather = (
+            np.array(costs.per_stage(name, table.placement.num_stages))[stages].tolist()
+            for name in ("unsharded_parameters", "unshard")
+        )
+        return RankSteps(used, self._base.start[slots], self._base.end[slots], size, gather)
+
+    def _room(self) -> list[Floats]:
+        """Per rank and step: bytes that are left for unsharded parameters, by the order of the steps."""
+        schedule = self._schedule
+        clock = np.arange(schedule.num_steps, dtype=np.float64) * 2
+        memory = memory_over_time(schedule.table, schedule.messages, self._options.costs, clock, clock + 1)
+        return [self._limit - _peaks(each, clock[slots] + 1) for each, slots in zip(memory, self._slots)]
+
+    # --- candidates --------------------------------------------------------------------------------
+
+    def best(self) -> _Placed:
+        """The shortest within the limit, and of these the one with the fewest gathers."""
+        fixed = list(self._look_aheads())
+        reference = min((each for each in fixed if self._fits(each)), key=lambda each: each.score, default=None)
+        most = inf if reference is None else reference.score[1]
+        planned = [found for lead in _LEADS if (found := self._planned(lead)) is not None]
+        improved = self._mixed(*min(planned, key=lambda found: found[1].score)) if planned else None
+        plans = [found[1] for found in planned] + ([] if improved is None else [improved])
+        allowed = [each for each in plans if each.score[1] <= most]
+        if reference is None and not allowed:
+            raise self._does_not_fit(fixed[0])
+        return min(([] if reference is None else [reference]) + allowed, key=lambda each: each.score)
+
+    def _look_aheads(self) -> Iterator[_Placed]:
+        most = max(map(len, self._schedule.placement.stages_of_rank))
+        for count in range(1, most + 1):
+            yield self._timed(AddGradReduction()(AddSharding(count)(self._schedule)))
+
+    def _planned(self, lead: float) -> tuple[list[_Choice], _Placed] | None:
+        """All ranks planned with this lead, with less room where the simulation exceeds the limit."""
+        choices = [_Choice(lead)] * self._schedule.num_ranks
+        for repair in range(_REPAIRS + 1):
+            placed = self._built(choices)
+            over = [rank for rank, peak in enumerate(placed.timeline.peak_memory) if self._exceeds(peak)]
+            if not over:
+                return choices, placed
+            for rank in over:
+                self._shrink(self._rooms[lead][rank], placed, rank, tightest=repair == _REPAIRS - 1)
+                del self._plans[rank, lead]
+        return None
+
+    def _shrink(self, room: Floats, placed: _Placed, rank: int, *, tightest: bool) -> None:
+        table = placed.schedule.table
+        first, last = table.part_bounds[rank : rank + 2]
+        slots = np.unique(table.slot[first:last][table.is_compute[first:last]])
+        excess = _peaks(placed.timeline.memory[rank], placed.timeline.end[slots]) - self._limit
+        room -= np.maximum(excess, 0)
+        if tightest or not (excess > 0).any():
+            room[:] = 0
+
+    def _mixed(self, choices: list[_Choice], best: _Placed) -> _Placed:
+        """Change the plan of one rank after the other as long as that is better."""
+        left = min(_MIXTURES, _SIMULATED_STEPS // self._schedule.num_steps)
+        options = [_Choice(lead, last) for last in (False, True) for lead in _LEADS]
+        for rank in range(len(choices)):
+            for option in options:
+                if left == 0 or self._same(rank, option, choices[rank]):
+                    continue
+                changed = [*choices[:rank], option, *choices[rank + 1 :]]
+                left -= 1
+                placed = self._built(changed)
+                if self._fits(placed) and placed.score < best.score:
+                    choices, best = changed, placed
+        return best
+
+    def _same(self, rank: int, choice: _Choice, other: _Choice) -> bool:
+        """Whether two choices give the same list."""
+        return choice.reduces_last == other.reduces_last and bool(
+            np.array_equal(self._held(rank, choice.lead), self._held(rank, other.lead))
+        )
+
+    def _held(self, rank: int, lead: float) -> Bools:
+        if (rank, lead) not in self._plans:
+            self._plans[rank, lead] = plan_rank(self._steps[rank], self._rooms[lead][rank], lead)
+        return self._plans[rank, lead]
+
+    # --- schedules ---------------------------------------------------------------------------------
+
+    def _built(self, choices: Sequence[_Choice]) -> _Placed:
+        """The schedule of these plans, simulated."""
+        held = [self._held(rank, choice.lead) for rank, choice in enumerate(choices)]
+        after = last_backwards(self._schedule.table)
+        for rank, choice in enumerate(choices):
+            if choice.reduces_last:
+                last = np.flatnonzero((held[rank][:, 1:] > held[rank][:, :-1]).any(axis=0))[-1:] + 1
+                own = np.array(self._schedule.placement.stages_of_rank[rank])
+                own = own[after[own] >= 0]
+                after[own] = np.maximum(after[own], (self._slots[rank][last] - 1).max(initial=-1))
+        reduced = with_reductions(self._schedule, after)
+        return self._timed(with_sharding(reduced, lambda rank, _: _per_slot(reduced, rank, held[rank])))
+
+    def _timed(self, schedule: Schedule) -> _Placed:
+        simulator = Simulator(schedule, self._options.costs, self._options.send_model)
+        return _Placed(Timeline(schedule, simulator.costs, *simulator.times(simulator.finished_run())))
+
+    # --- the limit ---------------------------------------------------------------------------------
+
+    def _exceeds(self, peak: float) -> bool:
+        return peak > self._limit * (1 + _ROUNDING)
+
+    def _fits(self, placed: _Placed) -> bool:
+        return not any(map(self._exceeds, placed.timeline.peak_memory))
+
+    def _does_not_fit(self, tightest: _Placed) -> SearchError:
+        peaks = tightest.timeline.peak_memory
+        over = [f"rank {r} needs {peak:g}" for r, peak in enumerate(peaks) if self._exceeds(peak)]
+        more = f", and {len(over) - 4} more" if len(over) > 4 else ""
+        return SearchError(
+            f"no placement of UNSHARD and RESHARD fits the memory limit of {self._limit:g} bytes per rank: "
+            f"{'; '.join(over[:4])}{more}, even if only the stage in use is unsharded; raise the limit, or "
+            "choose a schedule that holds fewer activations"
+        )
+
+
+def _peaks(memory: Memory, ends: Floats) -> Floats:
+    """Per step: the most bytes held between the end of the step before it and its own end."""
+    begins = np.concatenate(([-inf], ends[:-1]))
+    first = np.searchsorted(memory.times, begins, side="right").tolist()
+    last = np.searchsorted(memory.times, ends, side="left").tolist()
+    levels = np.concatenate(([memory.fixed], memory.total))  # levels[i] is held before the i-th change
+    return np.array([levels[i : max(i, j) + 1].max() for i, j in zip(first, last)])
+
+
+def _per_slot(schedule: Schedule, rank: int, held: Bools) -> Bools:
+    """Per stage and slot of a rank: what is held in the compute step at or after the slot."""
+    table = schedule.table
+    first, last = table.slot_bounds[rank : rank + 2]
+    computes = np.zeros(last - first, dtype=np.int64)
+    parts = slice(*table.part_bounds[rank : rank + 2])
+    computes[table.slot[parts][table.is_compute[parts]] - first] = 1
+    index = np.cumsum(computes) - computes
+    ended = np.hstack((held, np.zeros((len(held), 1), dtype=np.bool_)))
+    return ended[:, index]
