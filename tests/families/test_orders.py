@@ -224,6 +224,7 @@ README_TABLE = [
     *(("looped-bfs", v, "m * v", "3 * (p - 1)") for v in (1, 2, 3)),
     *(("interleaved-1f1b", v, "(v + 1) * p - 1", "3 * (p - 1)") for v in (1, 2, 3, 4)),
     *(("interleaved-zero-bubble", v, "p * v", "p - 1") for v in (1, 2, 3, 4)),
+    *(("interleaved-overlap", v, "(v + 1) * p", "3 * (p - 1)") for v in (1, 2, 3, 4)),
     ("zbv", 2, "2 * p", "0"),
     ("dualpipev", 2, "2 * p + 1", "2 * (p - 1)"),
 ]

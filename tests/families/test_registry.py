@@ -41,6 +41,7 @@ def test_every_family_is_listed_with_a_one_line_summary() -> None:
         "interleaved-1f1b",
         "interleaved-zero-bubble",
         "forward-only",
+        "interleaved-overlap",
         "zb-h1",
         "zb-h2",
         "zbv",

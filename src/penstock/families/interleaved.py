@@ -41,9 +41,8 @@ F, B, W the forward, input-gradient and weight-gradient time of all stages of a 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from penstock.families.rank_order import alternate, codes_of, defer_weights, keep_microbatches
+from penstock.families.groups import Groups, all_ranks, half_the_ranks
+from penstock.families.rank_order import alternate, defer_weights, keep_microbatches
 from penstock.families.registry import register
 from penstock.ir.action import Kind
 from penstock.ir.placement import Placement
@@ -52,32 +51,20 @@ from penstock.ir.schedule import Schedule
 __all__ = ["forward_only", "interleaved_1f1b", "interleaved_zero_bubble"]
 
 
-def _ranks(ranks: int) -> int:
-    """The smallest group of interleaved 1F1B: with fewer microbatches, its warm-up can deadlock."""
-    return ranks
-
-
-def _half_the_ranks(ranks: int) -> int:
-    """The smallest group of interleaved zero bubble."""
-    return -(-ranks // 2)
-
-
 @register(
     "interleaved-1f1b",
     "1F1B over several stages per rank: 1/v of the bubble, more messages",
-    smallest_group=_ranks,
+    smallest_group=all_ranks,
 )
 def interleaved_1f1b(
     ranks: int, microbatches: int, stages_per_rank: int, *, group: int | None = None
 ) -> Schedule:
     """Warm up, alternate forwards and backwards, then run the remaining backwards."""
     placement = Placement.loop(ranks, stages_per_rank)
-    groups = _Groups.of(ranks, microbatches, group, _ranks(ranks))
+    groups = Groups.of(ranks, microbatches, group, all_ranks(ranks))
     orders = []
     for rank, stages in enumerate(placement.stages_of_rank):
-        forwards = groups.codes(Kind.F, stages)
-        backwards = groups.codes(Kind.B, stages[::-1])
-        warmup = min((stages_per_rank - 1) * groups.size + 2 * (ranks - 1 - rank), len(forwards))
+        forwards, backwards, warmup = groups.passes(stages, ranks, rank)
         steady = len(forwards) - warmup
         order = forwards[:warmup] + alternate(forwards[warmup:], backwards) + backwards[steady:]
         orders.append(keep_microbatches(order, microbatches))
@@ -87,14 +74,14 @@ def interleaved_1f1b(
 @register(
     "interleaved-zero-bubble",
     "interleaved 1F1B with split backward: weight gradients fill the bubble",
-    smallest_group=_half_the_ranks,
+    smallest_group=half_the_ranks,
 )
 def interleaved_zero_bubble(
     ranks: int, microbatches: int, stages_per_rank: int, *, group: int | None = None
 ) -> Schedule:
     """Warm up with about half as many forwards, then alternate F and I; rank r defers each W by r backwards."""
     placement = Placement.loop(ranks, stages_per_rank)
-    groups = _Groups.of(ranks, microbatches, group, _half_the_ranks(ranks))
+    groups = Groups.of(ranks, microbatches, group, half_the_ranks(ranks))
     orders = []
     for rank, stages in enumerate(placement.stages_of_rank):
         forwards = groups.codes(Kind.F, stages)
@@ -114,43 +101,8 @@ def interleaved_zero_bubble(
 def forward_only(ranks: int, microbatches: int, stages_per_rank: int, *, group: int | None = None) -> Schedule:
     """Run group after group through all local stages; no activation is kept."""
     placement = Placement.loop(ranks, stages_per_rank)
-    groups = _Groups.of(ranks, microbatches, group, 1)
+    groups = Groups.of(ranks, microbatches, group, 1)
     orders = [
         keep_microbatches(groups.codes(Kind.F, stages), microbatches) for stages in placement.stages_of_rank
     ]
     return Schedule.from_codes(orders, placement, microbatches, groups.name("forward-only"))
-
-
-class _Groups(NamedTuple):
-    """Microbatches in groups, each of which passes all stages of a rank before the next."""
-
-    microbatches: int
-    """Microbatches to build for: m, or the next larger number that the order can be built for."""
-    size: int
-    is_default: bool
-
-    @classmethod
-    def of(cls, ranks: int, microbatches: int, group: int | None, smallest: int) -> _Groups:
-        """Groups of the size of torch, which are equal, or of the given size, with a rest in the last one."""
-        built = microbatches
-        while built % max(1, built // ranks):
-            built += 1
-        default = cls(built, built // max(1, built // ranks), is_default=True)
-        if group is None or (built == microbatches and group == default.size):
-            return default
-        while 0 < microbatches % group < smallest:
-            microbatches += 1
-        return cls(microbatches, group, is_default=False)
-
-    def codes(self, kind: Kind, stages: tuple[int, ...]) -> list[int]:
-        """The actions of one kind: group after group, in each stage after stage."""
-        return [
-            code
-            for start in range(0, self.microbatches, self.size)
-            for stage in stages
-            for code in codes_of(kind, stage, range(start, min(start + self.size, self.microbatches)))
-        ]
-
-    def name(self, family: str) -> str:
-        """The name of the schedule: that of the family, with the group unless it is the default."""
-        return family if self.is_default else f"{family} group={self.size}"

@@ -16,7 +16,15 @@ from penstock.ir.action import Kind
 from penstock.ir.encoding import JOINED, MICROBATCH_MASK, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT, code_of
 from penstock.ir.table import Ints
 
-__all__ = ["RankOrder", "alternate", "codes_of", "defer_weights", "keep_microbatches", "keep_stages"]
+__all__ = [
+    "RankOrder",
+    "alternate",
+    "codes_of",
+    "defer_weights",
+    "keep_microbatches",
+    "keep_stages",
+    "overlapped_pairs",
+]
 
 
 def codes_of(kind: Kind, stage: int, microbatches: Iterable[int]) -> list[int]:
@@ -28,6 +36,11 @@ def codes_of(kind: Kind, stage: int, microbatches: Iterable[int]) -> list[int]:
 def alternate(first: Sequence[int], second: Sequence[int]) -> list[int]:
     """Take one of `first` and one of `second` in turn, until one of them ends."""
     return list(chain.from_iterable(zip(first, second)))
+
+
+def overlapped_pairs(forwards: Sequence[int], backwards: Sequence[int]) -> list[int]:
+    """One overlapped pair after the other, until the forwards or the backwards end."""
+    return alternate(forwards, [code | JOINED for code in backwards])
 
 
 def defer_weights(forwards: list[int], inputs: list[int], weights: list[int], delay: int) -> list[int]:

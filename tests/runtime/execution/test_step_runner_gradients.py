@@ -65,6 +65,17 @@ def test_groups_and_unequal_stages_train_as_one_process(pools: Pools) -> None:
     assert not problems_of(cases, pools(4).run(run_cases, cases))
 
 
+@pytest.mark.xdist_group("ranks-4")
+def test_interleaved_pairs_train_as_one_process(pools: Pools) -> None:
+    def overlap(microbatches: int, stages_per_rank: int | list[int] = 2, group: int | None = None) -> Schedule:
+        name = "interleaved-overlap"
+        return build(name, ranks=4, microbatches=microbatches, stages_per_rank=stages_per_rank, group=group)
+
+    built = [*forms(overlap(7)), overlap(8, 3), overlap(8, group=6), overlap(6, [1, 2, 2, 1])]
+    cases = [Case(schedule, "transformer", "adamw", torch.float64, steps=1) for schedule in built]
+    assert not problems_of(cases, pools(4).run(run_cases, cases))
+
+
 @pytest.mark.xdist_group("ranks-8")
 def test_eight_ranks_train_as_one_process(pools: Pools) -> None:
     cases = [

@@ -1,0 +1,63 @@
+"""Groups of microbatches in interleaved orders: a group passes all stages of a rank before the next begins."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.families.rank_order import codes_of
+from penstock.ir.action import Kind
+
+__all__ = ["Groups", "all_ranks", "half_the_ranks"]
+
+
+def all_ranks(ranks: int) -> int:
+    """The smallest group of interleaved 1F1B: with fewer microbatches, its warm-up can deadlock."""
+    return ranks
+
+
+def half_the_ranks(ranks: int) -> int:
+    """The smallest group of interleaved zero bubble."""
+    return -(-ranks // 2)
+
+
+class Groups(NamedTuple):
+    """Microbatches in groups, each of which passes all stages of a rank before the next."""
+
+    microbatches: int
+    """Microbatches to build for: m, or the next larger number that the order can be built for."""
+    size: int
+    is_default: bool
+
+    @classmethod
+    def of(cls, ranks: int, microbatches: int, group: int | None, smallest: int) -> Groups:
+        """Groups of the size of torch, which are equal, or of the given size, with a rest in the last one."""
+        built = microbatches
+        while built % max(1, built // ranks):
+            built += 1
+        default = cls(built, built // max(1, built // ranks), is_default=True)
+        if group is None or (built == microbatches and group == default.size):
+            return default
+        while 0 < microbatches % group < smallest:
+            microbatches += 1
+        return cls(microbatches, group, is_default=False)
+
+    def passes(
+        self, stages: tuple[int, ...], ranks: int, rank: int, *, more: int = 0
+    ) -> tuple[list[int], list[int], int]:
+        """A rank's forwards, its full backwards, and how many forwards 1F1B warms up with, and `more`."""
+        forwards, backwards = self.codes(Kind.F, stages), self.codes(Kind.B, stages[::-1])
+        warmup = (len(stages) - 1) * self.size + 2 * (ranks - 1 - rank) + more
+        return forwards, backwards, min(warmup, len(forwards))
+
+    def codes(self, kind: Kind, stages: tuple[int, ...]) -> list[int]:
+        """The actions of one kind: group after group, in each stage after stage."""
+        return [
+            code
+            for start in range(0, self.microbatches, self.size)
+            for stage in stages
+            for code in codes_of(kind, stage, range(start, min(start + self.size, self.microbatches)))
+        ]
+
+    def name(self, family: str) -> str:
+        """The name of the schedule: that of the family, with the group unless it is the default."""
+        return family if self.is_default else f"{family} group={self.size}"
