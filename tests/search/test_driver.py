@@ -118,7 +118,7 @@ def test_a_v_in_little_memory_beats_the_published_schedules_at_their_limits() ->
 
 
 def test_many_microbatches_keep_the_quality_of_few() -> None:
-    """The steady state of a good order is repeated: warm-up and drain matter less, and the gap falls."""
+    """The steady state of a good order is repeated: warm-up and drain matter less."""
     gaps = [
         search(
             ranks=4,
@@ -131,7 +131,7 @@ def test_many_microbatches_keep_the_quality_of_few() -> None:
         ).gap
         for m in (12, 96)
     ]
-    assert gaps[1] < gaps[0]
+    assert gaps[1] <= gaps[0] < 0.01
 
 
 def test_a_live_limit_counts_live_activations() -> None:

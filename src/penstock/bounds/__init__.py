@@ -1,6 +1,7 @@
 """Lower bounds: how short an iteration can be whatever the order of work."""
 
-from penstock.bounds.lower_bounds import OBJECTIVES, Bound, bounds, bounds_of, preemptive
+from penstock.bounds.bound import Bound
+from penstock.bounds.lower_bounds import OBJECTIVES, bounds, bounds_of, preemptive
 from penstock.bounds.workload import Workload
 
 __all__ = ["OBJECTIVES", "Bound", "Workload", "bounds", "bounds_of", "preemptive"]

@@ -21,7 +21,7 @@ from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.table import Floats
 
-__all__ = ["Workload"]
+__all__ = ["Jobs", "Workload"]
 
 _NEVER = float("-inf")
 

@@ -1,0 +1,215 @@
+"""Bounds from a memory limit per rank: residency, and warm-up and drain.
+
+Residency. An activation of stage s is held for at least L = F + (all between) + I, and what I keeps of it
+during W. A rank that may hold K bytes needs at least m * (byte-seconds of one microbatch) / K seconds.
+
+Warm-up and drain. A rank has the stages s1 < s2 < ... < sv. Cut them behind sj:
+
+    warm-up    until its first gradient is back at s1..sj, at the earliest after the head of I of sj, a rank can
+               only do F of s1..sj, whose activations it all holds until then, and all the work of deeper stages
+               for the same microbatches
+    drain      after its last F of s1..sj, and for at least the tail of that F, it can only do I and W of the
+               activations that it holds then, and all the work of deeper stages for the same microbatches
+
+What it can do is limited by the bytes it may hold, so it idles the rest of both times. They do not coincide if
+the activations of all microbatches on s1..sj do not fit. The greatest sum over all cuts counts, one for each
+time. For p ranks with two stages each in a V, room for k activations and F = I = W = 1, the rank with the two
+middle stages, cut behind both, gives
+
+    head of its first F + idle in the warm-up + work + idle in the drain and after it
+    (p - 1)             + (2p - k)            + 6m   + (3p - 2k)                      = 6m + 6p - 1 - 3k
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, combinations, pairwise
+from typing import NamedTuple
+
+from penstock.bounds.bound import Bound, worst
+from penstock.bounds.workload import Jobs, Workload
+from penstock.cost.memory import activation_bytes
+
+__all__ = ["residency", "warm_up_and_drain"]
+
+_ROUNDING = 1e-9
+
+
+def residency(work: Workload, limit: float, *, alone: bool) -> Bound:
+    """Each activation is held until its backward."""
+    size = activation_bytes(work.costs, work.placement.num_stages)
+
+    def of(rank: int) -> float:
+        own = work.placement.stages_of_rank[rank]
+        lives = ((work.round_trip(s) + work.input_gradient[s], s) for s in own)
+        byte_seconds = sum(
+            life * size.full[s] + work.weight_gradient[s] * size.after_input_gradient[s] for life, s in lives
+        )
+        room = work.activation_room(rank, limit)
+        head = 0.0 if alone else work.first_head(rank)
+        return head + (work.microbatches * float(byte_seconds) / room if room else 0.0)
+
+    seconds, rank = worst(work, of)
+    because = f"rank {rank} may hold {limit:g} bytes, and each activation is held until its backward"
+    return Bound(seconds, "residency", because)
+
+
+def warm_up_and_drain(work: Workload, limit: float, *, alone: bool) -> Bound:
+    """A rank idles while its first and its last gradients are computed elsewhere."""
+    seconds, rank = worst(work, lambda rank: _Rank(work, rank, limit, alone).seconds)
+    because = f"rank {rank} lacks work while its first and its last gradients are computed elsewhere"
+    return Bound(seconds, "warm-up and drain", because)
+
+
+class _Item(NamedTuple):
+    """Seconds of work that a rank can do for the bytes it holds."""
+
+    size: float
+    seconds: float
+
+
+_NOTHING = _Item(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank; seconds of work are those that `Workload.machines` counts."""
+
+    work: Workload
+    rank: int
+    limit: float
+    alone: bool
+    """Whether to count from the rank's own first start to its own last end."""
+
+    @property
+    def seconds(self) -> float:
+        """All its work, and what it idles at least before, between and after."""
+        return max(self._seconds_of(jobs) for jobs in self.work.machines(self.rank, alone=self.alone))
+
+    def _seconds_of(self, jobs: Jobs) -> float:
+        before, after = [(0, min(job[0] for job in jobs))], [(0, min(job[2] for job in jobs))]
+        if not self.work.paired and any(self.sizes):
+            before += [(cut, self.warm_up(cut)) for cut in self.cuts]
+            after += [(cut, self.drain(cut)) for cut in self.cuts]
+        idle = max(
+            first + last if self.is_apart(min(i, j)) else max(first, last)
+            for i, first in before
+            for j, last in after
+        )
+        return idle + sum(job[1] for job in jobs)
+
+    @cached_property
+    def own(self) -> tuple[int, ...]:
+        return self.work.placement.stages_of_rank[self.rank]
+
+    @cached_property
+    def cuts(self) -> range:
+        """How many stages are ahead of a cut; on another graph than a chain only all of them."""
+        return range(1 if self.work.stage_graph.is_chain else len(self.own), len(self.own) + 1)
+
+    @cached_property
+    def forward(self) -> list[float]:
+        return [self.work.forward[s] + self.work.costs.launch_overhead for s in self.own]
+
+    @cached_property
+    def backward(self) -> list[float]:
+        launch = self.work.costs.launch_overhead
+        return [self.work.input_gradient[s] + self.work.weight_gradient[s] + launch for s in self.own]
+
+    @cached_property
+    def sizes(self) -> list[float]:
+        full = activation_bytes(self.work.costs, self.work.placement.num_stages).full
+        return [float(full[s]) for s in self.own]
+
+    @cached_property
+    def weights(self) -> list[_Item]:
+        """Deferred W."""
+        if not self.work.split:
+            return []
+        kept = activation_bytes(self.work.costs, self.work.placement.num_stages).after_input_gradient
+        items = [_Item(float(kept[s]), self.work.weight_gradient[s]) for s in self.own]
+        return [item for item in items if item.seconds]
+
+    @cached_property
+    def room(self) -> float:
+        """Bytes for activations, rounded down to a multiple of what all sizes are multiples of."""
+        room = self.work.activation_room(self.rank, self.limit) * (1 + _ROUNDING)
+        sizes = [size for size in (*self.sizes, *(item.size for item in self.weights)) if size]
+        if all(size == round(size) for size in sizes):
+            unit = float(math.gcd(*map(round, sizes)))
+        else:
+            unit = min(sizes)
+            if any(abs(size / unit - round(size / unit)) > _ROUNDING for size in sizes):
+                return room
+        return math.floor(room / unit) * unit
+
+    def is_apart(self, cut: int) -> bool:
+        """Whether warm-up and drain cannot coincide, as F of all microbatches does not fit."""
+        return not cut or self.work.microbatches * sum(self.sizes[:cut]) > self.room
+
+    def warm_up(self, cut: int) -> float:
+        """Seconds without work before the first I ahead of the cut starts."""
+        heads = (self.work.heads_on(self.rank) if self.alone else self.work.heads)["I"]
+        deeper = sum(self.forward[cut:]) + sum(self.backward[cut:])
+        ahead = self._prefixes(self.forward[:cut])
+        begun = [*ahead[:-1], _Item(ahead[-1].size, ahead[-1].seconds + deeper)]
+        return min(heads[s] for s in self.own[:cut]) - self._most_work(cut, begun, ahead, [])
+
+    def drain(self, cut: int) -> float:
+        """Seconds without work after the last F ahead of the cut ends."""
+        tails = (self.work.tails_on(self.rank) if self.alone else self.work.tails)["F"]
+        deeper = sum(self.forward[cut:]) + sum(self.backward[cut:])
+        ahead = self._prefixes(self.backward[:cut])
+        begun = [*ahead[:-1], _Item(ahead[-1].size, ahead[-1].seconds + deeper)]
+        return min(tails[s] for s in self.own[:cut]) - self._most_work(cut, begun, ahead, self.weights)
+
+    def _prefixes(self, seconds: Sequence[float]) -> list[_Item]:
+        """A microbatch on the first 1, 2, ... stages."""
+        return list(map(_Item, accumulate(self.sizes[: len(seconds)]), accumulate(seconds)))
+
+    def _most_work(self, cut: int, begun: list[_Item], ahead: list[_Item], weights: list[_Item]) -> float:
+        """The most work within the room."""
+        if not self.work.stage_graph.is_chain:
+            each = [_Item(*item) for item in zip(self.sizes, _differences(begun))]
+            return _most(self.room, self.work.microbatches, [_NOTHING], [*each, *weights])
+        # the microbatch of the first I, or of the last F, is held on all stages ahead of the cut
+        whole, left = begun[-1], self.work.microbatches - 1
+        room = self.room - whole.size
+        if not (deeper := self.sizes[cut:]):
+            return whole.seconds + _most(room, left, begun, weights)
+        # either an activation of a deeper stage fits too when all others are held, or one of them is not of a
+        # microbatch that does work on deeper stages then
+        fits = _most(room - min(deeper), left, begun, weights)
+        others = [
+            item.seconds + _most(room - item.size, left - 1, begun, weights) for item in (*ahead, *weights)
+        ]
+        return whole.seconds + max(fits, *(others if left else ()), 0.0)
+
+
+def _differences(items: list[_Item]) -> list[float]:
+    return [last.seconds - first.seconds for first, last in pairwise([_NOTHING, *items])]
+
+
+def _most(room: float, microbatches: int, begun: list[_Item], weights: list[_Item]) -> float:
+    """At least the most work within the room: a microbatch has one of `begun`, and any of `weights`.
+
+    By duality of the fractional knapsack: whatever the price of a byte, the room is worth its price, and each
+    microbatch what its best choice earns beyond the price of its bytes.
+    """
+    if room < 0 or microbatches < 0:
+        return -math.inf
+    points = [_NOTHING, *begun, *weights]
+    prices = {0.0}
+    for one, two in combinations(points, 2):
+        if one.size != two.size:
+            prices.add(max((two.seconds - one.seconds) / (two.size - one.size), 0.0))
+
+    def total(price: float) -> float:
+        best = max(0.0, *(item.seconds - price * item.size for item in begun))
+        deferred = sum(max(0.0, item.seconds - price * item.size) for item in weights)
+        return room * price + microbatches * (best + deferred)
+
+    return min(map(total, prices))
