@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -97,6 +98,8 @@ def test_silence_is_measured_and_named() -> None:
             until(lambda: watches[0].silence(1) > 3)
             blamed = monitor.blamed(replace(CAUSE, kind="timeout", rank=0, message="rank 0 waited"))
         assert (blamed.rank, blamed.kind, blamed.process) == (1, "timeout", "process 1")
-        assert "no heartbeat from its process (process 1) for 3 s" in blamed.message
+        seconds = re.search(r"no heartbeat from its process \(process 1\) for (\d+) s", blamed.message)
+        assert seconds is not None
+        assert int(seconds[1]) >= 3
         assert blamed.message.endswith("; rank 0 waited")
         until(lambda: watches[0].silence(1) < 3)

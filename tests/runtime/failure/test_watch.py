@@ -75,6 +75,19 @@ def test_a_message_for_all_is_passed_on_once_and_so_is_the_end_of_a_process() ->
         watch.close("the test is over")
 
 
+def test_the_silence_of_a_rank_is_known_without_a_link_to_it_and_so_is_its_end() -> None:
+    watches, _ = chain(3)
+    for watch in watches:
+        watch.timeout = 1.5
+    with watches[0]._lock:  # its thread cannot send
+        until(lambda: watches[2].silence(0) > 1.5)
+        assert watches[2].describe_silence(0).startswith("no heartbeat from its process (process 0) for ")
+        assert watches[2].silence(1) < 1.5
+    until(lambda: watches[2].silence(0) == 0)
+    for watch in watches:
+        watch.close("the test is over")
+
+
 def test_strangers_are_not_heard() -> None:
     watches, addresses = chain(2)
     recorder = Recorder(watches[0])

@@ -6,9 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing import util as processes
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline, load_checkpoint, save_checkpoint, split
+from penstock.runtime.execution import step_runner
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.grids import small
 from tests.support.pool import Pool
@@ -98,3 +101,22 @@ def test_a_process_that_ends_between_steps_is_named(
     if name in {"step", "eval"}:
         assert {outcomes[0].where for outcomes in results} == {(victim, None, None, None, "lost")}
         assert len({outcomes[0].text for outcomes in results}) == 1
+
+
+def end_while_others_connect(victim: int) -> CallOutcome:
+    """The victim ends when it has connected; the others wait for what it has not sent."""
+    dist.barrier()  # some processes start late
+    ends = mock.Mock(side_effect=lambda *_: os._exit(3))
+    is_victim = dist.get_rank() == victim
+    with mock.patch.object(step_runner, "check_agreement", ends) if is_victim else nullcontext():
+        return attempt(lambda: new_pipeline().close())
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_process_that_ends_while_others_connect_is_named(failing_pool: Pool, victim: int) -> None:
+    results = failing_pool.run(end_while_others_connect, victim, lost=(victim,))
+    del results[victim]
+    for outcome in results:
+        assert outcome.error == "PipelineError"
+        assert f"rank {victim} has ended: its process (pid" in outcome.text
+        assert outcome.seconds < SOON * slowness()

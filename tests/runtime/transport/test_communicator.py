@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 import penstock
 from penstock.errors import PipelineError
 from penstock.runtime import Pipeline
-from penstock.runtime.transport import communicator
+from penstock.runtime.transport import communicator, device_groups
 from tests.support.pool import Pools
 
 pytestmark = pytest.mark.xdist_group("profile")
@@ -35,7 +35,7 @@ def trained(family: str, *, as_a_device: bool) -> list[torch.Tensor]:
     schedule = penstock.build(family, ranks=dist.get_world_size(), microbatches=4)
     torch.manual_seed(0)
     stages = {i: nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for i in range(schedule.num_stages)}
-    suffices = communicator.single_group_suffices
+    suffices = device_groups.single_group_suffices
     with (
         patch.object(communicator, "single_group_suffices", (lambda _: False) if as_a_device else suffices),
         patch.object(communicator, "device_group", gloo_edge),
@@ -59,4 +59,4 @@ def test_a_group_per_edge_and_separate_flags_give_the_same_gradients(pools: Pool
 
 def test_a_device_without_nccl_is_rejected() -> None:
     with pytest.raises(PipelineError, match=r"CPUs \(gloo\) and CUDA devices \(NCCL\), not on mps"):
-        communicator.device_group(torch.device("mps"), Store(), 0, timedelta(seconds=1))
+        device_groups.device_group(torch.device("mps"), Store(), 0, timedelta(seconds=1))

@@ -15,7 +15,6 @@ from functools import partial
 
 import torch.distributed as dist
 
-from penstock.errors import PipelineError
 from penstock.ir.action import Kind
 from penstock.runtime.dtensors import Meshes
 from penstock.runtime.execution.action_rules import ExecutionContext
@@ -35,14 +34,8 @@ from penstock.runtime.execution.program import CallType, Program
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.execution.stage_config import StageConfig, split_microbatches
 from penstock.runtime.execution.value_sources import ValueSources
-from penstock.runtime.failure.job import (
-    abort_groups,
-    link_members,
-    raise_if_aborted,
-    raise_if_ended,
-    silent_ranks,
-    watch_of_job,
-)
+from penstock.runtime.failure.connecting import connecting, raise_if_ended
+from penstock.runtime.failure.job import abort_groups, link_members, raise_if_aborted, watch_of_job
 from penstock.runtime.failure.monitor import FailureMonitor, RankStatus
 from penstock.runtime.failure.report import collective_failure
 from penstock.runtime.failure.watch import JobWatch
@@ -72,8 +65,7 @@ class Connection:
         self.communicator: Communicator | None = None
         if not config.is_single_rank:
             watch = watch_of_job(config.timeout)
-            raise_if_aborted(watch, config.members)
-            self.communicator = self._connected(watch)
+            self.communicator = self._connect(watch)
         self.calls = CallAgreement(self.communicator, rank, peers_of(schedule, rank))
         meshes = Meshes(list(config.modules.values()), config.mesh)
         self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
@@ -89,7 +81,6 @@ class Connection:
         self.monitor: FailureMonitor | None = None
         if self.communicator is not None:
             own = weakref.ref(self)
-            link_members(watch, config.members, config.timeout)
             watch.timeout = config.timeout.total_seconds()
             self.monitor = FailureMonitor(
                 watch,
@@ -102,20 +93,21 @@ class Connection:
             )
             self._release = weakref.finalize(self, _release, self.monitor, self.communicator)
 
-    def _connected(self, watch: JobWatch) -> Communicator:
+    def _connect(self, watch: JobWatch) -> Communicator:
         config = self.config
-        try:
-            return Communicator(
+        raise_if_aborted(watch, config.members)
+        with connecting(config):
+            communicator = Communicator(
                 config.members,
                 config.rank,
                 channels_between_ranks(config.schedule),
                 config.schedule.microbatches,
                 config.device,
                 config.timeout,
-                partial(raise_if_ended, watch, config.members),
+                partial(raise_if_ended, config),
             )
-        except PipelineError as error:
-            raise PipelineError(f"{error}{silent_ranks(watch, config.members)}") from error.__cause__
+            link_members(watch, config.members, config.timeout)
+        return communicator
 
     # --- stages and programs -----------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from penstock.runtime.execution.stage import Stage
 from penstock.runtime.execution.step_inputs import StepInputBuilder
 from penstock.runtime.failure.abort import abort_step
 from penstock.runtime.failure.agreement import COMPLETED, check_agreement
+from penstock.runtime.failure.connecting import connecting
 from penstock.runtime.transport.buffer_pool import BufferPool
 
 __all__ = ["StepRunner"]
@@ -55,8 +56,9 @@ class StepRunner:
         self._warn_of_compiled_modules(connection)
         if connection.communicator is not None:
             try:
-                check_agreement(config, self._ties, self._completed, connection.communicator)
-                connection.communicator.connect_subgroups(config.rank, self._ties.rank_groups, config.timeout)
+                with connecting(config):
+                    check_agreement(config, self._ties, self._completed, connection.communicator)
+                    connection.communicator.connect_subgroups(self._ties.rank_groups)
             except BaseException:
                 connection.close()
                 raise

@@ -41,7 +41,7 @@ def check_agreement(
     between those that hold it.
     """
     own = json.dumps({**_facts(config, ties), COMPLETED: (completed, completed)})
-    texts = communicator.exchange_texts("facts", own, config.rank, config.timeout)
+    texts = communicator.exchange_texts("facts", own)
     if lines := differences({rank: json.loads(text) for rank, text in enumerate(texts)}):
         advice = [_ADVICE for line in lines if COMPLETED in line]
         raise PipelineError("\n".join(["the ranks of the pipeline do not agree:", *lines, *advice]))

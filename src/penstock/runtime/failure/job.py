@@ -20,18 +20,17 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PipelineError
 from penstock.runtime.failure.links import listening_socket
-from penstock.runtime.failure.watch import SILENT_SECONDS, JobWatch, neighbours
+from penstock.runtime.failure.watch import JobWatch, neighbours
 from penstock.runtime.transport.bounded import call_within
 from penstock.runtime.transport.process_groups import abort_process_groups
 from penstock.runtime.transport.stores import STORE_IS_SILENT, first_line, store_connection
+from penstock.runtime.transport.transport_errors import TransportError, transport_errors
 
 __all__ = [
     "abort_groups",
     "current_watch",
     "link_members",
     "raise_if_aborted",
-    "raise_if_ended",
-    "silent_ranks",
     "watch_of_job",
 ]
 
@@ -56,21 +55,16 @@ def watch_of_job(timeout: timedelta) -> JobWatch:
     """The watch of this process, started if there is none; raises if the job's store does not answer."""
     if (watch := current_watch()) is not None:
         return watch
-    return _within(timeout, _start)
+    try:
+        return _within(timeout, _start)
+    except TransportError as error:
+        raise PipelineError(str(error)) from error
 
 
 def link_members(watch: JobWatch, members: Sequence[int], timeout: timedelta) -> None:
     """Link the ranks of a pipeline, all of which have started their watch."""
     if set(members) - {watch.rank} - watch.linked():
         _within(timeout, lambda: _link_members(watch, members))
-
-
-def raise_if_ended(watch: JobWatch, members: Sequence[int]) -> None:
-    """Raise if a process has ended that a pipeline of these world ranks needs."""
-    for rank, member in enumerate(members):
-        if (ended := watch.ended.get(member)) is not None:
-            world = "" if rank == member else f" (world rank {member})"
-            raise PipelineError(f"rank {rank} of the pipeline{world} has ended: {ended}")
 
 
 def abort_groups() -> None:
@@ -95,38 +89,35 @@ def raise_if_aborted(watch: JobWatch, members: Sequence[int]) -> None:
         )
 
 
-def silent_ranks(watch: JobWatch, members: Sequence[int]) -> str:
-    """Which ranks of a pipeline do not answer, to be appended to an error; raises if one has ended."""
-    raise_if_ended(watch, members)
-    silent = [each for each in enumerate(members) if watch.silence(each[1]) > SILENT_SECONDS]
-    return "".join(f"; rank {rank} (world rank {member}) does not answer" for rank, member in silent)
-
-
 def _within(timeout: timedelta, call: Callable[[], T]) -> T:
+    """The result of a call that needs the job's store; raises a `TransportError` if it does not answer."""
     try:
         return call_within(timeout.total_seconds(), call)
-    except (RuntimeError, TimeoutError) as error:
-        raise PipelineError(f"{STORE_IS_SILENT} ({first_line(error)})") from error
+    except (TransportError, TimeoutError) as error:
+        raise TransportError(f"{STORE_IS_SILENT} ({first_line(error)})") from error
 
 
 def _start() -> JobWatch:
     """Start the watch: publish its address and link its neighbours."""
-    store = store_connection("connect")
     rank, size = dist.get_rank(), dist.get_world_size()
-    key = store.compare_set(f"{_PREFIX}/key", "", uuid.uuid4().hex).decode()
+    with transport_errors():
+        store = store_connection("connect")
+        key = store.compare_set(f"{_PREFIX}/key", "", uuid.uuid4().hex).decode()
     listener, address = listening_socket(store)
     watch = JobWatch(rank, key, f"pid {os.getpid()} on {socket.gethostname()}", listener)
     _current[:] = [(weakref.ref(dist.group.WORLD), watch)]
     atexit.register(_close)
     processes.Finalize(None, _close, exitpriority=100)  # its children do not run atexit
-    store.set(f"{_PREFIX}/{rank}", address)
+    with transport_errors():
+        store.set(f"{_PREFIX}/{rank}", address)
     for other in sorted(neighbours(rank, size)):
         _link(watch, store, other)  # one that starts later links this rank
     return watch
 
 
 def _link_members(watch: JobWatch, members: Sequence[int]) -> None:
-    store = store_connection("connect")
+    with transport_errors():
+        store = store_connection("connect")
     for other in members:
         if other > watch.rank and other not in watch.linked():
             _link(watch, store, other)
@@ -137,8 +128,10 @@ def _link_members(watch: JobWatch, members: Sequence[int]) -> None:
 
 def _link(watch: JobWatch, store: Store, rank: int) -> None:
     key = f"{_PREFIX}/{rank}"
-    if store.check([key]):
-        watch.link(store.get(key).decode())
+    with transport_errors():
+        address = store.get(key).decode() if store.check([key]) else None
+    if address is not None:
+        watch.link(address)
 
 
 # --- the end of this process ---------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from penstock.runtime.failure.heartbeats import SILENT_SECONDS
 from penstock.runtime.failure.job import abort_groups, current_watch
-from penstock.runtime.failure.watch import SILENT_SECONDS, Ended, JobWatch
+from penstock.runtime.failure.watch import Ended, JobWatch
+from penstock.runtime.transport.process_groups import rank_name
 
 __all__ = ["describe_lost_ranks", "watched_collective"]
 
@@ -68,12 +70,13 @@ def describe_lost_ranks(members: Sequence[int]) -> str:
 
 
 def _texts(watch: JobWatch, members: Sequence[int]) -> list[str]:
-    texts = []
+    """One text for each lost rank; those that exited by themselves are named only if there are no others."""
+    lost: list[str] = []
+    exited: list[str] = []
     for rank, member in enumerate(members):
-        name = f"rank {rank}" if rank == member else f"rank {rank} (world rank {member})"
+        name = rank_name(rank, member)
         if (ended := watch.ended.get(member)) is not None:
-            texts.append(f"{name} has ended: {ended}")
-        elif (seconds := watch.silence(member)) > SILENT_SECONDS:
-            silence = f"no heartbeat from its process ({watch.processes[member]}) for {seconds:.0f} s"
-            texts.append(f"{name} does not answer: {silence}")
-    return texts
+            (exited if ended.reason else lost).append(f"{name} has ended: {ended}")
+        elif watch.silence(member) > SILENT_SECONDS:
+            lost.append(f"{name} does not answer: {watch.describe_silence(member)}")
+    return lost or exited

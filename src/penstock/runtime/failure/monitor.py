@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from penstock.runtime.failure.watch import SILENT_SECONDS, Ended, JobWatch
+from penstock.runtime.failure.heartbeats import SILENT_SECONDS
+from penstock.runtime.failure.watch import Ended, JobWatch
 from penstock.runtime.transport.transport_errors import TransportError
 
 __all__ = ["FailureCause", "FailureMonitor", "RankStatus"]
@@ -218,10 +219,8 @@ class FailureMonitor:
 
     def _silence_cause(self, world_rank: int, message: str) -> FailureCause:
         process = self.watch.processes.get(world_rank, "unknown")
-        text = (
-            f"no heartbeat from its process ({process}) for {self.watch.silence(world_rank):.0f} s: it is "
-            "stopped, or its host or the network fails"
-        )
+        silence = self.watch.describe_silence(world_rank)
+        text = f"{silence}: it is stopped, or its host or the network fails"
         return self._about(world_rank, "timeout", process, f"{text}; {message}" if message else text)
 
     def _fail(self, cause: FailureCause, ranks: Sequence[int] | None) -> None:

@@ -12,6 +12,7 @@ from penstock.errors import PipelineError, StepFailedError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.execution.program import Program
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
+from penstock.runtime.transport.process_groups import rank_name
 from penstock.runtime.transport.stores import first_line
 from penstock.runtime.transport.transport_errors import TransportError
 
@@ -102,9 +103,7 @@ def _label(cause: FailureCause, members: tuple[int, ...]) -> str:
     if cause.members != members:
         pipeline = f"another pipeline, of world ranks {listed(cause.members)}"
         return f"world rank {cause.world_rank} (rank {cause.rank} of {pipeline})"
-    return f"rank {cause.rank}" + (
-        "" if cause.rank == cause.world_rank else f" (world rank {cause.world_rank})"
-    )
+    return rank_name(cause.rank, cause.world_rank)
 
 
 def _where(cause: FailureCause, label: str) -> str:

@@ -2,7 +2,8 @@
 
 The watches are connected to each other directly; the job's store is needed only to exchange their addresses, so
 they work while its host does not answer. Each sends a heartbeat every second. If a process ends, its links
-end, and its neighbours tell all others. A message to all is passed on from link to link:
+end, and its neighbours tell all others, as they do if it is silent. A message to all is passed on from link to
+link:
 
     0 --- 1   every rank has links to the ranks of its pipelines, and to those that differ by 1, 2, 4, 8 ... in
     |  X  |   the world, so that a message reaches all ranks in few hops even if some of them have ended
@@ -21,15 +22,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
+from penstock.runtime.failure.heartbeats import Heartbeats
 from penstock.runtime.failure.links import Link, connect_link
 
-__all__ = ["SILENT_SECONDS", "Ended", "JobWatch", "Listener", "neighbours"]
+__all__ = ["Ended", "JobWatch", "Listener", "neighbours"]
 
-SILENT_SECONDS = 2.5
-"""Two heartbeats are missing."""
 _BEAT_SECONDS = 1.0
-_LATE_SECONDS = 1.0
-"""A loop that is later than this was suspended, and knows nothing about the time in between."""
 
 
 class Ended:
@@ -78,8 +76,7 @@ class JobWatch:
         self.active: Listener | None = None
         """The listener whose step was the last to begin."""
         self._key, self._listener = key, listener
-        self._heard: dict[int, float] = {}
-        self._looked = time.monotonic()
+        self._heartbeats = Heartbeats()
         self._links: dict[socket.socket, Link] = {}
         self._passed_on: set[str] = set()
         self._count = 0
@@ -131,10 +128,14 @@ class JobWatch:
             self._wake()
 
     def silence(self, rank: int) -> float:
-        """Seconds since the last heartbeat of a rank that is linked; 0 if it has none."""
+        """Seconds since the last heartbeat of a rank; 0 if it is not linked and no other rank misses it."""
         with self._lock:
-            heard = self._heard.get(rank)
-            return 0.0 if heard is None or rank in self.ended else max(0.0, self._looked - heard)
+            return 0.0 if rank in self.ended else self._heartbeats.silence(rank)
+
+    def describe_silence(self, rank: int) -> str:
+        """How long a rank has been silent."""
+        process = self.processes.get(rank, "unknown")
+        return f"no heartbeat from its process ({process}) for {self.silence(rank):.0f} s"
 
     def close(self, reason: str) -> None:
         """Tell all ranks that this process ends, and stop."""
@@ -160,11 +161,8 @@ class JobWatch:
         beat = time.monotonic()
         while not self._stopped:
             ready = self._selector.select(max(0.0, beat - time.monotonic()))
-            now = time.monotonic()
             with self._lock:
-                if now > max(self._looked, beat) + _LATE_SECONDS:
-                    self._heard = {rank: heard + now - self._looked for rank, heard in self._heard.items()}
-                self._looked = now
+                now = self._heartbeats.look(beat)
             for key, _ in ready:
                 self._handle(key.fileobj)
             if now >= beat:
@@ -188,8 +186,12 @@ class JobWatch:
         with self._lock:
             for link in self._links.values():
                 link.send(None)
+            silences = self._heartbeats.news(self.linked() - set(self.ended), self.timeout)
+            for rank, seconds in silences.items():  # the ranks without a link to it do not know
+                about = {"rank": rank, "process": self.processes[rank], "seconds": seconds}
+                self.send({"type": "silence", **about})
         self._flush()
-        for listener in self._told():
+        for listener in self._current_listeners():
             listener.on_beat()
 
     def _flush(self) -> None:
@@ -205,7 +207,8 @@ class JobWatch:
     def _read(self, link: Link) -> None:
         messages = link.receive()
         if link.rank is not None:
-            self._heard[link.rank] = time.monotonic()
+            with self._lock:
+                self._heartbeats.hear(link.rank)
         try:
             for message in messages:
                 self._receive(message, link)
@@ -223,7 +226,7 @@ class JobWatch:
             with self._lock:
                 link.rank = int(message["rank"])
                 self.processes[link.rank] = str(message["process"])
-                self._heard[link.rank] = time.monotonic()
+                self._heartbeats.hear(link.rank)
                 for ended in self.ended.values():
                     link.send(_end_message(ended))
             return
@@ -234,9 +237,17 @@ class JobWatch:
             self.aborted_by = int(message["rank"])
         elif message["type"] == "end":
             self._end(Ended(message["rank"], message["process"], message["reason"]))
+        elif message["type"] == "silence":
+            self._learn_silence(message["rank"], message["process"], message["seconds"])
         else:
-            for listener in self._told():
+            for listener in self._current_listeners():
                 listener.on_message(message)
+
+    def _learn_silence(self, rank: int, process: str, seconds: float) -> None:
+        with self._lock:
+            if rank != self.rank and rank not in self.linked():
+                self.processes[rank] = process
+                self._heartbeats.learn(rank, seconds)
 
     def _drop(self, link: Link) -> None:
         with self._lock:
@@ -252,7 +263,7 @@ class JobWatch:
     def _end(self, ended: Ended) -> None:
         if ended.rank not in self.ended:
             self.ended[ended.rank] = ended
-            for listener in self._told():
+            for listener in self._current_listeners():
                 listener.on_end(ended)
 
     # --- with the lock -----------------------------------------------------------------------------
@@ -273,7 +284,7 @@ class JobWatch:
                 link.send(message)
         return True
 
-    def _told(self) -> list[Listener]:
+    def _current_listeners(self) -> list[Listener]:
         with self._lock:
             return list(self._listeners)
 

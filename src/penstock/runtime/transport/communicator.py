@@ -12,28 +12,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.arguments import listed
-from penstock.errors import PipelineError
-from penstock.runtime.transport.bounded import call_within
+from penstock.runtime.transport.device_groups import MessageGroup, device_group, single_group_suffices
 from penstock.runtime.transport.gloo_connections import abort_gloo_group, gloo_group
-from penstock.runtime.transport.stores import (
-    STORE_IS_SILENT,
-    agree_on_prefix,
-    delete_announcement,
-    first_line,
-    store_connection,
-)
+from penstock.runtime.transport.rendezvous import Rendezvous
 from penstock.runtime.transport.transport_errors import post, transport_errors, wait
 
 __all__ = ["Communicator", "ControlMessage", "Lane", "gather_arrays"]
@@ -63,19 +53,7 @@ class ControlMessage(IntEnum):
     """That a rank has finished its part of a step."""
 
 
-_STORE_SECONDS = 2.0  # that the store has to answer beyond the timeout
 _FIRST_CONTROL_TAG = 2**31 - 1024  # above every tag of the schedule's messages
-
-
-class _Group(Protocol):
-    """The methods of a process group that are used here; torch does not annotate them."""
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work: ...
-    def allreduce(self, tensors: list[Tensor], options: Any = ...) -> dist.Work: ...
-    def barrier(self) -> dist.Work: ...
-    def abort(self) -> None: ...
 
 
 class Communicator:
@@ -96,87 +74,63 @@ class Communicator:
         self._microbatches = microbatches
         self.single_group = single_group_suffices(device)
         """Whether all messages use one group, with the flags inside the messages."""
-        self._edges: dict[int, _Group] = {}
-        self._subgroups: dict[tuple[int, ...], _Group] = {}
-        self._gloo_groups: list[_Group] = []
+        self._edges: dict[int, MessageGroup] = {}
+        self._subgroups: dict[tuple[int, ...], MessageGroup] = {}
+        self._gloo_groups: list[MessageGroup] = []
         self._lock = threading.Lock()
-        seconds = timeout.total_seconds()
-        try:
-            call_within(
-                seconds + _STORE_SECONDS,
-                lambda: self._connect(tuple(members), rank, channels, timeout),
-                check,
-            )
-        except (RuntimeError, TimeoutError) as error:
-            why = f"every rank must create the pipeline, and no process may have died ({first_line(error)})"
-            silent = isinstance(error, TimeoutError)
-            raise PipelineError(
-                f"rank {rank} of the pipeline could not connect to the others (world ranks {listed(members)}) "
-                f"within {seconds:g} s: {STORE_IS_SILENT if silent else why + self._absent(members)}"
-            ) from error
+        self._rendezvous = Rendezvous(members, rank, timeout, check)
+        self._rendezvous.call(lambda: self._connect(channels))
 
-    def _connect(
-        self,
-        members: tuple[int, ...],
-        rank: int,
-        channels: Sequence[tuple[int, int, int]],
-        timeout: timedelta,
-    ) -> None:
-        store = store_connection("connect")
-        self.name = agree_on_prefix(store, members, rank, timeout)
-        """The key prefix of this connection, never used before."""
+    def _connect(self, channels: Sequence[tuple[int, int, int]]) -> None:
+        meeting = self._rendezvous
+        meeting.begin()
         try:
-            self._store = PrefixStore(self.name, store)
-            self._store.set(f"present/{rank}", "")
-            self._group: _Group = gloo_group(PrefixStore("gloo", self._store), rank, len(members), timeout)
+            self._group: MessageGroup = gloo_group(
+                meeting.store("gloo"), meeting.rank, self.size, meeting.timeout
+            )
             self._gloo_groups.append(self._group)
             if not self.single_group:
-                self._connect_edges(rank, channels, timeout)
+                self._connect_edges(meeting.rank, channels, meeting.timeout)
             self.barrier()
         finally:
-            if rank == 0:
-                delete_announcement(store, members, self.name)
+            meeting.end()
 
-    def _absent(self, members: Sequence[int]) -> str:
-        """Which ranks are missing, to be appended to an error."""
-        absent: list[int] = []
-        if not hasattr(self, "name"):
-            absent = [0]  # which names the connection
-        else:
-            with suppress(RuntimeError, TimeoutError):
-                absent = call_within(
-                    _STORE_SECONDS,
-                    lambda: [each for each in range(self.size) if not self._store.check([f"present/{each}"])],
-                )
-        return "".join(f"; rank {each} (world rank {members[each]}) has not connected" for each in absent)
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and never used before."""
+        return self._rendezvous.name
 
     def _connect_edges(self, rank: int, channels: Sequence[tuple[int, int, int]], timeout: timedelta) -> None:
         """One communicator per directed edge. All ranks connect them in one order, so there is no deadlock."""
         for number, source, target in channels:
             if rank not in (source, target):
                 continue
-            store = PrefixStore(f"edge/{number}", self._store)
+            store = self._rendezvous.store(f"edge/{number}")
             self._edges[number] = edge = device_group(self.device, store, int(rank == target), timeout)
             token = torch.zeros(1, device=self.device)
             wait(edge.send([token], 1, 0) if rank == source else edge.recv([token], 0, 0))
 
-    def connect_subgroups(self, rank: int, subgroups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
+    def connect_subgroups(self, subgroups: Sequence[tuple[int, ...]]) -> None:
         """One group for each of these sets of ranks, the same list on all ranks."""
-        limit = timeout.total_seconds() + _STORE_SECONDS
-        call_within(limit, lambda: self._connect_subgroups(rank, subgroups, timeout))
+        self._rendezvous.call(lambda: self._connect_subgroups(subgroups))
 
-    def _connect_subgroups(self, rank: int, subgroups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
+    def _connect_subgroups(self, subgroups: Sequence[tuple[int, ...]]) -> None:
+        meeting = self._rendezvous
         for ranks in subgroups:
-            if rank in ranks:
-                store = PrefixStore(f"subgroup/{'-'.join(map(str, ranks))}", self._store)
-                position, size = ranks.index(rank), len(ranks)
+            if meeting.rank in ranks:
+                store = meeting.store(f"subgroup/{'-'.join(map(str, ranks))}")
+                position, size = ranks.index(meeting.rank), len(ranks)
                 if self.single_group:
-                    self._subgroups[ranks] = gloo_group(store, position, size, timeout)
+                    self._subgroups[ranks] = gloo_group(store, position, size, meeting.timeout)
                     self._gloo_groups.append(self._subgroups[ranks])
                 else:
-                    self._subgroups[ranks] = device_group(self.device, store, position, timeout, size)
+                    self._subgroups[ranks] = device_group(self.device, store, position, meeting.timeout, size)
         if subgroups:
             self.barrier()  # a rank that closes at once would break connections that others still establish
+
+    def exchange_texts(self, name: str, own: str) -> list[str]:
+        """Every rank's text under this name, through the store."""
+        return self._rendezvous.exchange_texts(name, own)
 
     # --- messages ----------------------------------------------------------------------------------
 
@@ -233,17 +187,6 @@ class Communicator:
             self._subgroups[ranks].allreduce([tensor], options).wait()
         return tensor
 
-    def exchange_texts(self, name: str, own: str, rank: int, timeout: timedelta) -> list[str]:
-        """Every rank's text under this name, through the store."""
-        keys = [f"{name}/{other}" for other in range(self.size)]
-
-        def exchange() -> list[str]:
-            self._store.set(f"{name}/{rank}", own)
-            self._store.wait(keys, timeout)
-            return [self._store.get(key).decode() for key in keys]
-
-        return call_within(timeout.total_seconds() + _STORE_SECONDS, exchange)
-
     def barrier(self) -> None:
         """Wait for all ranks of the pipeline."""
         with transport_errors():
@@ -282,19 +225,3 @@ def gather_arrays(communicator: Communicator | None, own: Any, lengths: Sequence
     padded = torch.zeros((max(lengths, default=0), *own.shape[1:]), dtype=torch.int64)
     padded[: len(own)] = torch.from_numpy(np.ascontiguousarray(own))
     return [array[:length].numpy() for array, length in zip(communicator.all_gather(padded), lengths)]
-
-
-def single_group_suffices(device: torch.device) -> bool:
-    """Whether messages with different tags can overtake each other in one group, as in gloo."""
-    return device.type == "cpu"
-
-
-def device_group(device: torch.device, store: Store, rank: int, timeout: timedelta, size: int = 2) -> _Group:
-    """A group for one directed edge, in which rank 0 sends and rank 1 receives, or for a subgroup."""
-    if not (device.type == "cuda" and dist.is_nccl_available()):
-        raise PipelineError(f"a pipeline runs on CPUs (gloo) and CUDA devices (NCCL), not on {device}")
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout  # noqa: SLF001 -- it has no public name
-    group: _Group = nccl(store, rank, size, options)
-    return group

@@ -2,8 +2,8 @@
 
 The groups of others, such as those of a mesh, are found by their TCP connections. Each gloo device has an epoll
 instance with a listening socket, its connections and a pipe, each with a pointer as its data; libuv and Python
-have the descriptor in the lower half of the data, and Python leaves the upper half undefined. Linux lists all of
-that in /proc; on other systems nothing is found, and the waits of those groups end by their timeout.
+have the descriptor in the lower half of the data, and Python leaves the upper half undefined. Linux lists all
+of that in /proc; on other systems nothing is found, and the waits of those groups end by their timeout.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def _watched_by(epoll: int) -> list[tuple[int, int, int]]:
     except OSError:
         return []
     rows = [line.split() for line in text.splitlines() if line.startswith("tfd:")]
-    return [
-        (int(row[1]), int(row[7].removeprefix("ino:"), 16), int(row[5], 16) & 0xFFFF_FFFF) for row in rows
-    ]
+    return [(int(row[1]), int(row[7].removeprefix("ino:"), 16), int(row[5], 16) & 0xFFFF_FFFF) for row in rows]
 
 
 def _is_listening(descriptor: int) -> bool:

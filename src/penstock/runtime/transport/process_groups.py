@@ -15,7 +15,7 @@ from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.runtime.transport.gloo_connections import shut_down_gloo_groups
 
-__all__ = ["Group", "abort_process_groups", "group_timeout", "members_of", "process_group"]
+__all__ = ["Group", "abort_process_groups", "group_timeout", "members_of", "process_group", "rank_name"]
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
@@ -45,6 +45,11 @@ def members_of(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
             "members of the group may make this call"
         )
     return members, members.index(dist.get_rank())
+
+
+def rank_name(rank: int, world_rank: int) -> str:
+    """A rank of a group in a message, with its rank in the world if that is another."""
+    return f"rank {rank}" if rank == world_rank else f"rank {rank} (world rank {world_rank})"
 
 
 def abort_process_groups() -> None:

@@ -1,0 +1,38 @@
+"""Failures while the ranks of a pipeline connect: errors name a rank that ended, is silent or is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.arguments import listed
+from penstock.errors import PipelineError
+from penstock.runtime.execution.config import ExecutionConfig
+from penstock.runtime.failure.job import current_watch
+from penstock.runtime.failure.lost_ranks import describe_lost_ranks
+from penstock.runtime.transport.transport_errors import TransportError
+
+__all__ = ["connecting", "raise_if_ended"]
+
+
+@contextmanager
+def connecting(config: ExecutionConfig) -> Iterator[None]:
+    """If the job's store or a connection fails inside, say which rank is lost."""
+    try:
+        yield
+    except TransportError as error:
+        raise _failure(config, describe_lost_ranks(config.members) or str(error)) from error
+
+
+def raise_if_ended(config: ExecutionConfig) -> None:
+    """Raise if a process has ended that the pipeline needs."""
+    watch = current_watch()
+    if watch is not None and any(member in watch.ended for member in config.members):
+        raise _failure(config, describe_lost_ranks(config.members))
+
+
+def _failure(config: ExecutionConfig, why: str) -> PipelineError:
+    return PipelineError(
+        f"rank {config.rank} of the pipeline could not connect to the others (world ranks "
+        f"{listed(config.members)}) within {config.timeout.total_seconds():g} s: {why}"
+    )
