@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,7 @@ from penstock.runtime import save_checkpoint
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 from tests.support import composed_model
 from tests.support.composed_model import Composed, batch_of, train_single_process
-from tests.support.composition import pipeline_of, replica_index, states
+from tests.support.composition import mesh_of, parallel_stages, pipeline_of_stages, replica_index, states
 from tests.support.reference import differences
 
 __all__ = ["FATAL", "Chaos", "Seen", "random_chaos", "train_with_fault"]
@@ -35,24 +34,25 @@ FATAL = ("kill", "exit", "stop")
 """Effects after which the rank is gone."""
 _IN_STEP = ("forward", "loss", "backward", "send", "receive")
 _EFFECTS = {
-    **dict.fromkeys(_IN_STEP, ("raise", "memory", "slow", "kill", "stop")),
-    "between": ("slow", "kill", "exit", "stop"),
+    **dict.fromkeys(_IN_STEP, ("raise", "memory", "slow", "kill")),
+    "between": ("slow", "kill", "exit"),
     "optimizer": ("kill", "exit"),
-    "save": ("full disk", "kill", "stop"),
+    "save": ("full disk", "kill"),
 }
-_LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
-    (2, {}),
-    (3, {}),
-    (4, {}),
-    (2, {"data": "replicas", "replicas": 2}),
-    (2, {"data": "fsdp", "replicas": 2}),
-    (2, {"tp": 2}),
+_LATE = 0.08
+"""The share of faults for which the others wait until the timeout: a rank that stops, or never connects."""
+_LAYOUTS: tuple[tuple[float, int, dict[str, Any]], ...] = (
+    (8, 2, {}),
+    (4, 3, {}),
+    (1, 4, {}),
+    (2, 2, {"data": "replicas", "replicas": 2}),
+    (2, 2, {"data": "fsdp", "replicas": 2}),
+    (2, 2, {"tp": 2}),
+    (0.4, 8, {}),
+    (0.4, 2, {"data": "fsdp", "replicas": 2, "tp": 2}),
+    (0.4, 4, {"data": "replicas", "replicas": 2}),
 )
-_LARGE: tuple[tuple[int, dict[str, Any]], ...] = (
-    (8, {}),
-    (2, {"data": "fsdp", "replicas": 2, "tp": 2}),
-    (4, {"data": "replicas", "replicas": 2}),
-)
+"""How often, on how many ranks, with which other dimensions; few processes are cheap."""
 _FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipev")
 
 
@@ -80,6 +80,11 @@ class Chaos:
         """Whether the rank is gone afterwards."""
         return self.effect in FATAL
 
+    @property
+    def late(self) -> bool:
+        """Whether the others notice it only after the timeout."""
+        return self.effect == "stop" or self.place == "construction"
+
     def __str__(self) -> str:
         return (
             f"{self.effect} on rank {self.victim} at {self.place} {self.nth} of step {self.step}: {self.case}"
@@ -88,16 +93,20 @@ class Chaos:
 
 def random_chaos(rng: random.Random) -> Chaos:
     """Any fault, on 2 to 8 processes."""
-    pp, others = rng.choice(_LARGE if rng.random() < 0.1 else _LAYOUTS)
+    ((_, pp, others),) = rng.choices(_LAYOUTS, [often for often, _, _ in _LAYOUTS])
     schedule = build(rng.choice(_FAMILIES), ranks=pp, microbatches=max(4, pp * 2))
     case = Composed(schedule, **others, steps=STEPS)
     place = rng.choice((*_IN_STEP, *_EFFECTS))
     nth = rng.randrange(schedule.microbatches) if place in _IN_STEP else 0
-    step = 1 if place == "save" else rng.randrange(STEPS)
+    step = 1 if place == "save" else rng.randrange(STEPS - (place == "optimizer"))  # none waits for the last
     width = case.replicas * case.tp
     host = schedule.placement.stage_to_rank[-1] if place == "loss" else rng.randrange(pp)
     victim = host * width + rng.randrange(width)
-    return Chaos(case, victim, place, step, nth, rng.choice(_EFFECTS[place]))
+    if rng.random() > _LATE:
+        return Chaos(case, victim, place, step, nth, rng.choice(_EFFECTS[place]))
+    if width == 1 and rng.random() < 0.3:  # else its replicas may notice before it has told anybody who it is
+        return Chaos(case, victim, "construction", 0, 0, rng.choice(FATAL))
+    return Chaos(case, victim, place, step, nth, "stop")
 
 
 @dataclass
@@ -152,25 +161,16 @@ class _Injector:
         if self.chaos.effect == "full disk":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.chaos.effect == "slow":
-            time.sleep(1)
-        if self.chaos.effect == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.3)
         if self.chaos.effect == "exit":
             os._exit(3)
-        if self.chaos.effect == "stop":
-            self._stop()
-
-    def _stop(self) -> None:
-        """Stop answering, until all others have reported; then end."""
-        others = f'[ "$(ls {self.folder}/done* 2>/dev/null | wc -l)" -lt {self.chaos.ranks - 1} ]'
-        wait = f"n=0; while {others} && [ $n -lt 1200 ]; do sleep 0.1; n=$((n+1)); done; kill -9 {os.getpid()}"
-        subprocess.Popen(["/bin/sh", "-c", wait], start_new_session=True)  # noqa: S603
-        os.kill(os.getpid(), signal.SIGSTOP)
+        if self.chaos.effect in ("kill", "stop"):  # the pool kills processes that are stopped
+            os.kill(os.getpid(), signal.SIGKILL if self.chaos.effect == "kill" else signal.SIGSTOP)
 
 
 @contextmanager
-def _faults_in_steps(injector: _Injector, stages: Mapping[int, nn.Module]) -> Iterator[None]:
-    """Report the events of a step to the injector."""
+def _faults_in_calls(injector: _Injector) -> Iterator[None]:
+    """Report calls to the injector; a pipeline must be created in here, because it binds its methods."""
 
     def before(place: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -179,65 +179,82 @@ def _faults_in_steps(injector: _Injector, stages: Mapping[int, nn.Module]) -> It
 
         return call
 
+    with ExitStack() as stack:
+        for owner, name, place in (
+            (SendChannel, "send", "send"),
+            (ReceiveChannel, "wait", "receive"),
+            (os, "fsync", "save"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, before(place, getattr(owner, name))))
+        yield
+
+
+def _watch_stages(injector: _Injector, stages: Mapping[int, nn.Module]) -> None:
+    """Report forwards and backwards to the injector."""
+
     def watch_backward(_module: nn.Module, _args: Any, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda _: injector.at("backward"))  # type: ignore[no-untyped-call]
 
-    with ExitStack() as stack:
-        for owner, name, place in (
-            (SendChannel, "send", "send"),
-            (ReceiveChannel, "post", "receive"),
-            (os, "fsync", "save"),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, before(place, getattr(owner, name))))
-        for stage in stages.values():
-            stack.callback(stage.register_forward_pre_hook(lambda *_: injector.at("forward")).remove)
-            stack.callback(stage.register_forward_hook(watch_backward).remove)
-        yield
+    for stage in stages.values():
+        stage.register_forward_pre_hook(lambda *_: injector.at("forward"))
+        stage.register_forward_hook(watch_backward)
 
 
 def train_with_fault(chaos: Chaos, folder: str, timeout: float) -> Seen:
     """Train as scripts do: a failed step is tried again, unless a rank is gone."""
-    case, seen = chaos.case, Seen(dist.get_rank())
+    seen = Seen(dist.get_rank())
     injector = _Injector(chaos, Path(folder))
+    with _faults_in_calls(injector):
+        try:
+            _train(chaos, injector, seen, timeout)
+        except PenstockError as error:
+            seen.errors.append((f"{type(error).__name__}: {error}", time.monotonic()))
+    return seen
+
+
+def _train(chaos: Chaos, injector: _Injector, seen: Seen, timeout: float) -> None:
+    case = chaos.case
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         injector.at("loss")
         return composed_model.loss(output, target)
 
-    pipeline, mesh = pipeline_of(case, loss=loss, timeout=timeout)
+    mesh = mesh_of(case)
+    stages = parallel_stages(case, mesh)
+    dist.barrier()  # errors of torch while a mesh is created are not the pipeline's
+    injector.at("construction")
+    pipeline = pipeline_of_stages(case, stages, mesh, loss=loss, timeout=timeout)
+    _watch_stages(injector, pipeline.modules)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01, foreach=case.tp == 1)
     replica = replica_index(case, mesh)
-    with _faults_in_steps(injector, pipeline.modules):
-        step, saved = 0, False
-        while step < STEPS:
-            injector.begin(step)
-            injector.at("between")
-            x, y = (rows.chunk(case.replicas)[replica] for rows in batch_of(case, step, 0))
-            try:
-                if step == 1 and not saved:
-                    save_checkpoint(Path(folder) / "saved", pipeline, optimizer)
-                    saved = True
-                pipeline.step(x, target=y)
-                pipeline.clip_grad_norm_(composed_model.MAX_NORM)
-            except PenstockError as error:
-                seen.aborted = "start again from a checkpoint" in str(error)
-                if seen.aborted:
-                    break
-                seen.errors.append((f"{type(error).__name__}: {error}", time.monotonic()))
-                optimizer.zero_grad()
-                if chaos.fatal or len(seen.errors) > STEPS:
-                    break
-                continue
-            injector.at("optimizer")
-            optimizer.step()
+    saved = False
+    while len(seen.trained) < STEPS:
+        step = len(seen.trained)
+        injector.begin(step)
+        injector.at("between")
+        x, y = (rows.chunk(case.replicas)[replica] for rows in batch_of(case, step, 0))
+        try:
+            if step == 1 and not saved:
+                save_checkpoint(injector.folder / "saved", pipeline, optimizer)
+                saved = True
+            pipeline.step(x, target=y)
+            pipeline.clip_grad_norm_(composed_model.MAX_NORM)
+        except PenstockError as error:
+            seen.aborted = "start again from a checkpoint" in str(error)
+            if seen.aborted:
+                return
+            if chaos.fatal or len(seen.errors) == STEPS:
+                raise
+            seen.errors.append((f"{type(error).__name__}: {error}", time.monotonic()))
             optimizer.zero_grad()
-            seen.trained.append(step)
-            step += 1
-    if not chaos.fatal and not seen.aborted:
+            continue
+        injector.at("optimizer")
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.trained.append(step)
+    if not chaos.fatal:
         right = train_single_process(case).state
         for name, value in states(pipeline):
             seen.problems += differences("state", {name: value}, {name: right[name]}, exact=False, slack=1000)
         pipeline.close()
-    (Path(folder) / f"done{seen.rank}").touch()
-    return seen

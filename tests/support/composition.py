@@ -75,14 +75,24 @@ def replica_index(case: Composed, mesh: DeviceMesh) -> int:
     return int(mesh.get_local_rank("data")) if case.data else 0
 
 
-def pipeline_of(case: Composed, **options: Any) -> tuple[Pipeline, DeviceMesh]:
-    mesh = mesh_of(case)
+def parallel_stages(case: Composed, mesh: DeviceMesh) -> dict[int, nn.Module]:
+    """All stages; those of this rank are parallelized."""
     hosts = case.schedule.placement.stage_to_rank
     here = mesh.get_local_rank("pp") if mesh.ndim > 1 else dist.get_rank()
-    stages = {
+    return {
         index: parallelized(case, stage, mesh) if hosts[index] == here else stage
         for index, stage in stages_of(case, case.schedule.num_stages).items()
     }
+
+
+def pipeline_of(case: Composed, **options: Any) -> tuple[Pipeline, DeviceMesh]:
+    mesh = mesh_of(case)
+    return pipeline_of_stages(case, parallel_stages(case, mesh), mesh, **options), mesh
+
+
+def pipeline_of_stages(
+    case: Composed, stages: dict[int, nn.Module], mesh: DeviceMesh, **options: Any
+) -> Pipeline:
     tied = [{0: "embed.weight", max(stages): "head.words.weight"}] if case.tied else []
     given = {
         "loss": loss,
@@ -93,7 +103,7 @@ def pipeline_of(case: Composed, **options: Any) -> tuple[Pipeline, DeviceMesh]:
         "timeout": 20.0,
         **options,
     }
-    return Pipeline(stages, case.schedule, **given), mesh
+    return Pipeline(stages, case.schedule, **given)
 
 
 def full(tensor: Tensor) -> Tensor:

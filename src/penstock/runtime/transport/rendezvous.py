@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.runtime.transport.bounded import call_within
@@ -51,6 +52,8 @@ class Rendezvous:
         except TimeoutError as error:
             raise TransportError(STORE_IS_SILENT) from error
         except TransportError as error:
+            if isinstance(error.__cause__, dist.DistNetworkError):  # groups raise other errors
+                raise TransportError(f"{STORE_IS_SILENT} ({first_line(error)})") from error
             why = f"every rank must create the pipeline, and no process may have died ({first_line(error)})"
             raise TransportError(why + self._absent()) from error
 
