@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 
 import penstock
-from penstock import Action, Kind, Overlap, Placement, Schedule
+from penstock import Action, Kind, Overlap, Placement, Schedule, StageGraph
 from penstock.errors import ActionError, PenstockError, ScheduleError
 from penstock.ir.encoding import encode
 from tests.ir.test_placement import little_memory
@@ -263,3 +264,15 @@ def test_a_huge_number_beside_a_given_placement_is_left_to_validation() -> None:
         schedule = Schedule.parse("60000000F60000000", Placement.loop(1), 1)
         codes = [violation.code for violation in penstock.validate(schedule)]
     assert codes == ["stage-out-of-range", "microbatch-out-of-range", "missing-forward"]
+
+
+@pytest.mark.parametrize("family", ["1f1b", "interleaved-1f1b", "zbv", "dualpipev"])
+def test_the_order_of_a_chain_is_valid_over_any_graph_whose_edges_go_up(family: str) -> None:
+    chain = penstock.build(family, ranks=4, microbatches=6)
+    rng = random.Random(family)
+    for _ in range(10):
+        pairs = [(s, t) for t in range(chain.num_stages) for s in range(t) if rng.random() < 0.3]
+        graph = StageGraph(chain.num_stages, tuple(pairs))
+        over = penstock.lower(chain).over(graph)
+        assert (over.graph, over.ranks, over.name) == (graph, chain.ranks, family)
+        assert penstock.validate(penstock.lower(over)) == []

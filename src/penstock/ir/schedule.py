@@ -19,9 +19,10 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Overlap, Step, parse_action
 from penstock.ir.encoding import decode, encode
 from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import Kind
 from penstock.ir.messages import Messages
 from penstock.ir.placement import Placement
-from penstock.ir.table import ActionTable
+from penstock.ir.table import ActionTable, kinds_in
 
 if TYPE_CHECKING:
     from penstock.ir.table import Ints
@@ -135,6 +136,16 @@ class Schedule:
     def with_rows(self, rows: Sequence[Sequence[int] | Ints]) -> Schedule:
         """The same placement, graph, microbatches and name with other steps, in integer form."""
         return Schedule.from_codes(rows, self.placement, self.microbatches, self.name, self.graph)
+
+    def over(self, graph: StageGraph) -> Schedule:
+        """The computation of this schedule, in the same order, over another stage graph.
+
+        Valid if each edge of the graph goes along edges of this one, as from a lower stage of a chain to a
+        higher: what skips stages is there even earlier.
+        """
+        compute = [kind.number for kind in Kind if kind.is_compute]
+        rows = [row[np.isin(kinds_in(row), compute)] for row in self.table.rows]
+        return Schedule.from_codes(rows, self.placement, self.microbatches, self.name, graph)
 
     @cached_property
     def ranks(self) -> tuple[tuple[Step, ...], ...]:

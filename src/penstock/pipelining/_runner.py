@@ -107,7 +107,7 @@ class Runner:
             inner = [self._modules[stage.stage_index] for stage in stages if not stage.is_last]
             hooks = [module.register_forward_hook(_list_to_tuple) for module in inner]
         else:
-            schedule = self._traced.schedule(schedule)
+            schedule = schedule.over(self._traced.graph)
             for index, module in self._modules.items():
                 hooks += self._traced.hooks(index, module)
         self._remove_hooks = weakref.finalize(self, _remove, hooks)

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-import numpy as np
 from torch import nn
 from torch.fx import Node
 from torch.utils.hooks import RemovableHandle
@@ -23,9 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.ir.graph import StageGraph
-from penstock.ir.kinds import Kind
-from penstock.ir.schedule import Schedule
-from penstock.ir.table import kinds_in
 from penstock.pipelining.stage import _PipelineStage, _PipelineStageBase
 
 Picks: TypeAlias = tuple[tuple[int, int], ...]
@@ -38,12 +34,6 @@ class TracedGraph:
 
     graph: StageGraph
     picks: tuple[Picks, ...]
-
-    def schedule(self, order: Schedule) -> Schedule:
-        """The order of a chain over this graph: a value that skips stages is there even earlier."""
-        compute = [kind.number for kind in Kind if kind.is_compute]
-        rows = [row[np.isin(kinds_in(row), compute)] for row in order.table.rows]
-        return Schedule.from_codes(rows, order.placement, order.microbatches, order.name, self.graph)
 
     def hooks(self, index: int, module: nn.Module) -> list[RemovableHandle]:
         """Hooks that make a module take and return values as this graph needs it."""

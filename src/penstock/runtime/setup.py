@@ -98,7 +98,9 @@ def resolve_schedule(
     if isinstance(schedule, str) and Path(schedule).suffix not in (".csv", ".json"):
         if microbatches is None:
             raise PipelineError(f'"{schedule}" is the name of a family: give microbatches= as well')
-        schedule = _built(schedule, stages, ranks, microbatches)
+        built = _built(schedule, stages, ranks, microbatches)
+        graph = _split_graph(stages, built)
+        schedule = built if graph is None else built.over(graph)
     elif not isinstance(schedule, Schedule):
         schedule = read(schedule)
     if schedule.num_ranks != ranks:
@@ -110,7 +112,24 @@ def resolve_schedule(
             f"the schedule {schedule.name} is for {schedule.microbatches} microbatches, but microbatches="
             f"{microbatches} is given"
         )
+    graph = _split_graph(stages, schedule)
+    if graph is not None and schedule.graph != graph:
+        edges = ", ".join(f"{source} -> {target}" for source, target in graph.edges)
+        raise PipelineError(
+            f"the stages feed each other as {edges}, but the schedule {schedule.name} is over another graph: "
+            "use schedule.over(stages[0].stage_graph), or build it with graph=stages[0].stage_graph"
+        )
     return schedule
+
+
+def _split_graph(
+    stages: Sequence[nn.Module] | Mapping[int, nn.Module], schedule: Schedule
+) -> StageGraph | None:
+    """The stage graph that `split` found, if it is for as many stages as the schedule has."""
+    modules = stages.values() if isinstance(stages, Mapping) else stages
+    found = (split_metadata(module, "stage_graph") for module in modules if isinstance(module, nn.Module))
+    graph: StageGraph | None = next((each for each in found if each is not None), None)
+    return graph if graph is not None and graph.num_stages == schedule.num_stages else None
 
 
 def _built(

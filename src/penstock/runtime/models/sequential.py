@@ -24,7 +24,7 @@ from penstock.planning.layout import PipelineLayout
 from penstock.planning.layout_text import parse_layout
 from penstock.runtime.models.stage_starts import Start, order_problems, unknown_name
 
-__all__ = ["split_sequential"]
+__all__ = ["has_hooks", "split_sequential"]
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -142,8 +142,8 @@ def _check_model(model: nn.Module) -> None:
     why = "overrides forward()" if isinstance(model, nn.Sequential) else "is not an nn.Sequential"
     raise PartitionError(
         f"split() splits models that only run their children in sequence, but {kind} {why}, so split() cannot "
-        "know what happens between its children. Either write one module for each stage and pass them to "
-        "Pipeline, or put the children into an nn.Sequential and split that"
+        "know what happens between its children. Trace it with torch.fx.symbolic_trace and split the result, "
+        "write one module for each stage and pass them to Pipeline, or put the children into an nn.Sequential"
     )
 
 
@@ -206,7 +206,7 @@ def _container_problems(model: nn.Module, starts: Sequence[Start]) -> list[str]:
     problems = []
     for name, container in containers.items():
         what = f"the container {name!r}" if name else "the model itself"
-        if any(vars(container).get(hooks) for hooks in _HOOKS):
+        if has_hooks(container):
             problems.append(f"{what} is split and has hooks, which would never run: put them on its children")
         if _has_own_state(container):
             problems.append(
@@ -214,6 +214,11 @@ def _container_problems(model: nn.Module, starts: Sequence[Start]) -> list[str]:
                 "no stage: move them into one of its children"
             )
     return problems
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the module itself has hooks."""
+    return any(vars(module).get(hooks) for hooks in _HOOKS)
 
 
 def _has_own_state(container: nn.Module) -> bool:
