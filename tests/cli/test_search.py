@@ -90,7 +90,7 @@ def test_ctrl_c_keeps_and_writes_the_best(run: Run, tmp_path: Path, monkeypatch:
         yield lambda now: signal.raise_signal(signal.SIGINT) if now.phase == "annealing" else None
 
     monkeypatch.setattr(sys.modules["penstock.cli.search"], "search_progress", pressed_while_moving)
-    result = run("search", "-p", 8, "-m", 24, "-v", 2, "--live", 10, "--seconds", 600, "-o", "best.json")
+    result = run("search", "-p", 8, "-m", 24, "-v", 2, "--live", 13, "--seconds", 600, "-o", "best.json")
     assert (result.code, result.err) == (0, "")
     assert "interrupted: this is the best schedule found so far" in result.out
     assert penstock.read(tmp_path / "best.json").microbatches == 24

@@ -221,13 +221,23 @@ def test_the_time_limit_holds_where_list_scheduling_alone_would_take_longer() ->
     assert found.seconds < 15
 
 
+def test_families_that_the_time_limit_leaves_no_time_for_are_named() -> None:
+    free = search(ranks=4, microbatches=8, stages_per_rank=2, moves=0)
+    found = search(ranks=4, microbatches=8, stages_per_rank=2, seconds=0)
+    assert not free.skipped
+    assert found.skipped
+    assert len(found.families) == 2  # one for each placement
+    assert set(free.families) <= {*found.families, *found.skipped}
+    assert_sound(found, Costs(), None)
+
+
 def test_ctrl_c_returns_the_best_so_far() -> None:
     def press(now: Progress) -> None:
         if now.phase == "annealing":
             signal.raise_signal(signal.SIGINT)
 
     found = search(
-        ranks=8, microbatches=24, stages_per_rank=2, costs=CHUNKS, live_limit=10, seconds=600, on_progress=press
+        ranks=8, microbatches=24, stages_per_rank=2, costs=CHUNKS, live_limit=13, seconds=600, on_progress=press
     )
     assert found.interrupted
     assert found.seconds < 60

@@ -157,6 +157,7 @@ def _record(result: SearchResult) -> dict[str, Any]:
         "quantile": result.quantile,
         "families": dict(result.families),
         "too_large": dict(result.too_large),
+        "skipped": list(result.skipped),
         "runs": result.runs,
         "seconds": result.seconds,
         "interrupted": result.interrupted,
@@ -185,6 +186,8 @@ def _print(result: SearchResult) -> None:
     console.print(_families(result))
     if result.interrupted:
         console.print("\ninterrupted: this is the best schedule found so far")
+    if result.skipped:
+        console.print(f"\ntime limit reached, not tried: {', '.join(result.skipped)}", soft_wrap=True)
     for each in result.missing:
         console.print(f"\nnot installed, so not used: {each}; pip install 'penstock[search]'", soft_wrap=True)
 

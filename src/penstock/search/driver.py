@@ -4,7 +4,7 @@
     simulated annealing, all cores   ->  better orders
     CP-SAT, where the size allows    ->  better orders, better bounds
 
-The result is never worse than a family that fits.
+The result is never worse than a family that fits and that there was time to evaluate.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class _Driver:
     def search(self) -> None:
         """Run all layers."""
         for number, search in enumerate(self.searches):
-            search.add_seeds(partial(self._is_late, 0.5 * (number + 1) / len(self.searches)))
+            part = (number + 1) / len(self.searches)
+            search.add_seeds(partial(self._is_late, 0.5 * part), partial(self._is_late, part))
             self._report("families and list scheduling")
         with ThreadPoolExecutor(_cores() if COMPILED else 1) as pool:
             try:
@@ -236,6 +237,7 @@ class _Driver:
             found_by=choice.found_by,
             families={name: value for each in self.searches for name, (_, value) in each.families.items()},
             too_large={name: size for each in self.searches for name, size in each.too_large.items()},
+            skipped=tuple(dict.fromkeys(name for each in self.searches for name in each.skipped)),
             runs=sum(each.runs for each in self.searches),
             seconds=self.seconds,
             interrupted=self.interrupted,

@@ -20,7 +20,7 @@ from penstock.search.annealing import anneal
 from penstock.search.compilation import COMPILED
 from penstock.search.problem import Problem
 from penstock.search.result import gap_of
-from penstock.search.seeds import family_schedules, grouped_schedules, list_scheduled, serial
+from penstock.search.seeds import family_builders, grouped_schedules, list_scheduled, serial
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 
@@ -68,6 +68,8 @@ class PlacementSearch:
     """Families that fit, unchanged, with their objective."""
     too_large: dict[str, float] = field(default_factory=dict)
     """Peak memory of the other families."""
+    skipped: list[str] = field(default_factory=list)
+    """Families for which there was no time."""
     runs: int = 0
     rounds: int = 0
 
@@ -92,13 +94,19 @@ class PlacementSearch:
 
     # --- starting orders ---------------------------------------------------------------------------
 
-    def add_seeds(self, is_late: Callable[[], bool]) -> None:
-        """Add the serial order and families; unless one is optimal, groups and list scheduling too."""
+    def add_seeds(self, is_late: Callable[[], bool], is_over: Callable[[], bool]) -> None:
+        """Add the serial order and families; unless one is optimal, groups and list scheduling too.
+
+        When it is over, no family is added except for the first one, and when it is late, nothing else.
+        """
         self.add_start(*serial(self.problem))
-        for schedule in family_schedules(self.problem):
-            self.add_start(schedule.name, self.problem.order_of(schedule))
-            if self.problem.split or not schedule.table.has(Kind.I, Kind.W):
-                self._add_family(schedule)
+        for name, builder in family_builders(self.problem).items():
+            if (self.families or self.too_large) and is_over():
+                self.skipped.append(name)
+            elif (schedule := builder()) is not None:
+                self.add_start(schedule.name, self.problem.order_of(schedule))
+                if self.problem.split or not schedule.table.has(Kind.I, Kind.W):
+                    self._add_family(schedule)
         if self.pairs_pay:
             work = replace(self.work, paired=True)
             self.bound = bounds(work, self.problem.memory_limit, self.problem.objective)[0]

@@ -65,6 +65,8 @@ class SearchResult:
     """The objective of every family that does the same work within the limit."""
     too_large: Mapping[str, float]
     """Peak memory in bytes of the families that exceed the limit."""
+    skipped: tuple[str, ...]
+    """Families that were not tried, because the time limit was reached."""
     runs: int
     """Number of orders evaluated."""
     seconds: float

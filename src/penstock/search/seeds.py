@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from penstock.search.list_scheduling import Rule, list_schedule
 from penstock.search.problem import Problem
 from penstock.search.zbv_greedy import zbv_greedy
 
-__all__ = ["Seed", "family_schedules", "grouped_schedules", "list_scheduled", "serial"]
+__all__ = ["Seed", "family_builders", "family_schedules", "grouped_schedules", "list_scheduled", "serial"]
 
 
 class Seed(NamedTuple):
@@ -30,26 +31,46 @@ class Seed(NamedTuple):
 
 def family_schedules(problem: Problem) -> Iterator[Schedule]:
     """Every training family that has this placement; on a graph that is not a chain, those over graphs."""
+    built = (builder() for builder in family_builders(problem).values())
+    yield from (schedule for schedule in built if schedule is not None)
+
+
+def family_builders(problem: Problem) -> dict[str, Callable[[], Schedule | None]]:
+    """By name, what builds a training family; it returns None if the family does not have this placement."""
     placement, m, graph = problem.placement, problem.microbatches, problem.stage_graph
     if not graph.is_chain:
-        builders = [family.graph_builder for family in families().values()]
-        yield from (builder(graph, placement, m) for builder in builders if builder is not None)
-        return
+        over_graphs = {name: family.graph_builder for name, family in families().items()}
+        return {name: partial(each, graph, placement, m) for name, each in over_graphs.items() if each}
+    most = max(len(own) for own in placement.stages_of_rank)
+    found: dict[str, Callable[[], Schedule | None]] = {
+        name: partial(_family, problem, name)
+        for name, family in families().items()
+        if name != "forward-only" and family.stages_per_rank in (None, most)
+    }
+    if placement.style == "v" and len(placement.stages_of_rank[0]) == 2:
+        found["zbv-greedy"] = partial(_zbv_greedy, problem)
+    return found
+
+
+def _family(problem: Problem, name: str) -> Schedule | None:
+    placement = problem.placement
     counts = [len(own) for own in placement.stages_of_rank]
-    for name, family in families().items():
-        if name == "forward-only" or family.stages_per_rank not in (None, max(counts)):
-            continue
-        try:
-            schedule = build(name, ranks=placement.num_ranks, microbatches=m, stages_per_rank=counts)
-        except PenstockError:  # the family does not support these counts
-            continue
-        if schedule.placement == placement:
-            yield schedule
-    if placement.style == "v" and counts[0] == 2:
-        try:
-            yield zbv_greedy(placement.num_ranks, m, problem.costs, problem.memory_limit)
-        except PenstockError:  # unequal stages, or too little memory
-            return
+    try:
+        schedule = build(
+            name, ranks=placement.num_ranks, microbatches=problem.microbatches, stages_per_rank=counts
+        )
+    except PenstockError:  # the family does not support these counts
+        return None
+    return schedule if schedule.placement == placement else None
+
+
+def _zbv_greedy(problem: Problem) -> Schedule | None:
+    try:
+        return zbv_greedy(
+            problem.placement.num_ranks, problem.microbatches, problem.costs, problem.memory_limit
+        )
+    except PenstockError:  # unequal stages, or too little memory
+        return None
 
 
 def grouped_schedules(problem: Problem) -> Iterator[Schedule]:
