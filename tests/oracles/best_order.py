@@ -28,10 +28,14 @@ def best_value(
     split: bool,
     objective: str,
     graph: StageGraph | None = None,
+    pairs: bool = False,
 ) -> float:
-    """The least makespan or span of all orders of F, I, W and B within a memory limit."""
+    """The least makespan or span of all orders of F, I, W and B within a memory limit.
+
+    With `pairs` also of overlapped pairs, whose seconds follow from compute and all-to-all alone.
+    """
     graph = graph or StageGraph.chain(placement.num_stages)
-    trial = _Trial(placement, microbatches, costs, limit, split, objective, graph.edges)
+    trial = _Trial(placement, microbatches, costs, limit, split, objective, graph.edges, pairs)
     ranks = placement.num_ranks
     trial.extend(_State((0.0,) * ranks, (None,) * ranks, (0.0,) * ranks))
     return trial.best
@@ -62,6 +66,7 @@ class _Trial:
     split: bool
     objective: str
     edges: tuple[tuple[int, int], ...]
+    pairs: bool
     best: float = float("inf")
     seen: set[_State] = field(default_factory=set)
 
@@ -69,8 +74,14 @@ class _Trial:
         self.hosts, count = self.placement.stage_to_rank, self.placement.num_stages
         launch = self.costs.launch_overhead
         names = {"F": "forward", "I": "backward_input", "W": "backward_weight"}
-        self.seconds = {k: [x + launch for x in self.costs.per_stage(n, count)] for k, n in names.items()}
-        self.seconds["B"] = [x + launch for x in self.costs.full_backward(count)]
+        self.compute = {k: self.costs.per_stage(n, count) for k, n in names.items()}
+        self.compute["B"] = self.costs.full_backward(count)
+        self.sent = {k: self.costs.per_stage(f"{n}_all_to_all", count) for k, n in names.items()}
+        self.sent["B"] = [i + w for i, w in zip(self.sent["I"], self.sent["W"])]
+        self.seconds = {
+            kind: [c + a + launch for c, a in zip(compute, self.sent[kind])]
+            for kind, compute in self.compute.items()
+        }
         self.held = self.costs.per_stage("activation", count)
         self.freed = self.costs.per_stage("activation_freed_by_input", count)
 
@@ -84,15 +95,37 @@ class _Trial:
             self.best = value
         for start, kind, key in sorted(self._choices(state)):
             if start >= state.last - 1e-9:
-                self.extend(self._taken(state, start, kind, key))
+                end = start + self.seconds[kind][key[0]]
+                self.extend(self._taken(state, start, kind, key, end))
+        for start, forward, kind, key in sorted(self._pair_choices(state)) if self.pairs else ():
+            if start >= state.last - 1e-9:
+                end = start + self._pair_seconds(forward[0], kind, key[0])
+                self.extend(self._taken(self._taken(state, start, "F", forward, end), start, kind, key, end))
+
+    def _pair_choices(self, state: _State) -> list[tuple[float, Key, str, Key]]:
+        """Start of a forward and a backward of one rank that can run as a pair, and both of them."""
+        choices = self._choices(state)
+        return [
+            (max(start, other), forward, kind, key)
+            for start, _, forward in (each for each in choices if each[1] == "F")
+            for other, kind, key in choices
+            if kind in "IB" and self.hosts[key[0]] == self.hosts[forward[0]]
+        ]
+
+    def _pair_seconds(self, forward: int, kind: str, back: int) -> float:
+        parts = [("F", forward), *((each, back) for each in ("I" if kind == "I" else "IW"))]
+        alone = [self.compute[each][stage] + self.sent[each][stage] for each, stage in parts]
+        streams = [sum(by[each][stage] for each, stage in parts) for by in (self.compute, self.sent)]
+        return max(*alone, *streams) + self.costs.launch_overhead
 
     def _least(self, state: _State) -> float:
         """What the objective is at least, given what is done."""
         left = [0.0] * self.placement.num_ranks
+        least = self.compute if self.pairs else self.seconds  # pairs hide all else
         for stage, rank in enumerate(self.hosts):
-            i, w, b = (self.seconds[kind][stage] for kind in "IWB")
+            i, w, b = (least[kind][stage] for kind in "IWB")
             for key in ((stage, k) for k in range(self.microbatches)):
-                left[rank] += 0.0 if key in state.forward else self.seconds["F"][stage]
+                left[rank] += 0.0 if key in state.forward else least["F"][stage]
                 if key not in state.backward:
                     left[rank] += min(i + w, b) if self.split else b
                 elif key not in state.weight:
@@ -122,9 +155,9 @@ class _Trial:
             found += [(now, "W", key) for key in keys if key in state.backward - state.weight][:1]
         return found
 
-    def _taken(self, state: _State, start: float, kind: str, key: Key) -> _State:
+    def _taken(self, state: _State, start: float, kind: str, key: Key, end: float) -> _State:
         stage, microbatch = key
-        rank, end = self.hosts[stage], start + self.seconds[kind][stage]
+        rank = self.hosts[stage]
         held, freed = self.held[stage], self.freed[stage]
         change = {"F": held, "I": -freed, "W": freed - held, "B": -held}[kind]
         then = replace(

@@ -14,30 +14,41 @@ from penstock import simulate, validate
 from penstock.bounds import OBJECTIVES
 from penstock.ir.table import Ints
 from penstock.search import kernel
-from penstock.search.kernel_arrays import SEPARATE, TOKEN, WEIGHT_GRAD, empty_state
+from penstock.search.kernel_arrays import INPUT_GRAD, PAIRED, SEPARATE, TOKEN, WEIGHT_GRAD, empty_state
 from penstock.search.problem import Problem
 from penstock.search.seeds import list_scheduled, serial
 from tests.support.search_instances import random_problem
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_objectives_equal_those_of_the_simulator(objective: str) -> None:
+def test_objectives_equal_those_of_the_simulator(objective: str, pairs: bool) -> None:  # noqa: FBT001
     rng = random.Random(objective)
+    paired = 0
     for _ in range(40):
-        problem = random_problem(rng, objective)
+        problem = random_problem(rng, objective, pairs=pairs)
         for seed in (serial(problem), *islice(list_scheduled(problem, lambda: False), 8)):
             order = randomly_joined(problem, seed.order, rng)
-            schedule = problem.fused_schedule(order, "an order")
-            assert not validate(schedule)
-            timeline = simulate(schedule, problem.costs, with_period=True)
-            assert problem.value(order) == pytest.approx(getattr(timeline, objective), rel=1e-12)
+            if (value := problem.value(order)) < np.inf:
+                schedule = problem.fused_schedule(order, "an order")
+                assert not validate(schedule)
+                timeline = simulate(schedule, problem.costs, with_period=True)
+                assert value == pytest.approx(getattr(timeline, objective), rel=1e-12)
+                paired += schedule.num_steps < len(schedule.table.slot)
+            else:
+                assert pairs
+                assert validate(problem.fused_schedule(order, "an order"))
+    assert (paired > 60) is pairs
 
 
 def randomly_joined(problem: Problem, order: Ints, rng: random.Random) -> Ints:
-    """The order with some of its adjacent I and W joined, where B is shorter, and some not."""
+    """The order with some of its adjacent I and W joined, where B is shorter, some F and I paired, some not."""
     variants = problem.variants(order)
-    chosen = np.array([rng.random() < 0.5 for _ in order])
-    return np.where(chosen, variants[0], variants[-1])
+    base = rng.choice(variants[-2:]) if problem.can_pair else variants[0]
+    chosen = np.array([rng.random() < 0.7 for _ in order])
+    is_weight = (base & TOKEN) % 3 == WEIGHT_GRAD
+    can_join = is_weight & (problem.can_pair | (problem.whole[(base & TOKEN) // 3] >= 0))
+    return np.where(chosen, base, np.where(can_join, base | SEPARATE, base & ~PAIRED))
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -53,11 +64,12 @@ def test_an_order_fits_exactly_if_its_simulated_peak_does(split: bool) -> None: 
             assert problem.fits(order) is fits
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_rerun_from_a_change_equals_a_full_run(objective: str) -> None:
+def test_a_rerun_from_a_change_equals_a_full_run(objective: str, pairs: bool) -> None:  # noqa: FBT001
     rng = random.Random(objective)
     for _ in range(30):
-        problem = random_problem(rng, objective)
+        problem = random_problem(rng, objective, pairs=pairs)
         arrays, order = problem.arrays, randomly_joined(problem, serial(problem).order, rng)
         state = empty_state(arrays)
         kernel.evaluate(arrays, order, state, problem.objective_index)
@@ -66,8 +78,11 @@ def test_a_rerun_from_a_change_equals_a_full_run(objective: str) -> None:
             other = min(at + 1, int(arrays.rank_bounds[arrays.rank_of_stage[(order[at] & TOKEN) // 3] + 1]) - 1)
             moved = order.copy()
             moved[at], moved[other] = order[other], order[at]
-            if moved[at] % 3 == WEIGHT_GRAD and problem.whole[moved[at] // 3] >= 0:
+            token = moved[at] & TOKEN
+            if token % 3 == WEIGHT_GRAD and (problem.can_pair or problem.whole[token // 3] >= 0):
                 moved[at] |= rng.choice((0, SEPARATE))
+            elif token % 3 == INPUT_GRAD and problem.can_pair:
+                moved[at] ^= rng.choice((0, PAIRED))
             fresh = empty_state(arrays)
             whole = kernel.evaluate(arrays, moved, fresh, problem.objective_index)
             kept = copy.deepcopy(state)

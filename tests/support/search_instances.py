@@ -23,8 +23,10 @@ __all__ = [
     "random_graph_problem",
     "random_problem",
     "search_for",
+    "tiny_expert_problem",
     "tiny_graph_problem",
     "tiny_problem",
+    "with_pairs_that_pay",
 ]
 
 UNITS = Costs(
@@ -53,13 +55,36 @@ def random_costs(rng: random.Random, stages: int) -> Costs:
     )
 
 
+def with_pairs_that_pay(rng: random.Random, costs: Costs, stages: int) -> Costs:
+    """The same costs with all-to-all, or with pairs that are shorter for another reason."""
+    all_to_all = {
+        name: tuple(rng.choice((0, 1, 4, 9)) for _ in range(stages))
+        for name in ("forward_all_to_all", "backward_input_all_to_all", "backward_weight_all_to_all")
+    }
+    return rng.choice(
+        (
+            replace(costs, **all_to_all),  # type: ignore[arg-type]
+            replace(costs, forward_all_to_all=3, backward_input_all_to_all=3),
+            replace(costs, overlap_factor=rng.choice((0, 0.5))),
+            replace(costs, overlap=rng.randint(1, 9)),
+        )
+    )
+
+
 def random_problem(
-    rng: random.Random, objective: str, *, most_ranks: int = 4, most_microbatches: int = 8
+    rng: random.Random,
+    objective: str,
+    *,
+    most_ranks: int = 4,
+    most_microbatches: int = 8,
+    pairs: bool = False,
 ) -> Problem:
     """Any placement, with or without a memory limit, which allows one microbatch at least."""
     ranks, stages_per_rank = rng.randint(1, most_ranks), rng.randint(1, 2)
     placement = rng.choice([Placement.loop, Placement.v])(ranks, stages_per_rank)
     costs = random_costs(rng, placement.num_stages)
+    if pairs:
+        costs = with_pairs_that_pay(rng, costs, placement.num_stages)
     free = Problem(placement, 1, costs)
     least = max(
         fixed + sum(costs.per_stage("activation", placement.num_stages)[s] for s in own)
@@ -155,14 +180,29 @@ def search_for(problem: Problem, moves: int) -> SearchResult:
     )
 
 
-def best_of(problem: Problem) -> float:
-    """The best value of all orders of single steps: the oracle's."""
+def best_of(problem: Problem, *, pairs: bool = False) -> float:
+    """The best value of all orders of single steps, and of pairs if wanted: the oracle's."""
     return best_value(
         *(problem.placement, problem.microbatches, problem.costs, problem.memory_limit),
         split=problem.split,
         objective=problem.objective,
         graph=problem.stage_graph,
+        pairs=pairs,
     )
+
+
+def tiny_expert_problem(rng: random.Random) -> Problem:
+    """So small that all orders with pairs can be tried; all-to-all is about as long as compute."""
+    (ranks, stages_per_rank), most = rng.choice((((1, 1), 3), ((2, 1), 2), ((1, 2), 2), ((2, 2), 1)))
+    placement = Placement.v(ranks, stages_per_rank)
+    names = ("forward", "backward_input", "backward_weight")
+    seconds = {
+        f"{name}{suffix}": tuple(rng.choice((0, 1, 2, 4)) for _ in range(placement.num_stages))
+        for name in names
+        for suffix in ("", "_all_to_all")
+    }
+    costs = Costs(**seconds, latency=rng.choice((0, 1)))  # type: ignore[arg-type]
+    return Problem(placement, rng.randint(1, most), costs, rng.choice((None, 2, 3)), split=rng.random() < 0.7)
 
 
 def count_misses(problems: Iterable[Problem]) -> int:

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import TypeAlias
 
 from penstock.cost.memory import LiveActivations, live_activations
+from penstock.cost.prices import pairs_can_pay
 from penstock.errors import SearchError
 from penstock.planning.configuration import Configuration, configure
 from penstock.planning.evaluation import Evaluation
@@ -53,8 +54,8 @@ def _best(evaluation: Evaluation) -> Option:
 
 
 def _bound(evaluation: Evaluation, configuration: Configuration) -> float:
-    """Lower bound for searched orders, which have no overlapped pairs."""
-    return configuration.bound(evaluation.request, paired=False).seconds
+    """Lower bound for searched orders, which have overlapped pairs only where these hide something."""
+    return configuration.bound(evaluation.request, paired=pairs_can_pay(configuration.costs)).seconds
 
 
 def _can_win(evaluation: Evaluation, bound: float) -> bool:

@@ -11,7 +11,9 @@ from penstock.ir.table import Ints
 from penstock.search.compilation import compiled
 from penstock.search.kernel import copy_suffix, evaluate, fits, resume, resume_point
 from penstock.search.kernel_arrays import (
+    FORWARD,
     INPUT_GRAD,
+    PAIRED,
     SEPARATE,
     SPAN,
     TOKEN,
@@ -25,7 +27,7 @@ __all__ = ["anneal"]
 
 _ROUNDING = 1e-9
 _PAIR_MOVES = 0.3
-"""Share of the moves that join, separate or shift a pair of I and W, if the chosen step is in one."""
+"""Share of the moves that join, separate or shift I and W, or an overlapped pair, if the step is in one."""
 
 
 @compiled
@@ -39,6 +41,24 @@ def _last_position(arrays: ProblemArrays, state: RunState, objective: int) -> in
         if length > longest:
             found, longest = int(last), length
     return int(found)
+
+
+@compiled
+def _backward_behind_forward(arrays: ProblemArrays, order: Ints, at: int) -> int:
+    """The position of an I directly behind an F, one of which is `at`, or its W; -1 if there is none."""
+    rank = arrays.rank_of_stage[(order[at] & TOKEN) // 3]
+    first = at - (order[at] & TOKEN) % 3
+    if first < arrays.rank_bounds[rank] or first + 1 >= arrays.rank_bounds[rank + 1]:
+        return -1
+    is_adjacent = (order[first] & TOKEN) % 3 == FORWARD and (order[first + 1] & TOKEN) % 3 == INPUT_GRAD
+    return first + 1 if is_adjacent else -1
+
+
+@compiled
+def _paired_backward(arrays: ProblemArrays, order: Ints, at: int) -> int:
+    """The position of the I of the overlapped pair that `at` is in; -1 if it is in none."""
+    found = _backward_behind_forward(arrays, order, at) if arrays.can_pair else -1
+    return found if found >= 0 and order[found] & PAIRED != 0 else -1
 
 
 @compiled
@@ -63,14 +83,17 @@ def _critical_path(
             count += 1
             at -= 1
         else:
-            latest, needed = -1, -1.0
-            for j in range(messages.input_bounds[token], messages.input_bounds[token + 1]):
-                arrival = state.arrivals[messages.inputs[j], state.microbatches[at]]
-                if arrival > needed:
-                    latest, needed = messages.inputs[j], arrival
+            latest, needed, number = -1, -1.0, -1
+            parts = 2 if _paired_backward(arrays, order, at) == at + 1 else 1
+            for part in range(at, at + parts):
+                token = order[part] & TOKEN
+                for j in range(messages.input_bounds[token], messages.input_bounds[token + 1]):
+                    arrival = state.arrivals[messages.inputs[j], state.microbatches[part]]
+                    if arrival > needed:
+                        latest, needed, number = messages.inputs[j], arrival, state.microbatches[part]
             if latest < 0:
                 return count
-            at = position_of[messages.producer[latest], state.microbatches[at]]
+            at = position_of[messages.producer[latest], number]
 
 
 @compiled
@@ -78,13 +101,15 @@ def _weight_behind_input(arrays: ProblemArrays, order: Ints, at: int) -> int:
     """The position of the W in a pair of I and W that can be one B and that `at` is in; -1 if there is none."""
     token = order[at] & TOKEN
     stage = token // 3
-    if arrays.fused_seconds[stage] < 0:
+    if arrays.fused_seconds[stage] < 0 and not arrays.can_pair:
         return -1
     last = at if token % 3 == WEIGHT_GRAD else at + 1
     rank = arrays.rank_of_stage[stage]
     if not arrays.rank_bounds[rank] < last < arrays.rank_bounds[rank + 1]:
         return -1
-    is_pair = order[last] & TOKEN == 3 * stage + WEIGHT_GRAD and order[last - 1] == 3 * stage + INPUT_GRAD
+    is_pair = (
+        order[last] & TOKEN == 3 * stage + WEIGHT_GRAD and order[last - 1] & TOKEN == 3 * stage + INPUT_GRAD
+    )
     return last if is_pair else -1
 
 
@@ -112,9 +137,10 @@ def anneal(
 ) -> tuple[Ints, float, int, int]:
     """The best order found, its objective, the number of moves made and the number of orders run.
 
-    A move shifts a step, or joins or separates an I and a W that are adjacent. A share `focus` of the moves is
-    of steps on the critical path. A worse order is accepted too: at first by `temperature` seconds on average,
-    at the end by none. The same seed gives the same result; a `stop[0]` other than 0 ends it early.
+    A move shifts a step, or joins or separates adjacent steps: I and W as B, F and I as a pair. A share `focus`
+    of the moves is of steps on the critical path. A worse order is accepted too: at first by `temperature`
+    seconds on average, at the end by none. The same seed gives the same result; a `stop[0]` other than 0 ends
+    it early.
     """
     np.random.seed(seed)
     state, backup = empty_state(arrays), empty_state(arrays)
@@ -138,9 +164,17 @@ def anneal(
         else:
             source = np.random.randint(len(start))
         rank = arrays.rank_of_stage[(current[source] & TOKEN) // 3]
-        pair, size = -1, 1
-        if arrays.can_fuse and np.random.random() < _PAIR_MOVES:
-            pair = _weight_behind_input(arrays, current, source)
+        pair, size, flag = -1, 1, SEPARATE
+        if arrays.can_pair and np.random.random() < _PAIR_MOVES:
+            pair = _backward_behind_forward(arrays, current, source)
+            flag = PAIRED
+            if pair >= 0 and current[pair] & PAIRED != 0 and np.random.random() < 0.5:  # moved as a whole
+                source, size = pair - 1, 2
+                if pair + 1 < arrays.rank_bounds[rank + 1] and current[pair + 1] == (current[pair] & TOKEN) + 1:
+                    size = 3
+                pair = -1
+        if pair < 0 and size == 1 and arrays.can_fuse and np.random.random() < _PAIR_MOVES:
+            pair, flag = _weight_behind_input(arrays, current, source), SEPARATE
             if pair >= 0 and current[pair] < SEPARATE and np.random.random() < 0.5:  # one B, moved as a whole
                 source, pair, size = pair - 1, -1, 2
         distance = 1 + int(np.random.exponential(3.0 if np.random.random() < 0.9 else 20.0))
@@ -151,7 +185,7 @@ def anneal(
             target = min(arrays.rank_bounds[rank + 1] - size, source + distance)
         if pair >= 0:
             source = target = pair
-            changed[pair] = current[pair] ^ SEPARATE
+            changed[pair] = current[pair] ^ flag
         elif current[target] == current[source]:
             continue
         else:

@@ -12,45 +12,20 @@ import numpy as np
 
 from penstock.ir.table import Floats, Ints
 from penstock.search.compilation import compiled
+from penstock.search.durations import set_durations
 from penstock.search.kernel_arrays import (
     FORWARD,
-    INPUT_GRAD,
     MAKESPAN,
+    PAIRED,
     PERIOD,
     SPAN,
     TOKEN,
-    WEIGHT_GRAD,
     ProblemArrays,
     RunState,
     empty_state,
 )
 
 __all__ = ["copy_suffix", "evaluate", "fits", "resume", "resume_point"]
-
-
-@compiled
-def _set_durations(arrays: ProblemArrays, order: Ints, state: RunState, positions: Ints) -> Floats:
-    """Set the duration of every step from `positions` on; returns the remaining seconds of work per rank.
-
-    Where I and W are fused into B, the I has the seconds of B and the W none.
-    """
-    bounds, fused = arrays.rank_bounds, arrays.fused_seconds
-    remaining = np.zeros(len(positions))
-    for rank in range(len(positions)):
-        for i in range(positions[rank], bounds[rank + 1]):
-            entry = order[i]
-            token = entry & TOKEN
-            duration = arrays.seconds[token]
-            if arrays.can_fuse and fused[token // 3] >= 0:
-                if token % 3 == INPUT_GRAD and i + 1 < bounds[rank + 1]:
-                    if order[i + 1] == token + 1:
-                        duration = fused[token // 3]
-                elif entry == token and token % 3 == WEIGHT_GRAD and i > bounds[rank]:
-                    if order[i - 1] == token - 1:
-                        duration = 0.0
-            state.durations[i] = duration
-            remaining[rank] += duration
-    return remaining
 
 
 @compiled
@@ -74,7 +49,7 @@ def _advance(
     inputs, input_bounds = arrays.messages.inputs, arrays.messages.input_bounds
     outputs, lag = arrays.messages.bounds, arrays.messages.lag
     taken, channel = arrays.messages.seconds, arrays.messages.channel
-    remaining = _set_durations(arrays, order, state, positions)
+    remaining = set_durations(arrays, order, state, positions)
     left = bounds[1:].sum() - positions.sum()
     channel_free = np.zeros(arrays.num_channels)
     limit = worst + 1e-9 * abs(worst)
@@ -98,6 +73,18 @@ def _advance(
                         break
                     if arrival > ready:
                         ready = arrival
+                if arrays.can_pair and kind == FORWARD and ready >= 0 and i + 1 < bounds[rank + 1]:
+                    if order[i + 1] & PAIRED != 0:
+                        other = order[i + 1] & TOKEN
+                        if done[other - 1] <= done[other]:
+                            break
+                        for j in range(input_bounds[other], input_bounds[other + 1]):
+                            arrival = arrivals[inputs[j], done[other]]
+                            if arrival < 0:
+                                ready = arrival
+                                break
+                            if arrival > ready:
+                                ready = arrival
                 if ready < 0:
                     break
                 if ready > start:
@@ -139,7 +126,9 @@ def resume_point(arrays: ProblemArrays, order: Ints, state: RunState, first: int
     own = arrays.rank_of_stage[(order[first] & TOKEN) // 3]
     positions = bounds[:-1].copy()
     done = np.zeros(len(arrays.seconds), np.int64)
-    if arrays.can_fuse and first > bounds[own]:
+    if arrays.can_pair:
+        first = max(first - 2, bounds[own])  # two steps ahead of the change may have been a pair with it
+    elif arrays.can_fuse and first > bounds[own]:
         first -= 1  # the step ahead of the change may have been fused with the one after it
     if arrays.has_queues or first == bounds[own]:
         return positions, done

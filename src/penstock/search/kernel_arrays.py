@@ -7,7 +7,11 @@ work.
 
 Where a stage's B is shorter than its I and W, an I directly followed by a W of the stage is one B, unless that
 W has the flag `SEPARATE`: B ends before W would, but I alone passes the gradient on earlier. The other W belong
-to the other I, again by number. `entry & TOKEN` is an entry of an order without the flag.
+to the other I, again by number.
+
+Where pairs can take less than their parts, an I with the flag `PAIRED` directly behind an F is an overlapped
+pair with it, one step that ends when both end. A W of its stage directly behind that I is in the pair, as part
+of B, unless it has the flag `SEPARATE`. `entry & TOKEN` is an entry of an order without its flags.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -26,6 +30,7 @@ __all__ = [
     "FORWARD",
     "INPUT_GRAD",
     "MAKESPAN",
+    "PAIRED",
     "PERIOD",
     "SEPARATE",
     "SPAN",
@@ -38,6 +43,7 @@ __all__ = [
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = 0, 1, 2
 SEPARATE = 1 << 40
+PAIRED = 1 << 41
 TOKEN = SEPARATE - 1
 MAKESPAN, SPAN, PERIOD = 0, 1, 2
 
@@ -57,6 +63,10 @@ class ProblemArrays(NamedTuple):
     """Per stage: seconds of B where that is less than I and W, negative elsewhere."""
     can_fuse: bool
     """Whether there is a stage with fused seconds."""
+    pair_seconds: Floats
+    """By the stage of a pair's F, that of its backward, and whether a W is in it too (1) or not (0)."""
+    can_pair: bool
+    """Whether a pair can take less than its parts; if not, `pair_seconds` is empty."""
     stage_order: Ints
     """The stages in the order of the graph."""
     messages: MessageArrays

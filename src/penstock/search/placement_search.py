@@ -11,13 +11,13 @@ from threading import Event
 import numpy as np
 
 from penstock.bounds import Bound, Workload, bounds
-from penstock.cost.prices import pairs_can_pay
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 from penstock.search import exact
 from penstock.search.annealing import anneal
 from penstock.search.compilation import COMPILED
+from penstock.search.kernel_arrays import PAIRED
 from penstock.search.problem import Problem
 from penstock.search.result import gap_of
 from penstock.search.seeds import family_builders, grouped_schedules, list_scheduled, serial
@@ -127,18 +127,20 @@ class PlacementSearch:
 
     @property
     def pairs_pay(self) -> bool:
-        """Whether a family that fits has overlapped pairs, and a pair can take less time than its two parts."""
-        costs = self.problem.costs
-        cheaper = pairs_can_pay(costs) or costs.launch_overhead > 0
-        return cheaper and any(_has_pairs(schedule) for schedule, _ in self.families.values())
+        """Whether overlapped pairs can be in the result and take less time than their two parts.
+
+        A pair that only saves a launch comes from a family, never from the search.
+        """
+        saves_launches = self.problem.costs.launch_overhead > 0
+        has_pairs = any(_has_pairs(schedule) for schedule, _ in self.families.values())
+        return self.problem.can_pair or (saves_launches and has_pairs)
 
     def add_start(self, name: str, order: Ints) -> None:
-        """Add an order and its variants, if it fits and does not deadlock."""
-        if not self.problem.fits(order):
-            return
+        """Add an order and its variants, those that fit and do not deadlock."""
         for variant in self.problem.variants(order):
-            if (value := self.problem.value(variant)) < float("inf"):
-                candidate = Candidate(value, variant, name)
+            if self.problem.fits(variant) and (value := self.problem.value(variant)) < float("inf"):
+                is_paired = bool((variant & PAIRED & ~order).any())
+                candidate = Candidate(value, variant, f"{name} in pairs" if is_paired else name)
                 self.starts.append(candidate)
                 self.keep(candidate)
 

@@ -16,7 +16,7 @@ from penstock.cost.costs import Costs
 from penstock.cost.memory import fixed_bytes, stage_bytes
 from penstock.cost.prices import action_seconds
 from penstock.errors import ScheduleError
-from penstock.ir.encoding import code_of
+from penstock.ir.encoding import JOINED, code_of
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement
@@ -27,6 +27,7 @@ from penstock.search.kernel_arrays import (
     FORWARD,
     INPUT_GRAD,
     MAKESPAN,
+    PAIRED,
     SEPARATE,
     TOKEN,
     WEIGHT_GRAD,
@@ -34,6 +35,7 @@ from penstock.search.kernel_arrays import (
     empty_state,
 )
 from penstock.search.message_arrays import message_arrays
+from penstock.search.pairs import pair_prices, pair_variants
 from penstock.simulation.simulator import simulate
 
 __all__ = ["Problem"]
@@ -80,7 +82,9 @@ class Problem:
             kinds=kinds,
             seconds=self._seconds(),
             fused_seconds=self.whole,
-            can_fuse=bool((self.whole >= 0).any()),
+            can_fuse=bool((self.whole >= 0).any()) or (self.can_pair and self.split),
+            pair_seconds=np.zeros((0, 0, 2)) if self._pair_prices is None else self._pair_prices,
+            can_pair=self.can_pair,
             stage_order=np.array(self.stage_graph.forward_order, dtype=np.int64),
             messages=messages,
             num_channels=self.placement.num_ranks**2,
@@ -103,7 +107,8 @@ class Problem:
     @property
     def work(self) -> Workload:
         """The workload that bounds are computed for."""
-        return Workload(self.placement, self.microbatches, self.costs, split=self.split, graph=self.graph)
+        kinds = {"split": self.split, "paired": self.can_pair}
+        return Workload(self.placement, self.microbatches, self.costs, **kinds, graph=self.graph)
 
     def _by_token(self, by_kind: Floats) -> Floats:
         """Per token, from an array per kind and stage."""
@@ -128,6 +133,15 @@ class Problem:
         """The stages whose B takes less time than I and W."""
         return frozenset(np.flatnonzero(self.whole >= 0).tolist())
 
+    @cached_property
+    def _pair_prices(self) -> Floats | None:
+        return pair_prices(self.costs, self.placement, split=self.split)
+
+    @property
+    def can_pair(self) -> bool:
+        """Whether a pair of F and I, or F and B, can take less than its parts."""
+        return self._pair_prices is not None
+
     def _held(self) -> Floats:
         held = stage_bytes(self.costs, self.placement.num_stages, MemoryLine.ACTIVATIONS)
         if not self.split:
@@ -150,27 +164,33 @@ class Problem:
     # --- orders ------------------------------------------------------------------------------------
 
     def order_of(self, schedule: Schedule) -> Ints:
-        """The order of a schedule; overlapped pairs are separated, backwards split or fused as required."""
+        """The order of a schedule; backwards split or fused as required, pairs separated if none can pay."""
         schedule.table.require_handled((*_TOKEN_KIND, *_SKIPPED), "search")
         if schedule.graph != self.stage_graph:
             raise ScheduleError(f"search: {schedule.name} has another stage graph than the problem")
         order: list[int] = []
-        for part in (part for row in schedule.ranks for step in row for part in step.parts):
+        steps = (step for row in schedule.ranks for step in row)
+        for place, part in ((place, part) for step in steps for place, part in enumerate(step.parts)):
             if part.kind in _SKIPPED or (part.kind is Kind.W and not self.split):
                 continue
-            is_separate = part.kind is Kind.W and part.stage in self.fused_stages
-            order.append(3 * part.stage + _TOKEN_KIND[part.kind] | (SEPARATE if is_separate else 0))
+            is_separate = part.kind is Kind.W and (part.stage in self.fused_stages or self.can_pair)
+            flags = (SEPARATE if is_separate else 0) | (PAIRED if place and self.can_pair else 0)
+            order.append(3 * part.stage + _TOKEN_KIND[part.kind] | flags)
             if part.kind is Kind.B and self.split:
                 order.append(3 * part.stage + WEIGHT_GRAD)
         return np.array(order, dtype=np.int64)
 
     def variants(self, order: Ints) -> list[Ints]:
-        """The order, also with all adjacent I and W joined where B is shorter, and with none of them joined."""
-        if not self.arrays.can_fuse:
-            return [order]
-        joined = order & TOKEN
-        can_join = (joined % 3 == WEIGHT_GRAD) & (self.whole[joined // 3] >= 0)
-        return [order, joined, np.where(can_join, joined | SEPARATE, joined)]
+        """The order, also with other adjacent steps joined.
+
+        With all adjacent I and W joined where B is shorter, and with none; the same with F and I as pairs.
+        """
+        found = [order]
+        if self.fused_stages:
+            joined = order & TOKEN
+            can_join = (joined % 3 == WEIGHT_GRAD) & (self.whole[joined // 3] >= 0)
+            found += [joined, np.where(can_join, joined | SEPARATE, joined)]
+        return [*found, *(pair_variants(order, self.arrays.rank_bounds) if self.can_pair else ())]
 
     def schedule_of(self, order: Ints, name: str) -> Schedule:
         """The schedule of an order; I and W become one B also elsewhere, if that takes no longer."""
@@ -196,34 +216,38 @@ class Problem:
         for first, last in pairwise(self.arrays.rank_bounds.tolist()):
             row: list[int] = []
             for token, number, is_joined in self.numbered(order[first:last], more):
-                if is_joined:
-                    row[-1] = code_of(Kind.B, token // 3, number)
+                if is_joined and token % 3 == WEIGHT_GRAD:
+                    row[-1] = code_of(Kind.B, token // 3, number) | row[-1] & JOINED
                 else:
-                    row.append(code_of(kinds[token % 3], token // 3, number))
+                    row.append(code_of(kinds[token % 3], token // 3, number) | (JOINED if is_joined else 0))
             rows.append(row)
         return Schedule.from_codes(rows, self.placement, self.microbatches, name, self.graph)
 
     def numbered(self, entries: Ints, more: AbstractSet[int] = frozenset()) -> Iterator[tuple[int, int, bool]]:
-        """Per entry of a rank: token, microbatch, and whether it is a W that is one B with the I ahead of it.
+        """Per entry of a rank: token, microbatch, and whether it is one step with the entry ahead of it.
 
-        The other W belong to the first I whose W is still to come.
+        Those are a W that is B with its I, and an I that is a pair with an F. The other W belong to the first I
+        whose W is still to come.
         """
         done: dict[int, int] = {}
         pending: dict[int, deque[int]] = {}
-        previous = -1
+        previous, is_paired = -1, False
         for entry in entries.tolist():
             token = entry & TOKEN
             stage, kind = divmod(token, 3)
             if kind == WEIGHT_GRAD:
-                can_join = stage in more or (stage in self.fused_stages and entry == token)
+                joins = entry == token and (is_paired or stage in self.fused_stages)
+                can_join = stage in more or joins
                 is_joined = can_join and previous == token - 1
                 yield token, pending[stage].pop() if is_joined else pending[stage].popleft(), is_joined
             else:
                 number = done[token] = done.get(token, -1) + 1
                 pending.setdefault(stage, deque())
+                is_paired = False
                 if kind == INPUT_GRAD:
                     pending[stage].append(number)
-                yield token, number, False
+                    is_paired = self.can_pair and bool(entry & PAIRED) and previous % 3 == FORWARD
+                yield token, number, is_paired
             previous = token
 
     @property
