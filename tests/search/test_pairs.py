@@ -98,3 +98,12 @@ def test_pairs_that_hide_nothing_are_not_made(costs: Costs) -> None:
     order = problem.order_of(penstock.build("dualpipev", ranks=2, microbatches=4))
     assert not pairs_in(problem.fused_schedule(order, "single steps"))
     assert np.isfinite(problem.value(order))
+
+
+def test_pairs_that_only_save_a_launch_weaken_no_bound() -> None:
+    """Calibrated costs have a launch overhead: a family of pairs must not cost the proof for single steps."""
+    found = penstock.search(ranks=2, microbatches=2, costs=Costs(launch_overhead=0.25), moves=2000)
+    assert found.proved
+    assert not pairs_in(found.schedule)
+    assert "interleaved-overlap" not in found.families
+    assert "interleaved-overlap" in penstock.search(ranks=2, microbatches=2, moves=10).families

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Event
 
 import numpy as np
@@ -105,11 +105,8 @@ class PlacementSearch:
                 self.skipped.append(name)
             elif (schedule := builder()) is not None:
                 self.add_start(schedule.name, self.problem.order_of(schedule))
-                if self.problem.split or not schedule.table.has(Kind.I, Kind.W):
+                if self._is_comparable(schedule):
                     self._add_family(schedule)
-        if self.pairs_pay:
-            work = replace(self.work, paired=True)
-            self.bound = bounds(work, self.problem.memory_limit, self.problem.objective)[0]
         if gap_of(self.best, self.bound.seconds):
             for schedule in grouped_schedules(self.problem):
                 if not is_late():
@@ -125,15 +122,12 @@ class PlacementSearch:
         else:
             self.too_large[schedule.name] = float(peaks.max())
 
-    @property
-    def pairs_pay(self) -> bool:
-        """Whether overlapped pairs can be in the result and take less time than their two parts.
-
-        A pair that only saves a launch comes from a family, never from the search.
-        """
-        saves_launches = self.problem.costs.launch_overhead > 0
-        has_pairs = any(_has_pairs(schedule) for schedule, _ in self.families.values())
-        return self.problem.can_pair or (saves_launches and has_pairs)
+    def _is_comparable(self, schedule: Schedule) -> bool:
+        """Whether all steps of a family can be in an order: W, and pairs that save more than a launch."""
+        single = _is_single(schedule) or not self.problem.costs.launch_overhead
+        return (self.problem.split or not schedule.table.has(Kind.I, Kind.W)) and (
+            self.problem.can_pair or single
+        )
 
     def add_start(self, name: str, order: Ints) -> None:
         """Add an order and its variants, those that fit and do not deadlock."""
@@ -201,7 +195,7 @@ class PlacementSearch:
     @property
     def is_solvable(self) -> bool:
         """Whether the problem is small enough for the exact solver, whose model has no overlapped pairs."""
-        return bool(self.problem.arrays.rank_bounds[-1] <= _MAX_SOLVED_STEPS) and not self.pairs_pay
+        return bool(self.problem.arrays.rank_bounds[-1] <= _MAX_SOLVED_STEPS) and not self.problem.can_pair
 
     def solve(self, effort: exact.Effort, stop: Event) -> None:
         """Run the exact solver for a better order and a better bound."""
@@ -214,6 +208,6 @@ class PlacementSearch:
                 self.keep(Candidate(value, found.order, "exact solver"))
 
 
-def _has_pairs(schedule: Schedule) -> bool:
-    slot = schedule.table.slot
-    return bool((slot[1:] == slot[:-1]).any())
+def _is_single(schedule: Schedule) -> bool:
+    """Whether no step is an overlapped pair."""
+    return schedule.num_steps == len(schedule.table.slot)
