@@ -102,7 +102,7 @@ def test_pairs_that_hide_nothing_are_not_made(costs: Costs) -> None:
 
 def test_pairs_that_only_save_a_launch_weaken_no_bound() -> None:
     """Calibrated costs have a launch overhead: a family of pairs must not cost the proof for single steps."""
-    found = penstock.search(ranks=2, microbatches=2, costs=Costs(launch_overhead=0.25), moves=2000)
+    found = penstock.search(ranks=2, microbatches=2, costs=Costs(launch_overhead=1), moves=200_000)
     assert found.proved
     assert not pairs_in(found.schedule)
     assert "interleaved-overlap" not in found.families
