@@ -164,3 +164,16 @@ def test_sources_take_the_batch_and_sinks_return_the_output() -> None:
     assert (chain.sources, chain.sinks) == ((0,), (2,))
     assert (two_inputs.sources, two_inputs.sinks) == ((0, 1), (3,))
     assert StageGraph.chain(1).sources == StageGraph.chain(1).sinks == (0,)
+
+
+def test_the_text_of_edges_is_a_graph() -> None:
+    assert StageGraph.parse("0>1, 1>2,0>2") == SKIP
+    for text, expected in (
+        ("", "'' is not an edge; write 0>2"),
+        ("0>1,1-2", "'1-2' is not an edge"),
+        ("0>1,2>x", "'2>x' is not an edge"),
+        ("0>1,1>0", "stages feed each other in a cycle"),
+        ("0>1,1>999999999", "stage 999999999 of 2 edges: some stages have no edge"),
+    ):
+        with pytest.raises(PlacementError, match=expected):
+            StageGraph.parse(text)

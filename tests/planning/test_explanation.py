@@ -34,6 +34,7 @@ def test_changes_are_planned_again_and_the_most_helpful_comes_first() -> None:
 def test_other_stages_per_rank_are_listed_even_if_slower() -> None:
     made = plan(decoder(10), samples=8, seconds=0)
     stages_per_rank = made.best.configuration.stages_per_rank
+    assert isinstance(stages_per_rank, int)
     changes = {each.change: each for each in explain(made).what_ifs}
     for other in {stages_per_rank - 1, stages_per_rank + 1} & {1, 2, 3}:
         best = min(

@@ -86,6 +86,18 @@ def test_one_rank_has_one_stage() -> None:
     assert made.best.gap == 0
 
 
+def test_unequal_stages_per_rank_can_be_given() -> None:
+    made = quick_plan(decoder(10), stages_per_rank=[1, 2, 2, 1])
+    assert {option.configuration.stages_per_rank for option in made.options} == {(1, 2, 2, 1)}
+    assert {option.configuration.style for option in made.options} == {"loop", "v"}
+    assert all(len(option.configuration.counts) == 6 for option in made.options)
+    assert "(v=1,2,2,1" in str(made.best)
+    assert made.to_keys(made.best)["stages_per_rank"] == (1, 2, 2, 1)
+    searched = penstock.plan(made.request.model, samples=8, stages_per_rank=[1, 2, 2, 1], seconds=0.1)
+    assert {option.configuration.stages_per_rank for option in searched.options} == {(1, 2, 2, 1)}
+    assert searched.best.seconds <= made.best.seconds
+
+
 def test_stages_per_rank_can_be_given() -> None:
     made = quick_plan(decoder(10), stages_per_rank=3)
     assert {option.configuration.stages_per_rank for option in made.options} == {3}

@@ -20,6 +20,7 @@ from penstock.cli.options import (
     AsJson,
     CostsSource,
     FamilyStages,
+    GraphOption,
     Ranks,
     SendModelOption,
     complete_family,
@@ -66,6 +67,7 @@ def compare(
     microbatches: MicrobatchCounts = None,
     stages_per_rank: FamilyStages = None,
     group: Groups = None,
+    graph: GraphOption = None,
     costs: CostsSource = None,
     send_model: SendModelOption = SendModel.BUFFERED,
     output: PictureFile = None,
@@ -84,8 +86,13 @@ def compare(
       penstock compare mine.csv other.csv --json
     """
     picture = None if output is None else require_suffix(output, (".svg", ".png", ".html"))
-    names = schedules or [name for name in families() if name != "forward-only"]
-    compared = list(schedules_from(names, Sizes(ranks, None, stages_per_rank), microbatches or [], group or []))
+    names = schedules or [
+        name
+        for name, family in families().items()
+        if name != "forward-only" and (graph is None or family.graph_builder is not None)
+    ]
+    sizes = Sizes(ranks, None, stages_per_rank, graph=graph)
+    compared = list(schedules_from(names, sizes, microbatches or [], group or []))
     timelines = _simulate_all(compared, costs_from(costs), send_model)
     if output is not None and picture is not None:
         write_bytes(render(picture, timelines), output)

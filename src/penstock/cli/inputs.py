@@ -12,9 +12,10 @@ import typer
 from penstock.cli.options import Sharding, parse_stages
 from penstock.cost.costs import Costs
 from penstock.cost.presets import preset, presets
-from penstock.errors import FormatError
+from penstock.errors import FormatError, PlacementError
 from penstock.families import build, find
 from penstock.formats import format_of, read
+from penstock.ir.graph import StageGraph
 from penstock.ir.placement import most_stages
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, lower
@@ -26,6 +27,7 @@ __all__ = [
     "Sizes",
     "costs_from",
     "for_send_model",
+    "graph_from",
     "is_file",
     "read_schedule",
     "schedule_from",
@@ -40,6 +42,7 @@ class Sizes(NamedTuple):
     microbatches: int | None = None
     stages_per_rank: str | None = None
     group: int | None = None
+    graph: str | None = None
 
     @property
     def given(self) -> list[str]:
@@ -88,7 +91,7 @@ def is_file(source: str) -> bool:
 
 def schedule_from(source: str, sizes: Sizes, lowering: Lowering | None = None) -> Schedule:
     """Read a file, which has its own sizes, or build a family, which needs them; lower it on demand."""
-    ranks, microbatches, stages, group = sizes
+    ranks, microbatches, stages, group, _ = sizes
     if is_file(source):
         if sizes.given:
             raise typer.BadParameter(
@@ -100,9 +103,27 @@ def schedule_from(source: str, sizes: Sizes, lowering: Lowering | None = None) -
             missing = [option for option in ("--ranks", "--microbatches") if option not in sizes.given]
             example = f"penstock show {source} --ranks 4 --microbatches 8"
             raise typer.BadParameter(f"{source} needs {' and '.join(missing)}, e.g. {example}")
-        per_rank = None if stages is None else parse_stages(stages)
-        schedule = build(source, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, group=group)
+        schedule = build(
+            source,
+            ranks=ranks,
+            microbatches=microbatches,
+            stages_per_rank=None if stages is None else parse_stages(stages),
+            graph=graph_from(sizes.graph),
+            group=group,
+        )
     return schedule if lowering is None else lowering(schedule)
+
+
+def graph_from(source: str | None) -> StageGraph | None:
+    """The stage graph of these edges, or of the schedule in a file."""
+    if source is None:
+        return None
+    if is_file(source):
+        return read_schedule(Path(source)).graph
+    try:
+        return StageGraph.parse(source)
+    except PlacementError as error:
+        raise typer.BadParameter(f"--graph: {error}") from None
 
 
 def for_send_model(schedule: Schedule, send_model: SendModel, *, blocking_receives: bool = False) -> Schedule:

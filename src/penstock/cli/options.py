@@ -16,6 +16,7 @@ __all__ = [
     "AsJson",
     "CostsSource",
     "FamilyStages",
+    "GraphOption",
     "Group",
     "JitterShare",
     "Lowered",
@@ -30,7 +31,6 @@ __all__ = [
     "SendModelOption",
     "Sharding",
     "ShardingOption",
-    "StagesPerRank",
     "complete_family",
     "parse_bytes",
     "parse_send_model",
@@ -127,14 +127,19 @@ FamilyStages: TypeAlias = Annotated[
         help="Number of stages per rank, or one for each rank: 1,2,2,1.",
     ),
 ]
-StagesPerRank: TypeAlias = Annotated[
-    int | None, typer.Option("--stages-per-rank", "-v", help="Number of stages per rank.")
-]
 Group: TypeAlias = Annotated[
     int | None,
     typer.Option(
         "--group",
         help="Consecutive microbatches of a stage in interleaved families, from ranks to microbatches.",
+    ),
+]
+GraphOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--graph",
+        metavar="EDGES|FILE",
+        help="Stage graph: edges such as '0>1,1>2,0>2', or a schedule file that has one.",
     ),
 ]
 Lowered: TypeAlias = Annotated[

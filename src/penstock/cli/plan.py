@@ -15,6 +15,7 @@ from rich.text import Text
 from penstock.arguments import printable
 from penstock.cli.options import (
     AsJson,
+    FamilyStages,
     JitterShare,
     MemoryLimit,
     Objective,
@@ -22,7 +23,7 @@ from penstock.cli.options import (
     Quantile,
     Ranks,
     Seed,
-    StagesPerRank,
+    parse_stages,
 )
 from penstock.cli.progress import search_progress
 from penstock.cli.rendering import require_suffix
@@ -31,6 +32,7 @@ from penstock.errors import FormatError
 from penstock.formats import write_bytes
 from penstock.planning import Model, Plan, Rejected, read_model
 from penstock.planning import plan as make_plan
+from penstock.planning.configuration import stages_text
 from penstock.planning.explanation import Explanation, explain
 from penstock.view.frontier import frontier_picture, frontier_text
 
@@ -67,7 +69,7 @@ def plan(
     ranks: Ranks = None,
     memory: MemoryLimit = None,
     batch: BatchSize = None,
-    stages_per_rank: StagesPerRank = None,
+    stages_per_rank: FamilyStages = None,
     objective: ObjectiveOption = Objective.makespan,
     seconds: TimeLimit = 10.0,
     seed: Seed = 0,
@@ -98,7 +100,7 @@ def plan(
             ranks=ranks,
             memory_limit=memory,
             samples=batch,
-            stages_per_rank=stages_per_rank,
+            stages_per_rank=None if stages_per_rank is None else parse_stages(stages_per_rank),
             objective=objective.value,
             seconds=seconds,
             seed=seed,
@@ -165,7 +167,7 @@ def _rejected(each: Rejected) -> dict[str, Any]:
     return {
         "schedule": each.name,
         "stages_per_rank": configuration.stages_per_rank,
-        "placement": configuration.placement.style,
+        "placement": configuration.style,
         "microbatches": configuration.microbatches,
         "peak_memory": each.memory,
         "bound": each.bound,
@@ -208,8 +210,8 @@ def _table(made: Plan, top: int) -> Table:
         table.add_row(
             str(place),
             Text(printable(option.name)),
-            str(configuration.stages_per_rank),
-            configuration.placement.style,
+            stages_text(configuration.stages_per_rank),
+            configuration.style,
             str(configuration.microbatches),
             str(configuration.samples),
             f"{option.seconds:.4g} s",

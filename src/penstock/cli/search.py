@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -14,20 +13,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.inputs import costs_from
+from penstock.cli.inputs import costs_from, graph_from
 from penstock.cli.options import (
     AsJson,
     CostsSource,
+    FamilyStages,
+    GraphOption,
     MemoryLimit,
     Objective,
     ObjectiveOption,
     Quantile,
     Seed,
-    StagesPerRank,
+    parse_stages,
 )
 from penstock.cli.progress import search_progress
-from penstock.errors import FormatError
+from penstock.errors import FormatError, PlacementError
 from penstock.formats import format_of, write
+from penstock.ir.placement import Placement
 from penstock.search import SearchResult
 from penstock.search import search as run_search
 from penstock.view.terminal import terminal
@@ -35,20 +37,34 @@ from penstock.view.terminal import terminal
 __all__ = ["search"]
 
 
-class PlacementStyle(str, Enum):
-    """How stages are placed on ranks."""
-
-    any = "any"
-    loop = "loop"
-    v = "v"
-
-
 RankCount: TypeAlias = Annotated[int, typer.Option("--ranks", "-p", help="Number of pipeline ranks.")]
 MicrobatchCount: TypeAlias = Annotated[
     int, typer.Option("--microbatches", "-m", help="Number of microbatches.")
 ]
+_STYLES = ("any", "loop", "v")
+
+
+def _parse_placement(text: str) -> Placement | str:
+    """The name of a shape, or the rank of each stage."""
+    if text in _STYLES:
+        return text
+    try:
+        return Placement(tuple(int(rank) for rank in text.split(",")))
+    except PlacementError as error:
+        raise typer.BadParameter(f"--placement: {error}") from None
+    except ValueError:
+        raise typer.BadParameter(
+            f"--placement is {', '.join(_STYLES)}, or the rank of each stage such as 0,1,1,0 (given {text})"
+        ) from None
+
+
 PlacementOption: TypeAlias = Annotated[
-    PlacementStyle, typer.Option("--placement", help="Placement of several stages per rank.")
+    str,
+    typer.Option(
+        "--placement",
+        metavar="any|loop|v|RANKS",
+        help="Placement of several stages per rank, or the rank of each stage: 0,1,1,0.",
+    ),
 ]
 LiveLimit: TypeAlias = Annotated[
     int | None,
@@ -77,8 +93,9 @@ def search(
     *,
     ranks: RankCount,
     microbatches: MicrobatchCount,
-    stages_per_rank: StagesPerRank = 1,
-    placement: PlacementOption = PlacementStyle.any,
+    stages_per_rank: FamilyStages = None,
+    placement: PlacementOption = "any",
+    graph: GraphOption = None,
     costs: CostsSource = None,
     memory: MemoryLimit = None,
     live: LiveLimit = None,
@@ -100,17 +117,22 @@ def search(
       penstock search -p 4 -m 8 --live 4 -o best.csv
       penstock search -p 8 -m 24 --costs zb-h2304-p8-m24 --memory 3219456 --objective span
       penstock search -p 4 -m 8 -v 2 --placement v --live 6 --seconds 5
+      penstock search -p 3 -m 6 --graph '0>1,1>2,0>2'
       penstock search -p 4 -m 16 --costs costs.toml --memory 40GiB --jitter 0.05 --json
     """
     if output is not None:
         _require_writable(output)
+    where = _parse_placement(placement)
+    if isinstance(where, Placement) and stages_per_rank is not None:
+        raise typer.BadParameter("--placement has the rank of each stage; remove --stages-per-rank")
     with search_progress() as on_progress:
         result = run_search(
             ranks=ranks,
             microbatches=microbatches,
             costs=costs_from(costs),
-            stages_per_rank=1 if stages_per_rank is None else stages_per_rank,
-            placement=placement.value,
+            stages_per_rank=1 if stages_per_rank is None else parse_stages(stages_per_rank),
+            placement=where,
+            graph=graph_from(graph),
             memory_limit=memory,
             live_limit=live,
             objective=objective.value,

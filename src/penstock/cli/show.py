@@ -17,6 +17,7 @@ from penstock.cli.inputs import Lowering, Sizes, costs_from, is_file, schedule_f
 from penstock.cli.options import (
     CostsSource,
     FamilyStages,
+    GraphOption,
     Group,
     Lowered,
     MemoryLimit,
@@ -69,6 +70,7 @@ def show(
     microbatches: Microbatches = None,
     stages_per_rank: FamilyStages = None,
     group: Group = None,
+    graph: GraphOption = None,
     lowered: Lowered = False,
     sharding: ShardingOption = Sharding.look_ahead,
     memory: MemoryLimit = None,
@@ -84,12 +86,15 @@ def show(
       penstock show 1f1b --ranks 4 --microbatches 8
       penstock show interleaved-1f1b -p 4 -m 8 -v 2 --lowered
       penstock show interleaved-1f1b -p 4 -m 16 --group 8
+      penstock show 1f1b -p 3 -m 8 --graph '0>1,1>2,0>2'
       penstock show zbv -p 4 -m 8 -o zbv.csv
       penstock show zbv.csv --costs costs.toml -o zbv.html
     """
     chosen = _choose_format(output_format, output)
     shown = schedule_from(
-        schedule, Sizes(ranks, microbatches, stages_per_rank, group), Lowering(lowered, sharding, memory, costs)
+        schedule,
+        Sizes(ranks, microbatches, stages_per_rank, group, graph),
+        Lowering(lowered, sharding, memory, costs),
     )
     width = shutil.get_terminal_size().columns
     if chosen is Format.grid and output is None:

@@ -18,6 +18,7 @@ from penstock.cli.options import (
     AsJson,
     CostsSource,
     FamilyStages,
+    GraphOption,
     Group,
     JitterShare,
     Lowered,
@@ -57,6 +58,7 @@ def simulate(
     microbatches: Microbatches = None,
     stages_per_rank: FamilyStages = None,
     group: Group = None,
+    graph: GraphOption = None,
     lowered: Lowered = False,
     sharding: ShardingOption = Sharding.look_ahead,
     memory: MemoryLimit = None,
@@ -76,7 +78,7 @@ def simulate(
     """
     given = schedule_from(
         schedule,
-        Sizes(ranks, microbatches, stages_per_rank, group),
+        Sizes(ranks, microbatches, stages_per_rank, group, graph),
         Lowering(lowered, sharding, memory, costs, send_model),
     )
     simulated = for_send_model(given, send_model, blocking_receives=blocking_receives)

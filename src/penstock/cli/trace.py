@@ -11,6 +11,7 @@ from penstock.cli.inputs import Lowering, Sizes, costs_from, for_send_model, sch
 from penstock.cli.options import (
     CostsSource,
     FamilyStages,
+    GraphOption,
     Group,
     Lowered,
     MemoryLimit,
@@ -39,6 +40,7 @@ def trace(
     microbatches: Microbatches = None,
     stages_per_rank: FamilyStages = None,
     group: Group = None,
+    graph: GraphOption = None,
     lowered: Lowered = False,
     sharding: ShardingOption = Sharding.look_ahead,
     memory: MemoryLimit = None,
@@ -54,7 +56,7 @@ def trace(
     """
     chosen = schedule_from(
         schedule,
-        Sizes(ranks, microbatches, stages_per_rank, group),
+        Sizes(ranks, microbatches, stages_per_rank, group, graph),
         Lowering(lowered, sharding, memory, costs, send_model),
     )
     timeline = simulate(for_send_model(chosen, send_model), costs_from(costs), send_model=send_model)

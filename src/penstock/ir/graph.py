@@ -19,7 +19,7 @@ from graphlib import CycleError, TopologicalSorter
 import numpy as np
 import numpy.typing as npt
 
-from penstock.arguments import whole_number
+from penstock.arguments import printable, whole_number
 from penstock.errors import PlacementError, ScheduleError
 from penstock.ir.action import chain_neighbour
 from penstock.ir.kinds import Kind
@@ -61,6 +61,21 @@ class StageGraph:
             s for ports in self._extra_ports for s, others in ports.items() if len(others) > MAX_PORTS
         ]:
             raise PlacementError(f"stage {crowded[0]} has more than {MAX_PORTS} edges in one direction")
+
+    @classmethod
+    def parse(cls, text: str) -> StageGraph:
+        """From the text of its edges, as in CSV files: `StageGraph.parse("0>1,1>2,0>2")`."""
+        edges: list[Edge] = []
+        for each in text.split(","):
+            source, arrow, target = each.strip().partition(">")
+            if not (arrow and source.isdecimal() and target.isdecimal()):
+                given = printable(repr(each.strip()))
+                raise PlacementError(f"{given} is not an edge; write 0>2 for stage 0 that feeds 2")
+            edges.append((int(source), int(target)))
+        most = max(stage for edge in edges for stage in edge)
+        if most > 2 * len(edges):
+            raise PlacementError(f"stage {most} of {len(edges)} edges: some stages have no edge")
+        return cls(most + 1, tuple(edges))
 
     @classmethod
     def chain(cls, num_stages: int) -> StageGraph:

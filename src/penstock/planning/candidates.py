@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 
 from penstock.cost.memory import LayerBytes, LiveActivations, activation_bytes, fixed_bytes_of
-from penstock.ir.placement import Placement
+from penstock.ir.placement import Placement, StagesPerRank, most_stages
 from penstock.planning.configuration import Configuration, configure
 from penstock.planning.model import Model
 from penstock.planning.partition import LayerCounts, balanced_partition, even_partition, improve_partition
@@ -23,12 +23,15 @@ def configurations(request: PlanRequest) -> Iterator[Configuration]:
     model, ranks = request.model, request.ranks
     most = min(_MAX_STAGES_PER_RANK, len(model.layers) // ranks) if ranks > 1 else 1
     fixed = request.stages_per_rank
-    for stages_per_rank in range(1, most + 1) if fixed is None else [fixed]:
+    choices: Sequence[StagesPerRank] = range(1, most + 1) if fixed is None else [fixed]
+    for stages_per_rank in choices:
         placements = Placement.loop(ranks, stages_per_rank), Placement.v(ranks, stages_per_rank)
         for placement in dict.fromkeys(placements):
             partitions = candidate_partitions(model, placement)
             for m in _divisors(request.samples):
-                exact = [balanced_partition(model.loads(), ranks, m)] if stages_per_rank == 1 else []
+                exact = (
+                    [balanced_partition(model.loads(), ranks, m)] if most_stages(stages_per_rank) == 1 else []
+                )
                 for counts in dict.fromkeys(each for each in (*exact, *partitions) if each is not None):
                     yield configure(request, placement, counts, m)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -9,11 +10,11 @@ from penstock.bounds import Bound, Workload, bounds
 from penstock.cost.costs import Costs
 from penstock.cost.memory import fixed_bytes_of
 from penstock.cost.prices import pairs_can_pay
-from penstock.ir.placement import Placement
+from penstock.ir.placement import Placement, StagesPerRank
 from penstock.planning.partition import LayerCounts
 from penstock.planning.request import PlanRequest
 
-__all__ = ["Configuration", "configure"]
+__all__ = ["Configuration", "configure", "stages_text"]
 
 _MAX_WORK = 1 << 15
 """Stages times microbatches of the largest schedule that is evaluated."""
@@ -31,10 +32,19 @@ class Configuration:
     """Per microbatch."""
     costs: Costs
 
-    @property
-    def stages_per_rank(self) -> int:
-        """Number of stages of each rank."""
-        return self.placement.num_stages // self.placement.num_ranks
+    @cached_property
+    def stages_per_rank(self) -> int | tuple[int, ...]:
+        """Number of stages of each rank; a list if they differ."""
+        counts = tuple(map(len, self.placement.stages_of_rank))
+        return counts if len(set(counts)) > 1 else counts[0]
+
+    @cached_property
+    def style(self) -> str:
+        """`loop`, `v` or `custom`, also with unequal numbers of stages per rank."""
+        ranks, counts = self.placement.num_ranks, self.stages_per_rank
+        if self.placement == Placement.loop(ranks, counts):
+            return "loop"
+        return "v" if self.placement == Placement.v(ranks, counts) else "custom"
 
     @property
     def is_too_large_to_evaluate(self) -> bool:
@@ -42,8 +52,9 @@ class Configuration:
         return self.placement.num_stages * self.microbatches > _MAX_WORK
 
     def __str__(self) -> str:
-        stages = f"v={self.stages_per_rank}{' V' if self.placement.style == 'v' else ''}"
-        return f"{stages}, m={self.microbatches}"
+        return (
+            f"v={stages_text(self.stages_per_rank)}{' V' if self.style == 'v' else ''}, m={self.microbatches}"
+        )
 
     @cached_property
     def fixed(self) -> tuple[float, ...]:
@@ -64,6 +75,13 @@ class Configuration:
         if request.objective == "period":  # which includes the optimizer step
             return found
         return replace(found, seconds=found.seconds + self.costs.optimizer_step)
+
+
+def stages_text(stages_per_rank: StagesPerRank) -> str:
+    """As the command line takes it: 2, or 1,2,2,1."""
+    return (
+        ",".join(map(str, stages_per_rank)) if isinstance(stages_per_rank, Sequence) else str(stages_per_rank)
+    )
 
 
 def configure(

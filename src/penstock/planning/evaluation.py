@@ -16,9 +16,10 @@ from penstock.bounds import Bound
 from penstock.cost.memory import LiveActivations, live_activations
 from penstock.families import build, families
 from penstock.ir.action import Kind
+from penstock.ir.placement import StagesPerRank, most_stages
 from penstock.ir.schedule import Schedule
 from penstock.planning.candidates import configurations, partition_within_memory
-from penstock.planning.configuration import Configuration, configure
+from penstock.planning.configuration import Configuration, configure, stages_text
 from penstock.planning.options import Option, Rejected
 from penstock.planning.partition import LayerCounts
 from penstock.planning.request import PlanRequest
@@ -70,11 +71,11 @@ class Evaluation:
 
     def evaluate_families(self) -> None:
         """Evaluate every family in every configuration that it can be built for."""
-        groups: dict[tuple[int, int], list[Configuration]] = {}
+        groups: dict[tuple[int | tuple[int, ...], int], list[Configuration]] = {}
         for _, each in self.configurations:
             groups.setdefault((each.stages_per_rank, each.microbatches), []).append(each)
         for done, ((stages_per_rank, m), group) in enumerate(groups.items()):
-            self.report(f"families with v={stages_per_rank}, m={m}", done / len(groups))
+            self.report(f"families with v={stages_text(stages_per_rank)}, m={m}", done / len(groups))
             for schedule in training_schedules(self.request.ranks, m, stages_per_rank):
                 own = [each for each in group if each.placement == schedule.placement]
                 if own:
@@ -104,7 +105,7 @@ class Evaluation:
         """A partition that fits, unless the search would be long and the mean rank exceeds the limit anyway."""
         limit = self.request.memory_limit
         peaks = [each.peak(configuration.costs, configuration.placement.num_stages) for each in live]
-        if configuration.stages_per_rank > 1 and limit is not None and fmean(peaks) > limit:
+        if configuration.stages_per_rank != 1 and limit is not None and fmean(peaks) > limit:
             return None
         return partition_within_memory(self.request, configuration, live)
 
@@ -133,12 +134,13 @@ class Evaluation:
         self.on_progress(Progress(phase, best, self.bound, perf_counter() - self._started, fraction))
 
 
-def training_schedules(ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Schedule]:
+def training_schedules(ranks: int, microbatches: int, stages_per_rank: StagesPerRank) -> Iterator[Schedule]:
     """The schedules of all training families, with a few groups; of equal ones that of the most specific."""
     seen: set[tuple[tuple[int, ...], bytes]] = set()
-    matching = [each for each in families().values() if each.stages_per_rank in (None, stages_per_rank)]
+    most = most_stages(stages_per_rank)
+    matching = [each for each in families().values() if each.stages_per_rank in (None, most)]
     for family in sorted(matching, key=lambda family: family.stages_per_rank is None):
-        groups = family.typical_groups(ranks, microbatches) if stages_per_rank > 1 else []
+        groups = family.typical_groups(ranks, microbatches) if most > 1 else []
         for group in (None, *groups):
             schedule = build(
                 family.name,

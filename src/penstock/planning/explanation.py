@@ -161,7 +161,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
         yield "twice the bandwidth", _with_common(shorter, bandwidth=common.bandwidth * 2)
     if common.launch_overhead:
         yield "half the launch overhead", _with_common(shorter, launch_overhead=common.launch_overhead / 2)
-    if request.stages_per_rank is None and request.ranks > 1:
+    if request.stages_per_rank is None and request.ranks > 1 and isinstance(stages_per_rank, int):
         for other in (stages_per_rank - 1, stages_per_rank + 1):
             if other >= 1 and request.ranks * other <= len(request.model.layers):
                 yield (

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.cost.costs import Costs, size_text
 from penstock.errors import PlanError
 from penstock.formats import write_text
+from penstock.ir.placement import StagesPerRank
 from penstock.planning.evaluation import Evaluation
 from penstock.planning.model import Model
 from penstock.planning.model_files import read_model
@@ -66,7 +67,7 @@ class Plan:
         return {
             "schedule": option.name,
             "stages_per_rank": configuration.stages_per_rank,
-            "placement": configuration.placement.style,
+            "placement": configuration.style,
             "stage_to_rank": list(configuration.placement.stage_to_rank),
             "layers_per_stage": list(configuration.counts),
             "layout": None if layout is None else str(layout),
@@ -104,7 +105,7 @@ def plan(
     ranks: int | None = None,
     memory_limit: float | None = None,
     samples: int | None = None,
-    stages_per_rank: int | None = None,
+    stages_per_rank: StagesPerRank | None = None,
     objective: str = "makespan",
     seconds: float = 10.0,
     seed: int = 0,
@@ -117,7 +118,7 @@ def plan(
 
     `model`            a file (see `penstock.planning.model_files`), a `Model`, or the costs of stages
     `ranks`            instead of the model's; also `memory_limit` (bytes per rank) and `samples` (per step)
-    `stages_per_rank`  any number unless given
+    `stages_per_rank`  one number for all ranks, or a list of one for each; any number unless given
     `objective`        the objective to minimize: `makespan`, `span` or `period`, optimizer step included
     `seconds`          time for searching orders, in addition to evaluating families; 0 for families only
     `jitter`           rank by the `quantile` of the makespan when steps vary by this share

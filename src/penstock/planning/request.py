@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.arguments import printable, whole_number
 from penstock.bounds import OBJECTIVES
 from penstock.errors import PlanError
+from penstock.ir.placement import StagesPerRank, problems_of_counts
 from penstock.planning.model import Model
 from penstock.simulation.timeline import Timeline
 
@@ -23,8 +25,8 @@ class PlanRequest:
     """Per step of this pipeline."""
     memory_limit: float | None = None
     """Bytes per rank."""
-    stages_per_rank: int | None = None
-    """None for any number."""
+    stages_per_rank: StagesPerRank | None = None
+    """One number for all ranks or a list of one for each; None for any number."""
     objective: str = "makespan"
     seconds: float = 10.0
     """Time for the search."""
@@ -54,15 +56,21 @@ class PlanRequest:
 
     def _errors_in_counts(self) -> list[str]:
         stages_per_rank = 1 if self.stages_per_rank is None else self.stages_per_rank
-        given = {"ranks": self.ranks, "samples": self.samples, "stages per rank": stages_per_rank}
+        given: dict[str, object] = {"ranks": self.ranks, "samples": self.samples}
+        if not isinstance(stages_per_rank, Sequence):
+            given["stages per rank"] = stages_per_rank
         errors = [
             f"{name} must be an integer above 0 (given {printable(repr(value))})"
             for name, value in given.items()
             if (whole_number(value) or 0) < 1
         ]
-        if not errors and self.ranks * stages_per_rank > len(self.model.layers):
+        errors += problems_of_counts(self.ranks, stages_per_rank)
+        counts = stages_per_rank if isinstance(stages_per_rank, Sequence) else [stages_per_rank]
+        needed = 0 if errors else sum(counts) * self.ranks // len(counts)
+        if needed > len(self.model.layers):
             stages = f"{self.ranks} ranks"
-            stages += "" if stages_per_rank == 1 else f" with {stages_per_rank} stages each"
+            if stages_per_rank != 1:
+                stages += f" with {', '.join(map(str, counts))} stages{' each' * (len(counts) == 1)}"
             have = f"the model has {len(self.model.layers)} {'stages' if self.model.are_stages else 'layers'}"
             errors.append(
                 f"{stages} need at least one layer per stage, but {have}: use fewer ranks or stages per rank"

@@ -6,7 +6,7 @@ from penstock.cost.costs import Costs
 from penstock.cost.memory import activation_bytes, fixed_bytes
 from penstock.errors import SearchError
 from penstock.ir.graph import StageGraph
-from penstock.ir.placement import Placement
+from penstock.ir.placement import Placement, StagesPerRank
 from penstock.search.request import SearchRequest
 from penstock.search.result import OnProgress, SearchResult
 
@@ -18,7 +18,7 @@ def search(
     ranks: int,
     microbatches: int,
     costs: Costs | None = None,
-    stages_per_rank: int = 1,
+    stages_per_rank: StagesPerRank = 1,
     placement: Placement | str = "any",
     memory_limit: float | None = None,
     live_limit: int | None = None,
@@ -34,7 +34,8 @@ def search(
 ) -> SearchResult:
     """Find the best schedule for these costs within a memory limit, with a bound on its optimality gap.
 
-    `placement` is a `Placement`, or `loop`, `v`, or `any` for the better of the two. `memory_limit` is in bytes
+    `stages_per_rank` is one number, or a list of one for each rank. `placement` is a `Placement`, or `loop`,
+    `v`, or `any` for the better of the two. `memory_limit` is in bytes
     per rank, parameters and optimizer state included; `live_limit` instead is a number of activations per rank,
     each of one stage and microbatch. `objective` is the objective to minimize: `makespan`, `span` or `period`.
     With `split=False` backwards are not split into I and W. With `graph` stages feed each other as in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import cast
@@ -14,7 +14,7 @@ from penstock.errors import PenstockError, SearchError
 from penstock.families.depth_order import topological_placement
 from penstock.families.registry import MAX_WORK
 from penstock.ir.graph import StageGraph
-from penstock.ir.placement import Placement
+from penstock.ir.placement import Placement, StagesPerRank, problems_of_counts
 
 __all__ = ["SearchRequest"]
 
@@ -29,7 +29,7 @@ class SearchRequest:
     ranks: int
     microbatches: int
     costs: Costs | None
-    stages_per_rank: int
+    stages_per_rank: StagesPerRank
     placement: Placement | str
     memory_limit: float | None
     live_limit: int | None
@@ -50,7 +50,11 @@ class SearchRequest:
             raise SearchError("; ".join(errors))
 
     def _errors_in_counts(self) -> Iterator[str]:
-        minima = {"ranks": 1, "microbatches": 1, "stages_per_rank": 1, "live_limit": 1, "moves": 0, "seed": 0}
+        minima = {"ranks": 1, "microbatches": 1, "live_limit": 1, "moves": 0, "seed": 0}
+        if isinstance(self.stages_per_rank, Sequence):
+            yield from problems_of_counts(self.ranks, self.stages_per_rank)
+        else:
+            minima["stages_per_rank"] = 1
         for name, least in minima.items():
             value = getattr(self, name)
             if value is None and name in ("live_limit", "moves"):
