@@ -17,6 +17,7 @@ from penstock.validation import SendModel
 from tests.bounds.test_lower_bounds import OPTIMA
 from tests.support.grids import small
 from tests.support.search_instances import UNITS, random_problem, search_for
+from tests.support.slowness import slowness
 
 PUBLISHED = {  # ZB-2p: the span at twice the memory of 1F1B, in microseconds
     "zb-h2304-p8-m24": 1152599,
@@ -198,17 +199,16 @@ def test_the_same_seed_and_moves_give_the_same_schedule(exact: bool) -> None:  #
 def test_the_time_limit_holds_and_progress_is_reported() -> None:
     reports: list[Progress] = []
     costs = CHUNKS
-    search(ranks=2, microbatches=2, moves=10)  # compiles
     found = search(
         ranks=8,
         microbatches=24,
         stages_per_rank=2,
         costs=costs,
-        live_limit=10,
+        live_limit=13,
         seconds=1.5,
         on_progress=reports.append,
     )
-    assert 1.4 < found.seconds < 6
+    assert 1.4 < found.seconds < 6 * slowness()
     assert found.value <= reports[-1].best * (1 + 1e-9)
     assert [each.best for each in reports[2:]] == sorted((each.best for each in reports[2:]), reverse=True)
     assert [each.fraction for each in reports] == sorted(each.fraction for each in reports)
@@ -216,9 +216,8 @@ def test_the_time_limit_holds_and_progress_is_reported() -> None:
 
 
 def test_the_time_limit_holds_where_list_scheduling_alone_would_take_longer() -> None:
-    search(ranks=2, microbatches=2, moves=10)  # compiles
     found = search(ranks=64, microbatches=128, stages_per_rank=2, placement="loop", live_limit=128, seconds=1)
-    assert found.seconds < 15
+    assert found.seconds < 15 * slowness()
 
 
 def test_families_that_the_time_limit_leaves_no_time_for_are_named() -> None:

@@ -7,7 +7,7 @@ import pytest
 import penstock
 from penstock import Costs, Placement, build, simulate
 from penstock.search.problem import Problem
-from penstock.search.seeds import grouped_schedules
+from penstock.search.seeds import _caps, grouped_schedules
 
 
 def test_interleaved_families_are_starts_with_several_groups() -> None:
@@ -28,3 +28,11 @@ def test_without_moves_the_result_is_as_good_as_every_group(*, split: bool) -> N
     for group in (6, 8, 16):
         made = build(name, ranks=4, microbatches=16, stages_per_rank=2, group=group)
         assert result.value <= simulate(made, costs).makespan + 1e-9
+
+
+def test_activations_in_flight_can_fill_the_memory_in_proportion_to_how_long_they_are_held() -> None:
+    problem = Problem(Placement.v(4), 16, Costs(), 8)
+    *_, filled, exceeding, _, _, _ = _caps(problem)
+    # rank 0 holds an activation of stage 0 for 17 and of stage 7 for 3; rank 3 of stages 3 and 4 for 11 and 9
+    assert filled.tolist() == [7, 6, 5, 4, 4, 3, 2, 1]
+    assert exceeding.tolist() == [7, 6, 6, 5, 4, 3, 2, 2]

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from threading import Event
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -22,12 +22,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.cost.costs import Costs
+from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.search import exact
+from penstock.search.annealing import anneal
 from penstock.search.compilation import COMPILED
 from penstock.search.placement_search import PlacementSearch
 from penstock.search.problem import Problem
 from penstock.search.result import OnProgress, Progress, SearchResult
+from penstock.search.seeds import list_scheduled
 from penstock.search.steady_state import repeat_steady_state
 from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import simulate
@@ -61,8 +64,18 @@ def run(
     problems: Sequence[Problem], costs: Costs, budget: Budget, jitter: Jitter | None, on_progress: OnProgress
 ) -> SearchResult:
     """Search all problems and return the best schedule; its timeline is simulated with `costs`."""
+    _compile()
     driver = _Driver(problems, costs, budget, jitter, on_progress, random.Random(budget.seed))  # noqa: S311 -- no secret
     return driver.run()
+
+
+@cache
+def _compile() -> None:
+    """Run everything that is compiled once on the smallest problem: the time limit is for the search."""
+    problem = Problem(Placement((0,)), 1, Costs())
+    order = next(list_scheduled(problem, lambda: False)).order
+    if problem.fits(order):
+        anneal(problem.arrays, order, 0, 1, 1.0, 1.0, 0, np.zeros(1, np.int64))
 
 
 def _cores() -> int:

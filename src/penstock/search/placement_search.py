@@ -97,11 +97,11 @@ class PlacementSearch:
     def add_seeds(self, is_late: Callable[[], bool], is_over: Callable[[], bool]) -> None:
         """Add the serial order and families; unless one is optimal, groups and list scheduling too.
 
-        When it is over, no family is added except for the first one, and when it is late, nothing else.
+        When it is over, no family is added except for the first that fits, and when it is late, nothing else.
         """
         self.add_start(*serial(self.problem))
         for name, builder in family_builders(self.problem).items():
-            if (self.families or self.too_large) and is_over():
+            if self.families and is_over():
                 self.skipped.append(name)
             elif (schedule := builder()) is not None:
                 self.add_start(schedule.name, self.problem.order_of(schedule))

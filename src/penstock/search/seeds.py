@@ -15,6 +15,7 @@ from penstock.families import build, families
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
+from penstock.search.kernel_arrays import FORWARD
 from penstock.search.list_scheduling import Rule, list_schedule
 from penstock.search.problem import Problem
 from penstock.search.zbv_greedy import zbv_greedy
@@ -117,11 +118,34 @@ def list_scheduled(problem: Problem, is_late: Callable[[], bool]) -> Iterator[Se
 
 
 def _caps(problem: Problem) -> Iterator[Ints]:
-    """Limits on microbatches in flight per stage: none, then as few as hide the round trip, and a few more."""
+    """Limits on microbatches in flight per stage: none, what fills the memory, what hides the round trip."""
     placement, stages, work = problem.placement, problem.placement.num_stages, problem.work
     yield np.full(stages, problem.microbatches, dtype=np.int64)
+    if problem.memory_limit is not None and stages > placement.num_ranks:
+        yield _filling_caps(problem, exceeding=False)
+        yield _filling_caps(problem, exceeding=True)
     slowest = max(map(work.seconds_of, range(placement.num_ranks))) / problem.microbatches
     for more in (0, 1, 2):
         needed = (work.round_trip(s) / slowest if slowest else 0.0 for s in range(stages))
         most = (min(each, problem.microbatches) for each in needed)
         yield np.array([math.ceil(each - 1e-9) + more or 1 for each in most], dtype=np.int64)
+
+
+def _filling_caps(problem: Problem, *, exceeding: bool) -> Ints:
+    """Per stage: its part of the memory of its rank, by how long it holds an activation.
+
+    It is rounded up (`exceeding`), or as far as the memory allows, for the greatest remainder first.
+    """
+    work, sizes = problem.work, problem.arrays.memory_change[FORWARD::3].tolist()
+    lives = [work.round_trip(s) + work.input_gradient[s] + work.weight_gradient[s] for s in range(len(sizes))]
+    caps = np.full(len(sizes), problem.microbatches, dtype=np.int64)
+    for own, room in zip(problem.placement.stages_of_rank, problem.arrays.memory_limits.tolist()):
+        if not (byte_seconds := sum(lives[s] * sizes[s] for s in own)):
+            continue
+        parts = {s: min(lives[s] * room / byte_seconds, problem.microbatches) for s in own}
+        for s, part in parts.items():
+            caps[s] = max(math.ceil(part - 1e-6) if exceeding else math.floor(part + 1e-6), 1)
+        for s in sorted(own, key=lambda s: math.floor(parts[s]) - parts[s]):
+            if sum(sizes[other] * caps[other] for other in own) + sizes[s] <= room:
+                caps[s] += 1
+    return caps
