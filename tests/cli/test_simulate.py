@@ -24,6 +24,15 @@ def test_json_output(run: Run) -> None:
     assert result["critical_path"][0] == "0F0"
 
 
+def test_exposed_all_to_all_is_printed_where_there_is_any(run: Run, tmp_path: Path) -> None:
+    costs = tmp_path / "experts.toml"
+    costs.write_text("forward_all_to_all_seconds = 1\nbackward_input_all_to_all_seconds = 1\n")
+    sizes = ("interleaved-overlap", "-p", 2, "-m", 4)
+    assert "exposed all-to-all" not in run("simulate", *sizes).out
+    assert "exposed all-to-all" in run("simulate", *sizes, "-c", costs).out
+    assert run("simulate", *sizes, "-c", costs, "--json").json["exposed_all_to_all"] == [10, 6]
+
+
 def test_costs_come_from_a_file_or_a_preset(run: Run, tmp_path: Path) -> None:
     Costs(forward=10).write(tmp_path / "costs.toml")
     assert run("simulate", "gpipe", "-p", 1, "-m", 1, "--costs", "costs.toml", "--json").json["makespan"] == 12

@@ -152,6 +152,16 @@ def test_messages_name_their_ends_and_their_arrival(family: str) -> None:
         assert (sent["begin"][i], sent["arrival"][i]) == (message.begin, message.arrival)
 
 
+def test_steps_have_their_all_to_all_where_there_is_any() -> None:
+    schedule = penstock.Schedule.parse("0F0 (0F1;0B0)OVERLAP_F_B 0B1")
+    steps = record(penstock.simulate(schedule, Costs(forward_all_to_all=1, backward_input_all_to_all=1)))[
+        "steps"
+    ]
+    assert (steps["all_to_all"], steps["exposed"]) == ([1, 2, 1], [1, 0, 1])
+    steps = record(penstock.simulate(schedule))["steps"]
+    assert (steps["all_to_all"], steps["exposed"]) == ([], [])
+
+
 def test_messages_follow_the_edges_of_a_stage_graph() -> None:
     graph = StageGraph(4, ((0, 1), (0, 2), (0, 3), (1, 3), (2, 3)))
     built = penstock.build("1f1b", ranks=3, microbatches=2, graph=graph, placement=Placement((0, 1, 1, 2)))

@@ -8,7 +8,7 @@ import pytest
 from selenium.webdriver import Keys
 
 import penstock
-from penstock import Placement
+from penstock import Costs, Placement
 from penstock.simulation.attribution import critical_path
 from tests.support.browser import BROWSER, COSTS, DRIVER, ONE_F, ZBV, Browser, number_of
 
@@ -35,6 +35,16 @@ def test_the_card_lists_the_inputs_of_a_step_and_why_it_waited(browser: Browser)
     assert "needs the gradient of stage 1, microbatch 0 from 1B0, rank 1, arrives at 106 s" in browser.card
     assert "needs 0F0 of the same rank, completed at 10 s" in browser.card
     assert "idle 66 s: waits for a gradient to be computed" in browser.card
+
+
+def test_the_card_says_how_much_all_to_all_is_exposed(chromium: Browser) -> None:
+    costs = Costs(forward_all_to_all=0.5)
+    shown = penstock.simulate(penstock.build("1f1b", ranks=2, microbatches=2), costs)
+    chromium.show(shown)
+    chromium.point(chromium.place(number_of(shown, "0F0")))
+    assert "all-to-all 0.5 s, 0.5 s exposed" in chromium.card
+    chromium.point(chromium.place(number_of(shown, "0B0")))
+    assert "all-to-all" not in chromium.card
 
 
 def test_an_idle_gap_shows_its_cause(browser: Browser) -> None:

@@ -195,6 +195,16 @@ def test_every_step_and_message_is_there_with_its_time(family: str) -> None:
     assert sum(entry["dur"] for entry in slices if entry["cat"] == "compute") == sum(shown.busy) * 1e6
 
 
+def test_steps_have_their_all_to_all_and_what_of_it_is_exposed() -> None:
+    costs = penstock.Costs(forward_all_to_all=1, backward_input_all_to_all=0.5)
+    shown = penstock.simulate(penstock.build("interleaved-overlap", ranks=2, microbatches=2), costs)
+    found = {entry["name"]: entry["args"] for entry in of("X", entries(shown)) if entry["cat"] == "compute"}
+    keys = ("all_to_all_us", "exposed_all_to_all_us")
+    assert [found["0F0"][key] for key in keys] == [1e6, 1e6]
+    assert [found["(3F1;3B0)OVERLAP_F_B"][key] for key in keys] == [1.5e6, 0]
+    assert not any("all_to_all_us" in entry["args"] for entry in of("X", entries(timeline("1f1b"))))
+
+
 def test_arrows_go_from_the_producer_through_the_message_to_the_consumer() -> None:
     shown = timeline("zbv")
     found = entries(shown)

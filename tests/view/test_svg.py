@@ -174,6 +174,18 @@ def test_the_legend_has_only_what_is_drawn() -> None:
     assert {style_of(kind).meaning for kind in kinds_on("collective")} <= set(keys)
 
 
+def test_all_to_all_that_no_compute_hides_is_marked_at_the_end_of_its_step() -> None:
+    costs = Costs(forward_all_to_all=1, backward_input_all_to_all=1)
+    shown = penstock.simulate(penstock.build("interleaved-overlap", ranks=2, microbatches=4), costs)
+    root = parsed(shown)
+    assert "exposed all-to-all" in texts(root, "key")
+    strips = [box for g in root.iter(f"{SVG}g") if g.get("class") == "penstock-all-to-all" for box in g]
+    single = sum(len(event.step.parts) == 1 for event in shown.events)
+    assert len(strips) == single + 1  # and the legend's
+    hidden = penstock.simulate(shown.schedule)
+    assert "exposed all-to-all" not in texts(parsed(hidden), "key")
+
+
 # --- promises for every picture --------------------------------------------------------------------
 
 

@@ -100,6 +100,7 @@ def _record(timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float]
     return asdict(comparison_of(timeline)) | {
         "busy": timeline.busy,
         "idle": timeline.idle,
+        "exposed_all_to_all": timeline.exposed_all_to_all,
         "peak_memory_by_rank": timeline.peak_memory,
         "collectives": _collectives(timeline),
         "critical_path": [str(event.step) for event in critical_path(timeline)],
@@ -141,15 +142,17 @@ def _print(timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float] 
 
 
 def _table(timeline: Timeline, idle: Sequence[Gap]) -> Table:
-    """Per rank: busy time, idle time by cause, peak memory."""
+    """Per rank: busy time, how much of it is all-to-all alone, idle time by cause, peak memory."""
     waits: dict[tuple[int, str], float] = defaultdict(float)
     for gap in idle:
         waits[gap.rank, gap.reason] += gap.length
     causes = list(dict.fromkeys(gap.reason for gap in idle))
     table = Table(box=None, pad_edge=False)
-    for name in ("rank", "busy", *causes, "peak memory"):
+    exposed = ["exposed all-to-all"] if any(timeline.exposed_all_to_all) else []
+    for name in ("rank", "busy", *exposed, *causes, "peak memory"):
         table.add_column(name, justify="right")
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory)):
         by_cause = (f"{waits[rank, cause]:g}" for cause in causes)
-        table.add_row(str(rank), f"{busy:g}", *by_cause, f"{peak:g}")
+        alone = [f"{timeline.exposed_all_to_all[rank]:g}"] * len(exposed)
+        table.add_row(str(rank), f"{busy:g}", *alone, *by_cause, f"{peak:g}")
     return table

@@ -35,6 +35,7 @@ __all__ = [
     "EdgePrices",
     "StreamSeconds",
     "action_seconds",
+    "all_to_all_seconds",
     "collectives_take_time",
     "edge_prices",
     "exposed_all_to_all",
@@ -122,6 +123,12 @@ def step_seconds(table: ActionTable, costs: Costs) -> Floats:
         compute[table.slot[table.is_compute]] = True
         total[compute] += costs.launch_overhead
     return total
+
+
+def all_to_all_seconds(table: ActionTable, costs: Costs) -> Floats:
+    """Per slot: seconds of the all-to-all stream, of both parts of a pair."""
+    part = stream_seconds(costs, table.placement.num_stages).all_to_all[table.kind, table.stage]
+    return np.bincount(table.slot, weights=part, minlength=len(table.rank)).astype(np.float64)
 
 
 def exposed_all_to_all(table: ActionTable, costs: Costs) -> Floats:

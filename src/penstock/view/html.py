@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from penstock.cost.prices import all_to_all_seconds, exposed_all_to_all
 from penstock.ir.action import Kind
 from penstock.ir.table import Bools, Ints
 from penstock.simulation.attribution import critical_path, gaps
@@ -128,12 +129,16 @@ def _steps(timeline: Timeline, shown: Bools) -> Record:
     for column, per_part in ((kind, columns.kind), (stage, columns.stage), (microbatch, columns.microbatch)):
         column[columns.slot[first]] = per_part[first]
     kind[columns.slot[second]] = Kind.OVERLAP_F_B.number
+    streams = [prices(columns, timeline.costs) for prices in (all_to_all_seconds, exposed_all_to_all)]
+    all_to_all, exposed = (_numbers(each[shown].tolist()) if streams[0].any() else [] for each in streams)
     return {
         "kind": kind[shown].tolist(),
         "stage": stage[shown].tolist(),
         "microbatch": microbatch[shown].tolist(),
         "start": _numbers(timeline.start[shown].tolist()),
         "end": _numbers(timeline.end[shown].tolist()),
+        "all_to_all": all_to_all,
+        "exposed": exposed,
     }
 
 

@@ -23,6 +23,8 @@ class Legend(NamedTuple):
     memory: list[str]
     edges: bool = False
     """Whether the edges of a stage graph are drawn."""
+    all_to_all: bool = False
+    """Whether any step has all-to-all that no compute hides."""
 
 
 def legend(shown: Legend, left: int, width: int, top: int) -> tuple[Group, int]:
@@ -52,6 +54,8 @@ def _entries(shown: Legend) -> Iterator[tuple[list[Box], str]]:
     if kinds and shown.stages_per_rank > 1:
         tints = [Box(box_style(kinds[0], n), 12 * n, 0, 12, 11) for n in range(shown.stages_per_rank)]
         yield tints, "first to last stage of a rank"
+    if shown.all_to_all:
+        yield [Box("all-to-all", 0, 8, 16, 3)], "exposed all-to-all"
     for kind in kinds_on("collective"):
         if kind in shown.kinds:
             yield [Box(kind.value, 0, 4, 6, 4)], KIND_STYLES[kind].meaning

@@ -47,7 +47,12 @@ _LINES = {
 
 def styles(stages_per_rank: int) -> dict[str, Style]:
     """Every style by name, with a tint for each stage of a rank."""
-    found = {**_TEXT, **_LINES, **{part: Style(colour) for part, colour in MEMORY.items()}}
+    found = {
+        **_TEXT,
+        **_LINES,
+        "all-to-all": Style("#a3260f"),
+        **{part: Style(colour) for part, colour in MEMORY.items()},
+    }
     found |= {str(kind): Style(style_of(kind).colour) for kind in kinds_on("collective")}
     for kind in kinds_on("compute"):
         colour = style_of(kind).colour

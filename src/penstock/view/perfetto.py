@@ -22,6 +22,9 @@ from itertools import count
 from math import inf, nextafter
 from typing import Any, TypeAlias
 
+import numpy as np
+
+from penstock.cost.prices import all_to_all_seconds, exposed_all_to_all
 from penstock.ir.action import Action, Kind, Step, chain_neighbour
 from penstock.simulation.attribution import Gap, gaps
 from penstock.simulation.timeline import Event, Message, Timeline
@@ -113,6 +116,7 @@ class _TimelineTrace:
             span = self.steps[gap.before.slot] if gap.before is not None else None
             if span is not None and _ns(gap.end) > _ns(gap.start):
                 span.args.update(_gap_arguments(gap))
+        self._add_all_to_all()
         for span in self.shown:
             yield {
                 "ph": "X",
@@ -127,6 +131,15 @@ class _TimelineTrace:
             yield from self._arrow(message, sent[id(message)], slot)
         for rank, process in enumerate(self.process):
             yield from _counters(self.timeline, rank, process)
+
+    def _add_all_to_all(self) -> None:
+        """Tell the all-to-all of steps that have one, and how much of it no compute hides."""
+        table, costs = self.timeline.schedule.table, self.timeline.costs
+        sent, exposed = all_to_all_seconds(table, costs), exposed_all_to_all(table, costs)
+        for slot in np.flatnonzero(sent).tolist():
+            if (span := self.steps[slot]) is not None:
+                span.args["all_to_all_us"] = _us(_ns(sent[slot]))
+                span.args["exposed_all_to_all_us"] = _us(_ns(exposed[slot]))
 
     def _at(self, span: _Span, time: int) -> Entry:
         thread = self.thread[span.rank, span.thread, span.lane]

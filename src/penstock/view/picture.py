@@ -17,6 +17,7 @@ from itertools import chain
 import numpy as np
 
 from penstock.arguments import printable
+from penstock.cost.prices import exposed_all_to_all
 from penstock.errors import PenstockError
 from penstock.ir.action import Kind
 from penstock.ir.table import Floats
@@ -101,7 +102,18 @@ def _steps(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterator[
             boxes.append(box)
             labels += _number(box, microbatch, scales, half=first or second)
     yield from sorted(boxes, key=lambda box: box.style)
+    yield from _exposed(timeline, rank, scales, y)
     yield from sorted(labels, key=lambda label: label.style)
+
+
+def _exposed(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterator[Box]:
+    """The all-to-all of each step that no compute hides, as a strip at its end; it may run at any time."""
+    own = slice(*timeline.schedule.table.slot_bounds[rank : rank + 2].tolist())
+    start, end = timeline.start[own], timeline.end[own]
+    exposed = exposed_all_to_all(timeline.schedule.table, timeline.costs)[own]
+    begins, ends = scales.x(np.maximum(end - exposed, start)), scales.x(end)
+    for n in np.flatnonzero(exposed).tolist():
+        yield Box("all-to-all", begins[n], y + ROW - 3, round(ends[n] - begins[n], 2), 3)
 
 
 def _collective(kind: Kind, x: float, width: float, y: float) -> Box:

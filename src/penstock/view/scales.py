@@ -80,7 +80,8 @@ class Scales:
         memories = [memory for t in self.timelines for memory in t.memory]
         used = [part for part in MEMORY if any(np.any(getattr(memory, part)) for memory in memories)]
         edges = any(not t.schedule.graph.is_chain and t.messages for t in self.timelines)
-        return Legend(self.kinds, max(map(len, hosted)), pairs, used, edges)
+        exposed = any(any(t.exposed_all_to_all) for t in self.timelines)
+        return Legend(self.kinds, max(map(len, hosted)), pairs, used, edges, exposed)
 
     @cached_property
     def unit(self) -> tuple[float, str]:

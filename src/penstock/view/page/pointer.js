@@ -38,6 +38,7 @@ function linesOfStep(panel, step) {
   const when = `${seconds(start[step])} to ${seconds(end[step])}, takes ${seconds(end[step] - start[step])}`;
   const lines = [headline(stepText(panel, step), MEANING[data.kinds[kind[step]]])];
   lines.push(element("p", `rank ${panel.rankOf[step]}, ${when}`));
+  if (panel.steps.all_to_all[step]) lines.push(element("p", allToAllText(panel, step)));
   const last = (t) => (t === start[step] && t > 0 ? "last" : "");
   for (const m of panel.messagesIn[step]) lines.push(element("p", inputText(panel, m), last(arrival[m])));
   for (const n of panel.needsIn[step]) {
@@ -48,6 +49,12 @@ function linesOfStep(panel, step) {
   if (panel.gapBefore.has(step)) lines.push(element("p", gapText(panel, panel.gapBefore.get(step)), "why"));
   if (panel.onPath.has(step)) lines.push(element("p", "on the critical path"));
   return lines;
+}
+
+// Describes the all-to-all of a step: how long it takes, and how much of that no compute hides.
+function allToAllText(panel, step) {
+  const { all_to_all: takes, exposed } = panel.steps;
+  return `all-to-all ${seconds(takes[step])}, ${seconds(exposed[step])} exposed`;
 }
 
 // Describes an input message: its value, its producer, its arrival.
