@@ -42,15 +42,15 @@ _EFFECTS = {
 _LATE = 0.08
 """The share of faults for which the others wait until the timeout: a rank that stops, or never connects."""
 _LAYOUTS: tuple[tuple[float, int, dict[str, Any]], ...] = (
-    (8, 2, {}),
+    (10, 2, {}),
     (4, 3, {}),
     (1, 4, {}),
-    (2, 2, {"data": "replicas", "replicas": 2}),
-    (2, 2, {"data": "fsdp", "replicas": 2}),
-    (2, 2, {"tp": 2}),
-    (0.4, 8, {}),
-    (0.4, 2, {"data": "fsdp", "replicas": 2, "tp": 2}),
-    (0.4, 4, {"data": "replicas", "replicas": 2}),
+    (1, 2, {"data": "replicas", "replicas": 2}),
+    (1, 2, {"data": "fsdp", "replicas": 2}),
+    (1, 2, {"tp": 2}),
+    (0.25, 8, {}),
+    (0.25, 2, {"data": "fsdp", "replicas": 2, "tp": 2}),
+    (0.25, 4, {"data": "replicas", "replicas": 2}),
 )
 """How often, on how many ranks, with which other dimensions; few processes are cheap."""
 _FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipev")
@@ -69,6 +69,8 @@ class Chaos:
     nth: int
     """At which of the events of this kind in that step."""
     effect: str
+    saves: bool
+    """Whether a checkpoint is saved before step 1."""
 
     @property
     def ranks(self) -> int:
@@ -102,11 +104,12 @@ def random_chaos(rng: random.Random) -> Chaos:
     width = case.replicas * case.tp
     host = schedule.placement.stage_to_rank[-1] if place == "loss" else rng.randrange(pp)
     victim = host * width + rng.randrange(width)
-    if rng.random() > _LATE:
-        return Chaos(case, victim, place, step, nth, rng.choice(_EFFECTS[place]))
-    if width == 1 and rng.random() < 0.3:  # else its replicas may notice before it has told anybody who it is
-        return Chaos(case, victim, "construction", 0, 0, rng.choice(FATAL))
-    return Chaos(case, victim, place, step, nth, "stop")
+    effect, saves = rng.choice(_EFFECTS[place]), place == "save" or rng.random() < 0.3
+    if rng.random() < _LATE:
+        effect = "stop"
+        if width == 1 and rng.random() < 0.3:  # else its replicas may notice before anybody knows its name
+            place, step, nth, effect = "construction", 0, 0, rng.choice(FATAL)
+    return Chaos(case, victim, place, step, nth, effect, saves)
 
 
 @dataclass
@@ -235,7 +238,7 @@ def _train(chaos: Chaos, injector: _Injector, seen: Seen, timeout: float) -> Non
         injector.at("between")
         x, y = (rows.chunk(case.replicas)[replica] for rows in batch_of(case, step, 0))
         try:
-            if step == 1 and not saved:
+            if chaos.saves and step == 1 and not saved:
                 save_checkpoint(injector.folder / "saved", pipeline, optimizer)
                 saved = True
             pipeline.step(x, target=y)

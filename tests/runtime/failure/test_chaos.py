@@ -68,7 +68,7 @@ def problems_with(chaos: Chaos, pool: Pool, folder: Path) -> list[str]:
     left = {path.name for path in folder.iterdir()} - {"injected"}
     if any(each.aborted for each in seen):
         pool.stop()
-    elif not chaos.fatal and left != {"saved"}:
+    elif not chaos.fatal and left != ({"saved"} if chaos.saves else set()):
         problems.append(f"files left over: {left}")
     return problems
 
