@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -12,6 +14,7 @@ from penstock import arguments
 from penstock.errors import CheckpointError, PipelineError
 from penstock.runtime.failure.lost_ranks import describe_lost_ranks, watched_collective
 from penstock.runtime.transport.process_groups import Group, members_of, process_group
+from penstock.runtime.transport.transport_errors import TransportError, transport_errors
 
 __all__ = ["Collective", "Group", "RankError", "RankResults", "some"]
 
@@ -85,15 +88,19 @@ class Collective:
     def gather(self, work: Callable[[], T]) -> RankResults[T]:
         """Run `work` on every rank and gather results and problems; raises only if a rank is lost."""
         value: T | None = None
+        pickled = b""
         problems: Sequence[str] = ()
         raised: Exception | None = None
         try:
             value = work()
+            pickled = b"" if self.is_single else pickle.dumps((value, problems))
         except RankError as error:
             problems = error.problems
         except Exception as error:  # noqa: BLE001 -- the other ranks wait, whatever the error is
             raised, problems = error, [f"rank {self.rank}: {type(error).__name__}: {error}"]
-        gathered = self._all_gather((value, problems))
+        gathered = [(value, problems)]
+        if not self.is_single:
+            gathered = self._all_gather(pickled or pickle.dumps((None, problems)))
         all_problems = dict.fromkeys(each for _, found in gathered for each in found)
         return RankResults([result for result, _ in gathered], list(all_problems), raised)
 
@@ -132,22 +139,22 @@ class Collective:
         if problems:
             raise CheckpointError(self.failure, list(dict.fromkeys(problems))) from cause
 
-    def _all_gather(self, value: Any) -> list[Any]:
-        if self.is_single:
-            return [value]
+    def _all_gather(self, pickled: bytes) -> list[Any]:
         gathered: list[Any] = [None] * len(self.members)
-        try:
-            with watched_collective(self.members):
-                dist.all_gather_object(gathered, value, group=self.group)
-        except RuntimeError as error:
-            raise self.connection_lost(error) from error
-        return gathered
+        with self.transport():
+            dist.all_gather_object(gathered, pickled, group=self.group)
+        return [pickle.loads(each) for each in gathered]  # noqa: S301 -- from the ranks of this job
 
-    def connection_lost(self, error: BaseException) -> CheckpointError:
-        """The error for a collective that failed because another rank is gone."""
-        lost = describe_lost_ranks(self.members)
-        problem = f"rank {self.rank} lost the connection to another rank: {error}"
-        return CheckpointError(self.failure, [lost or problem])
+    @contextmanager
+    def transport(self) -> Iterator[None]:
+        """Collectives: if they fail because another rank is gone, the error says which."""
+        try:
+            with watched_collective(self.members), transport_errors():
+                yield
+        except TransportError as error:
+            lost = describe_lost_ranks(self.members)
+            problem = f"rank {self.rank} lost the connection to another rank: {error}"
+            raise CheckpointError(self.failure, [lost or problem]) from error
 
 
 def some(names: Sequence[object]) -> str:

@@ -37,7 +37,6 @@ from penstock.runtime.checkpoints.checksums import (
     file_problems,
 )
 from penstock.runtime.checkpoints.collective import Collective, RankError
-from penstock.runtime.failure.lost_ranks import watched_collective
 
 __all__ = ["HEADER", "StoredCheckpoint", "Wanted", "write"]
 
@@ -54,7 +53,7 @@ def write(directory: Path, entries: Mapping[str, Tensor], header: object, ranks:
         tensors[HEADER] = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
     writer = _Writer(directory)
     try:
-        with _quiet(), watched_collective(ranks.members):
+        with _quiet(), ranks.transport():
             save(
                 tensors,
                 storage_writer=writer,
@@ -67,8 +66,6 @@ def write(directory: Path, entries: Mapping[str, Tensor], header: object, ranks:
         if own is not None and not isinstance(own, Exception):  # such as KeyboardInterrupt
             raise own from None
         raise CheckpointError(ranks.failure, _failures(error)) from own
-    except RuntimeError as error:
-        raise ranks.connection_lost(error) from error
     gathered = ranks.run(lambda: writer.checksums)
     files = {name: known for each in gathered for name, known in each.items()}
     ranks.run_on_first(lambda: append_index(directory / INDEX_FILE, writer.index, files))
