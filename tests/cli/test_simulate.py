@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock import Costs
+from penstock import Costs, build, lower
+from penstock.lowering import AddCommunication
 from tests.support.command_line import Run
 
 
@@ -48,6 +49,8 @@ def test_sharding_is_placed_by_cost_within_the_memory_limit(run: Run, tmp_path: 
     assert [max(each["peak_memory_by_rank"]) for each in placed] == [12, 17]
     assert "6 UNSHARD, 6 RESHARD, 6 REDUCE_GRAD" in run("simulate", *sizes, "--sharding", "cost").out
     assert run("show", *sizes, "--sharding", "cost", "--memory", 12, "-f", "csv").out.count("UNSHARD") == 28
+    lower(build("gpipe", ranks=2, microbatches=2), [AddCommunication()]).write(tmp_path / "sends.csv")
+    assert run("simulate", "sends.csv", "--lowered", "--sharding", "cost", "--json").json["collectives"]
     refused = run("simulate", *sizes, "--sharding", "cost", "--memory", 4)
     assert refused.code == 2
     assert "the memory limit of 4 bytes per rank: rank 0 needs 11; rank 1 needs 9" in refused.message

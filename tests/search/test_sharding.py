@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ import pytest
 import penstock
 from penstock import Costs, Kind, Schedule, ScheduleError, SearchError, SendModel, Timeline, lower, simulate
 from penstock.lowering import AddCommunication, AddGradReduction, AddSharding
+from penstock.lowering.reduction import with_reductions
+from penstock.lowering.sharding import with_sharding
 from penstock.search import PlaceSharding
 from penstock.search.sharding_plan import RankSteps, plan_rank
 from tests.support.grids import small
@@ -129,6 +133,53 @@ def fewest_gathers(text: str, room: int) -> int:
                 then[choice] = min(cost, then.get(choice, cost))
         best = then
     return min(best.values())
+
+
+# --- the optimum -----------------------------------------------------------------------------------
+
+TWO_STAGES = (
+    "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",
+    "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1",
+    "0F0 1F0 0F1 1B0 1F1 0B0 1B1 0B1",
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("text", TWO_STAGES)
+@small(lambda text, seed: (text, seed) == (TWO_STAGES[2], 0))
+def test_two_stages_on_one_rank_are_placed_as_well_as_in_any_way(text: str, seed: int) -> None:
+    rng = random.Random(f"{text} {seed}")
+    schedule = Schedule.parse(text)
+    costs = Costs(
+        unshard=(rng.choice((0.3, 0.8, 2.5)), rng.choice((0.3, 1.5))),
+        reduce_grad=rng.choice((0, 0.5, 2)),
+        unsharded_parameters=(3, rng.choice((2, 3, 4))),
+        activation=rng.choice((0, 1, 2)),
+    )
+    limit = max(look_aheads(schedule, costs)[0].peak_memory) + rng.choice((0, 1, 2))
+    placed = simulate(PlaceSharding(costs, limit)(schedule), costs)
+    best = min(
+        (round(each.makespan, 9), gathers(each.schedule))
+        for each in every_placement(schedule, costs)
+        if max(each.peak_memory) <= limit
+    )
+    assert (round(placed.makespan, 9), gathers(placed.schedule)) <= best
+
+
+def every_placement(schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
+    """Each stage unsharded in any of the steps that do not use it, if it is used next or has just been used."""
+    own = [step.parts[0].stage for step in schedule.ranks[0]]
+    for others in product((False, True), repeat=len(own)):
+        held = np.array([[stage == each or other for each, other in zip(own, others)] for stage in (0, 1)])
+        after = np.array([max(step for step, each in enumerate(own) if each == stage) for stage in (0, 1)])
+        for later in range(len(own) - int(after.min())):
+            reduced = with_reductions(schedule, np.minimum(after + later, len(own) - 1))
+            is_compute = [step.parts[0].kind is not Kind.REDUCE_GRAD for step in reduced.ranks[0]]
+            step_of_slot = np.cumsum([0, *is_compute])[:-1]
+            ended = np.hstack((held, [[False], [False]]))
+            placed = with_sharding(reduced, lambda _rank, _use, at=ended[:, step_of_slot]: at)  # type: ignore[misc]
+            if not penstock.validate(placed):
+                yield simulate(placed, costs)
 
 
 # --- random trials ----------------------------------------------------------------------------------
