@@ -55,13 +55,6 @@ def _backward_behind_forward(arrays: ProblemArrays, order: Ints, at: int) -> int
 
 
 @compiled
-def _paired_backward(arrays: ProblemArrays, order: Ints, at: int) -> int:
-    """The position of the I of the overlapped pair that `at` is in; -1 if it is in none."""
-    found = _backward_behind_forward(arrays, order, at) if arrays.can_pair else -1
-    return found if found >= 0 and order[found] & PAIRED != 0 else -1
-
-
-@compiled
 def _critical_path(
     arrays: ProblemArrays, order: Ints, state: RunState, at: int, position_of: Ints, path: Ints
 ) -> int:
@@ -84,7 +77,9 @@ def _critical_path(
             at -= 1
         else:
             latest, needed, number = -1, -1.0, -1
-            parts = 2 if _paired_backward(arrays, order, at) == at + 1 else 1
+            last = bounds[arrays.rank_of_stage[stage] + 1] - 1
+            is_pair = arrays.can_pair and token % 3 == FORWARD and at < last and order[at + 1] & PAIRED != 0
+            parts = 2 if is_pair else 1
             for part in range(at, at + parts):
                 token = order[part] & TOKEN
                 for j in range(messages.input_bounds[token], messages.input_bounds[token + 1]):

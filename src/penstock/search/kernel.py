@@ -53,6 +53,7 @@ def _advance(
     left = bounds[1:].sum() - positions.sum()
     channel_free = np.zeros(arrays.num_channels)
     limit = worst + 1e-9 * abs(worst)
+    can_pair = arrays.can_pair
     has_advanced = True
     while has_advanced and left > 0:
         has_advanced = False
@@ -73,17 +74,18 @@ def _advance(
                         break
                     if arrival > ready:
                         ready = arrival
-                if arrays.can_pair and kind == FORWARD and ready >= 0 and i + 1 < bounds[rank + 1]:
-                    if order[i + 1] & PAIRED != 0:
-                        other = order[i + 1] & TOKEN
-                        if done[other - 1] <= done[other]:
-                            break
+                if can_pair and kind == FORWARD and ready >= 0 and i + 1 < bounds[rank + 1]:
+                    other = order[i + 1]
+                    if other & PAIRED != 0:
+                        other &= TOKEN
+                        paired = done[other]
+                        if done[other - 1] <= paired:
+                            ready = -1.0
                         for j in range(input_bounds[other], input_bounds[other + 1]):
-                            arrival = arrivals[inputs[j], done[other]]
-                            if arrival < 0:
-                                ready = arrival
-                                break
-                            if arrival > ready:
+                            arrival = arrivals[inputs[j], paired]
+                            if arrival < 0 or ready < 0:
+                                ready = -1.0
+                            elif arrival > ready:
                                 ready = arrival
                 if ready < 0:
                     break
