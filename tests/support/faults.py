@@ -209,6 +209,7 @@ class FaultyPipeline:
     ) -> CallOutcome:
         """How a call with these faults ends."""
         dist.barrier()
+        self.pipeline._runner.connect()  # after a failure; the call is measured without it
         self.faults, self.injected_at = faults, 0.0
         outcome = attempt(call or self.step, hold=hold)
         self.faults = ()

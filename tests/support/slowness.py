@@ -1,4 +1,4 @@
-"""How slow this machine is now: limits of time that tests promise hold on cores of their own."""
+"""How slow this machine is: limits of time that tests promise hold on cores of their own."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["slowness"]
 
 
 def slowness() -> float:
-    """How many processes share a core now, at least 1: a promised time is multiplied by it."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    """How many processes shared a core in the last minutes, at least 1: a promised time is multiplied by it."""
+    return max(1.0, max(os.getloadavg()[:2]) / (os.cpu_count() or 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime import GradScaler
+from penstock.runtime.execution import call_agreement
+from penstock.runtime.failure.agreement import COMPLETED
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.faults import FaultyPipeline, faulty_pipeline
 from tests.support.grids import small
@@ -99,3 +102,16 @@ def test_different_calls_are_told_at_once(
     texts = [each.text for each in outcomes if "do not make the same call" in each.text]
     assert texts
     assert any(said in text for text in texts)
+
+
+def test_the_longest_announcement_fits_and_a_longer_one_is_never_sent() -> None:
+    call: dict[str, object] = {
+        "call": "unscale_() of a GradScaler",
+        COMPLETED: 10**15,
+        "inside profile()": False,
+        "gradients": "not reduced yet, inside accumulate()",
+        "loss scale": -sys.float_info.max,
+    }
+    assert len(call_agreement._announcement(call)) == call_agreement._BYTES
+    with pytest.raises(AssertionError, match="the peers receive 256 bytes"):
+        call_agreement._announcement(call | {"more": "x" * 100})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ from torch.nn.functional import mse_loss
 
 from penstock.errors import StepFailedError
 from penstock.runtime import Custom, Pipeline
+from penstock.runtime.execution import step_runner
+from penstock.runtime.failure.abort import abort_step
 from tests.support.faults import Fault, faulty_pipeline
 from tests.support.pool import Pool, Pools
 
@@ -75,6 +80,33 @@ def press_while_waiting() -> str:
 
 def test_ctrl_c_while_waiting_fails_on_all_ranks_and_the_next_step_works(pools: Pools) -> None:
     assert pools(2).run(press_while_waiting) == ["KeyboardInterrupt", "StepFailedError"]
+
+
+class SecondInterrupt(KeyboardInterrupt):
+    """It can be referred to weakly."""
+
+
+def test_ctrl_c_while_a_failure_is_handled_leaves_no_cycle() -> None:
+    interrupts = [SecondInterrupt()]
+    reference = weakref.ref(interrupts[0])
+
+    def press_again(*arguments: Any) -> BaseException:
+        if interrupts:
+            raise interrupts.pop()
+        return abort_step(*arguments)
+
+    pipeline = Pipeline([nn.Linear(4, 4)], "1f1b", microbatches=2, loss=mse_loss)
+    raised = ""
+    gc.disable()
+    try:
+        with mock.patch.object(step_runner, "abort_step", press_again):
+            pipeline.step(torch.ones(2, 4), target=torch.ones(2, 3))
+    except SecondInterrupt as error:
+        raised = type(error).__name__
+    finally:
+        gc.enable()
+    assert raised == "SecondInterrupt"
+    assert reference() is None
 
 
 def merge_unequal() -> str:

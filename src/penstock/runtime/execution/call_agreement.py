@@ -39,12 +39,13 @@ class CallAgreement:
         """Announce a call: its name, and everything else that must be the same on all ranks."""
         if (communicator := self._communicator) is None:
             return
+        announcement = _announcement(call)
         tag = communicator.control_tag(ControlMessage.CALL)
         # receives first: a rank that gets an announcement can rely on its own being delivered
         for peer, received in self._received.items():
             self._pending[peer] = communicator.receive_host(received, peer, tag)
         # the announcement of the last call was received, because that call ended on all ranks
-        self._own = torch.frombuffer(bytearray(json.dumps(call).encode().ljust(_BYTES)), dtype=torch.uint8)
+        self._own = announcement
         self._sent = [communicator.send_host(self._own, peer, tag) for peer in self._received]
 
     def check(self, peer: int) -> None:
@@ -70,6 +71,12 @@ class CallAgreement:
         self._pending.clear()
         self._sent.clear()
         self._communicator = None
+
+
+def _announcement(call: Mapping[str, object]) -> torch.Tensor:
+    text = json.dumps(call).encode().ljust(_BYTES)
+    assert len(text) == _BYTES, f"the peers receive {_BYTES} bytes, not the {len(text)} of {call}"
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _read(announcement: torch.Tensor) -> dict[str, tuple[object, object]]:

@@ -37,7 +37,7 @@ def measure_links(communicator: Communicator | None, schedule: Schedule, rank: i
                 _round_trip(communicator, channels, there if rank == here else here, size, first=rank == here)
                 for size in (_SMALL, _LARGE)
             )
-            found[edge] = small // 2, max(large - small, 1) // 2
+            found[edge] = small // 2, max((large - small) // 2, 1)  # which may be noise
     taken = np.maximum.reduce(gather_arrays(communicator, found, [len(edges)] * schedule.num_ranks))
     bandwidth = [_LARGE / (seconds / 1e9) if seconds else None for seconds in taken[:, 1].tolist()]
     return LinkCosts(tuple((taken[:, 0] / 1e9).tolist()), tuple(bandwidth))

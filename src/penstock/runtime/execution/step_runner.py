@@ -214,4 +214,4 @@ class StepRunner:
                 self._connection = None
                 return abort_step(error, connection, program)
             except KeyboardInterrupt as interrupt:  # noqa: PERF203 -- it happens once or twice
-                error = interrupt
+                error = interrupt.with_traceback(None)  # which has this frame, which has the error
