@@ -31,6 +31,19 @@ def test_changes_are_planned_again_and_the_most_helpful_comes_first() -> None:
             assert each.gain >= 0  # the best option is still possible
 
 
+def test_less_all_to_all_is_a_change_where_there_is_any() -> None:
+    block = replace(decoder(10).layers[1].costs, forward_all_to_all=2, backward_input_all_to_all=2)
+    model = replace(decoder(10), layers=(replace(decoder(10).layers[1], costs=block),) * 8, samples=8)
+    made = plan(model, seconds=0)
+    assert len(made.best.schedule.table.slot) > made.best.schedule.num_steps  # it has pairs
+    assert made.bound <= made.best.seconds * (1 + 1e-9)
+    changes = {each.change: each for each in explain(made).what_ifs}
+    assert changes["half the all-to-all"].gain > 0
+    assert "half the all-to-all" not in {
+        each.change for each in explain(plan(decoder(10), samples=8, seconds=0)).what_ifs
+    }
+
+
 def test_other_stages_per_rank_are_listed_even_if_slower() -> None:
     made = plan(decoder(10), samples=8, seconds=0)
     stages_per_rank = made.best.configuration.stages_per_rank

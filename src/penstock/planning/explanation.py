@@ -15,6 +15,7 @@ from penstock.cost.prices import ALL_TO_ALL
 from penstock.errors import PlanError
 from penstock.ir.schedule import Schedule
 from penstock.planning.evaluation import training_schedules
+from penstock.planning.model import Model
 from penstock.planning.options import Option
 from penstock.planning.partition import even_partition
 from penstock.planning.planner import Plan, run_plan
@@ -161,6 +162,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
         yield "twice the bandwidth", _with_common(shorter, bandwidth=common.bandwidth * 2)
     if common.launch_overhead:
         yield "half the launch overhead", _with_common(shorter, launch_overhead=common.launch_overhead / 2)
+    if any(getattr(layer.costs, name) for layer in request.model.layers for name in ALL_TO_ALL):
+        yield "half the all-to-all", replace(shorter, model=_with_half_the_all_to_all(request.model))
     if request.stages_per_rank is None and request.ranks > 1 and isinstance(stages_per_rank, int):
         for other in (stages_per_rank - 1, stages_per_rank + 1):
             if other >= 1 and request.ranks * other <= len(request.model.layers):
@@ -168,6 +171,14 @@ def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
                     f"{other} instead of {stages_per_rank} stages per rank",
                     replace(shorter, stages_per_rank=other),
                 )
+
+
+def _with_half_the_all_to_all(model: Model) -> Model:
+    layers = []
+    for layer in model.layers:
+        half: dict[str, Any] = {name: getattr(layer.costs, name) / 2 for name in ALL_TO_ALL}
+        layers.append(replace(layer, costs=replace(layer.costs, **half)))
+    return replace(model, layers=tuple(layers))
 
 
 def _with_common(request: PlanRequest, **changed: float) -> PlanRequest:
