@@ -226,6 +226,17 @@ def test_random_schedules(seed: int) -> None:
             assert gathers(placed.schedule) <= gathers(best.schedule)
 
 
+def test_stage_graphs_are_placed_too() -> None:
+    graph = penstock.encoder_decoder((2, 1), 5, feeds=(0, 2), mtp=True)
+    schedule = lower(penstock.build("zb-h1", graph=graph, ranks=3, microbatches=4), [AddCommunication()])
+    costs = Costs(unshard=1, unsharded_parameters=3, reduce_grad=0.5)
+    fixed = look_aheads(schedule, costs)[1]
+    placed = simulate(PlaceSharding(costs, max(fixed.peak_memory))(schedule), costs)
+    assert max(placed.peak_memory) <= max(fixed.peak_memory)
+    assert placed.makespan <= fixed.makespan
+    assert gathers(placed.schedule) < gathers(fixed.schedule)
+
+
 def test_it_places_for_the_given_send_model() -> None:
     schedule = lower(penstock.build("interleaved-1f1b", ranks=2, microbatches=4), [AddCommunication()])
     costs = Costs(unshard=1, latency=0.5, unsharded_parameters=1)
