@@ -25,10 +25,13 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_every_command_has_its_examples_one_per_line(command: str, tmp_path: Path) -> None:
+def test_the_help_of_every_command_has_its_examples_one_per_line(
+    command: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     mine = [line for line in EXAMPLES if line.split()[1] == command]
     assert mine
-    shown = run_process(command, "--help", cwd=tmp_path, environment={"COLUMNS": "120"}).out
+    shown = run(command, "--help").out
     assert set(mine) <= {line.strip() for line in shown.splitlines()}
 
 
@@ -53,8 +56,8 @@ def test_help_starts_with_usage_and_names_every_command_and_a_first_example(tmp_
     ("command", "option"),
     [("list", "--help"), ("show", "-h"), ("check", "--help"), ("verify-grads", "-h"), ("demo", "-h")],
 )
-def test_help_and_h_show_examples(command: str, option: str, tmp_path: Path) -> None:
-    result = run_process(command, option, cwd=tmp_path)
+def test_help_and_h_show_examples(command: str, option: str, run: Run) -> None:
+    result = run(command, option)
     assert result.code == 0
     assert "Examples:" in result.out
     assert f" penstock {command}" in result.out.partition("Examples:")[2]
@@ -97,8 +100,8 @@ def test_bash_completes_commands_families_options_and_presets(
     assert set(completions(line, tmp_path)) == expected
 
 
-def test_completion_can_be_installed_and_shown(tmp_path: Path) -> None:
-    shown = run_process("--help", cwd=tmp_path).out
+def test_completion_can_be_installed_and_shown(run: Run) -> None:
+    shown = run("--help").out
     assert "--install-completion" in shown
     assert "--show-completion" in shown
 

@@ -20,6 +20,7 @@ from tests.support.command_line import (
     run_process,
     write_example_files,
 )
+from tests.support.grids import small
 
 SHOW = ("show", "1f1b", "-p", "2", "-m", "2")
 
@@ -65,6 +66,7 @@ def test_a_terminal_that_lacks_a_character_shows_a_question_mark(tmp_path: Path)
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["--help"], SHOW, ["check", "valid.csv"]], ids=" ".join)
+@small(lambda arguments: arguments[0] in ("show", "--help"))
 def test_a_closed_pipe_is_not_an_error(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "valid.csv").write_text("0F0,0B0\n")
     reading, writing = os.pipe()
@@ -124,6 +126,7 @@ def colours(result: CommandResult) -> set[int]:
 
 
 @pytest.mark.parametrize("arguments", COLOURED, ids=" ".join)
+@small(lambda arguments: arguments[0] in ("show", "shwo") and len(arguments) < 8)
 def test_no_command_uses_colour_under_no_color_even_if_forced(arguments: list[str], tmp_path: Path) -> None:
     write_example_files(tmp_path)
     assert not colours(run_process(*arguments, cwd=tmp_path, environment={"NO_COLOR": "1", "FORCE_COLOR": "1"}))
