@@ -6,7 +6,8 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes, which would all compile Penstock again
 # tests of the runtime wait for processes most of the time, so there are more workers than cores
 WORKERS ?= 4
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
+# all tests of a module run in one worker, which starts their processes once
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: demo test test-all check docs format bench clean
 

@@ -1,4 +1,4 @@
-"""What all tests share: pools of processes, the cases that `make test` leaves out, and groups for workers."""
+"""What all tests share: pools of processes, the cases that `make test` leaves out, and the order of modules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ if TYPE_CHECKING:  # tests without torch do not wait for it
 settings.register_profile("small", deadline=None)
 settings.register_profile("full", deadline=None)  # for tests.support.grids.examples
 settings.load_profile("small")  # a busy machine is no failure; `--hypothesis-profile=full` replaces it
-SHARED_GROUPS = {"failures", "ranks-2", "ranks-4"}
-"""Groups with too many tests for one worker: each worker that runs some of them starts its own pool."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` deselects, and before xdist reads the groups
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases that only `make test-all` runs, and split large groups by module."""
+    """Mark cases that only `make test-all` runs, and begin with the modules that start processes."""
     for item in items:
         parameters = (
             item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
@@ -31,8 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             keep = mark.args[0]
             if not keep(**{name: parameters[name] for name in inspect.signature(keep).parameters}):
                 item.add_marker("full")
-        if any(mark.args[0] in SHARED_GROUPS for mark in item.iter_markers("xdist_group")):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: "runtime" not in item.path.parts)  # so that no worker is the last by far
 
 
 @pytest.fixture(scope="module")  # threads of gloo wake up a hundred times a second, also in idle ranks

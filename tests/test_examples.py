@@ -76,7 +76,6 @@ def link_examples(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("examples")
 @pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: output.stem)
 @small(lambda output: output.stem not in {"composed", "migrate", "train_gpt"})
 def test_an_example_prints_what_is_committed(output: Path, tmp_path: Path) -> None:

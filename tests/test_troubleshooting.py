@@ -14,8 +14,6 @@ from tests.support.troubles_of_ranks import TOGETHER
 PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTES = re.findall(r"^<!-- case: (\w+) -->\n```error\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 
 def test_every_quote_has_a_trouble_and_every_trouble_a_quote() -> None:
     names = [name for name, _ in QUOTES]

@@ -15,8 +15,6 @@ import pytest
 
 from tests.support.command_line import Run
 
-pytestmark = pytest.mark.xdist_group("ranks-2")
-
 
 def test_it_prints_every_part_and_writes_its_report(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

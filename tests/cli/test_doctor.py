@@ -19,7 +19,6 @@ EXTRAS = ["extra torch", "extra view", "extra search"]
 TORCH = ["torch", "gloo", "gpu", "exchange"]
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_machine_that_runs_these_tests_passes(run: Run) -> None:
     result = run("doctor", "--json")
     assert result.code == 0

@@ -10,8 +10,6 @@ import pytest
 import penstock
 from tests.support.command_line import Run
 
-pytestmark = pytest.mark.xdist_group("ranks-2")
-
 MODELS = """
 import os
 import torch

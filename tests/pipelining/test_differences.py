@@ -16,7 +16,7 @@ from tests.support.pipelining_overrides import Case
 from tests.support.pipelining_scripts import OURS, TORCH, batch
 from tests.support.pool import Pools
 
-pytestmark = [pytest.mark.xdist_group("ranks-2"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 M = 4
 

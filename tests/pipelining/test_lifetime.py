@@ -17,8 +17,6 @@ from tests.support.lifetimes import NOTHING, Left, Loss, left_behind, references
 from tests.support.pipelining_scripts import CPU, NAMES, OURS, SINGLE, batch, modules, own_stages, stages_of
 from tests.support.pool import Pools
 
-pytestmark = pytest.mark.xdist_group("leaks")
-
 ROWS = 8
 
 

@@ -8,7 +8,7 @@ from tests.support import pipelining_overrides, pipelining_refusals
 from tests.support.grids import small
 from tests.support.pool import Pools
 
-pytestmark = [pytest.mark.xdist_group("ranks-2"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_overridden_losses_stage_methods_and_steps_are_run_as_by_torch(pools: Pools) -> None:

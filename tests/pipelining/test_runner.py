@@ -21,7 +21,7 @@ from tests.support.pipelining_scripts import (
 )
 from tests.support.pool import Pools
 
-pytestmark = [pytest.mark.xdist_group("ranks-4"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- custom functions ------------------------------------------------------------------------------

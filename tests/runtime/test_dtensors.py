@@ -24,8 +24,6 @@ from tests.support.reference import TIMEOUT, problems_of, run_cases
 from tests.support.tensor_models import WIDTH, Crossing, squared
 from tests.support.tensor_parallel import WAYS, TensorCase, mesh_of, train
 
-pytestmark = pytest.mark.xdist_group("ranks-4")
-
 FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zbv", "dualpipev")
 
 
@@ -61,7 +59,6 @@ def test_float32_results_are_those_of_one_process(pools: Pools) -> None:
     ],
     ids=str,
 )
-@pytest.mark.xdist_group("ranks-8")
 @small(lambda case: case.tp == 4)
 def test_more_stages_and_sharded_replicas_train_as_one_process(pools: Pools, case: TensorCase) -> None:
     assert_trains(pools, [case])

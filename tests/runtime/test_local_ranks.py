@@ -17,8 +17,6 @@ import torch.distributed as dist
 from penstock.errors import BuildError, PipelineError
 from penstock.runtime.local_ranks import Failure, LocalRanks
 
-pytestmark = pytest.mark.xdist_group("ranks-2")
-
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[LocalRanks]:

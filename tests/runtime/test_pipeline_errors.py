@@ -81,7 +81,6 @@ WRONG_PIPELINES = {
 }
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_invalid_pipelines_are_rejected_on_every_rank(pools: Pools) -> None:
     for rank, messages in enumerate(pools(2).run(wrong_pipelines)):
         for name, words in WRONG_PIPELINES.items():
@@ -128,7 +127,6 @@ WRONG_STEPS = {
 }
 
 
-@pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("name", WRONG_STEPS)
 def test_a_wrong_step_is_rejected_on_every_rank_with_the_same_message(pools: Pools, name: str) -> None:
     answers = pools(2).run(wrong_step, name)
@@ -137,7 +135,6 @@ def test_a_wrong_step_is_rejected_on_every_rank_with_the_same_message(pools: Poo
         assert loss is not None
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_closed_pipeline_connects_and_runs_again(pools: Pools) -> None:
     assert pools(2).run(closed_and_used) == [True, True]
 
@@ -153,7 +150,6 @@ def closed_and_used() -> bool:
     return len(set(losses)) == 1
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_several_pipelines_run_side_by_side(pools: Pools) -> None:
     assert pools(2).run(side_by_side) == [True, True]
 
@@ -171,7 +167,6 @@ def side_by_side() -> bool:
     return all(losses == found[0] for losses in found)
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_custom_placement_with_neighbours_on_one_rank_evaluates(pools: Pools) -> None:
     placement = Placement((1, 1, 0, 0, 1))
     rows = ["2F0 3F0 2F1 3F1 3B0 2B0 3B1 2B1", "0F0 1F0 0F1 1F1 4F1 4F0 4B1 4B0 1B1 0B1 1B0 0B0"]

@@ -19,8 +19,6 @@ from tests.support.grids import small
 from tests.support.pool import Pool
 from tests.support.resources import children, descriptors, live_tensors, monitor_threads, resident
 
-pytestmark = pytest.mark.xdist_group("leaks")
-
 STEPS = 200
 SLACK = 3 * 2**20  # bytes; what allocators and caches move by
 

@@ -20,8 +20,6 @@ from tests.support.faults import schedule_of
 from tests.support.lifetimes import NOTHING, Left, Loss, left_behind, references
 from tests.support.pool import Pools
 
-pytestmark = pytest.mark.xdist_group("leaks")
-
 FAMILIES = [family for family in penstock.families() if family != "forward-only"]
 
 

@@ -1,10 +1,8 @@
-"""The schedule families that the distributed tests run, and the numbers of ranks as test parameters."""
+"""The schedule families that the distributed tests run."""
 
 from __future__ import annotations
 
-import pytest
-
-__all__ = ["FAMILIES", "ranks"]
+__all__ = ["FAMILIES"]
 
 FAMILIES = (
     "gpipe",
@@ -20,7 +18,3 @@ FAMILIES = (
     "v-min",
     "dualpipev",
 )
-
-
-def ranks(*counts: int) -> list[object]:
-    return [pytest.param(count, marks=pytest.mark.xdist_group(f"ranks-{count}")) for count in counts]

@@ -11,7 +11,7 @@ from penstock.runtime.local_ranks import Failure, LocalRanks
 __all__ = ["Pool", "Pools", "WorkerError"]
 
 
-_RUNS = 10
+_RUNS = 40
 """Runs before the processes are restarted: the threads of every gloo group they created keep polling."""
 
 

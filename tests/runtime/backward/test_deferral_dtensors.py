@@ -20,8 +20,6 @@ from penstock.runtime.transport.message_spec import MessageSpec, spec_key
 from tests.support.models import numbers
 from tests.support.pool import Pools
 
-pytestmark = pytest.mark.xdist_group("ranks-2")
-
 EVERYWHERE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
 
 

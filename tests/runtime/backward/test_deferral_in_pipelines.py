@@ -59,20 +59,17 @@ def schedules_for_hooks() -> list[Schedule]:
     return [*built, SplitBackward()(built[0])]
 
 
-@pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("task", ["mlp", "transformer", "repeated", "checkpointed", "batch-norm"])
 def test_hooks_of_parameters_fire_once_for_each_microbatch(pools: Pools, task: str) -> None:
     cases = [Case(schedule, task) for schedule in schedules_for_hooks()]
     assert not problems_of(cases, pools(2).run(run_cases, cases, run_hooks))
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_hooks_of_a_weight_used_outside_its_layer_fire_once_for_each_microbatch(pools: Pools) -> None:
     cases = [Case(schedule, "tied") for schedule in schedules_for_hooks()]
     assert not problems_of(cases, pools(2).run(run_cases, cases, run_hooks))
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_weights_used_outside_their_layer_get_the_same_bits(pools: Pools) -> None:
     cases = [Case(schedule, "tied thrice", steps=1, demands_bits=True) for schedule in schedules_for_hooks()]
     assert not problems_of(cases, pools(2).run(run_cases, cases))
@@ -103,7 +100,6 @@ def run_shared_by_stages(case: tuple[str, Schedule]) -> Outcome:
     return outcome
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_stages_of_one_rank_may_share_weights(pools: Pools) -> None:
     built = [build(family, ranks=2, microbatches=5) for family in ("zbv", "v-min", "dualpipev")]
     cases = [(what, schedule) for what in ("weight", "layer") for schedule in built]
@@ -127,7 +123,6 @@ def run_thawing(schedule: Schedule) -> Outcome:
     return outcome
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_stages_may_be_frozen_and_unfrozen_between_steps(pools: Pools) -> None:
     cases = [build(family, ranks=2, microbatches=3) for family in ("1f1b", "zb-h1", "zbv", "dualpipev")]
     assert not problems_of(cases, pools(2).run(run_cases, cases, run_thawing))
@@ -147,7 +142,6 @@ def run_autocast(schedule: Schedule) -> Outcome:
     return outcome
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_steps_run_under_autocast(pools: Pools) -> None:
     cases = [build(family, ranks=2, microbatches=3) for family in ("1f1b", "zb-h1", "zbv")]
     assert not problems_of(cases, pools(2).run(run_cases, cases, run_autocast))
@@ -174,7 +168,6 @@ def run_compiled(case: tuple[str, Schedule]) -> Outcome:
     return outcome
 
 
-@pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_stages_train_with_split_backwards(pools: Pools, backend: str) -> None:
     cases = [(backend, build(family, ranks=2, microbatches=3)) for family in ("zbv", "zb-h1", "1f1b")]

@@ -41,7 +41,6 @@ def saved(
     return path, request.param, found, whole.losses[2:]
 
 
-@pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("other", OTHERS)
 @small(lambda saved, other: saved == "adamw" and other.startswith(("one rank", "two ranks with s")))
 def test_training_continues_in_another_layout(
@@ -56,7 +55,6 @@ def test_training_continues_in_another_layout(
     assert found.losses == pytest.approx(losses, abs=1e-6)
 
 
-@pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("other", [(1, Layout()), (4, Layout(sharded=True)), (2, Layout("1f1b", 2))])
 @small(lambda other: other[0] == 1)
 def test_shards_can_be_loaded_on_any_number_of_ranks(
@@ -91,7 +89,6 @@ def keep_factors(path: str) -> list[Bits]:
     return found
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_state_of_another_shape_than_its_sharded_weight_is_restored(pools: Pools, tmp_path: Path) -> None:
     wanted = [bits(torch.arange(3.0)), bits(torch.tensor(5.0)), bits(torch.tensor(7))]
     assert pools(2).run(keep_factors, str(tmp_path / "c")) == [[*wanted, *wanted]] * 2
@@ -114,7 +111,6 @@ def save_empty_shards(path: str) -> list[Bits]:
     return found
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_ranks_without_a_part_of_a_tensor_save_and_load(pools: Pools, tmp_path: Path) -> None:
     for found in pools(4).run(save_empty_shards, str(tmp_path / "c")):
         assert found[:6] == found[6:]

@@ -102,7 +102,6 @@ def crash_everywhere(path: Path, before: str) -> list[float | None]:
     return found
 
 
-@pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("before", ["one", "one that stepped aside"])
 def test_a_kill_at_any_time_leaves_the_old_or_new_checkpoint_and_the_next_save_cleans_up(
     pools: Pools, tmp_path: Path, before: str
@@ -113,7 +112,6 @@ def test_a_kill_at_any_time_leaves_the_old_or_new_checkpoint_and_the_next_save_c
     assert len(found) > 12
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_kill_during_the_first_save_leaves_no_partial_checkpoint(pools: Pools, tmp_path: Path) -> None:
     (found,) = pools(1).run(crash_everywhere, tmp_path / "runs" / "last", "nothing")
     assert set(found) == {None, 2}
@@ -131,7 +129,6 @@ def save_and_lose_a_rank(path: Path) -> str:
     return "saved"
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_rank_that_is_killed_fails_the_save_on_the_other(pools: Pools, tmp_path: Path) -> None:
     path = tmp_path / "last"
     message, _ = pools(2).run(save_and_lose_a_rank, path, lost=(1,))
@@ -161,7 +158,6 @@ def save_on_a_full_disk(path: Path, where: str, full: int) -> tuple[str, float, 
     raise AssertionError("it was saved")
 
 
-@pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk_on_one_rank_is_reported_on_all_and_the_old_checkpoint_stays(
     pools: Pools, tmp_path: Path, full: int
@@ -247,7 +243,6 @@ def fill_the_disk_everywhere(path: Path, limits: list[int]) -> list[str]:
     return found
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_disk_that_is_full_at_any_byte_is_the_cause_that_is_reported(pools: Pools, tmp_path: Path) -> None:
     limits = [0, 50, 200, 1000, 2000, 8000, 80_000, 160_000, 162_000]
     (found,) = pools(1).run(fill_the_disk_everywhere, tmp_path / "runs" / "last", limits)

@@ -34,7 +34,6 @@ def load_after_damage(path: Path, name: str) -> tuple[str, bool]:
     return "loaded", False
 
 
-@pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
 def test_every_rank_refuses_damage_to_the_data_of_one(pools: Pools, tmp_path: Path, name: str) -> None:
     for message, unchanged in pools(2).run(load_after_damage, tmp_path / "c", name):
@@ -65,7 +64,6 @@ def swap_shards(path: Path) -> tuple[str, str]:
     return found[0], found[1]
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_exchanged_shards_are_refused_even_without_checksums(pools: Pools, tmp_path: Path) -> None:
     for messages in pools(2).run(swap_shards, tmp_path / "c"):
         for message in messages:
@@ -89,7 +87,6 @@ def load_own_copies(path: Path) -> str:
     return "loaded"
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_ranks_that_see_different_checkpoints_are_refused(pools: Pools, tmp_path: Path) -> None:
     for message in pools(2).run(load_own_copies, tmp_path):
         assert "the ranks read different checkpoints; every rank must see the same file system" in message
@@ -116,7 +113,6 @@ def load_damaged_copies(path: Path) -> tuple[str, bool]:
     return "loaded", False
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_rank_verifies_its_own_copy(pools: Pools, tmp_path: Path) -> None:
     for message, unchanged in pools(2).run(load_damaged_copies, tmp_path):
         assert "its file __0_0.distcp is damaged: bytes" in message

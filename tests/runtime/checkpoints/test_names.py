@@ -55,7 +55,6 @@ def load_what_does_not_fit(path: Path) -> tuple[str, bool]:
         return text, before == bits_of_model(pipeline.modules)
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_every_rank_reports_the_problems_of_all_and_changes_nothing(pools: Pools, tmp_path: Path) -> None:
     answers = pools(2).run(load_what_does_not_fit, tmp_path / "c")
     for text, unchanged in answers:
@@ -81,7 +80,6 @@ def save_equal_names(path: Path) -> str:
         return message(save_checkpoint, path, pipeline)
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_different_parameters_of_the_same_name_are_rejected(pools: Pools, tmp_path: Path) -> None:
     for text in pools(2).run(save_equal_names, tmp_path / "c"):
         assert "different parameters have the same name: 'weight' in stages 0, 1, 'bias' in stages 0, 1" in text
@@ -104,7 +102,6 @@ def save_what_differs(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_problems_on_one_rank_are_reported_on_all(pools: Pools, tmp_path: Path) -> None:
     for shapes, kinds, extra, group, paths in pools(2).run(save_what_differs, tmp_path / "c"):
         assert "'weight' is float32 [3, 2] on rank 1 and float32 [2, 2] on another rank" in shapes
@@ -129,7 +126,6 @@ def save_replicas(path: Path) -> bool:
     return bool(torch.equal(again.head.weight, model.head.weight))
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_tensors_of_replicas_are_written_once_under_their_plain_names(pools: Pools, tmp_path: Path) -> None:
     assert pools(2).run(save_replicas, tmp_path / "c") == [True, True]
     entries = [index.fqn for index in FileSystemReader(tmp_path / "c").read_metadata().storage_data]
@@ -152,7 +148,6 @@ def save_in_a_half_of_the_world(path: Path) -> dict[str, Bits]:
         return {name: bits(value) for m in pipeline.modules.values() for name, value in m.named_parameters()}
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_a_group_saves_and_loads_without_the_rest_of_the_world(pools: Pools, tmp_path: Path) -> None:
     for rank, found in enumerate(pools(4).run(save_in_a_half_of_the_world, tmp_path)):
         other = 1 - rank // 2
@@ -193,7 +188,6 @@ def save_and_load_after_an_evaluation(path: Path) -> list[float]:
     return found
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_unsharded_parameters_are_saved_and_loaded_as_shards(pools: Pools, tmp_path: Path) -> None:
     assert pools(2).run(save_and_load_after_an_evaluation, tmp_path / "c") == [[0.0, 4.0]] * 2
     chunks = FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata["model.weight"]
@@ -207,7 +201,6 @@ def load_whole(path: Path) -> dict[str, dict[str, Bits]]:
     return {"model": bits_of_model({0: model}), "optimizer": bits_of_optimizer(optimizer, {0: model})}
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_sharded_stages_form_one_model(pools: Pools, tmp_path: Path) -> None:
     saved = pools(4).run(train_shards_in_a_pipeline, tmp_path / "c", "save")
     (whole,) = pools(1).run(load_whole, tmp_path / "c")
@@ -268,7 +261,6 @@ def load_ties(path: Path, family: str) -> list[tuple[str, float, float]]:
         ]
 
 
-@pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("saving", [(4, "1f1b"), (2, "zbv"), (2, "interleaved-1f1b")])
 @pytest.mark.parametrize("loading", [(4, "1f1b"), (2, "zbv")])
 def test_every_stage_loads_a_tied_weight_with_its_state(

@@ -40,7 +40,6 @@ def load_old() -> tuple[int, list[float]]:
     return len(seen), model.get_parameter("bias").tolist()
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_only_the_first_rank_warns(pools: Pools) -> None:
     assert pools(2).run(load_old) == [(1, [-1.0, -2.0]), (0, [-1.0, -2.0])]
 

@@ -86,7 +86,6 @@ def read_as_the_hub_does(directory: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_exported_and_imported_in_any_layout(pools: Pools, tmp_path: Path, layout: str) -> None:
     ranks, chosen = LAYOUTS[layout]
@@ -106,7 +105,6 @@ def test_weights_are_exported_and_imported_in_any_layout(pools: Pools, tmp_path:
         assert part.items() <= bits_of_model({0: wanted}).items()
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_one_file_is_imported_into_a_pipeline_and_into_shards(pools: Pools, tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file({name: value.clone() for name, value in named_model().state_dict().items()}, file)
@@ -139,7 +137,6 @@ def ties_go_out_and_come_in(directory: Path) -> dict[str, float]:
     raise AssertionError
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_a_tied_weight_is_exported_once_and_imported_in_every_stage(pools: Pools, tmp_path: Path) -> None:
     parts = pools(4).run(ties_go_out_and_come_in, tmp_path)
     assert (parts[0]["embed.weight"], parts[3]["head.weight"]) == (77, 77)
@@ -161,7 +158,6 @@ def import_wrongly(directory: Path) -> tuple[str, bool]:
     return "no error", False
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_all_problems_are_reported_on_all_ranks_and_nothing_is_changed(pools: Pools, tmp_path: Path) -> None:
     weights = {name: value.clone() for name, value in named_model().state_dict().items()}
     del weights["layers.0.lin.bias"], weights["head.bias"]
@@ -228,7 +224,6 @@ def fill_disk(directory: Path) -> tuple[str, list[str]]:
     raise AssertionError
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_failed_export_leaves_no_files(pools: Pools, tmp_path: Path) -> None:
     for text, left in pools(2).run(fill_disk, tmp_path):
         assert "rank 0: OSError: [Errno 28] No space left on device" in text
@@ -250,7 +245,6 @@ def decoder_goes_out(directory: Path, theirs: Path) -> None:
         assert bits_of_model(pipeline.modules) == before
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_files_are_exchanged_with_transformers(pools: Pools, tmp_path: Path) -> None:
     model = decoder("llama", tied=True)
     model.save_pretrained(tmp_path / "theirs")

@@ -36,7 +36,6 @@ def problems(pools: Pools, ranks: int, cases: list[Composed]) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("data", ["fsdp", "replicas"])
-@pytest.mark.xdist_group("ranks-4")
 @small(lambda data, family: (data, family) == ("fsdp", "1f1b"))
 def test_replicated_stages_train_as_one_process(pools: Pools, data: str, family: str) -> None:
     cases = []
@@ -51,7 +50,6 @@ def test_replicated_stages_train_as_one_process(pools: Pools, data: str, family:
 
 
 @pytest.mark.parametrize("data", ["ddp", "replicate", "replicate-fsdp"])
-@pytest.mark.xdist_group("ranks-4")
 @small(lambda data: data == "ddp")
 def test_every_wrapper_of_torch_reduces_once(pools: Pools, data: str) -> None:
     cases = [Composed(build("1f1b", ranks=2, microbatches=4), data, 2, tied=True, tokens=True)]
@@ -63,7 +61,6 @@ def test_every_wrapper_of_torch_reduces_once(pools: Pools, data: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.xdist_group("ranks-4")
 @small(lambda family: family == "zbv")
 def test_stages_in_tensor_parallel_train_as_one_process(pools: Pools, family: str) -> None:
     cases = [
@@ -91,7 +88,6 @@ def cases_on_eight_ranks() -> list[Composed]:
 
 
 @pytest.mark.parametrize("case", cases_on_eight_ranks(), ids=str)
-@pytest.mark.xdist_group("ranks-8")
 @small(lambda case: (case.schedule.name, case.data) == ("zbv", "hsdp"))
 def test_three_dimensions_train_as_one_process(pools: Pools, case: Composed) -> None:
     assert not problems(pools, 8, [case])
@@ -117,7 +113,6 @@ def _collectives(case: Composed) -> tuple[Counter[str], Counter[str]]:
 
 
 @pytest.mark.parametrize("family", ["1f1b", "looped-bfs", "zbv", "interleaved-1f1b"])
-@pytest.mark.xdist_group("ranks-4")
 @small(lambda family: family == "zbv")
 def test_shards_are_gathered_and_reduced_as_often_as_the_schedule_says(pools: Pools, family: str) -> None:
     case = Composed(build(family, ranks=2, microbatches=4), "fsdp", 2)
@@ -132,7 +127,6 @@ def _placed(family: str, stages_per_rank: int, memory_limit: float) -> Schedule:
     return lower(build(family, ranks=2, microbatches=4, stages_per_rank=stages_per_rank), passes)
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_sharding_placed_by_cost_gathers_less_and_trains_as_one_process(pools: Pools) -> None:
     """With room for little more than one stage, reductions come after RESHARD and UNSHARD."""
     tight, wide = (Composed(_placed("interleaved-1f1b", 3, limit), "fsdp", 2) for limit in (12, 17))
@@ -160,7 +154,6 @@ def _summed_in_double(schedules: list[Schedule]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_deferred_weight_gradients_are_reduced_in_the_given_dtype(pools: Pools) -> None:
     m = 6
     apart = [

@@ -84,7 +84,6 @@ def wrong() -> dict[str, str]:
     }
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_inconsistent_replicas_are_rejected_on_every_rank(pools: Pools) -> None:
     for messages in pools(4).run(wrong):
         assert "data of one rank alone" in messages["half sharded"]
@@ -144,7 +143,6 @@ def wrong_cuts() -> dict[str, str]:
     }
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_model_that_ranks_split_differently_is_rejected(pools: Pools) -> None:
     for rank, messages in enumerate(pools(2).run(wrong_cuts)):
         assert (
@@ -206,7 +204,6 @@ def recovered(data: str) -> list[str]:
 
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
-@pytest.mark.xdist_group("ranks-4")
 def test_replicas_continue_after_a_failed_step(pools: Pools, data: str) -> None:
     assert pools(4).run(recovered, data) == [[]] * 4
 
@@ -226,7 +223,6 @@ def clipped_by_some() -> str:
     return message
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_a_rank_that_clips_alone_gets_an_error(pools: Pools) -> None:
     messages = pools(4).run(clipped_by_some)
     for text in messages[:2]:

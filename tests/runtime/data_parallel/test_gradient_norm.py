@@ -68,7 +68,6 @@ def norms(case: Composed) -> list[tuple[float, float]]:
     ],
     ids=str,
 )
-@pytest.mark.xdist_group("ranks-4")
 @small(lambda case: case.data == "fsdp")
 def test_norms_of_every_kind_are_those_of_one_process(pools: Pools, case: Composed) -> None:
     answers = pools(4).run(norms, case)
@@ -86,7 +85,6 @@ def norm_in_order() -> tuple[float, float]:
     return found, float(nn.utils.clip_grad_norm_(alone(case).parameters(), 0.1))
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_the_norm_of_bitwise_equal_gradients_is_bitwise_equal(pools: Pools) -> None:
     for found, right in pools(4).run(norm_in_order):
         assert found == right
@@ -109,7 +107,6 @@ def broken_norm() -> str:
     return ""
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_a_norm_that_is_not_finite_names_the_stage(pools: Pools) -> None:
     messages = pools(4).run(broken_norm)
     assert all("those of stage 2" in text for text in messages), messages
@@ -129,7 +126,6 @@ def clipped_too_early() -> str:
     return ""
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_unreduced_gradients_have_no_norm(pools: Pools) -> None:
     assert all("accumulate()" in text for text in pools(4).run(clipped_too_early))
 
@@ -172,7 +168,6 @@ def scaled(case: Composed) -> tuple[list[str], list[float], list[bool]]:
 @pytest.mark.parametrize(
     "case", [Composed(ZBV, "fsdp", 2), Composed(ZBV, "replicas", 2, tied=True), Composed(ZBV, tp=2)], ids=str
 )
-@pytest.mark.xdist_group("ranks-4")
 @small(lambda case: case.data == "fsdp")
 def test_an_overflow_on_one_rank_skips_the_step_on_all_of_them(pools: Pools, case: Composed) -> None:
     for problems, scales, moved in pools(4).run(scaled, case):
@@ -196,7 +191,6 @@ def without_parameters() -> tuple[float, bool]:
         return scaler.get_scale(), float(pipeline.clip_grad_norm_(1.0)) > 0
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_a_rank_with_nothing_to_train_takes_part(pools: Pools) -> None:
     assert pools(4).run(without_parameters) == [(8.0, True)] * 4
 
@@ -227,7 +221,6 @@ def added_up(case: Composed, held_back: bool) -> list[str]:  # noqa: FBT001 -- s
 
 @pytest.mark.parametrize("held_back", [False, True])
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
-@pytest.mark.xdist_group("ranks-4")
 @small(lambda data, held_back: held_back and data != "replicas")
 def test_gradients_accumulate_with_and_without_reductions(
     pools: Pools,
@@ -274,7 +267,6 @@ def unused() -> dict[str, bool]:
         return {n: p.grad is not None for m in pipeline.modules.values() for n, p in m.named_parameters()}
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_a_weight_that_some_replicas_use_is_reduced_and_one_that_none_uses_is_not(
     pools: Pools,
 ) -> None:

@@ -43,7 +43,6 @@ def norms_of_uneven_shards() -> list[tuple[float, float]]:
         ]
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_a_rank_with_an_empty_shard_takes_part_in_every_norm(pools: Pools) -> None:
     for answer in pools(4).run(norms_of_uneven_shards):
         for found, right in answer:
@@ -98,7 +97,6 @@ def sequence_parallel() -> tuple[float, float]:
         return float(pipeline.clip_grad_norm_(0.1)), float(nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_sequence_parallel_gradients_are_in_the_norm(pools: Pools) -> None:
     for found, right in pools(4).run(sequence_parallel):
         assert found == pytest.approx(right, rel=1e-9)

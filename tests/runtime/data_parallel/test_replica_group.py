@@ -51,7 +51,6 @@ def without_tokens(data: str) -> list[str]:
 
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
-@pytest.mark.xdist_group("ranks-4")
 def test_a_replica_without_tokens_takes_part_with_weight_zero(pools: Pools, data: str) -> None:
     assert pools(4).run(without_tokens, data) == [[]] * 4
 
@@ -105,12 +104,10 @@ def _says_nothing() -> str:
     return only_a_loss(says_so=False)
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_a_loss_is_trained_with_the_last_stage(pools: Pools) -> None:
     assert pools(4).run(_says_so) == ["trained"] * 4
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_a_last_stage_without_its_replicas_is_rejected(pools: Pools) -> None:
     for message in pools(4).run(_says_nothing):
         assert "replicas of its stages: rank 0: 2; rank 1: 1 (give replicas= if there are more)" in message
@@ -134,6 +131,5 @@ def in_inference_mode() -> list[bool]:
     return []
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_eval_in_inference_mode_is_harmless_and_unscaling_needs_reduced_gradients(pools: Pools) -> None:
     assert pools(4).run(in_inference_mode) == [[True, True]] * 4

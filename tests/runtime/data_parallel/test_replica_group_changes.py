@@ -54,7 +54,6 @@ def changed_later(data: str, change: str) -> list[str]:
 
 @pytest.mark.parametrize("change", ["unfrozen", "replaced"])
 @pytest.mark.parametrize("data", ["replicas", "ddp"])
-@pytest.mark.xdist_group("ranks-4")
 def test_parameters_unfrozen_or_replaced_later_are_reduced(pools: Pools, data: str, change: str) -> None:
     assert pools(4).run(changed_later, data, change) == [[]] * 4
 
@@ -77,7 +76,6 @@ def stale_parameters() -> tuple[float, float]:
         return loss, float(functional.mse_loss(alone(x), x))
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_stale_unsharded_parameters_are_gathered_again(pools: Pools) -> None:
     for found, right in pools(4).run(stale_parameters):
         assert found == pytest.approx(right, rel=1e-9)
@@ -104,7 +102,6 @@ def different_replicas(data: str) -> str:
 
 
 @pytest.mark.parametrize("data", ["replicas", "hsdp"])
-@pytest.mark.xdist_group("ranks-4")
 def test_replicas_with_different_values_are_rejected(pools: Pools, data: str) -> None:
     for message in pools(4).run(different_replicas, data):
         assert "replicas must hold the same values" in message
@@ -136,7 +133,6 @@ def with_unused_module() -> list[str]:
         return sorted(name for name, parameter in module.named_parameters() if parameter.grad is not None)
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_an_unused_sharded_module_needs_no_gradient(pools: Pools) -> None:
     assert pools(4).run(with_unused_module) == [["used.bias", "used.weight"]] * 4
 
@@ -147,6 +143,5 @@ def static_graph() -> str:
     return message_of(lambda: pipeline_of(wrapped, mesh).close())
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_a_ddp_wrapper_that_always_reduces_is_rejected(pools: Pools) -> None:
     assert all("static_graph=True" in message for message in pools(4).run(static_graph))

@@ -77,7 +77,6 @@ def three_holders() -> list[str]:
     return problems
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_three_ranks_share_one_weight(pools: Pools) -> None:
     assert pools(4).run(three_holders) == [[]] * 4
 
@@ -105,7 +104,6 @@ def on_one_rank(data: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas"])
-@pytest.mark.xdist_group("ranks-4")
 def test_both_ends_of_a_v_hold_the_same_parameter(pools: Pools, data: str) -> None:
     answers = pools(4).run(on_one_rank, data)
     for answer in answers:
@@ -168,7 +166,6 @@ def wrong_ties() -> dict[str, str]:
     }
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_invalid_tied_weights_are_rejected(pools: Pools) -> None:
     messages = pools(4).run(wrong_ties)
     diverged = "tied weights have diverged: 'weight' of stage 0 and 'weight' of stage 3"

@@ -83,7 +83,6 @@ def declared_twice(how: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("how", ["in pairs", "shared too", "by another name"])
-@pytest.mark.xdist_group("ranks-4")
 def test_a_weight_declared_several_times_is_summed_once(pools: Pools, how: str) -> None:
     for off, off_norm in pools(4).run(declared_twice, how):
         assert off < 1e-12
@@ -111,7 +110,6 @@ def tied_on_the_first_rank() -> tuple[float, float]:
         return float((layers[0].weight.grad - wanted).abs().max()), off
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_weight_tied_on_one_rank_is_known_there_only(pools: Pools) -> None:
     for off, off_norm in pools(2).run(tied_on_the_first_rank):
         assert off < 1e-12
@@ -129,7 +127,6 @@ def wrapped_after_the_split() -> tuple[dict[int, str], ...]:
         return tuple(dict(tie) for tie in pipeline.ties)
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_a_wrapper_does_not_hide_the_tied_weights_of_split(pools: Pools) -> None:
     assert pools(4).run(wrapped_after_the_split) == [({0: "0.weight", 1: "2.weight"},)] * 4
 
@@ -215,7 +212,6 @@ def in_turn(data: str, turns: str) -> float:
         ("replicas", "sans", 1),
     ],
 )
-@pytest.mark.xdist_group("ranks-4")
 def test_earlier_sums_are_neither_lost_nor_counted_twice(
     pools: Pools, data: str, turns: str, times: int
 ) -> None:

@@ -19,8 +19,6 @@ from tests.support.grids import small
 from tests.support.pool import Pool
 from tests.support.slowness import slowness
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 Call = Callable[[FaultyPipeline], Any]
 
 

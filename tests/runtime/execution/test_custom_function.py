@@ -12,7 +12,6 @@ from penstock import Kind, Overlap, Schedule, build, lower
 from penstock.errors import PipelineError
 from penstock.lowering import SplitBackward
 from penstock.runtime import Custom, Pipeline
-from tests.support.families import ranks
 from tests.support.grids import small
 from tests.support.pool import Pools
 from tests.support.reference import (
@@ -68,7 +67,7 @@ def run_with_functions(case: Case) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("p", ranks(2, 4))
+@pytest.mark.parametrize("p", [2, 4])
 @small(lambda p: p == 4)
 def test_functions_replace_every_kind_of_action_also_inside_overlaps(pools: Pools, p: int) -> None:
     built = [build(family, ranks=p, microbatches=2 * p) for family in ("dualpipev", "zbv", "1f1b", "zb-h1")]
@@ -92,7 +91,6 @@ def run_one_function(case: tuple[str, Schedule]) -> Outcome:
     return outcome
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_function_for_a_single_kind_is_called(pools: Pools) -> None:
     cases = [(kind, build("dualpipev", ranks=2, microbatches=5)) for kind in COUNTED]
     assert not problems_of(cases, pools(2).run(run_cases, cases, run_one_function))
@@ -113,7 +111,6 @@ def error_messages() -> list[str]:
     return messages
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_sends_and_receives_cannot_be_replaced(pools: Pools) -> None:
     for messages in pools(2).run(error_messages):
         assert len(messages) == 5

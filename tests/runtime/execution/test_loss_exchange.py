@@ -10,7 +10,7 @@ import torch
 
 import penstock
 from penstock import Schedule, build
-from tests.support.families import FAMILIES, ranks
+from tests.support.families import FAMILIES
 from tests.support.grids import small
 from tests.support.models import TASKS, Batch
 from tests.support.pipelines import batch_of, gradients, pipeline_of
@@ -53,7 +53,7 @@ def weighted(schedule: Schedule) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("p", ranks(2, 4))
+@pytest.mark.parametrize("p", [2, 4])
 @small(lambda p: p == 2)
 def test_losses_weighted_by_tokens_are_the_mean_over_the_whole_batch(pools: Pools, p: int) -> None:
     cases = [build(family, ranks=p, microbatches=5) for family in ("1f1b", "zbv", "looped-bfs", "gpipe")]
@@ -81,7 +81,6 @@ def run_without_tokens(schedule: Schedule) -> Outcome:
     return outcome
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_a_microbatch_without_tokens_has_no_weight(pools: Pools) -> None:
     cases = [build(family, ranks=2, microbatches=4) for family in ("1f1b", "zbv")]
     assert not problems_of(cases, pools(2).run(run_cases, cases, run_without_tokens))
@@ -104,7 +103,7 @@ def run_input_gradient(case: Case) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("p", ranks(2, 4))
+@pytest.mark.parametrize("p", [2, 4])
 @small(lambda p: p == 2)
 def test_a_batch_that_requires_grad_gets_its_gradient(pools: Pools, p: int) -> None:
     cases = [

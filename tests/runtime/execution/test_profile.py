@@ -20,8 +20,6 @@ from penstock.view.perfetto import trace
 from tests.support.pool import Pools
 from tests.support.slowness import slowness
 
-pytestmark = pytest.mark.xdist_group("profile")
-
 NAP = 0.05
 M = 4
 

@@ -127,7 +127,6 @@ def rejected_target(rows: int) -> str:
     return ""
 
 
-@pytest.mark.xdist_group("ranks-2")
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_a_target_with_other_rows_than_the_arguments_of_another_rank_is_rejected(pools: Pools) -> None:
     assert pools(2).run(rejected_target, 8) == ["", ""]

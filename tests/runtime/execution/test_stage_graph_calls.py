@@ -137,7 +137,6 @@ def messages_of_failures() -> list[str]:
     return found
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_failures_name_the_edge_that_a_rank_waits_for(pools: Pools) -> None:
     for first, second, without_target, apart in pools(4).run(messages_of_failures):
         assert "failed on rank 0, stage 0, microbatch 0, in 0F0" in first
@@ -158,7 +157,6 @@ def measured(graph: StageGraph) -> tuple[list[tuple[int, int]], int, list[float]
     return list(graph.edges), len(timeline.start), list(sent) if isinstance(sent, tuple) else []
 
 
-@pytest.mark.xdist_group("ranks-3")
 def test_a_profile_has_the_messages_of_every_edge(pools: Pools) -> None:
     graph = StageGraph(3, ((0, 1), (0, 2), (1, 2)))
     for edges, steps, sent in pools(3).run(measured, graph):

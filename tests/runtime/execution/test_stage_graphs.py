@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from tests.support.families import ranks
 from tests.support.grids import small
 from tests.support.pool import Pools
 from tests.support.reference import problems_of, run_cases
@@ -38,7 +37,7 @@ def test_named_graphs_on_one_rank(backward: str) -> None:
 
 
 @pytest.mark.parametrize("backward", SPLIT)
-@pytest.mark.parametrize("p", ranks(3, 4))
+@pytest.mark.parametrize("p", [3, 4])
 @small(lambda p, backward: (p, backward) in ((3, "mixed"), (4, "fused")))
 def test_named_graphs_between_ranks(pools: Pools, p: int, backward: str) -> None:
     cases = named_cases(p, backward)
@@ -65,14 +64,13 @@ def test_random_graphs_on_one_rank(first: int) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, 30, 5))
-@pytest.mark.parametrize("p", ranks(3))
+@pytest.mark.parametrize("p", [3])
 @small(lambda first: not first)
 def test_random_graphs_between_ranks(pools: Pools, p: int, first: int) -> None:
     cases = random_cases(p, first, 5)
     assert not problems_of(cases, pools(p).run(run_cases, cases, train_graph))
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_replicas_of_a_graph_share_its_losses_and_gradients(pools: Pools) -> None:
     graphs = {name: GRAPHS[name] for name in ("two encoders", "second head")}
     cases = [

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock import Schedule, build
 from tests.support.evaluation import run_eval
-from tests.support.families import FAMILIES, ranks
+from tests.support.families import FAMILIES
 from tests.support.grids import small
 from tests.support.models import TASKS, WIDTH
 from tests.support.pipelines import batch_of, gradients, pipeline_of
@@ -58,7 +58,7 @@ def run_twice(case: Case) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("p", ranks(2, 4))
+@pytest.mark.parametrize("p", [2, 4])
 @small(lambda p: p == 2)
 def test_two_steps_without_zero_grad_give_twice_the_gradient(pools: Pools, p: int) -> None:
     cases = [
@@ -69,7 +69,7 @@ def test_two_steps_without_zero_grad_give_twice_the_gradient(pools: Pools, p: in
     assert not problems_of(cases, pools(p).run(run_cases, cases, run_twice))
 
 
-@pytest.mark.parametrize("p", ranks(2, 4))
+@pytest.mark.parametrize("p", [2, 4])
 @small(lambda p: p == 2)
 def test_eval_is_correct_and_changes_nothing(pools: Pools, p: int) -> None:
     tasks = ("transformer", "batch-norm", "dropout", "nested", "mlp", "uneven")
@@ -100,7 +100,6 @@ def drawn() -> bool:
         return torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_eval_restores_the_random_state(pools: Pools) -> None:
     assert pools(2).run(drawn) == [True, True]
 

@@ -7,7 +7,7 @@ import torch
 
 from penstock import Schedule, build
 from penstock.lowering import MergeBackward, SplitBackward
-from tests.support.families import FAMILIES, ranks
+from tests.support.families import FAMILIES
 from tests.support.grids import small
 from tests.support.models import MODELS
 from tests.support.pool import Pools
@@ -38,7 +38,7 @@ def schedules(family: str, p: int) -> list[Schedule]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("p", ranks(2, 4))
+@pytest.mark.parametrize("p", [2, 4])
 @small(lambda p, family: p == 2 or family == "zbv")
 def test_every_family_trains_as_one_process(pools: Pools, family: str, p: int) -> None:
     cases = []
@@ -51,7 +51,6 @@ def test_every_family_trains_as_one_process(pools: Pools, family: str, p: int) -
     assert not problems_of(cases, pools(p).run(run_cases, cases))
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_groups_and_unequal_stages_train_as_one_process(pools: Pools) -> None:
     grouped = [
         build(name, ranks=4, microbatches=8, stages_per_rank=2, group=group)
@@ -65,7 +64,6 @@ def test_groups_and_unequal_stages_train_as_one_process(pools: Pools) -> None:
     assert not problems_of(cases, pools(4).run(run_cases, cases))
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_interleaved_pairs_train_as_one_process(pools: Pools) -> None:
     def overlap(microbatches: int, stages_per_rank: int | list[int] = 2, group: int | None = None) -> Schedule:
         name = "interleaved-overlap"
@@ -76,7 +74,6 @@ def test_interleaved_pairs_train_as_one_process(pools: Pools) -> None:
     assert not problems_of(cases, pools(4).run(run_cases, cases))
 
 
-@pytest.mark.xdist_group("ranks-8")
 def test_eight_ranks_train_as_one_process(pools: Pools) -> None:
     cases = [
         Case(build("1f1b", ranks=8, microbatches=3), steps=1),
@@ -87,7 +84,6 @@ def test_eight_ranks_train_as_one_process(pools: Pools) -> None:
     assert not problems_of(cases, pools(8).run(run_cases, cases))
 
 
-@pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "zb-h1", "zbv", "interleaved-zero-bubble"])
 @small(lambda family: family in {"1f1b", "zbv"})
 def test_every_model_trains_as_in_one_process(pools: Pools, family: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from penstock import Costs, Schedule, search
 from tests.support.pool import Pools
 from tests.support.reference import Case, problems_of, run_cases
@@ -32,7 +30,6 @@ def searched(ranks: int, *, split: bool, placement: str = "any", limit: float | 
     return found.schedule
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_on_two_ranks_with_two_stages_each(pools: Pools) -> None:
     schedules = [
         searched(2, split=split, placement=placement, limit=limit)
@@ -43,7 +40,6 @@ def test_on_two_ranks_with_two_stages_each(pools: Pools) -> None:
     assert not problems_of(cases, pools(2).run(run_cases, cases))
 
 
-@pytest.mark.xdist_group("ranks-4")
 def test_on_four_ranks_with_a_stage_each(pools: Pools) -> None:
     cases = [Case(searched(4, split=split, limit=8), "transformer") for split in (True, False)]
     assert not problems_of(cases, pools(4).run(run_cases, cases))

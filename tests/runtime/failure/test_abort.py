@@ -19,8 +19,6 @@ from tests.support.faults import Fault, faults_of_each_kind, faulty_pipeline
 from tests.support.grids import small
 from tests.support.pool import Pool
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 FAMILIES = [("1f1b", 4, False), ("interleaved-1f1b", 4, False), ("zbv", 4, False), ("dualpipev", 8, True)]
 
 

@@ -13,8 +13,6 @@ from tests.support.faults import Fault, faulty_pipeline
 from tests.support.pool import Pool
 from tests.support.slowness import slowness
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 
 def assert_timed_out(outcomes: list[CallOutcome]) -> None:
     print_report(outcomes[0].text)

@@ -24,8 +24,6 @@ from penstock.runtime.failure.abort import abort_step
 from tests.support.faults import Fault, faulty_pipeline
 from tests.support.pool import Pool, Pools
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 # --- after the failure ---------------------------------------------------------------------------
 
 

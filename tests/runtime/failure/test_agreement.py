@@ -17,8 +17,6 @@ from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.pool import Pool
 from tests.support.slowness import slowness
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 
 def disagree(what: str) -> CallOutcome:
     odd = dist.get_rank() == 2

@@ -26,8 +26,6 @@ from tests.support.linear_stages import linear, mesh_of_four, numbers, pipeline_
 from tests.support.pool import Pool, Pools
 from tests.support.slowness import slowness
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 Batch = tuple[Tensor, Tensor]
 
 

@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.grids import small
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 
 @pytest.mark.parametrize("runs", [3, 50])
 @small(lambda runs: runs == 3)

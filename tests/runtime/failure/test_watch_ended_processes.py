@@ -25,8 +25,6 @@ from tests.support.grids import small
 from tests.support.pool import Pool
 from tests.support.slowness import slowness
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 CALLS = ["step", "eval", "clip_grad_norm_", "profile", "save_checkpoint", "load_checkpoint", "Pipeline"]
 
 

@@ -21,8 +21,6 @@ from tests.support.faults import Fault, faulty_pipeline
 from tests.support.pool import Pool
 from tests.support.slowness import slowness
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 TIMEOUT = 6
 
 

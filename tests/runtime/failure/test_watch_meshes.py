@@ -20,8 +20,6 @@ from tests.support.grids import small
 from tests.support.pool import Pool, Pools
 from tests.support.slowness import slowness
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 TIMEOUT = 6
 EFFECTS = {"raise": "ValueError: on purpose", "kill": "has ended", "stop": "does not answer"}
 

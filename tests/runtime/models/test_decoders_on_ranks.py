@@ -79,7 +79,6 @@ def problems_of(pools: Pools, ranks: int, cases: list[Case]) -> list[Any]:
     return [f"rank {rank}: {problem}" for rank, answer in enumerate(answers) for problem in answer]
 
 
-@pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("kind", MODELS)
 @small(lambda kind: kind == "llama")
 def test_on_two_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools, kind: str) -> None:
@@ -91,7 +90,6 @@ def test_on_two_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools, 
     assert not problems_of(pools, 2, cases)
 
 
-@pytest.mark.xdist_group("ranks-4")
 @pytest.mark.parametrize("kind", MODELS)
 @small(lambda kind: kind == "gpt2")
 def test_on_four_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools, kind: str) -> None:
@@ -106,7 +104,6 @@ def test_on_four_ranks_logits_and_gradients_are_those_of_the_model(pools: Pools,
     )
 
 
-@pytest.mark.xdist_group("ranks-2")
 def test_each_rank_can_build_its_own_stages(pools: Pools) -> None:
     cases = [Case(kind, family, meta=True) for kind in MODELS for family in ("1f1b", "zbv")]
     assert not problems_of(pools, 2, cases)
@@ -130,7 +127,6 @@ def started(kind: str) -> list[str]:
     return [str(float(weight.detach().double().sum()))]
 
 
-@pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 @small(lambda kind: kind == "gpt2")
 def test_tied_weights_that_ranks_initialize_alone_are_and_stay_equal(pools: Pools, kind: str) -> None:
@@ -169,7 +165,6 @@ def sharded(kind: str, *, meta: bool) -> list[str]:
     ]
 
 
-@pytest.mark.xdist_group("ranks-2")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @small(lambda kind: kind == "llama")
 def test_stages_and_their_layers_can_be_sharded(pools: Pools, kind: str) -> None:

@@ -41,7 +41,6 @@ def test_stages_hold_the_model_and_know_their_graph(how: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "interleaved-1f1b", "zbv"])
-@pytest.mark.xdist_group("ranks-2")
 def test_ranks_train_as_one_process(pools: Pools, family: str) -> None:
     """By name where a family has two stages per rank, and with its order over the graph."""
     schedule = build("1f1b" if family == "zb-h1" else family, ranks=2, microbatches=4)

@@ -18,8 +18,6 @@ from tests.support.pool import Pools
 from tests.support.reference import TIMEOUT, Case, Outcome, problems_of, run_cases, train_in_pipeline
 from tests.support.stage_values import VALUES
 
-pytestmark = pytest.mark.xdist_group("ranks-2")
-
 
 def run_values(case: Case) -> Outcome:
     return train_in_pipeline(case)

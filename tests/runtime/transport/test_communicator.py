@@ -22,8 +22,6 @@ from penstock.runtime import Pipeline
 from penstock.runtime.transport import communicator, device_groups
 from tests.support.pool import Pools
 
-pytestmark = pytest.mark.xdist_group("profile")
-
 
 def gloo_edge(_device: torch.device, store: Store, rank: int, timeout: timedelta) -> Any:
     made: Any = dist.ProcessGroupGloo

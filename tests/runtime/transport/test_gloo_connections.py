@@ -19,8 +19,6 @@ from penstock.runtime.transport.gloo_connections import abort_gloo_group, gloo_g
 from penstock.runtime.transport.stores import store_connection
 from tests.support.pool import Pools
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 
 def wait_and_shut_down(*, everything: bool) -> tuple[str, float]:
     """Rank 1 ends a wait of rank 0."""

@@ -20,8 +20,6 @@ from tests.support.call_outcomes import SOON, CallOutcome, assert_one_report, at
 from tests.support.pool import Pools
 from tests.support.slowness import slowness
 
-pytestmark = pytest.mark.xdist_group("ranks-2")
-
 
 class HugeMask(nn.Module):
     """Its second output is small as a view, and 16 TiB as bytes."""
