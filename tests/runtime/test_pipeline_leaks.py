@@ -19,7 +19,7 @@ from tests.support.grids import small
 from tests.support.pool import Pool
 from tests.support.resources import children, descriptors, live_tensors, monitor_threads, resident
 
-STEPS = 200
+STEPS = 100
 SLACK = 3 * 2**20  # bytes; what allocators and caches move by
 
 

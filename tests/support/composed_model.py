@@ -34,7 +34,7 @@ class Composed:
     tokens: bool = False
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     """The mixed precision of FSDP."""
-    steps: int = 3
+    steps: int = 2
     dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
