@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from threading import Event
 
 import pytest
 
-from penstock import Placement
+from penstock import Costs, Placement
 from penstock.bounds import OBJECTIVES, Workload, bounds
 from penstock.search.exact import Effort, solve
+from penstock.search.exact_model import Unit, unit_of
 from penstock.search.problem import Problem
 from penstock.search.seeds import serial
 from tests.bounds.test_lower_bounds import OPTIMA
-from tests.support.search_instances import UNITS, random_problem
+from tests.support.grids import examples
+from tests.support.search_instances import (
+    UNITS,
+    best_of,
+    random_problem,
+    tiny_expert_problem,
+    tiny_graph_problem,
+    tiny_problem,
+)
 
 pytest.importorskip("ortools", reason="the exact solver is an extra")
 EFFORT = Effort(seconds=60, counted=True, workers=2, seed=0)
@@ -49,6 +59,29 @@ def test_no_bound_exceeds_an_optimum_of_unequal_stages(objective: str) -> None:
         value = problem.value(found.order)
         assert greatest <= value * (1 + 1e-9), problem
         assert found.bound <= value * (1 + 1e-9), problem
+
+
+@pytest.mark.parametrize("what", ["queues", "pairs", "graphs"])
+def test_the_best_of_all_orders_is_found_and_proved(what: str) -> None:
+    rng = random.Random(what)
+    effort = Effort(seconds=20, counted=True, workers=1, seed=0)
+    for _ in range(examples(100)):
+        problem = {"pairs": tiny_expert_problem, "graphs": tiny_graph_problem}.get(what, tiny_problem)(rng)
+        if what == "queues":
+            problem = replace(problem, costs=replace(problem.costs, bandwidth=rng.choice((1, 2))))
+        best = best_of(problem, pairs=what == "pairs")
+        found = solve(problem, serial(problem).order, 0.0, effort, Event())
+        assert found.order is not None
+        assert problem.fits(found.order)
+        assert problem.value(found.order) == pytest.approx(best, rel=1e-9), problem
+        assert found.bound == pytest.approx(best, rel=1e-9), problem
+
+
+def test_seconds_that_are_fractions_have_a_common_unit() -> None:
+    costs = Costs(forward=0.1, backward_input=0.25, backward_weight=0.05, latency=0.125)
+    assert unit_of(Problem(Placement.loop(2), 2, costs)) == Unit(0.025, is_exact=True)
+    odd = replace(costs, latency=2**0.5)
+    assert not unit_of(Problem(Placement.loop(2), 2, odd)).is_exact
 
 
 def test_the_same_seed_and_count_give_the_same_order() -> None:

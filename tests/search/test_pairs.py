@@ -111,4 +111,8 @@ def test_pairs_that_only_save_a_launch_weaken_no_bound() -> None:
         assert ("interleaved-overlap" in search.families) is (launch == 0)
         assert search.bound == bounds(replace(search.work, paired=False))[0]
         assert search.is_solvable
-    assert not PlacementSearch(Problem(Placement.loop(2), 2, EXPERTS)).is_solvable
+
+
+def test_few_pairs_are_given_to_the_exact_solver() -> None:
+    assert PlacementSearch(Problem(Placement.loop(2), 8, EXPERTS)).is_solvable
+    assert not PlacementSearch(Problem(Placement.loop(2), 24, EXPERTS)).is_solvable

@@ -37,6 +37,8 @@ _SLOWDOWN = 1 if COMPILED else 200
 """How much longer a move takes without compilation."""
 _MAX_SOLVED_STEPS = 400
 """Steps of the largest problem that is given to the exact solver."""
+_MAX_SOLVED_PAIRS = 1000
+"""Possible pairs of an F and an I in the largest problem with pairs that is given to the exact solver."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,8 +196,10 @@ class PlacementSearch:
 
     @property
     def is_solvable(self) -> bool:
-        """Whether the problem is small enough for the exact solver, whose model has no overlapped pairs."""
-        return bool(self.problem.arrays.rank_bounds[-1] <= _MAX_SOLVED_STEPS) and not self.problem.can_pair
+        """Whether the problem is small enough for the exact solver."""
+        steps, m = self.problem.arrays.rank_bounds[-1], self.problem.microbatches
+        pairs = sum((len(own) * m) ** 2 for own in self.problem.placement.stages_of_rank)
+        return bool(steps <= _MAX_SOLVED_STEPS) and (pairs <= _MAX_SOLVED_PAIRS or not self.problem.can_pair)
 
     def solve(self, effort: exact.Effort, stop: Event) -> None:
         """Run the exact solver for a better order and a better bound."""
