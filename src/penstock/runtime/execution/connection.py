@@ -104,7 +104,7 @@ class Connection:
                 config.schedule.microbatches,
                 config.device,
                 config.timeout,
-                partial(raise_if_ended, config),
+                partial(raise_if_ended, config.members),  # not the config, which has modules and losses
             )
             link_members(watch, config.members, config.timeout)
         return communicator

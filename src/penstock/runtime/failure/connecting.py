@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.arguments import listed
@@ -21,18 +21,15 @@ def connecting(config: ExecutionConfig) -> Iterator[None]:
     try:
         yield
     except TransportError as error:
-        raise _failure(config, describe_lost_ranks(config.members) or str(error)) from error
+        why = describe_lost_ranks(config.members) or str(error)
+        raise PipelineError(
+            f"rank {config.rank} of the pipeline could not connect to the others (world ranks "
+            f"{listed(config.members)}) within {config.timeout.total_seconds():g} s: {why}"
+        ) from error
 
 
-def raise_if_ended(config: ExecutionConfig) -> None:
+def raise_if_ended(members: Sequence[int]) -> None:
     """Raise if a process has ended that the pipeline needs."""
     watch = current_watch()
-    if watch is not None and any(member in watch.ended for member in config.members):
-        raise _failure(config, describe_lost_ranks(config.members))
-
-
-def _failure(config: ExecutionConfig, why: str) -> PipelineError:
-    return PipelineError(
-        f"rank {config.rank} of the pipeline could not connect to the others (world ranks "
-        f"{listed(config.members)}) within {config.timeout.total_seconds():g} s: {why}"
-    )
+    if watch is not None and any(member in watch.ended for member in members):
+        raise TransportError(describe_lost_ranks(members))
