@@ -18,6 +18,7 @@ longer than a period, and is followed by the optimizer step.
 
 Each bound says how it is derived; the greatest binds. Where a rank may run overlapped pairs, the work of each
 of its machines (`penstock.bounds.workload`) counts by itself, and chains have the least that a pair takes.
+Before its first backward and after its last forward it has no pairs, so there its all-to-all counts too.
 """
 
 from __future__ import annotations

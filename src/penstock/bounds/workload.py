@@ -25,6 +25,8 @@ __all__ = ["Jobs", "Workload"]
 
 _NEVER = float("-inf")
 
+Chains = dict[str, list[float]]
+"""Heads or tails: for F, I (or B) and W, per stage."""
 Jobs = list[tuple[float, float, float]]
 """Head, seconds and tail of all microbatches of each kind and stage of a rank."""
 
@@ -195,7 +197,33 @@ class Workload:
             return [jobs(self._steps, kinds, 1.0, launch)]
         streams = (self._streams.compute, self._streams.all_to_all)
         found = [jobs(self._least(each), kinds, self._pair_factor(rank, each), launch / 2) for each in streams]
+        found[0] += self._exposed(rank, heads, tails, sum(job[1] for job in found[0])) if self.trains else []
         return [*found, *(jobs(self._steps, each, 1.0, launch) for each in ("F", kinds[1:]) if each)]
+
+    def _exposed(self, rank: int, heads: Chains, tails: Chains, work: float) -> Jobs:
+        """Seconds without compute before a rank's first backward and after its last forward, as jobs.
+
+        There are no pairs then: the rank idles, or runs steps by themselves, which expose their all-to-all.
+        `work` is the compute of the rank.
+        """
+        own = self.placement.stages_of_rank[rank]
+        first, back = (min(heads[kind][s] for s in own) for kind in "FI")
+        last = min(tails["F"][s] for s in own)
+        ends = {kind: min(tails[kind][s] for s in own) for kind in ("IW" if self.split else "I")}
+        end = min(ends.values())
+        before = self._least_exposed((Kind.F,), own) * (back - first)
+        after = self._least_exposed((Kind.I, Kind.W, Kind.B) if self.split else (Kind.B,), own) * (last - end)
+        found = [(first, before, min(last, ends["I"])), (first, after, end)]
+        if first + work + end - last >= back:  # the two times do not coincide
+            return found
+        return [max(found, key=lambda job: job[1])]
+
+    def _least_exposed(self, kinds: tuple[Kind, ...], stages: tuple[int, ...]) -> float:
+        """The least share of all-to-all in steps of these kinds by themselves."""
+        numbers = np.ix_([kind.number for kind in kinds], stages)
+        whole = self._streams.alone[numbers] + self.costs.launch_overhead
+        takes_time = whole > 0
+        return float((self._streams.all_to_all[numbers][takes_time] / whole[takes_time]).min(initial=1.0))
 
     def seconds_of(self, rank: int) -> float:
         """All the work of a rank."""
