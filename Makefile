@@ -14,10 +14,10 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 demo: .venv/demo
 	$(BIN)/penstock demo
 
-test: .venv/dev
+test: .venv/kernel
 	$(PYTEST) -m 'not full'
 
-test-all: .venv/dev
+test-all: .venv/kernel
 	$(PYTEST) --hypothesis-profile full
 
 check: .venv/dev
@@ -55,4 +55,9 @@ clean:
 
 .venv/dev: .venv/core
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# compile the search kernel once, before all workers need it at the same time
+.venv/kernel: .venv/dev $(wildcard src/penstock/search/*.py)
+	$(BIN)/penstock search -p 2 -m 4 --moves 10 > /dev/null
 	@touch $@

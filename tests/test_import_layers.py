@@ -32,6 +32,7 @@ LAYERS = (
     {"runtime"},
     {"pipelining"},  # torch's names
     {"cli"},
+    {"__main__"},
 )
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 

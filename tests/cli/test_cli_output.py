@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock.cli import app
 from tests.support.command_line import (
     EXECUTABLE,
@@ -54,6 +55,12 @@ def test_the_exit_codes_of_a_process_are_0_1_and_2_and_there_is_no_traceback(tmp
         result = run_process("check", f"{name}.csv", cwd=tmp_path)
         assert result.code == code
         assert "Traceback" not in result.err
+
+
+def test_the_package_can_be_executed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)  # noqa: S603
+    assert (done.returncode, done.stdout) == (0, f"penstock {penstock.__version__}\n")
 
 
 # --- pipes and encodings ---------------------------------------------------------------------------
