@@ -162,6 +162,15 @@ def test_the_published_zb_h1_cannot_be_beaten_by_more_than_its_rounding() -> Non
     assert bound.seconds <= span <= bound.seconds * 1.00001
 
 
+def test_the_span_of_a_rank_is_no_less_than_what_is_done_on_another_in_between() -> None:
+    """With the memory of two 1F1B, rank 0 waits for all F and I of the last rank: ZB-2p, as published."""
+    costs = penstock.cost.presets.preset("zb-h2304-p8-m24")
+    limit = 16 * float(costs.per_stage("activation", 8)[0])
+    bound = bounds(Workload(Placement.loop(8), 24, costs), limit, "span")[0]
+    assert bound.seconds == pytest.approx(1.152599, rel=1e-9)
+    assert bound.because.startswith("the work of rank 7 from the first to the last step of rank 0")
+
+
 def test_pairs_of_a_fixed_length_do_not_beat_a_bound() -> None:
     rng = random.Random(3)
     for _ in range(60):

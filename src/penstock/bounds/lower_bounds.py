@@ -13,8 +13,9 @@ takes no time. Heads and tails are defined in `penstock.bounds.workload`.
     and drain     memory for few activations (both in `penstock.bounds.memory_bounds`)
 
 A rank's span, and its share of a period, is counted from its own first start to its own last end: heads and
-tails are then chains that begin, and end, on the rank itself. In the steady state a rank's iteration takes no
-longer than a period, and is followed by the optimizer step.
+tails are then chains that begin, and end, on the rank itself. F and I of other ranks are in between, if they
+depend on its F and its I depends on them: its span is no less than what those take on one of these ranks. In
+the steady state a rank's iteration takes no longer than a period, and is followed by the optimizer step.
 
 Each bound says how it is derived; the greatest binds. Where a rank may run overlapped pairs, the work of each
 of its machines (`penstock.bounds.workload`) counts by itself, and chains have the least that a pair takes.
@@ -38,6 +39,8 @@ __all__ = ["OBJECTIVES", "bounds", "bounds_of", "preemptive"]
 
 OBJECTIVES = ("makespan", "span", "period")
 """What to minimize (defined in `penstock.simulation.timeline`)."""
+_OBSERVED = 8
+"""Ranks with the most work that are considered in the span of every other rank."""
 
 
 def bounds_of(
@@ -75,7 +78,7 @@ def _load(work: Workload, *, alone: bool) -> Bound:
     def of(rank: int) -> float:
         return max(
             min(job[0] for job in jobs) + sum(job[1] for job in jobs) + min(job[2] for job in jobs)
-            for jobs in work.machines(rank, alone=alone)
+            for jobs in work.machines(rank, work.window(rank if alone else None))
         )
 
     seconds, rank = worst(work, of)
@@ -84,8 +87,27 @@ def _load(work: Workload, *, alone: bool) -> Bound:
 
 
 def _one_machine(work: Workload, *, alone: bool) -> Bound:
-    seconds, rank = worst(work, lambda rank: max(map(preemptive, work.machines(rank, alone=alone))))
+    if alone:
+        return _one_machine_seen(work)
+    seconds, rank = worst(work, lambda rank: max(map(preemptive, work.machines(rank))))
     return Bound(seconds, "one-machine", f"the work of rank {rank} alone, in its best order, takes as long")
+
+
+def _one_machine_seen(work: Workload) -> Bound:
+    """Between the first start and the last end of a rank is its own work, and F and I of others."""
+    ranks = range(work.placement.num_ranks)
+    deepest = [own[-1] for own in work.placement.stages_of_rank]
+    busiest = sorted(ranks, key=lambda rank: (work.seconds_of(rank), deepest[rank]), reverse=True)[:_OBSERVED]
+    found = Bound(0.0, "one-machine", "there is no work")
+    for observer in ranks:
+        window = work.window(observer)
+        for rank in dict.fromkeys((observer, *(() if work.paired else busiest))):
+            seconds = max(map(preemptive, work.machines(rank, window)))
+            if seconds > found.seconds * (1 + 1e-12):
+                within = "alone" if rank == observer else f"from the first to the last step of rank {observer}"
+                because = f"the work of rank {rank} {within}, in its best order, takes as long"
+                found = Bound(seconds, "one-machine", because)
+    return found
 
 
 def preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:

@@ -30,7 +30,7 @@ from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
 from penstock.bounds.bound import Bound, worst
-from penstock.bounds.workload import Jobs, Workload
+from penstock.bounds.workload import Jobs, Window, Workload
 from penstock.cost.memory import activation_bytes
 
 __all__ = ["residency", "warm_up_and_drain"]
@@ -87,7 +87,11 @@ class _Rank:
     @property
     def seconds(self) -> float:
         """All its work, and what it idles at least before, between and after."""
-        return max(self._seconds_of(jobs) for jobs in self.work.machines(self.rank, alone=self.alone))
+        return max(self._seconds_of(jobs) for jobs in self.work.machines(self.rank, self.window))
+
+    @cached_property
+    def window(self) -> Window:
+        return self.work.window(self.rank if self.alone else None)
 
     def _seconds_of(self, jobs: Jobs) -> float:
         before, after = [(0, min(job[0] for job in jobs))], [(0, min(job[2] for job in jobs))]
@@ -152,7 +156,7 @@ class _Rank:
 
     def warm_up(self, cut: int) -> float:
         """Seconds without work before the first I ahead of the cut starts."""
-        heads = (self.work.heads_on(self.rank) if self.alone else self.work.heads)["I"]
+        heads = self.window[0]["I"]
         deeper = sum(self.forward[cut:]) + sum(self.backward[cut:])
         ahead = self._prefixes(self.forward[:cut])
         begun = [*ahead[:-1], _Item(ahead[-1].size, ahead[-1].seconds + deeper)]
@@ -160,7 +164,7 @@ class _Rank:
 
     def drain(self, cut: int) -> float:
         """Seconds without work after the last F ahead of the cut ends."""
-        tails = (self.work.tails_on(self.rank) if self.alone else self.work.tails)["F"]
+        tails = self.window[1]["F"]
         deeper = sum(self.forward[cut:]) + sum(self.backward[cut:])
         ahead = self._prefixes(self.backward[:cut])
         begun = [*ahead[:-1], _Item(ahead[-1].size, ahead[-1].seconds + deeper)]

@@ -21,12 +21,14 @@ from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.table import Floats
 
-__all__ = ["Jobs", "Workload"]
+__all__ = ["Jobs", "Window", "Workload"]
 
 _NEVER = float("-inf")
 
 Chains = dict[str, list[float]]
 """Heads or tails: for F, I (or B) and W, per stage."""
+Window = tuple[Chains, Chains]
+"""Heads and tails."""
 Jobs = list[tuple[float, float, float]]
 """Head, seconds and tail of all microbatches of each kind and stage of a rank."""
 
@@ -123,8 +125,9 @@ class Workload:
     def heads_on(self, rank: int) -> dict[str, list[float]]:
         """For F, I (or B) and W, per stage: chains that begin on this rank."""
         if self.stage_graph.is_chain:  # those of its first stage are the longest
-            first = self.first_head(rank)
-            return {kind: [head - first for head in heads] for kind, heads in self.heads.items()}
+            first, own = self.first_head(rank), self.placement.stages_of_rank[rank][0]
+            found = {kind: [head - first for head in heads] for kind, heads in self.heads.items()}
+            return found | {"F": [_NEVER] * own + found["F"][own:]}
         return self._heads_from([host == rank for host in self.placement.stage_to_rank])
 
     def _heads_from(self, begins: list[bool]) -> dict[str, list[float]]:
@@ -167,18 +170,19 @@ class Workload:
             )
             own = self.input_gradient[s] + launch + back[s] if self.trains else _NEVER
             forward[s] = max([0.0 if here[s] else _NEVER, own, *after])
-        return {"F": forward, "I": back, "W": [0.0] * self.placement.num_stages}
+        return {"F": forward, "I": back, "W": [0.0 if each else _NEVER for each in here]}
 
     def first_head(self, rank: int) -> float:
         """The least head of a rank's work."""
         return min(self.heads["F"][s] for s in self.placement.stages_of_rank[rank])
 
-    def machines(self, rank: int, *, alone: bool = False) -> list[Jobs]:
-        """The jobs of each machine of a rank.
+    def window(self, rank: int | None) -> Window:
+        """Heads and tails: all of them, or those from the first start to the last end of one rank."""
+        return (self.heads, self.tails) if rank is None else (self.heads_on(rank), self.tails_on(rank))
 
-        Alone, its heads are counted from its own first start and its tails to its own last end.
-        """
-        heads, tails = (self.heads_on(rank), self.tails_on(rank)) if alone else (self.heads, self.tails)
+    def machines(self, rank: int, window: Window | None = None) -> list[Jobs]:
+        """The jobs of each machine of a rank, those that have to be done in a window."""
+        heads, tails = window or self.window(None)
         launch = self.costs.launch_overhead
 
         def jobs(seconds: dict[str, list[float]], kinds: str, factor: float, extra: float) -> Jobs:
@@ -190,6 +194,7 @@ class Workload:
                 )
                 for kind in kinds
                 for s in self.placement.stages_of_rank[rank]
+                if heads[kind][s] > _NEVER and tails[kind][s] > _NEVER
             ]
 
         kinds = "FIW" if self.trains else "F"
