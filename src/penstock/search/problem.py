@@ -41,6 +41,8 @@ from penstock.simulation.simulator import simulate
 __all__ = ["Problem"]
 
 _TOKEN_KIND = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.B: INPUT_GRAD, Kind.W: WEIGHT_GRAD}
+_TOKENS = np.array([_TOKEN_KIND.get(kind, -1) for kind in sorted(Kind, key=lambda kind: kind.number)])
+"""The same by the number of a kind."""
 _SKIPPED = frozenset(
     {
         *(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B),
@@ -168,17 +170,17 @@ class Problem:
         schedule.table.require_handled((*_TOKEN_KIND, *_SKIPPED), "search")
         if schedule.graph != self.stage_graph:
             raise ScheduleError(f"search: {schedule.name} has another stage graph than the problem")
-        order: list[int] = []
-        steps = (step for row in schedule.ranks for step in row)
-        for place, part in ((place, part) for step in steps for place, part in enumerate(step.parts)):
-            if part.kind in _SKIPPED or (part.kind is Kind.W and not self.split):
-                continue
-            is_separate = part.kind is Kind.W and (part.stage in self.fused_stages or self.can_pair)
-            flags = (SEPARATE if is_separate else 0) | (PAIRED if place and self.can_pair else 0)
-            order.append(3 * part.stage + _TOKEN_KIND[part.kind] | flags)
-            if part.kind is Kind.B and self.split:
-                order.append(3 * part.stage + WEIGHT_GRAD)
-        return np.array(order, dtype=np.int64)
+        table = schedule.table
+        taken = table.of_kind(*(kind for kind in _TOKEN_KIND if self.split or kind is not Kind.W))
+        kind, stage = table.kind[taken], table.stage[taken]
+        is_second = np.append(False, table.slot[1:] == table.slot[:-1])[taken]  # of a pair
+        is_separate = (kind == Kind.W.number) & ((self.whole[stage] >= 0) | self.can_pair)
+        flags = np.where(is_separate, SEPARATE, 0) | np.where(is_second & self.can_pair, PAIRED, 0)
+        is_whole = (kind == Kind.B.number) & self.split  # it becomes I and W
+        order = np.repeat((3 * stage + _TOKENS[kind]) | flags, 1 + is_whole)
+        weights = np.flatnonzero(is_whole) + np.cumsum(is_whole)[is_whole]
+        order[weights] = 3 * stage[is_whole] + WEIGHT_GRAD
+        return order
 
     def variants(self, order: Ints) -> list[Ints]:
         """The order, also with other adjacent steps joined.
