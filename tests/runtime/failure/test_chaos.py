@@ -57,7 +57,7 @@ def _faults_of(chaos: Chaos, text: str) -> list[str]:
 def problems_with(chaos: Chaos, pool: Pool, folder: Path) -> list[str]:
     """Let one fault happen; the times that are promised hold on a machine that is not busy."""
     before = slowness()
-    timeout = min(8 * before, 16.0) if chaos.late else 60.0
+    timeout = min(6 * before, 12.0) if chaos.late else 60.0
     lost = (chaos.victim,) if chaos.fatal else ()
     answers = pool.run(train_with_fault, chaos, str(folder), timeout, seconds=200, lost=lost)
     seen: list[Seen] = [answer for answer in answers if answer is not None]
