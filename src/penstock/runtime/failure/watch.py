@@ -28,6 +28,7 @@ from penstock.runtime.failure.links import Link, connect_link
 __all__ = ["Ended", "JobWatch", "Listener", "neighbours"]
 
 _BEAT_SECONDS = 1.0
+_CLOSE_SECONDS = 10.0  # the thread ends at once, unless the machine is busy
 
 
 class Ended:
@@ -146,7 +147,7 @@ class JobWatch:
             self._pass_on(_end_message(Ended(self.rank, self.process, reason)))
             self._wake()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_BEAT_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
 
     def forget(self) -> None:
         """Close the descriptors in a forked child: they keep the connections of the parent alive."""
