@@ -109,6 +109,7 @@ def test_no_module_uses_eval_pickle_or_yaml() -> None:
     source = Path(penstock.__file__).parent
     allowed = {
         source / "runtime" / "transport" / "message_spec.py",  # between ranks of one job
+        source / "runtime" / "checkpoints" / "collective.py",  # the same
         source / "runtime" / "checkpoints" / "pickled_index.py",  # old files; allows only their classes
     }
     for path in set(source.rglob("*.py")) - allowed:
