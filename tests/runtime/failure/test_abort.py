@@ -14,12 +14,31 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline
+from penstock.runtime.failure.abort import race_seconds
 from tests.support.call_outcomes import CallOutcome, assert_one_report, attempt, print_report
 from tests.support.faults import Fault, faults_of_each_kind, faulty_pipeline
 from tests.support.grids import small
 from tests.support.pool import Pool
 
 FAMILIES = [("1f1b", 4, False), ("interleaved-1f1b", 4, False), ("zbv", 4, False), ("dualpipev", 8, True)]
+
+
+# --- causes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), 2.5),
+        (dist.DistBackendError("NCCL error"), 2.5),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0.25),
+        (ValueError("too few rows"), 0),
+    ],
+)
+def test_an_error_waits_for_the_failure_elsewhere_that_it_may_follow_from(
+    error: Exception, seconds: float
+) -> None:
+    assert race_seconds(error) == seconds
 
 
 # --- exceptions ----------------------------------------------------------------------------------

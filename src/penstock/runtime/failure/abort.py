@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import traceback
 
+import torch.distributed as dist
+
 from penstock.errors import PenstockError
 from penstock.runtime.execution.connection import Connection
 from penstock.runtime.execution.program import Program, StepAbortedError
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor
 from penstock.runtime.failure.report import failure_cause, failure_report
 
-__all__ = ["abort_step"]
+__all__ = ["abort_step", "race_seconds"]
 
 _RACE_SECONDS = 0.25
-"""How long an error that may follow from a failure elsewhere waits for that failure."""
+_BROKEN_SECONDS = 2.5
 
 
 def abort_step(error: BaseException, connection: Connection, program: Program) -> BaseException:
@@ -41,12 +43,23 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
     return report
 
 
+def race_seconds(error: BaseException) -> float:
+    """How long an error of a stage waits for the failure elsewhere that it may follow from.
+
+    A connection that breaks in a collective of the stage (of FSDP or tensor parallelism) always follows from
+    one, which a busy machine may tell later.
+    """
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        return _BROKEN_SECONDS
+    return _RACE_SECONDS if isinstance(error, RuntimeError | OSError) else 0.0
+
+
 def _cause(error: BaseException, own: FailureCause, monitor: FailureMonitor) -> FailureCause:
     """The cause that is known already, or else the failure of this rank."""
     if isinstance(error, StepAbortedError) or own.kind == "lost":
         known = monitor.wait_for_cause()
-    else:  # an error of a collective inside of a stage comes from another rank
-        known = monitor.wait_for_cause(_RACE_SECONDS if isinstance(error, RuntimeError | OSError) else 0)
+    else:
+        known = monitor.wait_for_cause(race_seconds(error))
     if known is not None:
         return known
     return monitor.publish_cause(monitor.blamed(own) if own.kind in ("lost", "timeout") else own)
