@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline
 from penstock.runtime.failure.abort import race_seconds
+from penstock.runtime.transport.transport_errors import TransportError
 from tests.support.call_outcomes import CallOutcome, assert_one_report, attempt, print_report
 from tests.support.faults import Fault, faults_of_each_kind, faulty_pipeline
 from tests.support.grids import small
@@ -31,6 +32,7 @@ FAMILIES = [("1f1b", 4, False), ("interleaved-1f1b", 4, False), ("zbv", 4, False
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), 2.5),
         (dist.DistBackendError("NCCL error"), 2.5),
+        (TransportError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out"), 0.25),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0.25),
         (ValueError("too few rows"), 0),
     ],

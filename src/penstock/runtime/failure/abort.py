@@ -47,9 +47,9 @@ def race_seconds(error: BaseException) -> float:
     """How long an error of a stage waits for the failure elsewhere that it may follow from.
 
     A connection that breaks in a collective of the stage (of FSDP or tensor parallelism) always follows from
-    one, which a busy machine may tell later.
+    one, which a busy machine may tell later. An error of the pipeline's own messages is a timeout here.
     """
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+    if isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error)):
         return _BROKEN_SECONDS
     return _RACE_SECONDS if isinstance(error, RuntimeError | OSError) else 0.0
 
