@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
 from penstock.runtime.failure.watch import JobWatch
@@ -38,10 +38,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def monitor_of(watch: JobWatch, count: int, failures: list[int]) -> FailureMonitor:
+def monitor_of(watch: JobWatch, members: int | Sequence[int], failures: list[int]) -> FailureMonitor:
     status = RankStatus("step", 3, watch.rank, "")
     fail = lambda: failures.append(watch.rank)  # noqa: E731
-    return FailureMonitor(watch, "one", range(count), 60, lambda: status, fail, fail)
+    ranks = range(members) if isinstance(members, int) else members
+    return FailureMonitor(watch, "one", ranks, 60, lambda: status, fail, fail)
 
 
 def test_the_first_published_cause_wins_and_all_send_their_status() -> None:
@@ -103,3 +104,17 @@ def test_silence_is_measured_and_named() -> None:
         assert int(seconds[1]) >= 3
         assert blamed.message.endswith("; rank 0 waited")
         until(lambda: watches[0].silence(1) < 3)
+
+
+def test_a_silent_rank_of_another_pipeline_is_named_and_precedes_the_timeout_of_this_pipeline() -> None:
+    with linked_watches(3) as watches:
+        monitor = monitor_of(watches[0], (0, 1), [])
+        waited = replace(CAUSE, kind="timeout", rank=0, message="rank 0 waited")
+        assert monitor.blamed(waited) is waited
+        with watches[2]._lock:  # its thread cannot send
+            until(lambda: watches[0].silence(2) > 3)
+            blamed = monitor.blamed(waited)
+        assert (blamed.rank, blamed.world_rank, blamed.kind) == (-1, 2, "timeout")
+        monitor.publish_cause(waited)
+        monitor.on_message({"type": "cause", "connection": "one", "cause": asdict(blamed)})
+        assert monitor.cause == blamed

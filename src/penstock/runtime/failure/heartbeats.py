@@ -44,11 +44,11 @@ class Heartbeats:
         return max(0.0, self._looked - self._heard.get(rank, self._looked))
 
     def news(self, ranks: Iterable[int], timeout: float) -> dict[int, float]:
-        """The ranks whose silence has exceeded the timeout since the last call, or has ended: then 0."""
+        """The ranks that have become silent since the last call, and 0 for those that are heard again."""
         found = {}
         for rank in ranks:
             seconds = self.silence(rank)
-            if (seconds > timeout) != (rank in self._announced):
+            if (seconds > min(timeout, SILENT_SECONDS)) != (rank in self._announced):
                 self._announced ^= {rank}
                 found[rank] = seconds if rank in self._announced else 0.0
         return found

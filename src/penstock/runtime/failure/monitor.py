@@ -150,13 +150,21 @@ class FailureMonitor:
         return None if (blamed := self.blamed(unknown)) is unknown else blamed
 
     def blamed(self, cause: FailureCause) -> FailureCause:
-        """The cause of a broken connection or a timeout: a rank that ended or is silent, if there is one."""
-        for rank in self.members:
-            if (ended := self.watch.ended.get(rank)) is not None:
-                return self._end_cause(ended)
-        silences = {rank: self.watch.silence(rank) for rank in self.members}
-        silent, seconds = max(silences.items(), key=lambda each: each[1])
-        return cause if seconds < SILENT_SECONDS else self._silence_cause(silent, cause.message)
+        """The cause of a broken connection or a timeout: a rank that ended or is silent, if there is one.
+
+        A rank of this pipeline comes first; a rank of another may block one of this pipeline in a collective.
+        """
+        others = sorted(set(self.watch.processes) - set(self.members))
+        for ranks in (self.members, others):
+            for rank in ranks:
+                ended = self.watch.ended.get(rank)
+                if ended is not None and (ranks is self.members or not ended.reason):
+                    return self._end_cause(ended)
+            silences = {rank: self.watch.silence(rank) for rank in ranks}
+            silent, seconds = max(silences.items(), key=lambda each: each[1], default=(-1, 0.0))
+            if seconds >= SILENT_SECONDS:
+                return self._silence_cause(silent, cause.message)
+        return cause
 
     def stop(self) -> None:
         """Take no more notice of failures."""
@@ -198,10 +206,11 @@ class FailureMonitor:
     # --- causes ------------------------------------------------------------------------------------
 
     def _precedence(self, cause: FailureCause) -> tuple[int, bool, int]:
-        """An ended process explains exceptions, and both explain timeouts and broken connections."""
-        kinds = ("ended", "exception", "timeout", "lost")
+        """An ended process explains exceptions, both explain timeouts, and so does a silent process."""
+        kinds = ("ended", "exception", "silent", "timeout", "lost")
         kind = {"interrupted": "exception"}.get(cause.kind, cause.kind)
-        kind = "ended" if kind == "lost" and cause.process else kind
+        if cause.process:
+            kind = {"lost": "ended", "timeout": "silent"}[kind]
         return kinds.index(kind), cause.members != self.members, cause.reporter
 
     def _completed(self, cause: FailureCause) -> FailureCause:
