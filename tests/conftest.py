@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from hypothesis import settings
 if TYPE_CHECKING:  # tests without torch do not wait for it
     from tests.support.pool import Pool, Pools
 
+
+gc.disable()  # until all modules are loaded: they make no garbage
 
 settings.register_profile("small", deadline=None)
 settings.register_profile("full", deadline=None)  # for tests.support.grids.examples
@@ -30,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not keep(**{name: parameters[name] for name in inspect.signature(keep).parameters}):
                 item.add_marker("full")
     items.sort(key=lambda item: "runtime" not in item.path.parts)  # so that no worker is the last by far
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, but leave out what the modules hold: that would take most of the time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")  # threads of gloo wake up a hundred times a second, also in idle ranks

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -42,14 +43,17 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-TREES = {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
+@cache  # not at import: every worker collects this module, and one runs it
+def trees() -> dict[str, ast.Module]:
+    """The syntax tree of every module."""
+    return {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
 
 
 def package_of(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
-def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
+def at_module_level(node: ast.AST) -> Iterable[ast.AST]:
     """Everything that runs on import: the bodies of functions are left out."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -57,7 +61,7 @@ def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
             yield from at_module_level(child)
 
 
-def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
+def imported(nodes: Iterable[ast.AST]) -> Iterable[str]:
     """The modules that are imported; `from package import module` counts for the module."""
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -66,26 +70,29 @@ def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
             assert node.level == 0, "imports are written in full"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield whole if whole in TREES else str(node.module)
+                yield whole if whole in trees() else str(node.module)
 
 
-IMPORTS = {
-    module: {name for name in imported(at_module_level(tree)) if name in TREES}
-    for module, tree in TREES.items()
-}
+@cache
+def imports() -> dict[str, set[str]]:
+    """The modules that each module imports."""
+    return {
+        module: {name for name in imported(at_module_level(tree)) if name in trees()}
+        for module, tree in trees().items()
+    }
 
 
 def test_every_module_belongs_to_a_package_in_the_order() -> None:
-    assert {package_of(module) for module in TREES} == set(LAYER_OF)
+    assert {package_of(module) for module in trees()} == set(LAYER_OF)
 
 
-@pytest.mark.parametrize("module", sorted(TREES))
-def test_imports_point_one_way(module: str) -> None:
-    package = package_of(module)
+def test_imports_point_one_way() -> None:
+    layers = {module: LAYER_OF[package_of(module)] for module in trees()}
     wrong = {
-        name
-        for name in IMPORTS[module]
-        if package_of(name) != package and LAYER_OF[package_of(name)] >= LAYER_OF[package]
+        (module, name)
+        for module, names in imports().items()
+        for name in names
+        if package_of(name) != package_of(module) and layers[name] >= layers[module]
     }
     assert not wrong
 
@@ -93,15 +100,21 @@ def test_imports_point_one_way(module: str) -> None:
 def test_there_are_no_cycles_between_modules() -> None:
     # a package's __init__ gathers what its modules have: they may not import it back
     try:
-        TopologicalSorter(IMPORTS).prepare()
+        TopologicalSorter(imports()).prepare()
     except CycleError as error:
         pytest.fail(f"modules import each other in a cycle: {error.args[1]}")
 
 
-@pytest.mark.parametrize("module", sorted(TREES))
-def test_only_the_runtime_and_the_names_of_torch_import_torch(module: str) -> None:
-    names = {name.split(".")[0] for name in imported(ast.walk(TREES[module]))}
-    assert package_of(module) in ("runtime", "pipelining") or "torch" not in names
+def test_only_the_runtime_and_the_names_of_torch_import_torch() -> None:
+    others = {
+        module: tree for module, tree in trees().items() if package_of(module) not in ("runtime", "pipelining")
+    }
+    wrong = {
+        module
+        for module, tree in others.items()
+        if "torch" in {name.split(".")[0] for name in imported(ast.walk(tree))}
+    }
+    assert not wrong
 
 
 def test_the_command_line_starts_without_torch() -> None:

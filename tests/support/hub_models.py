@@ -10,7 +10,17 @@ from torch.nn import functional
 
 from tests.support.models import seeded
 
-__all__ = ["LAYERS", "MODELS", "batch", "decoder", "gradients_of", "layer_names", "next_word", "trained"]
+__all__ = [
+    "LAYERS",
+    "MODELS",
+    "batch",
+    "decoder",
+    "gradients_of",
+    "layer_names",
+    "library",
+    "next_word",
+    "trained",
+]
 
 WORDS = 29
 LENGTH = 7
@@ -53,11 +63,17 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 MODELS = tuple(_CONFIGS)
 
 
+def library() -> Any:
+    """The module `transformers`, which is loaded only in the processes that need it."""
+    import transformers  # noqa: PLC0415
+
+    return transformers
+
+
 def decoder(kind: str, *, tied: bool = False, **changes: Any) -> Any:
     """A model with the same weights in every process, none of them zero."""
-    import transformers  # noqa: PLC0415 -- loaded in the processes that need it
-
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers = library()
+    transformers.logging.set_verbosity_error()
     model_name, config_name, options = _CONFIGS[kind]
     config = getattr(transformers, config_name)(**{**options, **changes}, tie_word_embeddings=tied)
     model = getattr(transformers, model_name)(config)

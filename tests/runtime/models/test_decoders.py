@@ -24,12 +24,12 @@ from tests.support.hub_models import (
     decoder,
     gradients_of,
     layer_names,
+    library,
     next_word,
     trained,
 )
 from tests.support.reference import differences
 
-transformers: Any = pytest.importorskip("transformers")
 LAYOUTS = ("Ett|tt|tL", "E|t*5|L", "Et|t|t|t|tL", "Et*5L", "Et*4|tL")
 GIVEN = ("", "mask", "positions")
 
@@ -93,7 +93,7 @@ def test_names_and_layouts_give_the_same_stages(kind: str) -> None:
 def test_a_stage_is_an_instance_of_the_model_class_and_has_own_layers() -> None:
     whole = decoder("llama")
     first, second = split(whole, layout="Et|t*4L").values()
-    assert isinstance(second, transformers.LlamaForCausalLM)
+    assert isinstance(second, library().LlamaForCausalLM)
     layers: Any = second.get_submodule("model.layers")
     assert second.own_layers == list(whole.model.layers[1:]) == list(layers[1:])
     assert first.own_layers == [whole.model.layers[0]]
@@ -153,10 +153,10 @@ def test_other_decoders_of_the_same_structure_are_split(
 ) -> None:
     options = decoder("llama").config.to_dict()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    made = getattr(transformers, config)(
+    made = getattr(library(), config)(
         **{name: options[name] for name in names}, num_key_value_heads=2, pad_token_id=None, **changes
     )
-    whole = getattr(transformers, model)(made).eval()
+    whole = getattr(library(), model)(made).eval()
     ids, _, named = batch(3, "mask")
     assert torch.equal(
         run(split(whole, layout=even_layout(LAYERS, 3)), ids, **named), whole(ids, **named).logits

@@ -11,9 +11,7 @@ from torch import nn
 
 from penstock.errors import PartitionError, PipelineError
 from penstock.runtime import split
-from tests.support.hub_models import batch, decoder
-
-transformers: Any = pytest.importorskip("transformers")
+from tests.support.hub_models import batch, decoder, library
 
 
 def error_of(model: nn.Module, **how: Any) -> str:
@@ -45,24 +43,24 @@ def tiny(name: str, **changes: Any) -> Any:
     """A model of another kind, on the meta device."""
     sizes = {"vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**sizes, **heads, **changes)
+    config = getattr(library(), name.replace("ForCausalLM", "Config"))(**sizes, **heads, **changes)
     with torch.device("meta"):
-        return getattr(transformers, name)(config)
+        return getattr(library(), name)(config)
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (
-            lambda: transformers.T5ForConditionalGeneration(
-                transformers.T5Config(vocab_size=29, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+            lambda: library().T5ForConditionalGeneration(
+                library().T5Config(vocab_size=29, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
             ),
             "has an encoder",
         ),
         (lambda: decoder("gpt2", add_cross_attention=True), "has an encoder, or cross-attention"),
         (lambda: decoder("llama").model, "is a backbone without a head"),
         (
-            lambda: transformers.LlamaForSequenceClassification(decoder("llama").config),
+            lambda: library().LlamaForSequenceClassification(decoder("llama").config),
             "not have exactly one language head beside its backbone, but ['score']",
         ),
         (
@@ -71,9 +69,7 @@ def tiny(name: str, **changes: Any) -> Any:
         ),
         (lambda: tiny("NanoChatForCausalLM"), "does not run each layer once"),
         (
-            lambda: transformers.BloomForCausalLM(
-                transformers.BloomConfig(vocab_size=29, hidden_size=8, n_layer=1)
-            ),
+            lambda: library().BloomForCausalLM(library().BloomConfig(vocab_size=29, hidden_size=8, n_layer=1)),
             "has unknown modules in its backbone: ['word_embeddings', 'word_embeddings_layernorm']",
         ),
     ],

@@ -14,8 +14,6 @@ from penstock.errors import PartitionError
 from penstock.runtime import materialize, split
 from tests.support.hub_models import MODELS, batch, decoder
 
-transformers: Any = pytest.importorskip("transformers")
-
 
 def on_meta(kind: str, *, tied: bool = False, **changes: Any) -> Any:
     with torch.device("meta"):
