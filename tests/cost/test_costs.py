@@ -11,6 +11,7 @@ import pytest
 
 from penstock import Costs, CostsError, FormatError
 from penstock.cost.presets import preset, presets
+from penstock.ir.graph import StageGraph
 
 MANY = Costs(forward=(1, 2.5), latency=0.001, bandwidth=1e9, activation_message=4096, backward=3, overlap=2)
 
@@ -122,6 +123,33 @@ def test_scaling_the_unit_of_time_scales_all_seconds_and_nothing_else() -> None:
     assert scaled.forward == (1000, 2500)
     assert scaled.bandwidth == 1e6
     assert scaled.activation_message == MANY.activation_message
+
+
+def test_what_is_not_given_follows_from_other_costs() -> None:
+    costs = Costs(forward=(3, 4), activation=10, checkpoint=(2, 5))
+    assert costs.resolved("recompute", 2) == [3, 4]
+    assert costs.resolved("offloadable", 2) == [10, 10]
+    assert costs.resolved("offloadable_checkpoint", 2) == [2, 5]
+    given = Costs(recompute=1, activation=10, offloadable=4, checkpoint=(2, 5))
+    assert (given.resolved("recompute", 2), given.resolved("offloadable", 2)) == ([1, 1], [4, 4])
+    assert given.resolved("offloadable_checkpoint", 2) == [2, 4]
+
+
+@pytest.mark.parametrize("name", ["activation_freed_by_input", "checkpoint", "offloadable"])
+def test_a_part_of_the_activation_is_not_larger_than_it(name: str) -> None:
+    with pytest.raises(CostsError, match=f"{name}: it cannot be more than activation"):
+        Costs(activation=(4, 5), **{name: (4, 6)})
+
+
+def test_the_host_link_has_an_entry_for_each_rank() -> None:
+    costs = Costs(host_bandwidth=(1e9, 2e9), host_latency=1e-5)
+    costs.check_lengths(StageGraph.chain(4), 2)
+    assert costs.per_rank("host_latency", 2) == [1e-5, 1e-5]
+    assert costs.scaled(1000).host_bandwidth == (1e6, 2e6)
+    with pytest.raises(CostsError, match="host_bandwidth: 2 entries, but the schedule has 3 ranks"):
+        costs.check_lengths(StageGraph.chain(4), 3)
+    with pytest.raises(CostsError, match="host_bandwidth: it must be more than 0"):
+        Costs(host_bandwidth=0)
 
 
 def test_presets_are_found_by_name_and_others_are_named() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 import penstock
 from penstock import Costs, Schedule, simulate
-from penstock.cost.memory import activation_bytes, fixed_bytes, live_activations, memory_over_time
+from penstock.cost.live_activations import live_activations
+from penstock.cost.memory import activation_bytes, fixed_bytes, memory_over_time
 from penstock.ir.kinds import Kind
 from tests.support.random_schedules import random_compute
 
@@ -92,3 +93,31 @@ def test_no_line_of_memory_is_ever_negative(family: str, latency: float) -> None
     for memory in penstock.simulate(schedule, costs).memory:
         assert min(memory.receive_buffers.min(), memory.activations.min(), memory.unsharded.min()) >= 0
         assert memory.receive_buffers[-1] == 0
+
+
+def held(text: str, costs: Costs) -> list[tuple[float, float]]:
+    """Time and bytes of the activations of one rank, the last of each instant."""
+    (memory,) = simulate(Schedule.parse(text), costs).memory
+    return list(dict(zip(memory.times.tolist(), memory.activations.tolist(), strict=True)).items())
+
+
+def test_f_keeps_the_checkpoint_and_recompute_holds_the_whole_activation_from_its_start() -> None:
+    costs = Costs(activation=10, checkpoint=3, activation_freed_by_input=4)
+    assert held("0F0 0F1 0RECOMPUTE1 0B1 0RECOMPUTE0 0I0 0W0", costs) == [
+        *((0, 3), (1, 6)),
+        *((2, 13), (5, 10)),  # at 5 B1 frees, and RECOMPUTE0 starts
+        *((7, 6), (8, 0)),
+    ]
+    assert simulate(Schedule.parse("0F0 0RECOMPUTE0 0B0"), costs).peak_memory == (10,)
+
+
+def test_an_offload_frees_at_its_end_and_a_reload_takes_at_its_start() -> None:
+    costs = Costs(activation=10, offloadable=8, host_bandwidth=4)
+    text = "0F0 0OFFLOAD0 0F1 0F2 0B2 0B1 0RELOAD0 0B0"
+    assert held(text, costs) == [(0, 10), (1, 20), (2, 30), (3, 22), (5, 12), (7, 10), (11, 0)]
+
+
+def test_of_a_recomputed_microbatch_only_the_checkpoint_is_offloaded() -> None:
+    costs = Costs(activation=10, checkpoint=3, host_bandwidth=1)
+    text = "0F0 0OFFLOAD0 0F1 0B1 0RELOAD0 0RECOMPUTE0 0B0"
+    assert held(text, costs) == [(0, 3), (1, 13), (4, 3), (7, 10), (10, 0)]

@@ -142,3 +142,20 @@ def test_pairs_are_as_long_as_the_best_run_of_their_layers_but_for_one_layer() -
             assert excess[1] == excess[2] <= sum(map(sum, layers.values())) - seconds
             tight += excess[2] == 0
     assert tight > 20
+
+
+def test_recompute_takes_as_long_as_f_unless_given_and_repeats_its_all_to_all() -> None:
+    table = Schedule.parse("0F0 0RECOMPUTE0 0B0").table
+    assert step_seconds(table, Costs(forward=3, forward_all_to_all=2, launch_overhead=1)).tolist() == [6, 6, 3]
+    assert step_seconds(table, Costs(forward=3, recompute=1)).tolist() == [3, 1, 2]
+
+
+def test_a_host_copy_takes_latency_and_bytes_over_bandwidth_of_its_rank() -> None:
+    text = "0F0 0OFFLOAD0 0RELOAD0 0B0 | 1F0 1OFFLOAD0 1RELOAD0 1RECOMPUTE0 1B0"
+    table = Schedule.parse(text).table
+    assert not step_seconds(table, Costs(activation=8))[[1, 2, 5, 6]].any()
+    costs = Costs(activation=8, checkpoint=2, host_bandwidth=(2, 1), host_latency=0.5)
+    # on rank 1, F keeps only the checkpoint
+    assert step_seconds(table, costs)[[1, 2, 5, 6]].tolist() == [4.5, 4.5, 2.5, 2.5]
+    part = Costs(activation=8, checkpoint=6, offloadable=4, host_bandwidth=1)
+    assert step_seconds(table, part)[[1, 2, 5, 6]].tolist() == [4, 4, 4, 4]

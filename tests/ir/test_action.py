@@ -12,12 +12,12 @@ from penstock.errors import ActionError
 from penstock.ir.action import MAX_ID, Action, Kind, Overlap, Step, parse_action
 from penstock.ir.encoding import code_of, decode, encode
 
-COMPUTE = {Kind.F, Kind.I, Kind.W, Kind.B, Kind.OVERLAP_F_B}
+COMPUTE = {Kind.F, Kind.I, Kind.W, Kind.B, Kind.RECOMPUTE, Kind.OVERLAP_F_B}
 SENDS = {Kind.SEND_F, Kind.SEND_B}
 RECEIVES = {Kind.RECV_F, Kind.RECV_B}
 WHOLE_STAGE = {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}
 
-# one text of each of the twelve kinds
+# one text of each of the fifteen kinds
 TEXTS: list[tuple[str, Step]] = [
     ("2F0", Action(Kind.F, 2, 0)),
     ("1I3", Action(Kind.I, 1, 3)),
@@ -30,6 +30,9 @@ TEXTS: list[tuple[str, Step]] = [
     ("1UNSHARD", Action(Kind.UNSHARD, 1)),
     ("1RESHARD", Action(Kind.RESHARD, 1)),
     ("0REDUCE_GRAD", Action(Kind.REDUCE_GRAD, 0)),
+    ("1RECOMPUTE3", Action(Kind.RECOMPUTE, 1, 3)),
+    ("1OFFLOAD3", Action(Kind.OFFLOAD, 1, 3)),
+    ("1RELOAD3", Action(Kind.RELOAD, 1, 3)),
     ("(0F7;7B3)OVERLAP_F_B", Overlap(Action(Kind.F, 0, 7), Action(Kind.B, 7, 3))),
 ]
 
@@ -37,8 +40,8 @@ TEXTS: list[tuple[str, Step]] = [
 # --- kinds -----------------------------------------------------------------------------------------
 
 
-def test_there_are_twelve_kinds_and_each_has_its_own_number() -> None:
-    assert [kind.number for kind in Kind] == list(range(12))
+def test_there_are_fifteen_kinds_and_each_has_its_own_number() -> None:
+    assert [kind.number for kind in Kind] == list(range(15))
     assert {step.kind for _, step in TEXTS} == set(Kind)
 
 

@@ -34,18 +34,25 @@ def test_every_kind_has_a_row_and_every_row_a_kind() -> None:
 
 
 def test_costs_and_bytes_of_the_table_are_fields_of_costs() -> None:
-    fields = set(AllCosts.__dataclass_fields__)
+    fields = {*AllCosts.__dataclass_fields__, "offloadable_checkpoint"}  # the one that follows from others
     for spec in KIND_SPECS.values():
         assert spec.cost is None or spec.cost in fields
         assert {name for effect in spec.memory for name in effect.bytes} <= fields
+        assert {effect.of for effect in spec.memory} - {None} <= set(KIND_SPECS)
 
 
 def test_what_a_stage_takes_it_frees() -> None:
     per_stage = (MemoryLine.ACTIVATIONS, MemoryLine.UNSHARDED)
-    for way in (("F", "B"), ("F", "I", "W"), ("UNSHARD", "RESHARD")):
+    for way in (
+        *(("F", "B"), ("F", "I", "W"), ("UNSHARD", "RESHARD")),
+        *(("F", "RECOMPUTE", "B"), ("F", "OFFLOAD", "RELOAD", "I", "W")),
+    ):
         total: dict[str, int] = {}
         for effect in (
-            effect for kind in way for effect in KIND_SPECS[kind].memory if effect.line in per_stage
+            effect
+            for kind in way
+            for effect in KIND_SPECS[kind].memory
+            if effect.line in per_stage and effect.of in (None, *way)
         ):
             for name, factor in effect.bytes.items():
                 total[name] = total.get(name, 0) + factor

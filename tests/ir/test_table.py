@@ -36,6 +36,19 @@ def test_the_dependency_rule_is_the_one_of_the_docstring() -> None:
     assert (input_gradient.what, named(schedule, input_gradient)) == ("input gradient", {"0I0 -> 0W0"})
 
 
+def test_memory_actions_are_needed_where_they_are() -> None:
+    schedule = Schedule.parse("0F0 0F1 0OFFLOAD0 0RELOAD0 0RECOMPUTE0 0I0 0W0 0RECOMPUTE1 0B1")
+    needs = {need.what: named(schedule, need) for need in schedule.table.within_stage}
+    assert needs["forward to recompute"] == {"0F0 -> 0RECOMPUTE0", "0F1 -> 0RECOMPUTE1"}
+    assert needs["forward to offload"] == {"0F0 -> 0OFFLOAD0"}
+    assert needs["offloaded activation"] == {"0OFFLOAD0 -> 0RELOAD0"}
+    assert needs["reloaded checkpoint"] == {"0RELOAD0 -> 0RECOMPUTE0"}
+    assert needs["reloaded activation"] == {"0RELOAD0 -> 0I0"}
+    assert needs["recomputed activation"] == {"0RECOMPUTE0 -> 0I0", "0RECOMPUTE1 -> 0B1"}
+    copies, waiting = schedule.table.host_copy_waits
+    assert set(zip(copies.tolist(), waiting.tolist(), strict=True)) == {(2, 3), (3, 4), (3, 5)}
+
+
 def test_only_stages_on_different_ranks_cross() -> None:
     v = penstock.build("zbv", ranks=2, microbatches=2)
     assert v.table.crosses_ranks.tolist() == [True, False, True]

@@ -57,6 +57,9 @@ class NaiveValidator:
                 return False
             if not trains and (i or w or b):
                 return False
+            again, out, back = (count[Part(stage, kind, k)] for kind in ("RECOMPUTE", "OFFLOAD", "RELOAD"))
+            if max(again, out) > int(trains) or out != back:
+                return False
         return self._messages_are_valid(count, trains=trains) and self._reductions_are_valid(trains=trains)
 
     def _messages_are_valid(self, count: Counter[Part], *, trains: bool) -> bool:
@@ -87,7 +90,8 @@ class NaiveValidator:
             for _, part in self.flat:
                 if part.stage != stage:
                     continue
-                move = {"UNSHARD": "U", "RESHARD": "R"}.get(part.kind, "C" if part.kind in "FIWB" else "")
+                computes = part.kind in ("F", "I", "W", "B", "RECOMPUTE")
+                move = {"UNSHARD": "U", "RESHARD": "R"}.get(part.kind, "C" if computes else "")
                 after = {
                     ("sharded", "U"): "fresh",
                     ("fresh", "C"): "used",
@@ -153,6 +157,8 @@ class NaiveValidator:
                 return any(Part(stage, kind, part.k) in done for kind in kinds)
             return Part(part.stage, f"RECV_{value}", part.k) in arrived
 
+        if not self._memory_is_there(part, done):
+            return False
         if part.kind == "F":
             return part.stage == 0 or is_available(part.stage - 1, "F", "F")
         if part.kind in "IB":
@@ -164,6 +170,21 @@ class NaiveValidator:
             makers = "F" if part.kind == "SEND_F" else "IB"
             return any(Part(part.stage, kind, part.k) in done for kind in makers)
         return True
+
+    def _memory_is_there(self, part: Part, done: set[Part]) -> bool:
+        def is_done(kind: str) -> bool:
+            return Part(part.stage, kind, part.k) in done
+
+        def is_done_or_absent(kind: str) -> bool:
+            return is_done(kind) or all(each != Part(part.stage, kind, part.k) for _, each in self.flat)
+
+        if part.kind == "RECOMPUTE":
+            return is_done("F") and is_done_or_absent("RELOAD")
+        if part.kind == "OFFLOAD":
+            return is_done("F") and not any(map(is_done, ("I", "B", "RECOMPUTE")))
+        if part.kind == "RELOAD":
+            return is_done("OFFLOAD")
+        return part.kind not in "IB" or (is_done_or_absent("RECOMPUTE") and is_done_or_absent("RELOAD"))
 
     def _deliver(self, model: str, queues: list[list[Part]], done: set[Part], arrived: set[Part]) -> bool:
         """Deliver messages until none can be delivered."""

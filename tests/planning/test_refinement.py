@@ -44,7 +44,7 @@ def test_the_best_configurations_are_searched_within_the_time() -> None:
         assert arguments["memory_limit"] == 600
         assert arguments["objective"] == "makespan"
         assert arguments["placement"].num_stages == 4 * arguments["stages_per_rank"]
-        arguments["costs"].check_lengths(StageGraph.chain(4 * arguments["stages_per_rank"]))
+        arguments["costs"].check_lengths(StageGraph.chain(4 * arguments["stages_per_rank"]), 4)
     assert all(arguments["seconds"] <= 2.0 for arguments in calls)
     assert made.best.seconds >= made.bound
 

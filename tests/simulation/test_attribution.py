@@ -64,6 +64,14 @@ def test_waiting_for_parameters_is_named() -> None:
     assert [gap.reason for gap in gaps(simulate(lowered, Costs(unshard=4)))] == ["unshard"]
 
 
+def test_waiting_for_a_reload_is_named() -> None:
+    schedule = Schedule.parse("0F0 0OFFLOAD0 0F1 0B1 0RELOAD0 0B0")
+    timeline = simulate(schedule, Costs(host_latency=4))
+    (gap,) = gaps(timeline)
+    assert str(gap) == "rank 0, 4 to 9: reload: 0B0 waits for 0RELOAD0"
+    assert " ".join(str(event.step) for event in critical_path(timeline)) == "0F0 0OFFLOAD0 0RELOAD0 0B0"
+
+
 def test_the_critical_path_of_1f1b_goes_down_and_up() -> None:
     path = critical_path(simulate(penstock.build("1f1b", ranks=3, microbatches=4), Costs(latency=0.5)))
     text = "0F0 1F0 2F0 2B0 1B0 0B0 0F3 1F3 2F3 2B3 1B3 0B3"

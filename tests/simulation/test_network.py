@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock import Costs, Schedule, ScheduleError, simulate
+from penstock.bounds import bounds_of
+from penstock.ir.kinds import Kind
 from penstock.lowering import DeferReceives
 from penstock.simulation.simulator import Simulator
 from penstock.validation import SendModel
 from tests.support.grids import examples
 from tests.support.random_costs import random_costs
-from tests.support.random_schedules import random_compute, random_valid
+from tests.support.random_schedules import random_compute, random_valid, with_memory_actions
 
 
 def test_messages_of_one_channel_follow_each_other() -> None:
@@ -57,6 +60,26 @@ def test_blocking_receives_can_deadlock_where_sends_do_not_and_the_error_says_wh
     assert simulate(schedule).makespan == 6
     with pytest.raises(ScheduleError, match="rank 0 at step 1, 0RECV_B0; rank 1 at step 0, 1RECV_F0"):
         simulate(schedule, blocking_receives=True)
+
+
+def test_each_direction_of_the_host_link_is_a_stream_of_its_own() -> None:
+    schedule = Schedule.parse("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0B2 0RELOAD1 0B0 0B1")
+    timeline = simulate(schedule, Costs(host_bandwidth=1 / 3))
+    assert timeline.start.tolist() == [0, 1, 1, 4, 4, 2, 3, 7, 7, 10]
+    assert timeline.end.tolist() == [1, 4, 2, 7, 7, 3, 5, 10, 9, 12]
+
+
+def test_a_reload_is_waited_for_by_its_own_recompute_or_backward_only() -> None:
+    schedule = Schedule.parse("0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0RECOMPUTE0 0B0")
+    costs = Costs(checkpoint=1, host_latency=(4,))
+    timeline = simulate(schedule, costs)
+    assert timeline.end.tolist() == [1, 5, 2, 9, 4, 10, 12]
+
+
+def test_copies_of_different_ranks_do_not_wait_for_each_other() -> None:
+    text = " | ".join(f"{s}F0 {s}OFFLOAD0 {s}RELOAD0 {s}B0" for s in range(2))
+    timeline = simulate(Schedule.parse(text), Costs(host_latency=(1, 2)))
+    assert timeline.end.tolist() == [1, 2, 3, 10, 2, 4, 6, 8]
 
 
 seeds = st.integers(min_value=0, max_value=2**32)
@@ -106,3 +129,26 @@ def test_the_simulation_gets_stuck_exactly_where_the_validator_says(seed: int) -
             m for m in SendModel if (Simulator(schedule, Costs(bandwidth=1), send_model=m).run().end < 0).any()
         )
         assert stuck == (found[0].send_models if found else ())
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(seeds)
+def test_host_copies_that_take_time_make_nothing_faster_and_bounds_stay_below(seed: int) -> None:
+    rng = random.Random(seed)
+    schedule = random_compute(rng)
+    if schedule.table.has(Kind.I, Kind.B):
+        schedule = with_memory_actions(rng, schedule)
+    costs = replace(random_costs(rng, schedule.num_stages), activation=4, checkpoint=rng.choice((0, 1, 4)))
+    costs = replace(costs, recompute=rng.choice((None, 0, 0.5)), offloadable=rng.choice((None, 3)))
+    free = simulate(schedule, costs)
+    slow = simulate(
+        schedule, replace(costs, host_bandwidth=rng.choice((1, 3)), host_latency=rng.choice((0, 1)))
+    )
+    assert (free.end <= slow.end + 1e-9).all()
+    for timeline in (free, slow):
+        assert timeline.bound.seconds <= timeline.makespan + 1e-9
+        for memory in timeline.memory:
+            assert memory.activations.min(initial=0) >= 0
+            assert memory.total[-1:].tolist() in ([], [memory.fixed])
+        for bound in bounds_of(schedule, costs, memory_limit=max(timeline.peak_memory)):
+            assert bound.seconds <= timeline.makespan + 1e-9, bound

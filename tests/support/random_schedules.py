@@ -64,6 +64,8 @@ def _inputs_done(action: Action, done: set[Action], stages: int) -> bool:
 def random_valid(rng: random.Random) -> Schedule:
     """Compute only, or with some of the passes that lower it."""
     schedule = random_compute(rng)
+    if rng.random() < 0.4 and schedule.table.has(Kind.I, Kind.B):
+        schedule = with_memory_actions(rng, schedule)
     passes: list[Pass] = []
     if rng.random() < 0.5:
         passes.append(AddSharding(rng.randint(1, 3)))
@@ -74,6 +76,25 @@ def random_valid(rng: random.Random) -> Schedule:
         if rng.random() < 0.3 and schedule.num_ranks > 1:
             passes.append(DeferReceives())
     return lower(schedule, passes)
+
+
+def with_memory_actions(rng: random.Random, schedule: Schedule) -> Schedule:
+    """Some microbatches of a training schedule recomputed, offloaded or both, anywhere before the backward."""
+    rows = [list(row) for row in schedule.ranks]
+    for stage, rank in enumerate(schedule.placement.stage_to_rank):
+        for k in range(schedule.microbatches):
+            kinds = rng.choice(
+                (
+                    *((), (Kind.RECOMPUTE,), (Kind.OFFLOAD, Kind.RELOAD)),
+                    (Kind.OFFLOAD, Kind.RELOAD, Kind.RECOMPUTE),
+                )
+            )
+            own = {Action(kind, stage, k) for kind in (Kind.F, Kind.I, Kind.B)}
+            first, last = (i for i, step in enumerate(rows[rank]) if own & set(step.parts))
+            places = sorted(rng.randint(first + 1, last) for _ in kinds)
+            for n, (place, kind) in enumerate(zip(places, kinds, strict=True)):
+                rows[rank].insert(place + n, Action(kind, stage, k))
+    return Schedule(rows, schedule.placement, schedule.microbatches)
 
 
 @dataclass(frozen=True)

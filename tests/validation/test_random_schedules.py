@@ -48,6 +48,13 @@ _ORDER = {
     "unused-unshard",
     "reshard-without-unshard",
     "left-unsharded",
+    "recompute-before-forward",
+    "offload-before-forward",
+    "reload-before-offload",
+    "used-before-recomputed",
+    "used-before-reloaded",
+    "offload-after-backward",
+    "offload-after-recompute",
 }
 _MISSING = {
     "missing-forward",
@@ -65,6 +72,8 @@ _MISSING = {
     "unused-unshard",
     "reshard-without-unshard",
     "left-unsharded",
+    "missing-reload",
+    "reload-without-offload",
 }
 _RENAMED = {"duplicate-action", "mixed-backward", "needless-message", "wrong-rank"}
 CAUSES = {

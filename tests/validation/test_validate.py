@@ -65,6 +65,26 @@ EXAMPLES = [
     ("0F0 0REDUCE_GRAD | 1F0", "needless-reduce-grad", 0, 1, "0REDUCE_GRAD"),
     ("0F0 0REDUCE_GRAD 0B0 | 1F0 1B0 1REDUCE_GRAD", "reduce-before-last-backward", 0, 1, "0REDUCE_GRAD"),
     ("0F0 0B0 0F1 0B1 | 1F1 1B1 1F0 1B0", "deadlock", 0, 1, "0B0"),
+    ("0RECOMPUTE0 0F0 0B0 | 1F0 1B0", "recompute-before-forward", 0, 0, "0RECOMPUTE0"),
+    ("0F0 0B0 0RECOMPUTE0 | 1F0 1B0", "used-before-recomputed", 0, 1, "0B0"),
+    ("0F0 0RECOMPUTE0 0RECOMPUTE0 0B0 | 1F0 1B0", "duplicate-action", 0, 2, "0RECOMPUTE0"),
+    ("0F0 0RECOMPUTE0 | 1F0", "needless-recompute", 0, 1, "0RECOMPUTE0"),
+    ("0F0 | 1F0 1OFFLOAD0 1RELOAD0", "needless-offload", 1, 1, "1OFFLOAD0"),
+    ("0OFFLOAD0 0F0 0RELOAD0 0B0 | 1F0 1B0", "offload-before-forward", 0, 0, "0OFFLOAD0"),
+    ("0F0 0OFFLOAD0 0B0 | 1F0 1B0", "missing-reload", 0, 1, "0OFFLOAD0"),
+    ("0F0 0RELOAD0 0B0 | 1F0 1B0", "reload-without-offload", 0, 1, "0RELOAD0"),
+    ("0F0 0RELOAD0 0OFFLOAD0 0B0 | 1F0 1B0", "reload-before-offload", 0, 1, "0RELOAD0"),
+    ("0F0 0OFFLOAD0 0I0 0RELOAD0 0W0 | 1F0 1B0", "used-before-reloaded", 0, 2, "0I0"),
+    ("0F0 0OFFLOAD0 0RECOMPUTE0 0RELOAD0 0B0 | 1F0 1B0", "used-before-reloaded", 0, 2, "0RECOMPUTE0"),
+    ("0F0 0I0 0OFFLOAD0 0RELOAD0 0W0 | 1F0 1B0", "offload-after-backward", 0, 2, "0OFFLOAD0"),
+    ("0F0 0RECOMPUTE0 0OFFLOAD0 0RELOAD0 0B0 | 1F0 1B0", "offload-after-recompute", 0, 2, "0OFFLOAD0"),
+    (
+        "0UNSHARD 0F0 0RESHARD 0RECOMPUTE0 0UNSHARD 0B0 0RESHARD | 1UNSHARD 1F0 1B0 1RESHARD",
+        "compute-while-sharded",
+        0,
+        3,
+        "0RECOMPUTE0",
+    ),
 ]
 
 
@@ -97,6 +117,11 @@ def test_every_code_of_the_docs_has_an_example_here() -> None:
 
 def test_a_valid_schedule_has_no_violations() -> None:
     assert penstock.validate(Schedule.parse(RIGHT)) == []
+
+
+def test_what_is_recomputed_and_offloaded_in_its_order_is_valid() -> None:
+    both = "0F0 0OFFLOAD0 0F1 0RELOAD0 0RECOMPUTE0 0I0 0W0 0RECOMPUTE1 0B1 | 1F0 1B0 1F1 1OFFLOAD1 1RELOAD1 1B1"
+    assert penstock.validate(Schedule.parse(both)) == []
 
 
 def test_all_violations_are_reported_at_once() -> None:

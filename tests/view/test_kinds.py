@@ -12,7 +12,7 @@ import penstock
 from penstock import Kind, Timeline, UnhandledKindError
 from penstock.view import grid, terminal
 from penstock.view.html import html
-from penstock.view.kinds import KIND_STYLES, kinds_on, style_of
+from penstock.view.kinds import HOST_TRACKS, KIND_STYLES, kinds_on, style_of
 from penstock.view.perfetto import trace
 from penstock.view.png import png
 from penstock.view.svg import svg
@@ -32,7 +32,7 @@ def test_every_kind_has_a_style() -> None:
     assert set(KIND_STYLES) == set(Kind)
     for kind in Kind:
         track = "compute" if kind.is_compute else "message" if kind.is_communication else "collective"
-        assert style_of(kind).track == track
+        assert style_of(kind).track == (kind.value.lower() if kind.is_host_copy else track)
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -59,6 +59,7 @@ def test_the_page_has_a_colour_a_meaning_and_a_legend_for_every_kind() -> None:
     entries = legend[legend.index("const LEGEND") : legend.index("function inLegend")]
     for kind in Kind:
         assert re.search(rf"\b{kind}: ", meanings)
-    for kind in (*kinds_on("compute"), Kind.OVERLAP_F_B, *kinds_on("collective")):
+    marks = (kind for track in ("collective", *HOST_TRACKS) for kind in kinds_on(track))
+    for kind in (*kinds_on("compute"), Kind.OVERLAP_F_B, *marks):
         assert style.count(f"--{kind}: #") == 2  # light and dark
         assert re.search(rf"\b{kind}: ", entries)

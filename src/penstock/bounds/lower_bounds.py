@@ -17,6 +17,10 @@ tails are then chains that begin, and end, on the rank itself. F and I of other 
 depend on its F and its I depends on them: its span is no less than what those take on one of these ranks. In
 the steady state a rank's iteration takes no longer than a period, and is followed by the optimizer step.
 
+RECOMPUTE is work of its rank between F and the backward of its stage; where every microbatch of a stage has
+one, it is in the chains too. What is recomputed or offloaded counts in limited memory with the least that it
+holds.
+
 Each bound says how it is derived; the greatest binds. Where a rank may run overlapped pairs, the work of each
 of its machines (`penstock.bounds.workload`) counts by itself, and chains have the least that a pair takes.
 Before its first backward and after its last forward it has no pairs, so there its all-to-all counts too.
@@ -27,6 +31,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from penstock.bounds.bound import Bound, worst
 from penstock.bounds.memory_bounds import residency, warm_up_and_drain
@@ -57,8 +63,17 @@ def bounds_of(
         split=table.has(Kind.I),
         paired=paired,
         graph=schedule.graph,
+        recomputed=_counts(schedule, Kind.RECOMPUTE),
+        offloaded=_counts(schedule, Kind.OFFLOAD),
     )
     return bounds(work, memory_limit, objective)
+
+
+def _counts(schedule: Schedule, kind: Kind) -> tuple[int, ...]:
+    """Per stage: how many microbatches have an action of this kind; empty if there are none."""
+    table = schedule.table
+    stages = table.stage[table.of_kind(kind)]
+    return tuple(np.bincount(stages, minlength=schedule.num_stages).tolist()) if stages.size else ()
 
 
 def bounds(work: Workload, memory_limit: float | None = None, objective: str = "makespan") -> list[Bound]:

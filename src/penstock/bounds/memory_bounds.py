@@ -29,24 +29,39 @@ from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock.bounds.bound import Bound, worst
 from penstock.bounds.workload import Jobs, Window, Workload
 from penstock.cost.memory import activation_bytes
+from penstock.ir.table import Floats
 
 __all__ = ["residency", "warm_up_and_drain"]
 
 _ROUNDING = 1e-9
 
 
+def _least_held(work: Workload) -> Floats:
+    """Per stage: the least bytes that a microbatch holds between its F and its backward."""
+    costs, n = work.costs, work.placement.num_stages
+    full = activation_bytes(costs, n).full
+    recomputed, offloaded = (np.array(each or (0,) * n) > 0 for each in (work.recomputed, work.offloaded))
+    kept, moved, moved_kept = (
+        np.array(costs.resolved(name, n)) for name in ("checkpoint", "offloadable", "offloadable_checkpoint")
+    )
+    least = np.where(offloaded, full - moved, full)
+    return np.where(recomputed, np.minimum(least, np.where(offloaded, kept - moved_kept, kept)), least)
+
+
 def residency(work: Workload, limit: float, *, alone: bool) -> Bound:
     """Each activation is held until its backward."""
-    size = activation_bytes(work.costs, work.placement.num_stages)
+    size, least = activation_bytes(work.costs, work.placement.num_stages), _least_held(work)
 
     def of(rank: int) -> float:
         own = work.placement.stages_of_rank[rank]
         lives = ((work.round_trip(s) + work.input_gradient[s], s) for s in own)
         byte_seconds = sum(
-            life * size.full[s] + work.weight_gradient[s] * size.after_input_gradient[s] for life, s in lives
+            life * least[s] + work.weight_gradient[s] * size.after_input_gradient[s] for life, s in lives
         )
         room = work.activation_room(rank, limit)
         head = 0.0 if alone else work.first_head(rank)
@@ -116,17 +131,27 @@ class _Rank:
 
     @cached_property
     def forward(self) -> list[float]:
-        return [self.work.forward[s] + self.work.costs.launch_overhead for s in self.own]
+        """F, and the RECOMPUTE that may follow it."""
+        launch = self.work.costs.launch_overhead
+        return [self.work.forward[s] + self.work.recompute[s] + launch for s in self.own]
 
     @cached_property
     def backward(self) -> list[float]:
-        launch = self.work.costs.launch_overhead
-        return [self.work.input_gradient[s] + self.work.weight_gradient[s] + launch for s in self.own]
+        """The backward, and the RECOMPUTE that may come before it."""
+        launch, again = self.work.costs.launch_overhead, self.work.recompute
+        return [
+            self.work.input_gradient[s] + self.work.weight_gradient[s] + again[s] + launch for s in self.own
+        ]
+
+    def deeper(self, cut: int) -> float:
+        """All work of the stages behind the cut for one microbatch."""
+        again = sum(self.work.recompute[s] for s in self.own[cut:])
+        return sum(self.forward[cut:]) + sum(self.backward[cut:]) - again
 
     @cached_property
     def sizes(self) -> list[float]:
-        full = activation_bytes(self.work.costs, self.work.placement.num_stages).full
-        return [float(full[s]) for s in self.own]
+        least = _least_held(self.work)
+        return [float(least[s]) for s in self.own]
 
     @cached_property
     def weights(self) -> list[_Item]:
@@ -157,17 +182,15 @@ class _Rank:
     def warm_up(self, cut: int) -> float:
         """Seconds without work before the first I ahead of the cut starts."""
         heads = self.window[0]["I"]
-        deeper = sum(self.forward[cut:]) + sum(self.backward[cut:])
         ahead = self._prefixes(self.forward[:cut])
-        begun = [*ahead[:-1], _Item(ahead[-1].size, ahead[-1].seconds + deeper)]
+        begun = [*ahead[:-1], _Item(ahead[-1].size, ahead[-1].seconds + self.deeper(cut))]
         return min(heads[s] for s in self.own[:cut]) - self._most_work(cut, begun, ahead, [])
 
     def drain(self, cut: int) -> float:
         """Seconds without work after the last F ahead of the cut ends."""
         tails = self.window[1]["F"]
-        deeper = sum(self.forward[cut:]) + sum(self.backward[cut:])
         ahead = self._prefixes(self.backward[:cut])
-        begun = [*ahead[:-1], _Item(ahead[-1].size, ahead[-1].seconds + deeper)]
+        begun = [*ahead[:-1], _Item(ahead[-1].size, ahead[-1].seconds + self.deeper(cut))]
         return min(tails[s] for s in self.own[:cut]) - self._most_work(cut, begun, ahead, self.weights)
 
     def _prefixes(self, seconds: Sequence[float]) -> list[_Item]:

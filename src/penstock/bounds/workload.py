@@ -47,6 +47,10 @@ class Workload:
     """Whether a forward and a backward may run as an overlapped pair."""
     graph: StageGraph | None = None
     """Which stage feeds which; a chain unless given."""
+    recomputed: tuple[int, ...] = ()
+    """Per stage: how many microbatches have a RECOMPUTE; none unless given."""
+    offloaded: tuple[int, ...] = ()
+    """Per stage: how many microbatches have an OFFLOAD; none unless given."""
 
     @cached_property
     def stage_graph(self) -> StageGraph:
@@ -92,6 +96,19 @@ class Workload:
     def weight_gradient(self) -> list[float]:
         """Per stage: what must be done of a backward besides the input gradient."""
         return self._steps["W"]
+
+    @cached_property
+    def recompute(self) -> list[float]:
+        """Per stage: RECOMPUTE with its launch, where any microbatch has one."""
+        seconds = self._streams.alone[Kind.RECOMPUTE.number] + self.costs.launch_overhead
+        counts = self.recomputed or (0,) * self.placement.num_stages
+        return [float(each) if count else 0.0 for each, count in zip(seconds, counts)]
+
+    @cached_property
+    def _always_recomputed(self) -> list[float]:
+        """Per stage: RECOMPUTE with its launch, where every microbatch has one."""
+        counts = self.recomputed or (0,) * self.placement.num_stages
+        return [each if count == self.microbatches else 0.0 for each, count in zip(self.recompute, counts)]
 
     @cached_property
     def _hops(self) -> dict[str, list[float]]:
@@ -145,7 +162,7 @@ class Workload:
                 back[t] + self.input_gradient[t] + launch + self._hop("gradient", s, t)
                 for t in graph.outputs(s)
             )
-            back[s] = max([forward[s] + self.forward[s] + launch, *arrivals])
+            back[s] = max([forward[s] + self.forward[s] + launch + self._always_recomputed[s], *arrivals])
         return {"F": forward, "I": back, "W": [b + i for b, i in zip(back, self.input_gradient)]}
 
     @cached_property
@@ -168,7 +185,8 @@ class Workload:
             after = (
                 self._hop("activation", s, t) + self.forward[t] + launch + forward[t] for t in graph.outputs(s)
             )
-            own = self.input_gradient[s] + launch + back[s] if self.trains else _NEVER
+            last = self._always_recomputed[s] + self.input_gradient[s] + launch
+            own = last + back[s] if self.trains else _NEVER
             forward[s] = max([0.0 if here[s] else _NEVER, own, *after])
         return {"F": forward, "I": back, "W": [0.0 if each else _NEVER for each in here]}
 
@@ -197,12 +215,27 @@ class Workload:
                 if heads[kind][s] > _NEVER and tails[kind][s] > _NEVER
             ]
 
+        def again(seconds: Floats) -> Jobs:
+            return [
+                (
+                    heads["F"][s] + self.forward[s] + launch,
+                    self.recomputed[s] * (float(seconds[Kind.RECOMPUTE.number, s]) + launch),
+                    self.input_gradient[s] + launch + tails["I"][s],
+                )
+                for s in self.placement.stages_of_rank[rank]
+                if self.recomputed and self.recomputed[s] and min(heads["F"][s], tails["I"][s]) > _NEVER
+            ]
+
         kinds = "FIW" if self.trains else "F"
         if not self.paired:
-            return [jobs(self._steps, kinds, 1.0, launch)]
+            return [jobs(self._steps, kinds, 1.0, launch) + again(self._streams.alone)]
         streams = (self._streams.compute, self._streams.all_to_all)
-        found = [jobs(self._least(each), kinds, self._pair_factor(rank, each), launch / 2) for each in streams]
-        found[0] += self._exposed(rank, heads, tails, sum(job[1] for job in found[0])) if self.trains else []
+        found = [
+            jobs(self._least(each), kinds, self._pair_factor(rank, each), launch / 2) + again(each)
+            for each in streams
+        ]
+        if self.trains and not self.recomputed:
+            found[0] += self._exposed(rank, heads, tails, sum(job[1] for job in found[0]))
         return [*found, *(jobs(self._steps, each, 1.0, launch) for each in ("F", kinds[1:]) if each)]
 
     def _exposed(self, rank: int, heads: Chains, tails: Chains, work: float) -> Jobs:

@@ -1,8 +1,8 @@
 """Costs: seconds of each action, seconds and bytes of each message, bytes of memory.
 
-Every cost is one number for all, or a list: one entry per stage, or per edge of the stage graph (in a chain,
-entry e is the link between stage e and stage e + 1, both ways). `Costs()` are the unit costs of the papers'
-figures: F, I and W take one second, B two, messages are free, an activation is one byte.
+Every cost is one number for all, or a list: one entry per stage, per rank, or per edge of the stage graph (in a
+chain, entry e is the link between stage e and stage e + 1, both ways). `Costs()` are the unit costs of the
+papers' figures: F, I and W take one second, B two, messages are free, an activation is one byte.
 
 In a file, JSON or TOML, the keys are the names below with the unit behind them:
 
@@ -13,6 +13,7 @@ In a file, JSON or TOML, the keys are the names below with the unit behind them:
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from math import log2
@@ -30,6 +31,13 @@ __all__ = ["Cost", "Costs", "size_text"]
 Cost: TypeAlias = float | tuple[float, ...]
 
 _MOST = 1e18  # the largest plausible number of seconds or bytes
+
+_DEFAULTS = {
+    "backward": ("backward_input", "backward_weight"),
+    "recompute": ("forward",),
+    "offloadable": ("activation",),
+}
+"""What is not given is the sum of these."""
 
 
 def _cost(default: float | None, unit: str, per: str) -> Any:  # noqa: ANN401 -- a dataclass field
@@ -75,6 +83,15 @@ class Costs:
     """The part of `activation` that I frees at its end."""
     unsharded_parameters: Cost = _cost(0, "bytes", "stage")
     """Held from UNSHARD to RESHARD, in addition to `parameters`."""
+    recompute: Cost | None = _cost(None, "seconds", "stage")
+    """RECOMPUTE; as long as F unless given. It repeats the all-to-all of F."""
+    checkpoint: Cost = _cost(0, "bytes", "stage")
+    """The part of `activation` that F keeps for RECOMPUTE, which needs it."""
+    offloadable: Cost | None = _cost(None, "bytes", "stage")
+    """The part of `activation` that OFFLOAD moves to the host; all of it unless given."""
+    host_latency: Cost = _cost(0, "seconds", "rank")
+    host_bandwidth: Cost | None = _cost(None, "bytes_per_second", "rank")
+    """Of the link to the host, in each direction; unless given, a copy takes its latency only."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -87,24 +104,36 @@ class Costs:
                 problems.append(f"{entry.name}: {problem}")
         if not problems and not 0 <= self.overlap_factor <= 1:
             problems.append(f"overlap_factor: it must be from 0 to 1 (given {self.overlap_factor})")
-        if not problems and self.bandwidth is not None and min(_as_tuple(self.bandwidth)) <= 0:
-            problems.append("bandwidth: it must be more than 0")
         if not problems:
-            freed, held = _as_tuple(self.activation_freed_by_input), _as_tuple(self.activation)
-            stages = max(len(freed), len(held))
-            both = (each * stages if len(each) == 1 else each for each in (freed, held))
-            if any(f > h for f, h in zip(*both)):
-                problems.append("activation_freed_by_input: it cannot be more than activation")
+            problems = [*self._slow_links(), *self._large_parts()]
         if problems:
             raise CostsError("; ".join(problems))
 
-    def check_lengths(self, graph: StageGraph) -> None:
-        """Raise for lists that do not have one entry for each stage or edge."""
+    def _slow_links(self) -> Iterator[str]:
+        for name in ("bandwidth", "host_bandwidth"):
+            speed = getattr(self, name)
+            if speed is not None and min(_as_tuple(speed)) <= 0:
+                yield f"{name}: it must be more than 0"
+
+    def _large_parts(self) -> Iterator[str]:
+        """Parts of the activation that are larger than it."""
+        for name in ("activation_freed_by_input", "checkpoint", "offloadable"):
+            part, whole = getattr(self, name), _as_tuple(self.activation)
+            part = whole if part is None else _as_tuple(part)
+            stages = max(len(part), len(whole))
+            both = (each * stages if len(each) == 1 else each for each in (part, whole))
+            if any(p > w for p, w in zip(*both)):
+                yield f"{name}: it cannot be more than activation"
+
+    def check_lengths(self, graph: StageGraph, num_ranks: int) -> None:
+        """Raise for lists that do not have one entry for each stage, edge or rank."""
         for entry in fields(self):
             if entry.metadata["per"] == "stage":
                 self.per_stage(entry.name, graph.num_stages)
             elif entry.metadata["per"] == "edge":
                 self.per_edge(entry.name, len(graph.edges))
+            elif entry.metadata["per"] == "rank":
+                self.per_rank(entry.name, num_ranks)
 
     def per_stage(self, name: str, num_stages: int) -> list[float]:
         """One entry for each stage."""
@@ -113,6 +142,10 @@ class Costs:
     def per_edge(self, name: str, num_edges: int) -> list[float]:
         """One entry for each edge of the stage graph."""
         return self._spread(name, num_edges, "edges")
+
+    def per_rank(self, name: str, num_ranks: int) -> list[float]:
+        """One entry for each rank."""
+        return self._spread(name, num_ranks, "ranks")
 
     def _spread(self, name: str, count: int, what: str) -> list[float]:
         value = getattr(self, name)
@@ -124,17 +157,28 @@ class Costs:
 
     def full_backward(self, num_stages: int) -> list[float]:
         """Seconds of B for each stage."""
-        if self.backward is not None:
-            return self.per_stage("backward", num_stages)
-        halves = (self.per_stage(name, num_stages) for name in ("backward_input", "backward_weight"))
-        return [i + w for i, w in zip(*halves)]
+        return self.resolved("backward", num_stages)
+
+    def resolved(self, name: str, num_stages: int) -> list[float]:
+        """One entry for each stage; what is not given follows from other costs.
+
+        `offloadable_checkpoint` is what OFFLOAD moves of a microbatch that is recomputed.
+        """
+        if name == "offloadable_checkpoint":
+            sizes = (self.resolved(part, num_stages) for part in ("offloadable", "checkpoint"))
+            return list(map(min, *sizes))
+        if getattr(self, name) is not None:
+            return self.per_stage(name, num_stages)
+        parts = [self.per_stage(each, num_stages) for each in _DEFAULTS[name]]
+        return list(map(sum, zip(*parts)))
 
     def scaled(self, factor: float) -> Costs:
         """The same costs with all seconds multiplied by a factor."""
         timed = [f.name for f in fields(self) if f.metadata["unit"] == "seconds"]
         changed: dict[str, Any] = {name: _times(getattr(self, name), factor) for name in timed}
-        speed = None if self.bandwidth is None else _times(self.bandwidth, 1 / factor)
-        return replace(self, **changed, bandwidth=speed)
+        for name in ("bandwidth", "host_bandwidth"):
+            changed[name] = _times(getattr(self, name), 1 / factor)
+        return replace(self, **changed)
 
     # --- files -------------------------------------------------------------------------------------
 

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.cost.costs import Costs
+from penstock.cost.effects import changed_bytes
 from penstock.ir.graph import StageGraph
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import Kind, MemoryLine, Moment
 from penstock.ir.messages import VALUES, Messages
 from penstock.ir.table import ActionTable, Floats, Ints
 
@@ -39,6 +40,8 @@ __all__ = [
     "collectives_take_time",
     "edge_prices",
     "exposed_all_to_all",
+    "host_copies_take_time",
+    "host_copy_seconds",
     "message_bytes",
     "message_seconds",
     "pair_seconds",
@@ -75,10 +78,8 @@ def stream_seconds(costs: Costs, num_stages: int) -> StreamSeconds:
     """Per kind and stage; 0 for messages."""
     compute, all_to_all = np.zeros((len(Kind), num_stages)), np.zeros((len(Kind), num_stages))
     for kind in Kind:
-        if kind is Kind.B:
-            compute[kind.number] = costs.full_backward(num_stages)
-        elif kind.spec.cost is not None and kind is not Kind.OVERLAP_F_B:
-            compute[kind.number] = costs.per_stage(kind.spec.cost, num_stages)
+        if kind.spec.cost is not None and kind is not Kind.OVERLAP_F_B:
+            compute[kind.number] = costs.resolved(kind.spec.cost, num_stages)
         for name in kind.spec.all_to_all:
             all_to_all[kind.number] += costs.per_stage(name, num_stages)
     i, w, b = Kind.I.number, Kind.W.number, Kind.B.number
@@ -113,7 +114,8 @@ def pairs_can_pay(costs: Costs) -> bool:
 def step_seconds(table: ActionTable, costs: Costs) -> Floats:
     """Per slot: seconds, with the launch overhead of compute and overlapped pairs as one step."""
     part = stream_seconds(costs, table.placement.num_stages).of(table.kind, table.stage)
-    total: Floats = np.bincount(table.slot, weights=part.alone, minlength=len(table.rank)).astype(np.float64)
+    alone = part.alone + host_copy_seconds(table, costs)
+    total: Floats = np.bincount(table.slot, weights=alone, minlength=len(table.rank)).astype(np.float64)
     second = np.flatnonzero(table.slot[1:] == table.slot[:-1]) + 1
     if second.size:
         first, last = (StreamSeconds(*(each[at] for each in part)) for at in (second - 1, second))
@@ -123,6 +125,22 @@ def step_seconds(table: ActionTable, costs: Costs) -> Floats:
         compute[table.slot[table.is_compute]] = True
         total[compute] += costs.launch_overhead
     return total
+
+
+def host_copy_seconds(table: ActionTable, costs: Costs) -> Floats:
+    """Per part: seconds that an OFFLOAD or RELOAD occupies its direction of the host link; 0 for others."""
+    seconds = np.zeros(len(table.code))
+    ranks = table.placement.num_ranks
+    for kind, moment in ((Kind.OFFLOAD, Moment.END), (Kind.RELOAD, Moment.START)):
+        if table.has(kind):
+            changed, change = changed_bytes(table, costs, MemoryLine.ACTIVATIONS, moment)
+            is_copy = table.of_kind(kind)[changed]
+            parts, size = changed[is_copy], np.abs(change[is_copy])
+            rank = table.part_rank[parts]
+            seconds[parts] = np.array(costs.per_rank("host_latency", ranks))[rank]
+            if costs.host_bandwidth is not None:
+                seconds[parts] += size / np.array(costs.per_rank("host_bandwidth", ranks))[rank]
+    return seconds
 
 
 def all_to_all_seconds(table: ActionTable, costs: Costs) -> Floats:
@@ -184,6 +202,11 @@ def message_bytes(messages: Messages, costs: Costs) -> Floats:
 def collectives_take_time(costs: Costs) -> bool:
     """Whether UNSHARD, RESHARD or REDUCE_GRAD take any seconds."""
     return _any_seconds(costs, [kind.spec.cost for kind in Kind if kind.is_collective and kind.spec.cost])
+
+
+def host_copies_take_time(costs: Costs) -> bool:
+    """Whether OFFLOAD and RELOAD can take any seconds."""
+    return costs.host_bandwidth is not None or _any_seconds(costs, ["host_latency"])
 
 
 def _any_seconds(costs: Costs, names: Sequence[str]) -> bool:

@@ -39,6 +39,8 @@ class Resource(Enum):
     COMPUTE = "compute"
     CHANNEL = "channel"
     COLLECTIVE = "collective"
+    TO_HOST = "host link, from the device to the host"
+    FROM_HOST = "host link, from the host to the device"
 
 
 class Moment(Enum):
@@ -66,7 +68,10 @@ class StageRelation(Enum):
 
 @dataclass(frozen=True)
 class Dependency:
-    """An action needs `what`: the result of one of `kinds`, same microbatch, on the related stages."""
+    """An action needs `what`: the result of one of `kinds`, same microbatch, on the related stages.
+
+    Consumers of one dependency are alternatives, as I and B: a stage has one of them for a microbatch.
+    """
 
     what: str
     kinds: tuple[str, ...]
@@ -80,6 +85,8 @@ class MemoryEffect:
     line: MemoryLine
     at: Moment
     bytes: Mapping[str, int]
+    of: str | None = None
+    """The kind whose action, of the same stage and microbatch, has the effect; None for the action itself."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +114,17 @@ _ACTIVATION = Dependency("activation", ("F",), StageRelation.INPUTS)
 _GRADIENT = Dependency("gradient", ("I", "B"), StageRelation.OUTPUTS)
 _FORWARD = Dependency("forward", ("F",), StageRelation.SAME)
 _INPUT_GRADIENT = Dependency("input gradient", ("I",), StageRelation.SAME)
+# RECOMPUTE and RELOAD are needed only where there are any; what several kinds need of F has a name for each
+_RECOMPUTED = Dependency("recomputed activation", ("RECOMPUTE",), StageRelation.SAME)
+_RELOADED = Dependency("reloaded activation", ("RELOAD",), StageRelation.SAME)
+_RELOADED_CHECKPOINT = Dependency("reloaded checkpoint", ("RELOAD",), StageRelation.SAME)
+_TO_RECOMPUTE = Dependency("forward to recompute", ("F",), StageRelation.SAME)
+_TO_OFFLOAD = Dependency("forward to offload", ("F",), StageRelation.SAME)
+_TO_RELOAD = Dependency("offloaded activation", ("OFFLOAD",), StageRelation.SAME)
 
 
-def _activations(at: Moment, **sizes: int) -> tuple[MemoryEffect, ...]:
-    return (MemoryEffect(MemoryLine.ACTIVATIONS, at, sizes),)
+def _activations(at: Moment, of: str | None = None, **sizes: int) -> tuple[MemoryEffect, ...]:
+    return (MemoryEffect(MemoryLine.ACTIVATIONS, at, sizes, of),)
 
 
 def _message(value: str, direction: str) -> KindSpec:
@@ -143,7 +157,7 @@ KIND_SPECS: dict[str, KindSpec] = {
         "input gradient (dgrad)",
         "backward_input",
         ("backward_input_all_to_all",),
-        needs=(_FORWARD, _GRADIENT),
+        needs=(_FORWARD, _GRADIENT, _RECOMPUTED, _RELOADED),
         memory=_activations(Moment.END, activation_freed_by_input=-1),
     ),
     "W": KindSpec(
@@ -159,7 +173,7 @@ KIND_SPECS: dict[str, KindSpec] = {
         "full backward: input and weight gradient",
         "backward",
         ("backward_input_all_to_all", "backward_weight_all_to_all"),
-        needs=(_FORWARD, _GRADIENT),
+        needs=(_FORWARD, _GRADIENT, _RECOMPUTED, _RELOADED),
         memory=_activations(Moment.END, activation=-1),
     ),
     "SEND_F": _message("activation", "send"),
@@ -177,6 +191,31 @@ KIND_SPECS: dict[str, KindSpec] = {
         MemoryEffect(MemoryLine.UNSHARDED, Moment.END, {name: -n for name, n in _UNSHARDED.items()}),
     ),
     "REDUCE_GRAD": _collective("reduce_grad", "reduce the stage's gradients over replicas", repeatable=False),
+    "RECOMPUTE": KindSpec(
+        Resource.COMPUTE,
+        "repeat the forward, of which F kept only the checkpoint",
+        "recompute",
+        ("forward_all_to_all",),
+        needs=(_TO_RECOMPUTE, _RELOADED_CHECKPOINT),
+        memory=(
+            *_activations(Moment.START, activation=1, checkpoint=-1),
+            *_activations(Moment.START, "F", activation=-1, checkpoint=1),
+            *_activations(Moment.END, "OFFLOAD", offloadable=1, offloadable_checkpoint=-1),
+            *_activations(Moment.START, "RELOAD", offloadable=-1, offloadable_checkpoint=1),
+        ),
+    ),
+    "OFFLOAD": KindSpec(
+        Resource.TO_HOST,
+        "copy what F keeps to the host, and free it",
+        needs=(_TO_OFFLOAD,),
+        memory=_activations(Moment.END, offloadable=-1),
+    ),
+    "RELOAD": KindSpec(
+        Resource.FROM_HOST,
+        "copy it back from the host",
+        needs=(_TO_RELOAD,),
+        memory=_activations(Moment.START, offloadable=1),
+    ),
     "OVERLAP_F_B": KindSpec(
         Resource.COMPUTE, "a forward and a backward in one step", "overlap", has_microbatch=False
     ),
@@ -201,6 +240,10 @@ class Kind(Enum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    # what a stage holds of one microbatch between F and its backward
+    RECOMPUTE = "RECOMPUTE"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
     # the kind of `Overlap`, never of `Action`
     OVERLAP_F_B = "OVERLAP_F_B"
 
@@ -213,6 +256,7 @@ class Kind(Enum):
         self.is_receive = token.startswith("RECV_")
         self.is_communication = self.spec.resource is Resource.CHANNEL
         self.is_collective = self.spec.resource is Resource.COLLECTIVE
+        self.is_host_copy = self.spec.resource in (Resource.TO_HOST, Resource.FROM_HOST)
         self.has_microbatch = self.spec.has_microbatch
 
     def __str__(self) -> str:

@@ -7,6 +7,9 @@ from the kinds (`penstock.ir.kinds`) and the stage graph (`penstock.ir.graph`):
     I(s, k), B(s, k) need   I or B(t, k) of every stage t that s feeds               "gradient"
                      and    F(s, k)                                                  "forward"
     W(s, k)          needs  I(s, k)                                                  "input gradient"
+    RECOMPUTE(s, k)  needs  F(s, k), and RELOAD(s, k) if there is one
+    OFFLOAD(s, k)    needs  F(s, k); RELOAD(s, k) needs it
+    I(s, k), B(s, k) need   RECOMPUTE(s, k) and RELOAD(s, k) if there are any
 """
 
 from __future__ import annotations
@@ -132,7 +135,22 @@ class ActionTable(ActionColumns):
             Need(need.what, self._parts(need.kinds), self._parts(kinds))
             for need, kinds in self._consumers.items()
             if need.stages is StageRelation.SAME
+            and self.has(*map(Kind, need.kinds))
+            and self.has(*map(Kind, kinds))
         )
+
+    @cached_property
+    def host_copy_waits(self) -> tuple[Ints, Ints]:
+        """The slots of OFFLOAD and RELOAD, and for each one of the slots on its rank that waits for its end."""
+        found: list[tuple[Ints, Ints]] = []
+        for _, producer, consumer in self.within_stage:
+            there = (producer >= 0) & (consumer >= 0)
+            made, used = producer[there], consumer[there]
+            copies = self.of_kind(*(kind for kind in Kind if kind.is_host_copy))[made]
+            found.append((self.slot[made[copies]], self.slot[used[copies]]))
+        nothing = np.empty(0, dtype=np.int64)
+        made, used = (np.concatenate([nothing, *column]) for column in zip(*found)) if found else (nothing,) * 2
+        return made, used
 
     def _parts(self, kinds: tuple[str, ...]) -> Ints:
         if kinds == ("F",):

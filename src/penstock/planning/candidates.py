@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from penstock.cost.memory import LayerBytes, LiveActivations, activation_bytes, fixed_bytes_of
+from penstock.cost.live_activations import LayerBytes, LiveActivations
+from penstock.cost.memory import activation_bytes, fixed_bytes_of
 from penstock.ir.placement import Placement, StagesPerRank, most_stages
 from penstock.planning.configuration import Configuration, configure
 from penstock.planning.model import Model

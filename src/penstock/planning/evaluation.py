@@ -13,7 +13,7 @@ from statistics import fmean
 from time import perf_counter
 
 from penstock.bounds import Bound
-from penstock.cost.memory import LiveActivations, live_activations
+from penstock.cost.live_activations import LiveActivations, live_activations
 from penstock.families import build, families
 from penstock.ir.action import Kind
 from penstock.ir.placement import StagesPerRank, most_stages

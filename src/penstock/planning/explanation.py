@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from penstock.cost.costs import Costs, size_text
-from penstock.cost.memory import live_activations
+from penstock.cost.live_activations import live_activations
 from penstock.cost.prices import ALL_TO_ALL
 from penstock.errors import PlanError
 from penstock.ir.schedule import Schedule

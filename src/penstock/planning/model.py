@@ -30,7 +30,9 @@ MESSAGES = ["activation_message", "gradient_message"]
 _SAMPLE_COSTS = {
     *("forward", "backward_input", "backward_weight", "backward", *ALL_TO_ALL),
     *("activation", "activation_freed_by_input", *MESSAGES),
+    *("recompute", "checkpoint", "offloadable"),
 }
+_OPTIONAL = [f.name for f in fields(Costs) if f.metadata["per"] == "stage" and f.default is None]
 STEP_COSTS = ["launch_overhead", "optimizer_step", "overlap_factor"]
 LINK_COSTS = ["latency", "bandwidth"]
 
@@ -76,10 +78,9 @@ class Model:
             parts.append(self.layers[first : first + count])
             first += count
         found: dict[str, Any] = {}
-        whole = any(layer.costs.backward is not None for layer in self.layers)
         for name in STAGE_COSTS:
             factor = samples if name in _SAMPLE_COSTS else 1
-            if name != "backward" or whole:
+            if name not in _OPTIONAL or any(getattr(layer.costs, name) is not None for layer in self.layers):
                 found[name] = tuple(factor * sum(_of(layer, name) for layer in part) for part in parts)
         for name in MESSAGES:
             found[name] = tuple(samples * _of(part[-1], name) for part in parts[:-1]) or 0.0
@@ -133,8 +134,8 @@ class Model:
 
 
 def _of(layer: Layer, name: str) -> float:
-    if name == "backward":
-        return layer.costs.full_backward(1)[0]
+    if name in _OPTIONAL:
+        return layer.costs.resolved(name, 1)[0]
     value: float = getattr(layer.costs, name)
     return value
 

@@ -8,7 +8,7 @@ from math import inf
 from time import monotonic
 from typing import TypeAlias
 
-from penstock.cost.memory import LiveActivations, live_activations
+from penstock.cost.live_activations import LiveActivations, live_activations
 from penstock.cost.prices import pairs_can_pay
 from penstock.errors import SearchError
 from penstock.planning.configuration import Configuration, configure

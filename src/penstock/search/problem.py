@@ -109,8 +109,8 @@ class Problem:
     @property
     def work(self) -> Workload:
         """The workload that bounds are computed for."""
-        kinds = {"split": self.split, "paired": self.can_pair}
-        return Workload(self.placement, self.microbatches, self.costs, **kinds, graph=self.graph)
+        m, costs = self.microbatches, self.costs
+        return Workload(self.placement, m, costs, split=self.split, paired=self.can_pair, graph=self.graph)
 
     def _by_token(self, by_kind: Floats) -> Floats:
         """Per token, from an array per kind and stage."""

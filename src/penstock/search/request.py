@@ -116,7 +116,8 @@ class SearchRequest:
             if each.num_stages * int(self.microbatches) > MAX_WORK:
                 given = f"{each.num_stages} stages, {self.microbatches} microbatches"
                 raise SearchError(f"stages times microbatches can be at most {MAX_WORK} (given {given})")
-            (self.costs or Costs()).check_lengths(self.graph or StageGraph.chain(each.num_stages))
+            graph = self.graph or StageGraph.chain(each.num_stages)
+            (self.costs or Costs()).check_lengths(graph, each.num_ranks)
         return found
 
     def _named_placements(self) -> list[Placement]:

@@ -94,7 +94,8 @@ class _Instance:
                 f"zbv-greedy needs memory for {2 * ranks} activations, {least} bytes (given {limit})"
             )
         kinds = (Kind.F, Kind.I, Kind.W)
-        seconds, sizes = action_seconds(costs, 1), stage_bytes(costs, 1, MemoryLine.ACTIVATIONS)
+        own = Costs(**dict(zip(names, values)))
+        seconds, sizes = action_seconds(own, 1), stage_bytes(own, 1, MemoryLine.ACTIVATIONS)
         return cls(
             ranks,
             microbatches,

@@ -21,7 +21,11 @@ class Gap:
     start: float
     end: float
     reason: str
-    """`warm-up`, `activation`, `gradient`, `link`, `blocked receive`, `blocked send`, `unshard` or `drain`."""
+    """Why it is idle.
+
+    `warm-up`, `activation`, `gradient`, `link`, `blocked receive`, `blocked send`, `unshard`, `reload` or
+    `drain`.
+    """
     before: Event | None
     """The step after the gap."""
     message: Message | None
@@ -36,12 +40,14 @@ class Gap:
 
     def __str__(self) -> str:
         where = f"rank {self.rank}, {self.start:g} to {self.end:g}"
-        if self.message is None or self.blame is None:
+        if self.blame is None:
             return f"{where}: {self.reason}"
+        waits = f"{where}: {self.reason}: {self.before.step if self.before else 'it'} waits for"
+        if self.message is None:
+            return f"{waits} {self.blame.step}"
         m = self.message
         what = f"{m.kind} of stage {m.stage}, microbatch {m.microbatch}"
-        waits = f"{self.before.step if self.before else 'it'} waits for the {what}"
-        return f"{where}: {self.reason}: {waits} ({self.blame.step}, rank {m.source})"
+        return f"{waits} the {what} ({self.blame.step}, rank {m.source})"
 
 
 def gaps(timeline: Timeline) -> tuple[Gap, ...]:
@@ -74,11 +80,20 @@ def _gap(timeline: Timeline, rank: int, now: float, slot: int, *, warm_up: bool)
         blame = timeline.event(blocking.received if sends else blocking.producer)
         return Gap(rank, now, event.start, f"blocked {'send' if sends else 'receive'}", event, blocking, blame)
     if late is None or late.arrival < event.start:
+        if (copy := _awaited_copy(timeline, slot)) is not None:
+            return Gap(rank, now, event.start, "reload", event, None, timeline.event(copy))
         # only the collective stream is left
         return Gap(rank, now, event.start, "unshard", event, None, None)
     blame = timeline.event(late.producer)
     reason = "link" if late.arrival - max(blame.end, now) > blame.end - now else late.kind
     return Gap(rank, now, event.start, "warm-up" if warm_up else reason, event, late, blame)
+
+
+def _awaited_copy(timeline: Timeline, slot: int) -> int | None:
+    """The slot of the RELOAD at whose end this slot started, if any."""
+    copies, waiting = timeline.schedule.table.host_copy_waits
+    own = copies[waiting == slot]
+    return next((int(copy) for copy in own if timeline.end[copy] == timeline.start[slot]), None)
 
 
 def _blocking_message(timeline: Timeline, slot: int) -> Message | None:

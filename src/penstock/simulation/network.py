@@ -1,4 +1,4 @@
-"""The network engine: every rank's list, its messages and its collectives, event by event.
+"""The network engine: every rank's list, its messages, collectives and copies to the host, event by event.
 
 The dataflow engine (`penstock.ir.dataflow`) knows steps that wait for steps. Here messages are events of their
 own: posted by their send and their receive, queued in a stream, in transfer, arrived.
@@ -30,14 +30,18 @@ class _Role(IntEnum):
     RECEIVE = 2
     COLLECTIVE = 3
     UNSHARD = 4
+    OFFLOAD = 5
+    RELOAD = 6
 
 
 _ROLES = {
-    **dict.fromkeys((Kind.F, Kind.I, Kind.W, Kind.B, Kind.OVERLAP_F_B), _Role.COMPUTE),
+    **dict.fromkeys((Kind.F, Kind.I, Kind.W, Kind.B, Kind.RECOMPUTE, Kind.OVERLAP_F_B), _Role.COMPUTE),
     **dict.fromkeys((Kind.SEND_F, Kind.SEND_B), _Role.SEND),
     **dict.fromkeys((Kind.RECV_F, Kind.RECV_B), _Role.RECEIVE),
     **dict.fromkeys((Kind.RESHARD, Kind.REDUCE_GRAD), _Role.COLLECTIVE),
     Kind.UNSHARD: _Role.UNSHARD,
+    Kind.OFFLOAD: _Role.OFFLOAD,
+    Kind.RELOAD: _Role.RELOAD,
 }
 
 
@@ -87,6 +91,9 @@ class Network:
         self.message_of = np.full(len(table.rank), -1)
         self.message_of[self.send] = self.message_of[self.receive] = np.arange(len(there))
         self.needs = _needs(table, messages, there)
+        self.copies: dict[int, list[int]] = {}
+        for copy, waiting in zip(*(slots.tolist() for slots in table.host_copy_waits)):
+            self.copies.setdefault(waiting, []).append(copy)
         streams = send_model.streams(messages.source[there], messages.target[there], table.placement.num_ranks)
         self.streams = list(zip(*(stream.tolist() for stream in streams)))
         self.behind, self.ahead = _queues(np.concatenate((self.send, self.receive)), np.concatenate(streams))
@@ -131,7 +138,10 @@ class _Run:
         stream_free: Mapping[int, float],
     ) -> None:
         self.network, self.durations = network, durations
-        self.clock, self.collective = list(starts), list(starts)
+        self.clock = list(starts)
+        # the other streams of each rank: collectives, and the host link in each direction
+        self.streams = {role: list(starts) for role in (_Role.COLLECTIVE, _Role.OFFLOAD, _Role.RELOAD)}
+        self.streams[_Role.UNSHARD] = self.streams[_Role.COLLECTIVE]
         self.position = network.table.slot_bounds[:-1].tolist()
         n, m = len(network.role), len(network.transfer)
         self.start, self.end = [_NOT_YET] * n, [_NOT_YET] * n
@@ -162,11 +172,16 @@ class _Run:
             return self._compute(rank, i)
         if role in (_Role.SEND, _Role.RECEIVE):
             return self._communicate(rank, i, sends=role == _Role.SEND)
-        self.start[i] = max(self.clock[rank], self.collective[rank])
-        self.end[i] = self.collective[rank] = self.start[i] + self.durations[i]
+        free = self.streams[role]
+        self.start[i] = self._after_copies(i, max(self.clock[rank], free[rank]))
+        self.end[i] = free[rank] = self.start[i] + self.durations[i]
         if role == _Role.UNSHARD:
             self.unsharded[self.network.stage[i]] = self.end[i]
         return True
+
+    def _after_copies(self, i: int, now: float) -> float:
+        """When the copies to or from the host that a step waits for have ended; they precede it in its list."""
+        return max([now, *(self.end[copy] for copy in self.network.copies.get(i, ()))])
 
     def _communicate(self, rank: int, i: int, *, sends: bool) -> bool:
         network = self.network
@@ -195,7 +210,7 @@ class _Run:
         now = max(now, self.unsharded.get(network.stage[i], now))
         if i in network.second_stage:
             now = max(now, self.unsharded.get(network.second_stage[i], now))
-        self.start[i] = now
+        self.start[i] = now = self._after_copies(i, now)
         self.clock[rank] = self.end[i] = now + self.durations[i]
         return True
 

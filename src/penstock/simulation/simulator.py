@@ -2,7 +2,9 @@
 
 Every rank runs its list in order. A compute step waits for the rank's compute stream, for the messages it needs
 and for its stage to be unsharded. UNSHARD, RESHARD and REDUCE_GRAD run one after the other on the rank's
-collective stream. A message moves as the send model (`penstock.validation.send_model`) allows:
+collective stream, OFFLOADs and RELOADs each on their direction of the rank's host link. A RELOAD waits for its
+OFFLOAD, and what needs the reloaded activation waits for the RELOAD. A message moves as the send model
+(`penstock.validation.send_model`) allows:
 
     posted (send, receive)  ->  begins when its stream is free  ->  arrives after bytes/bandwidth + latency
 
@@ -20,9 +22,10 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.cost.costs import Costs
-from penstock.cost.prices import collectives_take_time, message_seconds, step_seconds
+from penstock.cost.prices import collectives_take_time, host_copies_take_time, message_seconds, step_seconds
 from penstock.errors import ScheduleError
 from penstock.ir.dataflow import Inputs, run_dataflow
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Bools, Floats
 from penstock.lowering import AddCommunication
@@ -73,9 +76,10 @@ class Simulator:
         communicates = schedule.table.has_communication or schedule.num_ranks == 1
         if not communicates and (not model.is_buffered or blocking_receives):
             raise _no_messages_error(schedule, model)
-        costs.check_lengths(schedule.graph)
+        costs.check_lengths(schedule.graph, schedule.num_ranks)
         followed = costs.bandwidth is not None or not model.is_buffered or blocking_receives
         followed |= not schedule.table.only_compute and collectives_take_time(costs)
+        followed |= schedule.table.has(Kind.OFFLOAD, Kind.RELOAD) and host_copies_take_time(costs)
         # values sent as soon as they exist: the same as a SEND after each producer, and a RECV posted ahead
         self.executed = schedule if communicates or not followed else AddCommunication()(schedule)
         """The schedule that runs: the given one, or the same with SEND and RECV."""

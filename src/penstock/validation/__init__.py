@@ -1,8 +1,8 @@
 """Validation: every violation of a schedule at once, each with its place and what to try.
 
 A rule is one small function from the action table (or the messages) to violations; a new rule is a new function
-and a line in `validate`. Rules on communication, sharding and reduction apply where the schedule has such
-actions.
+and a line in `validate`. Rules on communication, sharding, reduction and memory apply where the schedule has
+such actions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from penstock.ir.schedule import Schedule
 from penstock.validation.actions import complete, known_ids, no_duplicates, order_on_rank, right_rank
 from penstock.validation.communication import channel_order, delivered_in_time, sent_and_received
 from penstock.validation.deadlock import no_deadlock
+from penstock.validation.memory import held_when_offloaded, needed_by_a_backward, reloaded_once
 from penstock.validation.report import invalid_schedule_error, report
 from penstock.validation.send_model import SendModel
 from penstock.validation.sharding import reduced_once, unsharded_when_used
@@ -38,6 +39,9 @@ _RULES_ON_ACTIONS = (
     order_on_rank,
     unsharded_when_used,
     reduced_once,
+    needed_by_a_backward,
+    reloaded_once,
+    held_when_offloaded,
 )
 _RULES_ON_MESSAGES = (sent_and_received, delivered_in_time, channel_order)
 _HANDLED = frozenset(
@@ -45,6 +49,7 @@ _HANDLED = frozenset(
         *(Kind.F, Kind.I, Kind.W, Kind.B, Kind.OVERLAP_F_B),
         *(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B),
         *(Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD),
+        *(Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD),
     }
 )
 

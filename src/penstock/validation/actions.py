@@ -150,6 +150,12 @@ _ORDER = {
     "input gradient": ("weight-before-input", "comes before the input gradient (I) it needs"),
     "activation": ("used-before-computed", "comes before the activation it needs"),
     "gradient": ("used-before-computed", "comes before the gradient it needs"),
+    "forward to recompute": ("recompute-before-forward", "comes before the forward it repeats"),
+    "forward to offload": ("offload-before-forward", "comes before the forward whose activation it copies"),
+    "offloaded activation": ("reload-before-offload", "comes before the OFFLOAD whose copy it needs"),
+    "recomputed activation": ("used-before-recomputed", "comes before the RECOMPUTE of what it needs"),
+    "reloaded activation": ("used-before-reloaded", "comes before the RELOAD of what it needs"),
+    "reloaded checkpoint": ("used-before-reloaded", "comes before the RELOAD of what it needs"),
 }
 
 

@@ -88,7 +88,8 @@ def _time_panels(
 
 def cell_text(step: Step, *, with_stage: bool) -> str:
     """The name of a step in a cell, with or without its stage."""
-    return "+".join(str(part) if with_stage else f"{part.kind}{part.microbatch}" for part in step.parts)
+    names = ((part, style_of(part.kind).short or part.kind) for part in step.parts)
+    return "+".join(f"{part.stage if with_stage else ''}{name}{part.microbatch}" for part, name in names)
 
 
 def _cells(drawn: Iterable[tuple[Step, str, int, int]], length: int, cell: int) -> list[Text]:

@@ -6,9 +6,12 @@ from typing import Literal, NamedTuple
 
 from penstock.ir.kinds import Kind, handler_of
 
-__all__ = ["KIND_STYLES", "KindStyle", "Track", "kinds_on", "style_of"]
+__all__ = ["HOST_TRACKS", "KIND_STYLES", "KindStyle", "Track", "kinds_on", "style_of"]
 
-Track = Literal["compute", "message", "collective"]
+Track = Literal["compute", "message", "collective", "offload", "reload"]
+
+HOST_TRACKS: tuple[Track, ...] = ("offload", "reload")
+"""The two directions of the host link."""
 
 
 class KindStyle(NamedTuple):
@@ -24,6 +27,8 @@ class KindStyle(NamedTuple):
     """Its colour in SVG and PNG; empty if it has no box of its own there."""
     units: int = 0
     """Its length in pictures without costs."""
+    short: str = ""
+    """Its name in a cell of a grid; its text unless given."""
 
 
 KIND_STYLES = {
@@ -31,6 +36,7 @@ KIND_STYLES = {
     Kind.B: KindStyle("compute", "backward", "black on dark_orange", "#e69f00", 2),
     Kind.I: KindStyle("compute", "input gradient", "black on bright_magenta", "#cc79a7", 1),
     Kind.W: KindStyle("compute", "weight gradient", "black on bright_yellow", "#f0e442", 1),
+    Kind.RECOMPUTE: KindStyle("compute", "recompute forward", "white on dark_green", "#00483a", 1, "R"),
     Kind.OVERLAP_F_B: KindStyle("compute", "overlapped pair", "black on bright_cyan"),
     Kind.SEND_F: KindStyle("message", "send activation"),
     Kind.RECV_F: KindStyle("message", "receive activation"),
@@ -39,6 +45,8 @@ KIND_STYLES = {
     Kind.UNSHARD: KindStyle("collective", "unshard", "dim", "#009e73"),
     Kind.RESHARD: KindStyle("collective", "reshard", "dim", "#56b4e9"),
     Kind.REDUCE_GRAD: KindStyle("collective", "reduce gradients", "bold", "#d55e00"),
+    Kind.OFFLOAD: KindStyle("offload", "offload to the host", "dim", "#8a4b00"),
+    Kind.RELOAD: KindStyle("reload", "reload from the host", "dim", "#004c77"),
 }
 """In the order of the legend."""
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.ir.action import Kind
 from penstock.ir.messages import VALUES
-from penstock.view.kinds import KIND_STYLES, kinds_on
+from penstock.view.kinds import HOST_TRACKS, KIND_STYLES, kinds_on
 from penstock.view.marks import Box, Group, Label, Mark, text_width
 from penstock.view.palette import box_style
 
@@ -56,7 +56,7 @@ def _entries(shown: Legend) -> Iterator[tuple[list[Box], str]]:
         yield tints, "first to last stage of a rank"
     if shown.all_to_all:
         yield [Box("all-to-all", 0, 8, 16, 3)], "exposed all-to-all"
-    for kind in kinds_on("collective"):
+    for kind in (kind for track in ("collective", *HOST_TRACKS) for kind in kinds_on(track)):
         if kind in shown.kinds:
             yield [Box(kind.value, 0, 4, 6, 4)], KIND_STYLES[kind].meaning
     if shown.edges:

@@ -3,7 +3,7 @@
 The colours are Okabe and Ito's, which colour-blind readers can distinguish. In greyscale they keep their
 lightness (0 black, 100 white):
 
-    F  blue 46     I  purple 61     B  orange 71     W  yellow 89
+    RECOMPUTE  green 27     F  blue 46     I  purple 61     B  orange 71     W  yellow 89
 
 Further stages of a rank are tints of the same colour, so within one stage the order of lightness is kept.
 """
@@ -11,7 +11,7 @@ Further stages of a rank are tints of the same colour, so within one stage the o
 from __future__ import annotations
 
 from penstock.ir.action import Kind
-from penstock.view.kinds import kinds_on, style_of
+from penstock.view.kinds import HOST_TRACKS, kinds_on, style_of
 from penstock.view.marks import Style
 
 __all__ = ["GREY", "MEMORY", "PALE", "PALEST", "box_style", "lightness", "styles", "text_on", "tint"]
@@ -53,7 +53,8 @@ def styles(stages_per_rank: int) -> dict[str, Style]:
         "all-to-all": Style("#a3260f"),
         **{part: Style(colour) for part, colour in MEMORY.items()},
     }
-    found |= {str(kind): Style(style_of(kind).colour) for kind in kinds_on("collective")}
+    marks = [kind for track in ("collective", *HOST_TRACKS) for kind in kinds_on(track)]
+    found |= {str(kind): Style(style_of(kind).colour) for kind in marks}
     for kind in kinds_on("compute"):
         colour = style_of(kind).colour
         border = _mix(colour, "#000000", 0.45)

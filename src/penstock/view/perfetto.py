@@ -5,6 +5,7 @@
       to rank 1            one event per sent message, from begin to arrival
       from rank 1          one event per received message, the same
       collective           UNSHARD, RESHARD, REDUCE_GRAD
+      offload, reload      the two directions of the host link
       memory (bytes)       counters
     arrows                 from the producer of a value through its message to the consumer
 
@@ -35,7 +36,7 @@ __all__ = ["trace"]
 Entry: TypeAlias = dict[str, Any]
 
 MEMORY = "memory (bytes)"
-_TRACK_ORDER = {"compute": 0, "message": 1, "collective": 2}
+_TRACK_ORDER = {"compute": 0, "message": 1, "collective": 2, "offload": 3, "reload": 4}
 
 
 @dataclass(slots=True)
@@ -239,7 +240,7 @@ def _assign_lanes(spans: Sequence[_Span]) -> None:
 
 
 def _thread_order(thread: str) -> tuple[int, int, str]:
-    """Sort key of threads: compute, then peers by rank, then collectives."""
+    """Sort key of threads: compute, then peers by rank, then collectives and the host link."""
     if thread in _TRACK_ORDER:
         return _TRACK_ORDER[thread], 0, thread
     return _TRACK_ORDER["message"], int(thread.rsplit(" ", 1)[1]), thread

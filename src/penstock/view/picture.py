@@ -2,7 +2,7 @@ r"""The picture of timelines as marks: where each box, line, area and label is; 
 
 name                    makespan, bubble       one panel per timeline, all on one time axis
 rank 0  [0][1][2]   [ 0 ]   [ 1 ]              a box per step, an overlapped pair in two halves
-        | |            |                       collectives
+        | |            |                       collectives, and below them offloads and reloads
         __/''''''\____/'''\___     peak 3      memory, at the same scale everywhere
 ...
         0         10        20 ms
@@ -23,11 +23,11 @@ from penstock.ir.action import Kind
 from penstock.ir.table import Floats
 from penstock.simulation.timeline import Timeline
 from penstock.view.edge_arrows import edge_arrows
-from penstock.view.kinds import style_of
+from penstock.view.kinds import HOST_TRACKS, style_of
 from penstock.view.legend import legend
 from penstock.view.marks import Area, Box, Group, Label, Line, Mark, Picture, text_width
 from penstock.view.palette import MEMORY, box_style, text_on
-from penstock.view.scales import GAP, LEFT, MARGIN, ROW, STRIP, TITLE, Scales, short_bytes
+from penstock.view.scales import GAP, LEFT, LINK, MARGIN, ROW, STRIP, TITLE, Scales, short_bytes
 
 __all__ = ["picture"]
 
@@ -97,6 +97,9 @@ def _steps(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterator[
         track = style_of(kind).track
         if track == "collective":
             boxes.append(_collective(kind, x, width, y))
+        elif track in HOST_TRACKS:
+            top = y + scales.link_top + 1.5 + HOST_TRACKS.index(track) * LINK
+            boxes.append(Box(kind.value, x, top, max(width, 2), LINK - 1))
         elif track == "compute":
             box = _box(kind, nth.get(stage, 0), x, width, y, half=1 if first else 2 if second else 0)
             boxes.append(box)

@@ -12,17 +12,29 @@ from penstock.cost.costs import Costs, size_text
 from penstock.ir.action import Kind
 from penstock.ir.table import Floats
 from penstock.simulation.timeline import Timeline
-from penstock.view.kinds import style_of
+from penstock.view.kinds import HOST_TRACKS, style_of
 from penstock.view.legend import Legend
 from penstock.view.marks import Style, text_width
 from penstock.view.palette import MEMORY, styles
 
-__all__ = ["GAP", "LEFT", "MARGIN", "ROW", "STRIP", "TITLE", "WIDEST", "Scales", "round_step", "short_bytes"]
+__all__ = [
+    "GAP",
+    "LEFT",
+    "LINK",
+    "MARGIN",
+    "ROW",
+    "STRIP",
+    "TITLE",
+    "WIDEST",
+    "Scales",
+    "round_step",
+    "short_bytes",
+]
 
 # sizes in pixels
 MARGIN, LEFT = 14, 64
 NARROWEST, WIDEST = 440, 2200  # the time axis
-TITLE, ROW, TICKS, STRIP, GAP = 26, 22, 6, 16, 8
+TITLE, ROW, TICKS, LINK, STRIP, GAP = 26, 22, 6, 4, 16, 8  # LINK: one direction of the host link
 
 
 @dataclass(frozen=True)
@@ -93,9 +105,14 @@ class Scales:
 
     @cached_property
     def row_height(self) -> int:
-        """Height of a rank with its collectives and its memory strip."""
-        ticks = any(style_of(kind).track == "collective" for kind in self.kinds)
-        return ROW + TICKS * ticks + (STRIP + 2 if self.peak_memory else 0) + GAP
+        """Height of a rank with its collectives, its host link and its memory strip."""
+        link = (len(HOST_TRACKS) * LINK + 2) * any(style_of(kind).track in HOST_TRACKS for kind in self.kinds)
+        return self.link_top + link + (STRIP + 2 if self.peak_memory else 0) + GAP
+
+    @cached_property
+    def link_top(self) -> int:
+        """Where the host link of a rank begins, below its collectives."""
+        return ROW + TICKS * any(style_of(kind).track == "collective" for kind in self.kinds)
 
     def panel_height(self, timeline: Timeline) -> int:
         """Height of a timeline with its title."""

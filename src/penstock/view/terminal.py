@@ -52,7 +52,7 @@ def _row(timeline: Timeline, rank: int, first: int, last: int, columns: int) -> 
         step = timeline.schedule.ranks[rank][slot - first]
         room = end - begin
         names = [cell_text(step, with_stage=with_stage), cell_text(step, with_stage=False)]
-        names.append("".join(part.kind.value for part in step.parts)[:room])
+        names.append("".join(style_of(part.kind).short or part.kind.value for part in step.parts)[:room])
         short = next(name for name in names if len(name) <= room)
         pieces.append((short.ljust(room, "─"), style_of(step.kind).terminal))
         at = end

@@ -12,10 +12,12 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const KIND = Object.fromEntries(data.kinds.map((name, number) => [name, number]));
 const onTrack = (track) => data.kinds.flatMap((name, number) => (data.tracks[name] === track ? [number] : []));
 const COMPUTE = onTrack("compute"), COLLECTIVE = onTrack("collective");
+const MARKS = [...COLLECTIVE, ...onTrack("offload"), ...onTrack("reload")];
 const MEANING = {
   F: "forward", I: "input gradient", W: "weight gradient", B: "backward",
   OVERLAP_F_B: "overlapped forward and backward", UNSHARD: "gather the parameters",
   RESHARD: "free the gathered parameters", REDUCE_GRAD: "reduce the gradients over replicas",
+  RECOMPUTE: "repeat the forward", OFFLOAD: "copy the activation to the host", RELOAD: "copy it back from the host",
   SEND_F: "blocked sending an activation", RECV_F: "blocked receiving an activation",
   SEND_B: "blocked sending a gradient", RECV_B: "blocked receiving a gradient",
 };
@@ -24,6 +26,7 @@ const WAITING = {
   activation: "waits for an activation to be computed", gradient: "waits for a gradient to be computed",
   link: "waits for a message in transit", "blocked receive": "blocked by an earlier receive",
   unshard: "waits for its parameters to be gathered", drain: "drain, no work left",
+  reload: "waits for its activation to be reloaded",
 };
 const LONGEST = Math.max(0, ...data.timelines.map((timeline) => timeline.makespan));
 const MAX_MEMORY = Math.max(0, ...data.timelines.flatMap((timeline) => timeline.memory.map((m) => m.peak)));
@@ -53,7 +56,7 @@ function makePanel(record, number) {
   const pairOf = new Map(record.pairs.step.map((step, index) => [step, index]));
   const panel = {
     ...record, number, count, rankOf, pairOf, onPath: new Set(record.path),
-    rows: Array.from({ length: record.ranks }, () => ({ compute: [], collective: [], blocked: [] })),
+    rows: Array.from({ length: record.ranks }, () => ({ compute: [], collective: [], offload: [], reload: [], blocked: [] })),
     messagesIn: groupBy(record.messages.consumer, count), messagesOut: groupBy(record.messages.producer, count),
     needsIn: groupBy(record.needs.consumer, count), needsOut: groupBy(record.needs.producer, count),
     gapsOf: groupBy(record.gaps.rank, record.ranks),

@@ -52,7 +52,7 @@ function drawHighlighted(context, panel, highlighted) {
   for (const step of highlighted) {
     const rank = panel.rankOf[step];
     if (rank < first || rank > last || end[step] < state.start || start[step] > state.end) continue;
-    if (COLLECTIVE.includes(panel.steps.kind[step])) continue;
+    if (MARKS.includes(panel.steps.kind[step])) continue;
     drawBox(context, panel, step, rowAt(panel, rank));
   }
   if (highlighted !== panel.onPath) for (const step of highlighted) drawArrows(context, panel, step, highlighted);
@@ -90,7 +90,7 @@ function drawPath(context, panel) {
   context.strokeStyle = colour.ink;
   context.lineWidth = 1.5;
   context.beginPath();
-  const path = panel.path.filter((step) => !COLLECTIVE.includes(kind[step]) || end[step] > start[step]);
+  const path = panel.path.filter((step) => !MARKS.includes(kind[step]) || end[step] > start[step]);
   for (const step of path) {
     const y = rowAt(panel, panel.rankOf[step]).box + half;
     context.lineTo(clampX(xOf(start[step])), y);
@@ -110,7 +110,7 @@ function frame(context, panel, step, stroke, width) {
   const y = rowAt(panel, panel.rankOf[step]);
   const x = clampX(xOf(panel.steps.start[step])), right = clampX(xOf(panel.steps.end[step]));
   if (panel.steps.end[step] < state.start || panel.steps.start[step] > state.end) return;
-  const mark = COLLECTIVE.includes(panel.steps.kind[step]);
+  const mark = MARKS.includes(panel.steps.kind[step]);
   context.strokeStyle = stroke;
   context.lineWidth = width;
   const [top, height] = mark ? [y.marks - 1, panel.sizes.marks + 1] : [y.box, panel.sizes.box];

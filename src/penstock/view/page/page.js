@@ -194,6 +194,7 @@ function listen(panel) {
 const LEGEND = {
   F: "F forward", I: "I input gradient", W: "W weight gradient", B: "B backward",
   OVERLAP_F_B: "F and B overlapped", UNSHARD: "unshard", RESHARD: "reshard", REDUCE_GRAD: "reduce grad",
+  RECOMPUTE: "RECOMPUTE recompute forward", OFFLOAD: "offload", RELOAD: "reload",
   activation: "activation sent", gradient: "gradient sent", memory: "memory", peak: "peak memory",
 };
 
@@ -202,7 +203,7 @@ function inLegend() {
   const present = new Set();
   for (const panel of panels) for (const kind of panel.steps.kind) present.add(kind);
   const namesOf = (kinds) => kinds.filter((kind) => present.has(kind)).map((kind) => data.kinds[kind]);
-  const entries = [...namesOf(COMPUTE).map((name) => [name, ""]), ...namesOf(COLLECTIVE).map((name) => [name, "mark"])];
+  const entries = [...namesOf(COMPUTE).map((name) => [name, ""]), ...namesOf(MARKS).map((name) => [name, "mark"])];
   if (panels.some((panel) => panel.messages.stage.length)) entries.push(["activation", "thin"], ["gradient", "thin"]);
   if (MAX_MEMORY > 0) entries.push(["memory", ""], ["peak", "thin"]);
   return entries;

@@ -110,7 +110,9 @@ function targetAt(panel, clientX, clientY) {
   const row = rowAt(panel, rank), time = timeAt(x);
   if (time < 0 || time > panel.makespan) return null;
   if (y >= row.memory) return MAX_MEMORY > 0 && y <= row.bottom ? { panel, rank, time } : null;
-  const mark = y < row.box ? nearest(panel, panel.rows[rank].collective, time, 4) : undefined;
+  const { collective, offload, reload } = panel.rows[rank], lists = [collective, offload, reload];
+  const marks = y < row.box ? lists.map((list) => nearest(panel, list, time, 4)) : [];
+  const mark = marks.find((step) => step !== undefined);
   const step = mark ?? nearest(panel, panel.rows[rank].compute, time, 0);
   if (step !== undefined) return { panel, step };
   const { start, end } = panel.gaps, gap = panel.gapsOf[rank].find((g) => start[g] <= time && time <= end[g]);

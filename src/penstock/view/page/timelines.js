@@ -94,7 +94,7 @@ function drawBase(panel) {
       drawBoxes(context, panel, rank);
       drawMessages(context, panel, rank);
     }
-    drawCollectives(context, panel, rank);
+    drawMarks(context, panel, rank);
     drawMemory(context, panel, rank);
     drawRankName(context, panel, rank);
   }
@@ -220,16 +220,20 @@ function drawStack(context, spent, from, width, top, height) {
   spent.fill(0);
 }
 
-// Draws the marks of UNSHARD, RESHARD and REDUCE_GRAD above the boxes.
-function drawCollectives(context, panel, rank) {
-  const { start, end, kind } = panel.steps, y = rowAt(panel, rank);
-  let covered = -Infinity;
-  eachVisible(panel.rows[rank].collective, (s) => start[s], (s) => end[s], (step) => {
-    const x = xOf(start[step]), width = Math.max(2, xOf(end[step]) - x);
-    if (x + width - covered < 1) return;
-    covered = x + width;
-    context.fillStyle = colour[data.kinds[kind[step]]];
-    context.fillRect(x, y.marks, width, panel.sizes.marks - 1);
+// Draws the marks of collectives, offloads and reloads above the boxes, each in a line of its own.
+function drawMarks(context, panel, rank) {
+  const { start, end, kind } = panel.steps, { marks } = rowAt(panel, rank);
+  const lists = ["collective", "offload", "reload"].map((track) => panel.rows[rank][track]);
+  const lines = lists.filter((list) => list.length), height = (panel.sizes.marks - 1) / lines.length;
+  lines.forEach((list, line) => {
+    let covered = -Infinity;
+    eachVisible(list, (s) => start[s], (s) => end[s], (step) => {
+      const x = xOf(start[step]), width = Math.max(2, xOf(end[step]) - x);
+      if (x + width - covered < 1) return;
+      covered = x + width;
+      context.fillStyle = colour[data.kinds[kind[step]]];
+      context.fillRect(x, marks + line * height, width, height);
+    });
   });
 }
 
