@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from penstock import Costs, build, lower
@@ -64,6 +65,30 @@ def test_options_of_sharding_need_each_other(run: Run) -> None:
         result = run("simulate", "1f1b", "-p", 2, "-m", 2, *arguments)
         assert result.code == 2
         assert expected in result.message
+
+
+def test_recompute_and_offload_change_time_and_memory(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "costs.toml").write_text(
+        "activation_bytes = 8\ncheckpoint_bytes = 1\nhost_latency_seconds = 3\n"
+    )
+    found = {}
+    for options in ((), ("--recompute", "all"), ("--offload", "0:longer=1"), ("--recompute", "0", "--lowered")):
+        result = run("simulate", "1f1b", "-p", 2, "-m", 4, "-c", "costs.toml", "--json", *options)
+        assert result.code == 0, result.err
+        answer = json.loads(result.out)
+        found[options] = answer["makespan"], answer["peak_memory"]
+    assert found[()] == (15, 16)
+    assert found["--recompute", "all"] == (19, 9)
+    assert found["--recompute", "0", "--lowered"][1] == 9
+    assert found["--offload", "0:longer=1"][0] > 15
+
+
+def test_a_wrong_policy_is_a_usage_error(run: Run) -> None:
+    for option in ("--recompute", "--offload"):
+        result = run("simulate", "1f1b", "-p", 2, "-m", 2, option, "some")
+        assert (result.code, result.out) == (2, "")
+        assert f"{option}: unknown policy 'some'; policies are all, every=N" in result.message
+    assert "there is no stage 7" in run("simulate", "1f1b", "-p", 2, "-m", 2, "--recompute", "7").err
 
 
 def test_invalid_costs_and_send_models_are_usage_errors(run: Run, tmp_path: Path) -> None:

@@ -137,8 +137,9 @@ def test_what_is_not_given_follows_from_other_costs() -> None:
 
 @pytest.mark.parametrize("name", ["activation_freed_by_input", "checkpoint", "offloadable"])
 def test_a_part_of_the_activation_is_not_larger_than_it(name: str) -> None:
+    parts: dict[str, Any] = {name: (4, 6)}
     with pytest.raises(CostsError, match=f"{name}: it cannot be more than activation"):
-        Costs(activation=(4, 5), **{name: (4, 6)})
+        Costs(activation=(4, 5), **parts)
 
 
 def test_the_host_link_has_an_entry_for_each_rank() -> None:

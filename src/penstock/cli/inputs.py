@@ -12,13 +12,13 @@ import typer
 from penstock.cli.options import Sharding, parse_stages
 from penstock.cost.costs import Costs
 from penstock.cost.presets import preset, presets
-from penstock.errors import FormatError, PlacementError
+from penstock.errors import FormatError, PlacementError, ScheduleError
 from penstock.families import build, find
 from penstock.formats import format_of, read
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import most_stages
 from penstock.ir.schedule import Schedule
-from penstock.lowering import AddCommunication, lower
+from penstock.lowering import AddCommunication, Offload, Policy, Recompute, lower, parse_policy
 from penstock.search import PlaceSharding
 from penstock.validation import SendModel
 
@@ -58,9 +58,22 @@ class Lowering(NamedTuple):
     memory: float | None = None
     costs: str | None = None
     send_model: SendModel = SendModel.BUFFERED
+    recompute: str | None = None
+    offload: str | None = None
 
     def __call__(self, schedule: Schedule) -> Schedule:
-        """The schedule, lowered on demand."""
+        """The schedule with memory actions, and lowered, on demand."""
+        memory_passes = [
+            make(*_policy_from(option, text))
+            for option, make, text in (
+                ("--recompute", Recompute, self.recompute),
+                ("--offload", Offload, self.offload),
+            )
+            if text is not None
+        ]
+        return self._lowered(lower(schedule, memory_passes) if memory_passes else schedule)
+
+    def _lowered(self, schedule: Schedule) -> Schedule:
         by_cost = self.sharding is Sharding.cost
         if by_cost and not self.lowered:
             raise typer.BadParameter("--sharding cost places actions that --lowered adds; give both")
@@ -72,6 +85,13 @@ class Lowering(NamedTuple):
             return lower(schedule)
         place = PlaceSharding(costs_from(self.costs), self.memory, self.send_model)
         return lower(schedule, [place] if schedule.table.has_communication else [AddCommunication(), place])
+
+
+def _policy_from(option: str, text: str) -> tuple[tuple[int, ...] | None, Policy]:
+    try:
+        return parse_policy(text)
+    except ScheduleError as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
 
 
 def read_schedule(path: Path) -> Schedule:

@@ -24,8 +24,10 @@ __all__ = [
     "Microbatches",
     "Objective",
     "ObjectiveOption",
+    "OffloadOption",
     "Quantile",
     "Ranks",
+    "RecomputeOption",
     "ScheduleSource",
     "Seed",
     "SendModelOption",
@@ -150,6 +152,20 @@ ShardingOption: TypeAlias = Annotated[
     typer.Option(
         "--sharding",
         help="With --lowered: unshard a fixed look-ahead, or where simulation says it pays, within --memory.",
+    ),
+]
+RecomputeOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--recompute",
+        metavar="[STAGES:]POLICY",
+        help="Recompute forwards: all, every=N, longer=N (steps to the backward), or stages: 0-2, 0,3:every=2.",
+    ),
+]
+OffloadOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--offload", metavar="[STAGES:]POLICY", help="Offload activations to the host: as --recompute."
     ),
 ]
 CostsSource: TypeAlias = Annotated[

@@ -22,7 +22,9 @@ from penstock.cli.options import (
     Lowered,
     MemoryLimit,
     Microbatches,
+    OffloadOption,
     Ranks,
+    RecomputeOption,
     ScheduleSource,
     Sharding,
     ShardingOption,
@@ -74,6 +76,8 @@ def show(
     lowered: Lowered = False,
     sharding: ShardingOption = Sharding.look_ahead,
     memory: MemoryLimit = None,
+    recompute: RecomputeOption = None,
+    offload: OffloadOption = None,
     costs: CostsSource = None,
     output_format: FormatOption = None,
     output: OutputFile = None,
@@ -94,7 +98,7 @@ def show(
     shown = schedule_from(
         schedule,
         Sizes(ranks, microbatches, stages_per_rank, group, graph),
-        Lowering(lowered, sharding, memory, costs),
+        Lowering(lowered, sharding, memory, costs, recompute=recompute, offload=offload),
     )
     width = shutil.get_terminal_size().columns
     if chosen is Format.grid and output is None:

@@ -24,7 +24,9 @@ from penstock.cli.options import (
     Lowered,
     MemoryLimit,
     Microbatches,
+    OffloadOption,
     Ranks,
+    RecomputeOption,
     ScheduleSource,
     SendModelOption,
     Sharding,
@@ -62,6 +64,8 @@ def simulate(
     lowered: Lowered = False,
     sharding: ShardingOption = Sharding.look_ahead,
     memory: MemoryLimit = None,
+    recompute: RecomputeOption = None,
+    offload: OffloadOption = None,
     costs: CostsSource = None,
     send_model: SendModelOption = SendModel.BUFFERED,
     blocking_receives: BlockingReceives = False,
@@ -79,7 +83,7 @@ def simulate(
     given = schedule_from(
         schedule,
         Sizes(ranks, microbatches, stages_per_rank, group, graph),
-        Lowering(lowered, sharding, memory, costs, send_model),
+        Lowering(lowered, sharding, memory, costs, send_model, recompute=recompute, offload=offload),
     )
     simulated = for_send_model(given, send_model, blocking_receives=blocking_receives)
     messages: Any = {"send_model": send_model, "blocking_receives": blocking_receives}

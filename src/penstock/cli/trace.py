@@ -16,7 +16,9 @@ from penstock.cli.options import (
     Lowered,
     MemoryLimit,
     Microbatches,
+    OffloadOption,
     Ranks,
+    RecomputeOption,
     ScheduleSource,
     SendModelOption,
     Sharding,
@@ -44,6 +46,8 @@ def trace(
     lowered: Lowered = False,
     sharding: ShardingOption = Sharding.look_ahead,
     memory: MemoryLimit = None,
+    recompute: RecomputeOption = None,
+    offload: OffloadOption = None,
     costs: CostsSource = None,
     send_model: SendModelOption = SendModel.BUFFERED,
     output: TraceFile = Path("trace.json"),
@@ -57,7 +61,7 @@ def trace(
     chosen = schedule_from(
         schedule,
         Sizes(ranks, microbatches, stages_per_rank, group, graph),
-        Lowering(lowered, sharding, memory, costs, send_model),
+        Lowering(lowered, sharding, memory, costs, send_model, recompute=recompute, offload=offload),
     )
     timeline = simulate(for_send_model(chosen, send_model), costs_from(costs), send_model=send_model)
     write_bytes(render("trace", [timeline]), output)

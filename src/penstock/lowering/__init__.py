@@ -2,7 +2,7 @@
 
     compute schedule  --add-sharding-->  --add-reduce-grad-->  --add-communication-->  lowered schedule
 
-`split-backward`, `merge-backward` and `defer-receives` are optional passes.
+`split-backward`, `merge-backward`, `recompute`, `offload` and `defer-receives` are optional passes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from penstock.ir.schedule import Schedule
 from penstock.lowering.backward import MergeBackward, SplitBackward
 from penstock.lowering.communication import AddCommunication
+from penstock.lowering.offload import Offload
 from penstock.lowering.passes import Pass
+from penstock.lowering.policies import Policy, parse_policy
 from penstock.lowering.receives import DeferReceives
+from penstock.lowering.recompute import Recompute
 from penstock.lowering.reduction import AddGradReduction
 from penstock.lowering.sharding import AddSharding
 from penstock.validation import SendModel, invalid_schedule_error, validate, violations_in_lists
@@ -25,9 +28,13 @@ __all__ = [
     "AddSharding",
     "DeferReceives",
     "MergeBackward",
+    "Offload",
     "Pass",
+    "Policy",
+    "Recompute",
     "SplitBackward",
     "lower",
+    "parse_policy",
 ]
 
 DEFAULT_PASSES: tuple[Pass, ...] = (AddSharding(), AddGradReduction(), AddCommunication())
