@@ -69,7 +69,9 @@ def step_of(action: theirs._Action) -> Step:
 
 
 def order_of(schedule: Schedule) -> ActionLists:
-    """A schedule as torch's order."""
+    """A schedule as torch's order; `UnhandledKindError` for kinds that torch does not have."""
+    known = {kind.value for kind in theirs._ComputationType}
+    schedule.table.require_handled([kind for kind in Kind if kind.value in known], "pipelining")
     return {rank: list(map(action_of, row)) for rank, row in enumerate(schedule.ranks)}
 
 

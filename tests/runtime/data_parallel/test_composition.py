@@ -12,7 +12,7 @@ from benchmarks.composition import GATHER, REDUCE, counted
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from penstock import Costs, Kind, Schedule, build, lower
-from penstock.lowering import AddCommunication, SplitBackward
+from penstock.lowering import AddCommunication, Recompute, SplitBackward
 from penstock.search import PlaceSharding
 from tests.support.composed_model import Composed, batch_of
 from tests.support.composition import gradients, pipeline_of, replica_index, train_composed
@@ -67,6 +67,18 @@ def test_stages_in_tensor_parallel_train_as_one_process(pools: Pools, family: st
         Composed(schedule, tp=2, tied=place == 0, accumulated=3 - 2 * place, checkpointed=place == 1)
         for place, schedule in enumerate(schedules(family))
     ]
+    assert not problems(pools, 4, cases)
+
+
+@pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp", "tp"])
+@pytest.mark.xdist_group("ranks-4")
+@small(lambda data: data == "fsdp")
+def test_recomputed_stages_train_as_one_process(pools: Pools, data: str) -> None:
+    cases = []
+    for place, schedule in enumerate(schedules("1f1b")):
+        options: dict[str, Any] = {"tp": 2} if data == "tp" else {"data": data, "replicas": 2}
+        options |= {"tied": place == 1, "accumulated": 3 - 2 * place, "checkpointed": place == 0}
+        cases.append(Composed(Recompute()(schedule), **options))
     assert not problems(pools, 4, cases)
 
 

@@ -66,6 +66,10 @@ def _backward_weight(context: ExecutionContext, action: Action) -> Work:
     return partial(context.stages[action.stage].backward_weight, microbatch_of(action))
 
 
+def _recompute(context: ExecutionContext, action: Action) -> Work:
+    return partial(context.stages[action.stage].recompute, microbatch_of(action))
+
+
 def channel_key(message: Action) -> tuple[Kind, int, int]:
     """The key of the channel of a SEND or RECV."""
     return message.kind, message.stage, message.other_end
@@ -114,4 +118,5 @@ _RULES: Mapping[Kind, ActionRule] = {
     Kind.UNSHARD: ActionRule(_unshard),
     Kind.RESHARD: ActionRule(_reshard),
     Kind.REDUCE_GRAD: ActionRule(_reduce_gradients),
+    Kind.RECOMPUTE: ActionRule(_recompute),
 }

@@ -32,7 +32,7 @@ from penstock.runtime.execution.loss_exchange import LossExchange
 from penstock.runtime.execution.microbatch_state import LiveActivations
 from penstock.runtime.execution.program import CallType, Program
 from penstock.runtime.execution.stage import Stage
-from penstock.runtime.execution.stage_config import StageConfig, split_microbatches
+from penstock.runtime.execution.stage_config import StageConfig, microbatches_with
 from penstock.runtime.execution.value_sources import ValueSources
 from penstock.runtime.failure.connecting import connecting, raise_if_ended
 from penstock.runtime.failure.job import abort_groups, link_members, raise_if_aborted, watch_of_job
@@ -120,7 +120,8 @@ class Connection:
             takers=tuple(each for each in outputs if receiving_stage(config.schedule, index, each) == each),
             input_source=self._sources.inputs(index),
             gradient_source=self._sources.gradients(index),
-            split_microbatches=split_microbatches(config.schedule, index),
+            split_microbatches=microbatches_with(Kind.I, config.schedule, index),
+            recomputed_microbatches=microbatches_with(Kind.RECOMPUTE, config.schedule, index),
             loss=config.losses.get(index),
             shards=config.replication.shards.get(index),
             is_replicated=config.replication.count > 1,

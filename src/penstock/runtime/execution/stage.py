@@ -1,7 +1,8 @@
-"""One stage of the model on this rank: F, B, I and W of each microbatch."""
+"""One stage of the model on this rank: F, RECOMPUTE, B, I and W of each microbatch."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,19 +13,17 @@ from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral, LayerMode
 from penstock.runtime.execution.handover import (
     Envelope,
-    check_unchanged,
     hand_over,
     overlapping_positions,
     own_tensors,
-    versions,
 )
-from penstock.runtime.execution.joined_inputs import JoinedEnvelope
 from penstock.runtime.execution.microbatch_state import (
     LiveActivations,
     MicrobatchState,
-    NonLeafInputs,
     StepInputs,
 )
+from penstock.runtime.execution.module_call import call_module
+from penstock.runtime.execution.recomputation import KeptForward, without_saved_tensors
 from penstock.runtime.execution.shared_values import SharedOutputs
 from penstock.runtime.execution.stage_checks import (
     check_finite,
@@ -58,6 +57,7 @@ class Stage:
         self._config, self._activations, self._pool = config, activations, pool
         self._step: StepInputs
         self._states: dict[int, MicrobatchState] = {}
+        self._kept: dict[int, KeptForward] = {}
         self._sent_outputs: dict[int, tuple[Leaves, Structure]] = {}
         self._shared_outputs = SharedOutputs(config.takers) if len(config.takers) > 1 else None
         """In place of `_sent_outputs`, for an output that several stages take."""
@@ -73,8 +73,8 @@ class Stage:
     def begin(self, step: StepInputs) -> None:
         """Start a step; discards what a failed step left."""
         self._step = step
-        for kept in (self._states, self._sent_outputs, self.losses, self.outputs):
-            kept.clear()
+        for left in (self._states, self._kept, self._sent_outputs, self.losses, self.outputs):
+            left.clear()
         for gradients in self._input_gradients.values():
             gradients.clear()
         if self._shared_outputs is not None:
@@ -89,7 +89,9 @@ class Stage:
         mode = self._layer_mode(microbatch)
         if self.deferral is not None:
             self.deferral.mode = mode
-        state, output = self._call(microbatch, received)
+        kept = self._kept_forward(microbatch, received, mode)
+        with nullcontext() if kept is None else without_saved_tensors():
+            state, output = self._call(microbatch, received)
         state.mode = mode
         del received
         leaves, structure = flatten(output)
@@ -108,50 +110,62 @@ class Stage:
                 assert self.deferral is not None, "the backward of this microbatch is split"
                 self.deferral.exclude_shared_weights(state.roots)
                 self._found_shared = True
-            self._activations.add()
-            self._states[microbatch] = state
+            if kept is None:
+                self._activations.add()
+                self._states[microbatch] = state
+            else:
+                kept.finish(self.module, self.index)
+                self._kept[microbatch] = kept
         elif state.buffers:
             del leaves, output  # they may refer to the buffers
             self._release_buffers(state.buffers)
 
-    def _call(self, microbatch: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
-        """Run the module on the output of the previous stage, or on the batch."""
+    def _kept_forward(self, microbatch: int, received: FlatValue | None, mode: LayerMode) -> KeptForward | None:
+        """What RECOMPUTE needs, if there is one for this microbatch."""
         step = self._step
-        if received is None:
-            self._rows = tuple(step.rows.items())[:1]
-            args = step.args[self.index][microbatch]
-            return MicrobatchState((), []), self.module(*args, **step.kwargs[microbatch])
-        inputs: list[Tensor] = []
-        if step.training:
-            positions = [position for position, needed in enumerate(received.differentiable) if needed]
-            inputs = [received.leaves[position].requires_grad_() for position in positions]
-            if inputs:
-                for position, entered in zip(positions, NonLeafInputs.apply(*inputs)):  # type: ignore[no-untyped-call]
-                    received.leaves[position] = entered
-        envelope: Envelope | JoinedEnvelope = received.structure
-        self._rows = envelope.rows
-        before = versions(received.leaves, envelope.overlapping)
-        output = self.module(*envelope.arguments(received.leaves), **step.kwargs[microbatch])
-        after = versions(received.leaves, envelope.overlapping)
-        check_unchanged(before, after, self.index, self._config.inputs)
-        state = MicrobatchState(received.buffers, inputs)
-        if isinstance(envelope, JoinedEnvelope):
-            state.counts = envelope.counts
+        if not step.training or microbatch not in self._config.recomputed_microbatches:
+            return None
+        args = step.args[self.index][microbatch] if received is None else tuple(received.leaves)
+        return KeptForward(self.module, mode, received, flatten((args, dict(step.kwargs[microbatch])))[0])
+
+    def recompute(self, microbatch: int) -> None:
+        """RECOMPUTE."""
+        kept = self._kept.pop(microbatch)
+        if self.deferral is not None:
+            self.deferral.mode = kept.mode
+        with kept.restored(self.module):
+            state, output = self._call(microbatch, kept.received)
+            state.mode = kept.mode
+            leaves, _ = flatten(output)
+            if self._config.gradient_source is None:
+                self._compute_loss(microbatch, output, leaves, state)
+            else:
+                self._set_roots(leaves, state)
+        self._activations.add()
+        self._states[microbatch] = state
+
+    def _call(self, microbatch: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
+        inputs, step = self._config.inputs, self._step
+        state, output, self._rows = call_module(self.module, self.index, inputs, step, microbatch, received)
         return state, output
 
     def _hand_on(self, microbatch: int, leaves: Leaves, structure: Structure, state: MicrobatchState) -> None:
         """The end of the forward of a stage that feeds others: keep its output for them."""
         if self._step.training:
-            # an edge keeps the graph but not the tensor, whose memory is free once it is sent
-            state.roots = [get_gradient_edge(leaf) for leaf in _differentiable(leaves)]
-            state.shapes = [leaf.shape for leaf in _differentiable(leaves)]
+            self._set_roots(leaves, state)
         envelope = Envelope(structure, overlapping_positions(leaves), self._rows)
-        if (uses := len(self._config.outputs)) > 1:  # autograd adds up the gradients of the same output
-            state.roots, state.shapes = state.roots * uses, state.shapes * uses
         if self._shared_outputs is None:
             self._sent_outputs[microbatch] = hand_over(leaves), envelope
         else:
             self._shared_outputs.put(microbatch, hand_over(leaves), envelope)
+
+    def _set_roots(self, leaves: Leaves, state: MicrobatchState) -> None:
+        """The backward of a stage that feeds others starts at its outputs, once for each use."""
+        uses = len(self._config.outputs)  # autograd adds up the gradients of the same output
+        # an edge keeps the graph but not the tensor, whose memory is free once it is sent
+        edges = [get_gradient_edge(leaf) for leaf in _differentiable(leaves)]
+        state.roots = [*edges] * uses
+        state.shapes = [leaf.shape for leaf in _differentiable(leaves)] * uses
 
     def _layer_mode(self, microbatch: int) -> LayerMode:
         """How the layers run; the first split microbatch shows which weights cannot be deferred."""

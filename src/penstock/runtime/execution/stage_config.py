@@ -11,7 +11,7 @@ from penstock.runtime.data_parallel.fsdp import FsdpShards
 from penstock.runtime.execution.joined_inputs import Source
 from penstock.runtime.execution.stage_checks import LossFunction
 
-__all__ = ["StageConfig", "split_microbatches"]
+__all__ = ["StageConfig", "microbatches_with"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class StageConfig:
     """The input gradients of its outputs; None if it feeds no stage, so that it has a loss."""
     split_microbatches: Collection[int]
     """The microbatches whose backward is split into I and W."""
+    recomputed_microbatches: Collection[int]
+    """The microbatches whose forward is repeated by RECOMPUTE."""
     loss: LossFunction | None
     """The loss, for a stage that feeds no other."""
     shards: FsdpShards | None
@@ -39,8 +41,8 @@ class StageConfig:
     check_finite: bool
 
 
-def split_microbatches(schedule: Schedule, stage: int) -> frozenset[int]:
-    """The microbatches of a stage whose backward is split into I and W."""
+def microbatches_with(kind: Kind, schedule: Schedule, stage: int) -> frozenset[int]:
+    """The microbatches for which a stage has an action of this kind: I where the backward is split."""
     table = schedule.table
-    of_stage = table.of_kind(Kind.I) & (table.stage == stage)
+    of_stage = table.of_kind(kind) & (table.stage == stage)
     return frozenset(table.microbatch[of_stage].tolist())

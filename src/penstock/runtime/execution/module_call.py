@@ -1,0 +1,46 @@
+"""The call of a stage's module in F and RECOMPUTE, on the output of the stages before it or on the batch."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from penstock.runtime.execution.handover import Envelope, check_unchanged, versions
+from penstock.runtime.execution.joined_inputs import JoinedEnvelope
+from penstock.runtime.execution.microbatch_state import MicrobatchState, NonLeafInputs, StepInputs
+from penstock.runtime.transport.channels import FlatValue
+
+__all__ = ["Rows", "call_module"]
+
+Rows: TypeAlias = tuple[tuple[str, int], ...]
+"""An argument of the first stage that was split and its number of rows."""
+
+
+def call_module(
+    module: nn.Module,
+    stage: int,
+    inputs_from: tuple[int, ...],
+    step: StepInputs,
+    k: int,
+    received: FlatValue | None,
+) -> tuple[MicrobatchState, Any, Rows]:
+    """The state of microbatch `k`, the output of the module, and the rows of the batch."""
+    if received is None:
+        output = module(*step.args[stage][k], **step.kwargs[k])
+        return MicrobatchState((), []), output, tuple(step.rows.items())[:1]
+    inputs: list[Tensor] = []
+    if step.training:
+        positions = [position for position, needed in enumerate(received.differentiable) if needed]
+        inputs = [received.leaves[position].requires_grad_() for position in positions]
+        if inputs:
+            for position, entered in zip(positions, NonLeafInputs.apply(*inputs)):  # type: ignore[no-untyped-call]
+                received.leaves[position] = entered
+    envelope: Envelope | JoinedEnvelope = received.structure
+    before = versions(received.leaves, envelope.overlapping)
+    output = module(*envelope.arguments(received.leaves), **step.kwargs[k])
+    check_unchanged(before, versions(received.leaves, envelope.overlapping), stage, inputs_from)
+    state = MicrobatchState(received.buffers, inputs)
+    if isinstance(envelope, JoinedEnvelope):
+        state.counts = envelope.counts
+    return state, output, envelope.rows

@@ -1,0 +1,156 @@
+"""Promise: a schedule that recomputes trains as one process does, bit for bit, and holds fewer activations."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock import Kind, PipelineError, Schedule, UnhandledKindError, build, simulate
+from penstock.lowering import DEFAULT_PASSES, Offload, Policy, Recompute, SplitBackward, lower
+from penstock.runtime import Pipeline
+from tests.support.families import FAMILIES, ranks
+from tests.support.grids import small
+from tests.support.models import MODELS
+from tests.support.pool import Pools
+from tests.support.reference import Case, problems_of, run_cases
+
+POLICIES = (Recompute(), Recompute(stages=(0,)), Recompute(policy=Policy(every=2)))
+
+
+@pytest.mark.parametrize("p", ranks(2, 4))
+@small(lambda p: p == 2)
+def test_every_family_trains_to_the_same_bits(pools: Pools, p: int) -> None:
+    policies, tasks = cycle(POLICIES), cycle(("transformer", "dropout", "mlp"))
+    cases = [
+        Case(next(policies)(build(family, ranks=p, microbatches=2 * p)), next(tasks), steps=3)
+        for family in FAMILIES
+    ]
+    assert not problems_of(cases, pools(p).run(run_cases, cases))
+
+
+@pytest.mark.parametrize("split", [False, True])
+@small(lambda split: split)
+def test_every_model_trains_to_the_same_bits(pools: Pools, *, split: bool) -> None:
+    """With dropout, batch norm, tied weights, frozen stages, and checkpointing inside of a stage."""
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    recomputed = lower(schedule, [*([SplitBackward()] if split else []), Recompute(), *DEFAULT_PASSES])
+    cases = [Case(recomputed, task, steps=3) for task in MODELS]
+    assert not problems_of(cases, pools(2).run(run_cases, cases))
+
+
+# --- on one rank -----------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Uses every kind of random numbers, and counts its calls in a buffer that it uses."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        drawn = random.random() + float(np.random.random())  # noqa: NPY002
+        return torch.nn.functional.dropout(self.layer(x) * self.calls, 0.3) * drawn
+
+
+def train(schedule: Schedule, *modules: nn.Module) -> tuple[list[Any], int]:
+    """Two steps on one rank: losses, gradients, buffers, random numbers; and the peak of live activations."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    batch = torch.randn(8, 4)
+    for module in modules:
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+    with closing(Pipeline(dict(enumerate(modules)), schedule, loss=nn.functional.mse_loss)) as pipeline:
+        found: list[Any] = [pipeline.step(batch, target=batch).loss for _ in range(2)]
+        found += [p.grad for module in modules for p in module.parameters()]
+        found += [buffer for module in modules for buffer in module.buffers()]
+        return [*found, torch.rand(2), random.random()], pipeline.peak_live_activations
+
+
+ORDER = Schedule.parse("0F0 1F0 0F1 1F1 1B0 0B0 0F2 1F2 1B1 0B1 1B2 0B2 0F3 1F3 1B3 0B3")
+
+
+def test_random_numbers_and_buffers_are_those_of_the_first_forward() -> None:
+    plain, most = train(ORDER, Noisy(), Noisy())
+    recomputed, fewest = train(Recompute()(ORDER), Noisy(), Noisy())
+    for left, right in zip(plain, recomputed, strict=True):
+        assert torch.equal(torch.as_tensor(left), torch.as_tensor(right))
+    assert most == max(simulate(ORDER).peak_memory) == 4
+    assert fewest == max(simulate(Recompute()(ORDER)).peak_memory) == 1
+
+
+class CountsSaved(nn.Module):
+    """Remembers its intermediate result weakly, to see whether it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.alive: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x).exp()
+        self.alive.append(StorageWeakRef(hidden.untyped_storage()))  # type: ignore[no-untyped-call]
+        return torch.add((hidden * hidden).sum(-1, keepdim=True), x)
+
+    def living(self) -> list[bool]:
+        return [not each.expired() for each in self.alive]
+
+
+def test_what_f_computes_is_freed_until_it_is_recomputed() -> None:
+    module, seen = CountsSaved(), []
+
+    def look(custom: Any) -> None:
+        custom.run()
+        seen.append(module.living())
+
+    schedule = Schedule.parse("0F0 0F1 0RECOMPUTE0 0B0 0B1")
+    functions: dict[Kind | str, Any] = dict.fromkeys(("F", "RECOMPUTE", "B"), look)
+    with closing(Pipeline({0: module}, schedule, loss=nn.functional.mse_loss, functions=functions)) as pipeline:
+        pipeline.step(torch.randn(4, 4), target=torch.randn(4, 4))
+    assert seen == [[False], [False, True], [False, True, True], [False, True, False], [False, False, False]]
+
+
+class InPlace(nn.Module):
+    """Changes its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x.mul_(2)))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_changes_its_input_in_place_cannot_be_recomputed(stage: int) -> None:
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    modules[stage] = InPlace()  # type: ignore[call-overload]
+    with pytest.raises(PipelineError, match=f"stage {stage} changes its input in place"):
+        train(Recompute()(ORDER), *modules)
+
+
+def test_evaluation_leaves_recomputation_out() -> None:
+    modules = {0: Noisy(), 1: Noisy()}
+    with closing(Pipeline(modules, Recompute()(ORDER), loss=nn.functional.mse_loss)) as pipeline:
+        assert pipeline.eval(torch.randn(8, 4), target=torch.randn(8, 4)).loss is not None
+    assert modules[0].calls == 4
+
+
+def test_offload_is_refused() -> None:
+    offloaded = Offload(ahead=0)(ORDER)
+    with pytest.raises(UnhandledKindError, match=r"runtime\.execution does not handle actions of kind OFFLOAD"):
+        Pipeline({0: Noisy(), 1: Noisy()}, offloaded, loss=nn.functional.mse_loss)
