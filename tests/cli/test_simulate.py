@@ -83,6 +83,20 @@ def test_recompute_and_offload_change_time_and_memory(run: Run, tmp_path: Path) 
     assert found["--offload", "0:longer=1"][0] > 15
 
 
+def test_fit_recomputes_what_the_memory_limit_needs(run: Run) -> None:
+    sizes = ("1f1b", "-p", 3, "-m", 6, "--json")
+    plain, fitted = (
+        json.loads(run("simulate", *sizes, *options).out)
+        for options in ((), ("--recompute", "fit", "--memory", "2"))
+    )
+    assert (plain["peak_memory"], fitted["peak_memory"]) == (3, 2)
+    recomputed = json.loads(run("simulate", *sizes, "--recompute", "all").out)
+    assert plain["makespan"] <= fitted["makespan"] < recomputed["makespan"]
+    result = run("simulate", *sizes, "--offload", "fit")
+    assert (result.code, "fit fits the schedule into --memory; give both" in result.message) == (2, True)
+    assert "fits the memory limit of 0" in run("simulate", *sizes, "--recompute", "fit", "--memory", "0").err
+
+
 def test_a_wrong_policy_is_a_usage_error(run: Run) -> None:
     for option in ("--recompute", "--offload"):
         result = run("simulate", "1f1b", "-p", 2, "-m", 2, option, "some")

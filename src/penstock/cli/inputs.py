@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +18,8 @@ from penstock.formats import format_of, read
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import most_stages
 from penstock.ir.schedule import Schedule
-from penstock.lowering import AddCommunication, Offload, Policy, Recompute, lower, parse_policy
-from penstock.search import PlaceSharding
+from penstock.lowering import AddCommunication, Offload, Pass, Policy, Recompute, lower, parse_policy
+from penstock.search import FitMemory, PlaceSharding
 from penstock.validation import SendModel
 
 __all__ = [
@@ -33,6 +33,10 @@ __all__ = [
     "schedule_from",
     "schedules_from",
 ]
+
+
+_FIT = "fit"
+"""In place of a policy: what the memory limit needs."""
 
 
 class Sizes(NamedTuple):
@@ -63,22 +67,30 @@ class Lowering(NamedTuple):
 
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with memory actions, and lowered, on demand."""
-        memory_passes = [
-            make(*_policy_from(option, text))
-            for option, make, text in (
-                ("--recompute", Recompute, self.recompute),
-                ("--offload", Offload, self.offload),
-            )
-            if text is not None
+        given = {"--recompute": self.recompute, "--offload": self.offload}
+        makers: dict[str, Callable[..., Pass]] = {"--recompute": Recompute, "--offload": Offload}
+        passes = [
+            makers[option](*_policy_from(option, text))
+            for option, text in given.items()
+            if text not in (None, _FIT)
         ]
-        return self._lowered(lower(schedule, memory_passes) if memory_passes else schedule)
+        if self._fits_memory:
+            if self.memory is None:
+                raise typer.BadParameter(f"{_FIT} fits the schedule into --memory; give both")
+            wanted = (self.recompute == _FIT, self.offload == _FIT)
+            passes.append(FitMemory(self.memory, costs_from(self.costs), *wanted, self.send_model))
+        return self._lowered(lower(schedule, passes) if passes else schedule)
+
+    @property
+    def _fits_memory(self) -> bool:
+        return _FIT in (self.recompute, self.offload)
 
     def _lowered(self, schedule: Schedule) -> Schedule:
         by_cost = self.sharding is Sharding.cost
         if by_cost and not self.lowered:
             raise typer.BadParameter("--sharding cost places actions that --lowered adds; give both")
-        if self.memory is not None and not by_cost:
-            raise typer.BadParameter("--memory limits --sharding cost; give both")
+        if self.memory is not None and not by_cost and not self._fits_memory:
+            raise typer.BadParameter("--memory limits --sharding cost, or --recompute fit; give both")
         if not self.lowered:
             return schedule
         if not by_cost:
@@ -87,9 +99,9 @@ class Lowering(NamedTuple):
         return lower(schedule, [place] if schedule.table.has_communication else [AddCommunication(), place])
 
 
-def _policy_from(option: str, text: str) -> tuple[tuple[int, ...] | None, Policy]:
+def _policy_from(option: str, text: str | None) -> tuple[tuple[int, ...] | None, Policy]:
     try:
-        return parse_policy(text)
+        return parse_policy(text or "")
     except ScheduleError as error:
         raise typer.BadParameter(f"{option}: {error}") from None
 

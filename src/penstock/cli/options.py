@@ -159,7 +159,8 @@ RecomputeOption: TypeAlias = Annotated[
     typer.Option(
         "--recompute",
         metavar="[STAGES:]POLICY",
-        help="Recompute forwards: all, every=N, longer=N (steps to the backward), or stages: 0-2, 0,3:every=2.",
+        help="Recompute forwards: all, every=N, longer=N steps, stages such as 0-2 or 0,3:every=2, or fit: "
+        "what --memory needs.",
     ),
 ]
 OffloadOption: TypeAlias = Annotated[

@@ -9,11 +9,12 @@ import sys
 from types import ModuleType
 
 from penstock.search.api import search
+from penstock.search.fit_memory import FitMemory
 from penstock.search.result import OnProgress, Progress, SearchResult
 from penstock.search.sharding import PlaceSharding
 from penstock.search.zbv_greedy import zbv_greedy
 
-__all__ = ["OnProgress", "PlaceSharding", "Progress", "SearchResult", "search", "zbv_greedy"]
+__all__ = ["FitMemory", "OnProgress", "PlaceSharding", "Progress", "SearchResult", "search", "zbv_greedy"]
 
 
 class _CallablePackage(ModuleType):

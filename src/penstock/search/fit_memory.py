@@ -1,0 +1,175 @@
+"""Recompute and offload what a memory limit needs, where simulation says that it costs the least time.
+
+    policies   `Recompute` and `Offload` for all stages, or for those of the ranks that hold too much; with
+               several policies for microbatches and distances of a RELOAD from its use
+    single     from the fastest that fits, single microbatches of a stage are left out as long as the rest fits
+               and is no slower
+
+Every candidate is simulated. The order of the other actions stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice, product
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from penstock.arguments import printable
+from penstock.cost.costs import Costs
+from penstock.errors import SearchError
+from penstock.ir.encoding import MICROBATCH_MASK, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import kinds_in
+from penstock.lowering import Offload, Pass, Policy, Recompute
+from penstock.lowering.passes import require_absent
+from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
+from penstock.validation import SendModel
+
+__all__ = ["FitMemory"]
+
+_MEMORY = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
+_EVERY, _LONGER, _AHEAD = (1, 2, 3), (1, 2, 4, 8, 16), (0, 1, 2, 4)
+_SIMULATED_STEPS = 400_000  # of all attempts to leave one out together, and five times as many of policies
+_FEWEST_POLICIES = 24
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class FitMemory(Pass):
+    """RECOMPUTE, OFFLOAD and RELOAD such that no rank holds more than the limit, in the shortest time found.
+
+    The result is never slower than the fastest policy that fits. A schedule that fits stays as it is.
+    """
+
+    memory_limit: float
+    """Bytes per rank, parameters, gradients and optimizer state included."""
+    costs: Costs = field(default_factory=Costs)
+    recompute: bool = True
+    offload: bool = True
+    send_model: SendModel = SendModel.BUFFERED
+    name: ClassVar[str] = "fit-memory"
+
+    def __post_init__(self) -> None:
+        limit = self.memory_limit
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
+            given = printable(repr(limit))
+            raise SearchError(f"memory_limit must be a number of bytes, at least 0 (given {given})")
+        if not (self.recompute or self.offload):
+            raise SearchError("fit-memory needs recompute=True or offload=True")
+
+    def __call__(self, schedule: Schedule) -> Schedule:
+        """The schedule with what it needs to fit."""
+        require_absent(schedule, self.name, *_MEMORY)
+        return _Fitting(schedule, self).best().schedule
+
+
+class _Pair(NamedTuple):
+    """A stage and a microbatch whose actions of these kinds are left out together."""
+
+    kinds: tuple[Kind, ...]
+    stage: int
+    microbatch: int
+
+
+class _Fitting:
+    """One schedule and its limit."""
+
+    def __init__(self, schedule: Schedule, options: FitMemory) -> None:
+        self._schedule, self._options = schedule, options
+        self._plain = self._timed(schedule)
+
+    def best(self) -> Timeline:
+        if self._fits(self._plain):
+            return self._plain
+        most = max(_FEWEST_POLICIES, 5 * _SIMULATED_STEPS // self._schedule.num_steps)
+        candidates = [self._timed(each) for each in islice(dict.fromkeys(self._policies()), most)]
+        fitting = [each for each in candidates if self._fits(each)]
+        if not fitting:
+            raise self._does_not_fit(min([self._plain, *candidates], key=lambda each: max(each.peak_memory)))
+        return self._with_less(min(fitting, key=_score))
+
+    # --- candidates --------------------------------------------------------------------------------
+
+    @cached_property
+    def _stages(self) -> list[tuple[int, ...] | None]:
+        """All stages, and those of the ranks that hold too much."""
+        own = self._schedule.placement.stages_of_rank
+        over = [rank for rank, peak in enumerate(self._plain.peak_memory) if self._exceeds(peak)]
+        return [None, tuple(sorted(stage for rank in over for stage in own[rank]))]
+
+    def _policies(self) -> Iterator[Schedule]:
+        options, policies = self._options, [*map(Policy, _EVERY), *(Policy(longer=n) for n in _LONGER)]
+        again = [Recompute(*each)(self._schedule) for each in product(self._stages, policies)]
+        if options.recompute:
+            yield from again[:1]  # what holds the least comes first
+            if options.offload:
+                yield Offload(ahead=0)(again[0])
+            yield from again
+        if options.offload:
+            bases = [self._schedule, *(again[:1] if options.recompute else [])]
+            for base, stages, policy, ahead in product(bases, self._stages, policies, _AHEAD):
+                yield Offload(stages, policy, ahead)(base)
+
+    # --- single microbatches -----------------------------------------------------------------------
+
+    def _with_less(self, best: Timeline) -> Timeline:
+        """Leave out one pair after the other as long as the rest fits and is no slower."""
+        left = max(_SIMULATED_STEPS // best.schedule.num_steps, 1)
+        for pair in self._pairs(best.schedule)[:left]:
+            changed = self._timed(_without(best.schedule, pair))
+            if self._fits(changed) and _score(changed) < _score(best):
+                best = changed
+        return best
+
+    @staticmethod
+    def _pairs(schedule: Schedule) -> list[_Pair]:
+        """What can be left out, late microbatches first: at the end of an iteration less is held."""
+        table = schedule.table
+        found = []
+        for kinds in ((Kind.RECOMPUTE,), (Kind.OFFLOAD, Kind.RELOAD)):
+            parts = np.flatnonzero(table.of_kind(kinds[0]))
+            pairs = zip(table.stage[parts].tolist(), table.microbatch[parts].tolist())
+            found += [_Pair(kinds, stage, microbatch) for stage, microbatch in pairs]
+        return sorted(found, key=lambda pair: (-pair.microbatch, -pair.stage))
+
+    # --- simulation --------------------------------------------------------------------------------
+
+    def _timed(self, schedule: Schedule) -> Timeline:
+        return simulate(schedule, self._options.costs, send_model=self._options.send_model)
+
+    def _exceeds(self, peak: float) -> bool:
+        return peak > self._options.memory_limit * (1 + _ROUNDING)
+
+    def _fits(self, timeline: Timeline) -> bool:
+        return not any(map(self._exceeds, timeline.peak_memory))
+
+    def _does_not_fit(self, least: Timeline) -> SearchError:
+        peak, rank = max((peak, -rank) for rank, peak in enumerate(least.peak_memory))
+        allowed = [name for name in ("recompute", "offload") if getattr(self._options, name)]
+        return SearchError(
+            f"fit-memory: no policy of {' and '.join(allowed)} fits the memory limit of "
+            f"{self._options.memory_limit:g} per rank; the least that was found is {peak:g}, on rank {-rank}: "
+            "give more memory, another family, or more stages per rank"
+        )
+
+
+def _score(timeline: Timeline) -> tuple[float, int]:
+    """The makespan without the noise of its last digits, and the number of memory actions."""
+    table = timeline.schedule.table
+    return float(f"{timeline.makespan:.12g}"), int(table.of_kind(*_MEMORY).sum())
+
+
+def _without(schedule: Schedule, pair: _Pair) -> Schedule:
+    numbers = [kind.number for kind in pair.kinds]
+    rows = []
+    for row in schedule.table.rows:
+        stage, microbatch = row >> STAGE_SHIFT & STAGE_MASK, row >> MICROBATCH_SHIFT & MICROBATCH_MASK
+        dropped = np.isin(kinds_in(row), numbers) & (stage == pair.stage) & (microbatch == pair.microbatch)
+        rows.append(row[~dropped])
+    return schedule.with_rows(rows)
