@@ -36,6 +36,7 @@ def test_each_kind_takes_its_own_cost() -> None:
         "UNSHARD": [5, 5],
         "RESHARD": [6, 6],
         "REDUCE_GRAD": [7, 8],
+        "RECOMPUTE": [1, 2],
     }
     assert action_seconds(Costs(backward=9), 1)[Kind.B.number].tolist() == [9]
 

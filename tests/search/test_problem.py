@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 import penstock
-from penstock import Action, Kind, Placement, Schedule, build, lower
+from penstock import Action, Kind, Placement, Schedule, UnhandledKindError, build, lower
 from penstock.search.problem import Problem
 from penstock.search.seeds import family_schedules, serial
 
@@ -37,10 +39,19 @@ def test_communication_and_sharding_actions_are_skipped() -> None:
     assert problem.order_of(lower(schedule)).tolist() == problem.order_of(schedule).tolist()
 
 
+REFUSED = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
+
+
 def test_every_known_kind_of_action_is_ordered_or_skipped() -> None:
     problem = Problem(Placement.loop(1), 1, penstock.Costs())
-    for kind in set(Kind) - {Kind.OVERLAP_F_B}:  # an overlap has parts of other kinds
+    for kind in set(Kind) - {Kind.OVERLAP_F_B, *REFUSED}:  # an overlap has parts of other kinds
         problem.order_of(schedule_with(kind))
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=str)
+def test_memory_actions_are_refused(kind: Kind) -> None:
+    with pytest.raises(UnhandledKindError, match=f"search does not handle actions of kind {kind}"):
+        Problem(Placement.loop(1), 1, penstock.Costs()).order_of(schedule_with(kind))
 
 
 def schedule_with(kind: Kind) -> Schedule:

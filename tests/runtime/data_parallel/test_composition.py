@@ -12,7 +12,7 @@ from benchmarks.composition import GATHER, REDUCE, counted
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from penstock import Costs, Kind, Schedule, build, lower
-from penstock.lowering import AddCommunication, Recompute, SplitBackward
+from penstock.lowering import AddCommunication, Offload, Recompute, SplitBackward
 from penstock.search import PlaceSharding
 from tests.support.composed_model import Composed, batch_of
 from tests.support.composition import gradients, pipeline_of, replica_index, train_composed
@@ -71,15 +71,16 @@ def test_stages_in_tensor_parallel_train_as_one_process(pools: Pools, family: st
 
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp", "tp"])
-@pytest.mark.xdist_group("ranks-4")
-@small(lambda data: data == "fsdp")
-def test_recomputed_stages_train_as_one_process(pools: Pools, data: str) -> None:
-    cases = []
-    for place, schedule in enumerate(schedules("1f1b")):
-        options: dict[str, Any] = {"tp": 2} if data == "tp" else {"data": data, "replicas": 2}
-        options |= {"tied": place == 1, "accumulated": 3 - 2 * place, "checkpointed": place == 0}
-        cases.append(Composed(Recompute()(schedule), **options))
-    assert not problems(pools, 4, cases)
+@pytest.mark.parametrize("split", [False, True])
+@small(lambda data, split: data == "fsdp" and split)
+def test_recomputed_and_offloaded_stages_train_as_one_process(pools: Pools, data: str, *, split: bool) -> None:
+    plain, halves = schedules("1f1b")
+    options: dict[str, Any] = {"tp": 2} if data == "tp" else {"data": data, "replicas": 2}
+    if split:
+        case = Composed(Offload(ahead=0)(Recompute(stages=(0,))(halves)), tied=True, steps=1, **options)
+    else:
+        case = Composed(Offload(ahead=0)(plain), accumulated=3, checkpointed=True, **options)
+    assert not problems(pools, 4, [case])
 
 
 def cases_on_eight_ranks() -> list[Composed]:

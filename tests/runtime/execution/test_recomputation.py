@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock import Kind, PipelineError, Schedule, UnhandledKindError, build, simulate
-from penstock.lowering import DEFAULT_PASSES, Offload, Policy, Recompute, SplitBackward, lower
+from penstock import Kind, PipelineError, Schedule, build, simulate
+from penstock.lowering import DEFAULT_PASSES, Policy, Recompute, SplitBackward, lower
 from penstock.runtime import Pipeline
-from tests.support.families import FAMILIES, ranks
+from tests.support.families import FAMILIES
 from tests.support.grids import small
 from tests.support.models import MODELS
 from tests.support.pool import Pools
@@ -25,19 +25,20 @@ from tests.support.reference import Case, problems_of, run_cases
 POLICIES = (Recompute(), Recompute(stages=(0,)), Recompute(policy=Policy(every=2)))
 
 
-@pytest.mark.parametrize("p", ranks(2, 4))
+@pytest.mark.parametrize("p", [2, 4])
 @small(lambda p: p == 2)
-def test_every_family_trains_to_the_same_bits(pools: Pools, p: int) -> None:
+def test_families_train_to_the_same_bits(pools: Pools, p: int) -> None:
     policies, tasks = cycle(POLICIES), cycle(("transformer", "dropout", "mlp"))
+    families = FAMILIES if p == 4 else ("gpipe", "zbv", "interleaved-1f1b", "dualpipev")
     cases = [
         Case(next(policies)(build(family, ranks=p, microbatches=2 * p)), next(tasks), steps=3)
-        for family in FAMILIES
+        for family in families
     ]
     assert not problems_of(cases, pools(p).run(run_cases, cases))
 
 
 @pytest.mark.parametrize("split", [False, True])
-@small(lambda split: split)
+@small(lambda split: False)  # noqa: ARG005
 def test_every_model_trains_to_the_same_bits(pools: Pools, *, split: bool) -> None:
     """With dropout, batch norm, tied weights, frozen stages, and checkpointing inside of a stage."""
     schedule = build("1f1b", ranks=2, microbatches=4)
@@ -148,9 +149,3 @@ def test_evaluation_leaves_recomputation_out() -> None:
     with closing(Pipeline(modules, Recompute()(ORDER), loss=nn.functional.mse_loss)) as pipeline:
         assert pipeline.eval(torch.randn(8, 4), target=torch.randn(8, 4)).loss is not None
     assert modules[0].calls == 4
-
-
-def test_offload_is_refused() -> None:
-    offloaded = Offload(ahead=0)(ORDER)
-    with pytest.raises(UnhandledKindError, match=r"runtime\.execution does not handle actions of kind OFFLOAD"):
-        Pipeline({0: Noisy(), 1: Noisy()}, offloaded, loss=nn.functional.mse_loss)

@@ -70,6 +70,14 @@ def _recompute(context: ExecutionContext, action: Action) -> Work:
     return partial(context.stages[action.stage].recompute, microbatch_of(action))
 
 
+def _offload(context: ExecutionContext, action: Action) -> Work:
+    return partial(context.stages[action.stage].memory.offload, microbatch_of(action))
+
+
+def _reload(context: ExecutionContext, action: Action) -> Work:
+    return partial(context.stages[action.stage].memory.reload, microbatch_of(action))
+
+
 def channel_key(message: Action) -> tuple[Kind, int, int]:
     """The key of the channel of a SEND or RECV."""
     return message.kind, message.stage, message.other_end
@@ -119,4 +127,6 @@ _RULES: Mapping[Kind, ActionRule] = {
     Kind.RESHARD: ActionRule(_reshard),
     Kind.REDUCE_GRAD: ActionRule(_reduce_gradients),
     Kind.RECOMPUTE: ActionRule(_recompute),
+    Kind.OFFLOAD: ActionRule(_offload),
+    Kind.RELOAD: ActionRule(_reload),
 }

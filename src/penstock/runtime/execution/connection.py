@@ -122,6 +122,7 @@ class Connection:
             gradient_source=self._sources.gradients(index),
             split_microbatches=microbatches_with(Kind.I, config.schedule, index),
             recomputed_microbatches=microbatches_with(Kind.RECOMPUTE, config.schedule, index),
+            offloaded_microbatches=microbatches_with(Kind.OFFLOAD, config.schedule, index),
             loss=config.losses.get(index),
             shards=config.replication.shards.get(index),
             is_replicated=config.replication.count > 1,

@@ -25,6 +25,7 @@ __all__ = [
     "hand_over",
     "overlapping_positions",
     "own_tensors",
+    "storage_references",
     "versions",
 ]
 
@@ -104,9 +105,14 @@ def _references(tensor: Tensor) -> int:
 _ONE_REFERENCE = _references(torch.empty(1))
 
 
+def storage_references(tensor: Tensor) -> int:
+    """How many tensors use its storage."""
+    return _references(tensor) - _ONE_REFERENCE + 1
+
+
 def _is_only_reference(tensor: Tensor) -> bool:
     memory = tensor if type(tensor) is Tensor else local(tensor)
-    return _is_plain(memory) and _references(memory) == _ONE_REFERENCE
+    return _is_plain(memory) and storage_references(memory) == 1
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -20,6 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import LayerMode
+from penstock.runtime.execution.offloading import HostStore, Offloadable, SavedTensors
+from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.channels import FlatValue
 
 __all__ = ["KeptForward", "without_saved_tensors"]
@@ -48,6 +50,7 @@ class KeptForward:
         self.mode = mode
         self.received = None if received is None else received._replace(leaves=list(received.leaves))
         """The output of the stages before it; None for a stage that gets the batch."""
+        self._offloaded: dict[int, Offloadable] = {}
         self._inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         self._versions = [leaf._version for leaf in self._inputs]  # noqa: SLF001 -- counts changes in place
         self._devices = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")}
@@ -67,6 +70,32 @@ class KeptForward:
             if buffer is self._present.get(name) and torch.equal(buffer, self._buffers[name]):
                 del self._buffers[name]
         self._inputs, self._present = [], {}
+
+    def offload(self, host: HostStore, pool: BufferPool) -> SavedTensors:
+        """Move the input to the host; that of a stage that gets the batch stays where it is."""
+        self._offloaded = {}
+        if self.received is None:
+            return SavedTensors()
+        leaves, buffers = self.received.leaves, self.received.buffers
+        self.received = self.received._replace(leaves=[*leaves], buffers=())
+        for position, leaf in enumerate(leaves):
+            if type(leaf) is Tensor:
+                # what is in the buffer of a message is copied, so that the buffer is free
+                self._offloaded[position] = Offloadable.of(leaf.detach().clone() if buffers else leaf)
+                self.received.leaves[position] = None
+        leaves.clear()
+        for buffer in buffers:
+            pool.release(buffer)
+        moved = SavedTensors(self._offloaded.values())
+        moved.offload(host)
+        return moved
+
+    def reloaded(self) -> None:
+        """After RELOAD: the input is back."""
+        for position, entry in self._offloaded.items():
+            assert self.received is not None
+            self.received.leaves[position] = entry.tensor
+        self._offloaded = {}
 
     @contextmanager
     def restored(self, module: nn.Module) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from penstock.runtime.execution.microbatch_state import (
     StepInputs,
 )
 from penstock.runtime.execution.module_call import call_module
-from penstock.runtime.execution.recomputation import KeptForward, without_saved_tensors
 from penstock.runtime.execution.shared_values import SharedOutputs
 from penstock.runtime.execution.stage_checks import (
     check_finite,
@@ -32,6 +30,7 @@ from penstock.runtime.execution.stage_checks import (
     checked_loss,
 )
 from penstock.runtime.execution.stage_config import StageConfig
+from penstock.runtime.execution.stage_memory import StageMemory
 from penstock.runtime.pytree import Leaves, Structure, flatten, unflatten
 from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
 from penstock.runtime.transport.channels import FlatValue
@@ -57,7 +56,8 @@ class Stage:
         self._config, self._activations, self._pool = config, activations, pool
         self._step: StepInputs
         self._states: dict[int, MicrobatchState] = {}
-        self._kept: dict[int, KeptForward] = {}
+        self.memory = StageMemory(index, module, config, activations, pool)
+        """What is recomputed or offloaded."""
         self._sent_outputs: dict[int, tuple[Leaves, Structure]] = {}
         self._shared_outputs = SharedOutputs(config.takers) if len(config.takers) > 1 else None
         """In place of `_sent_outputs`, for an output that several stages take."""
@@ -73,7 +73,7 @@ class Stage:
     def begin(self, step: StepInputs) -> None:
         """Start a step; discards what a failed step left."""
         self._step = step
-        for left in (self._states, self._kept, self._sent_outputs, self.losses, self.outputs):
+        for left in (self._states, self.memory, self._sent_outputs, self.losses, self.outputs):
             left.clear()
         for gradients in self._input_gradients.values():
             gradients.clear()
@@ -89,8 +89,8 @@ class Stage:
         mode = self._layer_mode(microbatch)
         if self.deferral is not None:
             self.deferral.mode = mode
-        kept = self._kept_forward(microbatch, received, mode)
-        with nullcontext() if kept is None else without_saved_tensors():
+        kept = self.memory.kept_forward(step, microbatch, received, mode)
+        with self.memory.hooks(step, microbatch, kept):
             state, output = self._call(microbatch, received)
         state.mode = mode
         del received
@@ -114,23 +114,14 @@ class Stage:
                 self._activations.add()
                 self._states[microbatch] = state
             else:
-                kept.finish(self.module, self.index)
-                self._kept[microbatch] = kept
+                self.memory.finish(microbatch, kept)
         elif state.buffers:
             del leaves, output  # they may refer to the buffers
             self._release_buffers(state.buffers)
 
-    def _kept_forward(self, microbatch: int, received: FlatValue | None, mode: LayerMode) -> KeptForward | None:
-        """What RECOMPUTE needs, if there is one for this microbatch."""
-        step = self._step
-        if not step.training or microbatch not in self._config.recomputed_microbatches:
-            return None
-        args = step.args[self.index][microbatch] if received is None else tuple(received.leaves)
-        return KeptForward(self.module, mode, received, flatten((args, dict(step.kwargs[microbatch])))[0])
-
     def recompute(self, microbatch: int) -> None:
         """RECOMPUTE."""
-        kept = self._kept.pop(microbatch)
+        kept = self.memory.pop(microbatch)
         if self.deferral is not None:
             self.deferral.mode = kept.mode
         with kept.restored(self.module):

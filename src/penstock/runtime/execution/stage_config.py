@@ -32,6 +32,8 @@ class StageConfig:
     """The microbatches whose backward is split into I and W."""
     recomputed_microbatches: Collection[int]
     """The microbatches whose forward is repeated by RECOMPUTE."""
+    offloaded_microbatches: Collection[int]
+    """The microbatches that OFFLOAD moves to the host."""
     loss: LossFunction | None
     """The loss, for a stage that feeds no other."""
     shards: FsdpShards | None

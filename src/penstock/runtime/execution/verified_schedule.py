@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.validation import SendModel, invalid_schedule_error, validate
 
 __all__ = ["VerifiedSchedule", "verify_schedule"]
 
-_HANDLED = frozenset(Kind) - {Kind.OFFLOAD, Kind.RELOAD}  # refused on all ranks, also on those without any
 _PROVIDED = SendModel.EDGE_STREAMS  # of our channels: no message waits for one of another channel
 
 
@@ -34,8 +32,7 @@ def verify_schedule(schedule: Schedule) -> VerifiedSchedule:
     model. A schedule with communication is validated under the strictest send model; deadlocks that our
     channels cannot have are not errors.
     """
-    schedule.table.require_handled(_HANDLED, "runtime.execution")
-    if schedule.level == "compute":
+    if all(kind.is_compute or kind.is_host_copy for kind in schedule.table.kinds):
         return VerifiedSchedule(lower(schedule), safe_with_blocking_sends=True)
     violations = validate(schedule)
     errors = [each for each in violations if not each.send_models or _PROVIDED in each.send_models]
