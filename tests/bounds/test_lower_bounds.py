@@ -11,6 +11,7 @@ import penstock
 import penstock.cost.presets
 from penstock import Costs, Placement, Schedule, StageGraph, simulate
 from penstock.bounds import Workload, bounds, bounds_of, preemptive
+from penstock.lowering import Offload, Pass, Policy, Recompute, lower
 from penstock.simulation.comparison import compare
 
 UNITS = Costs(
@@ -117,6 +118,17 @@ def test_each_row_of_a_comparison_has_its_gap_and_the_bound_that_binds() -> None
     ]
 
 
+MEMORY_PASSES: tuple[list[Pass], ...] = (
+    [],
+    [],
+    [Recompute()],
+    [Recompute(stages=(0,), policy=Policy(every=2))],
+    [Offload(ahead=0)],
+    [Offload(ahead=1, policy=Policy(every=2))],
+    [Recompute(policy=Policy(every=2)), Offload(ahead=0)],
+)
+
+
 @pytest.mark.parametrize("objective", ["makespan", "span", "period"])
 @pytest.mark.parametrize("name", [name for name in penstock.families() if name != "forward-only"])
 def test_no_family_beats_a_bound_at_its_own_peak_of_memory(name: str, objective: str) -> None:
@@ -125,10 +137,15 @@ def test_no_family_beats_a_bound_at_its_own_peak_of_memory(name: str, objective:
         p, m = rng.randint(1, 5), rng.randint(1, 12)
         if name == "interleaved-1f1b":
             m = p * rng.randint(1, 3)
-        schedule = penstock.build(name, ranks=p, microbatches=m)
+        schedule = lower(penstock.build(name, ranks=p, microbatches=m), rng.choice(MEMORY_PASSES))
         stages = schedule.num_stages
         held = tuple(rng.randint(1, 9) for _ in range(stages))
         costs = Costs(
+            recompute=rng.choice([None, 0, 2]),
+            checkpoint=tuple(rng.randint(0, each) for each in held),
+            offloadable=rng.choice([None, tuple(rng.randint(0, each) for each in held)]),
+            host_latency=rng.choice([0, 1]),
+            host_bandwidth=rng.choice([None, 5]),
             forward=tuple(rng.randint(1, 9) for _ in range(stages)),
             backward_input=tuple(rng.randint(1, 9) for _ in range(stages)),
             backward_weight=tuple(rng.randint(0, 9) for _ in range(stages)),

@@ -215,28 +215,32 @@ class Workload:
                 if heads[kind][s] > _NEVER and tails[kind][s] > _NEVER
             ]
 
-        def again(seconds: Floats) -> Jobs:
-            return [
-                (
-                    heads["F"][s] + self.forward[s] + launch,
-                    self.recomputed[s] * (float(seconds[Kind.RECOMPUTE.number, s]) + launch),
-                    self.input_gradient[s] + launch + tails["I"][s],
-                )
-                for s in self.placement.stages_of_rank[rank]
-                if self.recomputed and self.recomputed[s] and min(heads["F"][s], tails["I"][s]) > _NEVER
-            ]
-
         kinds = "FIW" if self.trains else "F"
+        again = self._recomputations(rank, heads, tails)
         if not self.paired:
-            return [jobs(self._steps, kinds, 1.0, launch) + again(self._streams.alone)]
+            return [jobs(self._steps, kinds, 1.0, launch) + again]
         streams = (self._streams.compute, self._streams.all_to_all)
         found = [
-            jobs(self._least(each), kinds, self._pair_factor(rank, each), launch / 2) + again(each)
+            jobs(self._least(each), kinds, self._pair_factor(rank, each), launch / 2) + again
             for each in streams
         ]
-        if self.trains and not self.recomputed:
+        # RECOMPUTE is counted with its all-to-all, so what is exposed may be counted already
+        if self.trains and not any(self.recompute[s] for s in self.placement.stages_of_rank[rank]):
             found[0] += self._exposed(rank, heads, tails, sum(job[1] for job in found[0]))
-        return [*found, *(jobs(self._steps, each, 1.0, launch) for each in ("F", kinds[1:]) if each)]
+        return [*found, *(jobs(self._steps, each, 1.0, launch) + again for each in ("F", kinds[1:]) if each)]
+
+    def _recomputations(self, rank: int, heads: Chains, tails: Chains) -> Jobs:
+        """RECOMPUTE of a rank's stages as jobs of every machine: no pair contains it, so it runs by itself."""
+        launch = self.costs.launch_overhead
+        return [
+            (
+                heads["F"][s] + self.forward[s] + launch,
+                self.recomputed[s] * self.recompute[s],
+                self.input_gradient[s] + launch + tails["I"][s],
+            )
+            for s in self.placement.stages_of_rank[rank]
+            if self.recompute[s] and min(heads["F"][s], tails["I"][s]) > _NEVER
+        ]
 
     def _exposed(self, rank: int, heads: Chains, tails: Chains, work: float) -> Jobs:
         """Seconds without compute before a rank's first backward and after its last forward, as jobs.
