@@ -44,6 +44,7 @@ DOCUMENTED = {
     "BuildError",
     "CheckpointError",
     "CostsError",
+    "EstimateError",
     "FormatError",
     "MissingExtraError",
     "PartitionError",

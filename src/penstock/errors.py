@@ -8,6 +8,7 @@
     ├── UnhandledKindError       a part of Penstock has no code for an action kind
     ├── ScheduleError            a schedule that cannot be created, lowered or run
     ├── CostsError               invalid costs, or costs that do not match the schedule
+    ├── EstimateError            a model config or training setting that costs cannot be estimated for
     ├── PlanError                a plan request that is invalid or that no configuration satisfies
     ├── SearchError              a search request that is invalid or that no order satisfies
     ├── MissingExtraError        an optional dependency is not installed
@@ -30,6 +31,7 @@ __all__ = [
     "BuildError",
     "CheckpointError",
     "CostsError",
+    "EstimateError",
     "FormatError",
     "MissingExtraError",
     "PartitionError",
@@ -100,6 +102,10 @@ class ScheduleError(PenstockError):
 
 class CostsError(PenstockError):
     """Invalid costs, or costs that do not match the schedule."""
+
+
+class EstimateError(PenstockError):
+    """A model config or training setting that costs cannot be estimated for."""
 
 
 class PlanError(PenstockError):

@@ -1,0 +1,29 @@
+"""Estimates: costs of a decoder transformer's layers from its config, the training setting and the device.
+
+config.json -> ModelConfig ┐
+sequence, tp, cp, ep, ...  ├-> operations of each layer -> seconds and bytes -> Costs of each layer
+h100 -> Device ────────────┘
+"""
+
+from penstock.cost.estimate.config_files import config_of_keys, is_config, read_config
+from penstock.cost.estimate.devices import Device, device, devices
+from penstock.cost.estimate.estimate import Estimate, estimate
+from penstock.cost.estimate.layers import active_parameters, model_flops, parameters
+from penstock.cost.estimate.model_config import ModelConfig
+from penstock.cost.estimate.setting import Setting
+
+__all__ = [
+    "Device",
+    "Estimate",
+    "ModelConfig",
+    "Setting",
+    "active_parameters",
+    "config_of_keys",
+    "device",
+    "devices",
+    "estimate",
+    "is_config",
+    "model_flops",
+    "parameters",
+    "read_config",
+]

@@ -1,0 +1,136 @@
+"""`estimate`: the costs of every layer of a model, from its config, the training setting and the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.cost.costs import Costs
+from penstock.cost.estimate.devices import Device
+from penstock.cost.estimate.layers import layer_operations, model_flops
+from penstock.cost.estimate.model_config import ModelConfig
+from penstock.cost.estimate.operations import LayerOperations
+from penstock.cost.estimate.roofline import LayerSeconds, layer_seconds, link_of
+from penstock.cost.estimate.setting import Setting
+
+__all__ = ["Estimate", "LayerEstimate", "WeightBytes", "estimate"]
+
+_UPDATE_BYTES = 30
+"""AdamW moves for each weight: gradient, master weight and two moments in, the last three and a copy out."""
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of weights, gradients and optimizer state on one rank, and those moved to keep replicas alike."""
+
+    parameters: float
+    gradients: float
+    optimizer_state: float
+    unsharded: float
+    """Held besides from UNSHARD to RESHARD."""
+    reduced: float
+    """That a rank sends to sum the gradients of a step."""
+    gathered: float
+    """That a rank receives of weights: once a step, or with ZeRO 3 at each UNSHARD."""
+    updated: float
+    """Number of weights that this rank updates."""
+
+
+@dataclass(frozen=True)
+class LayerEstimate:
+    """One layer: its operations, its seconds, and its costs for one microbatch."""
+
+    operations: LayerOperations
+    seconds: LayerSeconds
+    weights: WeightBytes
+    costs: Costs
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimate of a model."""
+
+    config: ModelConfig
+    setting: Setting
+    device: Device
+    by_kind: dict[str, LayerEstimate]
+
+    @cached_property
+    def layers(self) -> list[LayerEstimate]:
+        """Every layer in order, embedding and output layer included."""
+        return [self.by_kind[kind] for kind in self.config.kinds]
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of one microbatch on all ranks of a replica, as MFU counts them."""
+        tokens = self.setting.microbatch_size * self.setting.sequence
+        return model_flops(self.config, self.setting.sequence) * tokens
+
+    def update_seconds(self, weights: float, gathered: float) -> float:
+        """Of the optimizer step on a rank: the update, and with ZeRO 1 and 2 the gather of new weights."""
+        device = self.device
+        seconds = _UPDATE_BYTES * weights / (device.memory_bandwidth * device.attainable.memory)
+        if self.setting.zero in (1, 2) and self.setting.replicas > 1:
+            seconds += gathered / link_of("data", device, self.setting).bandwidth
+        return seconds
+
+    def mfu(self, seconds: float, microbatches: int, ranks: int) -> float:
+        """Model FLOPs utilization of a step of one pipeline with this many ranks."""
+        devices = ranks * self.setting.tensor_parallel * self.setting.context_parallel
+        precision = "bf16" if self.setting.precision == "fp8" else self.setting.precision
+        return self.model_flops * microbatches / (seconds * devices * self.device.peak(precision))
+
+
+def estimate(config: ModelConfig, setting: Setting, device: Device) -> Estimate:
+    """Estimate the costs of a model's layers on a device."""
+    operations = layer_operations(config, setting)
+    return Estimate(
+        *(config, setting, device),
+        {kind: _layer(each, setting, device) for kind, each in operations.items()},
+    )
+
+
+def _layer(layer: LayerOperations, setting: Setting, device: Device) -> LayerEstimate:
+    seconds, weights = layer_seconds(layer, device, setting), weight_bytes(layer, setting)
+    compute, exchanged = seconds.compute, seconds.all_to_all
+    data = link_of("data", device, setting)
+    sharded = setting.zero == 3 and setting.replicas > 1
+    costs = Costs(
+        forward=compute.forward,
+        backward_input=compute.input_gradient,
+        backward_weight=compute.weight_gradient,
+        forward_all_to_all=exchanged.forward,
+        backward_input_all_to_all=exchanged.input_gradient,
+        backward_weight_all_to_all=exchanged.weight_gradient,
+        activation_message=layer.message,
+        gradient_message=layer.message,
+        unshard=weights.gathered / data.bandwidth if sharded else 0.0,
+        reduce_grad=weights.reduced / data.bandwidth,
+        parameters=weights.parameters,
+        gradients=weights.gradients,
+        optimizer_state=weights.optimizer_state,
+        unsharded_parameters=weights.unsharded,
+        activation=layer.activation,
+        activation_freed_by_input=max(0.0, layer.activation - layer.kept_for_weight),
+    )
+    return LayerEstimate(layer, seconds, weights, costs)
+
+
+def weight_bytes(layer: LayerOperations, setting: Setting) -> WeightBytes:
+    """Of one layer: experts have their own number of replicas."""
+    each, state = setting.value_bytes, 8 if setting.precision == "fp32" else 12
+    sums = [0.0] * 7
+    for expert, replicas in ((False, float(setting.replicas)), (True, setting.expert_replicas)):
+        count, zero = layer.weights(expert=expert), setting.zero
+        sent = (replicas - 1) / replicas
+        row = (
+            each * count / (replicas if zero == 3 else 1),
+            setting.gradient_bytes * count / (replicas if zero >= 2 else 1),
+            state * count / (replicas if zero >= 1 else 1),
+            each * count * sent if zero == 3 else 0.0,
+            setting.gradient_bytes * count * sent * (1 if zero else 2),
+            each * count * sent,
+            count / (replicas if zero else 1),
+        )
+        sums = [a + b for a, b in zip(sums, row)]
+    return WeightBytes(*sums)
