@@ -23,7 +23,7 @@ LAYERS = (
     {"formats", "families"},
     {"validation"},
     {"lowering"},
-    {"cost"},
+    {"cost", "recognition"},
     {"bounds"},
     {"simulation"},
     {"search"},

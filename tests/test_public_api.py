@@ -34,6 +34,7 @@ DOCUMENTED = {
     "parse_layout",
     "plan",
     "read",
+    "recognize",
     "register",
     "search",
     "simulate",

@@ -32,6 +32,7 @@ from penstock.lowering import lower
 from penstock.planning import plan
 from penstock.planning.layout import even_layout
 from penstock.planning.layout_text import parse_layout
+from penstock.recognition import recognize
 from penstock.search import SearchResult  # binds penstock.search, a package that can be called
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
@@ -81,6 +82,7 @@ __all__ = [
     "parse_layout",
     "plan",
     "read",
+    "recognize",
     "register",
     "search",
     "simulate",

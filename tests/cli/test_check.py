@@ -10,7 +10,7 @@ import penstock
 from tests.support.command_line import Run
 
 DEADLOCK = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
-ANSWER = {"file", "valid", "ranks", "stages", "microbatches", "level", "violations"}
+ANSWER = {"file", "valid", "ranks", "stages", "microbatches", "level", "order", "violations"}
 VIOLATION = {"code", "rank", "step", "action", "message", "suggestion", "send_models", "cycle"}
 
 
@@ -36,13 +36,15 @@ def test_a_valid_schedule_exits_with_0_and_names_the_send_models(run: Run) -> No
     assert result.out == (
         "valid.csv: valid (2 ranks, 2 stages, 2 microbatches, 8 steps, compute); "
         "no deadlock under send models buffered, edge-streams, pair-streams, shared-stream, rendezvous\n"
+        "order: 1f1b (p=2, v=1, m=2), the same as eager-1f1b, interleaved-1f1b\n"
     )
 
 
 def test_a_lowered_schedule_can_be_checked_for_weaker_sends(run: Run) -> None:
     result = run("check", "lowered.json", "--send-model", "edge-streams")
     assert result.code == 0
-    assert result.out.endswith("lowered); no deadlock under send models buffered, edge-streams\n")
+    assert "lowered); no deadlock under send models buffered, edge-streams\n" in result.out
+    assert result.out.endswith("order: zbv (p=2, v=2, m=2), the same as dualpipev\n")
 
 
 def test_json_of_a_valid_schedule_has_the_documented_keys(run: Run) -> None:
@@ -51,6 +53,7 @@ def test_json_of_a_valid_schedule_has_the_documented_keys(run: Run) -> None:
     assert set(result.json) == ANSWER
     assert result.json["valid"] is True
     assert result.json["violations"] == []
+    assert result.json["order"]["families"] == ["1f1b", "eager-1f1b", "interleaved-1f1b"]
     assert (result.json["file"], result.json["ranks"], result.json["level"]) == ("valid.csv", 2, "compute")
 
 

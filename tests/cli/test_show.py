@@ -23,6 +23,7 @@ rank 1  ·  F0 B0─── F1 B1─── ·  ·
 
 9 time units (F, I, W: 1, B: 2, communication: 0), 33.3% idle
 """
+ORDER = "order: 1f1b (p=2, v=1, m=2), the same as eager-1f1b, interleaved-1f1b\n"
 
 
 # --- printed output --------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def test_the_picture_is_as_wide_as_the_terminal(run: Run, monkeypatch: pytest.Mo
 
 def test_a_file_is_shown_and_made_into_another_format(run: Run, tmp_path: Path) -> None:
     assert run(*SMALL, "-o", "mine.csv").out == ""
-    assert run("show", "mine.csv").out == PICTURE.replace("1f1b:", "mine:")
+    assert run("show", "mine.csv").out == PICTURE.replace("1f1b:", "mine:") + ORDER
     assert run("show", "mine.csv", "-o", "mine.json").code == 0
     assert json.loads((tmp_path / "mine.json").read_text())["name"] == "mine"
     assert run("show", "mine.json", "--format", "csv").out == CSV

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from penstock.cli.inputs import read_schedule
+from penstock.cli.inputs import order_of, read_schedule
 from penstock.cli.options import SEND_MODELS, AsJson, parse_send_model
 from penstock.errors import FormatError
 from penstock.ir.schedule import Schedule
@@ -61,6 +62,7 @@ def check(
     else:
         models = ", ".join(str(model) for model in SendModel if model <= send_model)
         typer.echo(f"{file}: valid ({_sizes(schedule)}); no deadlock under send models {models}")
+        typer.echo(f"order: {order_of(schedule)}")
     raise typer.Exit(1 if violations else 0)
 
 
@@ -71,6 +73,11 @@ def _sizes(schedule: Schedule) -> str:
     )
 
 
+def _order_record(schedule: Schedule) -> dict[str, Any] | None:
+    order = order_of(schedule)
+    return None if isinstance(order, str) else asdict(order)
+
+
 def _record(file: Path, schedule: Schedule, violations: list[Violation]) -> dict[str, Any]:
     return {
         "file": str(file),
@@ -79,6 +86,7 @@ def _record(file: Path, schedule: Schedule, violations: list[Violation]) -> dict
         "stages": schedule.num_stages,
         "microbatches": schedule.microbatches,
         "level": schedule.level,
+        "order": None if violations else _order_record(schedule),
         "violations": [
             {
                 "code": v.code,

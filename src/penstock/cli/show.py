@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.inputs import Lowering, Sizes, costs_from, is_file, schedule_from
+from penstock.cli.inputs import Lowering, Sizes, costs_from, is_file, order_of, schedule_from
 from penstock.cli.options import (
     CostsSource,
     FamilyStages,
@@ -105,10 +105,14 @@ def show(
         Console(highlight=False, width=width).print(_grid(shown, costs, width), soft_wrap=True)
     else:
         _write(_content(shown, chosen, costs, width), output)
-    if is_file(schedule) and (errors := validate(shown)):
+    if not is_file(schedule):
+        return
+    if errors := validate(shown):
         count = f"{len(errors)} error{'s' * (len(errors) > 1)}"
         typer.echo(f"penstock: {schedule} has {count}; run: penstock check {schedule}", err=True)
         raise typer.Exit(1)
+    if chosen is Format.grid and output is None:
+        typer.echo(f"order: {order_of(shown)}")
 
 
 def _choose_format(requested: Format | None, output: Path | None) -> Format:

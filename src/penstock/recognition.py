@@ -1,0 +1,157 @@
+"""Recognition: which family's order a schedule has, or the nearest family and where it first differs.
+
+Only the order of F, I, W and B counts: messages, sharding and memory techniques are left out, and a B is the
+same as an I that is directly followed by its W. So a schedule is recognized before and after lowering, and
+after its backwards are split or merged. For few microbatches several families have the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from penstock.errors import BuildError
+from penstock.families import Family, build, families
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Ints, kinds_in
+from penstock.lowering import SplitBackward
+
+__all__ = ["Difference", "Recognition", "recognize"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first position at which a schedule differs from a family, by step number of the schedule."""
+
+    rank: int
+    step: int
+    found: str
+    """The text of the schedule's step; empty if its list has ended."""
+    expected: str
+    """The text of the family's step; empty if its list has ended."""
+
+    def __str__(self) -> str:
+        found, expected = (text or "the end" for text in (self.found, self.expected))
+        return f"rank {self.rank}, step {self.step}: {found} instead of {expected}"
+
+
+@dataclass(frozen=True)
+class Recognition:
+    """The families with the order of a schedule, or the nearest family if there is none."""
+
+    families: tuple[str, ...]
+    """All families with this order, each with its group if that is not the default."""
+    sizes: str
+    nearest: str | None = None
+    """The family that differs in the fewest actions; None if no family has this placement."""
+    differing: int = 0
+    """How many actions differ from the nearest family."""
+    actions: int = 0
+    first: Difference | None = None
+
+    def __str__(self) -> str:
+        if self.families:
+            first, *others = self.families
+            return f"{first} ({self.sizes})" + (f", the same as {', '.join(others)}" if others else "")
+        if self.nearest is None or self.first is None:
+            return f"no known family has this placement ({self.sizes})"
+        share = f"{self.differing} of {self.actions} actions differ"
+        return f"no known family; nearest is {self.nearest} ({self.sizes}): {share}, first at {self.first}"
+
+
+def recognize(schedule: Schedule) -> Recognition:
+    """Compare the order of a schedule with that of every family of the same sizes and placement."""
+    given = _compute_only(schedule)
+    rows = _normal_form(given)
+    counts = [len(own) for own in schedule.placement.stages_of_rank]
+    stages = counts[0] if len(set(counts)) == 1 else ",".join(map(str, counts))
+    sizes = f"p={schedule.num_ranks}, v={stages}, m={schedule.microbatches}"
+    actions = sum(map(len, rows))
+    equal: list[str] = []
+    nearest: tuple[int, str, Schedule] | None = None
+    for name, built in _candidates(given):
+        differing = sum(map(_differing, rows, _normal_form(built)))
+        if not differing:
+            equal.append(name)
+        elif nearest is None or differing < nearest[0]:
+            nearest = differing, name, built
+    if equal:
+        return Recognition(tuple(equal), sizes, actions=actions)
+    if nearest is None:
+        return Recognition((), sizes, actions=actions)
+    differing, name, built = nearest
+    return Recognition((), sizes, name, min(differing, actions), actions, _first_difference(schedule, built))
+
+
+def _compute_only(schedule: Schedule) -> Schedule:
+    """The schedule with F, I, W and B only."""
+    kinds = [kind.number for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
+    return schedule.with_rows([row[np.isin(kinds_in(row), kinds)] for row in schedule.table.rows])
+
+
+def _normal_form(schedule: Schedule) -> list[Ints]:
+    return list(SplitBackward()(schedule).table.rows)
+
+
+def _differing(row: Ints, other: Ints) -> int:
+    common = min(len(row), len(other))
+    return int((row[:common] != other[:common]).sum()) + max(len(row), len(other)) - common
+
+
+def _candidates(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
+    """Every family that has a schedule of these sizes on this placement, with its name and group."""
+    fixed_first = sorted(families().values(), key=lambda family: family.stages_per_rank is None)
+    for family in fixed_first:
+        for group in _groups(family, schedule):
+            with suppress(BuildError):  # the family has no schedule of these sizes
+                built = _built(family, schedule, group)
+                if built.placement == schedule.placement:
+                    yield family.name if group is None else f"{family.name} --group {group}", built
+
+
+def _built(family: Family, like: Schedule, group: int | None) -> Schedule:
+    """The schedule of a family with the sizes of another."""
+    build_it = partial(build, family.name, ranks=like.num_ranks, microbatches=like.microbatches, group=group)
+    if not like.graph.is_chain:
+        return build_it(graph=like.graph, placement=like.placement)
+    counts = [len(own) for own in like.placement.stages_of_rank]
+    return build_it(stages_per_rank=counts[0] if len(set(counts)) == 1 else counts)
+
+
+def _groups(family: Family, schedule: Schedule) -> list[int | None]:
+    """The default group, and the one that the first forwards of the first rank have."""
+    allowed = family.group_range(schedule.num_ranks, schedule.microbatches)
+    stages, forwards = schedule.table.stage, schedule.table.of_kind(Kind.F)
+    first = stages[: len(schedule.table.rows[0])]
+    same = (first == first[:1]) & forwards[: len(first)]
+    run = int(np.argmin(same)) if not same.all() else len(same)
+    smallest = allowed[0] if allowed else None
+    return [None, run] if run in allowed and run != smallest else [None]
+
+
+def _first_difference(schedule: Schedule, family: Schedule) -> Difference:
+    """The difference with the lowest position in a list, in the steps of both schedules."""
+    found = []
+    for rank, (row, other) in enumerate(zip(_normal_form(_compute_only(schedule)), _normal_form(family))):
+        common = min(len(row), len(other))
+        differs = np.flatnonzero(row[:common] != other[:common])
+        if len(differs) or len(row) != len(other):
+            found.append((int(differs[0]) if len(differs) else common, rank))
+    position, rank = min(found)
+    step, text = _step_at(schedule, rank, position)
+    return Difference(rank, step, text, _step_at(family, rank, position)[1])
+
+
+def _step_at(schedule: Schedule, rank: int, position: int) -> tuple[int, str]:
+    """The step that has this position in the normal form, and its text."""
+    for number, step in enumerate(schedule.ranks[rank]):
+        for part in step.parts:
+            position -= {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}.get(part.kind, 0)
+        if position < 0:
+            return number, str(step)
+    return len(schedule.ranks[rank]), ""
