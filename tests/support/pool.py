@@ -6,10 +6,20 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from penstock.runtime import local_ranks
 from penstock.runtime.local_ranks import Failure, LocalRanks
 
 __all__ = ["Pool", "Pools", "WorkerError"]
 
+# loaded once, and not by every process of every pool, which would take it longer than most tests
+local_ranks._PRELOADED += [
+    "hypothesis",
+    "pytest",
+    "tests.support.composition",
+    "tests.support.faults",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.pipelining",
+]
 
 _RUNS = 40
 """Runs before the processes are restarted: the threads of every gloo group they created keep polling."""
