@@ -47,6 +47,17 @@ def test_repetitions_and_groups_are_expanded(text: str, layers: list[int]) -> No
     assert [len(stage.layers) for stage in parse_layout(text)] == layers
 
 
+def test_multi_token_prediction_and_empty_stages_are_as_in_megatron() -> None:
+    layout = parse_layout("Et*3|(tt|)*29,m|L", layers=61, stages=32, mtp_layers=1)
+    assert str(layout) == "Et*3|(tt|)*29,m|L"
+    assert (layout[30].mtp_layers, layout.mtp_layers, len(layout[29].layers)) == (1, 1, 2)
+    assert [stage.is_empty for stage in parse_layout("E||t|L")] == [False, True, False, False]
+    for text in ("E||t|L", "Et|||(tt|)*2,m*3L", "E|||L"):
+        assert str(parse_layout(text)) == text
+    with pytest.raises(PartitionError, match=r"the layout has 2 MTP layers \(m\), but the model has 0"):
+        parse_layout("Et|tmmL", layers=2, mtp_layers=0)
+
+
 # --- invalid layouts -------------------------------------------------------------------------------
 
 
@@ -58,7 +69,9 @@ def test_repetitions_and_groups_are_expanded(text: str, layers: list[int]) -> No
         ("E()*2tL", 1, "empty parentheses"),
         ("Etx|L", 2, "unknown character 'x'"),
         ("et|L", 0, "unknown letter 'e': did you mean 'E'?"),
-        ("Et|m|L", 3, "(MTP), is not supported"),
+        ("Et|m|t|L", 5, "t after m: MTP layers (m) come after the last layer (t)"),
+        ("Et|m|m|L", 5, "all m must be in one stage; the first is in stage 1"),
+        ("EtM|L", 2, "unknown letter 'M': did you mean 'm'?"),
         ("Et*|L", 2, "a number must follow *"),
         ("Et*-1|L", 2, "a number must follow *"),
         ("Et*0|L", 2, "cannot repeat 0 times"),
@@ -70,9 +83,8 @@ def test_repetitions_and_groups_are_expanded(text: str, layers: list[int]) -> No
         ("tE|L", 1, "E, the embedding, must come first"),
         ("EL|t", 1, "L, the head, must come last"),
         ("EtL*2", 2, "L occurs 2 times"),
-        ("|EtL", 0, "stage 0, which ends here, is empty"),
-        ("Et||tL", 3, "stage 1, which ends here, is empty"),
-        ("EtL|", 3, "stage 1, which starts here, is empty"),
+        ("|EtL", 0, "the first stage is empty, but it has the embedding (E)"),
+        ("EtL|", 3, "the last stage is empty, but it has the head (L)"),
         ("Et\u0663L", 2, "a number must follow *"),
     ],
 )
@@ -94,7 +106,7 @@ def test_the_position_is_correct_in_a_long_text() -> None:
 
 def test_all_problems_are_reported() -> None:
     message = rejection("t(|E*x m**2")
-    for problem in ("not closed", "'x'", "MTP", "number must follow *", "come first", "end the layout with L"):
+    for problem in ("not closed", "'x'", "number must follow *", "come first", "end the layout with L"):
         assert problem in message
 
 

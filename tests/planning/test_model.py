@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import penstock
@@ -45,9 +47,14 @@ def test_the_layout_of_stages_can_be_parsed() -> None:
     layout = decoder(10).layout([4, 3, 4, 1])
     assert str(layout) == "Et*3|t*3|t*4|L"
     assert penstock.parse_layout(str(layout), layers=10, stages=4) == layout
+    *layers, head = decoder(4).layers
+    with_mtp = Model((*layers, replace(layers[-1], name="mtp", kind="mtp"), head))
+    assert str(with_mtp.layout([3, 2, 1, 1])) == "Ett|tt|m|L"
 
 
 def test_a_model_is_checked() -> None:
+    with pytest.raises(PlanError, match=r"layer b: multi-token prediction layers \(mtp\) come after"):
+        Model((Layer("a", Costs(), "mtp"), Layer("b", Costs())))
     with pytest.raises(PlanError, match="forward must be one number"):
         Model((Layer("a", Costs(forward=(1, 2))),))
     with pytest.raises(PlanError, match="latency: must be one number for all links"):

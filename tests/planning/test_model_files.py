@@ -79,7 +79,7 @@ def test_all_errors_in_a_file_are_reported_at_once() -> None:
         "layers[1].forward_seconds: it must be from 0 to 1e+18 (given -1)",
         "layers[1].count: must be an integer above 0 (given 0)",
         "layers[2].forward_seconds: must be one number",
-        "kind must be one of layer, embedding, head (given tail)",
+        "kind must be one of layer, embedding, mtp, head (given tail)",
         "layers[4]: must be a table",
         "links.speed: unknown key; the keys are latency_seconds, bandwidth_bytes_per_second",
         "latency_seconds: it must be from 0 to 1e+18 (given -1)",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from penstock.arguments import printable, whole_number
 from penstock.errors import PartitionError
@@ -22,15 +22,26 @@ MAX_LAYERS = 100_000
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The parts of the model on one stage: layers by their index in the model, embedding, head."""
+    """The parts of the model on one stage: layers by their index, embedding, head, multi-token prediction.
+
+    A stage without any part passes its input on.
+    """
 
     layers: range
     has_embedding: bool = False
     has_head: bool = False
+    mtp_layers: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no part of the model."""
+        return not (self.layers or self.has_embedding or self.has_head or self.mtp_layers)
 
     def __str__(self) -> str:
-        count = len(self.layers)
-        layers = "t" * count if count < 3 else f"t*{count}"
+        layers = "".join(
+            letter * count if count < 3 else f"{letter}*{count}"
+            for letter, count in (("t", len(self.layers)), ("m", self.mtp_layers))
+        )
         return "E" * self.has_embedding + layers + "L" * self.has_head
 
 
@@ -44,11 +55,16 @@ class PipelineLayout(tuple[StageLayout, ...]):
         """The number of layers of all stages together."""
         return sum(len(stage.layers) for stage in self)
 
+    @property
+    def mtp_layers(self) -> int:
+        """The number of multi-token prediction layers."""
+        return sum(stage.mtp_layers for stage in self)
+
     def __str__(self) -> str:
         text = ""
         for letters, same in groupby(map(str, self)):
             count = len(list(same))
-            text += f"{letters}|" if count == 1 else f"({letters}|)*{count},"
+            text += f"{letters}|" * count if count == 1 or not letters else f"({letters}|)*{count},"
         return text[:-1]
 
     def __repr__(self) -> str:
@@ -83,10 +99,11 @@ def even_layout(layers: int, stages: int) -> PipelineLayout:
     return layout_of_counts(counts)
 
 
-def layout_of_counts(counts: Sequence[int]) -> PipelineLayout:
-    """Return the layout with these numbers of layers per stage."""
+def layout_of_counts(counts: Sequence[int], mtp_counts: Sequence[int] = ()) -> PipelineLayout:
+    """Return the layout with these numbers of layers, and of multi-token prediction layers, per stage."""
     stages, first = [], 0
-    for stage, count in enumerate(counts):
-        stages.append(StageLayout(range(first, first + count), stage == 0, stage == len(counts) - 1))
+    for stage, (count, mtp) in enumerate(zip_longest(counts, mtp_counts, fillvalue=0)):
+        ends = stage == 0, stage == len(counts) - 1
+        stages.append(StageLayout(range(first, first + count), *ends, mtp))
         first += count
     return PipelineLayout(stages)

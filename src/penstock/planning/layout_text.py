@@ -2,12 +2,14 @@
 
     Et*3|(tt|)*2,t|L
 
-    E       the embedding                   |       starts the next stage
-    t       one transformer layer           *n      repeats the letter or the parentheses before it n times
-    L       the head, with its norm         , and spaces are ignored
+    E       the embedding                        |    starts the next stage
+    t       one transformer layer                *n   repeats the letter or the parentheses before it n times
+    m       one multi-token prediction layer     , and spaces are ignored
+    L       the head, with its norm
 
 This layout has five stages: the embedding with layers 0 to 2, layers 3 and 4, layers 5 and 6, layer 7, and the
-head. A `PartitionError` lists all problems of a text with their positions.
+head. A stage without letters, as in `Et||t|L`, passes its input on. All `m` are in one stage, after the last
+`t`. A `PartitionError` lists all problems of a text with their positions.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ _Letters = list[tuple[str, int]]
 """Letters and bars with all repetitions expanded, each with its position in the text."""
 
 
-def parse_layout(text: str, layers: int | None = None, stages: int | None = None) -> PipelineLayout:
-    """Parse a layout, and check it against the number of `layers` of the model and `stages` of the schedule."""
+def parse_layout(
+    text: str, layers: int | None = None, stages: int | None = None, mtp_layers: int | None = None
+) -> PipelineLayout:
+    """Parse a layout, and check it against the numbers of the model's layers and of the schedule's stages."""
     if not isinstance(text, str):
         raise PartitionError(
             f"a layout is a string such as 'Et*3|(tt|)*2,t|L' (given {printable(repr(text))}, "
@@ -49,13 +53,17 @@ def parse_layout(text: str, layers: int | None = None, stages: int | None = None
     letters, problems = _expand(text)
     is_expanded = not problems
     problems += _check_ends(letters)
-    counts = [stage.count("t") for stage in "".join(letter for letter, _ in letters).split("|")]
+    parts = "".join(letter for letter, _ in letters).split("|")
+    counts, mtp_counts = ([stage.count(letter) for stage in parts] for letter in "tm")
     if is_expanded:
-        problems += _check_empty_stages(letters)
+        problems += _check_end_stages(letters) + _check_prediction(letters)
         problems += _check_numbers(sum(counts), len(counts), layers, stages)
+        if mtp_layers is not None and sum(mtp_counts) != mtp_layers:
+            message = f"the layout has {sum(mtp_counts)} MTP layers (m), but the model has {mtp_layers}"
+            problems.append(_Problem(None, message))
     if problems:
         raise PartitionError(_report(text, problems))
-    return layout_of_counts(counts)
+    return layout_of_counts(counts, mtp_counts)
 
 
 # --- expanding repetitions -------------------------------------------------------------------------
@@ -74,7 +82,7 @@ def _expand(text: str) -> tuple[_Letters, list[_Problem]]:
             position += 1
             continue
         repeated, last = last, None
-        if letter in "EtL|":
+        if letter in "EtmL|":
             last = None if letter == "|" else len(letters)
             letters.append((letter, position))
         elif letter == "(":
@@ -118,13 +126,12 @@ def _repeat(letters: _Letters, start: int | None, digits: str) -> str | None:
 def _unknown(letter: str) -> str:
     if letter == ")":
         return "this parenthesis was not opened"
-    if letter == "m":
-        return "m, a multi-token prediction layer (MTP), is not supported: use E, t and L"
     if letter.isdigit():
         return "a number must follow *, as in t*3"
-    if letter in "eTl":
+    if letter in "eTMl":
         return f"unknown letter {letter!r}: did you mean {letter.swapcase()!r}?"
-    return f"unknown character {printable(repr(letter))}: use E (embedding), t (layer), L (head) and |"
+    letters = "E (embedding), t (layer), m (MTP layer), L (head) and |"
+    return f"unknown character {printable(repr(letter))}: use {letters}"
 
 
 # --- checks ----------------------------------------------------------------------------------------
@@ -149,19 +156,28 @@ def _check_ends(letters: _Letters) -> list[_Problem]:
     return problems
 
 
-def _check_empty_stages(letters: _Letters) -> list[_Problem]:
-    """Reject stages without any part: they cost two messages per microbatch and compute nothing."""
-    bars = [index for index, (letter, _) in enumerate(letters) if letter == "|"]
-    problems, reported = [], set()
-    for stage, (before, here) in enumerate(zip([-1, *bars], bars)):
-        position = letters[here][1]
-        if here == before + 1 and position not in reported:
-            reported.add(position)
-            problems.append(_Problem(position, f"stage {stage}, which ends here, is empty: remove this |"))
-    if bars and bars[-1] == len(letters) - 1:
-        message = f"stage {len(bars)}, which starts here, is empty: remove this |"
-        problems.append(_Problem(letters[-1][1], message))
+def _check_end_stages(letters: _Letters) -> list[_Problem]:
+    """Check that the first and the last stage have a part: the embedding and the head."""
+    problems = []
+    for index, name, part in ((0, "first", "the embedding (E)"), (-1, "last", "the head (L)")):
+        if letters and letters[index][0] == "|":
+            message = f"the {name} stage is empty, but it has {part}: remove this |"
+            problems.append(_Problem(letters[index][1], message))
     return problems
+
+
+def _check_prediction(letters: _Letters) -> list[_Problem]:
+    """Check that all `m` are in one stage, after the last `t`."""
+    problems, stage, first = [], 0, None
+    for letter, position in letters:
+        stage += letter == "|"
+        if letter == "m" and first is None:
+            first = stage
+        elif letter == "m" and first != stage:
+            problems.append(_Problem(position, f"all m must be in one stage; the first is in stage {first}"))
+        elif letter == "t" and first is not None:
+            problems.append(_Problem(position, "t after m: MTP layers (m) come after the last layer (t)"))
+    return problems[:1]
 
 
 def _check_numbers(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from penstock.arguments import printable
@@ -22,7 +23,7 @@ __all__ = ["Layer", "Model"]
 MAX_LAYERS = 1000
 """Few enough for dynamic programming over all partitions."""
 
-KINDS = ("layer", "embedding", "head")
+KINDS = ("layer", "embedding", "mtp", "head")
 
 UNITS = {f.name: "_".join(filter(None, (f.name, f.metadata["unit"]))) for f in fields(Costs)}
 STAGE_COSTS = [f.name for f in fields(Costs) if f.metadata["per"] == "stage"]
@@ -95,11 +96,9 @@ class Model:
         """The layout of these stages for `penstock.runtime.split`; None if the layers are stages."""
         if self.are_stages:
             return None
-        inner, first = [], 0
-        for count in counts:
-            inner.append(sum(layer.kind == "layer" for layer in self.layers[first : first + count]))
-            first += count
-        return layout_of_counts(inner)
+        kinds = [layer.kind for layer in self.layers]
+        parts = [kinds[end - count : end] for count, end in zip(counts, accumulate(counts))]
+        return layout_of_counts(*([part.count(kind) for part in parts] for kind in ("layer", "mtp")))
 
     @classmethod
     def of_stages(cls, costs: Costs, name: str = "profile") -> Model:
@@ -154,3 +153,6 @@ def errors_in_layers(layers: Sequence[Layer]) -> Iterator[str]:
         elif (layer.kind == "embedding" and place) or (layer.kind == "head" and place != len(layers) - 1):
             where = "the first layer" if layer.kind == "embedding" else "the last layer"
             yield f"layer {layer.name}: only {where} can be the {layer.kind} (it is layer {place})"
+    for before, after in pairwise(layers):
+        if before.kind == "mtp" and after.kind == "layer":
+            yield f"layer {after.name}: multi-token prediction layers (mtp) come after all others but the head"

@@ -17,7 +17,8 @@ The costs of a layer have the keys of `penstock.cost.costs` and are those of ONE
 not depend on the batch (parameters, gradients, optimizer state, collectives). A message is the output of a
 layer; its gradient has the same size unless `gradient_message_bytes` is given. A layer whose backward was
 measured as a whole has `backward_seconds` only: I and W are then half of it each. `kind` is `embedding` for the
-first layer or `head` for the last one, if the model has them; it is used for layouts only.
+first layer, `head` for the last one and `mtp` for multi-token prediction layers before it, if the model has
+them; it is used for layouts only.
 
 A file without layers is read as costs of stages, as a profile writes them: each stage is a layer, and a sample
 is one measured microbatch.

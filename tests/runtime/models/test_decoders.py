@@ -200,6 +200,12 @@ def test_split_backwards_are_bitwise_equal(kind: str) -> None:
     assert not differing(whole, split(whole, layout="Et*3|ttL"), "zbv", exact=True)
 
 
+@pytest.mark.parametrize("family", ["interleaved-1f1b", "interleaved-zero-bubble"])
+def test_a_stage_without_layers_passes_its_input_on(family: str) -> None:
+    whole = decoder("llama")
+    assert not differing(whole, split(whole, layout="Et*3||tt|L"), family, exact=True)
+
+
 @pytest.mark.parametrize("family", ["interleaved-1f1b", "zbv"])
 @pytest.mark.parametrize("kind", MODELS)
 @small(lambda kind, family: (kind, family) == ("llama", "zbv"))

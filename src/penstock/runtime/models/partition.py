@@ -59,7 +59,7 @@ def _split_decoder(
 ) -> dict[int, nn.Module]:
     decoder = Decoder(model)
     if layout is not None:
-        return decoder.stages(parse_layout(str(layout), decoder.layers))
+        return decoder.stages(parse_layout(str(layout), decoder.layers, mtp_layers=0))
     starts = decoder.starts
     names = list(at or ())
     known = [name for name in names if isinstance(name, str) and name in starts]

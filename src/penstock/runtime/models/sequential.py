@@ -115,8 +115,9 @@ def _names_from_layout(model: nn.Module, layout: str | PipelineLayout) -> list[s
     names = list(children)
     place = names.index(containers[0])
     layers = [f"{containers[0]}.{name}" for name in _children(children[containers[0]])]
-    stages = parse_layout(str(layout), len(layers))
-    problems = []
+    stages = parse_layout(str(layout), len(layers), mtp_layers=0)
+    empty = [number for number, stage in enumerate(stages) if stage.is_empty]
+    problems = [f"stage {number} is empty, and here each stage needs a module: remove a |" for number in empty]
     if not place and not stages[0].layers:
         problems.append(f"stage 0 has only E, but nothing comes before the layers, {containers[0]!r}")
     if place == len(names) - 1 and not stages[-1].layers:
