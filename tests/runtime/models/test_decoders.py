@@ -170,7 +170,7 @@ def differing(
     whole: Any, stages: dict[int, Any], family: str, *, exact: bool, given: str = "mask", low: bool = False
 ) -> list[str]:
     """Gradients of a pipeline on one rank that are not those of the model."""
-    per_rank = len(stages) if family == "interleaved-1f1b" else None
+    per_rank = len(stages) if family.startswith("interleaved") else None
     schedule = penstock.build(family, ranks=1, microbatches=2, stages_per_rank=per_rank)
     with autocasting() if low else nullcontext():
         _, wanted = trained(whole, 4, 2, given)
