@@ -118,6 +118,7 @@ COLOURED = [
     ["simulate", "1f1b", "-p", "2", "-m", "4"],
     ["compare", "1f1b", "zb-h1", "-p", "2", "-m", "4"],
     ["trace", "1f1b", "-p", "2", "-m", "4"],
+    ["estimate", "config.json"],
     ["shwo"],
 ]
 

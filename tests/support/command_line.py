@@ -81,3 +81,5 @@ def write_example_files(directory: Path) -> None:
     penstock.build("zbv", ranks=4, microbatches=8).write(directory / "zbv.csv")
     DeferReceives(past_sends=True)(penstock.lower(small)).write(directory / "deferred.csv")
     (directory / "costs.toml").write_text("forward_seconds = 2\n")
+    config = Path(__file__).parents[2] / "examples" / "configs" / "llama-3-8b.json"
+    (directory / "config.json").write_text(config.read_text())

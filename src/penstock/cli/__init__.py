@@ -17,6 +17,7 @@ from penstock.cli.check import check
 from penstock.cli.compare import compare
 from penstock.cli.demo import demo
 from penstock.cli.doctor import doctor
+from penstock.cli.estimate import estimate
 from penstock.cli.list import list_families
 from penstock.cli.plan import plan
 from penstock.cli.search import search
@@ -42,6 +43,7 @@ app.command("check")(check)
 app.command("simulate")(simulate)
 app.command("compare")(compare)
 app.command("search")(search)
+app.command("estimate")(estimate)
 app.command("plan")(plan)
 app.command("trace")(trace)
 app.command("verify-grads")(verify_grads)

@@ -1,20 +1,31 @@
-"""Stages of an estimated model: its layers as a `Model`, partitions as Megatron makes them, costs of stages."""
+"""Stages of an estimated model: its layers as a `Model`, partitions, costs of stages, fits to a profile."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from penstock.cost.costs import Costs
+from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.estimate import Estimate
+from penstock.cost.estimate.operations import Passes
 from penstock.cost.estimate.roofline import link_of
-from penstock.errors import PlanError
+from penstock.errors import EstimateError, PlanError
 from penstock.ir.placement import Placement
+from penstock.planning.candidates import candidate_partitions
 from penstock.planning.model import Layer, Model
 from penstock.planning.partition import LayerCounts, even_partition
 
-__all__ = ["estimated_model", "even_blocks", "stage_costs"]
+__all__ = [
+    "balanced_layers",
+    "estimated_model",
+    "even_blocks",
+    "fitted_device",
+    "stage_costs",
+    "with_measured_links",
+]
 
 _KINDS = {"embedding": "embedding", "output": "head"}
 
@@ -23,10 +34,9 @@ def estimated_model(found: Estimate, ranks: int) -> Model:
     """The layers as a model to plan, of which one sample is one microbatch."""
     link = link_of("pipeline", found.device, found.setting, ranks)
     common = Costs(latency=link.latency, bandwidth=link.bandwidth)
-    kinds = found.config.kinds
     layers = tuple(
         Layer(f"{kind} {number}", found.by_kind[kind].costs, _KINDS.get(kind, "layer"))
-        for number, kind in enumerate(kinds)
+        for number, kind in enumerate(found.config.kinds)
     )
     return Model(layers, common, ranks, found.device.memory_bytes, name=found.config.name)
 
@@ -36,7 +46,8 @@ def even_blocks(found: Estimate, stages: int) -> LayerCounts:
     blocks = found.config.layers
     if stages > blocks:
         raise PlanError(
-            f"{stages} stages need a block each, but {found.config.name} has {blocks}: use at most {blocks}"
+            f"{stages} stages need a block each, but {found.config.name} has {blocks} blocks: use fewer ranks "
+            "or stages per rank"
         )
     counts = list(even_partition(blocks, stages))
     counts[0] += 1
@@ -44,12 +55,64 @@ def even_blocks(found: Estimate, stages: int) -> LayerCounts:
     return tuple(counts)
 
 
+def balanced_layers(found: Estimate, placement: Placement) -> LayerCounts:
+    """Layers in stages so that the busiest rank has as little to do as possible."""
+    even_blocks(found, placement.num_stages)
+    return candidate_partitions(estimated_model(found, placement.num_ranks), placement)[0]
+
+
 def stage_costs(found: Estimate, placement: Placement, counts: Sequence[int]) -> Costs:
-    """Costs of stages with these numbers of layers, with the optimizer step of the rank where it is longest."""
+    """Costs of stages with these numbers of layers.
+
+    The optimizer step is that of the rank where it takes longest, with the gather of new weights. A stage that
+    is recomputed as a whole keeps the input of its first layer.
+    """
     costs = estimated_model(found, placement.num_ranks).costs(counts, 1)
     ends = list(pairwise([0, *accumulate(counts)]))
     steps = []
     for own in placement.stages_of_rank:
-        layers = [layer.weights for stage in own for layer in found.layers[slice(*ends[stage])]]
-        steps.append(found.update_seconds(sum(x.updated for x in layers), sum(x.gathered for x in layers)))
-    return replace(costs, optimizer_step=max(steps))
+        layers = [layer for stage in own for layer in found.layers[slice(*ends[stage])]]
+        update = found.update_seconds(sum(layer.weights.updated for layer in layers))
+        steps.append(update + found.gather_seconds(found.layers[slice(*ends[own[0]])]))
+    inputs = (found.layers[first - 1].operations.message if first else 0.0 for first, _ in ends)
+    held = costs.per_stage("activation", len(ends))
+    return replace(
+        costs,
+        optimizer_step=max(steps),
+        checkpoint=tuple(map(min, inputs, held)),
+        host_bandwidth=found.device.host_link * found.device.attainable.links,
+    )
+
+
+def fitted_device(found: Estimate, measured: Costs, counts: Sequence[int]) -> Device:
+    """The device with the factors on each pass with which the stages take as long as measured, in sum."""
+    stages = len(counts)
+    try:
+        passes = {
+            name: sum(measured.per_stage(name, stages))
+            for name in ("forward", "backward_input", "backward_weight")
+        }
+        whole = sum(measured.full_backward(stages))
+    except ValueError as error:
+        raise EstimateError(
+            f"--fit: the profile must have one entry for each of {stages} stages (--ranks x --stages-per-rank, "
+            f"as it was measured): {error}"
+        ) from None
+    own = Passes()
+    for layer in found.layers:
+        own = own.plus(layer.seconds.compute)
+    if measured.backward is not None:  # measured as a whole: both halves get the same factor
+        factor = whole / (own.input_gradient + own.weight_gradient)
+        factors = Passes(passes["forward"] / own.forward, factor, factor)
+    else:
+        factors = Passes(*(seconds / mine for seconds, mine in zip(passes.values(), own)))
+    before = found.device.attainable
+    scaled = Passes(*(a * b for a, b in zip(before.passes, factors)))
+    return replace(found.device, attainable=replace(before, passes=scaled))
+
+
+def with_measured_links(costs: Costs, measured: Costs) -> Costs:
+    """Costs with what a profile has measured besides the passes: links, launch overhead, optimizer step."""
+    names = ("latency", "bandwidth", "launch_overhead", "optimizer_step")
+    given: dict[str, Any] = {name: getattr(measured, name) for name in names if getattr(measured, name)}
+    return replace(costs, **given)

@@ -182,6 +182,7 @@ def _deepseek(keys: _Keys, name: str) -> ModelConfig:
     width, shared = keys.size("moe_intermediate_size"), keys.size("n_shared_experts", 0, least=0)
     experts = Experts(
         *(keys.size("n_routed_experts"), keys.size("num_experts_per_tok"), width, shared * width),
+        node_limit=keys.size("topk_group", 0, least=0) or None,
         selection_bias=keys.document["model_type"] == "deepseek_v3",
     )
     first, every = keys.size("first_k_dense_replace", 0, least=0), keys.size("moe_layer_freq", 1)

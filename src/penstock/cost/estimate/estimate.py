@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,13 +67,21 @@ class Estimate:
         tokens = self.setting.microbatch_size * self.setting.sequence
         return model_flops(self.config, self.setting.sequence) * tokens
 
-    def update_seconds(self, weights: float, gathered: float) -> float:
-        """Of the optimizer step on a rank: the update, and with ZeRO 1 and 2 the gather of new weights."""
-        device = self.device
-        seconds = _UPDATE_BYTES * weights / (device.memory_bandwidth * device.attainable.memory)
-        if self.setting.zero in (1, 2) and self.setting.replicas > 1:
-            seconds += gathered / link_of("data", device, self.setting).bandwidth
-        return seconds
+    def update_seconds(self, weights: float) -> float:
+        """Of the optimizer's update of this many weights."""
+        return _UPDATE_BYTES * weights / (self.device.memory_bandwidth * self.device.attainable.memory)
+
+    def gather_seconds(self, layers: Sequence[LayerEstimate]) -> float:
+        """With ZeRO 1 and 2: what the gather of new weights delays a step whose first stage has these layers.
+
+        Weights are gathered layer by layer while earlier layers compute the first microbatch.
+        """
+        if self.setting.zero not in {1, 2} or self.setting.replicas == 1:
+            return 0.0
+        bandwidth = link_of("data", self.device, self.setting).bandwidth
+        delay = sum(layer.weights.gathered for layer in layers) / bandwidth
+        hidden = sum(layer.seconds.compute.forward for layer in layers[:-1])
+        return max(delay - hidden, layers[0].weights.gathered / bandwidth)
 
     def mfu(self, seconds: float, microbatches: int, ranks: int) -> float:
         """Model FLOPs utilization of a step of one pipeline with this many ranks."""

@@ -36,7 +36,9 @@ def feed_forward_collectives(config: ModelConfig, setting: Setting, *, dense: bo
         sent = setting.own_tokens * config.experts.top_k * config.hidden * (ep - 1) / ep
         dispatch, combine = setting.input_bytes * sent, setting.value_bytes * sent
         both = Passes(dispatch + combine, dispatch + combine)
-        found.append(Collective("dispatch and combine", "expert", both, Passes(2, 2)))
+        most = config.experts.node_limit or config.experts.top_k
+        share = min(1.0, most / config.experts.top_k)
+        found.append(Collective("dispatch and combine", "expert", both, Passes(2, 2), share))
     return found
 
 

@@ -41,6 +41,8 @@ class Experts:
     """Of all shared experts together; 0 without."""
     shared_gate: bool = False
     """Whether a weight vector gates the shared experts."""
+    node_limit: int | None = None
+    """Nodes that the experts of a token are on at most: what leaves a node is sent once to each."""
     selection_bias: bool = False
     """Whether each expert has a bias that balances their loads."""
 

@@ -85,6 +85,8 @@ class Collective:
     bytes: Passes
     messages: Passes = Passes(1, 1, 0)
     """Number of collective calls of each pass."""
+    network_share: float = 1.0
+    """Of what goes to other nodes: the share that remains if a token is sent once to each node."""
 
 
 @dataclass(frozen=True)

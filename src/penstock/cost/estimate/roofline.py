@@ -53,7 +53,7 @@ def operation_seconds(operation: Operation, device: Device, precision: str) -> P
     )
 
 
-def link_of(group: str, device: Device, setting: Setting, stages: int = 1) -> Link:
+def link_of(group: str, device: Device, setting: Setting, stages: int = 1, network_share: float = 1.0) -> Link:
     """The link of a group's ranks. Ranks are numbered tensor, context, data, pipeline parallel, from inside."""
     t, c, node = setting.tensor_parallel, setting.context_parallel, device.node_devices
     share = device.attainable.links
@@ -69,7 +69,7 @@ def link_of(group: str, device: Device, setting: Setting, stages: int = 1) -> Li
     if reach[group] <= node:
         return inside
     if group == "expert":  # what goes to other nodes takes longer than what stays
-        leaving = (setting.expert_parallel - node) / (setting.expert_parallel - 1)
+        leaving = network_share * (setting.expert_parallel - node) / (setting.expert_parallel - 1)
         return Link(min(inside.bandwidth, outside.bandwidth / leaving), outside.latency)
     if group == "data":  # the ranks of the group in a node share the adapters of all of them
         local = max(1, min(node // t, setting.replicas))
@@ -79,7 +79,7 @@ def link_of(group: str, device: Device, setting: Setting, stages: int = 1) -> Li
 
 def collective_seconds(collective: Collective, device: Device, setting: Setting) -> Passes:
     """Of each pass."""
-    link = link_of(collective.group, device, setting)
+    link = link_of(collective.group, device, setting, network_share=collective.network_share)
     pairs = zip(collective.bytes, collective.messages)
     return Passes(*(size / link.bandwidth + calls * link.latency if size else 0.0 for size, calls in pairs))
 

@@ -124,7 +124,7 @@ class Setting:
         parts = 2 * self.context_parallel if self.context_parallel > 1 else 1
         if self.sequence_parallel:
             parts *= t
-        if self.sequence % parts:
+        if not problems and self.sequence % parts:
             why = f"--tp {t}, --cp {self.context_parallel}" if self.sequence_parallel else "twice --cp"
             near = self.sequence - self.sequence % parts
             problems.append(
