@@ -27,7 +27,7 @@ __all__ = [
     "with_measured_links",
 ]
 
-_KINDS = {"embedding": "embedding", "output": "head"}
+_KINDS = {"embedding": "embedding", "output": "head", "mtp block": "mtp"}
 
 
 def estimated_model(found: Estimate, ranks: int) -> Model:
