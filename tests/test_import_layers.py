@@ -28,7 +28,7 @@ LAYERS = (
     {"simulation"},
     {"search"},
     {"planning"},
-    {"view"},
+    {"view", "integrations"},
     {"penstock"},  # __init__.py, which only gathers names
     {"runtime"},
     {"pipelining"},  # torch's names

@@ -46,6 +46,7 @@ DOCUMENTED = {
     "CheckpointError",
     "CostsError",
     "EstimateError",
+    "ExportError",
     "FormatError",
     "MissingExtraError",
     "PartitionError",

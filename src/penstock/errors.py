@@ -10,6 +10,7 @@
     ├── CostsError               invalid costs, or costs that do not match the schedule
     ├── EstimateError            a model config or training setting that costs cannot be estimated for
     ├── PlanError                a plan request that is invalid or that no configuration satisfies
+    ├── ExportError              a schedule or layout that another trainer cannot run
     ├── SearchError              a search request that is invalid or that no order satisfies
     ├── MissingExtraError        an optional dependency is not installed
     ├── PartitionError           a model cannot be split into stages as requested
@@ -32,6 +33,7 @@ __all__ = [
     "CheckpointError",
     "CostsError",
     "EstimateError",
+    "ExportError",
     "FormatError",
     "MissingExtraError",
     "PartitionError",
@@ -110,6 +112,10 @@ class EstimateError(PenstockError):
 
 class PlanError(PenstockError):
     """A plan request that is invalid or that no configuration satisfies."""
+
+
+class ExportError(PenstockError):
+    """A schedule or layout that another trainer cannot run."""
 
 
 class SearchError(PenstockError):

@@ -18,6 +18,7 @@ from penstock.cli.compare import compare
 from penstock.cli.demo import demo
 from penstock.cli.doctor import doctor
 from penstock.cli.estimate import estimate
+from penstock.cli.export import export
 from penstock.cli.list import list_families
 from penstock.cli.plan import plan
 from penstock.cli.search import search
@@ -46,6 +47,7 @@ app.command("search")(search)
 app.command("estimate")(estimate)
 app.command("plan")(plan)
 app.command("trace")(trace)
+app.command("export")(export)
 app.command("verify-grads")(verify_grads)
 app.command("demo")(demo)
 app.command("doctor")(doctor)

@@ -1,0 +1,57 @@
+"""Export to Megatron: the flags of the schedules that it runs, 1F1B and interleaved 1F1B.
+
+Interleaved 1F1B has stages in a loop, equally many on each rank, in groups of `group` microbatches
+(`--microbatch-group-size-per-vp-stage`). Its order with overlapped pairs is `interleaved-overlap`
+(`--overlap-moe-expert-parallel-comm`). With a layout, the number of stages per rank follows from it.
+"""
+
+from __future__ import annotations
+
+from penstock.integrations.export import Export, check_layout, check_schedule, raise_problems
+from penstock.ir.schedule import Schedule
+from penstock.planning.layout import PipelineLayout
+
+__all__ = ["export_megatron"]
+
+_FAMILIES = ("1f1b", "interleaved-1f1b", "interleaved-overlap")
+
+
+def export_megatron(schedule: Schedule, layout: PipelineLayout, microbatch_size: int = 1) -> Export:
+    """The flags for Megatron."""
+    found, problems = check_schedule(schedule, "Megatron")
+    problems += check_layout(schedule, layout, can_be_empty=True)
+    known = [family for family in found.families if family.partition(" ")[0] in _FAMILIES]
+    per_rank = schedule.num_stages // schedule.num_ranks
+    if not known or schedule.placement.style != "loop":
+        nearest = "1f1b" if per_rank == 1 else f"interleaved-1f1b with {per_rank} stages per rank"
+        problems.append(
+            f"Megatron runs {', '.join(_FAMILIES)} only, and this schedule is {found}; nearest is {nearest}"
+        )
+    problems += _check_prediction(layout, schedule.num_ranks)
+    raise_problems("Megatron", schedule, problems)
+    family, _, group = known[0].partition(" --group ")
+    flags = [
+        f"--pipeline-model-parallel-size {schedule.num_ranks}",
+        f"--pipeline-model-parallel-layout '{layout}'",
+        f"--num-layers {layout.layers}",
+        f"--micro-batch-size {microbatch_size}",
+    ]
+    if layout.mtp_layers:
+        flags.append(f"--mtp-num-layers {layout.mtp_layers}")
+    if group:
+        flags.append(f"--microbatch-group-size-per-vp-stage {group}")
+    if family == "interleaved-overlap":
+        flags.append("--overlap-moe-expert-parallel-comm")
+    batch = schedule.microbatches * microbatch_size
+    notes = [f"--global-batch-size is {batch} times the data-parallel size"]
+    if per_rank == 1 and all(len(stage.layers) == len(layout[0].layers) for stage in layout):
+        notes.append("without --pipeline-model-parallel-layout Megatron makes the same stages")
+    return Export("Megatron", {"flags.txt": " \\\n".join(flags) + "\n"}, flags, notes)
+
+
+def _check_prediction(layout: PipelineLayout, ranks: int) -> list[str]:
+    """Megatron's own rules for multi-token prediction layers."""
+    stages = [number for number, stage in enumerate(layout) if stage.mtp_layers]
+    if stages and stages[0] < len(layout) - ranks:
+        return [f"MTP layers (m) must be in the last stage of their rank, and stage {stages[0]} is not"]
+    return []

@@ -1,0 +1,105 @@
+"""Export to torchtitan: the CSV of a schedule, and the settings of its `[parallelism]` and `[training]` tables.
+
+torchtitan takes the placement from the schedule's NAME, not from the CSV: a V with two stages per rank for
+ZBVZeroBubble and DualPipeV, else a loop with equally many stages on each rank. So the name is one with this
+placement, and the CSV has the order. If the order is that of the named schedule, there is no CSV. The CSV has
+F, I, W and B only: torch adds the messages and the sharding.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from penstock.formats import dumps
+from penstock.integrations.export import Export, check_layout, check_schedule, raise_problems
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import kinds_in
+from penstock.planning.layout import PipelineLayout
+
+__all__ = ["export_torchtitan"]
+
+_NAMES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved-1f1b": "Interleaved1F1B",
+    "looped-bfs": "LoopedBFS",
+    "interleaved-zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""torch's names of families."""
+_SINGLE = {"GPipe", "1F1B"}
+_CSV = "schedule.csv"
+_TOML = "torchtitan.toml"
+
+
+def export_torchtitan(
+    schedule: Schedule, layout: PipelineLayout, microbatch_size: int = 1, directory: str = ""
+) -> Export:
+    """The files for torchtitan, which finds them in `directory`; modules are named as in its Llama models."""
+    found, problems = check_schedule(schedule, "torchtitan")
+    problems += check_layout(schedule, layout, can_be_empty=False)
+    if layout.mtp_layers:
+        problems.append(f"torchtitan's models have no MTP layers, and the layout {layout} has some (m)")
+    placement = schedule.placement
+    per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
+    is_v = placement.style == "v" and per_rank == 2
+    if rest or not (is_v or placement.style == "loop"):
+        problems.append(
+            f"stages are on the ranks {list(placement.stage_to_rank)}, but torchtitan takes the placement from "
+            "the schedule's name: a loop with equally many stages on each rank, or a V with two; use one of "
+            "these"
+        )
+    raise_problems("torchtitan", schedule, problems)
+    own = [name for family in found.families if (name := _NAMES.get(family)) is not None]
+    named = [name for name in own if (name in _SINGLE) == (per_rank == 1)]
+    name = named[0] if named else "ZBVZeroBubble" if is_v else "1F1B" if per_rank == 1 else "Interleaved1F1B"
+    files = {} if named else {_CSV: dumps(_compute_only(schedule), "csv")}
+    settings = {
+        "pipeline_parallel_degree": schedule.num_ranks,
+        "pipeline_parallel_schedule": name,
+        **({} if named else {"pipeline_parallel_schedule_csv": str(Path(directory, _CSV))}),
+        "pipeline_parallel_microbatch_size": microbatch_size,
+    }
+    batch = {"local_batch_size": schedule.microbatches * microbatch_size}
+    files[_TOML] = _toml(settings, layout, batch)
+    flags = [f"--parallelism.{key}={value}" for key, value in settings.items()]
+    flags += [f"--training.{key}={value}" for key, value in batch.items()]
+    return Export("torchtitan", files, flags, _notes(schedule, name, is_named=bool(named)))
+
+
+def _notes(schedule: Schedule, name: str, *, is_named: bool) -> list[str]:
+    notes = [f"copy the tables of {_TOML} to the job's config: module_fqns_per_model_part has no flag"]
+    if not is_named:
+        notes.append(
+            f"{name} is given for its placement only; the order is that of {_CSV}, which each rank reads"
+        )
+    table = schedule.table
+    if not is_named and bool((table.slot[1:] == table.slot[:-1]).any()):
+        notes.append(
+            "torch's runtime runs both halves of an overlapped pair one after the other; test a step of this "
+            "schedule with a timeout first"
+        )
+    return notes
+
+
+def _compute_only(schedule: Schedule) -> Schedule:
+    kinds = [kind.number for kind in Kind if kind.is_compute]
+    return schedule.with_rows([row[np.isin(kinds_in(row), kinds)] for row in schedule.table.rows])
+
+
+def _toml(settings: dict[str, object], layout: PipelineLayout, batch: dict[str, int]) -> str:
+    lines = [
+        "[parallelism]",
+        *(f"{key} = {json.dumps(value)}" for key, value in settings.items()),
+        "module_fqns_per_model_part = [",
+    ]
+    for stage in layout:
+        modules = ["tok_embeddings"] * stage.has_embedding + [f"layers.{layer}" for layer in stage.layers]
+        lines.append(f"  {json.dumps(modules + ['norm', 'output'] * stage.has_head)},")
+    lines += ["]", "", "[training]", *(f"{key} = {value}" for key, value in batch.items()), ""]
+    return "\n".join(lines)
