@@ -9,6 +9,8 @@ from penstock.families.gpipe import gpipe, looped_bfs  # isort: skip
 from penstock.families.one_f_one_b import eager_1f1b, one_f_one_b  # isort: skip
 from penstock.families.interleaved import forward_only, interleaved_1f1b, interleaved_zero_bubble  # isort: skip
 from penstock.families.interleaved_overlap import interleaved_overlap  # isort: skip
+from penstock.families.grouped_interleaved import gis, gis_h  # isort: skip
+from penstock.families.pipe_offload import po_h  # isort: skip
 from penstock.families.zero_bubble import zb_h1, zb_h2  # isort: skip
 from penstock.families.zbv import zbv  # isort: skip
 from penstock.families.v_memory import v_half, v_min  # isort: skip
@@ -25,12 +27,15 @@ __all__ = [
     "families",
     "find",
     "forward_only",
+    "gis",
+    "gis_h",
     "gpipe",
     "interleaved_1f1b",
     "interleaved_overlap",
     "interleaved_zero_bubble",
     "looped_bfs",
     "one_f_one_b",
+    "po_h",
     "register",
     "v_half",
     "v_min",

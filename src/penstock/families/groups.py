@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock.families.rank_order import codes_of
+from penstock.families.rank_order import codes_of, defer_weights, keep_microbatches
 from penstock.ir.action import Kind
+from penstock.ir.placement import Placement
+from penstock.ir.table import Ints
 
 __all__ = ["Groups", "all_ranks", "half_the_ranks"]
 
@@ -57,6 +60,19 @@ class Groups(NamedTuple):
             for stage in stages
             for code in codes_of(kind, stage, range(start, min(start + self.size, self.microbatches)))
         ]
+
+    def split_orders(
+        self, placement: Placement, microbatches: int, weight_delay: Callable[[int], int]
+    ) -> list[Ints]:
+        """Per rank: a warm-up of (v - 1)g + p - 1 - r forwards, then F I W in turn, each W deferred."""
+        ranks, orders = placement.num_ranks, []
+        for rank, stages in enumerate(placement.stages_of_rank):
+            forwards = self.codes(Kind.F, stages)
+            inputs, weights = (self.codes(kind, stages[::-1]) for kind in (Kind.I, Kind.W))
+            warmup = min((len(stages) - 1) * self.size + ranks - 1 - rank, len(forwards))
+            rest = defer_weights(forwards[warmup:], inputs, weights, delay=weight_delay(rank))
+            orders.append(keep_microbatches(forwards[:warmup] + rest, microbatches))
+        return orders
 
     def name(self, family: str) -> str:
         """The name of the schedule: that of the family, with the group unless it is the default."""

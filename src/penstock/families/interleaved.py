@@ -42,7 +42,7 @@ F, B, W the forward, input-gradient and weight-gradient time of all stages of a 
 from __future__ import annotations
 
 from penstock.families.groups import Groups, all_ranks, half_the_ranks
-from penstock.families.rank_order import alternate, defer_weights, keep_microbatches
+from penstock.families.rank_order import alternate, keep_microbatches
 from penstock.families.registry import register
 from penstock.ir.action import Kind
 from penstock.ir.placement import Placement
@@ -82,13 +82,7 @@ def interleaved_zero_bubble(
     """Warm up with about half as many forwards, then alternate F and I; rank r defers each W by r backwards."""
     placement = Placement.loop(ranks, stages_per_rank)
     groups = Groups.of(ranks, microbatches, group, half_the_ranks(ranks))
-    orders = []
-    for rank, stages in enumerate(placement.stages_of_rank):
-        forwards = groups.codes(Kind.F, stages)
-        inputs, weights = (groups.codes(kind, stages[::-1]) for kind in (Kind.I, Kind.W))
-        warmup = min((stages_per_rank - 1) * groups.size + ranks - 1 - rank, len(forwards))
-        order = forwards[:warmup] + defer_weights(forwards[warmup:], inputs, weights, delay=rank)
-        orders.append(keep_microbatches(order, microbatches))
+    orders = groups.split_orders(placement, microbatches, weight_delay=lambda rank: rank)
     return Schedule.from_codes(orders, placement, microbatches, groups.name("interleaved-zero-bubble"))
 
 

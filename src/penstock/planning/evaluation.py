@@ -150,6 +150,7 @@ def training_schedules(ranks: int, microbatches: int, stages_per_rank: StagesPer
                 group=group,
             )
             key = (schedule.placement.stage_to_rank, schedule.table.code.tobytes())
-            if schedule.table.has(Kind.B, Kind.I) and key not in seen:
+            trains = schedule.table.has(Kind.B, Kind.I) and not schedule.table.has(Kind.OFFLOAD)
+            if trains and key not in seen:
                 seen.add(key)
                 yield schedule

@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.families import build, families
+from penstock.ir.action import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
@@ -62,7 +63,8 @@ def _family(problem: Problem, name: str) -> Schedule | None:
         )
     except PenstockError:  # the family does not support these counts
         return None
-    return schedule if schedule.placement == placement else None
+    fits = schedule.placement == placement and not schedule.table.has(Kind.OFFLOAD)
+    return schedule if fits else None
 
 
 def _zbv_greedy(problem: Problem) -> Schedule | None:
