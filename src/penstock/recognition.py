@@ -66,15 +66,14 @@ class Recognition:
 
 def recognize(schedule: Schedule) -> Recognition:
     """Compare the order of a schedule with that of every family of the same sizes and placement."""
-    given = _compute_only(schedule)
-    rows = _normal_form(given)
+    rows = _normal_form(schedule)
     counts = [len(own) for own in schedule.placement.stages_of_rank]
     stages = counts[0] if len(set(counts)) == 1 else ",".join(map(str, counts))
     sizes = f"p={schedule.num_ranks}, v={stages}, m={schedule.microbatches}"
     actions = sum(map(len, rows))
     equal: list[str] = []
     nearest: tuple[int, str, Schedule] | None = None
-    for name, built in _candidates(given):
+    for name, built in _candidates(_compute_only(schedule)):
         differing = sum(map(_differing, rows, _normal_form(built)))
         if not differing:
             equal.append(name)
@@ -95,7 +94,7 @@ def _compute_only(schedule: Schedule) -> Schedule:
 
 
 def _normal_form(schedule: Schedule) -> list[Ints]:
-    return list(SplitBackward()(schedule).table.rows)
+    return list(SplitBackward()(_compute_only(schedule)).table.rows)
 
 
 def _differing(row: Ints, other: Ints) -> int:
@@ -125,6 +124,8 @@ def _built(family: Family, like: Schedule, group: int | None) -> Schedule:
 
 def _groups(family: Family, schedule: Schedule) -> list[int | None]:
     """The default group, and the one that the first forwards of the first rank have."""
+    if schedule.num_stages == schedule.num_ranks:  # groups of all sizes are alike
+        return [None]
     allowed = family.group_range(schedule.num_ranks, schedule.microbatches)
     stages, forwards = schedule.table.stage, schedule.table.of_kind(Kind.F)
     first = stages[: len(schedule.table.rows[0])]
@@ -137,7 +138,7 @@ def _groups(family: Family, schedule: Schedule) -> list[int | None]:
 def _first_difference(schedule: Schedule, family: Schedule) -> Difference:
     """The difference with the lowest position in a list, in the steps of both schedules."""
     found = []
-    for rank, (row, other) in enumerate(zip(_normal_form(_compute_only(schedule)), _normal_form(family))):
+    for rank, (row, other) in enumerate(zip(_normal_form(schedule), _normal_form(family))):
         common = min(len(row), len(other))
         differs = np.flatnonzero(row[:common] != other[:common])
         if len(differs) or len(row) != len(other):

@@ -36,7 +36,7 @@ def test_a_valid_schedule_exits_with_0_and_names_the_send_models(run: Run) -> No
     assert result.out == (
         "valid.csv: valid (2 ranks, 2 stages, 2 microbatches, 8 steps, compute); "
         "no deadlock under send models buffered, edge-streams, pair-streams, shared-stream, rendezvous\n"
-        "order: 1f1b (p=2, v=1, m=2), the same as eager-1f1b, interleaved-1f1b\n"
+        "order: 1f1b (p=2, v=1, m=2), the same as eager-1f1b, interleaved-1f1b, gis, gis-h, po-h\n"
     )
 
 
@@ -53,7 +53,14 @@ def test_json_of_a_valid_schedule_has_the_documented_keys(run: Run) -> None:
     assert set(result.json) == ANSWER
     assert result.json["valid"] is True
     assert result.json["violations"] == []
-    assert result.json["order"]["families"] == ["1f1b", "eager-1f1b", "interleaved-1f1b"]
+    assert result.json["order"]["families"] == [
+        "1f1b",
+        "eager-1f1b",
+        "interleaved-1f1b",
+        "gis",
+        "gis-h",
+        "po-h",
+    ]
     assert (result.json["file"], result.json["ranks"], result.json["level"]) == ("valid.csv", 2, "compute")
 
 

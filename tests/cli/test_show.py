@@ -23,7 +23,7 @@ rank 1  ·  F0 B0─── F1 B1─── ·  ·
 
 9 time units (F, I, W: 1, B: 2, communication: 0), 33.3% idle
 """
-ORDER = "order: 1f1b (p=2, v=1, m=2), the same as eager-1f1b, interleaved-1f1b\n"
+ORDER = "order: 1f1b (p=2, v=1, m=2), the same as eager-1f1b, interleaved-1f1b, gis, gis-h, po-h\n"
 
 
 # --- printed output --------------------------------------------------------------------------------

@@ -154,7 +154,11 @@ OUT_OF_RANGE = "group of interleaved-1f1b must be from 4 to 8, the microbatches 
 @pytest.mark.parametrize(
     ("name", "group", "message"),
     [
-        ("interleaved-1f1b", 3, f"{OUT_OF_RANGE.format(3)}icrobatches); interleaved-zero-bubble, gis can have 3"),
+        (
+            "interleaved-1f1b",
+            3,
+            f"{OUT_OF_RANGE.format(3)}icrobatches); interleaved-zero-bubble, gis can have 3",
+        ),
         ("interleaved-1f1b", 9, OUT_OF_RANGE.format(9)),
         ("interleaved-zero-bubble", 1, "group of interleaved-zero-bubble must be from 2 to 8"),
         ("looped-bfs", 4, "looped-bfs has no group (given 4): remove it, or use interleaved-1f1b"),

@@ -15,7 +15,9 @@ SIZES = [(p, v) for p in range(2, 9) for v in (2, 3, 4)]
 UNEQUAL = Costs(forward=2, backward_input=3, backward_weight=1)
 
 
-def timeline(name: str, p: int, v: int, m: int, costs: Costs | None = None, group: int | None = None) -> Timeline:
+def timeline(
+    name: str, p: int, v: int, m: int, costs: Costs | None = None, group: int | None = None
+) -> Timeline:
     made = penstock.build(name, ranks=p, microbatches=m, stages_per_rank=v, group=group)
     return simulate(made, costs)
 

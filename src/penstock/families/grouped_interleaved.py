@@ -54,9 +54,7 @@ def gis(ranks: int, microbatches: int, stages_per_rank: int, *, group: int | Non
 def gis_h(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Groups of ceil(p/2) microbatches: a stage waits for its input, and holds half as many activations."""
     half = half_the_ranks(ranks)
-    return _schedule(
-        ranks, microbatches, stages_per_rank, Groups.of(ranks, microbatches, half, half), "gis-h"
-    )
+    return _schedule(ranks, microbatches, stages_per_rank, Groups.of(ranks, microbatches, half, half), "gis-h")
 
 
 def _schedule(ranks: int, microbatches: int, stages_per_rank: int, groups: Groups, name: str) -> Schedule:
