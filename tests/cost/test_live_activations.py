@@ -13,7 +13,7 @@ from penstock.families import families
 
 def test_peaks_equal_those_of_the_simulator() -> None:
     for name in families():
-        if name == "forward-only":
+        if name in ("forward-only", "po-h"):  # copies to the host have to be simulated
             continue
         schedule = penstock.build(name, ranks=3, microbatches=7)
         n = schedule.num_stages

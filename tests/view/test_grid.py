@@ -134,7 +134,7 @@ def test_a_width_that_is_not_possible_gives_one_column_at_a_time(width: int) -> 
     assert len(lines(LOWERED, width)) == 2 * 9 - 1  # two ranks, one in each panel
 
 
-@pytest.mark.parametrize("family", penstock.families())
+@pytest.mark.parametrize("family", [name for name in penstock.families() if name != "po-h"])
 def test_every_step_is_in_the_picture_of_its_rank(family: str) -> None:
     schedule = penstock.build(family, ranks=3, microbatches=4)
     several = schedule.num_stages > schedule.num_ranks

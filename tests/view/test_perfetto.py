@@ -106,7 +106,7 @@ def check_names(found: list[Entry]) -> None:
 def check_slices(slices: list[Entry]) -> None:
     by_thread = defaultdict(list)
     for entry in slices:
-        assert entry["cat"] in ("compute", "communication", "collective")
+        assert entry["cat"] in ("compute", "communication", "collective", "offload", "reload")
         by_thread[entry["tid"]].append((ns(entry["ts"]), ns(entry["ts"]) + ns(entry["dur"])))
     for spans in by_thread.values():
         for (_, end), (start, _) in pairwise(spans):
