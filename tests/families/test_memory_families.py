@@ -1,4 +1,4 @@
-"""Promises of GIS, GIS-H and PO-H: memory and idle time are what the PipeOffload paper and our docstrings say."""
+"""Promises of GIS, GIS-H and PO-H: memory and idle time are as published, and as the docstrings say."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """PO-H: half of the activations, those that live longest, wait on the host.
 
-A rank works in rounds of F, I and W. A microbatch reaches the next local stage about p/2 rounds later, and every
-stage gets a microbatch every v rounds, so that the rank holds about as much in every round:
+A rank works in rounds of F, I and W. A microbatch reaches the next local stage about p/2 rounds later, and
+every stage gets a microbatch every v rounds, so that the rank holds about as much in every round:
 
-    starts    stage c of a rank begins with its first microbatch in round c·h + c div (v / gcd(v, h)), h = ceil(p/2);
-              no two starts are equal modulo v, so a round has one F, and one I with its W
+    starts    stage c of a rank begins with its first microbatch in round c·h + c div (v / gcd(v, h)), where
+              h = ceil(p/2); no two starts are equal modulo v, so a round has one F, and one I with its W
     backward  stages in reverse, from round (start of the last stage) + p - 1 - r on
     offload   all microbatches of the first half of a rank's stages, every second one of the middle stage of an
               odd number; but none that is used in the next round
     OFFLOAD   directly after F
-    RELOAD    one round before I, so a copy of at most F + B + W seconds is hidden
+    RELOAD    one round before I, so a copy of at most F + B + W seconds is hidden after the warm-up
 
 Legend: p ranks, r this rank, v stages per rank, m microbatches; F, B, W the time of a stage's forward, input
 gradient and weight gradient. Memory counts activations of a stage; those of the whole model for one microbatch
@@ -20,7 +20,7 @@ are M = p·v. Idle is the makespan minus the compute time of a rank.
     idle      less than the 3v(p - 1) of 1F1B at F = B = W
 
 The memory is the mean over rounds. Stage c holds an activation for about p + 2h(v - 1 - c) rounds and takes one
-every v rounds, so the stages of the second half hold (h(v/2)(v/2 - 1) + pv/2)/v, which at h = p/2 is (v + 2)p/8.
+every v rounds, so the stages of the second half hold (h(v/2)(v/2 - 1) + pv/2)/v; at h = p/2 that is (v + 2)p/8.
 With odd v, half of the middle stage is more than that: (v + 1)²p/8v, 2p/3 instead of 5p/8 for v = 3.
 """
 
