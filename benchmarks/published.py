@@ -17,6 +17,7 @@ from pathlib import Path
 
 import penstock
 from penstock.cost.estimate import ModelConfig, Setting, config_of_keys, device, estimate, read_config
+from penstock.cost.estimate.devices import Attainable
 from penstock.ir.placement import Placement
 from penstock.planning.estimated import even_blocks, stage_costs
 
@@ -134,8 +135,9 @@ FIRST_SHARES = (0.72, 0.55, 0.8, 5e-6)
 
 def share_errors(shares: tuple[float, ...]) -> tuple[float, float, float]:
     """Largest and root mean square error of the first column, and largest error of the ratios, in %."""
-    a100 = device("a100")
-    assumed = replace(a100, attainable=replace(a100.attainable, **dict(zip(SHARES, shares))))
+    a100, (matmul, attention, memory, kernel) = device("a100"), shares
+    links = a100.attainable.links
+    assumed = replace(a100, attainable=Attainable(matmul, attention, memory, links, kernel))
     first, ratios = [], []
     for (ranks, sequence), theirs in MFU.items():
         mine = []
@@ -151,7 +153,7 @@ def share_errors(shares: tuple[float, ...]) -> tuple[float, float, float]:
 
 
 def print_shares() -> None:
-    every = list(product(*SHARES.values()))
+    every: list[tuple[float, ...]] = list(product(*SHARES.values()))
     errors = {each: share_errors(each) for each in (FIRST_SHARES, *every)}
     within = sum(errors[each][2] <= 2.5 for each in every)
     print(f"{within} of {len(every)} combinations have all 18 ratios within 2.5 %")
@@ -159,7 +161,11 @@ def print_shares() -> None:
         "matmul, attention, memory, kernel: % error of the first column (largest, rms); of the ratios (largest)"
     )
     by_largest, by_rms = (sorted(every, key=lambda each: errors[each][n])[:3] for n in (0, 1))
-    rows = {"first": [FIRST_SHARES], "best by largest": by_largest, "best by rms": by_rms}
+    rows: dict[str, list[tuple[float, ...]]] = {
+        "first": [FIRST_SHARES],
+        "best by largest": by_largest,
+        "best by rms": by_rms,
+    }
     for name, chosen in rows.items():
         for each in chosen:
             largest, rms, ratio = errors[each]
