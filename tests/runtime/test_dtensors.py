@@ -46,7 +46,7 @@ def test_a_pipeline_trains_as_one_process_with(pools: Pools, way: str) -> None:
 
 
 def test_float32_results_are_those_of_one_process(pools: Pools) -> None:
-    schedule = build("zbv", ranks=2, microbatches=4)
+    schedule = build("zb-h1", ranks=2, microbatches=2)
     assert_trains(pools, [TensorCase(schedule, "pieces", dtype=torch.float32, steps=1)])
 
 

