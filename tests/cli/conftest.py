@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.command_line import COLOUR_VARIABLES, CommandResult, Run
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """Run a command in an empty directory, on a terminal 80 columns wide."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", "", raising=False)  # a script, not a module
     monkeypatch.setenv("COLUMNS", "80")
     for name in COLOUR_VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -71,16 +71,11 @@ def test_the_version_is_printed(run: Run) -> None:
 # --- completion ------------------------------------------------------------------------------------
 
 
-def completions(line: str, tmp_path: Path) -> list[str]:
-    """What bash offers for a partial line."""
-    environment = {
-        "_PENSTOCK_COMPLETE": "complete_bash",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(line.split(" ")) - 1),
-    }
-    result = run_process(cwd=tmp_path, environment=environment)
-    assert result.err == ""
-    return result.out.split()
+def ask_to_complete(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Set what bash sets when it asks for the completions of a partial line."""
+    monkeypatch.setenv("_PENSTOCK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
 
 
 @pytest.mark.parametrize(
@@ -95,9 +90,11 @@ def completions(line: str, tmp_path: Path) -> list[str]:
     ],
 )
 def test_bash_completes_commands_families_options_and_presets(
-    line: str, expected: set[str], tmp_path: Path
+    line: str, expected: set[str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert set(completions(line, tmp_path)) == expected
+    ask_to_complete(monkeypatch, line)
+    result = run()
+    assert (set(result.out.split()), result.err) == (expected, "")
 
 
 def test_completion_can_be_installed_and_shown(run: Run) -> None:
@@ -107,7 +104,10 @@ def test_completion_can_be_installed_and_shown(run: Run) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_gets_a_completion_script_that_calls_penstock(shell: str, tmp_path: Path) -> None:
-    result = run_process(cwd=tmp_path, environment={"_PENSTOCK_COMPLETE": f"source_{shell}"})
+def test_each_shell_gets_a_completion_script_that_calls_penstock(
+    shell: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_PENSTOCK_COMPLETE", f"source_{shell}")
+    result = run()
     assert (result.code, result.err) == (0, "")
     assert f"_PENSTOCK_COMPLETE=complete_{shell}" in result.out

@@ -27,8 +27,8 @@ from tests.oracles import torch_schedules as torch
 from tests.support.grids import small
 
 RANKS = range(1, 9)
-STAGES_PER_RANK = range(1, 5)
-MICROBATCHES = range(1, 25)
+STAGES_PER_RANK = range(1, 4)
+MICROBATCHES = (*range(1, 10), 12, 16, 17, 24)
 SINGLE = ("GPipe", "1F1B")
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
@@ -68,12 +68,12 @@ def test_single_stage_schedules_execute_in_the_order_of_torch(name: str, ranks: 
         ours = penstock.build(name, ranks=ranks, microbatches=microbatches)
         assert rows_of(ours) == theirs
         assert_lowered_equal(ours)
-    assert accepted >= len(MICROBATCHES) - ranks
+    assert accepted >= len([m for m in MICROBATCHES if m >= ranks])
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", MULTI)
-@small(lambda ranks: ranks <= 4)
+@small(lambda ranks: ranks in {1, 2, 3})
 def test_multi_stage_schedules_equal_those_of_torch(name: str, ranks: int) -> None:
     accepted = 0
     for stages_per_rank, microbatches in itertools.product(STAGES_PER_RANK, MICROBATCHES):
@@ -86,14 +86,15 @@ def test_multi_stage_schedules_equal_those_of_torch(name: str, ranks: int) -> No
         assert rows_of(ours) == torch.as_rows(theirs.pipeline_order)
         lowered = torch.as_rows(theirs.pipeline_order_with_comms)
         assert reshards_sorted(rows_of(lower(ours))) == reshards_sorted(lowered)
-    assert accepted >= len(MICROBATCHES) - 2 * ranks
+    assert accepted >= len([m for m in MICROBATCHES if m % ranks == 0 and m >= 2 * ranks])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", MULTI)
+@small(lambda ranks: ranks in {2, 3})
 def test_deferred_receives_equal_those_of_torch_where_torch_keeps_channel_order(name: str, ranks: int) -> None:
     passes = (AddSharding(), AddGradReduction(), AddCommunication(), DeferReceives(past_sends=True))
-    for stages_per_rank, microbatches in itertools.product((1, 2, 3), (1, 2, 4, 6, 8, 12)):
+    for stages_per_rank, microbatches in itertools.product((1, 2, 3), (1, 2, 4, 6, 12)):
         try:
             theirs = torch.as_rows(
                 torch.built(

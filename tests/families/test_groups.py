@@ -54,13 +54,13 @@ def megatron(p: int, m: int, v: int, n: int) -> list[list[str]]:
 
 def test_where_megatron_accepts_the_group_the_order_is_megatrons() -> None:
     compared = 0
-    for p, m, v in itertools.product((2, 3, 4, 5), range(2, 18), (1, 2, 3)):
+    for p, m, v in itertools.product((2, 3, 4), range(2, 15), (1, 2, 3)):
         for n in range(p, m + 1):
             if 0 < m % n < p:
                 continue  # Megatron raises
             assert rows_of(build("interleaved-1f1b", p, m, v, n)) == megatron(p, m, v, n)
             compared += 1
-    assert compared > 300
+    assert compared > 150
 
 
 @pytest.mark.parametrize("name", [*TRAINING, "forward-only"])
@@ -78,11 +78,11 @@ def test_a_group_of_all_microbatches_runs_forwards_breadth_first(name: str) -> N
             assert simulate(build(name, p, m, v, m)).span == simulate(build("looped-bfs", p, m, v)).span
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("name", [*TRAINING, "forward-only"])
 @small(lambda p: p in (2, 3))
 def test_every_group_is_valid_compute_only_and_lowered(name: str, p: int) -> None:
-    for m, v in itertools.product((1, 2, 3, 4, 5, 7, 8, 9, 13), (1, 2, 3, 4)):
+    for m, v in itertools.product((1, 2, 3, 4, 7, 9), (1, 2, 3)):
         least = 1 if name == "forward-only" else min(smallest(name, p), m)
         for group in range(least, m + 1):
             schedule = build(name, p, m, v, group)
@@ -90,7 +90,7 @@ def test_every_group_is_valid_compute_only_and_lowered(name: str, p: int) -> Non
             assert penstock.validate(penstock.lower(schedule)) == []
 
 
-@pytest.mark.parametrize(("p", "v"), list(itertools.product((2, 3, 4, 5, 8), (2, 3, 4))))
+@pytest.mark.parametrize(("p", "v"), list(itertools.product((2, 3, 4, 7), (2, 3))))
 def test_memory_grows_by_one_activation_of_each_further_stage(p: int, v: int) -> None:
     for g, groups in itertools.product(range((p + 1) // 2, 2 * p + 1), (2, 3, 4)):
         m = g * groups
@@ -110,7 +110,7 @@ def with_weights_after_inputs(schedule: Schedule) -> Schedule:
     return Schedule(rows, schedule.placement, schedule.microbatches, "gis")
 
 
-@pytest.mark.parametrize(("p", "v"), list(itertools.product((2, 3, 4, 5, 6, 8), (2, 3, 4))))
+@pytest.mark.parametrize(("p", "v"), list(itertools.product((2, 3, 4, 8), (2, 3))))
 def test_idle_and_memory_of_small_groups_equal_the_published_ones(p: int, v: int) -> None:
     """PipeOffload: (d - 1)(F + B) idle, plus (d - g)(v - 1)(F + B - W) in groups of g, at F = B = W."""
     for g in range((p + 1) // 2, p + 1):
@@ -125,12 +125,12 @@ def test_idle_and_memory_of_small_groups_equal_the_published_ones(p: int, v: int
         assert idle <= 2 * (p - 1) + (p - g) * (v - 1)
 
 
-@pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", TRAINING)
 @small(lambda p: p <= 3)
 def test_larger_groups_hide_more_latency_with_more_memory(name: str, p: int) -> None:
     """For groups that divide m: time never rises, memory always does, and slow hops cost less at the end."""
-    for m, v, latency in itertools.product((8, 12, 24), (2, 3), (0.1, 0.5, 1, 2, 5)):
+    for m, v, latency in itertools.product((8, 12, 24), (2, 3), (0.1, 1, 5)):
         groups = [g for g in range(p, m + 1) if m % g == 0]
         built = [build(name, p, m, v, g) for g in groups]
         times = [simulate(each, Costs(latency=latency)).makespan for each in built]

@@ -40,8 +40,8 @@ def peaks(schedule: Schedule) -> list[int]:
 
 
 def numbers(name: str) -> Iterator[tuple[int, int, int | None]]:
-    per_rank = [None] if FAMILIES[name].stages_per_rank else [1, 2, 3, 4]
-    yield from itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 5, 7, 8, 9, 12, 17), per_rank)
+    per_rank = [None] if FAMILIES[name].stages_per_rank else [1, 2, 3]
+    yield from itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 4, 7, 12), per_rank)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -76,11 +76,11 @@ def accepted_by_torch(name: str, ranks: int, microbatches: int) -> bool:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev"])
 def test_where_torch_rejects_the_numbers_we_are_not_slower_than_its_next_larger_schedule(name: str) -> None:
     rejected = 0
-    for ranks, microbatches in itertools.product(range(1, 9), range(1, 25)):
+    for ranks, microbatches in itertools.product((2, 3, 4, 7), range(1, 18)):
         if accepted_by_torch(name, ranks, microbatches):
             continue
         larger = next(m for m in itertools.count(microbatches) if accepted_by_torch(name, ranks, m))
-        for per_rank in [None] if FAMILIES[name].stages_per_rank else [1, 2, 3, 4]:
+        for per_rank in [None] if FAMILIES[name].stages_per_rank else [1, 2, 3]:
             rejected += 1
             ours, theirs = (
                 penstock.build(name, ranks=ranks, microbatches=m, stages_per_rank=per_rank)
@@ -88,7 +88,7 @@ def test_where_torch_rejects_the_numbers_we_are_not_slower_than_its_next_larger_
             )
             assert penstock.validate(penstock.lower(ours)) == []
             assert length(ours) <= length(theirs)
-    assert rejected > 20
+    assert rejected > 10
 
 
 @pytest.mark.parametrize(
