@@ -28,10 +28,11 @@ LAYERS = (
     {"simulation"},
     {"search"},
     {"planning"},
-    {"view", "integrations"},
+    {"view"},
     {"penstock"},  # __init__.py, which only gathers names
     {"runtime"},
     {"pipelining"},  # torch's names
+    {"integrations"},
     {"cli"},
     {"__main__"},
 )
