@@ -35,7 +35,7 @@ def train(rank: int, port: int) -> Pipeline:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
     dist.init_process_group("gloo")
-    pipeline = Pipeline([nn.Linear(4, 4)], "1f1b", microbatches=2, loss=mse_loss, timeout=60)
+    pipeline = Pipeline([nn.Linear(4, 4)], "1f1b", microbatches=2, loss=mse_loss, timeout=600)
     for _ in range(3):
         pipeline.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     return pipeline
