@@ -8,6 +8,7 @@ import pytest
 
 from penstock import Costs, Schedule, Timeline, build, lower, simulate
 from penstock.errors import CostsError
+from penstock.lowering import DEFAULT_PASSES, Offload, Pass, Recompute
 from penstock.simulation.calibration import calibrate, errors_by_kind
 
 TRUE = Costs(
@@ -61,6 +62,22 @@ def test_all_to_all_is_not_counted_twice() -> None:
         CostsError, match=r"F of stage 1 took 1\.5 s, less than .* 4 s: lower forward_all_to_all"
     ):
         calibrate([wrong])
+
+
+def test_the_host_link_of_each_rank_and_recomputation() -> None:
+    memory = replace(TRUE, recompute=(0.75, 1.25), activation=(8, 4), host_bandwidth=(16, 2), host_latency=0.5)
+    schedule = build("gpipe", ranks=2, microbatches=6)
+    rows: list[list[Pass]] = [[Recompute(), Offload(stages=(0,))], [Offload()], [Recompute(stages=(1,))]]
+    timelines = [simulate(lower(schedule, [*passes, *DEFAULT_PASSES]), memory) for passes in rows]
+    unknown = replace(memory, host_bandwidth=None, recompute=None)
+    found = calibrate([replace(each, costs=unknown) for each in timelines])
+    assert found.recompute == pytest.approx(memory.recompute)
+    assert found.host_bandwidth == pytest.approx(memory.host_bandwidth)
+    assert found.launch_overhead == pytest.approx(0)
+    # a rank without copies gets the bandwidth of the others
+    one = simulate(lower(schedule, [Offload(stages=(1,)), *DEFAULT_PASSES]), memory)
+    assert calibrate([one]).host_bandwidth == pytest.approx((2, 2))
+    assert calibrate([timeline("1f1b", memory)]).host_bandwidth == (16, 2)
 
 
 def test_errors_are_shares_of_what_was_measured_by_kind_and_for_the_step() -> None:

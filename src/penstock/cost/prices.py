@@ -41,6 +41,7 @@ __all__ = [
     "edge_prices",
     "exposed_all_to_all",
     "host_copies_take_time",
+    "host_copy_bytes",
     "host_copy_seconds",
     "message_bytes",
     "message_seconds",
@@ -127,19 +128,27 @@ def step_seconds(table: ActionTable, costs: Costs) -> Floats:
     return total
 
 
-def host_copy_seconds(table: ActionTable, costs: Costs) -> Floats:
-    """Per part: seconds that an OFFLOAD or RELOAD occupies its direction of the host link; 0 for others."""
-    seconds = np.zeros(len(table.code))
-    ranks = table.placement.num_ranks
+def host_copy_bytes(table: ActionTable, costs: Costs) -> Floats:
+    """Per part: bytes that an OFFLOAD or RELOAD moves; 0 for others."""
+    moved = np.zeros(len(table.code))
     for kind, moment in ((Kind.OFFLOAD, Moment.END), (Kind.RELOAD, Moment.START)):
         if table.has(kind):
             changed, change = changed_bytes(table, costs, MemoryLine.ACTIVATIONS, moment)
             is_copy = table.of_kind(kind)[changed]
-            parts, size = changed[is_copy], np.abs(change[is_copy])
-            rank = table.part_rank[parts]
-            seconds[parts] = np.array(costs.per_rank("host_latency", ranks))[rank]
-            if costs.host_bandwidth is not None:
-                seconds[parts] += size / np.array(costs.per_rank("host_bandwidth", ranks))[rank]
+            moved[changed[is_copy]] = np.abs(change[is_copy])
+    return moved
+
+
+def host_copy_seconds(table: ActionTable, costs: Costs) -> Floats:
+    """Per part: seconds that an OFFLOAD or RELOAD occupies its direction of the host link; 0 for others."""
+    seconds, parts = np.zeros(len(table.code)), np.flatnonzero(table.of_kind(Kind.OFFLOAD, Kind.RELOAD))
+    if not parts.size:
+        return seconds
+    rank, ranks = table.part_rank[parts], table.placement.num_ranks
+    seconds[parts] = np.array(costs.per_rank("host_latency", ranks))[rank]
+    if costs.host_bandwidth is not None:
+        speed = np.array(costs.per_rank("host_bandwidth", ranks))
+        seconds[parts] += host_copy_bytes(table, costs)[parts] / speed[rank]
     return seconds
 
 

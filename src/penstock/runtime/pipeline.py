@@ -233,12 +233,16 @@ class Pipeline:
         return largest
 
     @contextmanager
-    def profile(self) -> Iterator[Profile]:
-        """Record the timelines of the steps inside, and the costs derived from them; all ranks must call it."""
+    def profile(self, *, memory: bool = False) -> Iterator[Profile]:
+        """Record the timelines of the steps inside, and the costs derived from them; all ranks must call it.
+
+        With `memory` also the bytes that each rank holds, which takes some time after each action.
+        """
         if self._runner.recorder is not None:
             raise PipelineError("this pipeline is already being profiled")
         with self._collective("profile()"):
-            recorder = Recorder(self._runner.begin_collective("profile()"))
+            name = "profile(memory=True)" if memory else "profile()"
+            recorder = Recorder(self._runner.begin_collective(name), memory=memory)
         self._runner.recorder = recorder
         try:
             yield self._runner.recorder.profile

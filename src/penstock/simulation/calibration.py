@@ -3,6 +3,7 @@
 Steps of several schedules may be combined: one with B and one with I and W give both. Means, not medians,
 because the makespan is a sum along a path: what now and then takes longer must count. A clock around a step
 does not tell its all-to-all from its compute: the all-to-all stays as in the known costs, the rest is compute.
+Nor does it tell the latency of a copy to the host from its transfer: the latency stays as it is known.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from penstock.cost.costs import Costs
-from penstock.cost.prices import edge_prices, stream_seconds
+from penstock.cost.prices import edge_prices, host_copy_bytes, stream_seconds
 from penstock.errors import CostsError
 from penstock.ir.kinds import Kind
 from penstock.simulation.timeline import Timeline
@@ -54,6 +55,7 @@ def calibrate(timelines: Sequence[Timeline], links: Costs | None = None) -> Cost
     return replace(
         base,
         **found,
+        **_host_link(timelines, base),
         latency=_latency(timelines, base) or base.latency,
         launch_overhead=sum(map(_overhead, timelines)) / steps if steps else 0.0,
     )
@@ -95,13 +97,42 @@ def _derived(means: Means, num_stages: int) -> dict[str, tuple[float, ...]]:
     return {str(_COMPUTE[kind]): seconds for kind, seconds in known.items()}
 
 
+def _host_link(timelines: Sequence[Timeline], base: Costs) -> dict[str, Any]:
+    """The bandwidth of each rank's link to the host; ranks without copies have that of all others together."""
+    ranks = max(timeline.schedule.num_ranks for timeline in timelines)
+    moved, seconds = np.zeros(ranks), np.zeros(ranks)
+    for timeline in timelines:
+        table = timeline.schedule.table
+        parts = np.flatnonzero(table.of_kind(Kind.OFFLOAD, Kind.RELOAD))
+        rank, slot = table.part_rank[parts], table.slot[parts]
+        latency = np.array(base.per_rank("host_latency", table.placement.num_ranks))[rank]
+        taken = np.maximum((timeline.end - timeline.start)[slot] - latency, 0.0)
+        np.add.at(moved, rank, host_copy_bytes(table, base)[parts])
+        np.add.at(seconds, rank, taken)
+    known = (moved > 0) & (seconds > 0)
+    if not known.any():
+        return {}
+    speed = np.full(ranks, moved[known].sum() / seconds[known].sum())
+    speed[known] = moved[known] / seconds[known]
+    return {"host_bandwidth": tuple(speed.tolist())}
+
+
 def _overhead(timeline: Timeline) -> float:
-    """Seconds of all steps that are not compute, and of the time before steps that wait for no message."""
-    rank = timeline.schedule.table.rank
+    """Seconds of all steps that are not compute, and of the time before steps that wait for no message.
+
+    A copy to the host is neither: it has its own cost, and other steps may run meanwhile.
+    """
+    table = timeline.schedule.table
+    rank, end = table.rank, timeline.end
+    copies = np.zeros(len(rank), dtype=np.bool_)
+    copies[table.slot[table.of_kind(Kind.OFFLOAD, Kind.RELOAD)]] = True
     before = np.zeros(len(rank))
-    before[1:] = np.where(rank[1:] == rank[:-1], timeline.start[1:] - timeline.end[:-1], 0.0)
+    before[1:] = np.where(rank[1:] == rank[:-1], timeline.start[1:] - end[:-1], 0.0)
+    if copies.any():
+        before[before < 0] = 0.0
+        before[copies] = before[table.host_copy_waits[1]] = 0.0
     before[[message.consumer for message in timeline.messages]] = 0.0
-    return float((timeline.end - timeline.start)[~timeline.is_compute].sum() + before.sum())
+    return float((end - timeline.start)[~timeline.is_compute & ~copies].sum() + before.sum())
 
 
 def _latency(timelines: Sequence[Timeline], base: Costs) -> tuple[float, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-from contextlib import closing
-from itertools import cycle
+import os
+import resource
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,42 +17,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock import Kind, PipelineError, Schedule, StepFailedError, build, simulate
-from penstock.lowering import DEFAULT_PASSES, Offload, Pass, Recompute, SplitBackward, lower
+from penstock.lowering import Offload
 from penstock.runtime import Pipeline
 from penstock.runtime.execution.offloading import HostStore, Offloadable, SavedTensors
-from tests.support.families import FAMILIES
-from tests.support.grids import small
-from tests.support.models import MODELS
 from tests.support.pool import Pools
-from tests.support.reference import TIMEOUT, Case, problems_of, run_cases
-
-WAYS: tuple[list[Pass], ...] = (
-    [Offload(ahead=0)],
-    [Recompute(), Offload(ahead=0)],
-    [Offload(stages=(0,), ahead=1)],
-)
-
-
-@pytest.mark.parametrize("p", [2, 4])
-@small(lambda p: p == 2)
-def test_families_train_to_the_same_bits(pools: Pools, p: int) -> None:
-    ways, tasks = cycle(WAYS), cycle(("transformer", "dropout", "mlp", "checkpointed"))
-    families = FAMILIES if p == 4 else ("gpipe", "zbv", "interleaved-1f1b", "dualpipev")
-    cases = [
-        Case(lower(build(family, ranks=p, microbatches=2 * p), next(ways)), next(tasks), steps=3)
-        for family in families
-    ]
-    assert not problems_of(cases, pools(p).run(run_cases, cases))
-
-
-@pytest.mark.parametrize("way", [0, 1])
-@small(lambda way: False)  # noqa: ARG005
-def test_every_model_trains_to_the_same_bits(pools: Pools, way: int) -> None:
-    schedule = build("gpipe", ranks=2, microbatches=4)
-    passes: list[Pass] = [*([SplitBackward()] if way else []), *WAYS[way], *DEFAULT_PASSES]
-    cases = [Case(lower(schedule, passes), task, steps=3) for task in MODELS]
-    assert not problems_of(cases, pools(2).run(run_cases, cases))
-
+from tests.support.reference import TIMEOUT
 
 # --- on one rank -----------------------------------------------------------------------------------
 
@@ -129,41 +101,61 @@ def test_a_tensor_that_was_changed_after_it_was_saved_is_an_error() -> None:
         pipeline.step(torch.randn(4, 4), target=torch.randn(4, 4))
 
 
-def test_a_full_disk_is_the_error_of_the_step_and_the_next_step_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with closing(Pipeline({0: Watched()}, ORDER, loss=nn.functional.mse_loss)) as pipeline:
-        with monkeypatch.context() as patch:
-            patch.setattr(HostStore, "put", full)
-            with pytest.raises((OSError, PipelineError), match="No space left"):
-                pipeline.step(torch.randn(4, 4), target=torch.randn(4, 4))
-        assert pipeline.step(torch.randn(4, 4), target=torch.randn(4, 4)).loss is not None
+# --- faults ----------------------------------------------------------------------------------------
 
 
-def fail_on_rank_1() -> str:
-    """A step of two ranks in which the disk of rank 1 is full, and one more step; the error of this rank."""
-    rank, put, text = dist.get_rank(), HostStore.put, ""
+@contextmanager
+def fault(name: str, directory: str) -> Iterator[None]:
+    """A host whose disk fails, with temporary files in this directory."""
+    before, limits, get = tempfile.tempdir, resource.getrlimit(resource.RLIMIT_FSIZE), HostStore.get
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def get_from_a_truncated_file(store: HostStore, *arguments: Any) -> Any:
+        os.ftruncate(store._file.fileno(), 3)
+        return get(store, *arguments)
 
+    tempfile.tempdir = f"{directory}/missing" if name == "no directory" else directory
+    try:
+        if name == "disk full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+        if name == "file gone":
+            HostStore.get = get_from_a_truncated_file  # type: ignore[method-assign,assignment]
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        tempfile.tempdir, HostStore.get = before, get  # type: ignore[method-assign]
+
+
+FAULTS = {
+    "disk full": ("OFFLOAD0", "OFFLOAD cannot write 128 bytes to a temporary file in "),
+    "no directory": ("OFFLOAD0", "free space there, or set TMPDIR to another directory"),
+    "file gone": ("RELOAD", "RELOAD cannot read 128 bytes from its temporary file in "),
+}
+
+
+def fail_on_rank_1(directory: str) -> list[tuple[str, list[str]]]:
+    """Steps in which the disk of rank 1 fails, each followed by one that works: errors, and files left over."""
+    found = []
     schedule = Offload(ahead=0)(build("gpipe", ranks=2, microbatches=4))
-    modules = {stage: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for stage in range(2)}
-    with closing(Pipeline(modules, schedule, loss=nn.functional.mse_loss, timeout=TIMEOUT)) as pipeline:
-        batch = torch.ones(8, 4)
-        HostStore.put = full if rank == 1 else put  # type: ignore[method-assign,assignment]
-        try:
-            pipeline.step(batch, target=batch)
-        except StepFailedError as error:
-            text = str(error)
-        finally:
-            HostStore.put = put  # type: ignore[method-assign]
-        assert pipeline.step(batch, target=batch).loss is not None
-    return text
+    modules = {stage: nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)) for stage in range(2)}
+    for name in FAULTS:
+        batch, text = torch.ones(8, 4), ""
+        with closing(Pipeline(modules, schedule, loss=nn.functional.mse_loss, timeout=TIMEOUT)) as pipeline:
+            with fault(name, directory) if dist.get_rank() == 1 else nullcontext():
+                try:
+                    pipeline.step(batch, target=batch)
+                except StepFailedError as error:
+                    text = str(error)
+            assert pipeline.step(batch, target=batch).loss is not None
+            found.append((text, [path.name for path in Path(directory).iterdir()]))
+    return found
 
 
-def test_a_full_disk_of_one_rank_is_reported_on_all_ranks(pools: Pools) -> None:
-    for text in pools(2).run(fail_on_rank_1):
-        assert "step 1 failed on rank 1, stage 1, microbatch 0, in 1OFFLOAD0" in text
-        assert "No space left on device" in text
+def test_a_failing_disk_of_one_rank_is_reported_on_all_ranks_and_leaves_no_files(
+    pools: Pools, tmp_path: Path
+) -> None:
+    for outcomes in pools(2).run(fail_on_rank_1, str(tmp_path)):
+        for (where, what), (text, files) in zip(FAULTS.values(), outcomes, strict=True):
+            assert "step 1 failed on rank 1, stage 1, microbatch " in text
+            assert f", in 1{where}" in text
+            assert what in text
+            assert not files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -13,39 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock import Kind, PipelineError, Schedule, build, simulate
-from penstock.lowering import DEFAULT_PASSES, Policy, Recompute, SplitBackward, lower
+from penstock import Kind, PipelineError, Schedule, simulate
+from penstock.lowering import Recompute
 from penstock.runtime import Pipeline
-from tests.support.families import FAMILIES
-from tests.support.grids import small
-from tests.support.models import MODELS
-from tests.support.pool import Pools
-from tests.support.reference import Case, problems_of, run_cases
-
-POLICIES = (Recompute(), Recompute(stages=(0,)), Recompute(policy=Policy(every=2)))
-
-
-@pytest.mark.parametrize("p", [2, 4])
-@small(lambda p: p == 2)
-def test_families_train_to_the_same_bits(pools: Pools, p: int) -> None:
-    policies, tasks = cycle(POLICIES), cycle(("transformer", "dropout", "mlp"))
-    families = FAMILIES if p == 4 else ("gpipe", "zbv", "interleaved-1f1b", "dualpipev")
-    cases = [
-        Case(next(policies)(build(family, ranks=p, microbatches=2 * p)), next(tasks), steps=3)
-        for family in families
-    ]
-    assert not problems_of(cases, pools(p).run(run_cases, cases))
-
-
-@pytest.mark.parametrize("split", [False, True])
-@small(lambda split: False)  # noqa: ARG005
-def test_every_model_trains_to_the_same_bits(pools: Pools, *, split: bool) -> None:
-    """With dropout, batch norm, tied weights, frozen stages, and checkpointing inside of a stage."""
-    schedule = build("1f1b", ranks=2, microbatches=4)
-    recomputed = lower(schedule, [*([SplitBackward()] if split else []), Recompute(), *DEFAULT_PASSES])
-    cases = [Case(recomputed, task, steps=3) for task in MODELS]
-    assert not problems_of(cases, pools(2).run(run_cases, cases))
-
 
 # --- on one rank -----------------------------------------------------------------------------------
 

@@ -39,6 +39,10 @@ class DeferredGradients:
     def __len__(self) -> int:
         return len(self._queue or ())
 
+    def inputs(self) -> list[Tensor]:
+        """The inputs of layers that are kept for W."""
+        return [deferred.x for deferred in self._queue or ()]
+
     def add(self, deferred: DeferredGradient) -> None:
         """Append one."""
         assert self._queue is not None, "I does not continue after its W"

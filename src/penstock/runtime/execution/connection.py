@@ -208,6 +208,10 @@ class Connection:
         """Bytes of the longest message of each send channel so far."""
         return {key: channel.max_nbytes for key, channel in self._channels.sends.items()}
 
+    def receive_buffer_bytes(self) -> int:
+        """Bytes of messages whose receive is posted and that no action has used yet."""
+        return sum(channel.held_bytes for channel in self._channels.receives.values())
+
     # --- status ------------------------------------------------------------------------------------
 
     def status(self) -> RankStatus:

@@ -64,13 +64,15 @@ class MicrobatchState:
     F creates it, B consumes it; I consumes everything but the deferred weight gradients, which W consumes.
     """
 
-    __slots__ = ("buffers", "counts", "inputs", "jobs", "mode", "roots", "shapes")
+    __slots__ = ("buffers", "counts", "inputs", "inputs_are_held", "jobs", "mode", "roots", "shapes")
 
     def __init__(self, buffers: tuple[Buffer, ...], inputs: list[Tensor]) -> None:
         self.buffers = buffers
         """The buffers that the inputs are views of."""
         self.inputs = inputs
         """The leaves of the autograd graph that need a gradient."""
+        self.inputs_are_held = True
+        """Whether these leaves have their values; OFFLOAD leaves only their shapes."""
         self.counts: tuple[int, ...] = ()
         """If several stages feed this one: how many of these leaves come from each."""
         self.roots: list[GradientEdge | Tensor] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PipelineError
 from penstock.runtime.execution.handover import storage_references
+from penstock.runtime.transport.buffer_pool import Buffer
 
 __all__ = ["HostStore", "Offloadable", "SavedTensors"]
 
 
 class HostStore:
-    """Bytes of this rank on the host."""
+    """Bytes of one stage on the host."""
 
     def __init__(self) -> None:
         self._file: Any = None
@@ -32,42 +33,55 @@ class HostStore:
         self._live = 0
         self._streams: dict[torch.device, Any] = {}
 
-    def put(self, storage: torch.UntypedStorage) -> tuple[int, Any]:
-        """Copy the bytes of a storage; gives what `get` needs."""
+    def put(self, data: Tensor) -> tuple[int, Any]:
+        """Copy a tensor of bytes; gives what `get` needs."""
         self._live += 1
-        if storage.device.type != "cpu":
-            return storage.nbytes(), self._on_stream(storage, None)
+        if data.device.type != "cpu":
+            return len(data), self._on_stream(data, None)
+        offset = self._end
+        try:
+            self._write(data.numpy(), offset)
+        except OSError as error:
+            raise PipelineError(
+                f"OFFLOAD cannot write {len(data)} bytes to a temporary file in {_directory()}, which has "
+                f"{offset} bytes of this stage: {error}; free space there, or set TMPDIR to another directory"
+            ) from error
+        self._end += len(data)
+        return len(data), offset
+
+    def _write(self, array: Any, offset: int) -> None:
         if self._file is None:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 -- lives as long as the store
             weakref.finalize(self, self._file.close)
-        offset, size = self._end, storage.nbytes()
         self._file.seek(offset)
-        data = _bytes_of(storage)
+        data = memoryview(array)
         while data:
             data = data[self._file.write(data) :]
-        self._end += size
-        return size, offset
 
     def get(self, size: int, place: Any, device: torch.device) -> torch.UntypedStorage:
         """The bytes of a `put`, on its device again."""
         self._live -= 1
         if device.type != "cpu":
-            moved: torch.UntypedStorage = self._on_stream(place, device)
-            return moved
-        storage = torch.empty(size, dtype=torch.uint8).untyped_storage()
-        self._file.seek(place)
-        data = _bytes_of(storage)
+            return self._on_stream(place, device).untyped_storage()
+        found = torch.empty(size, dtype=torch.uint8)
+        try:
+            self._read(found.numpy(), place)
+            if not self._live:  # nothing is on the host: begin again
+                self.clear()
+        except OSError as error:
+            raise PipelineError(
+                f"RELOAD cannot read {size} bytes from its temporary file in {_directory()}: {error}"
+            ) from error
+        return found.untyped_storage()
+
+    def _read(self, array: Any, offset: int) -> None:
+        self._file.seek(offset)
+        data = memoryview(array)
         while data:
             read = self._file.readinto(data)
             if not read:
-                raise PipelineError(
-                    "the file with offloaded activations is shorter than what was written to it"
-                )
+                raise OSError("the file is shorter than what OFFLOAD wrote to it")
             data = data[read:]
-        if not self._live:  # nothing is on the host: begin again
-            self._file.truncate(0)
-            self._end = 0
-        return storage
 
     def clear(self) -> None:
         """Forget everything, as after a step that failed."""
@@ -75,26 +89,30 @@ class HostStore:
         if self._file is not None:
             self._file.truncate(0)
 
-    def _on_stream(self, storage: Any, device: torch.device | None) -> Any:
+    def _on_stream(self, data: Tensor, device: torch.device | None) -> Tensor:
         """To pinned memory (device None), or back; the other stream is waited for where the copy is used."""
-        own = storage.device if device is None else device
-        module, size = torch.get_device_module(own), storage.nbytes()
+        own = data.device if device is None else device
+        module = torch.get_device_module(own)
         stream = self._streams.setdefault(own, module.Stream(own))
         stream.wait_stream(module.current_stream(own))
         with module.stream(stream):
             if device is None:
-                copy = torch.empty(size, dtype=torch.uint8, pin_memory=True).untyped_storage()
+                copy = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
             else:
-                copy = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-            copy.copy_(storage, non_blocking=True)
+                copy = torch.empty(len(data), dtype=torch.uint8, device=device)
+            copy.copy_(data, non_blocking=True)
         module.current_stream(own).wait_stream(stream)
+        if device is not None:
+            copy.record_stream(module.current_stream(own))
         return copy
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Any:
-    """A view of bytes that files read and write."""
-    array: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    return memoryview(array)
+def _directory() -> str:
+    """Where temporary files are; there may be no usable directory."""
+    try:
+        return tempfile.gettempdir()
+    except OSError:
+        return "a directory for temporary files"
 
 
 @dataclass(eq=False)
@@ -129,22 +147,41 @@ class SavedTensors:
         self._entries.append(weakref.ref(entry))
         return entry
 
-    def offload(self, store: HostStore) -> None:
-        """Move what nobody else holds to the host."""
+    def tensors(self) -> Iterator[Tensor]:
+        """Those that are held and not on the host."""
+        for entry in filter(None, (reference() for reference in self._entries)):
+            if entry.tensor is not None:
+                yield entry.tensor
+
+    def offload(self, store: HostStore, buffers: Sequence[Buffer] = ()) -> tuple[Buffer, ...]:
+        """Move what nobody else holds to the host; gives those of the message buffers that are still in use."""
         by_storage: dict[int, list[Offloadable]] = {}
         for entry in filter(None, (reference() for reference in self._entries)):
             tensor = entry.tensor
             if tensor is not None and type(tensor) is Tensor and tensor.layout == torch.strided:
                 _check_version(entry)
                 by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(entry)  # noqa: SLF001
+        in_use = []
+        for buffer in buffers:
+            group = by_storage.pop(buffer.storage.untyped_storage()._cdata, [])  # noqa: SLF001
+            if buffer.external_references > len(group):
+                in_use.append(buffer)
+            elif group:
+                self._move(group, buffer.message, store)
         for group in by_storage.values():
             first = group[0].tensor
             if first is not None and storage_references(first) == len(group) and first.numel():
-                self._move(group, store)
+                storage = first.untyped_storage()
+                del first
+                data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                self._move(group, data, store)
+                del storage, data
+        return tuple(in_use)
 
-    def _move(self, group: list[Offloadable], store: HostStore) -> None:
+    def _move(self, group: list[Offloadable], data: Tensor, store: HostStore) -> None:
+        """Move the tensors of a group, which are views of these bytes."""
+        device, (size, place) = data.device, store.put(data)
         tensors = [entry.tensor for entry in group if entry.tensor is not None]
-        device, (size, place) = tensors[0].device, store.put(tensors[0].untyped_storage())
         views = [(t.dtype, t.storage_offset(), t.size(), t.stride()) for t in tensors]
         self._on_host.append((list(zip(group, views)), size, place, device))
         for entry in group:

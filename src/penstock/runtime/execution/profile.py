@@ -23,6 +23,7 @@ from penstock.ir.table import Floats, Ints
 from penstock.runtime.execution.clocks import Clocks, DeviceClock, HostClock, compare_clocks
 from penstock.runtime.execution.connection import Connection
 from penstock.runtime.execution.link_measurement import LinkCosts, measure_links
+from penstock.runtime.execution.live_bytes import LiveBytes
 from penstock.runtime.execution.program import Program
 from penstock.runtime.transport.communicator import gather_arrays
 from penstock.simulation.calibration import calibrate
@@ -39,6 +40,8 @@ class Profile:
     timelines: list[Timeline] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     """When each of them started, in seconds of rank 0's clock."""
+    live_bytes: list[list[Ints]] = field(default_factory=list)
+    """For each step in which bytes were counted, per rank: the bytes held after each step of its list."""
 
     def _require_steps(self) -> None:
         if not self.timelines:
@@ -69,19 +72,27 @@ class Profile:
 class Recorder:
     """Runs programs with a clock, and gathers the times of all ranks."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, *, memory: bool) -> None:
+        """`memory`: count bytes, which a schedule with OFFLOAD needs for the speed of the host link."""
         config, communicator = connection.config, connection.communicator
         self._rank = config.rank
         self._ranks = len(config.members)
         self._network = measure_links(communicator, config.schedule, self._rank)
         self.profile = Profile(compare_clocks(communicator, self._rank, self._ranks))
         self._clock: Any = HostClock() if config.device.type == "cpu" else DeviceClock(config.device)
+        counts = memory or config.schedule.table.has(Kind.OFFLOAD)
+        self._bytes = LiveBytes(config.schedule.num_stages) if counts else None
         self._times: Any = None
         self._start = 0.0
+        self._levels: list[Ints] | None = None
 
-    def run(self, program: Program) -> None:
+    def run(self, connection: Connection, program: Program) -> None:
         """Run a step and keep its times."""
-        marks = program.run_timed(self._clock.now)
+        if self._bytes is None:
+            marks = program.run_timed(self._clock.now)
+        else:
+            with self._bytes.counting(connection, program) as after:
+                marks = program.run_timed(self._clock.now, after)
         self._times = np.array(self._clock.nanoseconds(marks), dtype=np.int64).reshape(-1, 2)
 
     def gathered(self, connection: Connection, program: Program) -> Timeline:
@@ -94,6 +105,9 @@ class Recorder:
         seconds = (times - first) / 1e9
         sizes = gather_arrays(communicator, _sizes(connection), [len(schedule.graph.edges)] * self._ranks)
         links = _link_costs(self._network, np.maximum.reduce(sizes))
+        if self._bytes is not None and program is connection.programs["step"]:
+            links = self._bytes.costs(communicator, schedule, links)
+            self._levels = self._bytes.gathered(communicator, schedule, self._rank)
         self._start = float(first / 1e9)
         before = self.profile.starts[-1:]
         timeline = Timeline(
@@ -110,6 +124,9 @@ class Recorder:
         """Add the timeline of the last step, which has succeeded, to the profile."""
         self.profile.timelines.append(timeline)
         self.profile.starts.append(self._start)
+        if self._levels is not None:
+            self.profile.live_bytes.append(self._levels)
+            self._levels = None
 
 
 def _sizes(connection: Connection) -> Ints:

@@ -132,8 +132,13 @@ class Program:
             else:
                 run()
 
-    def run_timed(self, now: Callable[[], Mark]) -> list[tuple[Mark, Mark]]:
-        """Run one step; gives the clock at the start and the end of each step of the list."""
+    def run_timed(
+        self, now: Callable[[], Mark], after: Callable[[int], None] | None = None
+    ) -> list[tuple[Mark, Mark]]:
+        """Run one step; gives the clock at the start and the end of each step of the list.
+
+        `after` is called after each of them with its index.
+        """
         start = now()
         marks = [(start, start)] * len(self.steps)
         done = 0
@@ -146,6 +151,8 @@ class Program:
             run()
             marks[position] = begin, now()
             done = position + 1
+            if after is not None:
+                after(position)
         end = now()
         marks[done:] = [(end, end)] * (len(marks) - done)
         return marks

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import LayerMode
 from penstock.runtime.execution.offloading import HostStore, Offloadable, SavedTensors
-from penstock.runtime.transport.buffer_pool import BufferPool
+from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.channels import FlatValue
 
 __all__ = ["KeptForward", "without_saved_tensors"]
@@ -71,24 +71,29 @@ class KeptForward:
                 del self._buffers[name]
         self._inputs, self._present = [], {}
 
-    def offload(self, host: HostStore, pool: BufferPool) -> SavedTensors:
-        """Move the input to the host; that of a stage that gets the batch stays where it is."""
+    def offload(self, host: HostStore) -> tuple[SavedTensors, tuple[Buffer, ...]]:
+        """Move the input to the host, and give the message buffers that are free then.
+
+        The input of a stage that gets the batch stays where it is.
+        """
         self._offloaded = {}
         if self.received is None:
-            return SavedTensors()
+            return SavedTensors(), ()
         leaves, buffers = self.received.leaves, self.received.buffers
-        self.received = self.received._replace(leaves=[*leaves], buffers=())
-        for position, leaf in enumerate(leaves):
-            if type(leaf) is Tensor:
-                # what is in the buffer of a message is copied, so that the buffer is free
-                self._offloaded[position] = Offloadable.of(leaf.detach().clone() if buffers else leaf)
-                self.received.leaves[position] = None
-        leaves.clear()
-        for buffer in buffers:
-            pool.release(buffer)
+        for position in [place for place, leaf in enumerate(leaves) if type(leaf) is Tensor]:
+            self._offloaded[position] = Offloadable.of(leaves[position])
+            leaves[position] = None
         moved = SavedTensors(self._offloaded.values())
-        moved.offload(host)
-        return moved
+        in_use = moved.offload(host, buffers)
+        self.received = self.received._replace(buffers=in_use)
+        return moved, tuple(buffer for buffer in buffers if buffer not in in_use)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is held and not on the host: the input, and the buffers that F has changed."""
+        yield from self._buffers.values()
+        yield from (entry.tensor for entry in self._offloaded.values() if entry.tensor is not None)
+        if self.received is not None:
+            yield from (leaf for leaf in self.received.leaves if isinstance(leaf, Tensor))
 
     def reloaded(self) -> None:
         """After RELOAD: the input is back."""

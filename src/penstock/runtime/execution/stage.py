@@ -55,9 +55,9 @@ class Stage:
         self.outputs: dict[int, Any] = {}
         self._config, self._activations, self._pool = config, activations, pool
         self._step: StepInputs
-        self._states: dict[int, MicrobatchState] = {}
         self.memory = StageMemory(index, module, config, activations, pool)
-        """What is recomputed or offloaded."""
+        """What is held of each microbatch."""
+        self._states = self.memory.states
         self._sent_outputs: dict[int, tuple[Leaves, Structure]] = {}
         self._shared_outputs = SharedOutputs(config.takers) if len(config.takers) > 1 else None
         """In place of `_sent_outputs`, for an output that several stages take."""
@@ -73,7 +73,8 @@ class Stage:
     def begin(self, step: StepInputs) -> None:
         """Start a step; discards what a failed step left."""
         self._step = step
-        for left in (self._states, self.memory, self._sent_outputs, self.losses, self.outputs):
+        self.memory.begin(step)
+        for left in (self._sent_outputs, self.losses, self.outputs):
             left.clear()
         for gradients in self._input_gradients.values():
             gradients.clear()
@@ -89,22 +90,21 @@ class Stage:
         mode = self._layer_mode(microbatch)
         if self.deferral is not None:
             self.deferral.mode = mode
-        kept = self.memory.kept_forward(step, microbatch, received, mode)
-        with self.memory.hooks(step, microbatch, kept):
+        kept = self.memory.kept_forward(microbatch, received, mode)
+        with self.memory.hooks(microbatch, kept):
             state, output = self._call(microbatch, received)
-        state.mode = mode
-        del received
-        leaves, structure = flatten(output)
-        if config.check_finite:
-            check_finite(leaves, "its output", self.index)
-        if config.gradient_source is None:
-            self._compute_loss(microbatch, output, leaves, state)
-            output = None
-            if step.keep_outputs:
-                self.outputs[microbatch] = unflatten(structure, own_tensors(leaves))
-        else:
-            output = None
+            state.mode = mode
+            del received
+            leaves, structure = flatten(output)
+            if config.check_finite:
+                check_finite(leaves, "its output", self.index)
+            if config.gradient_source is None:
+                self._compute_loss(microbatch, output, leaves, state)
+        output = None
+        if config.gradient_source is not None:
             self._hand_on(microbatch, leaves, structure, state)
+        elif step.keep_outputs:
+            self.outputs[microbatch] = unflatten(structure, own_tensors(leaves))
         if step.training:
             if mode is LayerMode.JOINED:
                 assert self.deferral is not None, "the backward of this microbatch is split"
@@ -124,7 +124,7 @@ class Stage:
         kept = self.memory.pop(microbatch)
         if self.deferral is not None:
             self.deferral.mode = kept.mode
-        with kept.restored(self.module):
+        with kept.restored(self.module), self.memory.hooks(microbatch):
             state, output = self._call(microbatch, kept.received)
             state.mode = kept.mode
             leaves, _ = flatten(output)

@@ -189,7 +189,7 @@ class StepRunner:
         connection.waiting_for = ""
         with replication.scheduled():
             if self.recorder is not None:
-                self.recorder.run(program)
+                self.recorder.run(connection, program)
             else:
                 program.run()
             program.finish()

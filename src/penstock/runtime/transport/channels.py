@@ -131,6 +131,12 @@ class ReceiveChannel(_Channel):
         self._meshes = meshes
         self._received: dict[int, tuple[MessageSpec, Buffer]] = {}
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the messages that are expected, or received and not taken."""
+        buffers = (each[1] for each in (*self._pending.values(), *self._received.values()))
+        return sum(len(buffer.message) for buffer in buffers)
+
     def post(self, microbatch: int) -> None:
         """Post the receive of this microbatch's value; returns at once."""
         spec, tags = self.specs[self.offset + microbatch], self._tags[self.offset + microbatch]
