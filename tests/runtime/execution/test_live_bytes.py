@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Costs, Schedule, build, lower, simulate
+from penstock import Costs, Kind, Schedule, build, families, lower, simulate
 from penstock.cost.memory import memory_over_time
 from penstock.ir.table import Ints
 from penstock.lowering import DEFAULT_PASSES, Offload, Pass, Policy, Recompute, SplitBackward
 from penstock.runtime import Pipeline
-from tests.support.families import FAMILIES
 from tests.support.grids import small
 from tests.support.pool import Pools
 from tests.support.reference import TIMEOUT, first_ranks
@@ -90,8 +89,10 @@ def live_bytes(schedules: list[Schedule]) -> list[tuple[list[Ints], Costs] | Non
 @pytest.mark.parametrize("p", [2, 4])
 @small(lambda p: p == 2)
 def test_each_action_holds_and_frees_what_the_simulation_says(pools: Pools, p: int) -> None:
-    families = FAMILIES if p == 4 else ("1f1b", "zbv", "dualpipev")
-    grid = list(product(families, WAYS.items()))[::3]
+    chosen = tuple(families()) if p == 4 else ("1f1b", "zbv", "dualpipev", "po-h")
+    grid = list(product((family for family in chosen if family != "forward-only"), WAYS.items()))[
+        :: 3 if p == 2 else 5
+    ]
     schedules = [
         lower(build(family, ranks=p, microbatches=4), [*way, *DEFAULT_PASSES]).renamed(f"{family} {name}")
         for family, (name, way) in grid
@@ -104,7 +105,8 @@ def test_each_action_holds_and_frees_what_the_simulation_says(pools: Pools, p: i
             held, costs = measured
             wanted = costs_of(schedule)
             assert held[rank].tolist() == simulated(schedule, wanted)[rank], (schedule.name, rank)
-            if "dualpipev" not in schedule.name:  # within a pair, F is held and B not yet freed
+            if schedule.name.startswith(("1f1b", "gpipe", "zb")) and not schedule.table.has(Kind.OFFLOAD):
+                # others hold most within a pair, or receive at the instant at which a copy to the host ends
                 assert max(held[rank]) == simulate(schedule, wanted).peak_memory[rank], schedule.name
             assert costs.activation == wanted.activation
             assert costs.checkpoint == wanted.checkpoint

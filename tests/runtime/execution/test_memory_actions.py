@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock import Schedule, build
+from penstock import Schedule, build, families
 from penstock.lowering import DEFAULT_PASSES, Offload, Pass, Policy, Recompute, SplitBackward, lower
 from penstock.runtime import Pipeline
-from tests.support.families import FAMILIES
 from tests.support.grids import small
 from tests.support.models import MODELS, TASKS
 from tests.support.pool import Pools
 from tests.support.reference import TIMEOUT, Case, first_ranks, optimizer_of, problems_of, run_cases
 
-ALL = (*FAMILIES, "interleaved-overlap")
+ALL = tuple(family for family in families() if family != "forward-only")
 WAYS = ("recompute", "recompute one", "recompute alternating", "offload", "both", "checkpoints offloaded")
 
 
@@ -54,6 +53,7 @@ SMALL = [
     ("zbv", "recompute one", True),
     ("dualpipev", "offload", False),
     ("interleaved-overlap", "checkpoints offloaded", False),
+    ("po-h", "recompute one", True),
 ]
 
 
