@@ -19,7 +19,7 @@ the steady state a rank's iteration takes no longer than a period, and is follow
 
 RECOMPUTE is work of its rank between F and the backward of its stage; where every microbatch of a stage has
 one, it is in the chains too. What is recomputed or offloaded counts in limited memory with the least that it
-holds.
+holds. Where an order may choose that, so does every microbatch, and no RECOMPUTE is required work.
 
 Each bound says how it is derived; the greatest binds. Where a rank may run overlapped pairs, the work of each
 of its machines (`penstock.bounds.workload`) counts by itself, and chains have the least that a pair takes.

@@ -33,10 +33,10 @@ import numpy as np
 
 from penstock.bounds.bound import Bound, worst
 from penstock.bounds.workload import Jobs, Window, Workload
-from penstock.cost.memory import activation_bytes
+from penstock.cost.memory import activation_bytes, fixed_bytes_of
 from penstock.ir.table import Floats
 
-__all__ = ["residency", "warm_up_and_drain"]
+__all__ = ["least_needed", "residency", "warm_up_and_drain"]
 
 _ROUNDING = 1e-9
 
@@ -45,12 +45,30 @@ def _least_held(work: Workload) -> Floats:
     """Per stage: the least bytes that a microbatch holds between its F and its backward."""
     costs, n = work.costs, work.placement.num_stages
     full = activation_bytes(costs, n).full
-    recomputed, offloaded = (np.array(each or (0,) * n) > 0 for each in (work.recomputed, work.offloaded))
+    recomputed, offloaded = (
+        (np.array(counts or (0,) * n) > 0) | may
+        for counts, may in ((work.recomputed, work.may_recompute), (work.offloaded, work.may_offload))
+    )
     kept, moved, moved_kept = (
         np.array(costs.resolved(name, n)) for name in ("checkpoint", "offloadable", "offloadable_checkpoint")
     )
     least = np.where(offloaded, full - moved, full)
     return np.where(recomputed, np.minimum(least, np.where(offloaded, kept - moved_kept, kept)), least)
+
+
+def least_needed(work: Workload) -> list[float]:
+    """Per rank: bytes that no order can do without.
+
+    A backward needs the whole activation, and the earlier stages of its rank still hold the same microbatch.
+    """
+    costs, placement = work.costs, work.placement
+    full, least = activation_bytes(costs, placement.num_stages).full, _least_held(work)
+    found = []
+    for own in placement.stages_of_rank:
+        ahead = own if work.stage_graph.is_chain else ()
+        held = max((full[s] + sum(least[t] for t in ahead if t < s) for s in own), default=0.0)
+        found.append(fixed_bytes_of(costs, own, placement.num_stages) + float(held))
+    return found
 
 
 def residency(work: Workload, limit: float, *, alone: bool) -> Bound:

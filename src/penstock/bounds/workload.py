@@ -51,6 +51,9 @@ class Workload:
     """Per stage: how many microbatches have a RECOMPUTE; none unless given."""
     offloaded: tuple[int, ...] = ()
     """Per stage: how many microbatches have an OFFLOAD; none unless given."""
+    may_recompute: bool = False
+    """Whether an order may recompute any microbatch: that relieves memory, and its time is no required work."""
+    may_offload: bool = False
 
     @cached_property
     def stage_graph(self) -> StageGraph:

@@ -84,6 +84,12 @@ RobustnessJitter: TypeAlias = Annotated[
         help="Rank the best schedules by robustness to step-time jitter, e.g. 0.05.",
     ),
 ]
+MayRecompute: TypeAlias = Annotated[
+    bool, typer.Option("--recompute", help="Also choose what is recomputed, so that it fits --memory.")
+]
+MayOffload: TypeAlias = Annotated[
+    bool, typer.Option("--offload", help="Also choose what waits on the host, so that it fits --memory.")
+]
 ScheduleFile: TypeAlias = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the schedule: .csv or .json.")
 ]
@@ -99,6 +105,8 @@ def search(
     costs: CostsSource = None,
     memory: MemoryLimit = None,
     live: LiveLimit = None,
+    recompute: MayRecompute = False,
+    offload: MayOffload = False,
     objective: ObjectiveOption = Objective.makespan,
     fused: Fused = False,
     seconds: TimeLimit = 10.0,
@@ -119,6 +127,7 @@ def search(
       penstock search -p 4 -m 8 -v 2 --placement v --live 6 --seconds 5
       penstock search -p 3 -m 6 --graph '0>1,1>2,0>2'
       penstock search -p 4 -m 16 --costs costs.toml --memory 40GiB --jitter 0.05 --json
+      penstock search -p 4 -m 16 --costs costs.toml --memory 40GiB --recompute --offload
     """
     if output is not None:
         _require_writable(output)
@@ -135,6 +144,8 @@ def search(
             graph=graph_from(graph),
             memory_limit=memory,
             live_limit=live,
+            recompute=recompute,
+            offload=offload,
             objective=objective.value,
             split=not fused,
             seconds=seconds,

@@ -7,6 +7,7 @@ from penstock.cost.memory import activation_bytes, fixed_bytes
 from penstock.errors import SearchError
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement, StagesPerRank
+from penstock.search.fit_memory import FitMemory
 from penstock.search.request import SearchRequest
 from penstock.search.result import OnProgress, SearchResult
 
@@ -31,6 +32,8 @@ def search(
     quantile: float = 0.95,
     on_progress: OnProgress | None = None,
     graph: StageGraph | None = None,
+    recompute: bool = False,
+    offload: bool = False,
 ) -> SearchResult:
     """Find the best schedule for these costs within a memory limit, with a bound on its optimality gap.
 
@@ -40,6 +43,9 @@ def search(
     each of one stage and microbatch. `objective` is the objective to minimize: `makespan`, `span` or `period`.
     With `split=False` backwards are not split into I and W. With `graph` stages feed each other as in
     this `StageGraph`; without a `Placement` they are on ranks in the order of the graph.
+
+    With `recompute` or `offload` the search also chooses which microbatches of which stages are recomputed, or
+    wait on the host, so that the schedule fits `memory_limit`; the bound then holds for every such choice.
 
     The search takes at most `seconds`, less if it proves the result optimal. With `moves` it makes that number
     of moves instead, and the same `seed` gives the same result. With `jitter` the best schedules are ranked by
@@ -54,7 +60,10 @@ def search(
     request.check()
     placements = request.placements()
     counted, limit = request.limit()
-    _require_memory(placements, counted, limit)
+    if recompute or offload:
+        _require_bytes(memory_limit)
+    else:
+        _require_memory(placements, counted, limit)
 
     from penstock.search.driver import Budget, Jitter, run  # noqa: PLC0415
     from penstock.search.problem import Problem  # noqa: PLC0415 -- compiled code takes a second to load
@@ -64,7 +73,20 @@ def search(
     ]
     budget = Budget(float(seconds), None if moves is None else int(moves), int(seed))
     ranking = None if jitter is None else Jitter(jitter, quantile)
+    if limit is not None and (recompute or offload):
+        from penstock.search.technique_search import run_with_techniques  # noqa: PLC0415
+
+        fit = FitMemory(limit, counted, recompute, offload, objective=objective)
+        return run_with_techniques(problems, fit, budget, ranking, on_progress or (lambda _: None))
     return run(problems, costs or Costs(), budget, ranking, on_progress or (lambda _: None))
+
+
+def _require_bytes(memory_limit: float | None) -> None:
+    """Techniques change bytes, not the number of live activations."""
+    if memory_limit is None:
+        raise SearchError(
+            "recompute and offload need memory_limit, in bytes per rank: without it nothing needs them"
+        )
 
 
 def _require_memory(placements: list[Placement], costs: Costs, limit: float | None) -> None:

@@ -10,7 +10,7 @@ Every candidate is simulated. The order of the other actions stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from penstock.arguments import printable
+from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
 from penstock.errors import SearchError
 from penstock.ir.encoding import MICROBATCH_MASK, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT
@@ -31,9 +32,9 @@ from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
 
-__all__ = ["FitMemory"]
+__all__ = ["MEMORY_KINDS", "FitMemory", "without_memory_actions"]
 
-_MEMORY = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
+MEMORY_KINDS = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
 _EVERY, _LONGER, _AHEAD = (1, 2, 3), (1, 2, 4, 8, 16), (0, 1, 2, 4)
 _SIMULATED_STEPS = 400_000  # of all attempts to leave one out together, and five times as many of policies
 _FEWEST_POLICIES = 24
@@ -53,6 +54,8 @@ class FitMemory(Pass):
     recompute: bool = True
     offload: bool = True
     send_model: SendModel = SendModel.BUFFERED
+    objective: str = "makespan"
+    """What to minimize: `makespan`, `span` or `period`."""
     name: ClassVar[str] = "fit-memory"
 
     def __post_init__(self) -> None:
@@ -62,11 +65,22 @@ class FitMemory(Pass):
             raise SearchError(f"memory_limit must be a number of bytes, at least 0 (given {given})")
         if not (self.recompute or self.offload):
             raise SearchError("fit-memory needs recompute=True or offload=True")
+        if self.objective not in OBJECTIVES:
+            given = printable(repr(self.objective))
+            raise SearchError(f"objective must be one of {', '.join(OBJECTIVES)} (given {given})")
 
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with what it needs to fit."""
-        require_absent(schedule, self.name, *_MEMORY)
-        return _Fitting(schedule, self).best().schedule
+        require_absent(schedule, self.name, *MEMORY_KINDS)
+        return self.fitted(schedule).schedule
+
+    def fitted(self, schedule: Schedule, is_late: Callable[[], bool] = lambda: False) -> Timeline:
+        """The same, simulated; when it is late, the best so far."""
+        return _Fitting(schedule, self, is_late).best()
+
+    def fitted_simply(self, schedule: Schedule) -> Timeline | None:
+        """The same with the simplest policies only; None if none of them fits."""
+        return _Fitting(schedule, self, lambda: False).simple()
 
 
 class _Pair(NamedTuple):
@@ -80,19 +94,28 @@ class _Pair(NamedTuple):
 class _Fitting:
     """One schedule and its limit."""
 
-    def __init__(self, schedule: Schedule, options: FitMemory) -> None:
-        self._schedule, self._options = schedule, options
+    def __init__(self, schedule: Schedule, options: FitMemory, is_late: Callable[[], bool]) -> None:
+        self._schedule, self._options, self._is_late = schedule, options, is_late
         self._plain = self._timed(schedule)
+
+    def simple(self) -> Timeline | None:
+        every = [self._plain] if self._fits(self._plain) else map(self._timed, dict.fromkeys(self._simple()))
+        return min(filter(self._fits, every), key=self._score, default=None)
 
     def best(self) -> Timeline:
         if self._fits(self._plain):
             return self._plain
         most = max(_FEWEST_POLICIES, 5 * _SIMULATED_STEPS // self._schedule.num_steps)
-        candidates = [self._timed(each) for each in islice(dict.fromkeys(self._policies()), most)]
-        fitting = [each for each in candidates if self._fits(each)]
+        candidates: list[Timeline] = []
+        fitting: list[Timeline] = []
+        for each in islice(dict.fromkeys(self._policies()), most):
+            if fitting and self._is_late():
+                break
+            candidates.append(self._timed(each))
+            fitting += filter(self._fits, candidates[-1:])
         if not fitting:
             raise self._does_not_fit(min([self._plain, *candidates], key=lambda each: max(each.peak_memory)))
-        return self._with_less(min(fitting, key=_score))
+        return self._with_less(min(fitting, key=self._score))
 
     # --- candidates --------------------------------------------------------------------------------
 
@@ -102,6 +125,18 @@ class _Fitting:
         own = self._schedule.placement.stages_of_rank
         over = [rank for rank, peak in enumerate(self._plain.peak_memory) if self._exceeds(peak)]
         return [None, tuple(sorted(stage for rank in over for stage in own[rank]))]
+
+    def _simple(self) -> Iterator[Schedule]:
+        """Everything, or everything of the ranks that hold too much."""
+        options, plain = self._options, self._schedule
+        again = Recompute()(plain)
+        for stages in self._stages:
+            if options.recompute:
+                yield Recompute(stages)(plain)
+            if options.offload:
+                yield Offload(stages)(plain)
+        if options.recompute and options.offload:
+            yield Offload(ahead=0)(again)
 
     def _policies(self) -> Iterator[Schedule]:
         options, policies = self._options, [*map(Policy, _EVERY), *(Policy(longer=n) for n in _LONGER)]
@@ -122,8 +157,10 @@ class _Fitting:
         """Leave out one pair after the other as long as the rest fits and is no slower."""
         left = max(_SIMULATED_STEPS // best.schedule.num_steps, 1)
         for pair in self._pairs(best.schedule)[:left]:
+            if self._is_late():
+                break
             changed = self._timed(_without(best.schedule, pair))
-            if self._fits(changed) and _score(changed) < _score(best):
+            if self._fits(changed) and self._score(changed) < self._score(best):
                 best = changed
         return best
 
@@ -141,7 +178,14 @@ class _Fitting:
     # --- simulation --------------------------------------------------------------------------------
 
     def _timed(self, schedule: Schedule) -> Timeline:
-        return simulate(schedule, self._options.costs, send_model=self._options.send_model)
+        options = self._options
+        with_period = options.objective == "period"
+        return simulate(schedule, options.costs, send_model=options.send_model, with_period=with_period)
+
+    def _score(self, timeline: Timeline) -> tuple[float, int]:
+        """The objective without the noise of its last digits, and the number of memory actions."""
+        value = getattr(timeline, self._options.objective)
+        return float(f"{value:.12g}"), int(timeline.schedule.table.of_kind(*MEMORY_KINDS).sum())
 
     def _exceeds(self, peak: float) -> bool:
         return peak > self._options.memory_limit * (1 + _ROUNDING)
@@ -159,12 +203,6 @@ class _Fitting:
         )
 
 
-def _score(timeline: Timeline) -> tuple[float, int]:
-    """The makespan without the noise of its last digits, and the number of memory actions."""
-    table = timeline.schedule.table
-    return float(f"{timeline.makespan:.12g}"), int(table.of_kind(*_MEMORY).sum())
-
-
 def _without(schedule: Schedule, pair: _Pair) -> Schedule:
     numbers = [kind.number for kind in pair.kinds]
     rows = []
@@ -173,3 +211,9 @@ def _without(schedule: Schedule, pair: _Pair) -> Schedule:
         dropped = np.isin(kinds_in(row), numbers) & (stage == pair.stage) & (microbatch == pair.microbatch)
         rows.append(row[~dropped])
     return schedule.with_rows(rows)
+
+
+def without_memory_actions(schedule: Schedule) -> Schedule:
+    """The same order without RECOMPUTE, OFFLOAD and RELOAD."""
+    numbers = [kind.number for kind in MEMORY_KINDS]
+    return schedule.with_rows([row[~np.isin(kinds_in(row), numbers)] for row in schedule.table.rows])

@@ -137,7 +137,11 @@ class SearchRequest:
         costs = self.costs or Costs()
         if self.live_limit is not None:
             counted = replace(
-                costs, activation=1, activation_freed_by_input=0, parameters=0, gradients=0, optimizer_state=0
+                costs,
+                **dict.fromkeys(("activation_freed_by_input", "checkpoint"), 0),
+                **dict.fromkeys(("parameters", "gradients", "optimizer_state"), 0),
+                activation=1,
+                offloadable=None,
             )
             return counted, min(int(self.live_limit), MAX_WORK)
         return costs, None if self.memory_limit is None else float(self.memory_limit)

@@ -21,7 +21,15 @@ from penstock.search.list_scheduling import Rule, list_schedule
 from penstock.search.problem import Problem
 from penstock.search.zbv_greedy import zbv_greedy
 
-__all__ = ["Seed", "family_builders", "family_schedules", "grouped_schedules", "list_scheduled", "serial"]
+__all__ = [
+    "Seed",
+    "family_builders",
+    "family_schedules",
+    "grouped_schedules",
+    "list_scheduled",
+    "offloading_families",
+    "serial",
+]
 
 
 class Seed(NamedTuple):
@@ -45,7 +53,7 @@ def family_builders(problem: Problem) -> dict[str, Callable[[], Schedule | None]
         return {name: partial(each, graph, placement, m) for name, each in over_graphs.items() if each}
     most = max(len(own) for own in placement.stages_of_rank)
     found: dict[str, Callable[[], Schedule | None]] = {
-        name: partial(_family, problem, name)
+        name: partial(_plain_family, problem, name)
         for name, family in families().items()
         if name != "forward-only" and family.stages_per_rank in (None, most)
     }
@@ -63,8 +71,22 @@ def _family(problem: Problem, name: str) -> Schedule | None:
         )
     except PenstockError:  # the family does not support these counts
         return None
-    fits = schedule.placement == placement and not schedule.table.has(Kind.OFFLOAD)
-    return schedule if fits else None
+    return schedule if schedule.placement == placement else None
+
+
+def _plain_family(problem: Problem, name: str) -> Schedule | None:
+    schedule = _family(problem, name)
+    return None if schedule is None or schedule.table.has(Kind.OFFLOAD) else schedule
+
+
+def offloading_families(problem: Problem) -> Iterator[Schedule]:
+    """The families that have this placement and offload activations."""
+    most = max(len(own) for own in problem.placement.stages_of_rank)
+    for name, family in families().items():
+        if problem.stage_graph.is_chain and name != "forward-only" and family.stages_per_rank in (None, most):
+            schedule = _family(problem, name)
+            if schedule is not None and schedule.table.has(Kind.OFFLOAD):
+                yield schedule
 
 
 def _zbv_greedy(problem: Problem) -> Schedule | None:

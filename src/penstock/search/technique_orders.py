@@ -1,0 +1,91 @@
+"""Orders that techniques are added to: families, the serial order, and problems for the compiled kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.bounds import Workload, least_needed
+from penstock.errors import SearchError
+from penstock.ir.schedule import Schedule
+from penstock.search.fit_memory import FitMemory, without_memory_actions
+from penstock.search.problem import Problem
+from penstock.search.seeds import family_schedules, offloading_families, serial
+
+__all__ = ["free_choice", "plain_orders", "problems_to_order", "require_least"]
+
+
+def free_choice(problem: Problem, fit: FitMemory) -> Workload:
+    """The work that every choice of techniques has in common."""
+    return replace(problem.work, may_recompute=fit.recompute, may_offload=fit.offload)
+
+
+def require_least(problems: Sequence[Problem], fit: FitMemory) -> None:
+    """Raise if no placement has a schedule that fits, whatever is recomputed or offloaded."""
+    works = (free_choice(problem, fit) for problem in problems)
+    needs = [max((need, -rank) for rank, need in enumerate(least_needed(work))) for work in works]
+    if all(need > fit.memory_limit * (1 + 1e-9) for need, _ in needs):
+        need, rank = min(needs)
+        raise SearchError(
+            f"no schedule fits the memory limit of {fit.memory_limit:g} per rank: rank {-rank} needs {need:g} "
+            "for parameters, gradients, optimizer state and one backward, whatever is recomputed or offloaded"
+        )
+
+
+def plain_orders(problem: Problem) -> Iterator[Schedule]:
+    """The serial order, which holds the least, and all families, those that offload without their copies."""
+    yield problem.fused_schedule(serial(problem).order, "serial order")
+    for schedule in family_schedules(problem):
+        yield _same_work(problem, schedule)
+    for schedule in offloading_families(problem):
+        plain = _same_work(problem, without_memory_actions(schedule))
+        yield plain.renamed(f"order of {schedule.name}")
+
+
+def problems_to_order(problems: Sequence[Problem], *, recompute: bool) -> dict[str, list[Problem]]:
+    """Problems without techniques: within the limit, without a limit, and with everything recomputed."""
+    again = [made for each in problems if (made := _recomputed(each)) and _can_fit(made)]
+    return {
+        "within the limit": [each for each in problems if _can_fit(each)],
+        "without a limit": [replace(each, memory_limit=None) for each in problems],
+        "with all recomputed": again if recompute else [],
+    }
+
+
+def _same_work(problem: Problem, schedule: Schedule) -> Schedule:
+    """The schedule; fused backwards if they may not be split, and no pairs that save only a launch."""
+    has_pairs = schedule.num_steps < len(schedule.table.slot)
+    if problem.split and (problem.can_pair or not has_pairs):
+        return schedule
+    return problem.fused_schedule(problem.order_of(schedule), schedule.name)
+
+
+def _can_fit(problem: Problem) -> bool:
+    """Whether the serial order fits."""
+    return problem.fits(serial(problem).order)
+
+
+def _recomputed(problem: Problem) -> Problem | None:
+    """The problem with every microbatch recomputed: its backward is longer, and it holds the checkpoint.
+
+    The rest of one activation at a time is left free. None if no memory remains.
+    """
+    costs, n = problem.costs, problem.placement.num_stages
+    full, kept = np.array(costs.per_stage("activation", n)), np.array(costs.per_stage("checkpoint", n))
+    again = np.array(costs.resolved("recompute", n)) + costs.launch_overhead
+    limit = float(problem.memory_limit or 0) - float((full - kept).max())
+    if limit <= 0:
+        return None
+    halves, whole = (np.array(costs.resolved(name, n)) + again for name in ("backward_input", "backward"))
+    changed = replace(
+        costs,
+        checkpoint=0,
+        backward_input=tuple(halves.tolist()),
+        backward=tuple(whole.tolist()),
+        activation=tuple(kept.tolist()),
+        activation_freed_by_input=0,
+        offloadable=None,
+    )
+    return replace(problem, costs=changed, memory_limit=limit)

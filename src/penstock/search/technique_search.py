@@ -1,0 +1,298 @@
+"""Search with memory techniques: which microbatches of which stages to recompute or offload is chosen too.
+
+    orders      families, the serial order, the best orders within the limit, without a limit, and those with
+                every microbatch recomputed
+    policies    `FitMemory` on each of them: uniform policies, and the fastest that fits with less
+    moves       from the best that fit: single pairs more or less, actions shifted; every one is simulated
+
+So the result is never slower than a family with a uniform policy that `FitMemory` tries, and than the best
+order that fits without techniques. The serial order with everything recomputed and offloaded as late as
+possible holds the least, so where copies take no time, something is found whenever anything fits.
+
+The bound holds for every choice: required is only the work of the plain schedule, and every activation counts
+with the least that a technique leaves of it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import perf_counter
+
+import numpy as np
+
+from penstock.bounds import Bound, bounds
+from penstock.errors import ScheduleError, SearchError
+from penstock.ir.schedule import Schedule
+from penstock.search import exact
+from penstock.search.driver import Budget, Jitter, run
+from penstock.search.fit_memory import MEMORY_KINDS, FitMemory
+from penstock.search.problem import Problem
+from penstock.search.result import OnProgress, Progress, SearchResult, gap_of
+from penstock.search.seeds import offloading_families
+from penstock.search.technique_moves import TechniqueMoves
+from penstock.search.technique_orders import free_choice, plain_orders, problems_to_order, require_least
+from penstock.simulation.jitter import simulate_with_jitter
+from penstock.simulation.simulator import Simulator, simulate
+from penstock.simulation.timeline import Timeline
+from penstock.validation import validate
+
+__all__ = ["run_with_techniques"]
+
+_ROUNDING = 1e-9
+_MOVES_OF_ONE = 200
+"""Moves of the compiled kernel that a simulated move counts as."""
+_KEPT = 6
+_SHARE_OF_POLICIES = 0.8
+"""Of the time; then no policy is tried any more, but for a first one that fits."""
+_SHARE_OF_ORDERS = 0.4
+"""Of the budget, for searching orders by themselves."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """A schedule that fits."""
+
+    timeline: Timeline
+    value: float
+    found_by: str
+
+    @property
+    def score(self) -> tuple[float, int]:
+        actions = int(self.timeline.schedule.table.of_kind(*MEMORY_KINDS).sum())
+        return float(f"{self.value:.12g}"), actions
+
+
+@dataclass(eq=False)
+class TechniqueSearch:
+    """One search: its problems, which have a memory limit, and what was found."""
+
+    problems: Sequence[Problem]
+    fit: FitMemory
+    budget: Budget
+    jitter: Jitter | None
+    on_progress: OnProgress
+    started: float = field(default_factory=perf_counter)
+    kept: list[_Choice] = field(default_factory=list)
+    families: dict[str, float] = field(default_factory=dict)
+    too_large: dict[str, float] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    """Orders for which there was no time."""
+    runs: int = 0
+    moves_made: int = 0
+    interrupted: bool = False
+
+    def run(self) -> SearchResult:
+        """All layers, and the best."""
+        try:
+            self._fit_all(list(dict.fromkeys(self._orders())))
+            self._move()
+        except KeyboardInterrupt:
+            if not self.kept:
+                raise
+            self.interrupted = True
+        if not self.kept:
+            raise self._does_not_fit()
+        return self._result()
+
+    # --- budget ------------------------------------------------------------------------------------
+
+    @property
+    def fraction(self) -> float:
+        """Of the budget that is used."""
+        if self.budget.moves is not None:
+            return min(self.moves_made / self.budget.moves, 1.0) if self.budget.moves else 1.0
+        used = perf_counter() - self.started
+        return min(used / self.budget.seconds, 1.0) if self.budget.seconds else 1.0
+
+    @cached_property
+    def bound(self) -> Bound:
+        """For every order and every choice of techniques."""
+        fit = self.fit
+        works = (free_choice(problem, fit) for problem in self.problems)
+        return min(bounds(work, fit.memory_limit, fit.objective)[0] for work in works)
+
+    def _report(self, phase: str) -> None:
+        best = self.kept[0].value if self.kept else math.inf
+        self.on_progress(
+            Progress(phase, best, self.bound.seconds, perf_counter() - self.started, self.fraction)
+        )
+
+    # --- orders ------------------------------------------------------------------------------------
+
+    def _orders(self) -> Iterator[Schedule]:
+        """Families, the serial order, and orders that the kernel finds, which knows no techniques."""
+        for problem in self.problems:
+            yield from plain_orders(problem)
+            for schedule in offloading_families(problem) if self.fit.offload and problem.split else ():
+                timeline = simulate(schedule, self.fit.costs, with_period=True)
+                self._keep(timeline, schedule.name)
+                if self._fits(timeline):
+                    self.families[schedule.name] = self._value(timeline)
+                else:
+                    self.too_large[schedule.name] = max(timeline.peak_memory)
+        for what, problems in problems_to_order(self.problems, recompute=self.fit.recompute).items():
+            if not problems or self._is_done or self._is_late():
+                continue
+            self._report(f"orders {what}")
+            part = _SHARE_OF_ORDERS / 3
+            moves = None if self.budget.moves is None else int(part * self.budget.moves)
+            budget = Budget(part * self.budget.seconds, moves, self.budget.seed)
+            found = run(problems, problems[0].costs, budget, None, lambda _: None)
+            self.runs += found.runs
+            self.moves_made += moves or 0
+            yield found.schedule.renamed(f"order searched {what}")
+
+    @property
+    def _is_done(self) -> bool:
+        return bool(self.kept) and not gap_of(self.kept[0].value, self.bound.seconds)
+
+    # --- techniques --------------------------------------------------------------------------------
+
+    def _fit_all(self, schedules: list[Schedule]) -> None:
+        """The simplest policies for every order; then all policies, for the best orders first."""
+        promise: dict[Schedule, float] = {}
+        for schedule in schedules:
+            timeline = self.fit.fitted_simply(schedule)
+            promise[schedule] = math.inf if timeline is None else self._value(timeline)
+            if timeline is not None:
+                self._keep(timeline, self._name(timeline.schedule))
+        for schedule in sorted(schedules, key=lambda each: promise[each]):
+            if self._is_done:
+                break
+            if self.kept and self._is_late():
+                self.skipped.append(schedule.name)
+            else:
+                self._fit(schedule)
+                self._report("policies")
+
+    def _fit(self, schedule: Schedule) -> None:
+        """All policies for an order."""
+        try:
+            timeline = self.fit.fitted(schedule, self._is_late)
+        except SearchError:
+            self.too_large[schedule.name] = max(simulate(schedule, self.fit.costs).peak_memory)
+            return
+        self.runs += 1
+        self._keep(timeline, self._name(timeline.schedule))
+        self.families.setdefault(self._name(timeline.schedule), self._value(timeline))
+
+    def _is_late(self) -> bool:
+        """Whether the time for policies is used; never with a budget of moves."""
+        return self.budget.moves is None and self.fraction >= _SHARE_OF_POLICIES
+
+    @staticmethod
+    def _name(schedule: Schedule) -> str:
+        """Its order, and how often it has each technique."""
+        counts = {kind: int(schedule.table.of_kind(kind).sum()) for kind in MEMORY_KINDS[:2]}
+        texts = [f"{count} {kind.value}" for kind, count in counts.items() if count]
+        return f"{schedule.name} with {' and '.join(texts)}" if texts else schedule.name
+
+    def _move(self) -> None:
+        """Anneal from the best: moves on single pairs, until the budget is used or the best is optimal."""
+        rng = random.Random(self.budget.seed)  # noqa: S311 -- no secret
+        while self.fraction < 1 and not self._is_done and self.kept:
+            start = self.kept[0] if rng.random() < 0.5 else rng.choice(self.kept)
+            self._anneal(start, rng)
+            self._report("moves")
+
+    def _anneal(self, start: _Choice, rng: random.Random, moves: int = 200) -> None:
+        fit, now = self.fit, start
+        made = TechniqueMoves(start.timeline.schedule, rng, recompute=fit.recompute, offload=fit.offload)
+        temperature = rng.choice((0.0, 0.003, 0.01)) * start.value
+        for _ in range(moves):
+            self.moves_made += _MOVES_OF_ONE
+            if self.fraction >= 1:
+                return
+            changed = made.changed(now.timeline.schedule)
+            timeline = None if changed is None else self._timed(changed)
+            if timeline is None or not self._fits(timeline):
+                continue
+            other = _Choice(timeline, self._value(timeline), f"{start.found_by}, then moves on pairs")
+            if other.value <= now.value + temperature * rng.random() and not validate(timeline.schedule):
+                now = other
+                if other.score < self.kept[0].score:
+                    self._keep(timeline, other.found_by)
+
+    def _timed(self, schedule: Schedule) -> Timeline | None:
+        """The timeline of an order that can deadlock; None if it does."""
+        self.runs += 1
+        try:
+            simulator = Simulator(schedule, self.fit.costs)
+        except ScheduleError:  # no messages can be added to what deadlocks
+            return None
+        done = simulator.run()
+        if np.min(done.end, initial=0) < 0:
+            return None
+        period = simulator.period(done) if self.fit.objective == "period" else None
+        return Timeline(schedule, self.fit.costs, *simulator.times(done), period=period)
+
+    def _keep(self, timeline: Timeline, found_by: str) -> None:
+        """Keep a schedule that fits, if it is valid and among the best."""
+        if not self._fits(timeline):
+            return
+        choice = _Choice(timeline, self._value(timeline), found_by)
+        if any(choice.timeline.schedule == other.timeline.schedule for other in self.kept):
+            return
+        self.kept = sorted([*self.kept, choice], key=lambda each: each.score)[:_KEPT]
+
+    def _fits(self, timeline: Timeline) -> bool:
+        return max(timeline.peak_memory) <= self.fit.memory_limit * (1 + _ROUNDING)
+
+    def _value(self, timeline: Timeline) -> float:
+        value: float = getattr(timeline, self.fit.objective)
+        return value
+
+    # --- result ------------------------------------------------------------------------------------
+
+    def _result(self) -> SearchResult:
+        best, quantile = self.kept[0], None
+        if self.jitter is not None:
+            share, q, seed = self.jitter.share, self.jitter.quantile, self.budget.seed
+            spreads = [
+                simulate_with_jitter(each.timeline.schedule, self.fit.costs, jitter=share, seed=seed).quantile(
+                    q
+                )
+                for each in self.kept
+            ]
+            quantile, place = min((spread, i) for i, spread in enumerate(spreads))
+            best = self.kept[place]
+        schedule = best.timeline.schedule.renamed("searched")
+        return SearchResult(
+            schedule=schedule,
+            timeline=simulate(schedule, self.fit.costs, with_period=True),
+            objective=self.fit.objective,
+            value=best.value,
+            bound=self.bound,
+            found_by=best.found_by,
+            families=self.families,
+            too_large=self.too_large,
+            skipped=tuple(dict.fromkeys(self.skipped)),
+            runs=self.runs,
+            seconds=perf_counter() - self.started,
+            interrupted=self.interrupted,
+            missing=() if exact.available() else ("exact solver (ortools)",),
+            quantile=quantile,
+        )
+
+    def _does_not_fit(self) -> SearchError:
+        names = [name for name in ("recompute", "offload") if getattr(self.fit, name)]
+        return SearchError(
+            f"no schedule was found with {' and '.join(names)} within the memory limit of "
+            f"{self.fit.memory_limit:g} per rank: give more memory, a faster host link, or more ranks"
+        )
+
+
+def run_with_techniques(
+    problems: Sequence[Problem],
+    fit: FitMemory,
+    budget: Budget,
+    jitter: Jitter | None,
+    on_progress: OnProgress,
+) -> SearchResult:
+    """Search all problems; raise if even the least that a technique leaves exceeds the limit on a rank."""
+    require_least(problems, fit)
+    return TechniqueSearch(problems, fit, budget, jitter, on_progress).run()
