@@ -172,9 +172,9 @@ def test_other_objectives_and_jitter(objective: str) -> None:
 
 
 def test_techniques_need_a_limit_in_bytes() -> None:
-    for limit in ({}, {"live_limit": 3}):
+    for live_limit in (None, 3):
         with pytest.raises(SearchError, match="recompute and offload need memory_limit, in bytes per rank"):
-            search(ranks=2, microbatches=2, recompute=True, **limit)
+            search(ranks=2, microbatches=2, recompute=True, live_limit=live_limit)
 
 
 # --- moves -----------------------------------------------------------------------------------------
