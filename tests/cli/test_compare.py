@@ -24,7 +24,7 @@ def test_it_prints_a_row_for_each_schedule_and_count(run: Run, tmp_path: Path) -
 
 def test_without_names_it_compares_all_families(run: Run) -> None:
     rows = run("compare", "-p", 2, "-m", 4, "-v", 3, "--json").json
-    assert len(rows) == 13
+    assert {row["name"] for row in rows} == set(penstock.families()) - {"forward-only"}
     assert {row["name"]: row["stages"] for row in rows}["interleaved-1f1b"] == 6
     rows = run("compare", "Interleaved1F1B", "1F1B", "-p", 2, "-m", 4, "-v", 3, "--json").json
     assert [row["stages"] for row in rows] == [6, 2]

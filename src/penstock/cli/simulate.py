@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, TypeAlias
 
@@ -95,9 +96,24 @@ def simulate(
         quantiles = {f"p{q}": runs.quantile(q / 100) for q in _QUANTILES}
     idle = gaps(timeline)
     if as_json:
-        typer.echo(json.dumps(_record(timeline, idle, quantiles), indent=2))
+        for part in _as_text(_record(timeline, idle, quantiles)):
+            sys.stdout.write(part)
     else:
         _print(timeline, idle, quantiles)
+
+
+def _as_text(record: dict[str, Any]) -> Iterator[str]:
+    """JSON with a line for each entry and for each gap, piece by piece: there can be very many."""
+    separator = "{\n"
+    for name, value in record.items():
+        yield f"{separator}  {json.dumps(name)}: "
+        if isinstance(value, list) and value:
+            yield from (f"{',' if i else '['}\n    {json.dumps(each)}" for i, each in enumerate(value))
+            yield "\n  ]"
+        else:
+            yield json.dumps(value)
+        separator = ",\n"
+    yield "\n}\n"
 
 
 def _record(timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float] | None) -> dict[str, Any]:

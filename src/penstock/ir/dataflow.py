@@ -6,16 +6,23 @@ wait:
     end(i) = max(end(step before i on its rank), max over inputs d of i: end(d) + lag) + duration(i)
 """
 
+# ruff: noqa: ANN401 -- the loop runs over lists or arrays
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 
 from penstock.ir.table import ActionTable, Floats, Ints
 
-__all__ = ["DataflowRun", "Inputs", "run_dataflow"]
+__all__ = ["COMPILED_FROM", "DataflowRun", "Inputs", "run_dataflow"]
+
+COMPILED_FROM = 500_000
+"""The number of slots from which the loop is compiled: loading the compiler takes about a second."""
 
 _NOT_YET = -1
 _NONE = -1
@@ -26,75 +33,138 @@ _SEVERAL = -2
 class Inputs:
     """What each slot waits for on other ranks: the slot that produces it, and the lag until it arrives."""
 
-    one: list[int]
-    """Per slot: the slot it waits for, or `_NONE`, or `_SEVERAL`."""
-    lag: list[float]
-    several: dict[int, list[tuple[int, float]]]
-    """The waits of slots that have more than one, such as overlapped pairs."""
+    one: Ints
+    """Per slot: the slot it waits for, or `_NONE`, or `_SEVERAL` minus the number of its group."""
+    lag: Ints | Floats
+    group_bounds: Ints
+    """Per group, and one more: where its waits begin. A slot with several, such as a pair, has a group."""
+    group_producer: Ints
+    group_lag: Ints | Floats
 
     @classmethod
     def of(cls, num_slots: int, producer: Ints, consumer: Ints, lag: Ints | Floats) -> Inputs:
         """From pairs of slots, in no particular order."""
         one = np.full(num_slots, _NONE, dtype=np.int64)
-        lags = np.zeros(num_slots, dtype=lag.dtype)
+        lags: Any = np.zeros(num_slots, dtype=lag.dtype)
         one[consumer] = producer
         lags[consumer] = lag
-        several: dict[int, list[tuple[int, float]]] = {}
-        overwritten = np.flatnonzero(np.bincount(consumer, minlength=num_slots) > 1)
-        if overwritten.size:
-            for i in np.flatnonzero(np.isin(consumer, overwritten)).tolist():
-                several.setdefault(int(consumer[i]), []).append((int(producer[i]), lag[i].item()))
-            one[overwritten] = _SEVERAL
-        return cls(one.tolist(), lags.tolist(), several)
+        counts = np.bincount(consumer, minlength=num_slots)
+        several = np.flatnonzero(counts > 1)
+        one[several] = _SEVERAL - np.arange(len(several))
+        grouped = np.flatnonzero(counts[consumer] > 1)
+        grouped = grouped[np.argsort(consumer[grouped], kind="stable")]
+        bounds = np.concatenate(([0], np.cumsum(counts[several])))
+        return cls(one, lags, bounds, producer[grouped], lag[grouped])
 
 
 @dataclass(frozen=True)
 class DataflowRun:
     """When each slot ends, -1 for those never reached, and the slot each rank is stuck at, if any."""
 
-    ends: list[float]
+    ends: Floats
     stuck: dict[int, int]
 
 
 def run_dataflow(
-    table: ActionTable, inputs: Inputs, durations: Sequence[float], starts: Sequence[float]
+    table: ActionTable, inputs: Inputs, durations: Sequence[float] | Floats, starts: Sequence[float]
 ) -> DataflowRun:
     """One run. `durations` are per slot, `starts` is the clock of each rank at the beginning."""
-    one, lag, several = inputs.one, inputs.lag, inputs.several
-    ends: list[float] = [_NOT_YET] * len(one)
-    rank_of = table.rank.tolist()
-    bounds = table.slot_bounds.tolist()
-    position = bounds[:-1]
-    clock = list(starts)
-    waiting_for: list[list[tuple[int, int]]] = [[] for _ in clock]  # per rank: who waits for which slot of it
-    ready = list(range(len(clock)))
-    while ready:
-        rank = ready.pop()
+    slots, ranks = len(inputs.one), len(starts)
+    integers = (inputs.one, inputs.group_bounds, inputs.group_producer, table.rank, table.slot_bounds)
+    seconds = (inputs.lag, inputs.group_lag, durations, starts)
+    first = table.slot_bounds[:-1]
+    ends: Floats
+    position: Ints
+    if slots >= COMPILED_FROM:
+        ends, position = np.full(slots, float(_NOT_YET)), first.astype(np.int64)
+        exact = (np.array(each, dtype=np.float64) for each in seconds)
+        state = np.zeros((4, ranks), dtype=np.int64)
+        _compiled_loop()(*integers, *exact, ends, position, state[0], state[1], state[2], state[3])
+    else:
+        listed: list[Any] = [_NOT_YET] * slots
+        places: list[int] = first.tolist()
+        given: Any = (*integers, *seconds)
+        lists = [each.tolist() if isinstance(each, np.ndarray) else list(each) for each in given]
+        lists += [listed, places, *([0] * ranks for _ in range(4))]
+        _loop(*lists)
+        ends, position = np.array(listed, dtype=np.float64), np.array(places, dtype=np.int64)
+    stuck = np.flatnonzero(position < table.slot_bounds[1:])
+    return DataflowRun(ends, dict(zip(stuck.tolist(), position[stuck].tolist())))
+
+
+@cache
+def _compiled_loop() -> Any:
+    from penstock.compilation import compiled  # noqa: PLC0415 -- loads the compiler
+
+    return compiled(_loop)
+
+
+def _loop(  # noqa: C901, PLR0912 -- calls would take most of its time
+    one: Any,
+    group_bounds: Any,
+    group_producer: Any,
+    rank_of: Any,
+    bounds: Any,
+    lag: Any,
+    group_lag: Any,
+    durations: Any,
+    clock: Any,
+    ends: Any,
+    position: Any,
+    ready: Any,
+    missing_of: Any,
+    first_waiting: Any,
+    next_waiting: Any,
+) -> None:
+    """Fill in `ends` and `position`; the ranks that wait for a rank are a linked list."""
+    top = len(clock)
+    for rank in range(top):
+        ready[rank] = rank
+        first_waiting[rank] = _NONE
+    while top > 0:
+        top -= 1
+        rank = ready[top]
         now = clock[rank]
-        i, stop = position[rank], bounds[rank + 1]
+        i, stop, missing = position[rank], bounds[rank + 1], _NONE
         while i < stop:
             d = one[i]
             if d >= 0:
                 there = ends[d]
                 if there < 0:
-                    waiting_for[rank_of[d]].append((d, rank))
+                    missing = d
                     break
                 there += lag[i]
                 if there > now:  # noqa: PLR1730 -- max() would double the time of this loop
                     now = there
-            elif d == _SEVERAL:
-                missing = [d for d, _ in several[i] if ends[d] < 0]
-                if missing:
-                    waiting_for[rank_of[missing[0]]].append((missing[0], rank))
+            elif d <= _SEVERAL:
+                latest = now
+                for j in range(group_bounds[_SEVERAL - d], group_bounds[_SEVERAL - d + 1]):
+                    there = ends[group_producer[j]]
+                    if there < 0:
+                        missing = group_producer[j]
+                        break
+                    there += group_lag[j]
+                    if there > latest:  # noqa: PLR1730
+                        latest = there
+                if missing >= 0:
                     break
-                now = max(now, *(ends[d] + late for d, late in several[i]))
+                now = latest
             now += durations[i]
             ends[i] = now
             i += 1
         position[rank] = i
         clock[rank] = now
-        if waiting_for[rank]:
-            ready += [other for slot, other in waiting_for[rank] if slot < i]
-            waiting_for[rank] = [wait for wait in waiting_for[rank] if wait[0] >= i]
-    stuck = {r: i for r, i in enumerate(position) if i < bounds[r + 1]}
-    return DataflowRun(ends, stuck)
+        if missing >= 0:
+            missing_of[rank] = missing
+            next_waiting[rank] = first_waiting[rank_of[missing]]
+            first_waiting[rank_of[missing]] = rank
+        waiting, first_waiting[rank] = first_waiting[rank], _NONE
+        while waiting >= 0:
+            following = next_waiting[waiting]
+            if missing_of[waiting] < i:
+                ready[top] = waiting
+                top += 1
+            else:
+                next_waiting[waiting] = first_waiting[rank]
+                first_waiting[rank] = waiting
+            waiting = following

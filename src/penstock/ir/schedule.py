@@ -152,6 +152,11 @@ class Schedule:
         """The steps of each rank."""
         return tuple(tuple(decode(row.tolist(), self.graph)) for row in self.table.rows)
 
+    def step_of_slot(self, slot: int) -> Step:
+        """The step with this number through all ranks, without making objects of the others."""
+        first, last = np.searchsorted(self.table.slot, [slot, slot + 1]).tolist()
+        return next(decode(self.table.code[first:last].tolist(), self.graph))
+
     @cached_property
     def messages(self) -> Messages:
         """The values that have to cross ranks."""

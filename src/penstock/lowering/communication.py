@@ -95,4 +95,4 @@ def _moments(schedule: Schedule) -> Ints:
     done = run_dataflow(table, inputs, [p] * schedule.num_steps, [rank - p for rank in range(p)])
     if done.stuck:
         raise invalid_schedule_error(schedule, validate(schedule))
-    return np.array(done.ends, dtype=np.int64)
+    return done.ends.astype(np.int64)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.compilation import compiled
 from penstock.ir.table import Ints
-from penstock.search.compilation import compiled
 from penstock.search.kernel import copy_suffix, evaluate, fits, resume, resume_point
 from penstock.search.kernel_arrays import (
     FORWARD,

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.compilation import COMPILED
 from penstock.cost.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.search import exact
 from penstock.search.annealing import anneal
-from penstock.search.compilation import COMPILED
 from penstock.search.placement_search import PlacementSearch
 from penstock.search.problem import Problem
 from penstock.search.result import OnProgress, Progress, SearchResult

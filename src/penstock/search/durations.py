@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.compilation import compiled
 from penstock.ir.table import Floats, Ints
-from penstock.search.compilation import compiled
 from penstock.search.kernel_arrays import (
     FORWARD,
     INPUT_GRAD,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.compilation import compiled
 from penstock.ir.table import Floats, Ints
-from penstock.search.compilation import compiled
 from penstock.search.durations import set_durations
 from penstock.search.kernel_arrays import (
     FORWARD,

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.compilation import compiled
 from penstock.ir.table import Floats, Ints
-from penstock.search.compilation import compiled
 from penstock.search.message_arrays import MessageArrays
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.compilation import compiled
 from penstock.ir.table import Floats, Ints
-from penstock.search.compilation import compiled
 from penstock.search.kernel_arrays import INPUT_GRAD, WEIGHT_GRAD, ProblemArrays
 from penstock.search.message_arrays import MessageArrays
 

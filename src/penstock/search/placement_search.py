@@ -11,12 +11,12 @@ from threading import Event
 import numpy as np
 
 from penstock.bounds import Bound, Workload, bounds
+from penstock.compilation import COMPILED
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 from penstock.search import exact
 from penstock.search.annealing import anneal
-from penstock.search.compilation import COMPILED
 from penstock.search.kernel_arrays import PAIRED
 from penstock.search.problem import Problem
 from penstock.search.result import gap_of

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from penstock.simulation.timeline import Event, Message, Timeline
 
 __all__ = ["Gap", "critical_path", "gaps"]
@@ -56,22 +58,20 @@ def gaps(timeline: Timeline) -> tuple[Gap, ...]:
     negligible = timeline.makespan * _ROUNDING
     bounds = timeline.schedule.table.slot_bounds.tolist()
     for rank, (first, last) in enumerate(pairwise(bounds)):
-        now, begun = 0.0, False
-        for slot in range(first, last):
-            if not timeline.is_compute[slot]:
-                continue
-            start = float(timeline.start[slot])
-            if start - now > negligible:
-                found.append(_gap(timeline, rank, now, slot, warm_up=not begun))
-            now, begun = float(timeline.end[slot]), True
-        if timeline.makespan - now > negligible:
-            found.append(Gap(rank, now, timeline.makespan, "drain", None, None, None))
+        slots = first + np.flatnonzero(timeline.is_compute[first:last])
+        before = np.concatenate(([0.0], timeline.end[slots]))
+        found += [
+            _gap(timeline, rank, float(before[i]), int(slots[i]), warm_up=not i)
+            for i in np.flatnonzero(timeline.start[slots] - before[:-1] > negligible).tolist()
+        ]
+        if timeline.makespan - before[-1] > negligible:
+            found.append(Gap(rank, float(before[-1]), timeline.makespan, "drain", None, None, None))
     return tuple(found)
 
 
 def _gap(timeline: Timeline, rank: int, now: float, slot: int, *, warm_up: bool) -> Gap:
     event = timeline.event(slot)
-    late = max(timeline.inputs.get(slot, ()), key=lambda message: message.arrival, default=None)
+    late = max(timeline.inputs(slot), key=lambda message: message.arrival, default=None)
     blocking = None
     if late is None or late.arrival < event.start:
         blocking = _blocking_message(timeline, slot)
@@ -132,7 +132,7 @@ def _cause(timeline: Timeline, slot: int) -> int | None:
     before = slot - 1
     if before >= 0 and table.rank[before] == table.rank[slot] and timeline.end[before] == start:
         return before
-    for message in timeline.inputs.get(slot, ()):
+    for message in timeline.inputs(slot):
         if message.arrival == start:
             return _sender(timeline, message)
     first = int(table.slot_bounds[table.rank[slot]])

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from penstock.errors import CostsError
 from penstock.ir.action import Step
 from penstock.ir.messages import VALUES
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Bools, Floats
+from penstock.ir.table import Bools, Floats, Ints
 
 __all__ = ["Event", "Memory", "Message", "Timeline"]
 
@@ -171,40 +172,53 @@ class Timeline:
         table = self.schedule.table
         rank = int(table.rank[slot])
         index = slot - int(table.slot_bounds[rank])
-        step = self.schedule.ranks[rank][index]
+        step = self.schedule.step_of_slot(slot)
         return Event(slot, rank, index, step, float(self.start[slot]), float(self.end[slot]))
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """Every slot, rank by rank in the order of the lists."""
-        return tuple(map(self.event, range(self.schedule.num_steps)))
+        bounds = self.schedule.table.slot_bounds.tolist()
+        times = list(zip(self.start.tolist(), self.end.tolist()))
+        return tuple(
+            Event(first + index, rank, index, step, *times[first + index])
+            for rank, (first, steps) in enumerate(zip(bounds, self.schedule.ranks))
+            for index, step in enumerate(steps)
+        )
 
     @cached_property
-    def messages(self) -> tuple[Message, ...]:
-        """Every value that crosses ranks and is used."""
+    def message_columns(self) -> dict[str, Any]:
+        """The fields of all messages as arrays; `kind` is whether it is a gradient."""
         messages, slot = self.schedule.messages, self.schedule.table.slot_or_none
         number = np.flatnonzero((messages.producer >= 0) & (messages.consumer >= 0))
         producer, consumer = slot[messages.producer[number]], slot[messages.consumer[number]]
         send, receive = slot[messages.send[number]], slot[messages.receive[number]]
         sent, received = np.where(send >= 0, send, producer), np.where(receive >= 0, receive, consumer)
         begin, arrival = self._transfers()
-        columns = (
-            messages.is_gradient[number],
-            messages.stage[number],
-            messages.microbatch[number],
-            messages.edge[number],
-            messages.source[number],
-            messages.target[number],
-            producer,
-            consumer,
-            sent,
-            received,
-            begin[number],
-            arrival[number],
-            message_bytes(messages, self.costs)[number],
-        )
-        rows = zip(*(column.tolist() for column in columns))
+        return {
+            "kind": messages.is_gradient[number],
+            "stage": messages.stage[number],
+            "microbatch": messages.microbatch[number],
+            "edge": messages.edge[number],
+            "source": messages.source[number],
+            "target": messages.target[number],
+            "producer": producer,
+            "consumer": consumer,
+            "sent": sent,
+            "received": received,
+            "begin": begin[number],
+            "arrival": arrival[number],
+            "size": message_bytes(messages, self.costs)[number],
+        }
+
+    def _messages_at(self, numbers: Ints | slice) -> tuple[Message, ...]:
+        rows = zip(*(column[numbers].tolist() for column in self.message_columns.values()))
         return tuple(Message(VALUES[is_gradient], *rest) for is_gradient, *rest in rows)
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """Every value that crosses ranks and is used."""
+        return self._messages_at(slice(None))
 
     @cached_property
     def further_uses(self) -> tuple[tuple[Message, int], ...]:
@@ -231,13 +245,18 @@ class Timeline:
         unknown = np.isnan(self.begin)
         return np.where(unknown, ready, self.begin), np.where(unknown, ready + latency, self.arrival)
 
+    def inputs(self, slot: int) -> tuple[Message, ...]:
+        """The messages that a slot waits for."""
+        order, consumers = self._by_consumer
+        first, last = np.searchsorted(consumers, [slot, slot + 1]).tolist()
+        return self._messages_at(order[first:last])
+
     @cached_property
-    def inputs(self) -> dict[int, list[Message]]:
-        """The messages each slot waits for."""
-        by_slot: dict[int, list[Message]] = {}
-        for message in self.messages:
-            by_slot.setdefault(message.consumer, []).append(message)
-        return by_slot
+    def _by_consumer(self) -> tuple[Ints, Ints]:
+        """The numbers of all messages in the order of their consumers, and these."""
+        consumer = self.message_columns["consumer"]
+        order = np.argsort(consumer, kind="stable")
+        return order, consumer[order]
 
     @cached_property
     def message_of_slot(self) -> dict[int, Message]:
@@ -247,20 +266,18 @@ class Timeline:
     @cached_property
     def volume(self) -> dict[tuple[int, int], float]:
         """Bytes from rank to rank."""
-        bytes_of: dict[tuple[int, int], float] = {}
-        for message in self.messages:
-            channel = (message.source, message.target)
-            bytes_of[channel] = bytes_of.get(channel, 0.0) + message.size
-        return bytes_of
+        columns, ranks = self.message_columns, self.schedule.num_ranks
+        channel, index = np.unique(columns["source"] * ranks + columns["target"], return_inverse=True)
+        total = np.bincount(index, columns["size"], len(channel))
+        return {divmod(pair, ranks): size for pair, size in zip(channel.tolist(), total.tolist())}
 
     @cached_property
     def communication(self) -> tuple[float, ...]:
         """Per rank: seconds of all transfers to and from it, added up."""
-        seconds = [0.0] * self.schedule.num_ranks
-        for message in self.messages:
-            for rank in (message.source, message.target):
-                seconds[rank] += message.arrival - message.begin
-        return tuple(seconds)
+        columns = self.message_columns
+        ranks = np.concatenate((columns["source"], columns["target"]))
+        seconds = np.tile(columns["arrival"] - columns["begin"], 2)
+        return tuple(np.bincount(ranks, seconds, self.schedule.num_ranks).tolist())
 
     # --- memory ------------------------------------------------------------------------------------
 

@@ -80,9 +80,7 @@ def _vector_clocks(schedule: Schedule, sends: Ints, consumers: Ints, rank: int) 
     """Per slot of this rank that waits for a message: the last slot of every rank known to be finished."""
     table = schedule.table
     inputs = Inputs.of(schedule.num_steps, sends, consumers, np.zeros(len(sends), dtype=np.int64))
-    ends = np.array(
-        run_dataflow(table, inputs, [1] * schedule.num_steps, [0] * schedule.num_ranks).ends, dtype=np.float64
-    )
+    ends = run_dataflow(table, inputs, [1] * schedule.num_steps, [0] * schedule.num_ranks).ends
     carried: dict[int, Ints] = {}
     sources: dict[int, list[int]] = {}
     for send, consumer in zip(sends.tolist(), consumers.tolist()):
