@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.cost.costs import Costs
@@ -11,10 +11,10 @@ from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.layers import layer_operations, model_flops
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.operations import LayerOperations
-from penstock.cost.estimate.roofline import LayerSeconds, layer_seconds, link_of
+from penstock.cost.estimate.roofline import LayerSeconds, Link, layer_seconds, link_of
 from penstock.cost.estimate.setting import Setting
 
-__all__ = ["Estimate", "LayerEstimate", "WeightBytes", "estimate"]
+__all__ = ["Estimate", "Estimator", "LayerEstimate", "WeightBytes", "estimate"]
 
 _UPDATE_BYTES = 30
 """AdamW moves for each weight: gradient, master weight and two moments in, the last three and a copy out."""
@@ -44,7 +44,34 @@ class LayerEstimate:
     operations: LayerOperations
     seconds: LayerSeconds
     weights: WeightBytes
-    costs: Costs
+    data_link: Link
+    """Between ranks that hold the same weights."""
+    is_sharded: bool
+    """Whether weights are gathered before use (ZeRO 3)."""
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Of one microbatch."""
+        compute, exchanged = self.seconds.compute, self.seconds.all_to_all
+        weights, layer, bandwidth = self.weights, self.operations, self.data_link.bandwidth
+        return Costs(
+            forward=compute.forward,
+            backward_input=compute.input_gradient,
+            backward_weight=compute.weight_gradient,
+            forward_all_to_all=exchanged.forward,
+            backward_input_all_to_all=exchanged.input_gradient,
+            backward_weight_all_to_all=exchanged.weight_gradient,
+            activation_message=layer.message,
+            gradient_message=layer.message,
+            unshard=weights.gathered / bandwidth if self.is_sharded else 0.0,
+            reduce_grad=weights.reduced / bandwidth,
+            parameters=weights.parameters,
+            gradients=weights.gradients,
+            optimizer_state=weights.optimizer_state,
+            unsharded_parameters=weights.unsharded,
+            activation=layer.activation,
+            activation_freed_by_input=max(0.0, layer.activation - layer.kept_for_weight),
+        )
 
 
 @dataclass(frozen=True)
@@ -90,39 +117,37 @@ class Estimate:
         return self.model_flops * microbatches / (seconds * devices * self.device.peak(precision))
 
 
+class Estimator:
+    """Estimates of a model on a device in many settings; what does not depend on replicas is computed once."""
+
+    def __init__(self, config: ModelConfig, device: Device) -> None:
+        self.config, self.device = config, device
+        self._timed: dict[Setting, dict[str, tuple[LayerOperations, LayerSeconds]]] = {}
+
+    def __call__(self, setting: Setting) -> Estimate:
+        """The estimate in one setting."""
+        setting.check(self.config)
+        alike = replace(setting, data_parallel=1, zero=0)
+        if alike not in self._timed:
+            layers = layer_operations(self.config, setting)
+            self._timed[alike] = {
+                kind: (each, layer_seconds(each, self.device, setting)) for kind, each in layers.items()
+            }
+        return Estimate(
+            *(self.config, setting, self.device),
+            {kind: _layer(*each, setting, self.device) for kind, each in self._timed[alike].items()},
+        )
+
+
 def estimate(config: ModelConfig, setting: Setting, device: Device) -> Estimate:
     """Estimate the costs of a model's layers on a device."""
-    operations = layer_operations(config, setting)
-    return Estimate(
-        *(config, setting, device),
-        {kind: _layer(each, setting, device) for kind, each in operations.items()},
-    )
+    return Estimator(config, device)(setting)
 
 
-def _layer(layer: LayerOperations, setting: Setting, device: Device) -> LayerEstimate:
-    seconds, weights = layer_seconds(layer, device, setting), weight_bytes(layer, setting)
-    compute, exchanged = seconds.compute, seconds.all_to_all
-    data = link_of("data", device, setting)
-    sharded = setting.zero == 3 and setting.replicas > 1
-    costs = Costs(
-        forward=compute.forward,
-        backward_input=compute.input_gradient,
-        backward_weight=compute.weight_gradient,
-        forward_all_to_all=exchanged.forward,
-        backward_input_all_to_all=exchanged.input_gradient,
-        backward_weight_all_to_all=exchanged.weight_gradient,
-        activation_message=layer.message,
-        gradient_message=layer.message,
-        unshard=weights.gathered / data.bandwidth if sharded else 0.0,
-        reduce_grad=weights.reduced / data.bandwidth,
-        parameters=weights.parameters,
-        gradients=weights.gradients,
-        optimizer_state=weights.optimizer_state,
-        unsharded_parameters=weights.unsharded,
-        activation=layer.activation,
-        activation_freed_by_input=max(0.0, layer.activation - layer.kept_for_weight),
-    )
-    return LayerEstimate(layer, seconds, weights, costs)
+def _layer(layer: LayerOperations, seconds: LayerSeconds, setting: Setting, device: Device) -> LayerEstimate:
+    link = link_of("data", device, setting)
+    is_sharded = setting.zero == 3 and setting.replicas > 1
+    return LayerEstimate(layer, seconds, weight_bytes(layer, setting), link, is_sharded)
 
 
 def weight_bytes(layer: LayerOperations, setting: Setting) -> WeightBytes:

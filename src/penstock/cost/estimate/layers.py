@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from penstock.cost.estimate.attention import attention_collectives, attention_operations
 from penstock.cost.estimate.building_blocks import dropout, gather_and_scatter, matmul, norm, pointwise
@@ -42,6 +43,7 @@ def active_parameters(config: ModelConfig) -> float:
     return parameters(config) - idle * experts * config.kinds.count("expert block")
 
 
+@cache
 def model_flops(config: ModelConfig, sequence: int) -> float:
     """FLOPs of a training step for one token, as model FLOPs utilization (MFU) counts them.
 

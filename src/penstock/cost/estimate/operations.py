@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 __all__ = ["RECOMPUTATION", "Collective", "LayerOperations", "Operation", "Passes", "Saved"]
@@ -112,7 +113,7 @@ class LayerOperations:
         """FLOPs of the operations that are run, recomputation included in the input gradient."""
         return _sum(self._with_recomputation(each, each.flops) for each in self.operations)
 
-    @property
+    @cached_property
     def model_flops(self) -> Passes:
         """FLOPs without recomputation."""
         return _sum(each.flops for each in self.operations)
@@ -129,7 +130,7 @@ class LayerOperations:
         """Number of weights on this rank: those of experts, or the others."""
         return sum(each.weights for each in self.operations if each.is_expert is expert)
 
-    @property
+    @cached_property
     def saved(self) -> list[Saved]:
         """What is saved at this level of recomputation."""
         if not self.operations or self.recompute == "full":
@@ -138,17 +139,23 @@ class LayerOperations:
         every = (saved for operation in self.operations for saved in operation.saved)
         return [each for each in every if _level(each.recomputed_at) > level]
 
-    @property
+    @cached_property
     def activation(self) -> float:
         """Bytes saved for the backward of one microbatch."""
         return sum(each.bytes for each in self.saved)
 
-    @property
+    @cached_property
     def whole_activation(self) -> float:
         """The same without any recomputation: what exists at once while the layer's backward runs."""
         return sum(saved.bytes for operation in self.operations for saved in operation.saved)
 
-    @property
+    @cached_property
+    def working(self) -> float:
+        """Bytes besides while the layer's backward runs: what is recomputed, and the two largest gradients."""
+        gradients = sorted(each.output_gradient for each in self.operations)[-2:]
+        return max(0.0, self.whole_activation - self.activation) + sum(gradients)
+
+    @cached_property
     def kept_for_weight(self) -> float:
         """Bytes that a weight gradient needs after the input gradient: inputs and output gradients."""
         inputs = sum(s.bytes for each in self.operations for s in each.saved if s.for_weight)

@@ -1,0 +1,155 @@
+"""Explanation of a job's plan: where the time of the best option goes, and what would make it faster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.cost.costs import size_text
+from penstock.cost.estimate.devices import Device
+from penstock.cost.estimate.estimate import Estimate, Estimator
+from penstock.cost.estimate.roofline import operation_seconds
+from penstock.errors import PlanError
+from penstock.planning.job.options import JobOption
+from penstock.planning.job.planner import JobPlan, plan_job
+
+__all__ = ["JobExplanation", "WhatIf", "explain_job", "time_shares"]
+
+_REPLAN_BUDGET = 0.3
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change, the best step time with it, and the gain as a share of the present time."""
+
+    change: str
+    seconds: float
+    gain: float
+    best: str
+
+
+@dataclass(frozen=True)
+class JobExplanation:
+    """Why the best option wins, and what would help, largest gain first."""
+
+    why: tuple[str, ...]
+    what_ifs: tuple[WhatIf, ...]
+
+
+def explain_job(plan: JobPlan) -> JobExplanation:
+    """Explain the best option."""
+    return JobExplanation(tuple(_why(plan)), tuple(sorted(_what_ifs(plan), key=lambda each: -each.gain)))
+
+
+def time_shares(plan: JobPlan, option: JobOption) -> dict[str, float]:
+    """Shares of the step in which the mean rank does what; the rest are reductions and the optimizer step."""
+    estimator = Estimator(plan.request.config, plan.request.device)
+    found = estimator(option.layout.setting(plan.request))
+    factor = option.layout.microbatches / option.layout.pipeline / option.seconds
+    shares = {name: seconds * factor for name, seconds in _seconds(found).items()}
+    if not shares["recomputation"]:
+        del shares["recomputation"]
+    exchanged = sum(layer.seconds.all_to_all.total for layer in found.layers) * factor
+    busy, idle = sum(shares.values()), option.bubble * _makespan_share(option)
+    exposed = max(0.0, _makespan_share(option) - busy - idle) if exchanged else 0.0
+    if exchanged:
+        shares["all-to-all that nothing hides"] = min(exposed, exchanged)
+    shares["idle"] = idle
+    shares["gradient reduction, optimizer step and rounding"] = max(0.0, 1 - sum(shares.values()))
+    return shares
+
+
+def _makespan_share(option: JobOption) -> float:
+    """The bubble is of the makespan, which is almost all of the step."""
+    return min(1.0, max(option.bound / option.seconds, 0.97))
+
+
+def _seconds(found: Estimate) -> dict[str, float]:
+    """Seconds of one microbatch in all layers, by what bounds them."""
+    totals = {"matmul": 0.0, "attention": 0.0, "memory": 0.0}
+    compute = recomputed = 0.0
+    kinds = found.config.kinds
+    for kind, layer in found.by_kind.items():
+        count = kinds.count(kind)
+        for each in layer.operations.operations:
+            seconds = operation_seconds(each, found.device, found.setting.precision).total
+            totals[each.resource] += count * seconds
+        compute += count * layer.seconds.compute.total
+        recomputed += count * layer.seconds.recomputed
+    return {
+        "matrix products": totals["matmul"],
+        "attention": totals["attention"],
+        "memory-bound operations": totals["memory"],
+        "recomputation": recomputed,
+        "tensor and context parallel communication": compute - recomputed - sum(totals.values()),
+    }
+
+
+def _why(plan: JobPlan) -> list[str]:
+    best, limit = plan.best, plan.request.memory_limit
+    shares = time_shares(plan, best)
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+    lines = [
+        f"{best} takes {best.seconds:.4g} s; its lower bound is {best.bound:.4g} s",
+        f"where its time goes: {parts}",
+        f"it needs {size_text(best.memory)} of {size_text(limit)}",
+    ]
+    if len(plan.options) > 1:
+        other = plan.options[1]
+        lines.append(
+            f"the next, {other}, takes {other.seconds / best.seconds - 1:.1%} longer: {_main(plan, other)}"
+        )
+    small = next((each for each in plan.frontier if each.memory < best.memory * 0.9), None)
+    if small is not None:
+        lines.append(
+            f"the fastest with 10 % less memory, {small}, needs {size_text(small.memory)} and takes "
+            f"{small.seconds / best.seconds - 1:.1%} longer"
+        )
+    return lines
+
+
+def _main(plan: JobPlan, other: JobOption) -> str:
+    """What takes the other option longer, most of all."""
+    mine, theirs = (time_shares(plan, each) for each in (plan.best, other))
+    names = dict.fromkeys((*mine, *theirs))
+    longer = {
+        name: theirs.get(name, 0.0) * other.seconds - mine.get(name, 0.0) * plan.best.seconds for name in names
+    }
+    name = max(longer, key=lambda each: longer[each])
+    return f"{longer[name]:.3g} s more of {name}" if longer[name] > 0 else "everything a little"
+
+
+def _what_ifs(plan: JobPlan) -> list[WhatIf]:
+    request, device, best = plan.request, plan.request.device, plan.best
+    found = []
+    for change, other in _devices(device).items():
+        changed = plan.evaluation.exact(best, replace(request, device=other))
+        found.append(_gain(plan, change, changed))
+    for change, more in {
+        f"25 % more memory, {size_text(1.25 * request.memory_limit)}": {
+            "memory_limit": 1.25 * request.memory_limit
+        },
+        f"twice the batch, {2 * request.batch}, per sample": {"batch": 2 * request.batch},
+    }.items():
+        try:
+            again = plan_job(replace(request, budget=_REPLAN_BUDGET * request.budget, **more))  # type: ignore[arg-type]
+        except PlanError:
+            continue
+        samples = request.batch / again.request.batch
+        option = replace(again.best, seconds=again.best.seconds * samples)
+        if option.seconds < best.seconds or samples != 1:
+            found.append(_gain(plan, change, option))
+    return found
+
+
+def _devices(device: Device) -> dict[str, Device]:
+    share = device.attainable
+    return {
+        "twice the bandwidth between nodes": replace(device, network_link=2 * device.network_link),
+        "twice the bandwidth within a node": replace(device, node_link=2 * device.node_link),
+        "twice the memory bandwidth": replace(device, memory_bandwidth=2 * device.memory_bandwidth),
+        "no overhead of kernels": replace(device, attainable=replace(share, kernel_seconds=1e-12)),
+    }
+
+
+def _gain(plan: JobPlan, change: str, option: JobOption) -> WhatIf:
+    return WhatIf(change, option.seconds, 1 - option.seconds / plan.best.seconds, str(option))

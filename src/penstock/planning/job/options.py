@@ -1,0 +1,63 @@
+"""An option of a job's plan: a layout with a schedule, its step time and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.ir.placement import Placement
+from penstock.planning.job.layouts import JobLayout
+from penstock.planning.partition import LayerCounts
+
+__all__ = ["JobOption", "job_frontier"]
+
+
+@dataclass(frozen=True)
+class JobOption:
+    """A layout with the schedule of a family."""
+
+    layout: JobLayout
+    family: str
+    placement: Placement
+    counts: LayerCounts
+    """Layers of each stage, embedding and output layer included."""
+    seconds: float
+    """Of a step: makespan, reduction of gradients and optimizer step."""
+    memory: float
+    """Bytes on the device with the most, working memory included."""
+    mfu: float
+    tokens_per_second: float
+    """Of each device."""
+    bubble: float
+    """The mean share of the makespan in which a rank idles."""
+    bound: float
+    is_exact: bool = False
+    """Whether the whole step was simulated with its messages and collectives, or a shorter one extended."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Of each pipeline rank."""
+        return self.placement.num_stages // self.placement.num_ranks
+
+    @property
+    def sort_key(self) -> tuple[float, float, str]:
+        """Fastest first; among equals the one with the least memory."""
+        return self.seconds, self.memory, self.family
+
+    def __str__(self) -> str:
+        stages = f" v={self.stages_per_rank}" if self.stages_per_rank > 1 else ""
+        return f"{self.layout} {self.family}{stages}, mbs {self.layout.microbatch_size}, {self._recompute}"
+
+    @property
+    def _recompute(self) -> str:
+        level = self.layout.recompute
+        return "no recomputation" if level == "none" else f"{level} recomputation"
+
+
+def job_frontier(options: Iterable[JobOption]) -> list[JobOption]:
+    """The Pareto frontier of time and memory, fastest first."""
+    found: list[JobOption] = []
+    for option in sorted(options, key=lambda each: each.sort_key):
+        if not found or option.memory < found[-1].memory:
+            found.append(option)
+    return found

@@ -1,0 +1,157 @@
+"""`plan_job`: from a model config and devices to a `JobPlan`, a ranked list of options."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from penstock.cost.costs import size_text
+from penstock.cost.estimate.estimate import Estimator
+from penstock.errors import PlanError
+from penstock.formats import write_text
+from penstock.planning.estimated import estimated_model, stage_costs
+from penstock.planning.job.evaluation import JobEvaluation, OnJobProgress, option_schedule
+from penstock.planning.job.layouts import job_layouts
+from penstock.planning.job.options import JobOption, job_frontier
+from penstock.planning.job.request import JobRequest
+from penstock.planning.job.stages import Stages
+
+__all__ = ["JobPlan", "plan_job"]
+
+
+@dataclass(frozen=True, eq=False)
+class JobPlan:
+    """The options that fit, ranked."""
+
+    request: JobRequest
+    evaluation: JobEvaluation
+
+    @cached_property
+    def options(self) -> tuple[JobOption, ...]:
+        """The best option of each layout, fastest first."""
+        return tuple(self.evaluation.ranked())
+
+    @property
+    def best(self) -> JobOption:
+        """The fastest option."""
+        return self.options[0]
+
+    @cached_property
+    def frontier(self) -> list[JobOption]:
+        """The Pareto frontier of time and memory over all that was simulated, fastest first."""
+        return job_frontier(self.evaluation.options)
+
+    @property
+    def title(self) -> str:
+        """Of a picture."""
+        request = self.request
+        return f"{request.config.name}: {request.devices} {request.device.name}, {request.batch} samples"
+
+    def to_keys(self, option: JobOption) -> dict[str, Any]:
+        """An option as values for JSON."""
+        layout = option.layout
+        return {
+            "tp": layout.tensor,
+            "cp": layout.context,
+            "ep": layout.expert,
+            "pp": layout.pipeline,
+            "dp": layout.data,
+            "microbatch_size": layout.microbatch_size,
+            "microbatches": layout.microbatches,
+            "recompute": layout.recompute,
+            "schedule": option.family,
+            "stages_per_rank": option.stages_per_rank,
+            "stage_to_rank": list(option.placement.stage_to_rank),
+            "layers_per_stage": list(option.counts),
+            "seconds": option.seconds,
+            "tokens_per_second_per_device": option.tokens_per_second,
+            "mfu": option.mfu,
+            "bubble": option.bubble,
+            "peak_memory": option.memory,
+            "bound": option.bound,
+            "exact": option.is_exact,
+        }
+
+    def write(self, folder: str | PathLike[str]) -> list[Path]:
+        """Write the best option: `schedule.json`, `costs.toml`, and `plan.json` with its layout and numbers."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / name for name in ("schedule.json", "costs.toml", "plan.json")]
+        best = self.best
+        found = Estimator(self.request.config, self.request.device)(best.layout.setting(self.request))
+        option_schedule(best).write(paths[0])
+        stage_costs(found, best.placement, best.counts).write(paths[1])
+        layout = estimated_model(found, best.layout.pipeline).layout(best.counts)
+        keys = {"model": self.request.config.name, **self.to_keys(best), "layout": str(layout)}
+        write_text(json.dumps(keys, indent=2) + "\n", paths[2])
+        return paths
+
+
+def plan_job(request: JobRequest, on_progress: OnJobProgress | None = None) -> JobPlan:
+    """Choose parallel sizes, microbatch size, recomputation, stages and schedule for a model and its devices."""
+    evaluation = JobEvaluation(request, on_progress)
+    evaluation.run()
+    if not evaluation.options:
+        raise PlanError(_no_option(evaluation))
+    return JobPlan(request, evaluation)
+
+
+# --- nothing fits -----------------------------------------------------------------------------------
+
+
+def _no_option(evaluation: JobEvaluation) -> str:
+    """Why there is no option, and the smallest change that would fit."""
+    request = evaluation.request
+    if not evaluation.counts["layouts"]:
+        return _no_layout(request)
+    estimator = Estimator(request.config, request.device)
+    needs = []
+    for layout in dict.fromkeys(layout for _, layout in evaluation.too_large):
+        stages = Stages(estimator(layout.setting(request)))
+        counts = stages.counts(layout.pipeline)
+        needs.append((stages.memory_of_1f1b(counts, layout.microbatches), stages.state_of(counts), layout))
+    least, state, layout = min(needs, key=lambda each: each[0])
+    changes = [
+        ("--microbatch-size 1", {"microbatch_size": 1}),
+        ("--recompute full", {"recompute": "full"}),
+        (f"--zero 3 instead of {request.zero}", {"zero": 3}),
+        *((f"--devices {n * request.devices}", {"devices": n * request.devices}) for n in (2, 4, 8, 16)),
+    ]
+    fitting = [text for text, change in changes if _fits(request, change)]
+    advice = f"what would fit: {', or '.join(fitting[:2])}" if fitting else "give devices with more memory"
+    return (
+        f"{request.config.name} fits no layout of {request.devices} {request.device.name} with "
+        f"{size_text(request.memory_limit)} each: the smallest, {layout} with 1F1B and "
+        f"{layout.recompute} recomputation, needs {size_text(least)}, of which up to {size_text(state)} for weights, gradients and optimizer state; {advice}"
+    )
+
+
+def _fits(request: JobRequest, change: dict[str, Any]) -> bool:
+    """Whether 1F1B fits some layout after a change."""
+    changed: JobRequest = replace(request, **change)
+    estimator = Estimator(changed.config, changed.device)
+    for layout in job_layouts(changed):
+        stages = Stages(estimator(layout.setting(changed)))
+        counts = stages.counts(layout.pipeline)
+        if stages.memory_of_1f1b(counts, layout.microbatches) <= changed.memory_limit:
+            return True
+    return False
+
+
+def _no_layout(request: JobRequest) -> str:
+    """No division of the devices divides everything else."""
+    for batch in range(request.batch + 1, request.batch + 4 * request.devices + 1):
+        changed = replace(request, batch=batch)
+        if next(job_layouts(changed), None) is not None:
+            return (
+                f"--batch {request.batch} samples cannot be divided over {request.devices} devices: there is no "
+                f"data parallel size that divides both with these sizes; the next that works is --batch {batch}"
+            )
+    return (
+        f"{request.devices} devices cannot be divided for {request.config.name} (heads "
+        f"{request.config.attention.heads}, blocks {request.config.layers}): try a power of two"
+    )

@@ -1,0 +1,79 @@
+"""The arguments of a job's plan, checked: all errors are reported at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.arguments import printable, whole_number
+from penstock.cost.estimate.devices import Device
+from penstock.cost.estimate.model_config import ModelConfig
+from penstock.errors import PlanError
+
+__all__ = ["JobRequest"]
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What to plan: a model, devices and a batch; sizes that are given are not searched."""
+
+    config: ModelConfig
+    device: Device
+    devices: int
+    batch: int
+    """Samples per step of the whole job."""
+    sequence: int
+    precision: str = "bf16"
+    zero: int = 1
+    gradient_bytes: int = 4
+    memory_limit: float = 0.0
+    """Bytes per device; 0 for all that the device has."""
+    tensor: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    pipeline: int | None = None
+    microbatch_size: int | None = None
+    recompute: str | None = None
+    budget: float = 1.0
+    """How many more steps are simulated than by default."""
+
+    def __post_init__(self) -> None:
+        if not self.memory_limit:
+            object.__setattr__(self, "memory_limit", self.device.memory_bytes)
+        required = {"--devices": self.devices, "--batch": self.batch, "--seq": self.sequence}
+        optional = {
+            "--tp": self.tensor,
+            "--cp": self.context,
+            "--ep": self.expert,
+            "--ranks": self.pipeline,
+            "--microbatch-size": self.microbatch_size,
+        }
+        given = required | {name: value for name, value in optional.items() if value is not None}
+        problems = [
+            f"{name} must be an integer above 0 (given {printable(repr(value))})"
+            for name, value in given.items()
+            if (whole_number(value) or 0) < 1
+        ]
+        if not problems:
+            problems = self._sizes_that_do_not_divide()
+        if not self.budget > 0:
+            problems.append(f"--budget must be a number above 0 (given {self.budget})")
+        if problems:
+            raise PlanError("; ".join(problems))
+
+    def _sizes_that_do_not_divide(self) -> list[str]:
+        fixed = {"--tp": self.tensor, "--cp": self.context, "--ranks": self.pipeline}
+        product, names = 1, []
+        for name, value in fixed.items():
+            if value is not None:
+                product *= value
+                names.append(f"{name} {value}")
+        problems = []
+        if self.devices % product:
+            near = max(product, self.devices - self.devices % product)
+            problems.append(f"{' x '.join(names)} does not divide --devices {self.devices}: try {near}")
+        blocks = self.config.layers
+        if self.pipeline is not None and self.pipeline > blocks:
+            problems.append(
+                f"--ranks {self.pipeline}: {self.config.name} has {blocks} blocks, one for each rank at least"
+            )
+        return problems
