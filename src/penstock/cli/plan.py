@@ -25,6 +25,23 @@ from penstock.cli.options import (
     Seed,
     parse_stages,
 )
+from penstock.cli.plan_job import (
+    DeviceCount,
+    JobArguments,
+    JobBudget,
+    JobContext,
+    JobDevice,
+    JobExpert,
+    JobMicrobatchSize,
+    JobPrecision,
+    JobRecompute,
+    JobSequence,
+    JobTensor,
+    JobZero,
+    is_job,
+    job_plan,
+)
+from penstock.cli.plan_job_report import JobOutput, render_frontier, report_job
 from penstock.cli.progress import search_progress
 from penstock.cli.rendering import require_suffix
 from penstock.cost.costs import size_text
@@ -34,17 +51,23 @@ from penstock.planning import Model, Plan, Rejected, read_model
 from penstock.planning import plan as make_plan
 from penstock.planning.configuration import stages_text
 from penstock.planning.explanation import Explanation, explain
-from penstock.view.frontier import frontier_picture, frontier_text
+from penstock.view.frontier import frontier_text
 
 __all__ = ["plan"]
 
 
 ModelFile: TypeAlias = Annotated[
     str,
-    typer.Argument(metavar="FILE", help="Costs of the layers, or of profiled stages: .toml or .json."),
+    typer.Argument(
+        metavar="FILE",
+        help="Costs of the layers, or of profiled stages: .toml or .json; or a model's config.json.",
+    ),
 ]
 BatchSize: TypeAlias = Annotated[
-    int | None, typer.Option("--batch", metavar="SAMPLES", help="Samples per step of this pipeline.")
+    int | None,
+    typer.Option(
+        "--batch", metavar="SAMPLES", help="Samples per step of this pipeline; with a config: of the whole job."
+    ),
 ]
 TimeLimit: TypeAlias = Annotated[
     float, typer.Option("--seconds", help="Time limit of the search; 0 evaluates families only.")
@@ -80,9 +103,21 @@ def plan(
     output: PlotFile = None,
     folder: PlanDirectory = None,
     as_json: AsJson = False,
+    devices: DeviceCount = None,
+    device_name: JobDevice = None,
+    sequence: JobSequence = None,
+    tensor: JobTensor = None,
+    context: JobContext = None,
+    expert: JobExpert = None,
+    microbatch_size: JobMicrobatchSize = None,
+    precision: JobPrecision = None,
+    zero: JobZero = None,
+    recompute: JobRecompute = None,
+    budget: JobBudget = None,
 ) -> None:
     """Plan a run: partition layers into stages, place them, choose microbatches and schedule, rank by time.
 
+    From a model config: also tensor, context, expert, pipeline and data parallel sizes for all devices.
     Ctrl-C stops the search and keeps the best plan found so far.
 
     Examples:
@@ -90,9 +125,20 @@ def plan(
       penstock plan model.toml -p 16 --memory 80GB --batch 128 --explain
       penstock plan model.toml --jitter 0.05 --quantile 0.95 --json
       penstock plan model.toml -o frontier.svg --write best/
+      penstock plan config.json --devices 512 --device h100 --batch 1024 --seq 8192 --explain
     """
     if output is not None:
         require_suffix(output, (".svg", ".png"), advice="; --write DIR writes the schedule")
+    job = JobArguments(
+        *(devices, device_name, sequence, tensor, context, expert),
+        *(microbatch_size, precision, zero, recompute, budget),
+    )
+    if is_job(model, job):
+        unused = {"--stages-per-rank": stages_per_rank, "--jitter": jitter}
+        unused |= {"--objective": None if objective is Objective.makespan else objective}
+        made_job = job_plan(model, job, ranks=ranks, memory=memory, batch=batch, unused=unused)
+        report_job(made_job, JobOutput(explained, top, output, folder, as_json))
+        return
     known = _read_model(model)
     with search_progress() as on_progress:
         made = make_plan(
@@ -110,7 +156,7 @@ def plan(
         )
         why = explain(made, on_progress) if explained else None
     if output is not None:
-        write_bytes(_render_frontier(made, output), output)
+        write_bytes(render_frontier(made, output), output)
     written = made.write(folder) if folder is not None else []
     if as_json:
         typer.echo(json.dumps(_record(made, why), indent=2))
@@ -123,17 +169,6 @@ def _read_model(source: str) -> Model:
         return read_model(source)
     except FormatError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def _render_frontier(made: Plan, output: Path) -> bytes:
-    picture = frontier_picture(made)
-    if output.suffix.lower() == ".svg":
-        from penstock.view.svg import svg_of  # noqa: PLC0415 -- loaded only when drawn
-
-        return svg_of(picture).encode()
-    from penstock.view.png import png_of  # noqa: PLC0415 -- loaded only when drawn
-
-    return png_of(picture)
 
 
 # --- output ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from penstock.search import Progress as SearchProgress
 
-__all__ = ["search_progress", "spinner"]
+__all__ = ["job_progress", "search_progress", "spinner"]
 
 
 @contextmanager
@@ -24,6 +24,20 @@ def search_progress() -> Iterator[Callable[[SearchProgress], None]]:
         def update(now: SearchProgress) -> None:
             text = f"{now.phase}: best {now.best:g}, bound {now.bound:g}, gap {now.gap:.2%}"
             bar.update(task, completed=now.fraction, description=text)
+
+        yield update
+
+
+@contextmanager
+def job_progress() -> Iterator[Callable[[str, float, float], None]]:
+    """A bar with the phase and the best step time so far; yields the function that updates it."""
+    stderr = Console(stderr=True)
+    columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task("starting", total=1.0)
+
+        def update(phase: str, fraction: float, best: float) -> None:
+            bar.update(task, completed=fraction, description=f"{phase}: best {best:g} s")
 
         yield update
 

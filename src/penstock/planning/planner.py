@@ -51,6 +51,21 @@ class Plan:
         return self.options[0]
 
     @property
+    def title(self) -> str:
+        """Of a picture."""
+        return f"{self.request.model.name}: {self.request.ranks} ranks, {self.request.samples} samples"
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes per rank."""
+        return self.request.memory_limit
+
+    @property
+    def time_name(self) -> str:
+        """What the seconds of an option are."""
+        return self.request.objective
+
+    @property
     def gap(self) -> float:
         """The excess of the best option over the bound, as a share of the bound."""
         return self.best.seconds_without_jitter / self.bound - 1 if self.bound else 0.0

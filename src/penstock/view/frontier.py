@@ -10,28 +10,69 @@ seconds
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import floor, log10
+from typing import Protocol
 
 from rich.text import Text
 
 from penstock.cost.costs import size_text
 from penstock.ir.action import Kind
-from penstock.planning import Option, Plan
 from penstock.view.kinds import style_of
 from penstock.view.marks import Box, Group, Label, Line, Mark, Picture, Style
 from penstock.view.palette import GREY, PALE, styles
 from penstock.view.scales import round_step
 
-__all__ = ["frontier_picture", "frontier_text"]
+__all__ = ["PlottedOption", "PlottedPlan", "frontier_picture", "frontier_text"]
+
+
+class PlottedOption(Protocol):
+    """What is plotted of an option; its text names it."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+
+    @property
+    def memory(self) -> float:
+        """Peak in bytes."""
+
+
+class PlottedPlan(Protocol):
+    """What is plotted of a plan."""
+
+    @property
+    def title(self) -> str:
+        """Of the picture."""
+
+    @property
+    def time_name(self) -> str:
+        """What the seconds are."""
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes per rank."""
+
+    @property
+    def bound(self) -> float:
+        """Lower bound in seconds."""
+
+    @property
+    def options(self) -> Sequence[PlottedOption]:
+        """Fastest first."""
+
+    @property
+    def frontier(self) -> Sequence[PlottedOption]:
+        """Pareto-optimal options, fastest first."""
+
 
 _ROWS = 11
 
 # --- terminal --------------------------------------------------------------------------------------
 
 
-def frontier_text(plan: Plan, width: int = 80) -> Text:
+def frontier_text(plan: PlottedPlan, width: int = 80) -> Text:
     """A plot `width` characters wide; numbers are places in the ranking, dots are dominated options."""
     low, high = _range([option.seconds for option in plan.options])
     left, right = _range([option.memory for option in plan.options])
@@ -69,7 +110,7 @@ _MAX_NAMES = 16
 _BLUE = style_of(Kind.F).colour
 
 
-def frontier_picture(plan: Plan) -> Picture:
+def frontier_picture(plan: PlottedPlan) -> Picture:
     """The same plot as marks, with the memory limit and the lower bound where they are in range."""
     own = {
         "point": Style(_BLUE),
@@ -79,9 +120,7 @@ def frontier_picture(plan: Plan) -> Picture:
         "seconds": Style(GREY, size=10, anchor="end"),
         "note": Style(GREY, size=10),
     }
-    request = plan.request
-    title = f"{request.model.name}: {request.ranks} ranks, {request.samples} samples"
-    plot = _Plot(plan)
+    title, plot = plan.title, _Plot(plan)
     groups = [
         Group("title", [Label("name", _LEFT, 24, title)]),
         Group("axes", list(plot.axes())),
@@ -95,8 +134,8 @@ def frontier_picture(plan: Plan) -> Picture:
 class _Plot:
     """Maps memory and time to coordinates."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, limit = plan, plan.request.memory_limit
+    def __init__(self, plan: PlottedPlan) -> None:
+        self.plan, limit = plan, plan.memory_limit
         memory = [option.memory for option in plan.options]
         near = [limit] if limit is not None and limit < 1.25 * max(memory) else []
         self.limit = near[0] if near else None
@@ -119,7 +158,7 @@ class _Plot:
             yield Label("tick", self.x(memory), _BOTTOM + 16, size_text(memory))
         yield Line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM)
         yield Line("axis", _LEFT, _TOP, _LEFT, _BOTTOM)
-        yield Label("key", _LEFT, _TOP - 8, f"time per step ({self.plan.request.objective})")
+        yield Label("key", _LEFT, _TOP - 8, f"time per step ({self.plan.time_name})")
         yield Label("key", _LEFT, _BOTTOM + 34, "peak memory of any rank")
         yield Line("at-peak", _LEFT, self.y(self.plan.bound), _RIGHT, self.y(self.plan.bound))
         yield Label("note", _LEFT + 4, self.y(self.plan.bound) - 4, "lower bound")
@@ -145,11 +184,11 @@ class _Plot:
             yield Box("point", x - 4, y - 4, 8, 8)
             yield Label("number", x - 10, y + 13, str(self.plan.options.index(option) + 1))
 
-    def _at(self, option: Option) -> tuple[float, float]:
+    def _at(self, option: PlottedOption) -> tuple[float, float]:
         return round(self.x(option.memory), 2), round(self.y(option.seconds), 2)
 
 
-def _names(plan: Plan) -> Iterator[Mark]:
+def _names(plan: PlottedPlan) -> Iterator[Mark]:
     """The options behind the numbers."""
     for line, option in enumerate(plan.frontier[:_MAX_NAMES]):
         place = plan.options.index(option) + 1

@@ -41,26 +41,16 @@ def explain_job(plan: JobPlan) -> JobExplanation:
 
 
 def time_shares(plan: JobPlan, option: JobOption) -> dict[str, float]:
-    """Shares of the step in which the mean rank does what; the rest are reductions and the optimizer step."""
+    """Shares of the step that the mean rank spends on what."""
     estimator = Estimator(plan.request.config, plan.request.device)
     found = estimator(option.layout.setting(plan.request))
     factor = option.layout.microbatches / option.layout.pipeline / option.seconds
     shares = {name: seconds * factor for name, seconds in _seconds(found).items()}
-    if not shares["recomputation"]:
-        del shares["recomputation"]
-    exchanged = sum(layer.seconds.all_to_all.total for layer in found.layers) * factor
-    busy, idle = sum(shares.values()), option.bubble * _makespan_share(option)
-    exposed = max(0.0, _makespan_share(option) - busy - idle) if exchanged else 0.0
-    if exchanged:
-        shares["all-to-all that nothing hides"] = min(exposed, exchanged)
-    shares["idle"] = idle
-    shares["gradient reduction, optimizer step and rounding"] = max(0.0, 1 - sum(shares.values()))
+    busy = (1 - option.bubble) * option.makespan / option.seconds
+    shares["all-to-all that nothing hides"] = max(0.0, busy - sum(shares.values()))
+    shares["idle"] = option.bubble * option.makespan / option.seconds
+    shares["optimizer step and rest"] = 1 - option.makespan / option.seconds
     return shares
-
-
-def _makespan_share(option: JobOption) -> float:
-    """The bubble is of the makespan, which is almost all of the step."""
-    return min(1.0, max(option.bound / option.seconds, 0.97))
 
 
 def _seconds(found: Estimate) -> dict[str, float]:
@@ -93,8 +83,8 @@ def _why(plan: JobPlan) -> list[str]:
         f"where its time goes: {parts}",
         f"it needs {size_text(best.memory)} of {size_text(limit)}",
     ]
-    if len(plan.options) > 1:
-        other = plan.options[1]
+    if len(plan.ranking) > 1:
+        other = plan.ranking[1]
         lines.append(
             f"the next, {other}, takes {other.seconds / best.seconds - 1:.1%} longer: {_main(plan, other)}"
         )

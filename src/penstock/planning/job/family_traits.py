@@ -1,4 +1,4 @@
-"""What a bound needs to know of a schedule family: stages per rank, placement, split backward, overlapped pairs."""
+"""What bounds depend on in a schedule family: stages per rank, placement, split backward, overlapped pairs."""
 
 from __future__ import annotations
 

@@ -21,16 +21,18 @@ class JobOption:
     placement: Placement
     counts: LayerCounts
     """Layers of each stage, embedding and output layer included."""
-    seconds: float
-    """Of a step: makespan, reduction of gradients and optimizer step."""
+    bound: float
+    """Lower bound on the makespan."""
     memory: float
     """Bytes on the device with the most, working memory included."""
-    mfu: float
-    tokens_per_second: float
+    makespan: float = 0.0
+    seconds: float = 0.0
+    """Of a step: makespan, reduction of gradients and optimizer step."""
+    mfu: float = 0.0
+    tokens_per_second: float = 0.0
     """Of each device."""
-    bubble: float
+    bubble: float = 0.0
     """The mean share of the makespan in which a rank idles."""
-    bound: float
     is_exact: bool = False
     """Whether the whole step was simulated with its messages and collectives, or a shorter one extended."""
 

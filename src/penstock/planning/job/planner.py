@@ -31,9 +31,15 @@ class JobPlan:
     evaluation: JobEvaluation
 
     @cached_property
-    def options(self) -> tuple[JobOption, ...]:
+    def ranking(self) -> list[JobOption]:
         """The best option of each layout, fastest first."""
-        return tuple(self.evaluation.ranked())
+        return self.evaluation.ranked()
+
+    @cached_property
+    def options(self) -> tuple[JobOption, ...]:
+        """The ranking and the frontier, fastest first."""
+        both = dict.fromkeys((*self.ranking, *self.frontier))
+        return tuple(sorted(both, key=lambda each: each.sort_key))
 
     @property
     def best(self) -> JobOption:
@@ -44,6 +50,21 @@ class JobPlan:
     def frontier(self) -> list[JobOption]:
         """The Pareto frontier of time and memory over all that was simulated, fastest first."""
         return job_frontier(self.evaluation.options)
+
+    @property
+    def bound(self) -> float:
+        """Lower bound on the makespan of any candidate that may fit."""
+        return self.evaluation.bound
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes per device."""
+        return self.request.memory_limit
+
+    @property
+    def time_name(self) -> str:
+        """What the seconds of an option are."""
+        return "makespan, reductions, optimizer step"
 
     @property
     def title(self) -> str:
@@ -68,12 +89,14 @@ class JobPlan:
             "stage_to_rank": list(option.placement.stage_to_rank),
             "layers_per_stage": list(option.counts),
             "seconds": option.seconds,
+            "makespan": option.makespan,
             "tokens_per_second_per_device": option.tokens_per_second,
             "mfu": option.mfu,
             "bubble": option.bubble,
             "peak_memory": option.memory,
             "bound": option.bound,
             "exact": option.is_exact,
+            "on_frontier": option in self.frontier,
         }
 
     def write(self, folder: str | PathLike[str]) -> list[Path]:
@@ -92,7 +115,7 @@ class JobPlan:
 
 
 def plan_job(request: JobRequest, on_progress: OnJobProgress | None = None) -> JobPlan:
-    """Choose parallel sizes, microbatch size, recomputation, stages and schedule for a model and its devices."""
+    """Choose parallel sizes, microbatches, recomputation, stages and schedule for a model and its devices."""
     evaluation = JobEvaluation(request, on_progress)
     evaluation.run()
     if not evaluation.options:
@@ -110,12 +133,12 @@ def _no_option(evaluation: JobEvaluation) -> str:
         return _no_layout(request)
     estimator = Estimator(request.config, request.device)
     needs = []
-    for layout in dict.fromkeys(layout for _, layout in evaluation.too_large):
+    for layout in evaluation.candidates.too_large:
         stages = Stages(estimator(layout.setting(request)))
         counts = stages.counts(layout.pipeline)
         needs.append((stages.memory_of_1f1b(counts, layout.microbatches), stages.state_of(counts), layout))
     least, state, layout = min(needs, key=lambda each: each[0])
-    changes = [
+    changes: list[tuple[str, dict[str, Any]]] = [
         ("--microbatch-size 1", {"microbatch_size": 1}),
         ("--recompute full", {"recompute": "full"}),
         (f"--zero 3 instead of {request.zero}", {"zero": 3}),
@@ -123,10 +146,11 @@ def _no_option(evaluation: JobEvaluation) -> str:
     ]
     fitting = [text for text, change in changes if _fits(request, change)]
     advice = f"what would fit: {', or '.join(fitting[:2])}" if fitting else "give devices with more memory"
+    where = f"{request.devices} {request.device.name} with {size_text(request.memory_limit)} each"
     return (
-        f"{request.config.name} fits no layout of {request.devices} {request.device.name} with "
-        f"{size_text(request.memory_limit)} each: the smallest, {layout} with 1F1B and "
-        f"{layout.recompute} recomputation, needs {size_text(least)}, of which up to {size_text(state)} for weights, gradients and optimizer state; {advice}"
+        f"{request.config.name} fits no layout of {where}: the smallest, {layout} with 1F1B and "
+        f"{layout.recompute} recomputation, needs {size_text(least)}, of which up to {size_text(state)} for "
+        f"weights, gradients and optimizer state; {advice}"
     )
 
 
@@ -148,8 +172,8 @@ def _no_layout(request: JobRequest) -> str:
         changed = replace(request, batch=batch)
         if next(job_layouts(changed), None) is not None:
             return (
-                f"--batch {request.batch} samples cannot be divided over {request.devices} devices: there is no "
-                f"data parallel size that divides both with these sizes; the next that works is --batch {batch}"
+                f"--batch {request.batch} samples cannot be divided over {request.devices} devices: no data "
+                f"parallel size divides both with the given sizes; the next that works is --batch {batch}"
             )
     return (
         f"{request.devices} devices cannot be divided for {request.config.name} (heads "

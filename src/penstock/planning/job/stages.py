@@ -66,22 +66,23 @@ class Stages:
         return best
 
     def layout_bound(self, ranks: int, microbatches: int, *, paired: bool) -> float:
-        """Lower bound on the makespan in any number of stages: the mean rank's work, all-to-all hidden or not."""
+        """Lower bound on the makespan in any stages: the mean rank's work, with all-to-all hidden or not."""
         streams = self._compute.sum(), self._exchanged.sum()
         return microbatches * float(max(streams) if paired else sum(streams)) / ranks
 
     def bound(self, counts: LayerCounts, traits: Traits, ranks: int, microbatches: int) -> float:
-        """Lower bound on the makespan: a rank waits for its first input, works, and may have to wait at the end.
+        """Lower bound on the makespan: a rank waits for its first input, works, and its last gradient goes on.
 
         An overlapped pair hides the shorter of its two streams. With a split backward, weight gradients may be
-        all that is left to do at the end, so nothing is added there.
+        all that is left to do at the end, and a pair may hide a part of its backward: nothing is added there.
         """
         starts = np.cumsum([0, *counts[:-1]])
         compute = np.add.reduceat(self._compute, starts, axis=1)
         exchanged = np.add.reduceat(self._exchanged, starts, axis=1)
         forward, backward = compute + exchanged
         before = np.cumsum(forward) - forward
-        after = np.zeros_like(backward) if traits.split else np.cumsum(backward) - backward
+        ends_early = traits.split or traits.paired
+        after = np.zeros_like(backward) if ends_early else np.cumsum(backward) - backward
         work = np.array((compute.sum(axis=0), exchanged.sum(axis=0)))
         own = _own_stages(ranks, traits.stages_per_rank, is_v=traits.is_v)
         streams = work[:, own].sum(axis=2)
@@ -113,7 +114,8 @@ class Stages:
     def working(self, counts: LayerCounts, placement: Placement) -> Floats:
         """Per rank: bytes that a backward needs besides."""
         working = self._stage_bytes(counts)[2]
-        return working[np.array(placement.stages_of_rank)].max(axis=1)
+        most: Floats = working[np.array(placement.stages_of_rank)].max(axis=1)
+        return most
 
     def _stage_bytes(self, counts: LayerCounts) -> tuple[Floats, Floats, Floats]:
         starts = np.cumsum([0, *counts[:-1]])

@@ -1,0 +1,157 @@
+"""`penstock plan config.json`: the options of a whole job, checked, and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeAlias
+
+import typer
+
+from penstock.cli.estimate_options import Precision, Recomputation, config_from
+from penstock.cli.progress import job_progress
+from penstock.cost.estimate import device, devices, is_config
+from penstock.errors import FormatError
+from penstock.formats.files import read_keys
+from penstock.planning.job import JobPlan, JobRequest, plan_job
+
+__all__ = [
+    "DeviceCount",
+    "JobArguments",
+    "JobBudget",
+    "JobContext",
+    "JobDevice",
+    "JobExpert",
+    "JobMicrobatchSize",
+    "JobPrecision",
+    "JobRecompute",
+    "JobSequence",
+    "JobTensor",
+    "JobZero",
+    "is_job",
+    "job_plan",
+]
+
+_PANEL = "With a model config"
+
+DeviceCount: TypeAlias = Annotated[
+    int | None, typer.Option("--devices", help="Number of devices of the job.", rich_help_panel=_PANEL)
+]
+JobDevice: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME|FILE",
+        help=f"Device: {', '.join(devices())}, or a .toml file; h100 unless given.",
+        rich_help_panel=_PANEL,
+    ),
+]
+JobSequence: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--seq", metavar="TOKENS", help="Tokens of a sample; 4096 unless given.", rich_help_panel=_PANEL
+    ),
+]
+JobTensor: TypeAlias = Annotated[
+    int | None, typer.Option("--tp", help="Fix the tensor parallel ranks.", rich_help_panel=_PANEL)
+]
+JobContext: TypeAlias = Annotated[
+    int | None, typer.Option("--cp", help="Fix the context parallel ranks.", rich_help_panel=_PANEL)
+]
+JobExpert: TypeAlias = Annotated[
+    int | None, typer.Option("--ep", help="Fix the expert parallel ranks.", rich_help_panel=_PANEL)
+]
+JobMicrobatchSize: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--microbatch-size", help="Fix the samples of a microbatch.", rich_help_panel=_PANEL),
+]
+JobPrecision: TypeAlias = Annotated[
+    Precision | None, typer.Option("--precision", help="Of matrix products.", rich_help_panel=_PANEL)
+]
+JobZero: TypeAlias = Annotated[
+    int | None, typer.Option("--zero", help="ZeRO stage, 0 to 3; 1 unless given.", rich_help_panel=_PANEL)
+]
+JobRecompute: TypeAlias = Annotated[
+    Recomputation | None,
+    typer.Option("--recompute", help="Fix what each layer recomputes.", rich_help_panel=_PANEL),
+]
+JobBudget: TypeAlias = Annotated[
+    float | None,
+    typer.Option("--budget", help="Simulate this many times more candidates.", rich_help_panel=_PANEL),
+]
+
+
+class JobArguments(NamedTuple):
+    """The options for a model config; None is not given."""
+
+    devices: int | None
+    device: str | None
+    sequence: int | None
+    tensor: int | None
+    context: int | None
+    expert: int | None
+    microbatch_size: int | None
+    precision: Precision | None
+    zero: int | None
+    recompute: Recomputation | None
+    budget: float | None
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were given."""
+        names = {"sequence": "seq", "tensor": "tp", "context": "cp", "expert": "ep"}
+        values = self._asdict().items()
+        return [f"--{names.get(k, k).replace('_', '-')}" for k, v in values if v is not None]
+
+
+def is_job(source: str, arguments: JobArguments) -> bool:
+    """Whether a file is a model config; if not, options for one are a usage error."""
+    if Path(source).suffix.lower() == ".json":
+        try:
+            if is_config(read_keys(source)):
+                return True
+        except FormatError as error:
+            raise typer.BadParameter(str(error)) from None
+    if arguments.given:
+        raise typer.BadParameter(
+            f"{', '.join(arguments.given)}: only with a model's config.json, which has a model_type; {source} "
+            "has costs of layers or stages"
+        )
+    return False
+
+
+def job_plan(
+    source: str,
+    arguments: JobArguments,
+    *,
+    ranks: int | None,
+    memory: float | None,
+    batch: int | None,
+    unused: Mapping[str, object],
+) -> JobPlan:
+    """Plan the job of a model config."""
+    if wrong := [name for name, value in unused.items() if value is not None]:
+        raise typer.BadParameter(f"{', '.join(wrong)}: only with a model file, not with a model config")
+    config = config_from(source)
+    if arguments.devices is None or batch is None:
+        missing = [
+            name for name, value in (("--devices", arguments.devices), ("--batch", batch)) if value is None
+        ]
+        example = f"penstock plan {source} --devices 512 --device h100 --batch 1024 --seq 8192"
+        raise typer.BadParameter(f"a model config needs {' and '.join(missing)}, e.g. {example}")
+    request = JobRequest(
+        *(config, device(arguments.device or "h100"), arguments.devices, batch),
+        sequence=4096 if arguments.sequence is None else arguments.sequence,
+        precision=(arguments.precision or Precision.bf16).value,
+        zero=1 if arguments.zero is None else arguments.zero,
+        memory_limit=memory or 0.0,
+        tensor=arguments.tensor,
+        context=arguments.context,
+        expert=arguments.expert,
+        pipeline=ranks,
+        microbatch_size=arguments.microbatch_size,
+        recompute=None if arguments.recompute is None else arguments.recompute.value,
+        budget=1.0 if arguments.budget is None else arguments.budget,
+    )
+    with job_progress() as on_progress:
+        return plan_job(request, on_progress)

@@ -1,0 +1,136 @@
+"""The report of a job's plan: ranking, frontier, explanation, picture, files or JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cost.costs import size_text
+from penstock.formats import write_bytes
+from penstock.planning.job import JobPlan
+from penstock.planning.job.explanation import JobExplanation, explain_job
+from penstock.view.frontier import PlottedPlan, frontier_picture, frontier_text
+
+__all__ = ["JobOutput", "render_frontier", "report_job"]
+
+
+class JobOutput(NamedTuple):
+    """What to print and write."""
+
+    explained: bool
+    top: int
+    picture: Path | None
+    folder: Path | None
+    as_json: bool
+
+
+def render_frontier(made: PlottedPlan, output: Path) -> bytes:
+    """The plot of memory against time, .svg or .png."""
+    picture = frontier_picture(made)
+    if output.suffix.lower() == ".svg":
+        from penstock.view.svg import svg_of  # noqa: PLC0415 -- loaded only when drawn
+
+        return svg_of(picture).encode()
+    from penstock.view.png import png_of  # noqa: PLC0415 -- loaded only when drawn
+
+    return png_of(picture)
+
+
+def report_job(made: JobPlan, output: JobOutput) -> None:
+    """Print and write a job's plan."""
+    why = explain_job(made) if output.explained else None
+    if output.picture is not None:
+        write_bytes(render_frontier(made, output.picture), output.picture)
+    written = made.write(output.folder) if output.folder is not None else []
+    if output.as_json:
+        typer.echo(json.dumps(_record(made, why), indent=2))
+        return
+    width = shutil.get_terminal_size().columns
+    console = Console(highlight=False, markup=False, width=max(width, 110))
+    console.print(f"{made.title} of {made.request.sequence} tokens")
+    console.print(_table(made, output.top))
+    if len(made.options) > output.top:
+        console.print(f"and {len(made.options) - output.top} more: --top {len(made.options)}")
+    console.print()
+    console.print(frontier_text(made, width), soft_wrap=True)
+    console.print()
+    for line in _notes(made):
+        console.print(line, soft_wrap=True)
+    if why is not None:
+        _print_explanation(console, why)
+    if written:
+        console.print(f"\nwritten: {', '.join(map(str, written))}", soft_wrap=True)
+
+
+def _print_explanation(console: Console, why: JobExplanation) -> None:
+    console.print("\nwhy it wins:")
+    for line in why.why:
+        console.print(f"  {line}", soft_wrap=True)
+    console.print("\nwhat would help, largest gain first:")
+    for each in why.what_ifs:
+        change = f"{each.gain:.1%} faster" if each.gain >= 0 else f"{-each.gain:.1%} slower"
+        console.print(f"  {change:>13}  {each.change}: {each.seconds:.4g} s by {each.best}", soft_wrap=True)
+
+
+def _table(made: JobPlan, top: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", justify="right")
+    for name in ("TP", "CP", *(["EP"] if made.request.config.experts else []), "PP", "DP", "mbs", "m"):
+        table.add_column(name, justify="right")
+    table.add_column("schedule")
+    for name in ("v", "recompute", "time", "tokens/s", "MFU", "idle", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for place, option in enumerate(made.options[:top], 1):
+        layout = option.layout
+        expert = [layout.expert] if made.request.config.experts else []
+        table.add_row(
+            str(place),
+            *map(str, (layout.tensor, layout.context, *expert, layout.pipeline, layout.data)),
+            *(str(layout.microbatch_size), str(layout.microbatches), option.family),
+            *(str(option.stages_per_rank), layout.recompute),
+            f"{option.seconds:.4g} s{'' if option.is_exact else ' *'}",
+            *(f"{option.tokens_per_second:.4g}", f"{option.mfu:.1%}", f"{option.bubble:.1%}"),
+            size_text(option.memory),
+        )
+    return table
+
+
+def _notes(made: JobPlan) -> list[str]:
+    """The best option in full, and what was left out."""
+    best, counts = made.best, made.evaluation.counts
+    found = [
+        "tokens/s: of each device; m: microbatches of a pipeline; v: stages per rank; time: of a whole step"
+    ]
+    if not all(each.is_exact for each in made.options):
+        found.append("*: extended from fewer microbatches, without queues of messages")
+    found.append(f"best: {best}, layers per stage {list(best.counts)}")
+    limit = f"{counts['too large']} over the memory limit of {size_text(made.request.memory_limit)}"
+    simulated = f"{counts['evaluated']} simulated, {counts['pruned']} pruned by their lower bounds"
+    found.append(f"{counts['layouts']} layouts; candidates: {simulated}, {limit}")
+    if counts["not evaluated"]:
+        least = f"the next has a lower bound of {made.evaluation.next_bound:.4g} s"
+        found.append(f"not evaluated: {counts['not evaluated']}; {least}: --budget 4 evaluates more")
+    return found
+
+
+def _record(made: JobPlan, why: JobExplanation | None) -> dict[str, Any]:
+    request = made.request
+    return {
+        "model": request.config.name,
+        "device": request.device.name,
+        "devices": request.devices,
+        "samples": request.batch,
+        "sequence": request.sequence,
+        "memory_limit": request.memory_limit,
+        "bound": made.bound,
+        "counts": dict(made.evaluation.counts),
+        "ranked": [made.to_keys(option) for option in made.options],
+        "why": None if why is None else list(why.why),
+        "what_ifs": None if why is None else [vars(each) for each in why.what_ifs],
+    }

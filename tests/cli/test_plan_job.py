@@ -1,0 +1,63 @@
+"""Tests of `penstock plan` with a model config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import Run
+from tests.support.model_configs import gpt_keys
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(gpt_keys(2048, 8, 16)))
+    return path
+
+
+JOB = ["--devices", 8, "--batch", 16, "--seq", 1024, "--tp", 2, "--microbatch-size", 1, "--recompute", "none"]
+
+
+def test_it_prints_a_ranking_a_plot_and_the_reasons(run: Run, config: Path) -> None:
+    result = run("plan", config, *JOB, "--top", 2, "--explain", "-o", "frontier.svg", "--write", "best")
+    assert result.code == 0
+    assert result.out.startswith("small: 8 h100, 16 samples of 1024 tokens\n")
+    for text in ("tokens/s", "best: TP2 ", "why it wins:", "where its time goes: ", "what would help"):
+        assert text in result.out
+    assert "small: 8 h100" in Path("frontier.svg").read_text()
+    keys = json.loads(Path("best/plan.json").read_text())
+    assert keys["tp"] * keys["pp"] * keys["dp"] == 8
+    again = run("simulate", "best/schedule.json", "--costs", "best/costs.toml", "--json").json
+    assert again["makespan"] == pytest.approx(keys["makespan"], rel=0.05)
+
+
+def test_json_has_every_option(run: Run, config: Path) -> None:
+    record = run("plan", config, *JOB, "--ranks", 2, "--json").json
+    assert record["devices"] == 8
+    assert {(each["tp"], each["pp"], each["dp"]) for each in record["ranked"]} == {(2, 2, 2)}
+    assert all(each["seconds"] >= record["bound"] for each in record["ranked"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a model config needs --devices and --batch, e.g. penstock plan"),
+        ([*JOB, "--jitter", 0.1], "--jitter: only with a model file"),
+        ([*JOB, "--memory", "1GB"], "small fits no layout of 8 h100 with 954 MiB each"),
+        ([*JOB, "--device", "tpu"], "no device is called 'tpu'"),
+    ],
+)
+def test_errors_say_what_is_missing(run: Run, config: Path, arguments: list[object], message: str) -> None:
+    result = run("plan", config, *arguments)
+    assert result.code == 2
+    assert message in result.message
+
+
+def test_options_of_a_config_are_refused_for_model_files(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "costs.toml"
+    path.write_text("forward_seconds = [1, 1]\n")
+    result = run("plan", path, "--devices", 8)
+    assert (result.code, "--devices: only with a model's config.json" in result.message) == (2, True)

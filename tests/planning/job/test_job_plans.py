@@ -1,0 +1,164 @@
+"""Promises of the whole job's plan: bounds hold, options fit, and what fits nowhere says what would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock import Costs
+from penstock.cost.estimate import device, estimate
+from penstock.cost.estimate.estimate import Estimator
+from penstock.errors import PlanError
+from penstock.planning.estimated import even_blocks, stage_costs
+from penstock.planning.job import JobPlan, JobRequest, plan_job
+from penstock.planning.job.built_schedules import BuiltSchedules
+from penstock.planning.job.candidates import JobCandidates
+from penstock.planning.job.evaluation import JobEvaluation, option_schedule
+from penstock.planning.job.explanation import explain_job, time_shares
+from penstock.planning.job.family_traits import families_by_traits
+from penstock.planning.job.layouts import job_layouts
+from penstock.planning.job.stages import Stages
+from tests.support.grids import small
+from tests.support.model_configs import config, gpt_config
+
+H100 = device("h100")
+GPT = gpt_config(2048, 10, 16, vocab_size=64_000)
+
+
+def request(**changes: Any) -> JobRequest:
+    return JobRequest(**{"config": GPT, "device": H100, "devices": 8, "batch": 16, "sequence": 1024, **changes})
+
+
+@pytest.fixture(scope="module")
+def made() -> JobPlan:
+    return plan_job(request(memory_limit=12e9, tensor=2))
+
+
+def test_layouts_use_all_devices_and_the_whole_batch() -> None:
+    asked = request(config=config("mixtral-8x7b"), devices=48, batch=96, sequence=32768)
+    layouts = list(job_layouts(asked))
+    assert len(layouts) == len(set(layouts)) > 50
+    for each in layouts:
+        assert prod((each.tensor, each.context, each.pipeline, each.data)) == 48
+        assert each.data * each.microbatch_size * each.microbatches == 96
+        each.setting(asked).check(asked.config)
+    assert {each.expert for each in layouts} == {1, 2, 4, 8}
+    assert {each.context for each in layouts} == {1, 2, 4}
+
+
+def test_sizes_that_are_given_are_not_searched() -> None:
+    fixed = request(tensor=2, pipeline=2, microbatch_size=2, recompute="full")
+    assert {(x.tensor, x.pipeline, x.microbatch_size, x.recompute) for x in job_layouts(fixed)} == {
+        (2, 2, 2, "full")
+    }
+
+
+def test_stages_are_no_longer_than_with_blocks_evenly_divided() -> None:
+    found = estimate(GPT, next(job_layouts(request())).setting(request()), H100)
+    stages, times = Stages(found), [each.seconds.compute.total for each in found.layers]
+    for number in range(1, 11):
+        counts = stages.counts(number)
+        assert sum(counts) == 12
+        assert min(counts) > 0
+
+        def longest(parts: tuple[int, ...]) -> float:
+            ends = [sum(parts[:n]) for n in range(len(parts) + 1)]
+            return max(sum(times[i:j]) for i, j in pairwise(ends))
+
+        assert longest(counts) <= longest(even_blocks(found, number)) * (1 + 1e-6)
+
+
+def test_no_option_is_faster_than_its_bound_and_bounds_come_in_order() -> None:
+    asked = request(config=replace(config("mixtral-8x7b"), layers=8), sequence=2048)
+    candidates = JobCandidates(asked, Estimator(asked.config, H100))
+    ordered = list(candidates)
+    assert [each.bound for each in ordered] == sorted(each.bound for each in ordered)
+    schedules = BuiltSchedules()
+    for each in ordered[:: len(ordered) // 30]:
+        costs, layout = stage_costs(each.stages.estimate, each.placement, each.counts), each.layout
+        for family in families_by_traits()[each.traits]:
+            sizes = layout.pipeline, layout.microbatches, each.traits.stages_per_rank
+            if (built := schedules.get(family, *sizes)) is not None:
+                assert built.simulated(costs).makespan >= each.bound * (1 - 1e-9)
+
+
+def test_families_that_need_the_host_or_do_not_train_take_no_part() -> None:
+    names = {name for group in families_by_traits().values() for name in group}
+    assert {"1f1b", "interleaved-1f1b", "zbv", "dualpipev", "zb-h1"} <= names
+    assert not {"forward-only", "po-h"} & names
+
+
+def test_options_fit_and_are_sorted(made: JobPlan) -> None:
+    assert [each.seconds for each in made.options] == sorted(each.seconds for each in made.options)
+    assert max(each.memory for each in made.options) <= 12e9
+    assert made.best.is_exact
+    assert made.bound <= made.best.makespan
+    assert len({each.layout.sizes for each in made.ranking}) == len(made.ranking)
+    memory = [each.memory for each in made.frontier]
+    assert memory == sorted(memory, reverse=True)
+
+
+def test_an_extended_step_is_as_long_as_the_whole_one() -> None:
+    asked = request(devices=4, batch=64, tensor=1, pipeline=4, microbatch_size=1, recompute="none")
+    evaluation = JobEvaluation(asked)
+    for each in JobCandidates(asked, Estimator(GPT, H100)):
+        costs = stage_costs(each.stages.estimate, each.placement, each.counts)
+        for option in evaluation._evaluate(each):
+            if each.traits.stages_per_rank <= 2:
+                built = evaluation._schedules.get(option.family, 4, 64, each.traits.stages_per_rank)
+                assert built is not None
+                assert option.makespan == pytest.approx(built.simulated(costs).makespan, rel=0.01)
+
+
+def test_the_best_option_is_the_one_that_its_files_simulate(made: JobPlan, tmp_path: Path) -> None:
+    paths = made.write(tmp_path)
+    schedule, costs = penstock.read(paths[0]), Costs.read(paths[1])
+    assert schedule == option_schedule(made.best)
+    timeline = penstock.simulate(penstock.lower(schedule), costs)
+    assert timeline.makespan + costs.optimizer_step == pytest.approx(made.best.seconds)
+    assert max(timeline.peak_memory) <= made.best.memory
+
+
+def test_more_memory_is_never_slower(made: JobPlan) -> None:
+    assert plan_job(request(memory_limit=40e9, tensor=2)).best.seconds <= made.best.seconds * (1 + 1e-9)
+
+
+def test_the_explanation_accounts_for_the_whole_step(made: JobPlan) -> None:
+    assert sum(time_shares(made, made.best).values()) == pytest.approx(1, abs=0.02)
+    found = explain_job(made)
+    assert found.why[0].startswith(str(made.best))
+    gains = [each.gain for each in found.what_ifs]
+    assert gains == sorted(gains, reverse=True)
+    assert any(each.change.startswith("twice the bandwidth within") for each in found.what_ifs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": 0}, "--devices must be an integer above 0 .given 0."),
+        ({"tensor": 3}, "--tp 3 does not divide --devices 8: try 6"),
+        ({"pipeline": 11, "devices": 11}, "--ranks 11: model has 10 blocks"),
+        ({"batch": 5, "pipeline": 1, "tensor": 1}, "--batch 5 samples cannot be .* works is --batch 8"),
+        (
+            {"memory_limit": 1e9},
+            "fits no layout of 8 h100 with 954 MiB each.*what would fit: --devices 16",
+        ),
+        ({"config": config("llama-3-405b"), "devices": 16}, "the smallest, TP8 PP2.* fit: --devices 128"),
+    ],
+)
+def test_what_cannot_be_planned_says_what_could(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_job(request(**changes))
+
+
+@small(lambda: False)
+def test_the_published_layout_of_llama_is_among_the_best_ten() -> None:
+    asked = JobRequest(config("llama-3-405b"), H100, devices=8192, batch=2048, sequence=8192, zero=2)
+    best = [each.layout.sizes for each in plan_job(asked).ranking[:10]]
+    assert (8, 1, 1, 16, 64) in best
