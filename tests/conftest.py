@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:  # tests without torch do not wait for it
     from tests.support.pool import Pool, Pools
 
 
+# tiny matrices are not shared by threads, which would wait in a loop on cores that other tests need
+os.environ["OMP_NUM_THREADS"] = "1"
 gc.disable()  # until all modules are loaded: they make no garbage
 
 settings.register_profile("small", deadline=None)
@@ -64,14 +67,3 @@ def failing_pool() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.stop()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Tiny matrices are not shared by threads."""
-    import torch  # noqa: PLC0415
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -29,7 +29,6 @@ def assert_quoted(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALONE)
-@pytest.mark.usefixtures("one_thread")
 def test_what_one_process_says_is_what_the_page_quotes(name: str) -> None:
     try:
         said = str(ALONE[name]())

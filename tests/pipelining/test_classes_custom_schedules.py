@@ -27,8 +27,6 @@ from tests.support.pipelining_scripts import (
 )
 from tests.support.pool import Pools
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def train_own(place: int) -> Run | None:
     own: Any = OWN[place]

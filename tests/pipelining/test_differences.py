@@ -16,8 +16,6 @@ from tests.support.pipelining_overrides import Case
 from tests.support.pipelining_scripts import OURS, TORCH, batch
 from tests.support.pool import Pools
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 M = 4
 
 

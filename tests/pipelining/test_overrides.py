@@ -8,8 +8,6 @@ from tests.support import pipelining_overrides, pipelining_refusals
 from tests.support.grids import small
 from tests.support.pool import Pools
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_overridden_losses_stage_methods_and_steps_are_run_as_by_torch(pools: Pools) -> None:
     assert pools(2).run(pipelining_overrides.compare) == [[], []]

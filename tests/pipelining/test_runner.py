@@ -21,9 +21,6 @@ from tests.support.pipelining_scripts import (
 )
 from tests.support.pool import Pools
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- custom functions ------------------------------------------------------------------------------
 
 

@@ -20,8 +20,6 @@ from tests.support.pipelining_scripts import (
 )
 from tests.support.pool import Pools
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def case(package: str, name: str, m: int, rows: int | None, options: dict[str, Any]) -> Run:
     return train(package, name, m, rows, **options)

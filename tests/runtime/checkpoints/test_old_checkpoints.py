@@ -44,7 +44,7 @@ def test_only_the_first_rank_warns(pools: Pools) -> None:
     assert pools(2).run(load_old) == [(1, [-1.0, -2.0]), (0, [-1.0, -2.0])]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", NAMES)
 @small(lambda seed, name: seed == 0 and name == "two_ranks")
 @pytest.mark.filterwarnings("ignore:the checkpoint")

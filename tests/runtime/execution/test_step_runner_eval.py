@@ -115,7 +115,6 @@ def alone(family: str, stages: int | None) -> Schedule:
     ("family", "stages"),
     [("1f1b", None), ("gpipe", None), ("interleaved-1f1b", 3), ("zbv", None), ("interleaved-zero-bubble", 4)],
 )
-@pytest.mark.usefixtures("one_thread")
 def test_one_rank_needs_no_process_group(family: str, stages: int | None) -> None:
     schedule = alone(family, stages)
     for task in ("transformer", "nested", "batch-norm"):
