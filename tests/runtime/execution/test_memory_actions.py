@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock import Schedule, build, families
 from penstock.lowering import DEFAULT_PASSES, Offload, Pass, Policy, Recompute, SplitBackward, lower
@@ -111,3 +115,59 @@ def test_breadth_first_trains_to_the_bits_of_the_plain_pipeline(pools: Pools) ->
         for found in others:
             assert len(wanted) > 3
             assert all(map(torch.equal, found, wanted))
+
+
+# --- modules that run parts of themselves in other ways, on one rank --------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Recomputes a part of itself in the backward."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(4, 8), nn.Linear(8, 4), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self._rest, self.first(x), use_reentrant=self.reentrant)
+        return found
+
+    def _rest(self, x: Tensor) -> Tensor:
+        second: Tensor = self.second(nn.functional.dropout(torch.exp(x), 0.2))
+        return second
+
+
+def compiled() -> Any:
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 4))
+    return torch.compile(layers, backend="aot_eager")
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "reentrant checkpoint": partial(Checkpointed, reentrant=True),
+    "checkpoint": partial(Checkpointed, reentrant=False),
+    "compiled": compiled,
+}
+ORDER = Schedule.parse("0F0 1F0 0F1 1F1 0F2 1F2 1B0 0B0 1B1 0B1 1B2 0B2")
+
+
+def trained(make: Callable[[], nn.Module], schedule: Schedule, *, autocast: bool) -> list[Any]:
+    torch.manual_seed(0)
+    modules, batch = {stage: make() for stage in range(2)}, torch.randn(6, 4)
+    with (
+        closing(Pipeline(modules, schedule, loss=nn.functional.mse_loss)) as pipeline,
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        found: list[Any] = [pipeline.step(batch, target=batch).loss for _ in range(2)]
+        return [*found, *(p.grad for p in pipeline.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch.compile
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("autocast", [False, True])
+@small(lambda kind: kind != "compiled")
+def test_checkpointed_and_compiled_modules_train_to_the_same_bits(kind: str, *, autocast: bool) -> None:
+    wanted = trained(MAKERS[kind], ORDER, autocast=autocast)
+    for way in ("recompute", "offload", "checkpoints offloaded"):
+        found = trained(MAKERS[kind], lower(ORDER, passes_of(way, ORDER)), autocast=autocast)
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, wanted, strict=True)
+        )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from penstock.lowering import Offload, Pass, Policy, Recompute, lower
 from tests.support.grids import small
 from tests.support.pool import Pools
 from tests.support.reference import problems_of, run_cases
@@ -69,6 +71,31 @@ def test_random_graphs_on_one_rank(first: int) -> None:
 def test_random_graphs_between_ranks(pools: Pools, p: int, first: int) -> None:
     cases = random_cases(p, first, 5)
     assert not problems_of(cases, pools(p).run(run_cases, cases, train_graph))
+
+
+def with_memory_actions(cases: list[GraphCase]) -> list[GraphCase]:
+    """Stages with several arguments change one in place, so they cannot be recomputed."""
+    found = []
+    for place, case in enumerate(cases):
+        schedule = case.schedule
+        stages = tuple(s for s in range(schedule.num_stages) if not schedule.graph.inputs(s))
+        ways: list[list[Pass]] = [
+            [Recompute(stages), Offload(ahead=0)],
+            [Recompute(stages, Policy(every=2)), Offload()],
+        ]
+        found.append(replace(case, schedule=lower(schedule, ways[place % 2])))
+    return found
+
+
+def test_recomputed_and_offloaded_graphs_on_one_rank() -> None:
+    cases = with_memory_actions(named_cases(1, "mixed"))
+    assert not problems_of(cases, [run_cases(cases, train_graph)])
+
+
+@small(lambda: False)
+def test_recomputed_and_offloaded_graphs_between_ranks(pools: Pools) -> None:
+    cases = with_memory_actions([*named_cases(3, "mixed"), *random_cases(3, 40, 5)])
+    assert not problems_of(cases, pools(3).run(run_cases, cases, train_graph))
 
 
 def test_replicas_of_a_graph_share_its_losses_and_gradients(pools: Pools) -> None:

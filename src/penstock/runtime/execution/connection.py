@@ -209,8 +209,8 @@ class Connection:
         return {key: channel.max_nbytes for key, channel in self._channels.sends.items()}
 
     def receive_buffer_bytes(self) -> int:
-        """Bytes of messages whose receive is posted and that no action has used yet."""
-        return sum(channel.held_bytes for channel in self._channels.receives.values())
+        """Bytes of messages whose receive is posted and that a stage has still to use."""
+        return self._sources.receive_buffer_bytes()
 
     # --- status ------------------------------------------------------------------------------------
 

@@ -53,6 +53,11 @@ class SharedInputs:
         self._source, self._consumers = source, tuple(consumers)
         self._values: dict[int, tuple[FlatValue, set[int]]] = {}
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the messages that one of the stages has still to use."""
+        return sum(len(buffer.message) for value, _ in self._values.values() for buffer in value.buffers)
+
     def take(self, consumer: int, microbatch: int) -> FlatValue:
         """The value for one of the stages, which owns it."""
         if microbatch not in self._values:

@@ -36,6 +36,11 @@ class ValueSources:
         outputs = self._schedule.graph.outputs(index)
         return one_source([self._gradient(index, other) for other in outputs], joined_gradients)
 
+    def receive_buffer_bytes(self) -> int:
+        """Bytes of messages whose receive is posted and that a stage has still to use."""
+        held = sum(channel.held_bytes for channel in self._receives.values())
+        return held + sum(shared.held_bytes for shared in self._shared.values())
+
     def _input(self, index: int, other: int) -> Source:
         key = Kind.RECV_F, receiving_stage(self._schedule, other, index), other
         if (channel := self._receives.get(key)) is None:
