@@ -75,6 +75,25 @@ def test_a_storage_comes_back_with_all_its_views() -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == 1
 
 
+def test_the_file_is_as_long_as_the_most_that_is_on_the_host_at_once() -> None:
+    store, waiting, longest = HostStore(), list[tuple[int, int, Any]](), 0
+
+    def take_back() -> None:
+        value, size, place = waiting.pop(0)
+        found = torch.empty(0, dtype=torch.uint8).set_(store.get(size, place, torch.device("cpu")))
+        assert torch.equal(found, torch.full_like(found, value))
+
+    for turn in range(20):
+        waiting.append((turn, *store.put(torch.full((1000 + turn % 2,), turn, dtype=torch.uint8))))
+        longest = max(longest, os.fstat(store._file.fileno()).st_size)
+        if turn >= 3:
+            take_back()
+    assert longest == 2 * 1000 + 2 * 1001
+    while waiting:
+        take_back()
+    assert os.fstat(store._file.fileno()).st_size == 0
+
+
 def test_what_others_hold_stays() -> None:
     held = torch.ones(3)
     entry = Offloadable.of(held)

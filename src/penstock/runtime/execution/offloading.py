@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ class HostStore:
     def __init__(self) -> None:
         self._file: Any = None
         self._end = 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+        """Places in the file below its end that can be used again, by size."""
         self._live = 0
         self._streams: dict[torch.device, Any] = {}
 
@@ -38,15 +41,15 @@ class HostStore:
         self._live += 1
         if data.device.type != "cpu":
             return len(data), self._on_stream(data, None)
-        offset = self._end
+        offset = self._free[len(data)].pop() if self._free[len(data)] else self._end
         try:
             self._write(data.numpy(), offset)
         except OSError as error:
             raise PipelineError(
-                f"OFFLOAD cannot write {len(data)} bytes to a temporary file in {_directory()}, which has "
-                f"{offset} bytes of this stage: {error}; free space there, or set TMPDIR to another directory"
+                f"OFFLOAD cannot write {len(data)} bytes to a temporary file in {_directory()} that "
+                f"has {self._end} bytes: {error}; free space there, or set TMPDIR to another directory"
             ) from error
-        self._end += len(data)
+        self._end = max(self._end, offset + len(data))
         return len(data), offset
 
     def _write(self, array: Any, offset: int) -> None:
@@ -66,6 +69,7 @@ class HostStore:
         found = torch.empty(size, dtype=torch.uint8)
         try:
             self._read(found.numpy(), place)
+            self._free[size].append(place)
             if not self._live:  # nothing is on the host: begin again
                 self.clear()
         except OSError as error:
@@ -86,6 +90,7 @@ class HostStore:
     def clear(self) -> None:
         """Forget everything, as after a step that failed."""
         self._live = self._end = 0
+        self._free.clear()
         if self._file is not None:
             self._file.truncate(0)
 
