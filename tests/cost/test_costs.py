@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock import Costs, CostsError, FormatError
+from penstock.cost.costs import size_text
 from penstock.cost.presets import preset, presets
 from penstock.ir.graph import StageGraph
 
@@ -157,3 +158,11 @@ def test_presets_are_found_by_name_and_others_are_named() -> None:
     assert len(presets()) == 12
     with pytest.raises(CostsError, match="no preset is called 'zb'; there are zb-h2304-p8-m24"):
         preset("zb")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1002 * 2**20, "1002 MiB"), (1.5 * 2**30, "1.5 GiB")],
+)
+def test_sizes_have_a_fitting_unit_and_no_exponents(count: float, text: str) -> None:
+    assert size_text(count) == text

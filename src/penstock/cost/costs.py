@@ -229,7 +229,9 @@ class Costs:
 def size_text(count: float) -> str:
     """Bytes in a fitting unit."""
     power = min(int(log2(count)) // 10, 4) if count >= 1 else 0
-    return f"{count / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    amount = count / 1024**power
+    digits = f"{amount:.0f}" if amount >= 999.5 else f"{amount:.3g}"
+    return f"{digits} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def _as_tuple(value: Cost) -> tuple[float, ...]:
