@@ -93,3 +93,9 @@ def test_errors_can_be_pickled(error: PenstockError) -> None:
     assert type(there) is type(error)
     assert str(there) == str(error)
     assert vars(there) == vars(error)
+
+
+def test_a_file_with_very_many_problems_gives_a_short_message() -> None:
+    error = FormatError("mine.csv", [f"row {row}: wrong" for row in range(100)])
+    lines = str(error).splitlines()
+    assert (len(lines), lines[-1], len(error.problems)) == (21, "mine.csv: and 80 more problems", 100)

@@ -48,6 +48,10 @@ __all__ = [
 ]
 
 
+_SHOWN_PROBLEMS = 20
+"""Problems of a file that a message lists; the error has all of them."""
+
+
 class PenstockError(ValueError):
     """The base class of all errors that Penstock raises on purpose."""
 
@@ -78,7 +82,10 @@ class FormatError(PenstockError):
     """A file that cannot be parsed; `problems` has one sentence per problem, with its location."""
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(f"{source}: {problem}" for problem in problems))
+        lines = [f"{source}: {problem}" for problem in problems[:_SHOWN_PROBLEMS]]
+        if len(problems) > _SHOWN_PROBLEMS:
+            lines.append(f"{source}: and {len(problems) - _SHOWN_PROBLEMS} more problems")
+        super().__init__("\n".join(lines))
         self.source = source
         self.problems = tuple(problems)
 
