@@ -77,7 +77,7 @@ def test_balanced_stages_give_the_last_rank_fewer_blocks(run: Run) -> None:
 def test_fit_scales_each_pass_to_the_measured_stages(run: Run, tmp_path: Path) -> None:
     config, profile = tmp_path / "small.json", tmp_path / "profile.json"
     config.write_text(json.dumps(gpt_keys(64, 4, 4)))
-    measured = Costs(forward=(2.0, 4.0), backward_input=(3.0, 5.0), backward_weight=(1.0, 2.0), latency=0.5)
+    measured = Costs(forward=(2.0, 4.0), backward_input=(3.0, 5.0), backward_weight=(1.0, 2.0), latency=(0.5,))
     measured.write(profile)
     given = ["estimate", config, "--device", "cpu", "--precision", "fp32", "--seq", 64]
     record = run(*given, "-p", 2, "--fit", profile, "--json").json
@@ -85,7 +85,7 @@ def test_fit_scales_each_pass_to_the_measured_stages(run: Run, tmp_path: Path) -
     assert [sum(row) for row in action_seconds(costs, 2)[:1]] == pytest.approx([6.0])
     assert sum(costs.per_stage("backward_input", 2)) == pytest.approx(8.0)
     assert sum(costs.per_stage("backward_weight", 2)) == pytest.approx(3.0)
-    assert costs.latency == 0.5
+    assert (costs.latency, costs.bandwidth) == (0.5, None)  # the latency includes the transfer
     wrong = run(*given, "-p", 4, "--fit", profile)
     assert (wrong.code, "one entry for each of 4 stages" in wrong.message) == (2, True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import Any
 
 from penstock.cost.costs import Costs
@@ -112,7 +113,15 @@ def fitted_device(found: Estimate, measured: Costs, counts: Sequence[int]) -> De
 
 
 def with_measured_links(costs: Costs, measured: Costs) -> Costs:
-    """Costs with what a profile has measured besides the passes: links, launch overhead, optimizer step."""
-    names = ("latency", "bandwidth", "launch_overhead", "optimizer_step")
+    """Costs with what a profile has measured besides the passes: links, launch overhead, optimizer step.
+
+    All links get the mean latency and the least bandwidth, so that they are right for any number of stages. A
+    measured latency without a bandwidth includes the transfer.
+    """
+    names = ("launch_overhead", "optimizer_step")
     given: dict[str, Any] = {name: getattr(measured, name) for name in names if getattr(measured, name)}
+    latency, bandwidth = measured.latency, measured.bandwidth
+    if latency or bandwidth is not None:
+        given["latency"] = fmean(latency) if isinstance(latency, tuple) else latency
+        given["bandwidth"] = min(bandwidth) if isinstance(bandwidth, tuple) else bandwidth
     return replace(costs, **given)
