@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from penstock import build
 from penstock.errors import PenstockError, PipelineError
+from penstock.lowering import Offload, Recompute, lower
 from penstock.runtime import Pipeline
 from penstock.runtime.dtensors import Meshes, is_dtensor, sharding_of
 from penstock.runtime.execution.custom_function import Custom
+from penstock.runtime.execution.offloading import HostStore, Offloadable, SavedTensors
 from tests.support.grids import small
 from tests.support.models import TASKS, numbers
 from tests.support.pool import Pools
@@ -43,6 +45,35 @@ def test_every_family_trains_as_one_process(pools: Pools, family: str) -> None:
 def test_a_pipeline_trains_as_one_process_with(pools: Pools, way: str) -> None:
     fused, split = (build(family, ranks=2, microbatches=3) for family in ("1f1b", "zbv"))
     assert_trains(pools, [TensorCase(fused, way, optimizer="adamw"), TensorCase(split, way)])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@small(lambda way: way == "pieces as dtensors")
+def test_recomputed_and_offloaded_stages_train_as_one_process(pools: Pools, way: str) -> None:
+    fused, split = (build(family, ranks=2, microbatches=3) for family in ("gpipe", "zbv"))
+    out = Offload(ahead=0)
+    cases = [TensorCase(lower(fused, passes), way) for passes in ([Recompute(), out], [out])]
+    assert_trains(pools, [*cases, TensorCase(lower(split, [Recompute(stages=(1,)), out]), way)])
+
+
+def offloaded_pieces() -> tuple[bool, bool, bool]:
+    """Of a DTensor that is offloaded and reloaded: whether it was moved, its values and its placements."""
+    values = torch.arange(12.0).reshape(4, 3)
+    piece = distribute_tensor(values, mesh_of(1, 1, 2)["tp"], [Shard(0)])
+    store, entry = HostStore(), Offloadable.of(piece)
+    placements = piece.placements
+    del piece
+    saved = SavedTensors([entry])
+    saved.offload(store)
+    moved = entry.tensor is None
+    saved.reload(store)
+    found = entry.value
+    assert isinstance(found, DTensor)
+    return moved, torch.equal(found.full_tensor(), values), found.placements == placements
+
+
+def test_the_local_tensor_of_a_dtensor_is_offloaded(pools: Pools) -> None:
+    assert pools(2).run(offloaded_pieces) == [(True, True, True)] * 2
 
 
 def test_float32_results_are_those_of_one_process(pools: Pools) -> None:

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PipelineError
+from penstock.runtime.dtensors import Sharding, is_dtensor, local, sharding_of
 from penstock.runtime.execution.handover import storage_references
 from penstock.runtime.transport.buffer_pool import Buffer
 
@@ -122,15 +124,27 @@ def _directory() -> str:
 
 @dataclass(eq=False)
 class Offloadable:
-    """A tensor that can be moved to the host; None while it is there."""
+    """A tensor that can be moved to the host; None while it is there. Of a DTensor, its local tensor."""
 
     tensor: Tensor | None
     version: int
+    sharding: tuple[Sharding, DeviceMesh] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Offloadable:
         """An alias: the tensor itself would keep the graph that saves it."""
-        return cls(tensor.detach(), tensor._version)  # noqa: SLF001
+        sharding = (sharding_of(tensor), tensor.device_mesh) if is_dtensor(tensor) else None
+        own = local(tensor)
+        return cls(own.detach(), own._version, sharding)  # noqa: SLF001
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor as it was given."""
+        assert self.tensor is not None, "validation requires a RELOAD before each use"
+        if self.sharding is None:
+            return self.tensor
+        how, mesh = self.sharding
+        return how.build(self.tensor, mesh)
 
 
 class SavedTensors:
@@ -210,6 +224,5 @@ def _check_version(entry: Offloadable) -> None:
 
 
 def _unpack(entry: Offloadable) -> Tensor:
-    assert entry.tensor is not None, "validation requires a RELOAD before each use"
     _check_version(entry)
-    return entry.tensor
+    return entry.value

@@ -80,7 +80,7 @@ class KeptForward:
         if self.received is None:
             return SavedTensors(), ()
         leaves, buffers = self.received.leaves, self.received.buffers
-        for position in [place for place, leaf in enumerate(leaves) if type(leaf) is Tensor]:
+        for position in [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]:
             self._offloaded[position] = Offloadable.of(leaves[position])
             leaves[position] = None
         moved = SavedTensors(self._offloaded.values())
@@ -99,7 +99,7 @@ class KeptForward:
         """After RELOAD: the input is back."""
         for position, entry in self._offloaded.items():
             assert self.received is not None
-            self.received.leaves[position] = entry.tensor
+            self.received.leaves[position] = entry.value
         self._offloaded = {}
 
     @contextmanager

@@ -96,8 +96,9 @@ class StageMemory:
         else:
             state = self.states[microbatch]
             for leaf in state.inputs:  # only its gradient is asked for: what the backward uses is saved
-                if type(leaf) is Tensor:
-                    leaf.data = torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+                own = local(leaf)
+                if type(own) is Tensor and own.layout == torch.strided:
+                    own.data = torch.empty((), dtype=own.dtype, device=own.device).expand(own.shape)
             buffers, state.inputs_are_held = state.buffers, False
             state.buffers = self._saved[microbatch].offload(self._host, buffers)
             free = tuple(buffer for buffer in buffers if buffer not in state.buffers)
