@@ -4,8 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes, which would all compile Penstock again
-# tests of the runtime wait for processes most of the time, so there are more workers than cores
-WORKERS ?= 4
+# tests of the runtime wait for processes at times, so there are more workers than cores; each loads all modules
+WORKERS ?= 3
 # all tests of a module run in one worker, which starts their processes once
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -q
 

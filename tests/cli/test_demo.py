@@ -54,6 +54,7 @@ def test_a_report_that_is_not_html_is_a_usage_error(run: Run) -> None:
     assert "the directory nowhere of out.html does not exist" in result.message
 
 
+@pytest.mark.full  # tests/runtime/test_local_ranks.py makes the promise for all local ranks
 def test_ctrl_c_ends_it_and_all_its_processes_without_a_traceback(tmp_path: Path) -> None:
     code = "from penstock.cli import command; command()"
     started = subprocess.Popen(  # noqa: S603 -- our own command

@@ -149,6 +149,7 @@ def test_outputs_that_are_views_train_with_split_backward(pools: Pools, name: st
     assert_alike(pools(4).run(pipelining_modules.train_views, name), train_alone(8, 4))
 
 
+@pytest.mark.full  # tests/runtime/backward compiles stages too
 def test_compiled_stages_train_with_zero_bubble(pools: Pools) -> None:
     assert_alike(
         pools(4).run(pipelining_modules.train_compiled, "ZBVZeroBubble", seconds=600), train_alone(8, 4)
