@@ -218,6 +218,15 @@ def test_hidden_all_to_all_is_bounded_by_the_compute_that_hides_it() -> None:
     assert (timeline.makespan, timeline.bound.seconds) == (6 + 10 + 10 + 7, 30)
 
 
+def test_all_to_all_of_recomputation_counts_once() -> None:
+    """It is never hidden, so it is in the work of the rank, and not again in what the first F exposes."""
+    schedule = Schedule.parse("0F0 0RECOMPUTE0 (0F1;0B0)OVERLAP_F_B 0RECOMPUTE1 0B1")
+    timeline = simulate(schedule, Costs(forward_all_to_all=1))
+    assert timeline.makespan == 2 + 2 + 3 + 2 + 2
+    # compute of two F and two B, and two RECOMPUTE of two seconds
+    assert timeline.bound.seconds == 2 + 4 + 4
+
+
 # --- stage graphs -------------------------------------------------------------------------------------
 
 
