@@ -62,15 +62,32 @@ class Configuration:
         stages = self.placement.num_stages
         return tuple(fixed_bytes_of(self.costs, own, stages) for own in self.placement.stages_of_rank)
 
-    def bound(self, request: PlanRequest, *, split: bool = True, paired: bool | None = None) -> Bound:
+    def bound(
+        self,
+        request: PlanRequest,
+        *,
+        split: bool = True,
+        paired: bool | None = None,
+        recomputed: tuple[int, ...] | None = None,
+    ) -> Bound:
         """Lower bound on the objective of any order, optimizer step included.
 
         Overlapped pairs of a forward and a backward are allowed where they save time, unless `paired` says
-        otherwise.
+        otherwise. With techniques it holds for every choice of them, or for the given numbers of recomputed
+        microbatches per stage.
         """
         if paired is None:
             paired = pairs_can_pay(self.costs) or self.costs.launch_overhead > 0
-        work = Workload(self.placement, self.microbatches, self.costs, split=split, paired=paired)
+        work = Workload(
+            self.placement,
+            self.microbatches,
+            self.costs,
+            split=split,
+            paired=paired,
+            recomputed=recomputed or (),
+            may_recompute=request.recompute and recomputed is None,
+            may_offload=request.offload and recomputed is None,
+        )
         found = bounds(work, request.memory_limit, request.objective)[0]
         if request.objective == "period":  # which includes the optimizer step
             return found

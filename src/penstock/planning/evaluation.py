@@ -23,10 +23,22 @@ from penstock.planning.configuration import Configuration, configure, stages_tex
 from penstock.planning.options import Option, Rejected
 from penstock.planning.partition import LayerCounts
 from penstock.planning.request import PlanRequest
+from penstock.planning.techniques import (
+    Candidate,
+    bound_of,
+    is_dominated,
+    memory_of,
+    offloading_schedules,
+    ordered,
+    variants,
+)
 from penstock.search import OnProgress, Progress
 from penstock.simulation.simulator import simulate
 
 __all__ = ["Evaluation", "training_schedules"]
+
+
+_ORDERS_WITH_TECHNIQUES = 24
 
 
 class Evaluation:
@@ -42,6 +54,8 @@ class Evaluation:
         """Orders whose bounds show that they cannot matter."""
         self.has_quantiles = False
         """Whether the options are ranked by a quantile under jitter."""
+        self.tried: list[Candidate] = []
+        """Families in their configurations, for techniques."""
         self.missing: set[str] = set()
         """Optional parts of the search that are not installed."""
 
@@ -98,6 +112,7 @@ class Evaluation:
             self.too_large.append(Rejected(schedule.name, own[0], min(map(peak, own)), bound.seconds))
         for each in dict.fromkeys(fitting):
             self._evaluate(schedule, each, peak(each))
+        self.tried += [Candidate(schedule, each) for each in dict.fromkeys((*fitting, *own[:1]))]
 
     def _fitting_partition(
         self, configuration: Configuration, live: Sequence[LiveActivations]
@@ -117,6 +132,36 @@ class Evaluation:
             self.pruned.append(Rejected(schedule.name, configuration, memory, bound.seconds))
             return
         self.options.append(self.option(schedule.name, configuration, schedule))
+
+    # --- techniques --------------------------------------------------------------------------------
+
+    def evaluate_techniques(self) -> None:
+        """Recompute and offload, in the orders with the lowest bounds; more of them if none of these fits."""
+        request, seen = self.request, set[tuple[str, Configuration]]()
+        if not (request.recompute or request.offload):
+            return
+        for done, candidate in enumerate(ordered(self.tried, request)):
+            if done >= _ORDERS_WITH_TECHNIQUES and self.options:
+                break
+            self.report("techniques", min(done / _ORDERS_WITH_TECHNIQUES, 1.0))
+            for schedule in variants(candidate, request):
+                self._evaluate_technique(schedule, candidate.configuration)
+            for schedule in offloading_schedules(candidate.configuration) if request.offload else ():
+                if (schedule.name, candidate.configuration) not in seen:
+                    seen.add((schedule.name, candidate.configuration))
+                    self._evaluate_technique(schedule, candidate.configuration)
+
+    def _evaluate_technique(self, schedule: Schedule, configuration: Configuration) -> None:
+        limit, memory = self.request.memory_limit or inf, memory_of(schedule, configuration)
+        if memory is not None and memory > limit:
+            return
+        bound = bound_of(schedule, configuration, self.request)
+        if is_dominated(self.options, memory, bound, self.request.jitter or 0.0):
+            return
+        option = self.option(schedule.name, configuration, schedule)
+        same = (other for other in self.options if other.memory <= option.memory)
+        if option.memory <= limit and all(other.seconds > option.seconds for other in same):
+            self.options.append(option)
 
     def _beats(self, option: Option, bound: Bound) -> bool:
         """Whether it is no slower than the bound, even if jitter lengthens it by its full share."""

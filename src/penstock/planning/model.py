@@ -1,7 +1,9 @@
 """A model to plan: a chain of layers with their costs, the links, the devices and the batch.
 
 The costs of a microbatch are those of a sample times its samples, except those that do not depend on the batch:
-parameters, gradients, optimizer state, collectives, and the launch overhead of each step.
+parameters, gradients, optimizer state, collectives, and the launch overhead of each step. The checkpoint of a
+stage, for which it is recomputed as a whole, is the input of its first layer: the message into it, or more if
+the layer says so.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _SAMPLE_COSTS = {
 _OPTIONAL = [f.name for f in fields(Costs) if f.metadata["per"] == "stage" and f.default is None]
 STEP_COSTS = ["launch_overhead", "optimizer_step", "overlap_factor"]
 LINK_COSTS = ["latency", "bandwidth"]
+HOST_COSTS = ["host_latency", "host_bandwidth"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Model:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        uneven = [name for name in LINK_COSTS if isinstance(getattr(self.common, name), tuple)]
+        uneven = [name for name in (*LINK_COSTS, *HOST_COSTS) if isinstance(getattr(self.common, name), tuple)]
         errors = [f"{name}: must be one number for all links" for name in uneven]
         errors += errors_in_layers(self.layers)
         if errors:
@@ -85,7 +88,16 @@ class Model:
                 found[name] = tuple(factor * sum(_of(layer, name) for layer in part) for part in parts)
         for name in MESSAGES:
             found[name] = tuple(samples * _of(part[-1], name) for part in parts[:-1]) or 0.0
+        found["checkpoint"] = self._checkpoints(parts, found["activation"], samples)
         return replace(self.common, **found)
+
+    def _checkpoints(
+        self, parts: Sequence[tuple[Layer, ...]], activation: Sequence[float], samples: float
+    ) -> tuple[float, ...]:
+        """Per stage: what RECOMPUTE of the whole stage needs, the input of its first layer."""
+        inputs = [0.0, *(_of(part[-1], "activation_message") for part in parts[:-1])]
+        kept = (samples * max(_of(part[0], "checkpoint"), each) for part, each in zip(parts, inputs))
+        return tuple(map(min, kept, activation))
 
     def loads(self) -> list[float]:
         """Per layer: seconds of forward and backward of one sample, all-to-all included."""
@@ -127,6 +139,8 @@ class Model:
         common = Costs(
             latency=max(latency) if isinstance(latency, tuple) else latency,
             bandwidth=min(bandwidth) if isinstance(bandwidth, tuple) else bandwidth,
+            host_latency=max(latencies) if isinstance(latencies := costs.host_latency, tuple) else latencies,
+            host_bandwidth=min(speeds) if isinstance(speeds := costs.host_bandwidth, tuple) else speeds,
             **{entry: getattr(costs, entry) for entry in STEP_COSTS},
         )
         return cls(tuple(layers), common, name=name, are_stages=True)

@@ -9,8 +9,9 @@
     backward_input_seconds = 0.013        [devices]
     backward_weight_seconds = 0.011       ranks = 8
     parameters_bytes = 436e6              memory_bytes = 80e9
-    activation_bytes = 555e6
-    activation_message_bytes = 33e6       [batch]
+    activation_bytes = 555e6              host_bandwidth_bytes_per_second = 25e9
+    activation_message_bytes = 33e6
+                                          [batch]
                                           samples = 64
 
 The costs of a layer have the keys of `penstock.cost.costs` and are those of ONE sample, except those that do
@@ -34,6 +35,7 @@ from penstock.cost.costs import Costs
 from penstock.errors import FormatError, PlanError
 from penstock.formats.files import read_keys
 from penstock.planning.model import (
+    HOST_COSTS,
     LINK_COSTS,
     MAX_LAYERS,
     MESSAGES,
@@ -50,7 +52,7 @@ __all__ = ["model_of_keys", "read_model"]
 _TIMES = ["forward_seconds", "backward_input_seconds", "backward_weight_seconds"]
 _TABLES = {
     "links": [UNITS[name] for name in LINK_COSTS],
-    "devices": ["ranks", "memory_bytes"],
+    "devices": ["ranks", "memory_bytes", *(UNITS[name] for name in HOST_COSTS)],
     "batch": ["samples"],
 }
 _LAYER_KEYS = ["name", "kind", "count", *(UNITS[name] for name in (*STAGE_COSTS, *MESSAGES))]
@@ -76,7 +78,8 @@ def model_of_keys(document: object, source: str = "<model>") -> Model:
     known = ["layers", "name", *_TABLES, *(UNITS[name] for name in STEP_COSTS)]
     errors += [f"{_shown(k)}: unknown key; the keys are {', '.join(known)}" for k in document if k not in known]
     step = {UNITS[name] for name in STEP_COSTS}
-    shared = tables["links"] | {key: value for key, value in document.items() if key in step}
+    host = {key: value for key, value in tables["devices"].items() if key in _TABLES["devices"][2:]}
+    shared = tables["links"] | host | {key: value for key, value in document.items() if key in step}
     common = _costs(shared, "", errors) or Costs()
     layers = _layers(document["layers"], errors)
     ranks, samples = (

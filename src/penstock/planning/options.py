@@ -9,6 +9,7 @@ from functools import cached_property
 from penstock.bounds import Bound
 from penstock.ir.schedule import Schedule
 from penstock.planning.configuration import Configuration
+from penstock.planning.technique_text import technique_of
 from penstock.simulation.timeline import Timeline
 
 __all__ = ["Option", "Rejected", "frontier"]
@@ -38,6 +39,11 @@ class Option:
         """The peak memory in bytes, of the rank with the highest."""
         return max(self.timeline.peak_memory)
 
+    @cached_property
+    def technique(self) -> str:
+        """What is recomputed and offloaded, in words; empty without techniques."""
+        return technique_of(self.schedule)
+
     @property
     def gap(self) -> float:
         """The excess over the bound, as a share of the bound."""
@@ -57,7 +63,8 @@ class Option:
         return self.seconds, self.memory, self.name, self.configuration.microbatches
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.configuration})"
+        with_technique = f"{self.name}, {self.technique}" if self.technique else self.name
+        return f"{with_technique} ({self.configuration})"
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,15 @@ from penstock.planning.options import Option, Rejected, frontier
 from penstock.planning.refinement import Searcher, refine
 from penstock.planning.request import PlanRequest
 from penstock.planning.robustness import rank_by_quantile
+from penstock.planning.technique_text import TECHNIQUES, class_of
 from penstock.search import OnProgress, search
+from penstock.search.fit_memory import without_memory_actions
+from penstock.simulation.simulator import simulate
 
 __all__ = ["Plan", "plan", "run_plan"]
+
+
+_CLASSES = ("none", "recompute", "offload", "both")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +81,29 @@ class Plan:
         """The Pareto frontier of time and memory, fastest first."""
         return frontier(self.options)
 
+    @cached_property
+    def by_technique(self) -> dict[str, list[Option]]:
+        """For `none`, `recompute`, `offload` and `both`: the frontier of the options with that technique."""
+        classes = {name: [o for o in self.options if class_of(o.schedule) == name] for name in _CLASSES}
+        return {name: frontier(options) for name, options in classes.items() if options}
+
+    def price(self, option: Option) -> float:
+        """How much longer it takes than the same order without techniques, as a share of that."""
+        plain = simulate(
+            without_memory_actions(option.schedule),
+            option.configuration.costs,
+            with_period=self.request.objective == "period",
+        )
+        seconds = self.request.seconds_of(plain)
+        return option.seconds_without_jitter / seconds - 1 if seconds else 0.0
+
     def to_keys(self, option: Option) -> dict[str, Any]:
         """An option as values for JSON."""
         configuration, timeline = option.configuration, option.timeline
         layout = self.request.model.layout(configuration.counts)
         return {
             "schedule": option.name,
+            "technique": option.technique,
             "stages_per_rank": configuration.stages_per_rank,
             "placement": configuration.style,
             "stage_to_rank": list(configuration.placement.stage_to_rank),
@@ -126,6 +149,8 @@ def plan(
     seed: int = 0,
     jitter: float | None = None,
     quantile: float = 0.95,
+    recompute: bool = False,
+    offload: bool = False,
     on_progress: OnProgress | None = None,
     searcher: Searcher | None = None,
 ) -> Plan:
@@ -137,6 +162,7 @@ def plan(
     `objective`        the objective to minimize: `makespan`, `span` or `period`, optimizer step included
     `seconds`          time for searching orders, in addition to evaluating families; 0 for families only
     `jitter`           rank by the `quantile` of the makespan when steps vary by this share
+    `recompute`        also offer plans with recomputed stages; `offload`: with activations on the host
     `on_progress`      is called with a `Progress` from time to time
 
     Ctrl-C ends it with the best so far: the plan is then `interrupted`.
@@ -153,7 +179,9 @@ def plan(
         raise PlanError(f"the number of {missing} is missing: give it here or in the model {model.name!r}")
     limit = model.memory if memory_limit is None else memory_limit
     request = PlanRequest(
-        model, ranks, samples, limit, stages_per_rank, objective, seconds, seed, jitter, quantile
+        *(model, ranks, samples, limit, stages_per_rank, objective, seconds, seed, jitter, quantile),
+        recompute=recompute,
+        offload=offload,
     )
     return run_plan(request, on_progress, searcher)
 
@@ -166,6 +194,7 @@ def run_plan(
     interrupted = False
     try:
         evaluation.evaluate_families()
+        evaluation.evaluate_techniques()
         refine(evaluation, searcher or search)
         rank_by_quantile(evaluation)
     except KeyboardInterrupt:
@@ -189,6 +218,11 @@ def run_plan(
     )
 
 
+def _more_techniques(request: PlanRequest) -> str:
+    more = " or ".join(name for name in TECHNIQUES if not getattr(request, name))
+    return f", or techniques: {more}" if more else ""
+
+
 def _no_option(evaluation: Evaluation) -> str:
     """Why there is no option, and what to change."""
     limit = evaluation.request.memory_limit
@@ -202,5 +236,5 @@ def _no_option(evaluation: Evaluation) -> str:
         f"nothing fits the memory limit of {size_text(limit)} per rank: the smallest of "
         f"{len(evaluation.too_large)} orders, {least}, needs {size_text(least.memory)}, of which "
         f"{size_text(max(least.configuration.fixed))} for parameters, gradients and optimizer state: use more "
-        "ranks or memory, smaller microbatches, or activation recomputation"
+        f"ranks or memory, smaller microbatches{_more_techniques(evaluation.request)}"
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 from math import inf
 from time import monotonic
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from penstock.cost.live_activations import LiveActivations, live_activations
 from penstock.cost.prices import pairs_can_pay
@@ -64,6 +64,8 @@ def _can_win(evaluation: Evaluation, bound: float) -> bool:
 
 def _repartition(evaluation: Evaluation, option: Option, seconds: float) -> None:
     """Move layers between the stages of an option, one at a time, as long as that makes it faster."""
+    if option.technique:  # its stages were chosen for this partition
+        return
     until, best, improved = monotonic() + seconds, option, True
     tried = {other.configuration.counts for other in evaluation.options if other.schedule == option.schedule}
     live = live_activations(option.schedule.table)
@@ -143,7 +145,11 @@ def _run(
 ) -> SearchResult:
     request = evaluation.request
     optimizer_step = 0.0 if request.objective == "period" else configuration.costs.optimizer_step
-    jitter = {} if request.jitter is None else {"jitter": request.jitter, "quantile": request.quantile}
+    more: dict[str, Any] = {}
+    if request.jitter is not None:
+        more = {"jitter": request.jitter, "quantile": request.quantile}
+    if request.memory_limit is not None and (request.recompute or request.offload):
+        more |= {"recompute": request.recompute, "offload": request.offload}
 
     def on_progress(now: Progress) -> None:
         evaluation.report(f"searching {configuration}", now.fraction, now.best + optimizer_step)
@@ -159,5 +165,5 @@ def _run(
         seconds=max(seconds, 0.1),
         seed=seed,
         on_progress=on_progress,
-        **jitter,
+        **more,
     )

@@ -34,6 +34,10 @@ class PlanRequest:
     jitter: float | None = None
     """Share by which the duration of steps varies; options are then ranked by a quantile of the makespan."""
     quantile: float = 0.95
+    recompute: bool = False
+    """Whether stages may be recomputed."""
+    offload: bool = False
+    """Whether activations may wait on the host."""
 
     def __post_init__(self) -> None:
         errors = self._errors_in_counts()
@@ -51,6 +55,10 @@ class PlanRequest:
             errors.append(f"jitter is supported for the makespan only (given objective={self.objective!r})")
         if not 0 < self.quantile < 1:
             errors.append(f"the quantile must be between 0 and 1 (given {self.quantile})")
+        if self.offload and self.model.common.host_bandwidth is None:
+            errors.append(
+                "offload needs the speed of the host link: host_bandwidth_bytes_per_second of the devices"
+            )
         if errors:
             raise PlanError("; ".join(errors))
 

@@ -1,0 +1,127 @@
+"""Techniques of a plan: what families need to fit, by recomputation, offload or both.
+
+    recompute   of the ranks that hold too much the first stages, as few as are needed; and all stages
+    offload     all microbatches of the ranks that hold too much; and all stages
+    both        all stages recomputed, and what they keep offloaded
+
+What a recomputed order holds follows from the order, so most are left out by their bounds. Copies have to be
+simulated. Orders with the lowest bounds come first, and only some of them are tried, unless none of these fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.bounds import Bound
+from penstock.cost.live_activations import live_activations
+from penstock.families import build, families
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.lowering import Offload, Recompute
+from penstock.planning.configuration import Configuration
+from penstock.planning.options import Option
+from penstock.planning.request import PlanRequest
+
+__all__ = ["Candidate", "memory_of", "offloading_schedules", "ordered", "variants"]
+
+
+class Candidate(NamedTuple):
+    """A family in a configuration, whether it fits or not."""
+
+    schedule: Schedule
+    configuration: Configuration
+
+
+def ordered(candidates: Sequence[Candidate], request: PlanRequest) -> list[Candidate]:
+    """Those with the lowest bounds first."""
+
+    def key(each: Candidate) -> tuple[float, int]:
+        schedule, configuration = each
+        bound = configuration.bound(request, split=schedule.table.has(Kind.I))
+        return bound.seconds, configuration.placement.num_stages
+
+    return sorted(candidates, key=key)
+
+
+def variants(candidate: Candidate, request: PlanRequest) -> Iterator[Schedule]:
+    """The order with each technique that is allowed."""
+    schedule, configuration = candidate
+    limit = request.memory_limit or inf
+    over = _over(schedule, configuration, limit)
+    if request.recompute:
+        needed = _needed(schedule, configuration, limit) if over else None
+        yield from (Recompute(needed)(schedule),) if needed else ()
+        yield Recompute()(schedule)
+    if request.offload:
+        stages = tuple(sorted(s for rank in over for s in configuration.placement.stages_of_rank[rank]))
+        for each in dict.fromkeys((stages or None, None)):
+            yield Offload(each, ahead=2)(schedule)
+    if request.recompute and request.offload:
+        yield Offload()(Recompute()(schedule))
+
+
+def offloading_schedules(configuration: Configuration) -> Iterator[Schedule]:
+    """The families that offload by themselves, on this placement."""
+    placement, counts = configuration.placement, configuration.stages_per_rank
+    for family in families().values():
+        if isinstance(counts, int) and family.stages_per_rank in (None, counts):
+            made = build(
+                family.name,
+                ranks=placement.num_ranks,
+                microbatches=configuration.microbatches,
+                stages_per_rank=counts,
+            )
+            if made.table.has(Kind.OFFLOAD) and made.placement == placement:
+                yield made
+
+
+def memory_of(schedule: Schedule, configuration: Configuration) -> float | None:
+    """The peak of all ranks; None if copies decide about it."""
+    if schedule.table.has(Kind.OFFLOAD):
+        return None
+    return max(_peaks(schedule, configuration))
+
+
+def bound_of(schedule: Schedule, configuration: Configuration, request: PlanRequest) -> Bound:
+    """For every order of the work of this schedule."""
+    table = schedule.table
+    again = np.bincount(table.stage[table.of_kind(Kind.RECOMPUTE)], minlength=schedule.num_stages)
+    paired = bool((table.slot[1:] == table.slot[:-1]).any())
+    counts = None if table.has(Kind.OFFLOAD) else tuple(again.tolist())
+    return configuration.bound(request, split=table.has(Kind.I), paired=paired, recomputed=counts)
+
+
+def is_dominated(options: Sequence[Option], memory: float | None, bound: Bound, jitter: float) -> bool:
+    """Whether an option needs no more memory and is no slower than the bound, even with jitter."""
+    return memory is not None and any(
+        option.memory <= memory and option.seconds_without_jitter * (1 + jitter) <= bound.seconds
+        for option in options
+    )
+
+
+def _peaks(schedule: Schedule, configuration: Configuration) -> list[float]:
+    return [each.peak(configuration.costs, schedule.num_stages) for each in live_activations(schedule.table)]
+
+
+def _over(schedule: Schedule, configuration: Configuration, limit: float) -> list[int]:
+    """The ranks that hold more than the limit."""
+    return [rank for rank, peak in enumerate(_peaks(schedule, configuration)) if peak > limit]
+
+
+def _needed(schedule: Schedule, configuration: Configuration, limit: float) -> tuple[int, ...] | None:
+    """The fewest first stages of each rank that have to be recomputed; None if all are too few."""
+    own = configuration.placement.stages_of_rank
+    count = [0] * len(own)
+    while True:
+        stages = tuple(sorted(stage for rank, n in enumerate(count) for stage in own[rank][:n]))
+        over = _over(Recompute(stages)(schedule) if stages else schedule, configuration, limit)
+        if not over:
+            return stages
+        if any(count[rank] == len(own[rank]) for rank in over):
+            return None
+        for rank in over:
+            count[rank] += 1
