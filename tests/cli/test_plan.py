@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,15 @@ def test_the_stages_of_a_profile_are_planned_as_layers(run: Run, tmp_path: Path)
     missing = run("plan", "costs.toml", "--seconds", 0)
     assert missing.code == 2
     assert "the number of ranks and samples per batch is missing" in missing.message
+
+
+def test_techniques_are_offered_with_their_price(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    arguments = ("plan", "model.json", "-v", 1, "--seconds", 0, "--memory", 88)
+    assert "or techniques: recompute or offload" in run(*arguments).message
+    shown = run(*arguments, "--techniques", "recompute").out
+    assert "technique  fastest" in shown
+    assert re.search(r"fits only with recomputation of (all )?stages?.*more time than the same order", shown)
+    record = run(*arguments, "--techniques", "recompute", "--json").json
+    assert record["ranked"][0]["technique"].startswith("recompute")
+    assert "--techniques are recompute, offload (given x)" in run(*arguments, "--techniques", "x").message

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,35 +21,59 @@ def test_a_file_has_layers_links_devices_and_a_batch() -> None:
     assert (len(model.layers), model.ranks, model.memory, model.samples) == (34, 8, 4e10, 64)
     assert [model.layers[i].kind for i in (0, 1, 33)] == ["embedding", "layer", "head"]
     assert model.layers[5].name == "block 4"
-    assert model.common == Costs(latency=1e-5, bandwidth=2.5e10, launch_overhead=0.0003, optimizer_step=0.02)
+    links = Costs(latency=1e-5, bandwidth=2.5e10, host_bandwidth=2e10)
+    assert model.common == replace(links, launch_overhead=0.0003, optimizer_step=0.02)
     block = model.layers[1].costs
     assert block.gradient_message == block.activation_message == 33554432
 
 
-def test_the_example_follows_from_the_formulas_it_states() -> None:
-    tokens, h, f, k, words, speed = 4096, 4096, 14336, 1024, 128256, 1.5e14
+class Decoder(NamedTuple):
+    """The sizes that the comments of an example state."""
+
+    file: str
+    tokens: int
+    h: int
+    f: int
+    layers: int
+    flops: float
+    bandwidth: float
+    split: int
+    """Tensor-parallel devices: sizes of a device are divided by them."""
+    billions: float
+
+
+EXAMPLES = [
+    Decoder("llama-8b.toml", 4096, 4096, 14336, 32, 1.5e14, 1.5e12, 1, 8.03),
+    Decoder("llama-70b.toml", 8192, 8192, 28672, 80, 4e14, 3e12, 8, 70.55),
+]
+
+
+@pytest.mark.parametrize("sizes", EXAMPLES, ids=lambda each: each.file)
+def test_the_examples_follow_from_the_formulas_they_state(sizes: Decoder) -> None:
+    file, tokens, h, f, layers, flops, bandwidth, t, billions = sizes
+    k, words, speed = 1024, 128256, flops * t
     weights = h * (2 * h + 2 * k) + 3 * h * f
     products, attention = 2 * tokens * weights, 2 * tokens * tokens * h
-    embedding, block, head = (read_model(LLAMA).layers[i].costs for i in (0, 1, 33))
-    close = pytest.approx
-    assert block.forward == close((products + attention) / speed, rel=1e-5)
-    assert block.backward_input == close((products + 2 * attention) / speed, rel=1e-5)
-    assert block.backward_weight == close(products / speed, rel=1e-5)
-    assert (block.parameters, block.gradients, block.optimizer_state) == (
-        2 * weights,
-        2 * weights,
-        12 * weights,
-    )
-    assert block.activation == 2 * tokens * (6 * h + 2 * k + 3 * f)
-    assert block.activation - block.activation_freed_by_input == 2 * tokens * (3 * h + f)  # type: ignore[operator]
-    assert block.activation_message == 2 * tokens * h
+    model = read_model(LLAMA.parent / file)
+    embedding, block, head = (model.layers[i].costs for i in (0, 1, layers + 1))
+    close = partial(pytest.approx, rel=2e-5)
+    assert block.forward == close((products + attention) / speed)
+    assert block.backward_input == close((products + 2 * attention) / speed)
+    assert block.backward_weight == close(products / speed)
+    assert (block.parameters, block.gradients) == (2 * weights / t, 2 * weights / t)
+    assert block.optimizer_state == 12 * weights / t
+    assert block.activation == 2 * tokens * (6 * h + 2 * k + 3 * f) / t
+    assert block.activation - block.activation_freed_by_input == 2 * tokens * (3 * h + f) / t  # type: ignore[operator]
+    assert block.activation_message == embedding.activation_message == 2 * tokens * h / t
     assert head.forward == head.backward_input == head.backward_weight
-    assert head.forward == close(2 * tokens * h * words / speed, rel=1e-5)
-    assert head.activation == 2 * 2 * tokens * h + 6 * tokens * words
-    assert head.activation - head.activation_freed_by_input == 2 * tokens * h  # type: ignore[operator]
-    assert embedding.forward == embedding.backward_weight == close(2 * 2 * tokens * h / 1.5e12, rel=1e-5)
-    assert embedding.parameters == head.parameters == 2 * words * h
-    assert (32 * weights + 2 * words * h) / 1e9 == close(8.03, rel=1e-3)
+    assert head.forward == close(2 * tokens * h * words / speed)
+    assert head.activation == (2 * 2 * tokens * h + 6 * tokens * words) / t
+    assert head.activation - head.activation_freed_by_input == 2 * tokens * h / t  # type: ignore[operator]
+    moved = 2 * 2 * tokens * h / t
+    assert embedding.forward == embedding.backward_weight == close(moved / bandwidth)
+    assert embedding.parameters == head.parameters == 2 * words * h / t
+    assert len(model.layers) == layers + 2
+    assert (layers * weights + 2 * words * h) / 1e9 == close(billions, rel=1e-3)
 
 
 def test_a_backward_measured_as_a_whole_is_halved() -> None:

@@ -131,10 +131,9 @@ def _notes(made: Plan) -> list[str]:
     found = [f"time: {request.objective}{with_step}"]
     found.append(f"best: {best}, {cut}")
     if best.technique:
-        only = "" if "none" in made.by_technique else "fits only with techniques; "
-        found.append(
-            f"{only}price: {made.price(best):.1%} more time than the same order without {best.technique}"
-        )
+        only = "with" if "none" in made.by_technique else "fits only with"
+        words = best.technique.replace("recompute ", "recomputation of ").replace("offload ", "offload of ")
+        found.append(f"{only} {words}: {made.price(best):.1%} more time than the same order without it")
     if best.found_by:
         found.append(f"found by: {best.found_by}")
     bound = f"lower bound over all combinations: {made.bound:.4g} s; gap <= {made.gap:.1%}"

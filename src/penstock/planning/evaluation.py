@@ -154,7 +154,11 @@ class Evaluation:
     def _evaluate_technique(self, schedule: Schedule, configuration: Configuration) -> None:
         limit, memory = self.request.memory_limit or inf, memory_of(schedule, configuration)
         if memory is not None and memory > limit:
-            return
+            counts = self._fitting_partition(configuration, live_activations(schedule.table))
+            if counts is None:
+                return
+            configuration = configure(self.request, configuration.placement, counts, configuration.microbatches)
+            memory = memory_of(schedule, configuration)
         bound = bound_of(schedule, configuration, self.request)
         if is_dominated(self.options, memory, bound, self.request.jitter or 0.0):
             return
