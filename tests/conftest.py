@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # tests without torch do not wait for it
 
 # tiny matrices are not shared by threads, which would wait in a loop on cores that other tests need
 os.environ["OMP_NUM_THREADS"] = "1"
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 gc.disable()  # until all modules are loaded: they make no garbage
 
 settings.register_profile("small", deadline=None)

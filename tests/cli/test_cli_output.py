@@ -130,6 +130,7 @@ COLOURED = [
     ["simulate", "1f1b", "-p", "2", "-m", "4"],
     ["compare", "1f1b", "zb-h1", "-p", "2", "-m", "4"],
     ["trace", "1f1b", "-p", "2", "-m", "4"],
+    ["export", "megatron", "1f1b", "-p", "2", "-m", "4", "--layers", "4"],
     ["estimate", "config.json"],
     ["shwo"],
 ]

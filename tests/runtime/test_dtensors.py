@@ -26,7 +26,7 @@ from tests.support.reference import TIMEOUT, problems_of, run_cases
 from tests.support.tensor_models import WIDTH, Crossing, squared
 from tests.support.tensor_parallel import WAYS, TensorCase, mesh_of, train
 
-FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zbv", "dualpipev")
+FAMILIES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv")
 
 
 def assert_trains(pools: Pools, cases: list[TensorCase]) -> None:

@@ -34,8 +34,9 @@ def problems(pools: Pools, ranks: int, cases: list[Composed]) -> str:
     return problems_of(cases, pools(ranks).run(run_cases, cases, train_composed, seconds=600))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("data", ["fsdp", "replicas"])
+@pytest.mark.parametrize(
+    ("data", "family"), [*(("fsdp", family) for family in FAMILIES), ("replicas", "1f1b"), ("replicas", "zbv")]
+)
 @small(lambda data, family: (data, family) == ("fsdp", "1f1b"))
 def test_replicated_stages_train_as_one_process(pools: Pools, data: str, family: str) -> None:
     cases = []
