@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.rich_utils  # noqa: F401 -- reads the colour variables when it is loaded, so not in a test that sets them
 
 from penstock.cli import main
 from tests.support.command_line import COLOUR_VARIABLES, CommandResult, Run
