@@ -55,20 +55,15 @@ def _mlp(
     h, e, inner = config.hidden, setting.value_bytes, setting.input_bytes
     own = tokens if experts else setting.own_tokens
     ups = 2 if config.gated else 1
-    matrices = experts or 1
-    up_input = Saved(
-        f"input of {name} up",
-        inner * own * h,
-        for_weight=True,
-        recomputed_at="full" if experts else "pointwise",
-    )
+    level = "full" if experts else "pointwise"
+    up_input = Saved(f"input of {name} up", inner * own * h, for_weight=True, recomputed_at=level)
     middle = [Saved(f"input of {name} activation", e * tokens * ups * width)]
     if config.gated and setting.kernels == "eager":
         middle.append(Saved(f"activated gate of {name}", e * tokens * width, recomputed_at="pointwise"))
     down_input = Saved(
         f"input of {name} down", inner * tokens * width, for_weight=True, recomputed_at="pointwise"
     )
-    common = {"bias": config.biases, "matrices": matrices, "is_expert": bool(experts)}
+    common = {"bias": config.biases, "matrices": experts or 1, "is_expert": bool(experts)}
     return [
         matmul(f"{name} up", setting, tokens, h, ups * width, saved=(up_input,), **common),  # type: ignore[arg-type]
         pointwise(f"{name} activation", e * tokens * (ups + 1) * width, saved=tuple(middle)),
