@@ -134,7 +134,7 @@ MEMORY_PASSES: tuple[list[Pass], ...] = (
 @pytest.mark.parametrize("name", [name for name in penstock.families() if name != "forward-only"])
 def test_no_family_beats_a_bound_at_its_own_peak_of_memory(name: str, objective: str) -> None:
     rng = random.Random(name + objective)
-    for _ in range(examples(80)):
+    for _ in range(examples(40)):
         p, m = rng.randint(1, 5), rng.randint(1, 12)
         if name == "interleaved-1f1b":
             m = p * rng.randint(1, 3)

@@ -25,7 +25,7 @@ from tests.support.search_instances import random_problem
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_objectives_equal_those_of_the_simulator(objective: str, pairs: bool) -> None:  # noqa: FBT001
     rng = random.Random(objective)
-    paired, count = 0, examples(120)
+    paired, count = 0, examples(60)
     for _ in range(count):
         problem = random_problem(rng, objective, pairs=pairs)
         for seed in (serial(problem), *islice(list_scheduled(problem, lambda: False), 8)):
@@ -55,7 +55,7 @@ def randomly_joined(problem: Problem, order: Ints, rng: random.Random) -> Ints:
 @pytest.mark.parametrize("split", [True, False])
 def test_an_order_fits_exactly_if_its_simulated_peak_does(split: bool) -> None:  # noqa: FBT001
     rng = random.Random(split)
-    for _ in range(examples(200)):
+    for _ in range(examples(100)):
         given = random_problem(rng, "makespan")
         free = Problem(given.placement, given.microbatches, given.costs, split=split)
         order = next(list_scheduled(free, lambda: False)).order
@@ -69,7 +69,7 @@ def test_an_order_fits_exactly_if_its_simulated_peak_does(split: bool) -> None: 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_rerun_from_a_change_equals_a_full_run(objective: str, pairs: bool) -> None:  # noqa: FBT001
     rng = random.Random(objective)
-    for _ in range(examples(100)):
+    for _ in range(30):
         problem = random_problem(rng, objective, pairs=pairs)
         arrays, order = problem.arrays, randomly_joined(problem, serial(problem).order, rng)
         state = empty_state(arrays)
