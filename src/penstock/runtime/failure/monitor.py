@@ -20,7 +20,7 @@ from penstock.runtime.transport.transport_errors import TransportError
 
 __all__ = ["FailureCause", "FailureMonitor", "RankStatus"]
 
-_GRACE_SECONDS = 1.0  # how long a rank with a broken connection waits for another rank's cause
+_GRACE_SECONDS = 3.0  # how long a rank with a broken connection waits for another rank's cause
 _STATUS_SECONDS = 1.0  # how long ranks have to send what they were doing
 _STUCK_SECONDS = 1.5  # how long a rank may take to notice the failure before all its groups are aborted
 
