@@ -14,7 +14,7 @@ from tests.support.grids import small
 from tests.support.pool import Pool, Pools
 from tests.support.slowness import slowness
 
-FAULTS = int(os.environ.get("CHAOS_FAULTS", "60"))
+FAULTS = int(os.environ.get("CHAOS_FAULTS", "300"))
 SECONDS = 5
 """Every living rank has reported a failure by then, or so long after the timeout if it is waited for."""
 
