@@ -73,7 +73,8 @@ def test_a_rerun_from_a_change_equals_a_full_run(objective: str, pairs: bool) ->
         problem = random_problem(rng, objective, pairs=pairs)
         arrays, order = problem.arrays, randomly_joined(problem, serial(problem).order, rng)
         state = empty_state(arrays)
-        kernel.evaluate(arrays, order, state, problem.objective_index)
+        if kernel.evaluate(arrays, order, state, problem.objective_index)[0] == np.inf:
+            continue  # joined at random, it deadlocks: there is no run to start from
         for _ in range(40):
             at = rng.randrange(len(order))
             other = min(at + 1, int(arrays.rank_bounds[arrays.rank_of_stage[(order[at] & TOKEN) // 3] + 1]) - 1)
