@@ -36,7 +36,7 @@ F, B, W the forward, input-gradient and weight-gradient time of all stages of a 
               one third of that bubble at F = B = W                interleaved zero bubble
     memory    warm-up + 1 live activations           interleaved 1F1B
               (v - 1)g + p where g divides m         interleaved zero bubble
-    idle      (p - 1) + (p - g)(v - 1) at F = B = W, p/2 < g <= p, g | m     interleaved zero bubble
+    idle      (p - 1) + (p - g)(v - 1) + max(0, 2p - 3g - 1)     interleaved zero bubble, F = B = W, g | m
 """
 
 from __future__ import annotations
