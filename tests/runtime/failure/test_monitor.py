@@ -118,3 +118,17 @@ def test_a_silent_rank_of_another_pipeline_is_named_and_precedes_the_timeout_of_
         monitor.publish_cause(waited)
         monitor.on_message({"type": "cause", "connection": "one", "cause": asdict(blamed)})
         assert monitor.cause == blamed
+
+
+def test_a_failure_of_another_pipeline_that_came_before_the_step_explains_a_broken_connection() -> None:
+    with linked_watches(3) as watches:
+        elsewhere = monitor_of(watches[2], (2,), [])
+        published = elsewhere.publish_cause(replace(CAUSE, rank=0))
+        until(lambda: watches[0].last_cause[1] != {})
+        here = monitor_of(watches[0], (0, 1), [])  # its step has begun after the message
+        assert here.wait_for_cause(0) is None
+        assert here.missed_cause() == published
+        assert here.settled()[0] == published
+        status = RankStatus("step", 4, 0, "")
+        later = FailureMonitor(watches[0], "two", (0, 1), 60, lambda: status, lambda: None, lambda: None)
+        assert later.missed_cause() is None

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock.runtime.failure.links import neighbours
 from penstock.runtime.failure.monitor import RankStatus
-from penstock.runtime.failure.watch import Ended, JobWatch, neighbours
+from penstock.runtime.failure.watch import Ended, JobWatch
 from tests.runtime.failure.test_monitor import linked_watches, until
 
 

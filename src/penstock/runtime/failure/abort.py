@@ -57,7 +57,7 @@ def race_seconds(error: BaseException) -> float:
 def _cause(error: BaseException, own: FailureCause, monitor: FailureMonitor) -> FailureCause:
     """The cause that is known already, or else the failure of this rank."""
     if isinstance(error, StepAbortedError) or own.kind == "lost":
-        known = monitor.wait_for_cause()
+        known = monitor.wait_for_cause() or monitor.missed_cause()
     else:
         known = monitor.wait_for_cause(race_seconds(error))
     if known is not None:

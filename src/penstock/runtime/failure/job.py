@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PipelineError
-from penstock.runtime.failure.links import listening_socket
-from penstock.runtime.failure.watch import JobWatch, neighbours
+from penstock.runtime.failure.links import listening_socket, neighbours
+from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.bounded import call_within
 from penstock.runtime.transport.process_groups import abort_process_groups
 from penstock.runtime.transport.stores import STORE_IS_SILENT, first_line, store_connection

@@ -9,7 +9,7 @@ import struct
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Link", "connect_link", "listening_socket"]
+__all__ = ["Link", "connect_link", "listening_socket", "neighbours"]
 
 _CONNECT_SECONDS = 5.0
 _LONGEST_LINE = 2**24
@@ -115,3 +115,9 @@ def _own_address(store: Any) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((store.host, store.port))
         return str(probe.getsockname()[0])
+
+
+def neighbours(rank: int, size: int) -> set[int]:
+    """The ranks of the world that differ by a power of two, in a ring."""
+    steps = (2**power for power in range(size.bit_length()))
+    return {(rank + sign * step) % size for step in steps for sign in (1, -1)} - {rank}

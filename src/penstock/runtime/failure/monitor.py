@@ -21,6 +21,7 @@ from penstock.runtime.transport.transport_errors import TransportError
 __all__ = ["FailureCause", "FailureMonitor", "RankStatus"]
 
 _GRACE_SECONDS = 3.0  # how long a rank with a broken connection waits for another rank's cause
+_MISSED_SECONDS = 20.0  # how long ago a failure of another pipeline can be that broke a connection of this one
 _STATUS_SECONDS = 1.0  # how long ranks have to send what they were doing
 _STUCK_SECONDS = 1.5  # how long a rank may take to notice the failure before all its groups are aborted
 
@@ -121,6 +122,16 @@ class FailureMonitor:
             self._changed.wait_for(lambda: self._causes, seconds)
         return self.cause
 
+    def missed_cause(self) -> FailureCause | None:
+        """The failure of another pipeline in the same step, told before this rank began it."""
+        told_at, message = self.watch.last_cause
+        if time.monotonic() > told_at + _MISSED_SECONDS or self._status().step != message["cause"]["step"]:
+            return None
+        cause = _cause_in(message)
+        if self.watch.rank not in cause.members:
+            self._add(cause)
+        return self.cause
+
     def publish_cause(self, cause: FailureCause) -> FailureCause:
         """Send the cause to all ranks of the job, unless another is known; gives the one that is."""
         self._fail(self._completed(cause), None)
@@ -182,7 +193,7 @@ class FailureMonitor:
                 self._statuses[int(message["rank"])] = RankStatus(**message["status"])
                 self._changed.notify_all()
         elif message["type"] == "cause":
-            cause = FailureCause(**message["cause"] | {"members": tuple(message["cause"]["members"])})
+            cause = _cause_in(message)
             other_pipeline = self.watch.active is self and self.watch.rank not in cause.members
             if own or other_pipeline:
                 self._add(cause)
@@ -253,3 +264,7 @@ class FailureMonitor:
             self._stuck_at = self.watch.failed_at + _STUCK_SECONDS
             self._changed.notify_all()
         self._on_failure()
+
+
+def _cause_in(message: dict[str, Any]) -> FailureCause:
+    return FailureCause(**message["cause"] | {"members": tuple(message["cause"]["members"])})

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from penstock.runtime.failure.heartbeats import Heartbeats
 from penstock.runtime.failure.links import Link, connect_link
 
-__all__ = ["Ended", "JobWatch", "Listener", "neighbours"]
+__all__ = ["Ended", "JobWatch", "Listener"]
 
 _BEAT_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0  # the thread ends at once, unless the machine is busy
@@ -74,6 +74,8 @@ class JobWatch:
         """The rank that aborted its process groups after a failed step, if one did."""
         self.failed_at = -math.inf
         """When a failure of a step became known here."""
+        self.last_cause: tuple[float, dict[str, Any]] = (-math.inf, {})
+        """When the last failure of another rank was told here, and what it was."""
         self.active: Listener | None = None
         """The listener whose step was the last to begin."""
         self._key, self._listener = key, listener
@@ -241,6 +243,8 @@ class JobWatch:
         elif message["type"] == "silence":
             self._learn_silence(message["rank"], message["process"], message["seconds"])
         else:
+            if message["type"] == "cause":
+                self.last_cause = time.monotonic(), message
             for listener in self._current_listeners():
                 listener.on_message(message)
 
@@ -292,9 +296,3 @@ class JobWatch:
     def _wake(self) -> None:
         with suppress(OSError):  # closed
             self._wake_up.send(b".")
-
-
-def neighbours(rank: int, size: int) -> set[int]:
-    """The ranks of the world that differ by a power of two, in a ring."""
-    steps = (2**power for power in range(size.bit_length()))
-    return {(rank + sign * step) % size for step in steps for sign in (1, -1)} - {rank}
