@@ -18,7 +18,7 @@ from penstock.errors import BuildError
 from penstock.families import Family, build, families
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints, kinds_in
+from penstock.ir.table import Ints
 from penstock.lowering import SplitBackward
 
 __all__ = ["Difference", "Recognition", "recognize"]
@@ -67,8 +67,8 @@ class Recognition:
 def recognize(schedule: Schedule) -> Recognition:
     """Compare the order of a schedule with that of every family of the same sizes and placement."""
     rows = _normal_form(schedule)
-    counts = [len(own) for own in schedule.placement.stages_of_rank]
-    stages = counts[0] if len(set(counts)) == 1 else ",".join(map(str, counts))
+    counts = _stages_per_rank(schedule)
+    stages = ",".join(map(str, [counts] if isinstance(counts, int) else counts))
     sizes = f"p={schedule.num_ranks}, v={stages}, m={schedule.microbatches}"
     actions = sum(map(len, rows))
     equal: list[str] = []
@@ -84,13 +84,18 @@ def recognize(schedule: Schedule) -> Recognition:
     if nearest is None:
         return Recognition((), sizes, actions=actions)
     differing, name, built = nearest
-    return Recognition((), sizes, name, min(differing, actions), actions, _first_difference(schedule, built))
+    first = _first_difference(rows, schedule, built)
+    return Recognition((), sizes, name, min(differing, actions), actions, first)
 
 
 def _compute_only(schedule: Schedule) -> Schedule:
     """The schedule with F, I, W and B only."""
-    kinds = [kind.number for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
-    return schedule.with_rows([row[np.isin(kinds_in(row), kinds)] for row in schedule.table.rows])
+    return schedule.only((Kind.F, Kind.I, Kind.W, Kind.B))
+
+
+def _stages_per_rank(schedule: Schedule) -> int | list[int]:
+    counts = [len(own) for own in schedule.placement.stages_of_rank]
+    return counts[0] if len(set(counts)) == 1 else counts
 
 
 def _normal_form(schedule: Schedule) -> list[Ints]:
@@ -118,8 +123,7 @@ def _built(family: Family, like: Schedule, group: int | None) -> Schedule:
     build_it = partial(build, family.name, ranks=like.num_ranks, microbatches=like.microbatches, group=group)
     if not like.graph.is_chain:
         return build_it(graph=like.graph, placement=like.placement)
-    counts = [len(own) for own in like.placement.stages_of_rank]
-    return build_it(stages_per_rank=counts[0] if len(set(counts)) == 1 else counts)
+    return build_it(stages_per_rank=_stages_per_rank(like))
 
 
 def _groups(family: Family, schedule: Schedule) -> list[int | None]:
@@ -135,10 +139,10 @@ def _groups(family: Family, schedule: Schedule) -> list[int | None]:
     return [None, run] if run in allowed and run != smallest else [None]
 
 
-def _first_difference(schedule: Schedule, family: Schedule) -> Difference:
-    """The difference with the lowest position in a list, in the steps of both schedules."""
+def _first_difference(rows: list[Ints], schedule: Schedule, family: Schedule) -> Difference:
+    """The difference with the lowest position in a list, in the steps of both; `rows` are the normal form."""
     found = []
-    for rank, (row, other) in enumerate(zip(_normal_form(schedule), _normal_form(family))):
+    for rank, (row, other) in enumerate(zip(rows, _normal_form(family))):
         common = min(len(row), len(other))
         differs = np.flatnonzero(row[:common] != other[:common])
         if len(differs) or len(row) != len(other):

@@ -54,14 +54,13 @@ def bounds_of(
 ) -> list[Bound]:
     """The bounds on every order of the work of this schedule, greatest first."""
     table = schedule.table
-    paired = bool((table.slot[1:] == table.slot[:-1]).any())
     work = Workload(
         schedule.placement,
         schedule.microbatches,
         costs,
         trains=table.has(Kind.B, Kind.I),
         split=table.has(Kind.I),
-        paired=paired,
+        paired=table.has_pairs,
         graph=schedule.graph,
         recomputed=_counts(schedule, Kind.RECOMPUTE),
         offloaded=_counts(schedule, Kind.OFFLOAD),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.errors import ExportError
 from penstock.formats import write_text
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import MEMORY_KINDS
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import PipelineLayout
 from penstock.recognition import Recognition, recognize
@@ -41,7 +41,7 @@ def check_schedule(schedule: Schedule, trainer: str) -> tuple[Recognition, list[
     problems = []
     if not schedule.graph.is_chain:
         problems.append(f"{trainer} runs stages in a chain only, and this schedule has another stage graph")
-    techniques = [kind.name for kind in (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD) if schedule.table.has(kind)]
+    techniques = [kind.name for kind in MEMORY_KINDS if schedule.table.has(kind)]
     if techniques:
         problems.append(
             f"{trainer} has no actions {', '.join(techniques)}: export the schedule without them, and choose "

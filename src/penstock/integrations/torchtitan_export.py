@@ -11,13 +11,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
-
 from penstock.formats import dumps
 from penstock.integrations.export import Export, check_layout, check_schedule, raise_problems
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import kinds_in
 from penstock.planning.layout import PipelineLayout
 
 __all__ = ["export_torchtitan"]
@@ -58,7 +55,7 @@ def export_torchtitan(
     own = [name for family in found.families if (name := _NAMES.get(family)) is not None]
     named = [name for name in own if (name in _SINGLE) == (per_rank == 1)]
     name = named[0] if named else "ZBVZeroBubble" if is_v else "1F1B" if per_rank == 1 else "Interleaved1F1B"
-    files = {} if named else {_CSV: dumps(_compute_only(schedule), "csv")}
+    files = {} if named else {_CSV: dumps(schedule.only(kind for kind in Kind if kind.is_compute), "csv")}
     settings = {
         "pipeline_parallel_degree": schedule.num_ranks,
         "pipeline_parallel_schedule": name,
@@ -78,18 +75,12 @@ def _notes(schedule: Schedule, name: str, *, is_named: bool) -> list[str]:
         notes.append(
             f"{name} is given for its placement only; the order is that of {_CSV}, which each rank reads"
         )
-    table = schedule.table
-    if not is_named and bool((table.slot[1:] == table.slot[:-1]).any()):
+    if not is_named and schedule.table.has_pairs:
         notes.append(
             "torch's runtime runs both halves of an overlapped pair one after the other; test a step of this "
             "schedule with a timeout first"
         )
     return notes
-
-
-def _compute_only(schedule: Schedule) -> Schedule:
-    kinds = [kind.number for kind in Kind if kind.is_compute]
-    return schedule.with_rows([row[np.isin(kinds_in(row), kinds)] for row in schedule.table.rows])
 
 
 def _toml(settings: dict[str, object], layout: PipelineLayout, batch: dict[str, int]) -> str:

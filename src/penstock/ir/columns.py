@@ -201,6 +201,11 @@ class ActionColumns:
         return all(kind.is_compute for kind in self.kinds)
 
     @cached_property
+    def has_pairs(self) -> bool:
+        """Whether there are overlapped pairs."""
+        return bool((self.slot[1:] == self.slot[:-1]).any())
+
+    @cached_property
     def has_communication(self) -> bool:
         """Whether anything is sent or received; if not, values cross ranks as soon as they exist."""
         return any(kind.is_communication for kind in self.kinds)

@@ -17,6 +17,7 @@ from penstock.errors import UnhandledKindError
 
 __all__ = [
     "KIND_SPECS",
+    "MEMORY_KINDS",
     "Dependency",
     "Kind",
     "KindSpec",
@@ -269,6 +270,10 @@ class Kind(Enum):
             return None
         same = (kind for kind in Kind if kind.is_communication and kind.spec.value == self.spec.value)
         return next(kind for kind in same if kind.is_send != self.is_send)
+
+
+MEMORY_KINDS = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
+"""The kinds that change what is held between a forward and its backward."""
 
 
 def kind_numbered(number: int) -> Kind:

@@ -137,14 +137,18 @@ class Schedule:
         """The same placement, graph, microbatches and name with other steps, in integer form."""
         return Schedule.from_codes(rows, self.placement, self.microbatches, self.name, self.graph)
 
+    def only(self, kinds: Iterable[Kind]) -> Schedule:
+        """The actions of these kinds, in the same order."""
+        numbers = [kind.number for kind in kinds]
+        return self.with_rows([row[np.isin(kinds_in(row), numbers)] for row in self.table.rows])
+
     def over(self, graph: StageGraph) -> Schedule:
         """The computation of this schedule, in the same order, over another stage graph.
 
         Valid if each edge of the graph goes along edges of this one, as from a lower stage of a chain to a
         higher: what skips stages is there even earlier.
         """
-        compute = [kind.number for kind in Kind if kind.is_compute]
-        rows = [row[np.isin(kinds_in(row), compute)] for row in self.table.rows]
+        rows = self.only(kind for kind in Kind if kind.is_compute).table.rows
         return Schedule.from_codes(rows, self.placement, self.microbatches, self.name, graph)
 
     @cached_property

@@ -126,8 +126,7 @@ class Evaluation:
 
     def _evaluate(self, schedule: Schedule, configuration: Configuration, memory: float) -> None:
         table = schedule.table
-        paired = bool((table.slot[1:] == table.slot[:-1]).any())
-        bound = configuration.bound(self.request, split=table.has(Kind.I), paired=paired)
+        bound = configuration.bound(self.request, split=table.has(Kind.I), paired=table.has_pairs)
         if any(option.memory <= memory and self._beats(option, bound) for option in self.options):
             self.pruned.append(Rejected(schedule.name, configuration, memory, bound.seconds))
             return

@@ -90,9 +90,8 @@ def bound_of(schedule: Schedule, configuration: Configuration, request: PlanRequ
     """For every order of the work of this schedule."""
     table = schedule.table
     again = np.bincount(table.stage[table.of_kind(Kind.RECOMPUTE)], minlength=schedule.num_stages)
-    paired = bool((table.slot[1:] == table.slot[:-1]).any())
     counts = None if table.has(Kind.OFFLOAD) else tuple(again.tolist())
-    return configuration.bound(request, split=table.has(Kind.I), paired=paired, recomputed=counts)
+    return configuration.bound(request, split=table.has(Kind.I), paired=table.has_pairs, recomputed=counts)
 
 
 def is_dominated(options: Sequence[Option], memory: float | None, bound: Bound, jitter: float) -> bool:

@@ -23,7 +23,7 @@ from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
 from penstock.errors import SearchError
 from penstock.ir.encoding import MICROBATCH_MASK, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import kinds_in
 from penstock.lowering import Offload, Pass, Policy, Recompute
@@ -32,9 +32,8 @@ from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
 
-__all__ = ["MEMORY_KINDS", "FitMemory", "without_memory_actions"]
+__all__ = ["FitMemory", "without_memory_actions"]
 
-MEMORY_KINDS = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
 _EVERY, _LONGER, _AHEAD = (1, 2, 3), (1, 2, 4, 8, 16), (0, 1, 2, 4)
 _SIMULATED_STEPS = 400_000  # of all attempts to leave one out together, and five times as many of policies
 _FEWEST_POLICIES = 24
@@ -215,5 +214,4 @@ def _without(schedule: Schedule, pair: _Pair) -> Schedule:
 
 def without_memory_actions(schedule: Schedule) -> Schedule:
     """The same order without RECOMPUTE, OFFLOAD and RELOAD."""
-    numbers = [kind.number for kind in MEMORY_KINDS]
-    return schedule.with_rows([row[~np.isin(kinds_in(row), numbers)] for row in schedule.table.rows])
+    return schedule.only(kind for kind in Kind if kind not in MEMORY_KINDS)

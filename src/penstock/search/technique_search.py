@@ -26,10 +26,11 @@ import numpy as np
 
 from penstock.bounds import Bound, bounds
 from penstock.errors import ScheduleError, SearchError
+from penstock.ir.kinds import MEMORY_KINDS
 from penstock.ir.schedule import Schedule
 from penstock.search import exact
 from penstock.search.driver import Budget, Jitter, run
-from penstock.search.fit_memory import MEMORY_KINDS, FitMemory
+from penstock.search.fit_memory import FitMemory
 from penstock.search.problem import Problem
 from penstock.search.result import OnProgress, Progress, SearchResult, gap_of
 from penstock.search.seeds import offloading_families

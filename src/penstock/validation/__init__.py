@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.validation.actions import complete, known_ids, no_duplicates, order_on_rank, right_rank
 from penstock.validation.communication import channel_order, delivered_in_time, sent_and_received
@@ -49,7 +49,7 @@ _HANDLED = frozenset(
         *(Kind.F, Kind.I, Kind.W, Kind.B, Kind.OVERLAP_F_B),
         *(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B),
         *(Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD),
-        *(Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD),
+        *MEMORY_KINDS,
     }
 )
 

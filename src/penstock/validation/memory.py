@@ -9,20 +9,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.table import ActionTable, Ints
 from penstock.validation.violation import Violation, part_at, violation_at
 
 __all__ = ["held_when_offloaded", "needed_by_a_backward", "reloaded_once"]
 
-_MEMORY = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
-
 
 def needed_by_a_backward(table: ActionTable) -> Iterator[Violation]:
     """Without a backward, nothing uses what is recomputed or reloaded."""
-    if table.has(Kind.I, Kind.W, Kind.B) or not table.has(*_MEMORY):
+    if table.has(Kind.I, Kind.W, Kind.B) or not table.has(*MEMORY_KINDS):
         return
-    for kind in _MEMORY:
+    for kind in MEMORY_KINDS:
         code = "needless-recompute" if kind is Kind.RECOMPUTE else "needless-offload"
         for part in np.flatnonzero(table.of_kind(kind) & table.sound).tolist():
             message = "no backward uses the activation: the schedule has forwards only"

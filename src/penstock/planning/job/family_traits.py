@@ -39,6 +39,5 @@ def families_by_traits() -> dict[Traits, tuple[str, ...]]:
             if not table.has(Kind.B, Kind.I) or table.has(Kind.OFFLOAD) or table.has(Kind.RECOMPUTE):
                 continue
             is_v = count > 1 and small.placement == Placement.v(2, count)
-            paired = bool((table.slot[1:] == table.slot[:-1]).any())
-            found.setdefault(Traits(count, is_v, table.has(Kind.I), paired), []).append(name)
+            found.setdefault(Traits(count, is_v, table.has(Kind.I), table.has_pairs), []).append(name)
     return {traits: tuple(names) for traits, names in found.items()}

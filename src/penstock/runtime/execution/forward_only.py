@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.ir.encoding import JOINED, STAGE_SHIFT
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints, kinds_in
 
@@ -13,14 +13,12 @@ __all__ = ["forward_only"]
 
 _KEPT = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
 _OMITTED = (Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD)
-_MEMORY = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The schedule without backward actions, gradient messages, gradient reductions and memory actions."""
-    schedule.table.require_handled((*_KEPT, *_OMITTED, *_MEMORY), "runtime.execution.forward_only")
-    kept = [kind.number for kind in _KEPT]
-    rows = [row[np.isin(kinds_in(row), kept)] & ~np.int64(JOINED) for row in schedule.table.rows]
+    schedule.table.require_handled((*_KEPT, *_OMITTED, *MEMORY_KINDS), "runtime.execution.forward_only")
+    rows = [row & ~np.int64(JOINED) for row in schedule.only(_KEPT).table.rows]
     return schedule.with_rows([_without_idle_unshards(row) for row in rows])
 
 
