@@ -11,10 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli.plan_report import print_explanation
 from penstock.cost.costs import size_text
 from penstock.formats import write_bytes
+from penstock.planning.explanation import Explanation
 from penstock.planning.job import JobPlan
-from penstock.planning.job.explanation import JobExplanation, explain_job
+from penstock.planning.job.explanation import explain_job
 from penstock.view.frontier import PlottedPlan, frontier_picture, frontier_text
 
 __all__ = ["JobOutput", "render_frontier", "report_job"]
@@ -63,19 +65,9 @@ def report_job(made: JobPlan, output: JobOutput) -> None:
     for line in _notes(made):
         console.print(line, soft_wrap=True)
     if why is not None:
-        _print_explanation(console, why)
+        print_explanation(console, why)
     if written:
         console.print(f"\nwritten: {', '.join(map(str, written))}", soft_wrap=True)
-
-
-def _print_explanation(console: Console, why: JobExplanation) -> None:
-    console.print("\nwhy it wins:")
-    for line in why.why:
-        console.print(f"  {line}", soft_wrap=True)
-    console.print("\nwhat would help, largest gain first:")
-    for each in why.what_ifs:
-        change = f"{each.gain:.1%} faster" if each.gain >= 0 else f"{-each.gain:.1%} slower"
-        console.print(f"  {change:>13}  {each.change}: {each.seconds:.4g} s by {each.best}", soft_wrap=True)
 
 
 def _table(made: JobPlan, top: int) -> Table:
@@ -119,7 +111,7 @@ def _notes(made: JobPlan) -> list[str]:
     return found
 
 
-def _record(made: JobPlan, why: JobExplanation | None) -> dict[str, Any]:
+def _record(made: JobPlan, why: Explanation | None) -> dict[str, Any]:
     request = made.request
     return {
         "model": request.config.name,

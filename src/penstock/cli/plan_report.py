@@ -17,7 +17,7 @@ from penstock.planning.configuration import stages_text
 from penstock.planning.explanation import Explanation
 from penstock.view.frontier import frontier_text
 
-__all__ = ["plan_record", "print_plan"]
+__all__ = ["plan_record", "print_explanation", "print_plan"]
 
 
 def plan_record(made: Plan, why: Explanation | None) -> dict[str, Any]:
@@ -72,15 +72,20 @@ def print_plan(made: Plan, why: Explanation | None, top: int, written: list[Path
     for line in _notes(made):
         console.print(line, soft_wrap=True)
     if why is not None:
-        console.print("\nwhy it wins:")
-        for line in why.why:
-            console.print(f"  {line}", soft_wrap=True)
-        console.print("\nwhat would help, largest gain first:")
-        for each in why.what_ifs:
-            change = f"{each.gain:.1%} faster" if each.gain >= 0 else f"{-each.gain:.1%} slower"
-            console.print(f"  {change:>13}  {each.change}: {each.seconds:.4g} s by {each.best}", soft_wrap=True)
+        print_explanation(console, why)
     if written:
         console.print(f"\nwritten: {', '.join(map(str, written))}", soft_wrap=True)
+
+
+def print_explanation(console: Console, why: Explanation) -> None:
+    """Print why the best option wins, and what would help."""
+    console.print("\nwhy it wins:")
+    for line in why.why:
+        console.print(f"  {line}", soft_wrap=True)
+    console.print("\nwhat would help, largest gain first:")
+    for each in why.what_ifs:
+        change = f"{each.gain:.1%} faster" if each.gain >= 0 else f"{-each.gain:.1%} slower"
+        console.print(f"  {change:>13}  {each.change}: {each.seconds:.4g} s by {each.best}", soft_wrap=True)
 
 
 def _technique_table(made: Plan) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
 from penstock.bounds import Bound
 from penstock.ir.schedule import Schedule
@@ -80,9 +81,24 @@ class Rejected:
         return f"{self.name} ({self.configuration})"
 
 
-def frontier(options: Iterable[Option]) -> list[Option]:
+class Ranked(Protocol):
+    """What has a time, which its key begins with, and a memory."""
+
+    @property
+    def memory(self) -> float:
+        """Bytes."""
+
+    @property
+    def sort_key(self) -> Any:  # noqa: ANN401 -- a tuple
+        """Fastest first."""
+
+
+R = TypeVar("R", bound=Ranked)
+
+
+def frontier(options: Iterable[R]) -> list[R]:
     """The Pareto frontier of time and memory, fastest first."""
-    found: list[Option] = []
+    found: list[R] = []
     for option in sorted(options, key=lambda each: each.sort_key):
         if not found or option.memory < found[-1].memory:
             found.append(option)

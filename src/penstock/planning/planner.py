@@ -13,6 +13,7 @@ from penstock.cost.costs import Costs, size_text
 from penstock.errors import PlanError
 from penstock.formats import write_text
 from penstock.ir.placement import StagesPerRank
+from penstock.ir.schedule import Schedule
 from penstock.planning.evaluation import Evaluation
 from penstock.planning.model import Model
 from penstock.planning.model_files import read_model
@@ -25,7 +26,7 @@ from penstock.search import OnProgress, search
 from penstock.search.fit_memory import without_memory_actions
 from penstock.simulation.simulator import simulate
 
-__all__ = ["Plan", "plan", "run_plan"]
+__all__ = ["Plan", "plan", "run_plan", "write_best"]
 
 
 _CLASSES = ("none", "recompute", "offload", "both")
@@ -127,14 +128,21 @@ class Plan:
 
     def write(self, folder: str | PathLike[str]) -> list[Path]:
         """Write the best option: `schedule.json`, `costs.toml`, and `plan.json` with its layout and numbers."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / name for name in ("schedule.json", "costs.toml", "plan.json")]
-        self.best.schedule.write(paths[0])
-        self.best.configuration.costs.write(paths[1])
         keys = {"model": self.request.model.name, **self.to_keys(self.best)}
-        write_text(json.dumps(keys, indent=2) + "\n", paths[2])
-        return paths
+        return write_best(folder, self.best.schedule, self.best.configuration.costs, keys)
+
+
+def write_best(
+    folder: str | PathLike[str], schedule: Schedule, costs: Costs, keys: dict[str, Any]
+) -> list[Path]:
+    """Write the files of the best option of a plan; gives their paths."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in ("schedule.json", "costs.toml", "plan.json")]
+    schedule.write(paths[0])
+    costs.write(paths[1])
+    write_text(json.dumps(keys, indent=2) + "\n", paths[2])
+    return paths
 
 
 def plan(

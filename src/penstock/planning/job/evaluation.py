@@ -24,9 +24,10 @@ from penstock.planning.job.built_schedules import BuiltSchedules
 from penstock.planning.job.candidates import Candidate, JobCandidates
 from penstock.planning.job.family_traits import families_by_traits
 from penstock.planning.job.layouts import JobLayout
-from penstock.planning.job.options import JobOption, job_frontier
+from penstock.planning.job.options import JobOption
 from penstock.planning.job.request import JobRequest
 from penstock.planning.job.stages import Stages
+from penstock.planning.options import frontier
 from penstock.simulation.simulator import simulate
 
 __all__ = ["JobEvaluation", "OnJobProgress", "option_schedule"]
@@ -148,7 +149,7 @@ class JobEvaluation:
     def _make_exact(self) -> None:
         """Simulate the frontier with all that is known, and the best options until they stay the best."""
         done = 0
-        waiting = [*job_frontier(self.options)[:_EXACT_FRONTIER], *self.ranked()[:_RANKED]]
+        waiting = [*frontier(self.options)[:_EXACT_FRONTIER], *self.ranked()[:_RANKED]]
         while waiting and done < _MAX_EXACT:
             for option in dict.fromkeys(waiting):
                 self._on_progress(f"exactly {option.layout}", done / _MAX_EXACT, option.seconds)

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from penstock.cost.costs import size_text
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.estimate import Estimate, Estimator
 from penstock.cost.estimate.roofline import operation_seconds
 from penstock.errors import PlanError
+from penstock.planning.explanation import Explanation, WhatIf
 from penstock.planning.job.options import JobOption
 from penstock.planning.job.planner import JobPlan, plan_job
 
-__all__ = ["JobExplanation", "WhatIf", "explain_job", "time_shares"]
+__all__ = ["explain_job", "time_shares"]
 
 _REPLAN_BUDGET = 0.3
 
 
-@dataclass(frozen=True)
-class WhatIf:
-    """A change, the best step time with it, and the gain as a share of the present time."""
-
-    change: str
-    seconds: float
-    gain: float
-    best: str
-
-
-@dataclass(frozen=True)
-class JobExplanation:
-    """Why the best option wins, and what would help, largest gain first."""
-
-    why: tuple[str, ...]
-    what_ifs: tuple[WhatIf, ...]
-
-
-def explain_job(plan: JobPlan) -> JobExplanation:
+def explain_job(plan: JobPlan) -> Explanation:
     """Explain the best option."""
-    return JobExplanation(tuple(_why(plan)), tuple(sorted(_what_ifs(plan), key=lambda each: -each.gain)))
+    return Explanation(tuple(_why(plan)), tuple(sorted(_what_ifs(plan), key=lambda each: -each.gain)))
 
 
 def time_shares(plan: JobPlan, option: JobOption) -> dict[str, float]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.ir.placement import Placement
 from penstock.planning.job.layouts import JobLayout
 from penstock.planning.partition import LayerCounts
 
-__all__ = ["JobOption", "job_frontier"]
+__all__ = ["JobOption"]
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,3 @@ class JobOption:
     def _recompute(self) -> str:
         level = self.layout.recompute
         return "no recomputation" if level == "none" else f"{level} recomputation"
-
-
-def job_frontier(options: Iterable[JobOption]) -> list[JobOption]:
-    """The Pareto frontier of time and memory, fastest first."""
-    found: list[JobOption] = []
-    for option in sorted(options, key=lambda each: each.sort_key):
-        if not found or option.memory < found[-1].memory:
-            found.append(option)
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -12,13 +11,14 @@ from typing import Any
 from penstock.cost.costs import size_text
 from penstock.cost.estimate.estimate import Estimator
 from penstock.errors import PlanError
-from penstock.formats import write_text
 from penstock.planning.estimated import estimated_model, stage_costs
 from penstock.planning.job.evaluation import JobEvaluation, OnJobProgress, option_schedule
 from penstock.planning.job.layouts import job_layouts
-from penstock.planning.job.options import JobOption, job_frontier
+from penstock.planning.job.options import JobOption
 from penstock.planning.job.request import JobRequest
 from penstock.planning.job.stages import Stages
+from penstock.planning.options import frontier
+from penstock.planning.planner import write_best
 
 __all__ = ["JobPlan", "plan_job"]
 
@@ -49,7 +49,7 @@ class JobPlan:
     @cached_property
     def frontier(self) -> list[JobOption]:
         """The Pareto frontier of time and memory over all that was simulated, fastest first."""
-        return job_frontier(self.evaluation.options)
+        return frontier(self.evaluation.options)
 
     @property
     def bound(self) -> float:
@@ -101,17 +101,12 @@ class JobPlan:
 
     def write(self, folder: str | PathLike[str]) -> list[Path]:
         """Write the best option: `schedule.json`, `costs.toml`, and `plan.json` with its layout and numbers."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / name for name in ("schedule.json", "costs.toml", "plan.json")]
         best = self.best
         found = Estimator(self.request.config, self.request.device)(best.layout.setting(self.request))
-        option_schedule(best).write(paths[0])
-        stage_costs(found, best.placement, best.counts).write(paths[1])
         layout = estimated_model(found, best.layout.pipeline).layout(best.counts)
         keys = {"model": self.request.config.name, **self.to_keys(best), "layout": str(layout)}
-        write_text(json.dumps(keys, indent=2) + "\n", paths[2])
-        return paths
+        costs = stage_costs(found, best.placement, best.counts)
+        return write_best(folder, option_schedule(best), costs, keys)
 
 
 def plan_job(request: JobRequest, on_progress: OnJobProgress | None = None) -> JobPlan:
