@@ -29,6 +29,7 @@ LAYERS = (
     {"search"},
     {"planning"},
     {"view"},
+    {"traces"},
     {"penstock"},  # __init__.py, which only gathers names
     {"runtime"},
     {"pipelining"},  # torch's names
