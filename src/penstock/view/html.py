@@ -32,34 +32,50 @@ from penstock.simulation.attribution import critical_path, gaps
 from penstock.simulation.timeline import Event, Memory, Timeline
 from penstock.view.kinds import KIND_STYLES
 
-__all__ = ["html"]
+__all__ = ["drawing_script", "html", "page_data", "style_sheet"]
 
-_SCRIPTS = ("data.js", "timelines.js", "overlay.js", "pointer.js", "page.js")
-"""The parts of one script, in this order."""
+_SCRIPTS = ("data.js", "timelines.js", "memory.js", "overlay.js", "pointer.js", "keys.js", "page.js")
+"""The body of the function that draws, in this order."""
+_START = 'drawTimelines(JSON.parse(document.getElementById("data").textContent), {});'
 
 Record: TypeAlias = dict[str, object]
 
 
 def html(timelines: Sequence[Timeline], title: str = "penstock") -> str:
     """One page with a panel per timeline, on one time axis."""
-    page, style = _asset("page.html"), _asset("page.css")
-    script = "\n".join(map(_asset, _SCRIPTS))
+    page, style = _asset("page.html"), style_sheet()
+    script = f"{drawing_script()}\n{_START}\n"
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    data: Record = {
-        "kinds": [kind.value for kind in Kind],
-        "tracks": {kind.value: style.track for kind, style in KIND_STYLES.items()},
-        "timelines": [_record(timeline) for timeline in timelines],
-    }
     return Template(page).substitute(
         title=escape(title).encode("ascii", "xmlcharrefreplace").decode(),
         policy=policy,
         style=style,
         script=script,
-        data=_safe_json(data),
+        data=_safe_json(page_data(timelines)),
     )
+
+
+def page_data(timelines: Sequence[Timeline]) -> Record:
+    """What the drawing function draws."""
+    return {
+        "kinds": [kind.value for kind in Kind],
+        "tracks": {kind.value: style.track for kind, style in KIND_STYLES.items()},
+        "timelines": [_record(timeline) for timeline in timelines],
+    }
+
+
+def drawing_script() -> str:
+    """The function `drawTimelines(data, host)`: the HTML view calls it once, the playground for every answer."""
+    body = "\n".join(map(_asset, _SCRIPTS))
+    return f"function drawTimelines(data, host) {{\n{body}}}"
+
+
+def style_sheet() -> str:
+    """The style of what is drawn, and of a page around it."""
+    return _asset("page.css")
 
 
 def _asset(name: str) -> str:

@@ -1,6 +1,9 @@
 "use strict";
 // The data of the page, its texts, and the visible time range.
 //
+// All scripts of this folder are the body of one function, `drawTimelines(data, host)`, which `penstock.view.html`
+// assembles. `host` is the page around it: {} for the HTML view, hooks of the playground otherwise (see page.js).
+//
 //   panel    one timeline: a base canvas (steps, messages, memory) below an overlay (highlights)
 //   step     an index into the columns of its panel: panel.steps.start[step]
 //   target   { panel, step } or { panel, gap } or { panel, rank, time }: what is hovered or selected
@@ -8,7 +11,6 @@
 
 // --- data ------------------------------------------------------------------------------------------
 
-const data = JSON.parse(document.getElementById("data").textContent);
 const KIND = Object.fromEntries(data.kinds.map((name, number) => [name, number]));
 const onTrack = (track) => data.kinds.flatMap((name, number) => (data.tracks[name] === track ? [number] : []));
 const COMPUTE = onTrack("compute"), COLLECTIVE = onTrack("collective");
@@ -29,7 +31,8 @@ const WAITING = {
   reload: "waits for its activation to be reloaded",
 };
 const LONGEST = Math.max(0, ...data.timelines.map((timeline) => timeline.makespan));
-const MAX_MEMORY = Math.max(0, ...data.timelines.flatMap((timeline) => timeline.memory.map((m) => m.peak)));
+const LIMIT = host.memoryLimit ?? null; // bytes per rank
+const MAX_MEMORY = Math.max(LIMIT ?? 0, ...data.timelines.flatMap((timeline) => timeline.memory.map((m) => m.peak)));
 
 // Returns one list per key below `length`, with the indices of `keys` that have it.
 function groupBy(keys, length) {

@@ -38,6 +38,7 @@ function drawOverlay(panel) {
   if (state.critical) drawPath(context, panel);
   if (mine?.step !== undefined) frame(context, panel, mine.step, colour.accent, 2.5);
   if (mine?.gap !== undefined) drawGap(context, panel, mine.gap);
+  host.decorate?.(context, panel, tools);
   if (state.pointerTime !== null) drawHairline(context, panel);
   context.restore();
 }
@@ -223,7 +224,7 @@ function drawFrame() {
 
 // Measures the page again, and redraws.
 function resize() {
-  layout.width = document.documentElement.clientWidth;
+  layout.width = document.getElementById("panels").clientWidth;
   layout.gutter = layout.width < 600 ? 34 : 72;
   layout.ratio = Math.max(1, devicePixelRatio || 1);
   redraw();

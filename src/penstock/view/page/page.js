@@ -1,92 +1,14 @@
-// Keyboard, buttons, and the assembly of the page.
-
-// --- keys ------------------------------------------------------------------------------------------
-
-// Moves the selection along its rank; returns whether there was a step to move to.
-function moveAlong(direction) {
-  const { panel, step } = state.selected, next = step + direction;
-  if (next < 0 || next >= panel.count || panel.rankOf[next] !== panel.rankOf[step]) return false;
-  select({ panel, step: next });
-  reveal();
-  return true;
-}
-
-// Moves the selection to the next rank that has steps, also in the next panel.
-function moveAcross(direction) {
-  let { panel, step } = state.selected, rank = panel.rankOf[step];
-  const time = (panel.steps.start[step] + panel.steps.end[step]) / 2;
-  do {
-    rank += direction;
-    if (rank < 0 || rank >= panel.ranks) {
-      panel = panels[panel.number + direction];
-      if (panel === undefined) return;
-      rank = direction > 0 ? 0 : panel.ranks - 1;
-    }
-  } while (!panel.rows[rank]?.compute.length);
-  select({ panel, step: stepNear(panel, rank, time) });
-  reveal();
-}
-
-// Returns the compute step of a rank closest to a time.
-function stepNear(panel, rank, time) {
-  const { start, end } = panel.steps, list = panel.rows[rank].compute;
-  const after = firstWhere(list.length, (i) => end[list[i]] >= time);
-  const away = (step) => Math.max(start[step] - time, time - end[step], 0);
-  return list.slice(Math.max(0, after - 1), after + 1).reduce((a, b) => (away(b) < away(a) ? b : a));
-}
-
-// Selects the first visible step of a panel.
-function selectFirst(panel) {
-  const rank = panel.rows.findIndex((row) => row.compute.length);
-  if (rank < 0) return;
-  const list = panel.rows[rank].compute;
-  const first = firstWhere(list.length, (i) => panel.steps.start[list[i]] >= state.start);
-  select({ panel, step: list[Math.min(first, list.length - 1)] });
-  reveal();
-}
-
-// Scrolls the selected step into view, in time and on the page, and focuses its panel.
-function reveal() {
-  const { panel, step } = state.selected, start = panel.steps.start[step], end = panel.steps.end[step];
-  const length = state.end - state.start;
-  if (start < state.start) show(start - length * 0.1, length);
-  else if (end > state.end) show(Math.min(start, end - length * 0.9), length);
-  panel.plot.focus({ preventScroll: true });
-  const { top, bottom } = placeOf(state.selected);
-  if (top < 60) scrollBy(0, top - 60);
-  else if (bottom > innerHeight - 40) scrollBy(0, bottom - innerHeight + 40);
-  showCard();
-}
-
-// The action of each key; `false` leaves the key to the browser.
-const KEYS = {
-  "0": fit,
-  "+": () => zoom(0.7),
-  "=": () => zoom(0.7),
-  "-": () => zoom(1 / 0.7),
-  c: toggleCritical,
-  d: toggleTheme,
-  "?": openKeys,
-  Escape: () => select(null),
-  ArrowLeft: (event) => (state.selected && !event.shiftKey ? void moveAlong(-1) : pan(-0.1)),
-  ArrowRight: (event) => (state.selected && !event.shiftKey ? void moveAlong(1) : pan(0.1)),
-  ArrowUp: () => (state.selected ? moveAcross(-1) : false),
-  ArrowDown: () => (state.selected ? moveAcross(1) : false),
-  Tab: (event) => (state.selected && onPanel() ? moveAlong(event.shiftKey ? -1 : 1) : false),
-  Enter: () => (onPanel() && !state.selected ? selectFirst(onPanel()) : false),
-};
-
-// Returns the panel that has the focus, if any.
-function onPanel() {
-  return panels.find((panel) => panel.plot === document.activeElement);
-}
-
-// Handles a key.
-function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("keys").open) return;
-  const act = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
-  if (act && act(event) !== false) event.preventDefault();
-}
+// Buttons, and the assembly of the page.
+//
+// The hooks of `host`, all optional:
+//   memoryLimit            bytes per rank, drawn into the memory strips
+//   signal                 an AbortSignal that removes every listener: the data is about to be replaced
+//   restore                { critical, view } of the drawing before, with `view` in shares of the whole
+//   scrolls                the wheel scrolls the page; with Ctrl it zooms, with Shift it pans
+//   header(panel, header)  adds to the header of a panel
+//   decorate(context, panel, tools)   draws on the overlay
+//   onPick(target, tools)  a click on a step, a gap, a memory strip or nothing (null)
+//   onGrab(target, event)  returns whether the host takes this drag; then onDrag and onDrop(event, panel, tools)
 
 // --- buttons ---------------------------------------------------------------------------------------
 
@@ -103,16 +25,15 @@ function openKeys() {
 }
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-let chosenTheme = null;
 
 // Returns the chosen theme, else the one the system prefers.
 function theme() {
-  return chosenTheme ?? (prefersDark.matches ? "dark" : "light");
+  return document.documentElement.dataset.chosenTheme ?? (prefersDark.matches ? "dark" : "light");
 }
 
 // Toggles between dark and light.
 function toggleTheme() {
-  chosenTheme = theme() === "dark" ? "light" : "dark";
+  document.documentElement.dataset.chosenTheme = theme() === "dark" ? "light" : "dark";
   applyTheme();
 }
 
@@ -156,6 +77,7 @@ function makeHeader(panel) {
     list.append(pair);
   }
   header.append(element("h2", panel.name), list);
+  host.header?.(panel, header);
   return header;
 }
 
@@ -187,7 +109,7 @@ function listen(panel) {
   panel.plot.addEventListener("pointerup", (event) => onPointerUp(event, panel));
   panel.plot.addEventListener("pointercancel", (event) => onPointerUp(event, panel));
   panel.plot.addEventListener("pointerleave", () => hover(null, null));
-  panel.plot.addEventListener("wheel", onWheel, { passive: false });
+  panel.plot.addEventListener("wheel", (event) => onWheel(event, panel), { passive: false });
   panel.plot.addEventListener("dblclick", fit);
 }
 
@@ -212,6 +134,7 @@ function inLegend() {
 // Creates the legend.
 function makeLegend() {
   const legend = document.getElementById("legend");
+  legend.replaceChildren();
   for (const [name, shape] of inLegend()) {
     const item = legend.appendChild(element("li")), swatch = element("span", "", `swatch ${shape}`);
     swatch.style.background = `var(--${name})`;
@@ -250,7 +173,7 @@ function expose() {
     get dense() { return panels.map(isDense); },
     placeOf: (number, step) => placeOf({ panel: panels[number], step }),
   };
-  Object.defineProperty(window, "penstock", { value: Object.freeze(exposed) });
+  Object.defineProperty(window, "penstock", { value: Object.freeze(exposed), configurable: true });
 }
 
 const BUTTONS = {
@@ -258,19 +181,43 @@ const BUTTONS = {
   critical: toggleCritical, theme: toggleTheme, help: openKeys,
 };
 
+// What a host may use: coordinates, colours and texts of the drawing.
+const tools = {
+  state, layout, panels, xOf, timeAt, rowAt, stepText, gapText, seconds, bytes, placeOf, targetAt, select, redraw, redrawOverlay,
+  drawArrow, firstWhere, fit, colourOf: (name) => colour[name], describe,
+  get restore() {
+    const whole = FIT.end - FIT.start;
+    return { critical: state.critical, view: [(state.start - FIT.start) / whole, (state.end - FIT.start) / whole] };
+  },
+};
+
+// Shows what the drawing before showed: the same share of the time, and the critical path.
+function restore({ critical, view: [start, end] }) {
+  const whole = FIT.end - FIT.start;
+  show(FIT.start + start * whole, (end - start) * whole);
+  if (critical !== state.critical) toggleCritical();
+}
+
 // Assembles the page.
 function open() {
+  const options = { signal: host.signal };
+  document.getElementById("panels").replaceChildren();
   panels.forEach(mount);
   if (!panels.length) document.getElementById("panels").append(element("p", "No timelines to show.", "empty"));
   makeLegend();
-  for (const [id, act] of Object.entries(BUTTONS)) document.getElementById(id).addEventListener("click", act);
-  document.addEventListener("keydown", onKey);
-  addEventListener("scroll", redraw, { passive: true });
-  prefersDark.addEventListener("change", applyTheme);
+  for (const [id, act] of Object.entries(BUTTONS)) document.getElementById(id).addEventListener("click", act, options);
+  document.addEventListener("keydown", onKey, options);
+  addEventListener("scroll", redraw, { passive: true, ...options });
+  prefersDark.addEventListener("change", applyTheme, options);
   expose();
   applyTheme();
-  new ResizeObserver(resize).observe(document.documentElement);
+  const observer = new ResizeObserver(resize);
+  observer.observe(document.getElementById("panels"));
+  host.signal?.addEventListener("abort", () => observer.disconnect());
   resize();
+  if (host.restore) restore(host.restore);
+  document.getElementById("critical").setAttribute("aria-pressed", state.critical);
+  return tools;
 }
 
-open();
+return open();

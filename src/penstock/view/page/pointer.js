@@ -84,7 +84,7 @@ function linesOfMemory({ panel, rank, time }) {
 // Places the card below its target, or above if there is no room, inside the window.
 function placeCard(target) {
   const box = placeOf(target), size = card.getBoundingClientRect();
-  const x = Math.max(8, Math.min(layout.width - size.width - 8, box.left));
+  const x = Math.max(8, Math.min(document.documentElement.clientWidth - size.width - 8, box.left));
   const y = box.bottom + 14 + size.height < innerHeight ? box.bottom + 14 : Math.max(8, box.top - size.height - 14);
   card.style.transform = `translate(${Math.round(x)}px, ${Math.round(y)}px)`;
 }
@@ -151,7 +151,7 @@ function select(target) {
 }
 
 const pointers = new Map();
-const drag = { moved: 0, distance: 0, middle: 0 };
+const drag = { moved: 0, distance: 0, middle: 0, taken: false };
 
 // Returns the centre and the distance of the pressed pointers.
 function spread() {
@@ -162,7 +162,7 @@ function spread() {
 // Starts a drag or a pinch.
 function onPointerDown(event, panel) {
   if (event.button !== 0) return;
-  if (pointers.size === 0) drag.moved = 0;
+  if (pointers.size === 0) Object.assign(drag, { moved: 0, taken: host.onGrab?.(targetAt(panel, event.clientX, event.clientY), event) ?? false });
   pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
   panel.plot.setPointerCapture(event.pointerId);
   Object.assign(drag, spread());
@@ -170,15 +170,16 @@ function onPointerDown(event, panel) {
 
 // Pans with one pressed pointer, zooms with two, and hovers with none.
 function onPointerMove(event, panel) {
-  const before = pointers.get(event.pointerId), time = Math.max(0, timeAt(event.clientX));
+  const before = pointers.get(event.pointerId), time = Math.max(0, timeAt(insideX(event, panel)));
   if (before === undefined) return hover(targetAt(panel, event.clientX, event.clientY), time);
   pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
   drag.moved += Math.abs(event.clientX - before.x) + Math.abs(event.clientY - before.y);
   if (drag.moved < 4) return;
   panel.plot.classList.add("dragging");
   hover(null, null);
+  if (drag.taken) return host.onDrag(event, panel, tools);
   const { middle, distance } = spread();
-  if (pointers.size > 1 && distance > 10 && drag.distance > 10) zoom(drag.distance / distance, timeAt(drag.middle));
+  if (pointers.size > 1 && distance > 10 && drag.distance > 10) zoom(drag.distance / distance, timeAt(drag.middle - leftOf(panel)));
   pan((drag.middle - middle) / (layout.width - layout.gutter - 10));
   if (event.pointerType === "mouse") scrollBy(0, before.y - event.clientY);
   Object.assign(drag, { middle, distance });
@@ -188,16 +189,31 @@ function onPointerMove(event, panel) {
 function onPointerUp(event, panel) {
   if (!pointers.delete(event.pointerId)) return;
   panel.plot.classList.remove("dragging");
-  if (pointers.size) Object.assign(drag, spread());
-  else if (drag.moved < 4 && event.type === "pointerup") select(targetAt(panel, event.clientX, event.clientY));
+  if (pointers.size) return void Object.assign(drag, spread());
+  const clicked = drag.moved < 4 && event.type === "pointerup";
+  if (drag.taken && !clicked) return host.onDrop(event, panel, tools);
+  if (!clicked) return;
+  const target = targetAt(panel, event.clientX, event.clientY);
+  select(target);
+  host.onPick?.(target, tools);
+}
+
+// Returns the x of a panel's left edge in the window.
+function leftOf(panel) {
+  return panel.plot.getBoundingClientRect().left;
+}
+
+// Returns the x of an event from the left edge of a panel.
+function insideX(event, panel) {
+  return event.clientX - leftOf(panel);
 }
 
 // Zooms around the pointer, or pans horizontally; over the rank names the page scrolls.
-function onWheel(event) {
-  if (event.clientX < layout.gutter && !event.ctrlKey) return;
+function onWheel(event, panel) {
+  if ((insideX(event, panel) < layout.gutter || host.scrolls) && !event.ctrlKey && !event.shiftKey) return;
   event.preventDefault();
   const unit = event.deltaMode === 1 ? 16 : event.deltaMode === 2 ? 400 : 1;
   const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
   if (sideways) pan(((event.deltaX || event.deltaY) * unit) / layout.width);
-  else zoom(Math.exp(event.deltaY * unit * (event.ctrlKey ? 0.01 : 0.002)), timeAt(event.clientX));
+  else zoom(Math.exp(event.deltaY * unit * (event.ctrlKey ? 0.01 : 0.002)), timeAt(insideX(event, panel)));
 }
