@@ -19,6 +19,7 @@ SOURCE = Path(penstock.__file__).parent
 # from the bottom up: a package imports packages of lower layers, never of its own
 LAYERS = (
     {"errors", "arguments", "diagnostics", "compilation"},
+    {"display"},
     {"ir"},
     {"formats", "families"},
     {"validation"},

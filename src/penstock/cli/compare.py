@@ -11,10 +11,7 @@ from typing import Annotated, TypeAlias
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
 
-from penstock.arguments import printable
 from penstock.cli.inputs import Sizes, costs_from, for_send_model, schedules_from
 from penstock.cli.options import (
     AsJson,
@@ -30,10 +27,11 @@ from penstock.cost.costs import Costs
 from penstock.families import families
 from penstock.formats import write_bytes
 from penstock.ir.schedule import Schedule
-from penstock.simulation.comparison import Comparison, comparison_of
+from penstock.simulation.comparison import comparison_of
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
+from penstock.view.tables import comparison_table
 
 __all__ = ["compare"]
 
@@ -100,7 +98,8 @@ def compare(
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        Console(highlight=False, width=max(shutil.get_terminal_size().columns, 112)).print(_table(rows))
+        width = max(shutil.get_terminal_size().columns, 112)
+        Console(highlight=False, width=width).print(comparison_table(rows))
 
 
 def _simulate_all(schedules: list[Schedule], costs: Costs, send_model: SendModel) -> list[Timeline]:
@@ -111,22 +110,3 @@ def _simulate_all(schedules: list[Schedule], costs: Costs, send_model: SendModel
             simulate(for_send_model(schedule, send_model), costs, send_model=send_model, with_period=True)
             for schedule in tracked
         ]
-
-
-def _table(rows: list[Comparison]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule")
-    for name in ("p", "v", "m", "makespan", "span", "period", "bubble", "memory", "sent", "bound", "gap"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        sizes = (row.ranks, f"{row.stages / row.ranks:g}", row.microbatches)
-        times = (f"{value:g}" for value in (row.makespan, row.span, row.period))
-        rest = (
-            f"{row.bubble:.1%}",
-            f"{row.peak_memory:g}",
-            f"{row.sent:g}",
-            f"{row.bound:g}",
-            f"{row.gap:.1%}",
-        )
-        table.add_row(Text(printable(row.name)), *map(str, sizes), *times, *rest)
-    return table

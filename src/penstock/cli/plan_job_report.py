@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from penstock.cli.plan_report import print_explanation
 from penstock.cost.costs import size_text
@@ -18,6 +17,7 @@ from penstock.planning.explanation import Explanation
 from penstock.planning.job import JobPlan
 from penstock.planning.job.explanation import explain_job
 from penstock.view.frontier import PlottedPlan, frontier_picture, frontier_text
+from penstock.view.tables import job_table
 
 __all__ = ["JobOutput", "render_frontier", "report_job"]
 
@@ -56,7 +56,7 @@ def report_job(made: JobPlan, output: JobOutput) -> None:
     width = shutil.get_terminal_size().columns
     console = Console(highlight=False, markup=False, width=max(width, 110))
     console.print(f"{made.title} of {made.request.sequence} tokens")
-    console.print(_table(made, output.top))
+    console.print(job_table(made, output.top))
     if len(made.options) > output.top:
         console.print(f"and {len(made.options) - output.top} more: --top {len(made.options)}")
     console.print()
@@ -68,29 +68,6 @@ def report_job(made: JobPlan, output: JobOutput) -> None:
         print_explanation(console, why)
     if written:
         console.print(f"\nwritten: {', '.join(map(str, written))}", soft_wrap=True)
-
-
-def _table(made: JobPlan, top: int) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", justify="right")
-    for name in ("TP", "CP", *(["EP"] if made.request.config.experts else []), "PP", "DP", "mbs", "m"):
-        table.add_column(name, justify="right")
-    table.add_column("schedule")
-    for name in ("v", "recompute", "time", "tokens/s", "MFU", "idle", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for place, option in enumerate(made.options[:top], 1):
-        layout = option.layout
-        expert = [layout.expert] if made.request.config.experts else []
-        table.add_row(
-            str(place),
-            *map(str, (layout.tensor, layout.context, *expert, layout.pipeline, layout.data)),
-            *(str(layout.microbatch_size), str(layout.microbatches), option.family),
-            *(str(option.stages_per_rank), layout.recompute),
-            f"{option.seconds:.4g} s{'' if option.is_exact else ' *'}",
-            *(f"{option.tokens_per_second:.4g}", f"{option.mfu:.1%}", f"{option.bubble:.1%}"),
-            size_text(option.memory),
-        )
-    return table
 
 
 def _notes(made: JobPlan) -> list[str]:
@@ -122,7 +99,7 @@ def _record(made: JobPlan, why: Explanation | None) -> dict[str, Any]:
         "memory_limit": request.memory_limit,
         "bound": made.bound,
         "counts": dict(made.evaluation.counts),
-        "ranked": [made.to_keys(option) for option in made.options],
+        "ranked": made.to_rows(),
         "why": None if why is None else list(why.why),
         "what_ifs": None if why is None else [vars(each) for each in why.what_ifs],
     }

@@ -8,14 +8,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from penstock.arguments import printable
 from penstock.cost.costs import size_text
 from penstock.planning import Plan, Rejected
-from penstock.planning.configuration import stages_text
 from penstock.planning.explanation import Explanation
 from penstock.view.frontier import frontier_text
+from penstock.view.tables import plan_table
 
 __all__ = ["plan_record", "print_explanation", "print_plan"]
 
@@ -35,7 +33,7 @@ def plan_record(made: Plan, why: Explanation | None) -> dict[str, Any]:
         "missing": list(made.missing),
         "bound": made.bound,
         "gap": made.gap,
-        "ranked": [made.to_keys(option) for option in made.options],
+        "ranked": made.to_rows(),
         "too_large": [_rejected(each) for each in made.too_large],
         "pruned": [_rejected(each) for each in made.pruned],
         "not_evaluated": made.not_evaluated,
@@ -60,7 +58,7 @@ def print_plan(made: Plan, why: Explanation | None, top: int, written: list[Path
     """Print the ranking, the frontier and what was left out."""
     width = shutil.get_terminal_size().columns
     console = Console(highlight=False, markup=False, width=max(width, 100))
-    console.print(_table(made, top))
+    console.print(plan_table(made, top))
     if len(made.options) > top:
         console.print(f"and {len(made.options) - top} more: --top {len(made.options)}")
     console.print()
@@ -97,32 +95,6 @@ def _technique_table(made: Plan) -> Table:
         first, last = options[0], options[-1]
         cells = (f"{first.seconds:.4g} s", size_text(first.memory), size_text(last.memory))
         table.add_row(name, *cells, f"{last.seconds:.4g} s")
-    return table
-
-
-def _table(made: Plan, top: int) -> Table:
-    table = Table(box=None, pad_edge=False)
-    jitter = made.request.jitter
-    time = "time" if jitter is None else f"p{made.request.quantile * 100:g}"
-    table.add_column("", justify="right")
-    table.add_column("schedule")
-    for name in ("v", "placement", "m", "mbs", time, "samples/s", "bubble", "memory", "gap"):
-        table.add_column(name, justify="right")
-    for place, option in enumerate(made.options[:top], 1):
-        configuration = option.configuration
-        table.add_row(
-            str(place),
-            Text(printable(f"{option.name}, {option.technique}" if option.technique else option.name)),
-            stages_text(configuration.stages_per_rank),
-            configuration.style,
-            str(configuration.microbatches),
-            str(configuration.samples),
-            f"{option.seconds:.4g} s",
-            f"{option.samples_per_second:.4g}",
-            f"{option.timeline.bubble(made.request.objective):.1%}",
-            size_text(option.memory),
-            f"{option.gap:.1%}",
-        )
     return table
 
 

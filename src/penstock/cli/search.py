@@ -11,7 +11,6 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from penstock.cli.inputs import costs_from, graph_from
 from penstock.cli.options import (
@@ -32,6 +31,7 @@ from penstock.formats import format_of, write
 from penstock.ir.placement import Placement
 from penstock.search import SearchResult
 from penstock.search import search as run_search
+from penstock.view.tables import family_table, result_lines
 from penstock.view.terminal import terminal
 
 __all__ = ["search"]
@@ -204,34 +204,14 @@ def _print(result: SearchResult) -> None:
     console = Console(highlight=False, markup=False, width=width)
     console.print(terminal(result.timeline, width), soft_wrap=True)
     console.print()
-    quality = "proved optimal" if result.proved else f"gap <= {result.gap:.2%}"
-    lines = [
-        (result.objective, f"{result.value:g}", quality),
-        ("bound", f"{result.bound.seconds:g}", f"{result.bound.name}: {result.bound.because}"),
-        ("memory", f"{max(result.timeline.peak_memory):g}", "peak of any rank, in bytes"),
-    ]
-    if result.quantile is not None:
-        lines.insert(1, ("quantile", f"{result.quantile:g}", f"of the {result.objective} under jitter"))
-    for name, value, text in lines:
+    for name, value, text in result_lines(result):
         console.print(f"{name:<9} {value:<12} {text}", soft_wrap=True)
     console.print(f"found by  {result.found_by} ({result.runs:,} orders evaluated)", soft_wrap=True)
     console.print()
-    console.print(_families(result))
+    console.print(family_table(result))
     if result.interrupted:
         console.print("\ninterrupted: this is the best schedule found so far")
     if result.skipped:
         console.print(f"\ntime limit reached, not tried: {', '.join(result.skipped)}", soft_wrap=True)
     for each in result.missing:
         console.print(f"\nnot installed, so not used: {each}; pip install 'penstock[search]'", soft_wrap=True)
-
-
-def _families(result: SearchResult) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule")
-    table.add_column(result.objective, justify="right")
-    table.add_column("vs. result", justify="right")
-    for name, value in sorted(result.families.items(), key=lambda item: item[1]):
-        table.add_row(name, f"{value:g}", f"{value / result.value - 1:+.2%}" if result.value else "")
-    for name, size in result.too_large.items():
-        table.add_row(name, f"needs {size:g}", "over limit")
-    return table

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from os import PathLike
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from penstock.arguments import whole_number
+from penstock.display import Displayed
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Overlap, Step, parse_action
 from penstock.ir.encoding import decode, encode
@@ -34,7 +35,7 @@ _SMALL = 1_000_000  # of stages times microbatches: arrays have an entry for eac
 Rows: TypeAlias = Sequence[str | Iterable[Step | str]]
 
 
-class Schedule:
+class Schedule(Displayed):
     """One list of steps per rank.
 
     `ranks` are the steps of each rank: actions or their texts, or one text with blanks between. What is not
@@ -191,6 +192,21 @@ class Schedule:
         from penstock.formats import write  # noqa: PLC0415 -- a convenience against the import order
 
         write(self, path)
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One row per step; an overlapped pair has the stage and microbatch of its forward."""
+        return [
+            {
+                "rank": rank,
+                "index": index,
+                "action": str(step),
+                "kind": str(step.kind),
+                "stage": step.parts[0].stage,
+                "microbatch": step.parts[0].microbatch,
+            }
+            for rank, row in enumerate(self.ranks)
+            for index, step in enumerate(row)
+        ]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost.costs import Costs, size_text
+from penstock.display import Displayed
 from penstock.errors import PlanError
 from penstock.formats import write_text
 from penstock.ir.placement import StagesPerRank
@@ -33,7 +34,7 @@ _CLASSES = ("none", "recompute", "offload", "both")
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Displayed):
     """The options that fit, ranked, and those that were rejected."""
 
     request: PlanRequest
@@ -125,6 +126,10 @@ class Plan:
             "found_by": option.found_by,
             "on_frontier": option in self.frontier,
         }
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One row per option, fastest first."""
+        return [self.to_keys(option) for option in self.options]
 
     def write(self, folder: str | PathLike[str]) -> list[Path]:
         """Write the best option: `schedule.json`, `costs.toml`, and `plan.json` with its layout and numbers."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from penstock.bounds import Bound
+from penstock.display import Displayed
 from penstock.ir.schedule import Schedule
 from penstock.simulation.timeline import Timeline
 
@@ -47,7 +48,7 @@ OnProgress: TypeAlias = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, eq=False)
-class SearchResult:
+class SearchResult(Displayed):
     """The best schedule found.
 
     `value` is its objective in seconds. No schedule of the same work within the memory limit has a lower
@@ -86,3 +87,14 @@ class SearchResult:
     def proved(self) -> bool:
         """Whether the schedule is proved optimal."""
         return self.gap == 0
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """The result, then the families of the same work; memory in bytes where it is known.
+
+        A family within the limit has a `value`, one that exceeds the limit has its `peak_memory`.
+        """
+        found = [{"schedule": "result", "value": self.value, "peak_memory": max(self.timeline.peak_memory)}]
+        fitting = sorted(self.families.items(), key=lambda item: item[1])
+        found += [{"schedule": name, "value": value, "peak_memory": None} for name, value in fitting]
+        large = self.too_large.items()
+        return found + [{"schedule": name, "value": None, "peak_memory": size} for name, size in large]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, overload
 
 from penstock.cost.costs import Costs
+from penstock.display import Displayed
 from penstock.ir.schedule import Schedule
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
 
-__all__ = ["Comparison", "compare", "comparison_of"]
+__all__ = ["Comparison", "Comparisons", "compare", "comparison_of"]
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,42 @@ class Comparison:
     """(makespan - bound) / bound: 0.02 is at most 2 % above the best possible."""
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparisons(Displayed, Sequence[Comparison]):
+    """The rows of several schedules, in the order given, with their timelines."""
+
+    timelines: tuple[Timeline, ...]
+
+    @cached_property
+    def rows(self) -> tuple[Comparison, ...]:
+        """One per timeline."""
+        return tuple(map(comparison_of, self.timelines))
+
+    @overload
+    def __getitem__(self, index: int) -> Comparison: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Comparison]: ...
+    def __getitem__(self, index: int | slice) -> Comparison | Sequence[Comparison]:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.timelines)
+
+    def __repr__(self) -> str:
+        return repr(self.rows)
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One dict per schedule."""
+        return [asdict(row) for row in self.rows]
+
+
 def compare(
     *schedules: Schedule, costs: Costs | None = None, send_model: SendModel | str = SendModel.BUFFERED
-) -> list[Comparison]:
+) -> Comparisons:
     """One row for each schedule, in the order given."""
-    timelines = (simulate(each, costs, send_model=send_model, with_period=True) for each in schedules)
-    return [comparison_of(timeline) for timeline in timelines]
+    return Comparisons(
+        tuple(simulate(each, costs, send_model=send_model, with_period=True) for each in schedules)
+    )
 
 
 def comparison_of(timeline: Timeline) -> Comparison:

@@ -22,6 +22,7 @@ from penstock.bounds import Bound, bounds_of
 from penstock.cost.costs import Costs
 from penstock.cost.memory import Memory, memory_over_time
 from penstock.cost.prices import exposed_all_to_all, message_bytes, message_seconds
+from penstock.display import Displayed
 from penstock.errors import CostsError
 from penstock.ir.action import Step
 from penstock.ir.messages import VALUES
@@ -71,7 +72,7 @@ class Message:
 
 
 @dataclass(frozen=True, eq=False)
-class Timeline:
+class Timeline(Displayed):
     """Start and end of every slot of a schedule, simulated or measured, and what follows from them."""
 
     schedule: Schedule
@@ -185,6 +186,11 @@ class Timeline:
             for rank, (first, steps) in enumerate(zip(bounds, self.schedule.ranks))
             for index, step in enumerate(steps)
         )
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One row per step: those of the schedule, with start and end in seconds."""
+        rows = zip(self.schedule.to_rows(), self.start.tolist(), self.end.tolist())
+        return [{**row, "start": start, "end": end} for row, start, end in rows]
 
     @cached_property
     def message_columns(self) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from penstock.validation.report import invalid_schedule_error, report
 from penstock.validation.send_model import SendModel
 from penstock.validation.sharding import reduced_once, unsharded_when_used
 from penstock.validation.suggestion import suggested_move
-from penstock.validation.violation import Violation, Wait
+from penstock.validation.violation import Violation, Violations, Wait
 
 __all__ = [
     "SendModel",
     "Violation",
+    "Violations",
     "Wait",
     "invalid_schedule_error",
     "report",
@@ -54,19 +55,20 @@ _HANDLED = frozenset(
 )
 
 
-def validate(schedule: Schedule, send_model: SendModel | str = SendModel.RENDEZVOUS) -> list[Violation]:
+def validate(schedule: Schedule, send_model: SendModel | str = SendModel.RENDEZVOUS) -> Violations:
     """Every violation of the schedule; an empty list when it is valid. Never raises for an invalid schedule.
 
     `send_model` is the strictest send model to prove it deadlock-free for: `rendezvous` unless given, which
     covers all; `edge-streams` asks for no more than a stream for every ordered pair of ranks.
     """
     model = SendModel.of(send_model)
-    return [
-        replace(found, suggestion=suggested_move(schedule, found, lambda other: _all_violations(other, model)))
-        if found.cycle
-        else found
-        for found in _all_violations(schedule, model)
-    ]
+    found = (
+        replace(each, suggestion=suggested_move(schedule, each, lambda other: _all_violations(other, model)))
+        if each.cycle
+        else each
+        for each in _all_violations(schedule, model)
+    )
+    return Violations(found, schedule, model)
 
 
 def _all_violations(schedule: Schedule, model: SendModel) -> list[Violation]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from penstock.display import Displayed
 from penstock.ir.action import Action, Step
 from penstock.ir.encoding import JOINED, decode
+from penstock.ir.schedule import Schedule
 from penstock.ir.table import ActionTable
 from penstock.validation.send_model import SendModel
 
-__all__ = ["Violation", "Wait", "part_at", "slot_at", "violation_at"]
+__all__ = ["Violation", "Violations", "Wait", "part_at", "slot_at", "violation_at"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,37 @@ class Violation:
         lines = [f"error[{self.code}]{place}: {self.message}"]
         lines += [f"  {wait}" for wait in self.cycle]
         return "\n".join([*lines, f"  try: {self.suggestion}"])
+
+
+class Violations(list[Violation], Displayed):
+    """The violations of a schedule up to a send model; an empty list when it is valid."""
+
+    def __init__(self, found: Iterable[Violation], schedule: Schedule, send_model: SendModel) -> None:
+        super().__init__(found)
+        self.schedule = schedule
+        self.send_model = send_model
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One row per violation."""
+        return [
+            {
+                "code": each.code,
+                "rank": each.rank,
+                "step": each.step,
+                "action": None if each.action is None else str(each.action),
+                "message": each.message,
+                "suggestion": each.suggestion,
+                "send_models": [str(model) for model in each.send_models],
+                "cycle": [_wait_row(wait) for wait in each.cycle],
+            }
+            for each in self
+        ]
+
+
+def _wait_row(wait: Wait) -> dict[str, Any]:
+    awaited = {"rank": wait.for_rank, "step": wait.for_step, "action": str(wait.for_action)}
+    own = {"rank": wait.rank, "step": wait.step, "action": str(wait.action)}
+    return {**own, "waits_for": awaited, "why": wait.why}
 
 
 def part_at(table: ActionTable, part: int) -> tuple[int, int, Action]:

@@ -11,7 +11,7 @@ rank 0  [0][1][2]   [ 0 ]   [ 1 ]              a box per step, an overlapped pai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -29,7 +29,7 @@ from penstock.view.marks import Area, Box, Group, Label, Line, Mark, Picture, te
 from penstock.view.palette import MEMORY, box_style, text_on
 from penstock.view.scales import GAP, LEFT, LINK, MARGIN, ROW, STRIP, TITLE, Scales, short_bytes
 
-__all__ = ["picture"]
+__all__ = ["assemble", "panel_head", "picture", "staircase"]
 
 _KINDS = tuple(Kind)
 
@@ -38,11 +38,19 @@ def picture(timelines: Sequence[Timeline]) -> Picture:
     """One panel per timeline, the time axis, the legend."""
     if not timelines:
         raise PenstockError("a picture needs at least one timeline (given none)")
-    scales = Scales(tuple(timelines))
+    return assemble(timelines, Scales(tuple(timelines)), _panel)
+
+
+def assemble(
+    timelines: Sequence[Timeline],
+    scales: Scales,
+    panel: Callable[[Timeline, Scales, float], Iterable[Group]],
+) -> Picture:
+    """The panels below each other, the time axis, the legend."""
     groups: list[Group] = []
     top = float(MARGIN)
     for timeline in timelines:
-        groups += _panel(timeline, scales, top)
+        groups += panel(timeline, scales, top)
         top += scales.panel_height(timeline)
     groups.append(_axis(scales, top))
     key, bottom = legend(scales.legend, LEFT, scales.width, round(top) + 40)
@@ -53,15 +61,20 @@ def picture(timelines: Sequence[Timeline]) -> Picture:
 def _panel(timeline: Timeline, scales: Scales, top: float) -> Iterator[Group]:
     schedule = timeline.schedule
     rows = top + TITLE
-    bottom = rows + scales.row_height * schedule.num_ranks - GAP / 2
-    lines = [Line("grid", x, rows - 4, x, bottom) for x in scales.x(np.array(scales.ticks))]
-    yield Group(printable(schedule.name), [*lines, *_title(timeline, scales, top)])
+    yield panel_head(timeline, scales, top, schedule.num_ranks)
     for rank in range(schedule.num_ranks):
         y = rows + rank * scales.row_height
         marks = chain(_memory(timeline, rank, scales, y), _steps(timeline, rank, scales, y))
         label = Label("rank", LEFT - 8, y + ROW / 2 + 4, f"rank {rank}")
         yield Group(f"rank {rank}", [label, *marks])
     yield from edge_arrows(timeline, scales, rows)
+
+
+def panel_head(timeline: Timeline, scales: Scales, top: float, rows: int) -> Group:
+    """The title of a panel and the lines at the ticks, over so many rows."""
+    bottom = top + TITLE + scales.row_height * rows - GAP / 2
+    lines = [Line("grid", x, top + TITLE - 4, x, bottom) for x in scales.x(np.array(scales.ticks))]
+    return Group(printable(timeline.schedule.name), [*lines, *_title(timeline, scales, top)])
 
 
 def _title(timeline: Timeline, scales: Scales, top: float) -> list[Mark]:
@@ -151,8 +164,8 @@ def _memory(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterator
         used = memory.fixed if part == "fixed" else np.insert(getattr(memory, part)[last], 0, 0.0)
         above = below + used
         if (above > below).any():
-            lower = _staircase(xs, base - below * STRIP / scales.peak_memory)
-            yield Area(part, _staircase(xs, base - above * STRIP / scales.peak_memory) + lower[::-1])
+            lower = staircase(xs, base - below * STRIP / scales.peak_memory)
+            yield Area(part, staircase(xs, base - above * STRIP / scales.peak_memory) + lower[::-1])
         below = above
     yield Line("axis", LEFT, base, xs[-1], base)
     yield Label("peak", LEFT + scales.width + 8, base - 3, f"peak {short_bytes(memory.peak, timeline.costs)}")
@@ -162,7 +175,7 @@ def _memory(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterator
         yield Line("at-peak", x, base, x, top)
 
 
-def _staircase(xs: Sequence[float], heights: Floats) -> list[tuple[float, float]]:
+def staircase(xs: Sequence[float], heights: Floats) -> list[tuple[float, float]]:
     """From left to right, horizontal from each x to the next."""
     points: list[tuple[float, float]] = []
     level = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.cost.costs import size_text
 from penstock.cost.estimate.estimate import Estimator
+from penstock.display import Displayed
 from penstock.errors import PlanError
 from penstock.planning.estimated import estimated_model, stage_costs
 from penstock.planning.job.evaluation import JobEvaluation, OnJobProgress, option_schedule
@@ -24,7 +25,7 @@ __all__ = ["JobPlan", "plan_job"]
 
 
 @dataclass(frozen=True, eq=False)
-class JobPlan:
+class JobPlan(Displayed):
     """The options that fit, ranked."""
 
     request: JobRequest
@@ -98,6 +99,10 @@ class JobPlan:
             "exact": option.is_exact,
             "on_frontier": option in self.frontier,
         }
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One row per option, fastest first."""
+        return [self.to_keys(option) for option in self.options]
 
     def write(self, folder: str | PathLike[str]) -> list[Path]:
         """Write the best option: `schedule.json`, `costs.toml`, and `plan.json` with its layout and numbers."""

@@ -1,0 +1,164 @@
+"""What notebooks show of each value: HTML with a picture, a table, or both.
+
+A picture is an `<img>` with its SVG inside, so that the styles of several outputs do not mix; it scrolls where
+it is wider than the page. Above `MOST_STEPS` steps it is a summary, and says so.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Sequence
+from functools import singledispatch
+from html import escape
+
+import numpy as np
+from rich.table import Table
+
+from penstock.display import Displayed
+from penstock.errors import PenstockError
+from penstock.ir.schedule import Schedule
+from penstock.planning.job.planner import JobPlan
+from penstock.planning.planner import Plan
+from penstock.search.result import SearchResult
+from penstock.simulation.comparison import Comparisons
+from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
+from penstock.validation import SendModel, Violations, report, validate
+from penstock.view.frontier import PlottedPlan, frontier_picture
+from penstock.view.grid import grid
+from penstock.view.marks import Picture
+from penstock.view.picture import picture
+from penstock.view.summary import summary
+from penstock.view.svg import svg_of
+from penstock.view.tables import comparison_table, family_table, job_table, plan_table, result_lines
+
+__all__ = ["MOST_STEPS", "notebook_html"]
+
+MOST_STEPS = 2000
+"""Pictures with more steps than this are summaries."""
+
+_MOST_PANELS = 6
+_MOST_OPTIONS = 10
+_MOST_CHARACTERS = 20_000  # of a grid or a report
+
+
+@singledispatch
+def notebook_html(value: Displayed) -> str:
+    """The HTML of a value; each type has its own function below."""
+    raise TypeError(f"no HTML for {type(value).__name__}")
+
+
+@notebook_html.register
+def _(value: Timeline) -> str:
+    return _timelines([value])
+
+
+@notebook_html.register
+def _(value: Schedule) -> str:
+    """At unit costs; the steps in their order and what is wrong, if it cannot be simulated."""
+    if not value.num_steps:
+        return _line(repr(value))
+    try:
+        timeline = simulate(value)
+    except PenstockError:
+        drawn = _text(str(grid(value, 100)) if value.num_steps <= MOST_STEPS else repr(value))
+        return drawn + notebook_html(validate(value))
+    return _timelines([timeline]) + _line("at unit costs: F, I and W take 1, B takes 2, messages nothing")
+
+
+@notebook_html.register
+def _(value: Violations) -> str:
+    if value:
+        count = f"{len(value)} violation{'s' * (len(value) != 1)}"
+        return _line(f"invalid: {count}") + _text(report(value.schedule, value))
+    models = ", ".join(str(model) for model in SendModel if model <= value.send_model)
+    return _line(f"{value.schedule.name}: valid; no deadlock under send models {models}")
+
+
+@notebook_html.register
+def _(value: Comparisons) -> str:
+    return _table(comparison_table(value.rows)) + _timelines(value.timelines)
+
+
+@notebook_html.register
+def _(value: SearchResult) -> str:
+    lines = [f"{name} {number}: {meaning}" for name, number, meaning in result_lines(value)]
+    if value.interrupted:
+        lines.append("interrupted: this is the best schedule found so far")
+    words = "".join(map(_line, [*lines, f"found by {value.found_by} ({value.runs:,} orders evaluated)"]))
+    return _timelines([value.timeline]) + words + _table(family_table(value))
+
+
+@notebook_html.register
+def _(value: Plan) -> str:
+    return _plan(value, plan_table(value, _MOST_OPTIONS))
+
+
+@notebook_html.register
+def _(value: JobPlan) -> str:
+    return _plan(value, job_table(value, _MOST_OPTIONS))
+
+
+def _plan(value: PlottedPlan, table: Table) -> str:
+    more = len(value.options) - _MOST_OPTIONS
+    rest = _line(f"and {more} more: .to_rows() has all") if more > 0 else ""
+    return _line(value.title) + _table(table) + rest + _image(frontier_picture(value))
+
+
+# --- pictures, tables and text ----------------------------------------------------------------------
+
+
+def _timelines(timelines: Sequence[Timeline]) -> str:
+    """A picture of each step, or a summary with a statement."""
+    if not timelines:
+        return ""
+    if len(timelines) > _MOST_PANELS:
+        return _line(f"no picture of {len(timelines)} schedules: .timelines has each of them")
+    steps = sum(_drawn_steps(timeline) for timeline in timelines)
+    if steps <= MOST_STEPS:
+        return _image(picture(timelines))
+    statement = (
+        f"Summary: {steps:,} steps are too many to draw each. Each column is a short time; its colours are the "
+        "shares of it that the rank computes, what is left to the top is idle. "
+        "penstock.view.html.html([timeline]) makes a page with every step."
+    )
+    return _image(summary(timelines)) + _line(statement)
+
+
+def _drawn_steps(timeline: Timeline) -> int:
+    table = timeline.schedule.table
+    return int(np.count_nonzero(~table.is_communication))
+
+
+def _image(drawn: Picture) -> str:
+    source = b64encode(svg_of(drawn).encode()).decode()
+    size = f'width="{drawn.width}" height="{drawn.height}"'
+    image = f'<img src="data:image/svg+xml;base64,{source}" alt="{escape(drawn.title)}" {size}'
+    return f'<div style="overflow-x:auto">{image} style="max-width:none"></div>'
+
+
+def _table(table: Table) -> str:
+    """A table as the command line prints it, in HTML."""
+    sides = ["right" if column.justify == "right" else "left" for column in table.columns]
+    head = "".join(
+        f'<th style="text-align:{side}">{escape(str(column.header))}</th>'
+        for side, column in zip(sides, table.columns)
+    )
+    rows = zip(*(column.cells for column in table.columns))
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td style="text-align:{side}">{escape(str(cell))}</td>' for side, cell in zip(sides, row))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _line(text: str) -> str:
+    return f'<div style="white-space:normal">{escape(text)}</div>'
+
+
+def _text(text: str) -> str:
+    """Monospaced text, of limited length."""
+    shown = text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "\n..."
+    return f'<pre style="line-height:1.2">{escape(shown)}</pre>'
