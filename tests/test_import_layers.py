@@ -34,7 +34,8 @@ LAYERS = (
     {"penstock"},  # __init__.py, which only gathers names
     {"runtime"},
     {"pipelining"},  # torch's names
-    {"integrations"},
+    {"integrations", "records"},
+    {"web"},
     {"cli"},
     {"__main__"},
 )

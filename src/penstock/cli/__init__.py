@@ -21,6 +21,7 @@ from penstock.cli.estimate import estimate
 from penstock.cli.export import export
 from penstock.cli.list import list_families
 from penstock.cli.plan import plan
+from penstock.cli.play import play
 from penstock.cli.search import search
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
@@ -46,6 +47,7 @@ app.command("compare")(compare)
 app.command("search")(search)
 app.command("estimate")(estimate)
 app.command("plan")(plan)
+app.command("play")(play)
 app.command("trace")(trace)
 app.command("export")(export)
 app.command("verify-grads")(verify_grads)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import typer
 
-from penstock.cli.inputs import order_of, read_schedule
+from penstock.cli.inputs import read_schedule
 from penstock.cli.options import SEND_MODELS, AsJson, parse_send_model
 from penstock.errors import FormatError
 from penstock.ir.schedule import Schedule
-from penstock.validation import SendModel, Violation, report, validate
+from penstock.records import check_record, order_of
+from penstock.validation import SendModel, report, validate
 
 __all__ = ["check"]
 
@@ -55,7 +55,7 @@ def check(
         raise typer.Exit(1) from None
     violations = validate(schedule, send_model)
     if as_json:
-        typer.echo(json.dumps(_record(file, schedule, violations), indent=2))
+        typer.echo(json.dumps({"file": str(file), **check_record(schedule, violations)}, indent=2))
     elif violations:
         typer.echo(report(schedule, violations))
         typer.echo(f"\n{file}: {len(violations)} error{'s' * (len(violations) > 1)}")
@@ -71,42 +71,3 @@ def _sizes(schedule: Schedule) -> str:
         f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches} microbatches, "
         f"{schedule.num_steps} steps, {schedule.level}"
     )
-
-
-def _order_record(schedule: Schedule) -> dict[str, Any] | None:
-    order = order_of(schedule)
-    return None if isinstance(order, str) else asdict(order)
-
-
-def _record(file: Path, schedule: Schedule, violations: list[Violation]) -> dict[str, Any]:
-    return {
-        "file": str(file),
-        "valid": not violations,
-        "ranks": schedule.num_ranks,
-        "stages": schedule.num_stages,
-        "microbatches": schedule.microbatches,
-        "level": schedule.level,
-        "order": None if violations else _order_record(schedule),
-        "violations": [
-            {
-                "code": v.code,
-                "rank": v.rank,
-                "step": v.step,
-                "action": None if v.action is None else str(v.action),
-                "message": v.message,
-                "suggestion": v.suggestion,
-                "send_models": [str(model) for model in v.send_models],
-                "cycle": [
-                    {
-                        "rank": w.rank,
-                        "step": w.step,
-                        "action": str(w.action),
-                        "waits_for": {"rank": w.for_rank, "step": w.for_step, "action": str(w.for_action)},
-                        "why": w.why,
-                    }
-                    for w in v.cycle
-                ],
-            }
-            for v in violations
-        ],
-    }

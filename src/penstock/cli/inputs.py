@@ -19,7 +19,6 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.placement import most_stages
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, Offload, Pass, Policy, Recompute, lower, parse_policy
-from penstock.recognition import Recognition, recognize
 from penstock.search import FitMemory, PlaceSharding
 from penstock.validation import SendModel
 
@@ -30,7 +29,6 @@ __all__ = [
     "for_send_model",
     "graph_from",
     "is_file",
-    "order_of",
     "read_schedule",
     "schedule_from",
     "schedules_from",
@@ -39,8 +37,6 @@ __all__ = [
 
 _FIT = "fit"
 """In place of a policy: what the memory limit needs."""
-_MOST_RECOGNIZED = 100_000
-"""Actions; families with a search of their own take seconds to build beyond it."""
 
 
 class Sizes(NamedTuple):
@@ -117,13 +113,6 @@ def read_schedule(path: Path) -> Schedule:
     except FormatError as error:
         raise typer.BadParameter(str(error)) from None
     return read(path)
-
-
-def order_of(schedule: Schedule) -> Recognition | str:
-    """Which family's order this is, or why that is not said."""
-    if len(schedule.table.code) > _MOST_RECOGNIZED:
-        return f"not compared with families: more than {_MOST_RECOGNIZED:,} actions"
-    return recognize(schedule)
 
 
 def is_file(source: str) -> bool:

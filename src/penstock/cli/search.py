@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -29,6 +28,7 @@ from penstock.cli.progress import search_progress
 from penstock.errors import FormatError, PlacementError
 from penstock.formats import format_of, write
 from penstock.ir.placement import Placement
+from penstock.records import search_record
 from penstock.search import SearchResult
 from penstock.search import search as run_search
 from penstock.view.tables import family_table, result_lines
@@ -156,7 +156,7 @@ def search(
             on_progress=on_progress,
         )
     if as_json:
-        typer.echo(json.dumps(_record(result), indent=2))
+        typer.echo(json.dumps(search_record(result), indent=2))
     else:
         _print(result)
     if output is not None:  # last: if it fails, the result is already printed
@@ -173,30 +173,6 @@ def _require_writable(output: Path) -> None:
         raise typer.BadParameter(f"{output} is a directory")
     if not os.access(output.parent, os.W_OK):
         raise typer.BadParameter(f"{output}: the directory {output.parent} does not exist or is not writable")
-
-
-def _record(result: SearchResult) -> dict[str, Any]:
-    return {
-        "objective": result.objective,
-        "value": result.value,
-        "bound": result.bound.seconds,
-        "binding": result.bound.name,
-        "because": result.bound.because,
-        "gap": result.gap if math.isfinite(result.gap) else None,
-        "proved": result.proved,
-        "found_by": result.found_by,
-        "peak_memory": max(result.timeline.peak_memory),
-        "placement": result.schedule.placement.style,
-        "quantile": result.quantile,
-        "families": dict(result.families),
-        "too_large": dict(result.too_large),
-        "skipped": list(result.skipped),
-        "runs": result.runs,
-        "seconds": result.seconds,
-        "interrupted": result.interrupted,
-        "missing": list(result.missing),
-        "schedule": [[str(step) for step in row] for row in result.schedule.ranks],
-    }
 
 
 def _print(result: SearchResult) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.inputs import Lowering, Sizes, costs_from, is_file, order_of, schedule_from
+from penstock.cli.inputs import Lowering, Sizes, costs_from, is_file, schedule_from
 from penstock.cli.options import (
     CostsSource,
     FamilyStages,
@@ -32,6 +32,7 @@ from penstock.cli.options import (
 from penstock.cli.rendering import TIMELINE_FORMATS, render
 from penstock.formats import dumps, write_bytes
 from penstock.ir.schedule import Schedule
+from penstock.records import order_of
 from penstock.simulation.simulator import simulate
 from penstock.validation import validate
 from penstock.view.grid import grid, unit_time

@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -33,9 +32,8 @@ from penstock.cli.options import (
     Sharding,
     ShardingOption,
 )
-from penstock.ir.kinds import Kind
-from penstock.simulation.attribution import Gap, critical_path, gaps
-from penstock.simulation.comparison import comparison_of
+from penstock.records import QUANTILES, collectives_of, simulation_record
+from penstock.simulation.attribution import Gap, gaps
 from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import simulate as run_simulation
 from penstock.simulation.timeline import Timeline
@@ -44,7 +42,6 @@ from penstock.view.terminal import terminal
 
 __all__ = ["simulate"]
 
-_QUANTILES = (5, 50, 95)
 _LONGEST_GAPS = 5
 
 
@@ -93,10 +90,10 @@ def simulate(
     quantiles = None
     if jitter is not None:
         runs = simulate_with_jitter(simulated, known, jitter=jitter, **messages)
-        quantiles = {f"p{q}": runs.quantile(q / 100) for q in _QUANTILES}
+        quantiles = {f"p{q}": runs.quantile(q / 100) for q in QUANTILES}
     idle = gaps(timeline)
     if as_json:
-        for part in _as_text(_record(timeline, idle, quantiles)):
+        for part in _as_text(simulation_record(timeline, idle, quantiles)):
             sys.stdout.write(part)
     else:
         _print(timeline, idle, quantiles)
@@ -116,28 +113,6 @@ def _as_text(record: dict[str, Any]) -> Iterator[str]:
     yield "\n}\n"
 
 
-def _record(timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float] | None) -> dict[str, Any]:
-    return asdict(comparison_of(timeline)) | {
-        "busy": timeline.busy,
-        "idle": timeline.idle,
-        "exposed_all_to_all": timeline.exposed_all_to_all,
-        "peak_memory_by_rank": timeline.peak_memory,
-        "collectives": _collectives(timeline),
-        "critical_path": [str(event.step) for event in critical_path(timeline)],
-        "gaps": [
-            {"rank": g.rank, "start": g.start, "end": g.end, "reason": g.reason, "why": str(g)} for g in idle
-        ],
-        "jitter": quantiles,
-    }
-
-
-def _collectives(timeline: Timeline) -> dict[str, int]:
-    """How many there are of each kind; empty without any."""
-    table = timeline.schedule.table
-    counts = {kind.value: int(table.of_kind(kind).sum()) for kind in Kind if kind.is_collective}
-    return {name: count for name, count in counts.items() if count}
-
-
 def _print(timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float] | None) -> None:
     width = shutil.get_terminal_size().columns
     console = Console(highlight=False, markup=False, width=width)
@@ -148,7 +123,7 @@ def _print(timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float] 
     bound = timeline.bound
     gap = f"gap <= {timeline.gap:.1%} ({bound.name}: {bound.because})"
     console.print(f"bound     {bound.seconds:<12g} {gap}", soft_wrap=True)
-    if collectives := _collectives(timeline):
+    if collectives := collectives_of(timeline):
         console.print("sharding  " + ", ".join(f"{count} {name}" for name, count in collectives.items()))
     if quantiles is not None:
         console.print("jitter    " + ", ".join(f"{name} {value:g}" for name, value in quantiles.items()))

@@ -28,7 +28,7 @@ import numpy as np
 from penstock.cost.prices import all_to_all_seconds, exposed_all_to_all
 from penstock.ir.action import Kind
 from penstock.ir.table import Bools, Ints
-from penstock.simulation.attribution import critical_path, gaps
+from penstock.simulation.attribution import Gap, critical_path, gaps
 from penstock.simulation.timeline import Event, Memory, Timeline
 from penstock.view.kinds import KIND_STYLES
 
@@ -58,17 +58,17 @@ def html(timelines: Sequence[Timeline], title: str = "penstock") -> str:
     )
 
 
-def page_data(timelines: Sequence[Timeline]) -> Record:
-    """What the drawing function draws."""
+def page_data(timelines: Sequence[Timeline], *, explained: bool = True) -> Record:
+    """What the drawing function draws; `explained`: with gaps, critical path and memory of a valid schedule."""
     return {
         "kinds": [kind.value for kind in Kind],
         "tracks": {kind.value: style.track for kind, style in KIND_STYLES.items()},
-        "timelines": [_record(timeline) for timeline in timelines],
+        "timelines": [_record(timeline, explained=explained) for timeline in timelines],
     }
 
 
 def drawing_script() -> str:
-    """The function `drawTimelines(data, host)`: the HTML view calls it once, the playground for every answer."""
+    """The function `drawTimelines(data, host)`: the HTML view calls it once, the playground per answer."""
     body = "\n".join(map(_asset, _SCRIPTS))
     return f"function drawTimelines(data, host) {{\n{body}}}"
 
@@ -103,7 +103,7 @@ def _numbers(values: Sequence[float]) -> list[float]:
 # --- one timeline ----------------------------------------------------------------------------------
 
 
-def _record(timeline: Timeline) -> Record:
+def _record(timeline: Timeline, *, explained: bool = True) -> Record:
     schedule = timeline.schedule
     schedule.table.require_handled(KIND_STYLES, "view.html")
     shown = _shown(timeline)
@@ -124,9 +124,9 @@ def _record(timeline: Timeline) -> Record:
         "messages": _messages(timeline, number),
         "further_uses": _further_uses(timeline, number),
         "needs": _needs(timeline, number),
-        "path": [n for event in critical_path(timeline) if (n := int(number[event.slot])) >= 0],
-        "gaps": _gaps(timeline, number),
-        "memory": [_memory(memory) for memory in timeline.memory],
+        "path": _path(timeline, number) if explained else [],
+        "gaps": _gaps(gaps(timeline) if explained else (), timeline, number),
+        "memory": [_memory(memory) for memory in timeline.memory] if explained else [],
     }
 
 
@@ -213,8 +213,11 @@ def _needs(timeline: Timeline, number: Ints) -> Record:
     return {"producer": number[producer[local]].tolist(), "consumer": number[consumer[local]].tolist()}
 
 
-def _gaps(timeline: Timeline, number: Ints) -> Record:
-    found = gaps(timeline)
+def _path(timeline: Timeline, number: Ints) -> list[int]:
+    return [n for event in critical_path(timeline) if (n := int(number[event.slot])) >= 0]
+
+
+def _gaps(found: Sequence[Gap], timeline: Timeline, number: Ints) -> Record:
     index = {(m.kind, m.edge, m.microbatch): i for i, m in enumerate(timeline.messages)}
     waits = [(m.kind, m.edge, m.microbatch) if (m := gap.message) else None for gap in found]
     return {

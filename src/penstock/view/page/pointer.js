@@ -109,7 +109,7 @@ function targetAt(panel, clientX, clientY) {
   if (x < layout.gutter || rank < 0 || rank >= panel.ranks) return null;
   const row = rowAt(panel, rank), time = timeAt(x);
   if (time < 0 || time > panel.makespan) return null;
-  if (y >= row.memory) return MAX_MEMORY > 0 && y <= row.bottom ? { panel, rank, time } : null;
+  if (y >= row.memory) return MAX_MEMORY > 0 && panel.memory[rank] && y <= row.bottom ? { panel, rank, time } : null;
   const { collective, offload, reload } = panel.rows[rank], lists = [collective, offload, reload];
   const marks = y < row.box ? lists.map((list) => nearest(panel, list, time, 4)) : [];
   const mark = marks.find((step) => step !== undefined);

@@ -118,7 +118,7 @@ function drawRankName(context, panel, rank) {
   context.textAlign = "right";
   context.textBaseline = "middle";
   context.fillText(wide ? `rank ${rank}` : `${rank}`, layout.gutter - 8, y.box + panel.sizes.box / 2 + 0.5);
-  if (panel.sizes.memory < 10 || !panel.memory[rank].peak) return;
+  if (panel.sizes.memory < 10 || !panel.memory[rank]?.peak) return;
   context.font = `10px ${colour.font}`;
   context.fillStyle = colour.peak;
   context.fillText(bytes(panel.memory[rank].peak), layout.gutter - 8, y.bottom - 5, layout.gutter - 10);

@@ -1,0 +1,49 @@
+"""`penstock play`: the playground, a page on which schedules are built, compared, edited and searched."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import typer
+
+__all__ = ["play"]
+
+Host: TypeAlias = Annotated[str, typer.Option("--host", help="Address to listen on; loopback unless given.")]
+Port: TypeAlias = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")]
+Origins: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--origin", metavar="URL", help="Public address of a proxy in front; may be repeated."),
+]
+ReadOnly: TypeAlias = Annotated[
+    bool, typer.Option("--read-only", help="Refuse uploads and searches, for a shared installation.")
+]
+NoOpen: TypeAlias = Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")]
+
+
+def play(
+    *,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    origin: Origins = None,
+    read_only: ReadOnly = False,
+    no_open: NoOpen = False,
+) -> None:
+    """Open the playground: a page to build, compare, edit, understand, search and export schedules.
+
+    It runs on this machine until Ctrl-C, and needs no internet. Install it with: pip install 'penstock[serve]'
+
+    Examples:
+      penstock play
+      penstock play --port 8000 --no-open
+      penstock play --host 0.0.0.0 --port 8000 --read-only --no-open --origin https://schedules.example.com
+    """
+    from penstock.web.serve import serve  # noqa: PLC0415 -- other commands start without a server
+
+    serve(
+        host,
+        port,
+        origins=origin or (),
+        read_only=read_only,
+        browser=not no_open,
+        on_ready=lambda url: typer.echo(f"playground: {url} (Ctrl-C ends it)"),
+    )

@@ -1,0 +1,126 @@
+"""Results as JSON records: what `--json` prints, and what the playground answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.recognition import Recognition, recognize
+from penstock.search import SearchResult
+from penstock.simulation.attribution import Gap, critical_path
+from penstock.simulation.comparison import comparison_of
+from penstock.simulation.timeline import Timeline
+from penstock.validation import Violation
+
+__all__ = [
+    "QUANTILES",
+    "check_record",
+    "collectives_of",
+    "order_of",
+    "search_record",
+    "simulation_record",
+    "violation_record",
+]
+
+QUANTILES = (5, 50, 95)
+"""Percentiles of the makespan under jitter."""
+_MOST_RECOGNIZED = 100_000
+"""Actions; families with a search of their own take seconds to build beyond it."""
+
+
+def simulation_record(
+    timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float] | None
+) -> dict[str, Any]:
+    """A simulated timeline with a period: times, memory, causes of idle time."""
+    return asdict(comparison_of(timeline)) | {
+        "busy": timeline.busy,
+        "idle": timeline.idle,
+        "exposed_all_to_all": timeline.exposed_all_to_all,
+        "peak_memory_by_rank": timeline.peak_memory,
+        "collectives": collectives_of(timeline),
+        "critical_path": [str(event.step) for event in critical_path(timeline)],
+        "gaps": [
+            {"rank": g.rank, "start": g.start, "end": g.end, "reason": g.reason, "why": str(g)} for g in idle
+        ],
+        "jitter": quantiles,
+    }
+
+
+def collectives_of(timeline: Timeline) -> dict[str, int]:
+    """How many there are of each kind; empty without any."""
+    table = timeline.schedule.table
+    counts = {kind.value: int(table.of_kind(kind).sum()) for kind in Kind if kind.is_collective}
+    return {name: count for name, count in counts.items() if count}
+
+
+def order_of(schedule: Schedule) -> Recognition | str:
+    """Which family's order this is, or why that is not said."""
+    if len(schedule.table.code) > _MOST_RECOGNIZED:
+        return f"not compared with families: more than {_MOST_RECOGNIZED:,} actions"
+    return recognize(schedule)
+
+
+def check_record(schedule: Schedule, violations: Sequence[Violation]) -> dict[str, Any]:
+    """The verdict of the validator."""
+    order = None if violations else order_of(schedule)
+    return {
+        "valid": not violations,
+        "ranks": schedule.num_ranks,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.microbatches,
+        "level": schedule.level,
+        "order": asdict(order) if isinstance(order, Recognition) else None,
+        "violations": [violation_record(violation) for violation in violations],
+    }
+
+
+def violation_record(violation: Violation) -> dict[str, Any]:
+    """One violation, with the cycle of a deadlock."""
+    return {
+        "code": violation.code,
+        "rank": violation.rank,
+        "step": violation.step,
+        "action": None if violation.action is None else str(violation.action),
+        "message": violation.message,
+        "suggestion": violation.suggestion,
+        "send_models": [str(model) for model in violation.send_models],
+        "cycle": [
+            {
+                "rank": w.rank,
+                "step": w.step,
+                "action": str(w.action),
+                "waits_for": {"rank": w.for_rank, "step": w.for_step, "action": str(w.for_action)},
+                "why": w.why,
+            }
+            for w in violation.cycle
+        ],
+    }
+
+
+def search_record(result: SearchResult) -> dict[str, Any]:
+    """The best schedule of a search, with its certificate."""
+    return {
+        "objective": result.objective,
+        "value": result.value,
+        "bound": result.bound.seconds,
+        "binding": result.bound.name,
+        "because": result.bound.because,
+        "gap": result.gap if math.isfinite(result.gap) else None,
+        "proved": result.proved,
+        "found_by": result.found_by,
+        "peak_memory": max(result.timeline.peak_memory),
+        "placement": result.schedule.placement.style,
+        "quantile": result.quantile,
+        "families": dict(result.families),
+        "too_large": dict(result.too_large),
+        "skipped": list(result.skipped),
+        "runs": result.runs,
+        "seconds": result.seconds,
+        "interrupted": result.interrupted,
+        "missing": list(result.missing),
+        "schedule": [[str(step) for step in row] for row in result.schedule.ranks],
+    }

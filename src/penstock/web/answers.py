@@ -1,0 +1,110 @@
+"""Answers about schedules under one cost model: the timelines to draw, and the row of each in the table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.ir.schedule import Schedule
+from penstock.records import QUANTILES
+from penstock.simulation.comparison import comparison_of
+from penstock.simulation.jitter import simulate_with_jitter
+from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
+from penstock.view.html import page_data
+from penstock.web.request import Question, parse_question
+from penstock.web.what_if import WhatIf
+
+__all__ = ["compare", "robustness", "row_of", "timeline_of"]
+
+
+def timeline_of(question: Question, index: int) -> Timeline:
+    """One simulated schedule of a question, with its period."""
+    schedule = question.schedule(index)
+    costs = question.costs_for(schedule)
+    return simulate(schedule, costs, send_model=question.send_model, with_period=True)
+
+
+def row_of(timeline: Timeline, memory_limit: float | None) -> dict[str, Any]:
+    """The row of `compare`, the reason of its bound, and whether it fits."""
+    peak = max(timeline.peak_memory)
+    return asdict(comparison_of(timeline)) | {
+        "because": timeline.bound.because,
+        "peak_memory_by_rank": timeline.peak_memory,
+        "fits": memory_limit is None or peak <= memory_limit * (1 + 1e-9),
+    }
+
+
+def compare(document: object) -> dict[str, Any]:
+    """Draw several schedules on one time axis; one that cannot be built has an error instead of a row."""
+    question = parse_question(document, {"what_if": (dict,)})
+    change = WhatIf.parse(question.extra["what_if"])
+    timelines: list[Timeline] = []
+    entries: list[dict[str, Any]] = []
+    for index in range(len(question.schedules)):
+        try:
+            entry, timeline = _entry(question, index, change)
+        except PenstockError as error:
+            entries.append({"error": str(error)})
+            continue
+        entries.append({"panel": len(timelines), **entry})
+        timelines.append(timeline)
+    limit = question.memory_limit if change is None else change.memory(question.memory_limit)
+    return {
+        "schedules": entries,
+        "data": page_data(timelines),
+        "memory_limit": limit,
+        "what_if": None if change is None else str(change),
+    }
+
+
+def _entry(question: Question, index: int, change: WhatIf | None) -> tuple[dict[str, Any], Timeline]:
+    timeline = timeline_of(question, index)
+    before = None
+    if change is not None:
+        before = row_of(timeline, question.memory_limit)
+        changed = change.schedule(question, index, timeline.schedule)
+        costs = change.costs(question.costs_for(changed), changed)
+        timeline = simulate(changed, costs, send_model=question.send_model, with_period=True)
+    limit = question.memory_limit if change is None else change.memory(question.memory_limit)
+    entry = {
+        "row": row_of(timeline, limit),
+        "before": before,
+        "costs": timeline.costs.to_keys(),
+        "level": timeline.schedule.level,
+        "stage_to_rank": timeline.schedule.placement.stage_to_rank,
+        "steps": steps_of(timeline.schedule),
+    }
+    return entry, timeline
+
+
+_MOST_EDITED = 4000
+"""Steps of a schedule that is sent as texts too, to be edited."""
+
+
+def steps_of(schedule: Schedule) -> list[list[str]] | None:
+    """The texts of all steps, unless there are too many to edit."""
+    if schedule.num_steps > _MOST_EDITED:
+        return None
+    return [[str(step) for step in row] for row in schedule.ranks]
+
+
+def robustness(document: object) -> dict[str, Any]:
+    """Quantiles of the makespan of each schedule when every step varies by `jitter`."""
+    question = parse_question(document)
+    found: list[dict[str, float] | None] = []
+    for index in range(len(question.schedules)):
+        try:
+            schedule = question.schedule(index)
+            runs = simulate_with_jitter(
+                schedule,
+                question.costs_for(schedule),
+                jitter=question.jitter or 0.0,
+                send_model=question.send_model,
+            )
+        except PenstockError:
+            found.append(None)  # `compare` says why
+            continue
+        found.append({f"p{q}": runs.quantile(q / 100) for q in QUANTILES})
+    return {"quantiles": found}

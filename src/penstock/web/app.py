@@ -1,0 +1,224 @@
+"""The web server: the page, its scripts, and a route for every request of the API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from penstock import __version__
+from penstock.view.html import drawing_script, style_sheet
+from penstock.web.access import Access, AccessMiddleware
+from penstock.web.api import REQUESTS, catalogue
+from penstock.web.limits import LIMITS, Limit
+from penstock.web.workers import Busy, Reply, TooLong, WorkerPool
+
+__all__ = ["create_app"]
+
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_STATUS = {"result": 200, "error": 422, "memory": 413, "failure": 500}
+_UPLOADS = ("csv", "json")
+
+
+def create_app(
+    access: Access | None = None, pool: WorkerPool | None = None, *, read_only: bool = False
+) -> Starlette:
+    """The application; `read_only` refuses uploads and searches."""
+    workers = pool or WorkerPool()
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        workers.start()
+        yield
+        workers.close()
+
+    names = [*REQUESTS, "search"]
+    routes = [Route("/", _file("index.html")), Route("/api/catalogue", _catalogue(read_only=read_only))]
+    routes += [Route(f"/page/{name}", _file(name)) for name in page_files() if name != "index.html"]
+    routes += [
+        Route("/page/timelines.js", _text(f"export {drawing_script()}\n", ".js")),
+        Route("/page/timelines.css", _text(style_sheet(), ".css")),
+    ]
+    routes += [
+        Route(f"/api/{name}", _endpoint(name, workers, read_only=read_only), methods=["POST"])
+        for name in names
+        if name != "search"
+    ]
+    routes.append(Route("/api/search", _search(workers, read_only=read_only), methods=["POST"]))
+    middleware = [Middleware(AccessMiddleware, access=access or Access())]
+    return Starlette(routes=routes, lifespan=lifespan, middleware=middleware)
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+@cache
+def page_files() -> tuple[str, ...]:
+    """The names of the files of the page; nothing else is served."""
+    folder = files("penstock.web").joinpath("page")
+    return tuple(sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(tuple(_TYPES))))
+
+
+def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    return _text(
+        files("penstock.web").joinpath("page", name).read_text(encoding="utf-8"), f".{name.rsplit('.', 1)[1]}"
+    )
+
+
+def _text(text: str, suffix: str) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(_: Request) -> Response:
+        return Response(text, media_type=_TYPES[suffix], headers={"Cache-Control": "no-cache"})
+
+    return serve
+
+
+def _catalogue(*, read_only: bool) -> Callable[[Request], Awaitable[Response]]:
+    answer = json.dumps(catalogue() | {"version": __version__, "read_only": read_only})
+
+    async def serve(_: Request) -> Response:
+        return Response(answer, media_type="application/json")
+
+    return serve
+
+
+# --- requests --------------------------------------------------------------------------------------
+
+
+def _error(status: int, message: str) -> Response:
+    return Response(json.dumps({"error": message}), status, media_type="application/json")
+
+
+class _Refused(Exception):  # noqa: N818 -- an answer
+    def __init__(self, status: int, message: str) -> None:
+        self.response = _error(status, message)
+
+
+async def _document(request: Request, limit: Limit) -> Any:  # noqa: ANN401 -- JSON
+    """The body as JSON, if it is not too large."""
+    if request.headers.get("content-type", "").split(";")[0] != "application/json":
+        raise _Refused(415, "send application/json")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit.body:
+            raise _Refused(413, f"a request can have at most {limit.body:,} bytes")
+    try:
+        return json.loads(bytes(body), parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise _Refused(400, "the request is not valid JSON") from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _check_read_only(document: object) -> None:
+    given = document.get("schedules") if isinstance(document, dict) else None
+    sources = given if isinstance(given, list) else []
+    if any(isinstance(source, dict) and any(key in source for key in _UPLOADS) for source in sources):
+        raise _Refused(403, "this playground is read-only: it takes no files")
+
+
+def _endpoint(name: str, pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitable[Response]]:
+    limit = LIMITS.get(name, Limit())
+
+    async def serve(request: Request) -> Response:
+        try:
+            document = await _document(request, limit)
+            if read_only:
+                _check_read_only(document)
+        except _Refused as refused:
+            return refused.response
+        answering = asyncio.ensure_future(pool.ask(name, document))
+        leaving = asyncio.ensure_future(_until_disconnected(request))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                return Response(status_code=499)  # nobody reads it
+            return _response(answering.result())
+        except TooLong:
+            return _error(
+                503, f"this takes more than {limit.seconds:g} s here; make it smaller, or use the command line"
+            )
+        except Busy:
+            return _error(503, "too many requests at once; try again")
+        finally:
+            leaving.cancel()
+            answering.cancel()
+
+    return serve
+
+
+def _response(reply: Reply) -> Response:
+    if reply.kind == "result":
+        return Response(reply.text, media_type="application/json")
+    return _error(_STATUS[reply.kind], _message(reply))
+
+
+def _message(reply: Reply) -> str:
+    if reply.kind == "memory":
+        return "this needs more memory than one request may use; make it smaller, or use the command line"
+    if reply.kind == "failure":
+        sys.stderr.write(reply.text)
+        return "an internal error; the server has printed it"
+    return reply.text
+
+
+async def _until_disconnected(request: Request) -> None:
+    """Wait until the client is gone; its body has been read."""
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+def _search(pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitable[Response]]:
+    """A stream of lines of JSON; closing it early, or `{"stop": id}`, ends the search."""
+    running: dict[str, asyncio.Event] = {}
+
+    async def serve(request: Request) -> Response:
+        if read_only:
+            return _error(403, "this playground is read-only: it runs no searches")
+        try:
+            document = await _document(request, LIMITS["search"])
+        except _Refused as refused:
+            return refused.response
+        if isinstance(document, dict) and set(document) == {"stop"}:
+            if (stop := running.get(str(document["stop"]))) is not None:
+                stop.set()
+            return Response("{}", media_type="application/json")
+        key = str(document.pop("id", "")) if isinstance(document, dict) else ""
+        return StreamingResponse(_lines(pool, document, key, running), media_type="application/x-ndjson")
+
+    return serve
+
+
+async def _lines(
+    pool: WorkerPool, document: object, key: str, running: dict[str, asyncio.Event]
+) -> AsyncIterator[str]:
+    stop = running[key] = asyncio.Event()
+    stream = pool.stream("search", document, stop)
+    try:
+        async for reply in stream:
+            text = (
+                reply.text if reply.kind in ("result", "progress") else json.dumps({"error": _message(reply)})
+            )
+            yield f'{{"{reply.kind if reply.kind in ("result", "progress") else "error"}":{text}}}\n'
+    except TooLong:
+        yield json.dumps({"error": {"error": "the search took too long"}}) + "\n"
+    except Busy:
+        yield json.dumps({"error": {"error": "too many requests at once; try again"}}) + "\n"
+    finally:
+        running.pop(key, None)
+        await stream.aclose()  # type: ignore[attr-defined]  # an async generator

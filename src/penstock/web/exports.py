@@ -1,0 +1,134 @@
+"""Take it away: files of a schedule or a picture, and the lines that make the same elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from base64 import b64encode
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from penstock.cost.costs import Costs
+from penstock.errors import FormatError, PenstockError
+from penstock.formats import dumps
+from penstock.integrations import export_torchtitan
+from penstock.ir.schedule import Schedule
+from penstock.planning.layout import even_layout
+from penstock.web.answers import timeline_of
+from penstock.web.request import SOURCE, Question, parse_question
+
+__all__ = ["export"]
+
+_PICTURES = {"svg": "image/svg+xml", "png": "image/png", "html": "text/html", "trace": "application/json"}
+_VIEWS = {"trace": "perfetto"}
+_FILES = {"csv": "text/csv", "json": "application/json"}
+
+
+def export(document: object) -> dict[str, Any]:
+    """One format: a file of the schedules, or `lines`, the commands that make the same."""
+    question = parse_question(document, {"format": (str,), "layers": (int,)})
+    wanted = question.extra["format"]
+    if wanted == "lines":
+        return _lines(question, question.extra["layers"])
+    if wanted in _PICTURES:
+        return _picture(question, wanted)
+    if wanted in _FILES:
+        schedule = question.schedule(0)
+        return _file(f"{_stem(schedule)}.{wanted}", _FILES[wanted], dumps(schedule, wanted).encode())
+    raise FormatError(SOURCE, [f"format: one of {', '.join((*_FILES, *_PICTURES, 'lines'))} (given {wanted})"])
+
+
+def _picture(question: Question, wanted: str) -> dict[str, Any]:
+    timelines = [timeline_of(question, index) for index in range(len(question.schedules))]
+    view = getattr(import_module(f"penstock.view.{_VIEWS.get(wanted, wanted)}"), wanted)
+    content = view(timelines)
+    suffix = "trace.json" if wanted == "trace" else wanted
+    data = content.encode() if isinstance(content, str) else content
+    return _file(f"{_stem(timelines[0].schedule)}.{suffix}", _PICTURES[wanted], data)
+
+
+def _file(name: str, kind: str, content: bytes) -> dict[str, Any]:
+    return {"file": name, "type": kind, "base64": b64encode(content).decode()}
+
+
+def _stem(schedule: Schedule) -> str:
+    plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in schedule.name).strip("-")
+    return f"{plain or 'schedule'}-p{schedule.num_ranks}-m{schedule.microbatches}"
+
+
+# --- lines -----------------------------------------------------------------------------------------
+
+
+def _lines(question: Question, layers: int | None) -> dict[str, Any]:
+    """The command, the Python and the torchtitan flags of the first schedule, and the cost file they need."""
+    schedule = question.schedule(0)
+    costs = question.costs_for(schedule)
+    source = question.schedules[0]
+    keys = costs.to_keys()
+    return {
+        "command": _command(question, source, schedule, keys),
+        "python": _python(question, source, schedule, costs),
+        "costs": "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()),
+        "torchtitan": _torchtitan(schedule, layers or schedule.num_stages),
+    }
+
+
+def _command(question: Question, source: Mapping[str, Any], schedule: Schedule, keys: Mapping[str, Any]) -> str:
+    words = ["penstock", "simulate"]
+    if "family" in source:
+        words += [source["family"], "-p", source["ranks"], "-m", source["microbatches"]]
+        options = (("stages_per_rank", "-v"), ("group", "--group"))
+        words += [word for key, flag in options if source.get(key) for word in (flag, _value(source[key]))]
+    else:
+        words.append(f"{_stem(schedule)}.csv")
+    for key in ("recompute", "offload"):
+        words += [f"--{key}", source[key]] if source.get(key) else []
+    words += ["--lowered"] if question.lowered else []
+    words += ["--costs", "costs.toml"] if keys else []
+    words += [] if question.send_model.is_buffered else ["--send-model", str(question.send_model)]
+    words += ["--jitter", f"{question.jitter:g}"] if question.jitter else []
+    return shlex.join(map(str, words))
+
+
+def _value(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _python(question: Question, source: Mapping[str, Any], schedule: Schedule, costs: Costs) -> str:
+    names = dict(zip(costs.to_keys(), _argument_names(costs)))
+    arguments = ", ".join(f"{names[key]}={value!r}" for key, value in costs.to_keys().items())
+    if "family" in source:
+        sizes = [f"ranks={source['ranks']}", f"microbatches={source['microbatches']}"]
+        sizes += [f"{key}={source[key]!r}" for key in ("stages_per_rank", "group") if source.get(key)]
+        made = f"penstock.build({source['family']!r}, {', '.join(sizes)})"
+    else:
+        made = f"penstock.read({_stem(schedule) + '.csv'!r})"
+    lines = ["import penstock", "", f"schedule = {made}"]
+    makers = {"recompute": "Recompute", "offload": "Offload"}
+    for key, name in makers.items():
+        if source.get(key):
+            lines.insert(1, f"from penstock.lowering import {name}, parse_policy")
+            lines.append(f"schedule = penstock.lower(schedule, [{name}(*parse_policy({source[key]!r}))])")
+    if question.lowered or not question.send_model.is_buffered:
+        lines.append("schedule = penstock.lower(schedule)")
+    model = "" if question.send_model.is_buffered else f", send_model={str(question.send_model)!r}"
+    lines.append(f"timeline = penstock.simulate(schedule, penstock.Costs({arguments}){model})")
+    return (
+        "\n".join([*lines, "print(timeline.makespan, timeline.bubble_rate, max(timeline.peak_memory))"]) + "\n"
+    )
+
+
+def _argument_names(costs: Costs) -> list[str]:
+    """The names of the costs in the order of `to_keys`."""
+    units = ("_bytes_per_second", "_seconds", "_bytes")
+    return [next((key.removesuffix(u) for u in units if key.endswith(u)), key) for key in costs.to_keys()]
+
+
+def _torchtitan(schedule: Schedule, layers: int) -> dict[str, Any]:
+    """The flags, or why torchtitan cannot run it."""
+    try:
+        made = export_torchtitan(schedule, even_layout(layers, schedule.num_stages))
+    except PenstockError as error:
+        return {"error": str(error)}
+    return {"flags": list(made.flags), "notes": list(made.notes), "files": dict(made.files)}

@@ -1,0 +1,37 @@
+"""The limits of one request: what it may ask for, how long it may take, how much memory it may use."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["LIMITS", "MOST_BODY", "MOST_SCHEDULES", "MOST_WORK", "Limit"]
+
+MOST_SCHEDULES = 8
+"""In one request."""
+MOST_WORK = 1 << 15
+"""Stages times microbatches of a schedule: 32 ranks with 2 stages each and 512 microbatches."""
+MOST_BODY = 64 * 1024 * 1024
+"""Bytes of a request; traces are large."""
+
+
+class Limit(NamedTuple):
+    """Of one kind of request."""
+
+    seconds: float = 15.0
+    body: int = 8 * 1024 * 1024
+    """Bytes."""
+    memory: int = 3 * 1024**3
+    """Bytes of address space that the worker may add."""
+
+
+LIMITS = {
+    "compare": Limit(),
+    "edit": Limit(10.0),
+    "what-if": Limit(20.0),
+    "robustness": Limit(30.0),
+    "pareto": Limit(30.0),
+    "export": Limit(30.0),
+    "search": Limit(150.0, memory=6 * 1024**3),
+    "trace": Limit(60.0, body=MOST_BODY),
+}
+"""By the name of the request."""

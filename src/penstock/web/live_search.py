@@ -1,0 +1,133 @@
+"""A search that sends its progress, and ends with the best so far when it is told to stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from penstock.errors import FormatError
+from penstock.records import search_record
+from penstock.search import Progress
+from penstock.search import search as run_search
+from penstock.view.html import page_data
+from penstock.web.answers import row_of
+from penstock.web.request import SOURCE, expect, parse_costs
+
+__all__ = ["live_search"]
+
+_MOST_SECONDS = 120.0
+_MOST_WORK = 4096
+"""Stages times microbatches."""
+_KEYS: dict[str, tuple[type, ...]] = {
+    "ranks": (int,),
+    "microbatches": (int,),
+    "stages_per_rank": (int,),
+    "placement": (str,),
+    "costs": (dict,),
+    "memory_limit": (int, float),
+    "live_limit": (int,),
+    "objective": (str,),
+    "fused": (bool,),
+    "seconds": (int, float),
+    "moves": (int,),
+    "seed": (int,),
+    "recompute": (bool,),
+    "offload": (bool,),
+}
+
+
+def live_search(document: object, connection: Connection | None = None) -> dict[str, Any]:
+    """The result of `penstock.search`, its timeline to draw, and its certificate in words."""
+    given = expect(document, _KEYS, ["ranks", "microbatches"])
+    seconds, stages = float(given.get("seconds") or 10.0), given.get("stages_per_rank") or 1
+    work = given["ranks"] * stages * given["microbatches"]
+    problems = []
+    if not 0 < seconds <= _MOST_SECONDS:
+        problems.append(f"seconds: from 0 to {_MOST_SECONDS:g} on this page (given {seconds:g})")
+    if work > _MOST_WORK:
+        problems.append(
+            f"stages times microbatches: at most {_MOST_WORK} in a search on this page (given {work})"
+        )
+    if problems:
+        raise FormatError(SOURCE, problems)
+    with _Interrupts(connection) as on_progress:
+        result = run_search(
+            ranks=given["ranks"],
+            microbatches=given["microbatches"],
+            costs=parse_costs(given.get("costs") or {}),
+            stages_per_rank=stages,
+            placement=given.get("placement") or "any",
+            memory_limit=given.get("memory_limit"),
+            live_limit=given.get("live_limit"),
+            objective=given.get("objective") or "makespan",
+            split=not given.get("fused"),
+            seconds=seconds,
+            moves=given.get("moves"),
+            seed=given.get("seed") or 0,
+            recompute=bool(given.get("recompute")),
+            offload=bool(given.get("offload")),
+            on_progress=on_progress,
+        )
+    record = search_record(result)
+    return record | {
+        "data": page_data([result.timeline]),
+        "certificate": certificate(record),
+        "stage_to_rank": result.schedule.placement.stage_to_rank,
+        "peak_memory": record["peak_memory"],
+        "row": None if result.timeline.period is None else row_of(result.timeline, given.get("memory_limit")),
+    }
+
+
+def certificate(record: dict[str, Any]) -> str:
+    """What the search proved, in a sentence."""
+    bound = f"no schedule of this work has a {record['objective']} below {record['bound']:g} s"
+    bound += f" ({record['because']})"
+    if record["proved"]:
+        return f"Proved optimal: {bound}, and this one takes exactly that."
+    gap = "unknown" if record["gap"] is None else f"at most {record['gap']:.2%}"
+    return f"Not proved: {bound}; this one takes {record['value']:g} s, so a better one can gain {gap}."
+
+
+class _Interrupts:
+    """Turns a message on the pipe into the interrupt that ends a search; gives the callback of its progress."""
+
+    def __init__(self, connection: Connection | None) -> None:
+        self.connection, self.ended, self.stop_sent = connection, threading.Event(), False
+
+    def __enter__(self) -> Any:  # noqa: ANN401 -- a callback
+        if self.connection is None:
+            return None
+        self._before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self._send
+
+    def _watch(self) -> None:
+        assert self.connection is not None
+        while not self.ended.is_set():
+            if self.connection.poll(0.05):
+                self.connection.recv_bytes()
+                if not self.ended.is_set():
+                    signal.raise_signal(signal.SIGINT)
+                return
+
+    def _send(self, now: Progress) -> None:
+        assert self.connection is not None
+        record = {
+            "phase": now.phase,
+            "best": now.best,
+            "bound": now.bound,
+            "seconds": now.seconds,
+            "fraction": now.fraction,
+        }
+        finite = {key: value for key, value in record.items() if value not in (float("inf"), float("-inf"))}
+        self.connection.send_bytes(json.dumps(["progress", json.dumps(finite)]).encode())
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        if self.connection is not None:
+            self._thread.join()
+            signal.signal(signal.SIGINT, self._before)

@@ -1,0 +1,42 @@
+// Numbers as text.
+
+// Formats a number to so many digits, without trailing zeros.
+export function short(value, digits = 5) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  return String(Number(value.toPrecision(digits)));
+}
+
+// Formats seconds with a fitting unit.
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  const [unit, factor] = value >= 1 || value === 0 ? ["s", 1] : value >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
+  return `${short(value * factor)} ${unit}`;
+}
+
+// Formats bytes with a fitting unit.
+export function bytes(amount) {
+  if (amount === null || amount === undefined) return "–";
+  const power = amount > 0 ? Math.min(4, Math.max(0, Math.floor(Math.log2(amount) / 10))) : 0;
+  return `${short(amount / 1024 ** power, 4)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
+// Formats a share as a percentage.
+export const percent = (share) => `${(share * 100).toFixed(1)} %`;
+
+// Formats a relative difference with its sign, or returns null if there is none.
+export function difference(value, base) {
+  if (!base || value === base) return null;
+  const share = value / base - 1;
+  if (Math.abs(share) < 5e-4) return null;
+  return `${share > 0 ? "+" : "−"}${(Math.abs(share) * 100).toFixed(1)} %`;
+}
+
+const UNITS = { "": 1, B: 1, KB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12, KIB: 1024, MIB: 1024 ** 2, GIB: 1024 ** 3, TIB: 1024 ** 4 };
+
+// Parses bytes with or without a unit: 80GB, 74.5 GiB, 8. Returns null if empty, NaN if it is none.
+export function parseBytes(text) {
+  if (!text.trim()) return null;
+  const match = /^\s*([0-9.eE+-]+)\s*([KMGT]?i?B?)\s*$/i.exec(text);
+  const unit = match && UNITS[match[2].toUpperCase()];
+  return match && unit ? Number(match[1]) * unit : NaN;
+}

@@ -1,0 +1,63 @@
+// The assembly of the page: modes, settings, theme, link.
+
+import { $, complain, h } from "./dom.js";
+import { catalogue as loadCatalogue } from "./api.js";
+import * as compare from "./compare.js";
+import { explainSelection } from "./explain.js";
+import { fill, makeControls } from "./controls.js";
+import { store, subscribe, update } from "./state.js";
+
+const MODES = { compare: { label: "Compare", module: compare } };
+
+function makeModes() {
+  $("modes").replaceChildren(...Object.entries(MODES).map(([name, { label }]) =>
+    h("button", { type: "button", id: `mode-${name}`, onclick: () => update({ mode: name }) }, label)));
+}
+
+function show(state, before) {
+  const mode = MODES[state.mode] ? state.mode : "compare";
+  document.body.dataset.mode = mode;
+  for (const name of Object.keys(MODES)) $(`mode-${name}`).setAttribute("aria-pressed", name === mode);
+  fill(state);
+  if (before && before.mode !== state.mode) MODES[before.mode]?.module.leave?.();
+  MODES[mode].module.show(state, before);
+}
+
+async function copyLink() {
+  try {
+    await navigator.clipboard.writeText(location.href);
+    $("share").textContent = "Copied";
+  } catch {
+    $("share").textContent = "Copy the address bar";
+  }
+  setTimeout(() => { $("share").textContent = "Copy link"; }, 1600);
+}
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, select, textarea, dialog, [data-keys=own]")) return;
+  if (event.key === "g") explainSelection();
+}
+
+function keepTheme() {
+  const root = document.documentElement;
+  try {
+    const kept = localStorage.getItem("penstock.theme");
+    if (kept) root.dataset.chosenTheme = kept;
+    new MutationObserver(() => localStorage.setItem("penstock.theme", root.dataset.chosenTheme ?? ""))
+      .observe(root, { attributes: true, attributeFilter: ["data-chosen-theme"] });
+  } catch { /* no storage: the theme lasts as long as the page */ }
+}
+
+async function open() {
+  keepTheme();
+  const offered = await loadCatalogue();
+  makeModes();
+  makeControls(offered);
+  for (const { module } of Object.values(MODES)) module.start?.(offered);
+  $("share").addEventListener("click", copyLink);
+  document.addEventListener("keydown", onKey);
+  subscribe(show);
+  show(store.state, null);
+}
+
+open().catch((error) => complain(`The page could not start: ${error.message}`));

@@ -1,0 +1,68 @@
+"""Starts the server and opens the browser."""
+
+from __future__ import annotations
+
+import socket
+import webbrowser
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.errors import MissingExtraError, PenstockError
+
+__all__ = ["serve"]
+
+
+def serve(
+    host: str,
+    port: int,
+    *,
+    origins: Sequence[str] = (),
+    read_only: bool = False,
+    browser: bool = True,
+    on_ready: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Serve the playground until Ctrl-C; `on_ready` is called with its address."""
+    try:
+        import uvicorn  # noqa: PLC0415 -- an extra
+
+        from penstock.web.access import LOOPBACK, Access  # noqa: PLC0415
+        from penstock.web.app import create_app  # noqa: PLC0415
+    except ImportError:
+        raise MissingExtraError(
+            "the playground needs starlette and uvicorn, which are not installed: pip install 'penstock[serve]'"
+        ) from None
+    listening = _listen(host, port)
+    name = f"[{host}]" if ":" in host else host
+    url = f"http://{name}:{listening.getsockname()[1]}/"
+    access = Access(loopback=host in LOOPBACK, origins=frozenset(origins))
+    app = create_app(access, read_only=read_only)
+
+    class Server(uvicorn.Server):
+        async def startup(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 -- passed on
+            await super().startup(*arguments, **options)
+            on_ready(url)
+            if browser:
+                webbrowser.open(url)
+
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=1, h11_max_incomplete_event_size=65536
+    )
+    try:
+        Server(config).run([listening])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        listening.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket on this address; port 0 is any free one."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except (OSError, OverflowError) as error:
+        raise PenstockError(f"cannot listen on --host {host} --port {port}: {error}") from None
+    listening.set_inheritable(False)
+    return listening

@@ -1,0 +1,74 @@
+"""A worker process: takes requests from a pipe, computes them within a memory limit, answers with JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.web.api import REQUESTS
+from penstock.web.limits import LIMITS, Limit
+from penstock.web.live_search import live_search
+
+__all__ = ["serve_requests"]
+
+
+def serve_requests(connection: Connection) -> None:
+    """Answer until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the server ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        try:
+            name, document = json.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if name == "stop":  # of a search that had ended already
+            continue
+        kind, text = _answer(connection, name, document)
+        connection.send_bytes(json.dumps([kind, text]).encode())
+
+
+def _end_with_parent() -> None:
+    """Exit when the server does, however it ends."""
+    from multiprocessing import parent_process  # noqa: PLC0415 -- in the child only
+
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(0)
+
+
+def _answer(connection: Connection, name: str, document: object) -> tuple[str, str]:
+    limit = LIMITS.get(name, Limit())
+    try:
+        _limit_memory(limit.memory)
+        if name == "search":
+            result: Any = live_search(document, connection)
+        else:
+            result = REQUESTS[name](document)
+        return "result", json.dumps(result, separators=(",", ":"), allow_nan=False)
+    except PenstockError as error:
+        return "error", str(error)
+    except (MemoryError, RecursionError):
+        return "memory", ""
+    except Exception:  # noqa: BLE001 -- the server answers, and prints it
+        return "failure", traceback.format_exc()
+
+
+def _limit_memory(more: int) -> None:
+    """Let this process use so many bytes of address space in addition to what it has."""
+    if sys.platform != "linux":
+        return
+    import resource  # noqa: PLC0415 -- not on every platform
+
+    with suppress(ValueError, OSError):
+        pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115, PTH123 -- one line of the kernel
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + more
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

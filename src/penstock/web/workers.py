@@ -1,0 +1,168 @@
+"""Worker processes: every request is computed in one, and a request that is late or cancelled ends its process.
+
+    request --> free worker --> reply
+                   |  deadline, or the client is gone: the process is killed, another one takes its place
+
+Processes, not threads, because a thread cannot be stopped, and its memory cannot be limited. They are forked
+from a server that has everything loaded, so a new one takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from penstock.web.limits import LIMITS, Limit
+from penstock.web.work import serve_requests
+
+__all__ = ["Busy", "Reply", "TooLong", "WorkerPool"]
+
+
+class Busy(Exception):  # noqa: N818 -- a state, not an error of the user
+    """Too many requests wait already."""
+
+
+class TooLong(Exception):  # noqa: N818 -- as above
+    """A request reached its deadline."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A part of the answer of a worker: JSON text, or an error of the request."""
+
+    kind: str
+    """`result`, `progress`, `error` (of the user), `memory`, `failure` (ours)."""
+    text: str
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+@dataclass(eq=False)
+class WorkerPool:
+    """A few worker processes, and those who wait for one."""
+
+    size: int = field(default_factory=lambda: max(2, min(4, os.cpu_count() or 1)))
+    most_waiting: int = 200
+    _free: asyncio.Queue[_Worker] = field(init=False)
+    _all: set[_Worker] = field(default_factory=set)
+    _waiting: int = 0
+    _context: Any = None
+
+    def start(self) -> None:
+        """Start all processes; call it in the event loop."""
+        self._free = asyncio.Queue()
+        method = "forkserver" if sys.platform != "win32" else "spawn"
+        self._context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            self._context.set_forkserver_preload(["penstock.web.work"])
+        for _ in range(self.size):
+            self._free.put_nowait(self._new())
+
+    def _new(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=serve_requests, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        worker = _Worker(process, ours)
+        self._all.add(worker)
+        return worker
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self._all:
+            worker.kill()
+        self._all.clear()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes."""
+        return [worker.process.pid or 0 for worker in self._all]
+
+    async def ask(self, name: str, document: object) -> Reply:
+        """The answer to one request. If the task is cancelled, or late, its worker is replaced."""
+        async for reply in self.stream(name, document):
+            if reply.kind != "progress":
+                return reply
+        raise AssertionError("a stream ends with an answer")
+
+    async def stream(
+        self, name: str, document: object, stop: asyncio.Event | None = None
+    ) -> AsyncIterator[Reply]:
+        """Reports of progress, and the answer. Setting `stop` asks the worker to end with the best so far."""
+        limit = LIMITS.get(name, Limit())
+        worker = await self._acquire()
+        finished = False
+        try:
+            await _in_thread(worker.connection.send_bytes, json.dumps([name, document]).encode())
+            deadline = asyncio.get_running_loop().time() + limit.seconds
+            while not finished:
+                reply = await self._next(worker, deadline, stop)
+                finished = reply.kind != "progress"
+                yield reply
+        finally:
+            self._release(worker, reusable=finished)
+
+    async def _next(self, worker: _Worker, deadline: float, stop: asyncio.Event | None) -> Reply:
+        reading = asyncio.ensure_future(_in_thread(worker.connection.recv_bytes))
+        stopping = asyncio.ensure_future(stop.wait()) if stop is not None and not stop.is_set() else None
+        try:
+            while True:
+                left = deadline - asyncio.get_running_loop().time()
+                waited = [task for task in (reading, stopping) if task is not None]
+                done, _ = await asyncio.wait(waited, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
+                if reading in done:
+                    kind, text = json.loads(reading.result())
+                    return Reply(kind, text)
+                if not done:
+                    raise TooLong
+                worker.connection.send_bytes(b'["stop", null]')
+                stopping = None
+        except EOFError:
+            return Reply("memory", "")
+        finally:
+            if stopping is not None:
+                stopping.cancel()
+            if not reading.done():
+                worker.process.kill()  # ends the read
+                with suppress(Exception):
+                    await asyncio.shield(reading)
+
+    async def _acquire(self) -> _Worker:
+        if self._waiting >= self.most_waiting:
+            raise Busy
+        self._waiting += 1
+        try:
+            return await self._free.get()
+        finally:
+            self._waiting -= 1
+
+    def _release(self, worker: _Worker, *, reusable: bool) -> None:
+        if worker not in self._all:
+            return  # closed meanwhile
+        if not reusable or not worker.process.is_alive():
+            worker.kill()
+            self._all.discard(worker)
+            worker = self._new()
+        self._free.put_nowait(worker)
+
+
+async def _in_thread(function: Any, *arguments: Any) -> Any:  # noqa: ANN401 -- passed on
+    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
