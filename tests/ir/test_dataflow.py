@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from penstock import Schedule, build, families, lower
-from penstock.ir import dataflow
+from penstock import Schedule, build, families, loops, lower
 from penstock.ir.dataflow import DataflowRun, Inputs, run_dataflow
 
 
@@ -49,9 +48,9 @@ def test_the_compiled_loop_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
         )
         durations = [rng.random() for _ in range(schedule.num_steps)]
         starts = [rng.random() for _ in range(schedule.num_ranks)]
-        monkeypatch.setattr(dataflow, "COMPILED_FROM", 10**9)
+        monkeypatch.setattr(loops, "COMPILE_AFTER", 10**18)
         plain = run_dataflow(schedule.table, inputs, durations, starts)
-        monkeypatch.setattr(dataflow, "COMPILED_FROM", 0)
+        monkeypatch.setattr(loops, "COMPILE_AFTER", 0)
         fast = run_dataflow(schedule.table, inputs, durations, starts)
         assert fast.ends.tobytes() == plain.ends.tobytes()
         assert fast.stuck == plain.stuck

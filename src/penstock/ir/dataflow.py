@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from penstock.ir.table import ActionTable, Floats, Ints
+from penstock.loops import Loop
 
-__all__ = ["COMPILED_FROM", "DataflowRun", "Inputs", "run_dataflow"]
-
-COMPILED_FROM = 500_000
-"""The number of slots from which the loop is compiled: loading the compiler takes about a second."""
+__all__ = ["DataflowRun", "Inputs", "run_dataflow"]
 
 _NOT_YET = -1
 _NONE = -1
@@ -66,37 +63,24 @@ class DataflowRun:
 
 
 def run_dataflow(
-    table: ActionTable, inputs: Inputs, durations: Sequence[float] | Floats, starts: Sequence[float]
+    table: ActionTable,
+    inputs: Inputs,
+    durations: float | Sequence[float] | Ints | Floats,
+    starts: Sequence[float] | Ints | Floats,
 ) -> DataflowRun:
-    """One run. `durations` are per slot, `starts` is the clock of each rank at the beginning."""
+    """One run. `durations` are per slot, or one for all; `starts` is the clock of each rank at the beginning."""
     slots, ranks = len(inputs.one), len(starts)
-    integers = (inputs.one, inputs.group_bounds, inputs.group_producer, table.rank, table.slot_bounds)
-    seconds = (inputs.lag, inputs.group_lag, durations, starts)
-    first = table.slot_bounds[:-1]
-    ends: Floats
-    position: Ints
-    if slots >= COMPILED_FROM:
-        ends, position = np.full(slots, float(_NOT_YET)), first.astype(np.int64)
-        exact = (np.array(each, dtype=np.float64) for each in seconds)
-        state = np.zeros((4, ranks), dtype=np.int64)
-        _compiled_loop()(*integers, *exact, ends, position, state[0], state[1], state[2], state[3])
-    else:
-        listed: list[Any] = [_NOT_YET] * slots
-        places: list[int] = first.tolist()
-        given: Any = (*integers, *seconds)
-        lists = [each.tolist() if isinstance(each, np.ndarray) else list(each) for each in given]
-        lists += [listed, places, *([0] * ranks for _ in range(4))]
-        _loop(*lists)
-        ends, position = np.array(listed, dtype=np.float64), np.array(places, dtype=np.int64)
+    seconds = np.full(slots, durations) if isinstance(durations, int | float) else durations
+    columns = (
+        *(inputs.one, inputs.group_bounds, inputs.group_producer, table.rank, table.slot_bounds),
+        *(np.asarray(each, dtype=np.float64) for each in (inputs.lag, inputs.group_lag, seconds)),
+    )
+    ends, clock = np.full(slots, float(_NOT_YET)), np.array(starts, dtype=np.float64)
+    position = table.slot_bounds[:-1].astype(np.int64)
+    state = np.zeros((4, ranks), dtype=np.int64)
+    _LOOP.run(slots, columns, (clock, ends, position, *state))
     stuck = np.flatnonzero(position < table.slot_bounds[1:])
     return DataflowRun(ends, dict(zip(stuck.tolist(), position[stuck].tolist())))
-
-
-@cache
-def _compiled_loop() -> Any:
-    from penstock.compilation import compiled  # noqa: PLC0415 -- loads the compiler
-
-    return compiled(_loop)
 
 
 def _loop(  # noqa: C901, PLR0912 -- calls would take most of its time
@@ -168,3 +152,6 @@ def _loop(  # noqa: C901, PLR0912 -- calls would take most of its time
                 next_waiting[waiting] = first_waiting[rank]
                 first_waiting[rank] = waiting
             waiting = following
+
+
+_LOOP = Loop(_loop)

@@ -92,7 +92,7 @@ def _moments(schedule: Schedule) -> Ints:
     producer, consumer = table.crossings
     turn = (table.rank[consumer] - table.rank[producer] - 1) % p + 1
     inputs = Inputs.of(schedule.num_steps, producer, consumer, turn - p)
-    done = run_dataflow(table, inputs, [p] * schedule.num_steps, [rank - p for rank in range(p)])
+    done = run_dataflow(table, inputs, p, np.arange(-p, 0))
     if done.stuck:
         raise invalid_schedule_error(schedule, validate(schedule))
     return done.ends.astype(np.int64)

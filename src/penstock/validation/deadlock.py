@@ -8,18 +8,20 @@ are queued after that message anyway. So a schedule that is safe under `rendezvo
 is decided first, and fast.
 """
 
+# ruff: noqa: ANN401 -- the loop runs over lists or arrays
+
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.messages import Messages
 from penstock.ir.table import ActionTable, Ints
+from penstock.loops import Loop
 from penstock.validation.send_model import SendModel
 from penstock.validation.violation import Violation, Wait, slot_at
 
@@ -68,9 +70,8 @@ def no_deadlock(messages: Messages, strictest: SendModel = SendModel.RENDEZVOUS)
 def _data_flows(table: ActionTable) -> bool:
     """Without communication: whether every rank reaches the end of its list."""
     producer, consumer = table.crossings
-    n = len(table.rank)
-    inputs = Inputs.of(n, producer, consumer, np.zeros_like(producer))
-    return not run_dataflow(table, inputs, [1] * n, [0] * table.placement.num_ranks).stuck
+    inputs = Inputs.of(len(table.rank), producer, consumer, np.zeros_like(producer))
+    return not run_dataflow(table, inputs, 1, [0] * table.placement.num_ranks).stuck
 
 
 def _all_meet(messages: Messages) -> bool:
@@ -81,24 +82,38 @@ def _all_meet(messages: Messages) -> bool:
     """
     table = messages.table
     there = np.flatnonzero(messages.paired)
-    slots = table.slot[np.concatenate((messages.send[there], messages.receive[there]))]
-    order = np.argsort(slots)
-    number = (order % max(len(there), 1)).tolist()
-    bounds = np.searchsorted(slots[order], table.slot_bounds).tolist()
-    walks = [iter(number[begin:end]) for begin, end in pairwise(bounds)]
-    first_there = [-1] * len(there)
-    met = 0
-    ready = list(range(len(walks)))
-    while ready:
-        rank = ready.pop()
-        for message in walks[rank]:
-            other = first_there[message]
+    at_part = np.full(len(table.code), -1, dtype=np.int64)
+    at_part[messages.send[there]] = at_part[messages.receive[there]] = np.arange(len(there))
+    parts = np.flatnonzero(at_part >= 0)
+    position = np.searchsorted(parts, table.part_bounds)
+    stops, waiting = position[1:], np.full(len(there), -1, dtype=np.int64)
+    ready, met = np.arange(len(stops)), np.zeros(1, dtype=np.int64)
+    _MEET.run(len(parts), (at_part[parts], stops), (position[:-1].copy(), ready, waiting, met))
+    return int(met[0]) == len(there)
+
+
+def _meet(message_at: Any, stops: Any, position: Any, ready: Any, waiting: Any, met: Any) -> None:
+    """Count the messages at which both ranks meet; `waiting` is the rank at a message, or -1."""
+    top, count = len(ready), 0
+    while top > 0:
+        top -= 1
+        rank = ready[top]
+        i, stop = position[rank], stops[rank]
+        while i < stop:
+            message = message_at[i]
+            i += 1
+            other = waiting[message]
             if other < 0:
-                first_there[message] = rank
+                waiting[message] = rank
                 break
-            met += 1
-            ready.append(other)
-    return met == len(there)
+            count += 1
+            ready[top] = other
+            top += 1
+        position[rank] = i
+    met[0] = count
+
+
+_MEET = Loop(_meet)
 
 
 # --- the slow path, which finds the cycle; for schedules that are known to be invalid -----------------
