@@ -78,12 +78,15 @@ def _sorted_rows(
     position[list(graph.forward_order)] = np.arange(graph.num_stages)
     stage = np.repeat(np.arange(graph.num_stages), microbatches)
     microbatch = np.tile(np.arange(microbatches), graph.num_stages)
-    columns = []
+    host = np.array(placement.stage_to_rank, dtype=np.int64)
+    turns = microbatches + max(max(forwards) for _, forwards in ahead)
+    keys, codes = [], []
     for number, (kind, forwards) in enumerate(ahead):
-        turn = microbatch + np.array(forwards, dtype=np.int64)[stage]
-        within = position[stage] if kind is Kind.F else -position[stage]
-        columns.append((within, np.full_like(turn, number), turn, codes_of(kind, stage, microbatch)))
-    *keys, codes = map(np.concatenate, zip(*columns))
-    rank = np.tile(np.array(placement.stage_to_rank, dtype=np.int64)[stage], len(ahead))
-    order = np.lexsort((*keys, rank))
-    return np.split(codes[order], np.cumsum(np.bincount(rank, minlength=placement.num_ranks))[:-1])
+        within = position if kind is Kind.F else graph.num_stages - 1 - position
+        # per stage: its place in an order by rank, turn, kind and position; a turn later is one round further
+        place = (host * turns + np.array(forwards, dtype=np.int64)) * len(ahead) + number
+        keys.append((place * graph.num_stages + within)[stage] + microbatch * (len(ahead) * graph.num_stages))
+        codes.append(codes_of(kind, stage, microbatch))
+    order = np.argsort(np.concatenate(keys), kind="stable")
+    per_rank = np.bincount(host, minlength=placement.num_ranks) * (microbatches * len(ahead))
+    return np.split(np.concatenate(codes)[order], np.cumsum(per_rank)[:-1])

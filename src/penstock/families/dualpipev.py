@@ -20,12 +20,17 @@ from __future__ import annotations
 
 from collections import deque
 
-from penstock.families.rank_order import RankOrder, keep_microbatches
+from penstock.families.rank_order import keep_microbatches, number_microbatches, of_stage
 from penstock.families.registry import register
+from penstock.ir.encoding import JOINED
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import Ints
 
 __all__ = ["dualpipev"]
+
+Steps = tuple[int, int, int, int]
+"""F, I, W and B of a stage."""
 
 
 @register(
@@ -40,65 +45,48 @@ def dualpipev(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     return Schedule.from_codes(orders, Placement.v(ranks, stages_per_rank), microbatches, "dualpipev")
 
 
-def _order(p: int, r: int, n: int) -> list[int]:
-    order = RankOrder()
-    _warm_up(order, p, r)
-    _steady_state(order, p, r, n)
-    _cool_down(order, p, r)
-    return order.codes
+def _order(p: int, r: int, n: int) -> Ints:
+    a, b = of_stage(r), of_stage(2 * p - 1 - r)
+    return number_microbatches(_warm_up(p, r, a, b) + _steady_state(p, r, n, a, b) + _cool_down(p, r, a, b))
 
 
-def _warm_up(order: RankOrder, p: int, r: int) -> None:
-    a, b = r, 2 * p - 1 - r
-    # Step 1: nFa
-    for _ in range(2 * (p - r - 1)):
-        order.F(a)
-    # Step 2: nFaFb
-    for _ in range(r + 1):
-        order.F(a)
-        order.F(b)
-    # Step 3: nIbWbFb
-    for _ in range(p - r - 1):
-        order.I(b)
-        order.W(b)
-        order.F(b)
+def _warm_up(p: int, r: int, a: Steps, b: Steps) -> list[int]:
+    (fa, *_), (fb, ib, wb, _) = a, b
+    return (
+        2 * (p - r - 1) * [fa]  # Step 1: nFa
+        + (r + 1) * [fa, fb]  # Step 2: nFaFb
+        + (p - r - 1) * [ib, wb, fb]  # Step 3: nIbWbFb
+    )
 
 
-def _steady_state(order: RankOrder, p: int, r: int, n: int) -> None:
-    a, b = r, 2 * p - 1 - r
+def _steady_state(p: int, r: int, n: int, a: Steps, b: Steps) -> list[int]:
+    (fa, *_, ba), (fb, *_, bb) = a, b
+    with_bb, with_ba = bb | JOINED, ba | JOINED
     # Step 4: n(Fa&Bb)(Fb&Ba); on the last rank the first F and B are not overlapped
-    for i in range(n - 2 * p + r + 1):
-        if i == 0 and r == p - 1:
-            order.F(a)
-            order.B(b)
-        else:
-            order.F_and_B(a, b)
-        order.F_and_B(b, a)
+    pairs = (n - 2 * p + r + 1) * [fa, with_bb, fb, with_ba]
+    if r == p - 1:
+        pairs[1] = bb
     # Step 5: nBb(Fb&Ba)
-    for _ in range(p - r - 1):
-        order.B(b)
-        order.F_and_B(b, a)
+    return pairs + (p - r - 1) * [bb, fb, with_ba]
 
 
-def _cool_down(order: RankOrder, p: int, r: int) -> None:
-    a, b = r, 2 * p - 1 - r
-    deferred: deque[int] = deque()  # stages, by their deferred weight gradients
+def _cool_down(p: int, r: int, a: Steps, b: Steps) -> list[int]:
+    (_, ia, wa, ba), (_, ib, wb, bb) = a, b
+    order: list[int] = []
+    deferred: deque[int] = deque()  # weight gradients
 
-    def backward(stage: int, *, split: bool) -> None:
-        if split:
-            order.I(stage)
-            deferred.append(stage)
-        else:
-            order.B(stage)
+    def backward(full: int, split: int, weight: int, *, splits: bool) -> None:
+        order.append(split if splits else full)
+        if splits:
+            deferred.append(weight)
 
     # Step 6: nBbBa, and from the middle on with deferred weight gradients: nIbIa
     for i in range(r + 1):
-        backward(b, split=2 * i >= r + 1)
-        backward(a, split=2 * i >= r)
+        backward(bb, ib, wb, splits=2 * i >= r + 1)
+        backward(ba, ia, wa, splits=2 * i >= r)
     # Step 7: nWIa
     for _ in range(p - r - 1):
-        order.W(deferred.popleft())
-        backward(a, split=True)
+        order.append(deferred.popleft())
+        backward(ba, ia, wa, splits=True)
     # Step 8: nW
-    while deferred:
-        order.W(deferred.popleft())
+    return [*order, *deferred]

@@ -17,13 +17,15 @@ Legend: p ranks, m microbatches, v stages per rank; F, B the forward and backwar
 
 from __future__ import annotations
 
+import numpy as np
+
 from penstock.families.depth_order import depth_order
-from penstock.families.rank_order import codes_of
 from penstock.families.registry import register
 from penstock.ir.action import Kind
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import codes_of
 
 __all__ = ["gpipe", "looped_bfs"]
 
@@ -50,10 +52,9 @@ def gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Run all forwards of each local stage in turn, then all backwards in reverse order."""
     placement = Placement.loop(ranks, stages_per_rank)
-    ks = range(microbatches)
-    orders: list[list[int]] = []
+    ks, orders = np.arange(microbatches), []
     for stages in placement.stages_of_rank:
-        forwards = [code for stage in stages for code in codes_of(Kind.F, stage, ks)]
-        backwards = [code for stage in reversed(stages) for code in codes_of(Kind.B, stage, reversed(ks))]
-        orders.append(forwards + backwards)
+        own = np.array(stages, dtype=np.int64)[:, None]
+        passes = codes_of(Kind.F, own, ks), codes_of(Kind.B, own[::-1], ks[::-1])
+        orders.append(np.concatenate(passes, axis=None))
     return Schedule.from_codes(orders, placement, microbatches, "looped-bfs")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock.families.rank_order import codes_of, defer_weights, keep_microbatches
+import numpy as np
+
+from penstock.families.rank_order import defer_weights, keep_microbatches
 from penstock.ir.action import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.table import Ints
+from penstock.ir.table import Ints, codes_of
 
 __all__ = ["Groups", "all_ranks", "half_the_ranks"]
 
@@ -46,20 +48,19 @@ class Groups(NamedTuple):
 
     def passes(
         self, stages: tuple[int, ...], ranks: int, rank: int, *, more: int = 0
-    ) -> tuple[list[int], list[int], int]:
+    ) -> tuple[Ints, Ints, int]:
         """A rank's forwards, its full backwards, and how many forwards 1F1B warms up with, and `more`."""
         forwards, backwards = self.codes(Kind.F, stages), self.codes(Kind.B, stages[::-1])
         warmup = (len(stages) - 1) * self.size + 2 * (ranks - 1 - rank) + more
         return forwards, backwards, min(warmup, len(forwards))
 
-    def codes(self, kind: Kind, stages: tuple[int, ...]) -> list[int]:
+    def codes(self, kind: Kind, stages: tuple[int, ...]) -> Ints:
         """The actions of one kind: group after group, in each stage after stage."""
-        return [
-            code
-            for start in range(0, self.microbatches, self.size)
-            for stage in stages
-            for code in codes_of(kind, stage, range(start, min(start + self.size, self.microbatches)))
-        ]
+        microbatch = np.arange(self.microbatches)
+        whole = self.microbatches - self.microbatches % self.size
+        own = np.array(stages, dtype=np.int64)[:, None]
+        groups = codes_of(kind, own, microbatch[:whole].reshape(-1, 1, self.size))
+        return np.concatenate((groups.ravel(), codes_of(kind, own, microbatch[whole:]).ravel()))
 
     def split_orders(
         self, placement: Placement, microbatches: int, weight_delay: Callable[[int], int]
@@ -71,7 +72,7 @@ class Groups(NamedTuple):
             inputs, weights = (self.codes(kind, stages[::-1]) for kind in (Kind.I, Kind.W))
             warmup = min((len(stages) - 1) * self.size + ranks - 1 - rank, len(forwards))
             rest = defer_weights(forwards[warmup:], inputs, weights, delay=weight_delay(rank))
-            orders.append(keep_microbatches(forwards[:warmup] + rest, microbatches))
+            orders.append(keep_microbatches(np.concatenate((forwards[:warmup], rest)), microbatches))
         return orders
 
     def name(self, family: str) -> str:

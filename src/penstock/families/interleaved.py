@@ -41,6 +41,8 @@ F, B, W the forward, input-gradient and weight-gradient time of all stages of a 
 
 from __future__ import annotations
 
+import numpy as np
+
 from penstock.families.groups import Groups, all_ranks, half_the_ranks
 from penstock.families.rank_order import alternate, keep_microbatches
 from penstock.families.registry import register
@@ -66,8 +68,8 @@ def interleaved_1f1b(
     for rank, stages in enumerate(placement.stages_of_rank):
         forwards, backwards, warmup = groups.passes(stages, ranks, rank)
         steady = len(forwards) - warmup
-        order = forwards[:warmup] + alternate(forwards[warmup:], backwards) + backwards[steady:]
-        orders.append(keep_microbatches(order, microbatches))
+        passes = (forwards[:warmup], alternate(forwards[warmup:], backwards), backwards[steady:])
+        orders.append(keep_microbatches(np.concatenate(passes), microbatches))
     return Schedule.from_codes(orders, placement, microbatches, groups.name("interleaved-1f1b"))
 
 

@@ -25,6 +25,8 @@ all-to-all.
 
 from __future__ import annotations
 
+import numpy as np
+
 from penstock.families.groups import Groups, all_ranks
 from penstock.families.rank_order import keep_microbatches, overlapped_pairs
 from penstock.families.registry import register
@@ -49,6 +51,6 @@ def interleaved_overlap(
     for rank, stages in enumerate(placement.stages_of_rank):
         forwards, backwards, warmup = groups.passes(stages, ranks, rank, more=1)
         steady = len(forwards) - warmup
-        order = forwards[:warmup] + overlapped_pairs(forwards[warmup:], backwards) + backwards[steady:]
-        orders.append(keep_microbatches(order, microbatches))
+        passes = (forwards[:warmup], overlapped_pairs(forwards[warmup:], backwards), backwards[steady:])
+        orders.append(keep_microbatches(np.concatenate(passes), microbatches))
     return Schedule.from_codes(orders, placement, microbatches, groups.name("interleaved-overlap"))

@@ -1,59 +1,69 @@
-"""Build the order of one rank: codes of one kind, alternating passes, deferred weight gradients, omission.
+"""Build the order of one rank: alternating passes, deferred weight gradients, numbered microbatches, omission.
 
-Codes are the integers of `penstock.ir.encoding.code_of`: one per action.
+Codes are the integers of `penstock.ir.encoding.code_of`, one per action, in arrays.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
+from penstock.ir.columns import Bools, kinds_in
 from penstock.ir.encoding import JOINED, MICROBATCH_MASK, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT, code_of
 from penstock.ir.table import Ints
 
 __all__ = [
-    "RankOrder",
     "alternate",
-    "codes_of",
     "defer_weights",
     "keep_microbatches",
     "keep_stages",
+    "number_microbatches",
+    "of_stage",
     "overlapped_pairs",
 ]
 
 
-def codes_of(kind: Kind, stage: int, microbatches: Iterable[int]) -> list[int]:
-    """Return the actions of one kind and one stage for these microbatches."""
-    start = code_of(kind, stage)
-    return [start + (k << MICROBATCH_SHIFT) for k in microbatches]
-
-
-def alternate(first: Sequence[int], second: Sequence[int]) -> list[int]:
+def alternate(first: Ints, second: Ints) -> Ints:
     """Take one of `first` and one of `second` in turn, until one of them ends."""
-    return list(chain.from_iterable(zip(first, second)))
+    turns = min(len(first), len(second))
+    return np.stack((first[:turns], second[:turns]), axis=1).ravel()
 
 
-def overlapped_pairs(forwards: Sequence[int], backwards: Sequence[int]) -> list[int]:
+def overlapped_pairs(forwards: Ints, backwards: Ints) -> Ints:
     """One overlapped pair after the other, until the forwards or the backwards end."""
-    return alternate(forwards, [code | JOINED for code in backwards])
+    return alternate(forwards, backwards | JOINED)
 
 
-def defer_weights(forwards: list[int], inputs: list[int], weights: list[int], delay: int) -> list[int]:
+def defer_weights(forwards: Ints, inputs: Ints, weights: Ints, delay: int) -> Ints:
     """Repeat F I, and F I W from the `delay`-th I on; the remaining W come last."""
-    order: list[int] = []
-    for j, code in enumerate(inputs):
-        order += forwards[j : j + 1]
-        order.append(code)
-        order += weights[j - delay : j - delay + 1] if j >= delay else ()
-    return order + weights[max(len(inputs) - delay, 0) :]
+    rounds = np.full((len(inputs) + delay, 3), -1, dtype=np.int64)
+    rounds[: len(forwards), 0] = forwards
+    rounds[: len(inputs), 1] = inputs
+    rounds[delay : delay + len(weights), 2] = weights
+    order = rounds.ravel()
+    return order[order >= 0]
 
 
-def keep_microbatches(order: Sequence[int], microbatches: int) -> Ints:
+def number_microbatches(steps: Sequence[int]) -> Ints:
+    """The order of these kinds and stages, given as codes of microbatch 0, for one microbatch after the other.
+
+    F, and likewise I or B, is of the next microbatch of its stage; W of the one whose I was first.
+    """
+    codes = np.array(steps, dtype=np.int64)
+    kind, stage = kinds_in(codes), (codes >> STAGE_SHIFT) & STAGE_MASK
+    microbatch = np.zeros(len(codes), dtype=np.int64)
+    forward, split, weight, full = (kind == each.number for each in (Kind.F, Kind.I, Kind.W, Kind.B))
+    for own in (stage == each for each in np.unique(stage).tolist()):
+        for counted in (own & forward, own & (split | full)):
+            microbatch[counted] = np.arange(np.count_nonzero(counted))
+        weights = own & weight
+        microbatch[weights] = microbatch[own & split][: np.count_nonzero(weights)]
+    return codes + (microbatch << MICROBATCH_SHIFT)
+
+
+def keep_microbatches(order: Sequence[int] | Ints, microbatches: int) -> Ints:
     """Drop microbatches from this number on; half of an overlapped pair can remain, as a single step."""
     codes = np.asarray(order, dtype=np.int64)
     return _keep(codes, ((codes >> MICROBATCH_SHIFT) & MICROBATCH_MASK) < microbatches)
@@ -67,43 +77,15 @@ def keep_stages(order: Ints, stages: Sequence[int]) -> Ints:
     return _keep(order - ((stage - number) << STAGE_SHIFT), keep)
 
 
-def _keep(codes: Ints, keep: NDArray[np.bool_]) -> Ints:
+def _keep(codes: Ints, keep: Bools) -> Ints:
     """Drop actions; what remains of an overlapped pair is a single step."""
+    if keep.all():
+        return codes
     single = (codes & JOINED == 1) & ~np.concatenate(([True], keep[:-1]))
     return np.where(single, codes - JOINED, codes)[keep]
 
 
-class RankOrder:
-    """The order of one rank under construction: each method appends the next microbatch of a stage."""
-
-    def __init__(self) -> None:
-        self.codes: list[int] = []
-        self._forwards: Counter[int] = Counter()
-        self._backwards: Counter[int] = Counter()
-        self._deferred: dict[int, deque[int]] = defaultdict(deque)
-
-    def F(self, stage: int) -> None:
-        """Append the forward of the next microbatch."""
-        self.codes.append(code_of(Kind.F, stage, self._forwards[stage]))
-        self._forwards[stage] += 1
-
-    def B(self, stage: int) -> None:
-        """Append the full backward of the next microbatch."""
-        self.codes.append(code_of(Kind.B, stage, self._backwards[stage]))
-        self._backwards[stage] += 1
-
-    def I(self, stage: int) -> None:
-        """Append the input gradient of the next microbatch; its weight gradient is deferred."""
-        self.codes.append(code_of(Kind.I, stage, self._backwards[stage]))
-        self._deferred[stage].append(self._backwards[stage])
-        self._backwards[stage] += 1
-
-    def W(self, stage: int) -> None:
-        """Append the weight gradient that was deferred first."""
-        self.codes.append(code_of(Kind.W, stage, self._deferred[stage].popleft()))
-
-    def F_and_B(self, forward: int, backward: int) -> None:
-        """Append the forward of one stage and the full backward of another as one overlapped step."""
-        self.F(forward)
-        self.B(backward)
-        self.codes[-1] |= JOINED
+def of_stage(stage: int) -> tuple[int, int, int, int]:
+    """F, I, W and B of a stage, as steps for `number_microbatches`."""
+    f, i, w, b = (code_of(kind, stage) for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
+    return f, i, w, b

@@ -29,16 +29,20 @@ Legend: p ranks, r this rank, a = stage r, b = stage 2p - 1 - r, m microbatches.
 V-Min has no slack for unequal costs or slow hops: they make every period longer, for any m.
 """
 
+# ruff: noqa: ANN401 -- the loop runs over lists or arrays
+
 from __future__ import annotations
 
-from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from penstock.families.registry import register
 from penstock.ir.action import Kind
-from penstock.ir.encoding import code_of
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import Ints, codes_of
+from penstock.loops import Loop
 
 __all__ = ["v_half", "v_min"]
 
@@ -61,7 +65,7 @@ _V_MIN = _Block(step=(1, 1, 1, 1), turn=(1, 3, 1))
 )
 def v_half(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """Two slots per hop on the way down, one on the way up."""
-    orders = _Compaction(ranks, microbatches, _V_HALF, limit=2 * ((ranks + 2) // 2)).run()
+    orders = _compacted(ranks, microbatches, _V_HALF, limit=2 * ((ranks + 2) // 2))
     return Schedule.from_codes(orders, Placement.v(ranks, stages_per_rank), microbatches, "v-half")
 
 
@@ -72,7 +76,7 @@ def v_half(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
 )
 def v_min(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """One slot per hop on every pass: the shortest lifetime of activations."""
-    orders = _Compaction(ranks, microbatches, _V_MIN, limit=2 * ((ranks + 4) // 3)).run()
+    orders = _compacted(ranks, microbatches, _V_MIN, limit=2 * ((ranks + 4) // 3))
     return Schedule.from_codes(orders, Placement.v(ranks, stages_per_rank), microbatches, "v-min")
 
 
@@ -94,19 +98,10 @@ def _slots(p: int, block: _Block) -> list[list[int]]:
     return slots
 
 
-class _Pass(NamedTuple):
-    """F or I of one stage, for one microbatch."""
+def _compacted(p: int, m: int, block: _Block, limit: int) -> list[Ints]:
+    """The order of every rank: the repeated block without its idle slots.
 
-    slot: int
-    is_forward: bool
-    stage: int
-    microbatch: int
-    can_wait: bool
-    """Whether a W may run first when memory is full: the pass has a spare slot at every hop."""
-
-
-class _Compaction:
-    """Remove idle slots from the repeated block; in each slot, a rank runs the first possible one of:
+    In each slot, a rank runs the first possible one of:
 
     1. a W, if memory is full and the next pass can wait: an F always, an I if its hops take two slots;
     2. the next pass in the order of the repeated block;
@@ -117,62 +112,91 @@ class _Compaction:
     so a rank whose memory is full has a W to run; and of all remaining passes, the first in the repeated block
     is ready.
     """
+    slots, rank = np.array(_slots(p, block)), np.arange(p)[:, None, None]
+    start = slots[:, :, None] + _PERIOD * np.arange(m)
+    order = np.argsort(start.reshape(p, -1), axis=1)  # of the 4m passes of each rank, which have slots of their own
+    number, microbatch = np.divmod(order, m)
+    stage = np.where((number == 0) | (number == 3), rank[..., 0], 2 * p - 1 - rank[..., 0])
+    can_wait = np.array([True, True, block.step[2] > 1, block.step[3] > 1])[number]
+    # what a pass needs: cells are of F, then of I, by stage and microbatch
+    cell = np.where(number < 2, stage, 2 * p + stage) * m + microbatch
+    needed = np.where(number < 2, cell - m, np.where(stage == 2 * p - 1, stage * m + microbatch, cell + m))
+    needed[(number < 2) & (stage == 0)] = -1
+    inputs = [column.ravel() for column in (cell, needed, (number < 2).astype(np.int64), can_wait.astype(np.int64))]
+    sizes = np.array([p, m, limit])
+    ran = np.empty(p * 6 * m, dtype=np.int64)  # cells of F, of I, and beyond 4pm of W
+    state = (np.zeros(4 * p * m, dtype=np.int64), np.tile(np.arange(1, 4 * m + 1), p))
+    ranks = np.zeros((6, p), dtype=np.int64)
+    _COMPACT.run(p * m * 60, (sizes, *inputs), (ran, *state, *ranks))
+    kind, cells = np.divmod(ran, 2 * p * m)
+    codes = [codes_of(each, *np.divmod(cells, m)) for each in (Kind.F, Kind.I, Kind.W)]
+    return list(np.choose(kind, codes).reshape(p, -1))
 
-    def __init__(self, p: int, m: int, block: _Block, limit: int) -> None:
-        self.ranks, self.limit, self.last_stage = range(p), limit, 2 * p - 1
-        self.pending: list[deque[_Pass]] = []
-        for rank, slots in enumerate(_slots(p, block)):
-            stages = (rank, self.last_stage - rank, self.last_stage - rank, rank)
-            passes = [
-                _Pass(slot + _PERIOD * k, i < 2, stage, k, can_wait=i < 2 or block.step[i] > 1)
-                for i, (slot, stage) in enumerate(zip(slots, stages))
-                for k in range(m)
-            ]
-            self.pending.append(deque(sorted(passes)))
-        self.deferred: list[deque[int]] = [deque() for _ in self.ranks]  # W whose I is done
-        self.live = [0] * p  # forwards whose I is not done
-        self.done: set[tuple[bool, int, int]] = set()
 
-    def run(self) -> list[list[int]]:
-        """Return the order of every rank."""
-        orders: list[list[int]] = [[] for _ in self.ranks]
-        while any(self.pending) or any(self.deferred):
-            # all ranks choose by what is done before this slot
-            for rank, chosen in [(rank, self._choose(rank)) for rank in self.ranks]:
-                if chosen is not None:
-                    orders[rank].append(self._run_pass(rank, chosen))
-                elif self.deferred[rank]:
-                    orders[rank].append(self.deferred[rank].popleft())
-        return orders
+def _compact(  # noqa: C901, PLR0912 -- calls would take most of its time
+    sizes: Any,
+    cell: Any,
+    needed: Any,
+    is_forward: Any,
+    can_wait: Any,
+    ran: Any,
+    done: Any,
+    following: Any,
+    first: Any,
+    live: Any,
+    count: Any,
+    deferred: Any,
+    chosen: Any,
+    before: Any,
+) -> None:
+    """Fill in what each rank runs; pending passes are a linked list, `deferred` counts the W whose I is done."""
+    p, m, limit = sizes[0], sizes[1], sizes[2]
+    weights = 2 * p * m
+    left = 6 * p * m
+    while left > 0:
+        for rank in range(p):  # all ranks choose by what is done before this slot
+            chosen[rank] = before[rank] = -1
+            held = peak = live[rank]
+            i, previous = first[rank], -1
+            while i < 4 * m:
+                at = 4 * m * rank + i
+                if deferred[rank] and (previous >= 0 or (can_wait[at] and live[rank] + deferred[rank] >= limit)):
+                    break
+                if is_forward[at] and peak >= limit:
+                    break
+                if needed[at] < 0 or done[needed[at]]:
+                    chosen[rank], before[rank] = i, previous
+                    break
+                held += 1 if is_forward[at] else -1
+                peak = max(peak, held)
+                previous, i = i, following[at]
+        for rank in range(p):
+            base = 6 * m * rank
+            if chosen[rank] >= 0:
+                at = 4 * m * rank + chosen[rank]
+                if before[rank] >= 0:
+                    following[4 * m * rank + before[rank]] = following[at]
+                else:
+                    first[rank] = following[at]
+                done[cell[at]] = 1
+                live[rank] += 1 if is_forward[at] else -1
+                deferred[rank] += 0 if is_forward[at] else 1
+                ran[base + count[rank]] = cell[at]
+            elif deferred[rank]:
+                ran[base + count[rank]] = -1
+                deferred[rank] -= 1
+            else:
+                continue
+            count[rank] += 1
+            left -= 1
+    for rank in range(p):  # W in the order of I
+        base, i = 6 * m * rank, 6 * m * rank
+        for j in range(base, base + 6 * m):
+            if ran[j] < 0:
+                while ran[i] < weights or ran[i] >= 2 * weights:
+                    i += 1
+                ran[j] = ran[i] + weights
+                i += 1
 
-    def _choose(self, rank: int) -> int | None:
-        """Return the index of the pending pass to run, or None for a W or an idle slot."""
-        deferred, live = len(self.deferred[rank]), self.live[rank]
-        peak = live
-        for i, step in enumerate(self.pending[rank]):
-            if deferred and (i > 0 or (step.can_wait and live + deferred >= self.limit)):
-                return None
-            if step.is_forward and peak >= self.limit:
-                return None
-            if self._is_ready(step):
-                return i
-            live += 1 if step.is_forward else -1
-            peak = max(peak, live)
-        return None
 
-    def _is_ready(self, step: _Pass) -> bool:
-        if step.is_forward:
-            return step.stage == 0 or (True, step.stage - 1, step.microbatch) in self.done
-        if step.stage == self.last_stage:
-            return (True, step.stage, step.microbatch) in self.done
-        return (False, step.stage + 1, step.microbatch) in self.done
-
-    def _run_pass(self, rank: int, chosen: int) -> int:
-        _, is_forward, stage, microbatch, _ = self.pending[rank][chosen]
-        del self.pending[rank][chosen]
-        self.done.add((is_forward, stage, microbatch))
-        self.live[rank] += 1 if is_forward else -1
-        if is_forward:
-            return code_of(Kind.F, stage, microbatch)
-        self.deferred[rank].append(code_of(Kind.W, stage, microbatch))
-        return code_of(Kind.I, stage, microbatch)
+_COMPACT = Loop(_compact)

@@ -18,10 +18,11 @@ Legend: p ranks, r this rank, a = stage r, b = stage 2p - 1 - r, m microbatches.
 
 from __future__ import annotations
 
-from penstock.families.rank_order import RankOrder, keep_microbatches
+from penstock.families.rank_order import keep_microbatches, number_microbatches, of_stage
 from penstock.families.registry import register
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import Ints
 
 __all__ = ["zbv"]
 
@@ -39,37 +40,20 @@ def zbv(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     return Schedule.from_codes(orders, Placement.v(ranks, stages_per_rank), microbatches, "zbv")
 
 
-def _order(p: int, r: int, n: int) -> list[int]:
-    a, b = r, 2 * p - 1 - r
-    order = RankOrder()
-    # Warm-up: microbatches go down the V and back up
-    for _ in range(2 * (p - r) - 1):
-        order.F(a)
-    for _ in range(r):
-        order.F(b)
-        order.F(a)
-    for _ in range(p - r):
-        order.F(b)
-        order.I(b)
-        order.W(b)
-    # Steady state: one microbatch enters, one leaves
-    for i in range(n - p):
-        if 2 * p - r - 1 + i < n:
-            order.F(a)
-        order.I(a)
-        order.W(a)
-        order.F(b)
-        order.I(b)
-        order.W(b)
-    # Cool-down: input gradients first, because other ranks wait for them; then the deferred weight gradients
-    for _ in range(r):
-        order.I(a)
-        order.I(b)
-    for _ in range(p - r):
-        order.I(a)
-        order.W(a)
-    for _ in range(r):
-        order.W(b)
-    for _ in range(r):
-        order.W(a)
-    return order.codes
+def _order(p: int, r: int, n: int) -> Ints:
+    (fa, ia, wa, _), (fb, ib, wb, _) = of_stage(r), of_stage(2 * p - 1 - r)
+    entering = min(max(n - (2 * p - r - 1), 0), n - p)
+    return number_microbatches(
+        # Warm-up: microbatches go down the V and back up
+        (2 * (p - r) - 1) * [fa]
+        + r * [fb, fa]
+        + (p - r) * [fb, ib, wb]
+        # Steady state: one microbatch enters, one leaves
+        + entering * [fa, ia, wa, fb, ib, wb]
+        + (n - p - entering) * [ia, wa, fb, ib, wb]
+        # Cool-down: input gradients first, because other ranks wait for them; then the deferred weight gradients
+        + r * [ia, ib]
+        + (p - r) * [ia, wa]
+        + r * [wb]
+        + r * [wa]
+    )

@@ -37,7 +37,7 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 
-def codes_of(kind: Kind, stage: Ints, microbatch: Ints | int = 0, port: Ints | int = 0) -> Ints:
+def codes_of(kind: Kind, stage: Ints | int, microbatch: Ints | int = 0, port: Ints | int = 0) -> Ints:
     """The integer form of many parts of one kind."""
     codes: Ints = stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT | code_of(kind, 0)
     return codes | port << PORT_SHIFT
