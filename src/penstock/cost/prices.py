@@ -114,12 +114,14 @@ def pairs_can_pay(costs: Costs) -> bool:
 
 def step_seconds(table: ActionTable, costs: Costs) -> Floats:
     """Per slot: seconds, with the launch overhead of compute and overlapped pairs as one step."""
-    part = stream_seconds(costs, table.placement.num_stages).of(table.kind, table.stage)
-    alone = part.alone + host_copy_seconds(table, costs)
-    total: Floats = np.bincount(table.slot, weights=alone, minlength=len(table.rank)).astype(np.float64)
-    second = np.flatnonzero(table.slot[1:] == table.slot[:-1]) + 1
-    if second.size:
-        first, last = (StreamSeconds(*(each[at] for each in part)) for at in (second - 1, second))
+    streams = stream_seconds(costs, table.placement.num_stages)
+    total: Floats = streams.alone.ravel()[table.kind * np.int64(table.placement.num_stages) + table.stage]
+    if table.has(Kind.OFFLOAD, Kind.RELOAD):
+        total += host_copy_seconds(table, costs)
+    if table.has_pairs:
+        second = np.flatnonzero(table.slot[1:] == table.slot[:-1]) + 1
+        first, last = (streams.of(table.kind[at], table.stage[at]) for at in (second - 1, second))
+        total = np.delete(total, second)
         total[table.slot[second]] = pair_seconds(costs, first, last)
     if costs.launch_overhead:
         compute = np.zeros(len(table.rank), dtype=np.bool_)

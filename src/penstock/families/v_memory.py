@@ -114,7 +114,9 @@ def _compacted(p: int, m: int, block: _Block, limit: int) -> list[Ints]:
     """
     slots, rank = np.array(_slots(p, block)), np.arange(p)[:, None, None]
     start = slots[:, :, None] + _PERIOD * np.arange(m)
-    order = np.argsort(start.reshape(p, -1), axis=1)  # of the 4m passes of each rank, which have slots of their own
+    order = np.argsort(
+        start.reshape(p, -1), axis=1
+    )  # of the 4m passes of each rank, which have slots of their own
     number, microbatch = np.divmod(order, m)
     stage = np.where((number == 0) | (number == 3), rank[..., 0], 2 * p - 1 - rank[..., 0])
     can_wait = np.array([True, True, block.step[2] > 1, block.step[3] > 1])[number]
@@ -122,7 +124,9 @@ def _compacted(p: int, m: int, block: _Block, limit: int) -> list[Ints]:
     cell = np.where(number < 2, stage, 2 * p + stage) * m + microbatch
     needed = np.where(number < 2, cell - m, np.where(stage == 2 * p - 1, stage * m + microbatch, cell + m))
     needed[(number < 2) & (stage == 0)] = -1
-    inputs = [column.ravel() for column in (cell, needed, (number < 2).astype(np.int64), can_wait.astype(np.int64))]
+    inputs = [
+        column.ravel() for column in (cell, needed, (number < 2).astype(np.int64), can_wait.astype(np.int64))
+    ]
     sizes = np.array([p, m, limit])
     ran = np.empty(p * 6 * m, dtype=np.int64)  # cells of F, of I, and beyond 4pm of W
     state = (np.zeros(4 * p * m, dtype=np.int64), np.tile(np.arange(1, 4 * m + 1), p))
@@ -157,10 +161,13 @@ def _compact(  # noqa: C901, PLR0912 -- calls would take most of its time
         for rank in range(p):  # all ranks choose by what is done before this slot
             chosen[rank] = before[rank] = -1
             held = peak = live[rank]
+            full = limit - live[rank]
             i, previous = first[rank], -1
             while i < 4 * m:
                 at = 4 * m * rank + i
-                if deferred[rank] and (previous >= 0 or (can_wait[at] and live[rank] + deferred[rank] >= limit)):
+                if deferred[rank] and (
+                    previous >= 0 or (can_wait[at] and live[rank] + deferred[rank] >= limit)
+                ):
                     break
                 if is_forward[at] and peak >= limit:
                     break

@@ -51,7 +51,7 @@ def _order(p: int, r: int, n: int) -> Ints:
         # Steady state: one microbatch enters, one leaves
         + entering * [fa, ia, wa, fb, ib, wb]
         + (n - p - entering) * [ia, wa, fb, ib, wb]
-        # Cool-down: input gradients first, because other ranks wait for them; then the deferred weight gradients
+        # Cool-down: input gradients first, because other ranks wait for them; then deferred weight gradients
         + r * [ia, ib]
         + (p - r) * [ia, wa]
         + r * [wb]

@@ -30,27 +30,23 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, require_handled
 from penstock.ir.placement import Placement
 
-__all__ = ["ActionColumns", "Bools", "Floats", "Ints", "codes_of", "kinds_in"]
+__all__ = ["ActionColumns", "Bools", "Floats", "Ints", "SmallInts", "codes_of", "kinds_in"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+SmallInts: TypeAlias = npt.NDArray[np.int8]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 def codes_of(kind: Kind, stage: Ints | int, microbatch: Ints | int = 0, port: Ints | int = 0) -> Ints:
     """The integer form of many parts of one kind."""
-    codes: Ints = stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT | code_of(kind, 0)
+    codes: Ints = np.asarray(stage) << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT | code_of(kind, 0)
     return codes | port << PORT_SHIFT
 
 
 def kinds_in(codes: Ints) -> Ints:
     """The number of the kind of each part."""
     return (codes >> KIND_SHIFT) & KIND_MASK
-
-
-def _kinds_that(flag: str) -> Bools:
-    """Per kind: whether it has this property of `Kind`."""
-    return np.array([getattr(kind, flag) for kind in Kind])
 
 
 Columns = TypeVar("Columns", bound="ActionColumns")
@@ -107,9 +103,9 @@ class ActionColumns:
     # --- per part ----------------------------------------------------------------------------------
 
     @cached_property
-    def kind(self) -> Ints:
+    def kind(self) -> SmallInts:
         """Per part: the number of its kind."""
-        return kinds_in(self.code)
+        return kinds_in(self.code).astype(np.int8)
 
     @cached_property
     def stage(self) -> Ints:
@@ -129,22 +125,25 @@ class ActionColumns:
     @cached_property
     def part_rank(self) -> Ints:
         """Per part: the rank it runs on."""
-        return self.rank[self.slot]
+        return np.repeat(np.arange(self.placement.num_ranks), np.diff(self.part_bounds))
+
+    def slots_of(self, parts: Ints) -> Ints:
+        """The slots of parts, also of part -1, which stands for a missing one and has slot -1."""
+        return self._slot_or_none[parts] if self.has_pairs else parts
 
     @cached_property
-    def slot_or_none(self) -> Ints:
-        """The slot of a part, also for part -1, which stands for a missing one and has slot -1."""
+    def _slot_or_none(self) -> Ints:
         return np.append(self.slot, -1)
 
     @cached_property
     def is_compute(self) -> Bools:
         """Per part: whether it occupies the compute stream: F, I, W or B."""
-        return _kinds_that("is_compute")[self.kind]
+        return self.of_kind(*(kind for kind in Kind if kind.is_compute))
 
     @cached_property
     def is_communication(self) -> Bools:
         """Per part: whether it sends or receives."""
-        return _kinds_that("is_communication")[self.kind]
+        return self.of_kind(*(kind for kind in Kind if kind.is_communication))
 
     @cached_property
     def hosts(self) -> Ints:
@@ -159,15 +158,21 @@ class ActionColumns:
     @cached_property
     def sound(self) -> Bools:
         """Per part: whether its stage and microbatch exist and its stage lives on this rank."""
-        host = self.hosts[np.where(self.known, self.stage, 0)]
+        host = self.hosts[self.stage if self.known.all() else np.where(self.known, self.stage, 0)]
         sound: Bools = self.known & (host == self.part_rank)
         return sound
 
+    @cached_property
+    def all_sound(self) -> bool:
+        """Whether every part is `sound`."""
+        return bool(self.sound.all())
+
     def of_kind(self, *kinds: Kind) -> Bools:
         """Per part: whether it is of one of these kinds."""
-        wanted = np.zeros(len(Kind), dtype=np.bool_)
-        wanted[[kind.number for kind in kinds]] = True
-        chosen: Bools = wanted[self.kind]
+        chosen = np.zeros(len(self.code), dtype=np.bool_)
+        for kind in kinds:
+            if self._present[kind.number]:
+                chosen |= self.kind == kind.number
         return chosen
 
     def has(self, *kinds: Kind) -> bool:
@@ -187,13 +192,10 @@ class ActionColumns:
         """Raise `UnhandledKindError` if there are parts of other kinds than these."""
         require_handled(self.kinds, kinds, room)
 
-    @cached_property
-    def _sound_by_kind(self) -> list[Ints]:
-        """Per kind: its sound parts in ascending order."""
-        parts = np.flatnonzero(self.sound)
-        kinds = self.kind[parts].astype(np.int8)  # sorts in linear time
-        counts = np.bincount(kinds, minlength=len(Kind))
-        return np.split(parts[np.argsort(kinds, kind="stable")], np.cumsum(counts)[:-1])
+    def sound_parts(self, kind: Kind) -> Ints:
+        """The sound parts of this kind in ascending order."""
+        found = self.of_kind(kind)
+        return np.flatnonzero(found if self.all_sound else found & self.sound)
 
     @cached_property
     def only_compute(self) -> bool:
@@ -203,7 +205,7 @@ class ActionColumns:
     @cached_property
     def has_pairs(self) -> bool:
         """Whether there are overlapped pairs."""
-        return bool((self.slot[1:] == self.slot[:-1]).any())
+        return len(self.rank) < len(self.code)
 
     @cached_property
     def has_communication(self) -> bool:

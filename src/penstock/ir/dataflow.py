@@ -68,7 +68,7 @@ def run_dataflow(
     durations: float | Sequence[float] | Ints | Floats,
     starts: Sequence[float] | Ints | Floats,
 ) -> DataflowRun:
-    """One run. `durations` are per slot, or one for all; `starts` is the clock of each rank at the beginning."""
+    """One run. `durations` are per slot, or one for all; `starts` is the clock of each rank when it begins."""
     slots, ranks = len(inputs.one), len(starts)
     seconds = np.full(slots, durations) if isinstance(durations, int | float) else durations
     columns = (

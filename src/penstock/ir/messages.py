@@ -117,13 +117,24 @@ class Messages:
     @cached_property
     def overtaken(self) -> tuple[Ints, Ints]:
         """Messages received too early, and for each one that was sent before it and is received after it."""
-        there = np.flatnonzero(self.paired)
-        channel = self.source[there] * self.table.placement.num_ranks + self.target[there]
-        order = there[np.lexsort((self.send[there], channel))]
-        received = self.receive[order]
-        channel = self.source[order] * self.table.placement.num_ranks + self.target[order]
-        late = np.flatnonzero((channel[1:] == channel[:-1]) & (received[1:] < received[:-1]))
+        ranks, (parts, message) = self.table.placement.num_ranks, self.in_lists
+        sent = message[self.send[message] == parts]  # by source, and there in the order of its list
+        small = np.int16 if ranks <= np.iinfo(np.int16).max else np.int64  # sorts in linear time
+        order = sent[np.argsort(self.target[sent].astype(small), kind="stable")]
+        received, source, target = self.receive[order], self.source[order], self.target[order]
+        same = (source[1:] == source[:-1]) & (target[1:] == target[:-1])
+        late = np.flatnonzero(same & (received[1:] < received[:-1]))
+        late = late[np.argsort(source[late] * ranks + target[late], kind="stable")]
         return order[late + 1], order[late]
+
+    @cached_property
+    def in_lists(self) -> tuple[Ints, Ints]:
+        """The SEND and RECV parts of all messages that have both, in ascending order, and their messages."""
+        there = np.flatnonzero(self.paired)
+        message = np.full(len(self.table.code), -1, dtype=np.int64)
+        message[self.send[there]] = message[self.receive[there]] = there
+        parts = np.flatnonzero(message >= 0)
+        return parts, message[parts]
 
 
 def _uses(table: ActionTable, consumer: Ints) -> tuple[Ints, Ints]:

@@ -49,30 +49,38 @@ class ActionTable(ActionColumns):
         found = np.full(len(self.code), -1, dtype=np.int64)
         for kind in self.kinds:
             if kind.is_communication:
-                parts = self._sound_by_kind[kind.number]
+                parts = self.sound_parts(kind)
                 edges, port = self.graph.edges_by_port(kind), self.port[parts]
                 exists = port < edges.shape[1]
                 found[parts[exists]] = edges[self.stage[parts[exists]], port[exists]]
         return found
 
+    @cached_property
+    def _found(self) -> dict[Kind, Ints]:
+        """What `at` and `message_at` have found."""
+        return {}
+
     def at(self, kind: Kind) -> Ints:
         """Per stage and microbatch: the first sound part of this kind, -1 where there is none."""
-        return self._first(kind, self.stage, self.placement.num_stages)
+        if kind not in self._found:
+            parts = self.sound_parts(kind)[::-1]
+            self._found[kind] = self._first(parts, self.cell[parts], self.placement.num_stages)
+        return self._found[kind]
 
     def message_at(self, kind: Kind) -> Ints:
         """Per edge and microbatch: the first sound SEND or RECV of this kind, -1 where there is none."""
-        if not self._sound_by_kind[kind.number].size:  # compute schedules have none, and need no edges of parts
-            return np.full((len(self.graph.edges), self.microbatches), -1, dtype=np.int64)
-        return self._first(kind, self.edge, len(self.graph.edges))
+        if kind not in self._found:
+            parts = self.sound_parts(kind)[::-1]
+            if parts.size:  # compute schedules have none, and need no edges of parts
+                parts = parts[self.edge[parts] >= 0]
+            cell = self.edge[parts] * self.microbatches + self.microbatch[parts] if parts.size else parts
+            self._found[kind] = self._first(parts, cell, len(self.graph.edges))
+        return self._found[kind]
 
-    def _first(self, kind: Kind, row: Ints, num_rows: int) -> Ints:
-        """Per row and microbatch: the first sound part of this kind, -1 where there is none."""
-        parts = self._sound_by_kind[kind.number][::-1]
-        if kind.is_communication:
-            parts = parts[row[parts] >= 0]
+    def _first(self, parts: Ints, cell: Ints, num_rows: int) -> Ints:
+        """Per row and microbatch: the first of these parts, which are in descending order, -1 without one."""
         first = np.full(num_rows * self.microbatches, -1, dtype=np.int64)
-        # the last write wins, and the first part is written last
-        first[row[parts] * self.microbatches + self.microbatch[parts]] = parts
+        first[cell] = parts  # the last write wins, and the first part is written last
         return first.reshape(num_rows, self.microbatches)
 
     @cached_property
@@ -165,6 +173,6 @@ class ActionTable(ActionColumns):
             for side in ("producer", "consumer")
         )
         there = (producer >= 0) & (consumer >= 0)
-        producer, consumer = self.slot[producer[there]], self.slot[consumer[there]]
+        producer, consumer = self.slots_of(producer[there]), self.slots_of(consumer[there])
         apart = self.rank[producer] != self.rank[consumer]
         return producer[apart], consumer[apart]

@@ -69,7 +69,7 @@ def chosen(table: ActionTable, name: str, stages: Iterable[int] | None, policy: 
         is_chosen[stage, :: policy.every] = True
     steps, use = steps_of(table), first_uses(table)
     there = (table.forward >= 0) & (use >= 0)
-    life = steps[table.slot_or_none[use]] - steps[table.slot_or_none[table.forward]] - 1
+    life = steps[table.slots_of(use)] - steps[table.slots_of(table.forward)] - 1
     lives: Bools = is_chosen & there & (life > policy.longer)
     return lives
 

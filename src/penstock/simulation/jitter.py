@@ -54,7 +54,7 @@ def simulate_with_jitter(
     simulator = Simulator.of_valid(schedule, costs, send_model, blocking_receives=blocking_receives)
     simulator.finished_run()
     slowness = np.array([(stragglers or {}).get(rank, 1.0) for rank in range(schedule.num_ranks)])
-    expected = np.array(simulator.durations) * slowness[simulator.executed.table.rank]
+    expected = simulator.durations * slowness[simulator.executed.table.rank]
     rng = np.random.default_rng(seed)
     sigma = float(np.sqrt(np.log1p(jitter**2)))
     makespans = []

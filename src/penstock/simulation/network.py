@@ -108,7 +108,7 @@ class Network:
 def _needs(table: ActionTable, messages: Messages, there: Ints) -> dict[int, list[int]]:
     """The messages that each slot waits for."""
     found: dict[int, list[int]] = {}
-    for message, slot in enumerate(table.slot_or_none[messages.consumer[there]].tolist()):
+    for message, slot in enumerate(table.slots_of(messages.consumer[there]).tolist()):
         if slot >= 0:
             found.setdefault(slot, []).append(message)
     return found

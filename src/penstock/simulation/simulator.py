@@ -83,7 +83,7 @@ class Simulator:
         # values sent as soon as they exist: the same as a SEND after each producer, and a RECV posted ahead
         self.executed = schedule if communicates or not followed else AddCommunication()(schedule)
         """The schedule that runs: the given one, or the same with SEND and RECV."""
-        self.durations: list[float] = step_seconds(self.executed.table, costs).tolist()
+        self.durations: Floats = step_seconds(self.executed.table, costs)
         """Per slot of `executed`."""
         messages = self.executed.messages
         transfer, latency = message_seconds(messages, costs)
@@ -94,7 +94,8 @@ class Simulator:
         table = schedule.table
         source = messages.send if table.has_communication else messages.producer
         there = (source >= 0) & (messages.consumer >= 0)
-        self._producer, self._consumer = table.slot[source[there]], table.slot[messages.consumer[there]]
+        self._producer = table.slots_of(source[there])
+        self._consumer = table.slots_of(messages.consumer[there])
         self._lag = latency[there]
         self._inputs = Inputs.of(schedule.num_steps, self._producer, self._consumer, self._lag)
 
@@ -115,7 +116,7 @@ class Simulator:
     def run(
         self,
         starts: Sequence[float] | None = None,
-        durations: Sequence[float] | None = None,
+        durations: Sequence[float] | Floats | None = None,
         stream_free: Mapping[int, float] | None = None,
     ) -> RunTimes:
         """One iteration of `executed`, from these clocks of the ranks on, with these durations of the steps.
@@ -125,7 +126,7 @@ class Simulator:
         starts = [0] * self.executed.num_ranks if starts is None else starts
         durations = self.durations if durations is None else durations
         if self._network is not None:
-            return self._network.run(starts, durations, stream_free or {})
+            return self._network.run(starts, np.asarray(durations).tolist(), stream_free or {})
         ends = run_dataflow(self.executed.table, self._inputs, durations, starts).ends
         return RunTimes(self._starts(ends, starts), ends)
 

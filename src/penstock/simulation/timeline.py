@@ -195,10 +195,10 @@ class Timeline(Displayed):
     @cached_property
     def message_columns(self) -> dict[str, Any]:
         """The fields of all messages as arrays; `kind` is whether it is a gradient."""
-        messages, slot = self.schedule.messages, self.schedule.table.slot_or_none
+        messages, slot = self.schedule.messages, self.schedule.table.slots_of
         number = np.flatnonzero((messages.producer >= 0) & (messages.consumer >= 0))
-        producer, consumer = slot[messages.producer[number]], slot[messages.consumer[number]]
-        send, receive = slot[messages.send[number]], slot[messages.receive[number]]
+        producer, consumer = slot(messages.producer[number]), slot(messages.consumer[number])
+        send, receive = slot(messages.send[number]), slot(messages.receive[number])
         sent, received = np.where(send >= 0, send, producer), np.where(receive >= 0, receive, consumer)
         begin, arrival = self._transfers()
         return {
@@ -242,9 +242,9 @@ class Timeline(Displayed):
 
     def _transfers(self) -> tuple[Floats, Floats]:
         """Per message: begin and arrival; by its send's end and the latency where it was not followed."""
-        messages, slot = self.schedule.messages, self.schedule.table.slot_or_none
+        messages, slot = self.schedule.messages, self.schedule.table.slots_of
         sent = np.where(messages.send >= 0, messages.send, messages.producer)
-        ready = np.append(self.end, np.nan)[slot[sent]]
+        ready = np.append(self.end, np.nan)[slot(sent)]
         _, latency = message_seconds(messages, self.costs)
         if self.begin is None or self.arrival is None:
             return ready, ready + latency

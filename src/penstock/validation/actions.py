@@ -50,12 +50,12 @@ def right_rank(table: ActionTable) -> Iterator[Violation]:
 
 def no_duplicates(table: ActionTable) -> Iterator[Violation]:
     """Nothing is done twice; only UNSHARD and RESHARD may be repeated."""
+    if all(kind.spec.repeatable or _each_is_first(table, kind) for kind in table.kinds):
+        return
     once = table.sound & ~table.of_kind(*(kind for kind in Kind if kind.spec.repeatable))
     cells = table.placement.num_stages * table.microbatches
     key = (table.port * len(Kind) + table.kind) * cells + table.cell
     counts = np.bincount(key[once], minlength=1)
-    if counts.max() <= 1:
-        return
     seen: dict[int, int] = {}
     for part in np.flatnonzero(once & (counts[np.where(once, key, 0)] > 1)).tolist():
         first = seen.setdefault(int(key[part]), part)
@@ -68,6 +68,12 @@ def no_duplicates(table: ActionTable) -> Iterator[Violation]:
                 f"{action} appears twice on this rank: first at step {step}",
                 "remove one of the two, or correct its number",
             )
+
+
+def _each_is_first(table: ActionTable, kind: Kind) -> bool:
+    """Whether every sound part of a kind is the first of its stage, or edge, and microbatch."""
+    first = table.message_at(kind) if kind.is_communication else table.at(kind)
+    return np.count_nonzero(first >= 0) == len(table.sound_parts(kind))
 
 
 def complete(table: ActionTable) -> Iterator[Violation]:
@@ -118,6 +124,9 @@ def _complete_backward(table: ActionTable) -> Iterator[Violation]:
 
 def _present(table: ActionTable, kind: Kind) -> Bools:
     """Per stage and microbatch: whether there is one, on the right rank or not."""
+    if table.all_sound:
+        there: Bools = table.at(kind) >= 0
+        return there
     found = np.zeros(table.placement.num_stages * table.microbatches, dtype=np.bool_)
     found[table.cell[table.of_kind(kind) & table.known]] = True
     return found.reshape(-1, table.microbatches)
@@ -179,7 +188,7 @@ def order_on_rank(table: ActionTable) -> Iterator[Violation]:
 
 def _not_before(table: ActionTable, producer: Ints, consumer: Ints) -> Bools:
     """Where both exist, on one rank, and the producer does not come first."""
-    made, used = table.slot_or_none[producer], table.slot_or_none[consumer]
+    made, used = table.slots_of(producer), table.slots_of(consumer)
     late: Bools = (used >= 0) & (made >= used)
     late[late] = table.rank[made[late]] == table.rank[used[late]]
     return late

@@ -73,8 +73,8 @@ def delivered_in_time(messages: Messages) -> Iterator[Violation]:
     """A value is sent after it is computed, and received before it is used."""
     table = messages.table
     send, receive, producer, consumer = messages.send, messages.receive, messages.producer, messages.consumer
-    slot = table.slot_or_none
-    early = (send >= 0) & ((producer < 0) | (slot[send] <= slot[producer]))
+    slot = table.slots_of
+    early = (send >= 0) & ((producer < 0) | (slot(send) <= slot(producer)))
     for i in np.flatnonzero(early).tolist():
         if producer[i] < 0:
             message, suggestion = (
@@ -86,7 +86,7 @@ def delivered_in_time(messages: Messages) -> Iterator[Violation]:
             message = f"it comes before {action} at step {step}, which computes the value it sends"
             suggestion = f"move it after {action}"
         yield violation_at(table, int(send[i]), "send-before-compute", message, suggestion)
-    late = (receive >= 0) & (consumer >= 0) & (slot[receive] >= slot[consumer])
+    late = (receive >= 0) & (consumer >= 0) & (slot(receive) >= slot(consumer))
     for i in np.flatnonzero(late).tolist():
         _, step, action = part_at(table, int(receive[i]))
         message = f"it comes before {action} at step {step}, which receives its input"

@@ -80,16 +80,12 @@ def _all_meet(messages: Messages) -> bool:
     Only messages can block a rank, so each rank walks over its messages: the first to reach one waits there,
     the second goes on and wakes the first.
     """
-    table = messages.table
-    there = np.flatnonzero(messages.paired)
-    at_part = np.full(len(table.code), -1, dtype=np.int64)
-    at_part[messages.send[there]] = at_part[messages.receive[there]] = np.arange(len(there))
-    parts = np.flatnonzero(at_part >= 0)
-    position = np.searchsorted(parts, table.part_bounds)
-    stops, waiting = position[1:], np.full(len(there), -1, dtype=np.int64)
+    parts, message = messages.in_lists
+    position = np.searchsorted(parts, messages.table.part_bounds)
+    stops, waiting = position[1:], np.full(len(messages.send), -1, dtype=np.int64)
     ready, met = np.arange(len(stops)), np.zeros(1, dtype=np.int64)
-    _MEET.run(len(parts), (at_part[parts], stops), (position[:-1].copy(), ready, waiting, met))
-    return int(met[0]) == len(there)
+    _MEET.run(len(parts), (message, stops), (position[:-1].copy(), ready, waiting, met))
+    return 2 * int(met[0]) == len(parts)
 
 
 def _meet(message_at: Any, stops: Any, position: Any, ready: Any, waiting: Any, met: Any) -> None:
@@ -145,7 +141,7 @@ def _stream_graph(messages: Messages, model: SendModel) -> list[Waits]:
     there = np.flatnonzero(messages.paired)
     node = len(table.rank) + there
     send, receive = table.slot[messages.send[there]], table.slot[messages.receive[there]]
-    consumer = table.slot_or_none[messages.consumer[there]]
+    consumer = table.slots_of(messages.consumer[there])
     used = consumer > receive  # a use before the receive is another violation
     slot, moved = np.concatenate((send, receive)), np.concatenate((node, node))
     stream = np.concatenate(

@@ -60,5 +60,5 @@ def held_when_offloaded(table: ActionTable) -> Iterator[Violation]:
 
 def _pairs_after(table: ActionTable, late: Ints, early: Ints) -> Iterator[tuple[int, int]]:
     """Parts of the same stage and microbatch of which the first comes after the second."""
-    after = (early >= 0) & (table.slot_or_none[late] > table.slot_or_none[early])
+    after = (early >= 0) & (table.slots_of(late) > table.slots_of(early))
     return zip(late[after].tolist(), early[after].tolist())

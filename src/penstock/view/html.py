@@ -204,7 +204,7 @@ def _needs(timeline: Timeline, number: Ints) -> Record:
     columns = timeline.schedule.table
     all_needs = (*columns.within_stage, *columns.between_stages)
     producer, consumer = (
-        columns.slot_or_none[np.concatenate([getattr(need, side).ravel() for need in all_needs])]
+        columns.slots_of(np.concatenate([getattr(need, side).ravel() for need in all_needs]))
         for side in ("producer", "consumer")
     )
     present = (producer >= 0) & (consumer >= 0) & (producer != consumer)
