@@ -26,6 +26,7 @@ import numpy as np
 
 from penstock.cost.costs import Costs
 from penstock.cost.effects import changed_bytes
+from penstock.ir.columns import SmallInts
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine, Moment
 from penstock.ir.messages import VALUES, Messages
@@ -70,7 +71,7 @@ class StreamSeconds(NamedTuple):
         seconds: Floats = self.compute + self.all_to_all
         return seconds
 
-    def of(self, kind: int | Ints, stage: int | slice | Ints | list[int]) -> StreamSeconds:
+    def of(self, kind: int | Ints | SmallInts, stage: int | slice | Ints | list[int]) -> StreamSeconds:
         """Those of chosen kinds, by number, and stages."""
         return StreamSeconds(*(seconds[kind, stage] for seconds in self))
 

@@ -153,7 +153,7 @@ def _compact(  # noqa: C901, PLR0912 -- calls would take most of its time
     chosen: Any,
     before: Any,
 ) -> None:
-    """Fill in what each rank runs. Pending passes are a linked list; `deferred` counts the W whose I is done."""
+    """Fill in what each rank runs. Pending passes are a linked list; `deferred` counts W whose I is done."""
     p, m, limit = sizes[0], sizes[1], sizes[2]
     weights = 2 * p * m
     left = 6 * p * m
