@@ -59,8 +59,7 @@ def _point(question: Question, source: dict[str, Any]) -> dict[str, Any]:
     )
     schedule = asked.schedule(0)
     timeline = simulate(schedule, asked.costs_for(schedule), send_model=asked.send_model)
-    extras = [f"group {source['group']}"] if "group" in source else []
-    extras += ["recompute"] if "recompute" in source else []
+    extras = ["recompute"] if "recompute" in source else []
     return {
         "schedule": source,
         "name": ", ".join([schedule.name, *extras]),

@@ -8,13 +8,14 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from penstock.cost.costs import Costs
 from penstock.errors import FormatError
 from penstock.records import search_record
 from penstock.search import Progress
 from penstock.search import search as run_search
 from penstock.view.html import page_data
 from penstock.web.answers import row_of
-from penstock.web.request import SOURCE, expect, parse_costs
+from penstock.web.request import SOURCE, costs_of_model, expect, parse_costs, parse_weights
 
 __all__ = ["live_search"]
 
@@ -27,6 +28,8 @@ _KEYS: dict[str, tuple[type, ...]] = {
     "stages_per_rank": (int,),
     "placement": (str,),
     "costs": (dict,),
+    "weights": (list,),
+    "same_model": (bool,),
     "memory_limit": (int, float),
     "live_limit": (int,),
     "objective": (str,),
@@ -57,7 +60,7 @@ def live_search(document: object, connection: Connection | None = None) -> dict[
         result = run_search(
             ranks=given["ranks"],
             microbatches=given["microbatches"],
-            costs=parse_costs(given.get("costs") or {}),
+            costs=_costs(given, given["ranks"], given["ranks"] * stages),
             stages_per_rank=stages,
             placement=given.get("placement") or "any",
             memory_limit=given.get("memory_limit"),
@@ -76,9 +79,16 @@ def live_search(document: object, connection: Connection | None = None) -> dict[
         "data": page_data([result.timeline]),
         "certificate": certificate(record),
         "stage_to_rank": result.schedule.placement.stage_to_rank,
-        "peak_memory": record["peak_memory"],
+        "costs": result.timeline.costs.to_keys(),
         "row": None if result.timeline.period is None else row_of(result.timeline, given.get("memory_limit")),
     }
+
+
+def _costs(given: dict[str, Any], ranks: int, stages: int) -> Costs:
+    costs, weights = parse_costs(given.get("costs") or {}), parse_weights(given.get("weights") or [])
+    if ranks < 1 or not (weights or given.get("same_model")):
+        return costs  # the search says what is wrong with the ranks
+    return costs_of_model(costs, ranks, stages, weights, divide=bool(given.get("same_model")))
 
 
 def certificate(record: dict[str, Any]) -> str:

@@ -19,12 +19,11 @@ _MOST_STEPS = 4000
 def ready_steps(schedule: Schedule, costs: Costs, *, split: bool | None = None) -> list[dict[str, Any]]:
     """The next step of each stage and kind whose inputs are in the schedule, with its earliest start.
 
-    Backwards are I and W if the schedule has such steps, or with `split`, else B.
+    Backwards are I and W, or B, as in the schedule or as `split` says; both are offered if it has neither yet.
     """
     if schedule.num_steps > _MOST_STEPS:
         return []
-    if split is None:
-        split = schedule.table.has(Kind.I, Kind.W)
+    backwards = _backwards(schedule) if split is None else ("I" if split else "B",)
     timeline = lay_out(schedule, costs).timeline
     ends = {
         (part.kind.value, part.stage, part.microbatch or 0): event.end
@@ -37,7 +36,7 @@ def ready_steps(schedule: Schedule, costs: Costs, *, split: bool | None = None) 
     free = [float(timeline.end[a:b].max(initial=0)) for a, b in pairwise(bounds)]
     latency = costs.per_edge("latency", len(schedule.graph.edges))
     found = []
-    for kind, stage, k, inputs in _next_steps(schedule, ends, split=split):
+    for kind, stage, k, inputs in _next_steps(schedule, ends, backwards):
         rank = schedule.placement.stage_to_rank[stage]
         arrivals = [
             ends[need] + (latency[_edge(schedule, need[1], stage)] if _crosses(schedule, need[1], stage) else 0)
@@ -47,17 +46,22 @@ def ready_steps(schedule: Schedule, costs: Costs, *, split: bool | None = None) 
     return found
 
 
+def _backwards(schedule: Schedule) -> tuple[str, ...]:
+    """The kinds that begin a backward in this schedule."""
+    used = [kind.value for kind in (Kind.B, Kind.I) if schedule.table.has(kind)]
+    return tuple(used) or ("B", "I")
+
+
 def _next_steps(
-    schedule: Schedule, ends: dict[tuple[str, int, int], float], *, split: bool
+    schedule: Schedule, ends: dict[tuple[str, int, int], float], backwards: tuple[str, ...]
 ) -> Iterator[tuple[str, int, int, list[tuple[str, int, int]]]]:
     """Of each stage and kind, the first microbatch that is missing, if what it needs is there."""
     graph = schedule.graph
     for stage in range(schedule.num_stages):
-        needs = {
-            "F": [("F", other) for other in graph.inputs(stage)],
-            "I" if split else "B": [("F", stage), *(("I", other) for other in graph.outputs(stage))],
-        }
-        if split:
+        needs = {"F": [("F", other) for other in graph.inputs(stage)]}
+        for kind in backwards:
+            needs[kind] = [("F", stage), *(("I", other) for other in graph.outputs(stage))]
+        if "I" in backwards:
             needs["W"] = [("I", stage)]
         for kind, inputs in needs.items():
             done = {"B": "I"}.get(kind, kind)

@@ -18,7 +18,15 @@ from penstock.lowering import AddCommunication, Offload, Recompute, lower, parse
 from penstock.validation import SendModel
 from penstock.web.limits import MOST_SCHEDULES, MOST_WORK
 
-__all__ = ["Question", "build_schedule", "costs_of_model", "expect", "parse_costs", "parse_question"]
+__all__ = [
+    "Question",
+    "build_schedule",
+    "costs_of_model",
+    "expect",
+    "parse_costs",
+    "parse_question",
+    "parse_weights",
+]
 
 SOURCE = "request"
 _FAMILY_KEYS = {"family", "ranks", "microbatches", "stages_per_rank", "group", "recompute", "offload", "name"}
@@ -75,7 +83,8 @@ class Question:
         """The costs of this schedule's stages."""
         if not self.same_model and not self.weights:
             return self.costs
-        return costs_of_model(self.costs, schedule, self.weights, divide=self.same_model)
+        sizes = (schedule.num_ranks, schedule.num_stages)
+        return costs_of_model(self.costs, *sizes, self.weights, divide=self.same_model)
 
 
 _QUESTION_KEYS: dict[str, tuple[type, ...]] = {
@@ -114,7 +123,7 @@ def parse_question(document: object, extra: Mapping[str, tuple[type, ...]] | Non
     return Question(
         schedules,
         parse_costs(given.get("costs") or {}),
-        _weights(given.get("weights") or []),
+        parse_weights(given.get("weights") or []),
         bool(given.get("same_model")),
         SendModel.of(given.get("send_model") or "buffered"),
         lowered=bool(given.get("lowered")),
@@ -131,7 +140,8 @@ def parse_costs(document: Mapping[str, Any]) -> Costs:
     return Costs.from_keys(dict(document), source="costs")
 
 
-def _weights(values: Sequence[Any]) -> tuple[float, ...]:
+def parse_weights(values: Sequence[Any]) -> tuple[float, ...]:
+    """The relative work of equal parts of the model."""
     wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, int | float) or not 0 < v <= 1e6]
     if wrong or len(values) > MOST_WORK:
         raise FormatError(SOURCE, [f"weights: expected numbers above 0 (given {printable(repr(wrong[:1]))})"])
@@ -214,15 +224,14 @@ def _within_limits(schedule: Schedule) -> Schedule:
 # --- costs of one model ----------------------------------------------------------------------------
 
 
-def costs_of_model(costs: Costs, schedule: Schedule, weights: Sequence[float], *, divide: bool) -> Costs:
+def costs_of_model(costs: Costs, ranks: int, stages: int, weights: Sequence[float], *, divide: bool) -> Costs:
     """The costs of each stage when the same model is cut into more stages.
 
     `weights` are the relative work of equal parts of the model: stage s of n does part s * len(weights) // n.
     With `divide`, `costs` are those of one stage per rank, and a stage gets its share of seconds and bytes.
     Messages stay as they are: a cut has the same size wherever it is.
     """
-    stages = schedule.num_stages
-    share = schedule.num_ranks / stages if divide else 1.0
+    share = ranks / stages if divide else 1.0
     part = [weights[s * len(weights) // stages] * share for s in range(stages)] if weights else [share] * stages
     changed: dict[str, Any] = {}
     for entry in fields(costs):

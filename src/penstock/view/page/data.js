@@ -161,7 +161,7 @@ function gapText(panel, gap) {
 
 // --- the state -------------------------------------------------------------------------------------
 
-const FIT = Object.freeze({ start: 0, end: LONGEST > 0 ? LONGEST * 1.005 : 1 });
+const FIT = Object.freeze({ start: 0, end: (LONGEST > 0 ? LONGEST * 1.005 : 1) + (host.room ?? 0) });
 const state = {
   start: FIT.start, end: FIT.end,  // the visible range
   hover: null, selected: null,  // targets

@@ -33,7 +33,7 @@ function drawOverlay(panel) {
   context.clip();
   const target = currentTarget();
   const mine = target !== null && target.panel === panel ? target : null;
-  if (mine?.step !== undefined) drawHighlighted(context, panel, chainOf(panel, mine.step));
+  if (mine?.step !== undefined && !host.plain) drawHighlighted(context, panel, chainOf(panel, mine.step));
   else if (state.critical) drawHighlighted(context, panel, panel.onPath);
   if (state.critical) drawPath(context, panel);
   if (mine?.step !== undefined) frame(context, panel, mine.step, colour.accent, 2.5);

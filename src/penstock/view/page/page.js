@@ -4,10 +4,12 @@
 //   memoryLimit            bytes per rank, drawn into the memory strips
 //   signal                 an AbortSignal that removes every listener: the data is about to be replaced
 //   restore                { critical, view } of the drawing before, with `view` in shares of the whole
+//   room                   seconds of empty time after the last end, for what the host draws there
+//   plain                  a selected step has a frame only: its inputs are not highlighted, and it has no card
 //   scrolls                the wheel scrolls the page; with Ctrl it zooms, with Shift it pans
 //   header(panel, header)  adds to the header of a panel
 //   decorate(context, panel, tools)   draws on the overlay
-//   onPick(target, tools)  a click on a step, a gap, a memory strip or nothing (null)
+//   onPick(target, tools, event)      a click on a step, a gap, a memory strip or nothing (null)
 //   onGrab(target, event)  returns whether the host takes this drag; then onDrag and onDrop(event, panel, tools)
 
 // --- buttons ---------------------------------------------------------------------------------------

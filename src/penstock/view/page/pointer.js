@@ -18,7 +18,7 @@ function element(tag, text = "", className = "") {
 // Fills the card for the current target and places it next to it, or hides it.
 function showCard() {
   const target = currentTarget();
-  if (target === null) return card.replaceChildren();
+  if (target === null || (host.plain && !state.hover)) return card.replaceChildren();
   if (target.step !== undefined) card.replaceChildren(...linesOfStep(target.panel, target.step));
   else if (target.gap !== undefined) card.replaceChildren(...linesOfGap(target.panel, target.gap));
   else card.replaceChildren(...linesOfMemory(target));
@@ -195,7 +195,7 @@ function onPointerUp(event, panel) {
   if (!clicked) return;
   const target = targetAt(panel, event.clientX, event.clientY);
   select(target);
-  host.onPick?.(target, tools);
+  host.onPick?.(target, tools, event);
 }
 
 // Returns the x of a panel's left edge in the window.

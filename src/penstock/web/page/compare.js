@@ -20,7 +20,6 @@ const nameOf = (entry) => entry.replace(/^@/, "").replaceAll(";", ", ").replaceA
 
 // Shows the comparison of the state.
 export async function show(state) {
-  $("mode-panel").replaceChildren();
   if (!state.schedules.length) {
     draw({ kinds: [], tracks: {}, timelines: [] });
     return showTable([]);
@@ -58,8 +57,9 @@ function actionsOf(state, each) {
   ];
 }
 
-// Opens the editor with a copy of a schedule.
+// Opens the editor with a copy of a schedule, without the actions of lowering.
 function edit(each) {
+  if (each.level === "lowered" && !each.entry.startsWith("@")) return update({ mode: "edit", edit: "", schedules: [each.entry, ...store.state.schedules.filter((other) => other !== each.entry)] });
   const name = each.entry.startsWith("@") ? each.entry.slice(1) : freshName(store.state, `my-${each.row.name}`);
   const own = { stage_to_rank: each.stage_to_rank, microbatches: each.row.microbatches, steps: each.steps };
   update({ mode: "edit", edit: name, own: { ...store.state.own, [name]: own } });

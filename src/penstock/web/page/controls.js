@@ -69,18 +69,18 @@ function sizesBox() {
 // --- costs -----------------------------------------------------------------------------------------
 
 const SHOWN = [
-  ["forward_seconds", "F forward, s", 1], ["backward_input_seconds", "I input gradient, s", 1],
-  ["backward_weight_seconds", "W weight gradient, s", 1], ["latency_seconds", "Latency, s", 0],
-  ["bandwidth_bytes_per_second", "Bandwidth, bytes/s", ""], ["activation_message_bytes", "Activation message, bytes", 0],
-  ["gradient_message_bytes", "Gradient message, bytes", 0], ["activation_bytes", "Activation memory, bytes", 1],
+  ["forward_seconds", "F forward, s", 1], ["backward_input_seconds", "I input grad., s", 1],
+  ["backward_weight_seconds", "W weight grad., s", 1], ["latency_seconds", "Latency, s", 0],
+  ["bandwidth_bytes_per_second", "Bandwidth, B/s", ""], ["activation_message_bytes", "Activation sent, B", 0],
+  ["gradient_message_bytes", "Gradient sent, B", 0], ["activation_bytes", "Activation held, B", 1],
 ];
 const MORE = [
-  ["backward_seconds", "B full backward, s", ""], ["parameters_bytes", "Parameters, bytes", 0],
-  ["gradients_bytes", "Gradients, bytes", 0], ["optimizer_state_bytes", "Optimizer state, bytes", 0],
-  ["activation_freed_by_input_bytes", "Freed by I, bytes", 0], ["forward_all_to_all_seconds", "All-to-all of F, s", 0],
+  ["backward_seconds", "B full backward, s", ""], ["parameters_bytes", "Parameters, B", 0],
+  ["gradients_bytes", "Gradients, B", 0], ["optimizer_state_bytes", "Optimizer state, B", 0],
+  ["activation_freed_by_input_bytes", "Freed by I, B", 0], ["forward_all_to_all_seconds", "All-to-all of F, s", 0],
   ["backward_input_all_to_all_seconds", "All-to-all of I, s", 0], ["overlap_factor", "Overlap factor, 0 to 1", 1],
-  ["launch_overhead_seconds", "Launch overhead, s", 0], ["checkpoint_bytes", "Checkpoint, bytes", 0],
-  ["host_bandwidth_bytes_per_second", "Host link, bytes/s", ""], ["optimizer_step_seconds", "Optimizer step, s", 0],
+  ["launch_overhead_seconds", "Launch overhead, s", 0], ["checkpoint_bytes", "Checkpoint, B", 0],
+  ["host_bandwidth_bytes_per_second", "Host link, B/s", ""], ["optimizer_step_seconds", "Optimizer step, s", 0],
 ];
 
 function setCost(key, text) {

@@ -3,11 +3,16 @@
 import { $, complain, h } from "./dom.js";
 import { catalogue as loadCatalogue } from "./api.js";
 import * as compare from "./compare.js";
+import * as edit from "./edit.js";
 import { explainSelection } from "./explain.js";
 import { fill, makeControls } from "./controls.js";
+import * as search from "./search.js";
+import * as upload from "./upload.js";
 import { store, subscribe, update } from "./state.js";
 
-const MODES = { compare: { label: "Compare", module: compare } };
+const MODES = {
+  compare: { label: "Compare", module: compare }, edit: { label: "Edit", module: edit }, search: { label: "Search", module: search },
+};
 
 function makeModes() {
   $("modes").replaceChildren(...Object.entries(MODES).map(([name, { label }]) =>
@@ -19,7 +24,10 @@ function show(state, before) {
   document.body.dataset.mode = mode;
   for (const name of Object.keys(MODES)) $(`mode-${name}`).setAttribute("aria-pressed", name === mode);
   fill(state);
-  if (before && before.mode !== state.mode) MODES[before.mode]?.module.leave?.();
+  if (before && before.mode !== state.mode) {
+    MODES[before.mode]?.module.leave?.();
+    $("mode-panel").replaceChildren();
+  }
   MODES[mode].module.show(state, before);
 }
 
@@ -54,6 +62,7 @@ async function open() {
   makeModes();
   makeControls(offered);
   for (const { module } of Object.values(MODES)) module.start?.(offered);
+  upload.start(offered);
   $("share").addEventListener("click", copyLink);
   document.addEventListener("keydown", onKey);
   subscribe(show);

@@ -12,6 +12,7 @@ const BETTER_LESS = ["makespan", "period", "peak_memory"];
 
 // Shows rows: { name, entry, row, before, error, quantiles }, with actions for each.
 export function showTable(rows, { jitter = false, actions = () => [] } = {}) {
+  if (!rows.length) return $("table").replaceChildren();
   const good = rows.filter((each) => each.row), base = good[0]?.row;
   const best = Object.fromEntries(BETTER_LESS.map((key) => [key, Math.min(...good.map((each) => each.row[key]))]));
   const cell = (each, [key, , show]) => {
@@ -20,7 +21,7 @@ export function showTable(rows, { jitter = false, actions = () => [] } = {}) {
     const over = key === "peak_memory" && !each.row.fits;
     const proved = key === "gap" && value === 0;
     return h("td", { class: [good.length > 1 && value === best[key] ? "best" : "", over ? "over" : ""].join(" ").trim() },
-      proved ? h("span", { class: "proved", title: each.row.because }, "optimal") : show(value),
+      proved ? h("span", { class: "proved", title: `No order of the same steps is faster: ${each.row.because}` }, "0 %, proved") : show(value),
       change && h("small", { class: change.startsWith("+") ? "worse" : "better" }, change),
       over && h("small", { class: "worse" }, "over the limit"));
   };

@@ -1,0 +1,53 @@
+// Files: schedules and traces that are dropped onto the page, or chosen.
+
+import { $, complain, h } from "./dom.js";
+import { Refused, ask } from "./api.js";
+import { freshName, question, store, update } from "./state.js";
+
+const MOST = 8 * 1024 * 1024;
+
+// Accepts files on the whole page, and adds a button for those who do not drag.
+export function start(catalogue) {
+  const input = h("input", { type: "file", id: "file", accept: ".csv,.json", multiple: true, class: "sr", onchange: () => take(input.files, catalogue) });
+  const button = h("button", { type: "button", id: "open-file", class: "wide", onclick: () => input.click() }, "Open a file…");
+  if (!catalogue.read_only) $("controls").firstChild.append(button, h("label", { for: "file", class: "sr" }, "Schedule file"), input);
+  let depth = 0;
+  const over = (shown) => { $("drop").hidden = !shown; };
+  addEventListener("dragenter", (event) => { if (event.dataTransfer?.types.includes("Files")) { depth++; over(true); } });
+  addEventListener("dragleave", () => { depth = Math.max(0, depth - 1); over(depth > 0); });
+  addEventListener("dragover", (event) => event.preventDefault());
+  addEventListener("drop", (event) => {
+    event.preventDefault();
+    depth = 0;
+    over(false);
+    take(event.dataTransfer.files, catalogue);
+  });
+}
+
+// Reads files one after the other.
+async function take(files, catalogue) {
+  if (catalogue.read_only) return complain("This playground is read-only: it takes no files.");
+  for (const file of files) {
+    try {
+      await takeSchedule(file, catalogue);
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      return complain(error.message);
+    }
+  }
+}
+
+async function takeSchedule(file, catalogue) {
+  const suffix = file.name.toLowerCase().split(".").pop();
+  if (!["csv", "json"].includes(suffix)) throw new Refused(`${file.name}: a schedule is a .csv or .json file.`);
+  if (file.size > MOST) throw new Refused(`${file.name}: files can have at most ${MOST.toLocaleString("en")} bytes.`);
+  const name = freshName(store.state, file.name.replace(/\.[^.]+$/, ""));
+  const asked = { ...question(store.state, catalogue, []), lowered: false, send_model: "buffered", schedules: [{ [suffix]: await file.text(), name: file.name }] };
+  const answer = await ask("edit", asked, "upload");
+  if (answer === null) return;
+  if (!answer.steps) throw new Refused(`${file.name}: this schedule has too many steps for the page; use penstock show.`);
+  const own = { ...store.state.own, [name]: { stage_to_rank: answer.stage_to_rank, microbatches: answer.microbatches, steps: answer.steps } };
+  complain(null);
+  if (store.state.mode === "edit" || !answer.verdict.valid) update({ mode: "edit", own, edit: name });
+  else update({ mode: "compare", own, schedules: [...store.state.schedules, `@${name}`].slice(-8) });
+}
