@@ -20,6 +20,7 @@ import pytest
 from typer.main import get_command
 
 import penstock
+import penstock.runtime
 from penstock.cli import app, main
 from penstock.families import registry
 from tests.support.command_line import SLOW_COMMANDS
@@ -187,3 +188,12 @@ def test_tests_and_paths_that_pages_name_exist() -> None:
             assert f"def {name}(" in there, (page, name)
         for path in re.findall(r"`((?:tests|benchmarks|examples|src)/[\w./]+)`", text):
             assert (ROOT / path).exists(), (page, path)
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    directives = re.findall(
+        r"^::: (penstock[\w.]*)$", "".join(map(Path.read_text, DOCS.glob("api/*.md"))), re.MULTILINE
+    )
+    named = [directive.rpartition(".")[2] for directive in directives]
+    assert len(named) == len(set(named))
+    assert {*penstock.__all__, *penstock.runtime.__all__} <= set(named)
