@@ -3,6 +3,7 @@
 from penstock.bounds.bound import Bound
 from penstock.bounds.lower_bounds import OBJECTIVES, bounds, bounds_of, preemptive
 from penstock.bounds.memory_bounds import least_needed
+from penstock.bounds.rank_subsets import RankBounds
 from penstock.bounds.workload import Workload
 
-__all__ = ["OBJECTIVES", "Bound", "Workload", "bounds", "bounds_of", "least_needed", "preemptive"]
+__all__ = ["OBJECTIVES", "Bound", "RankBounds", "Workload", "bounds", "bounds_of", "least_needed", "preemptive"]

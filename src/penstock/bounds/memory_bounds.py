@@ -36,7 +36,7 @@ from penstock.bounds.workload import Jobs, Window, Workload
 from penstock.cost.memory import activation_bytes, fixed_bytes_of
 from penstock.ir.table import Floats
 
-__all__ = ["least_needed", "residency", "warm_up_and_drain"]
+__all__ = ["busy_and_idle", "drains", "least_needed", "residency", "warm_up_and_drain"]
 
 _ROUNDING = 1e-9
 
@@ -92,9 +92,20 @@ def residency(work: Workload, limit: float, *, alone: bool) -> Bound:
 
 def warm_up_and_drain(work: Workload, limit: float, *, alone: bool) -> Bound:
     """A rank idles while its first and its last gradients are computed elsewhere."""
-    seconds, rank = worst(work, lambda rank: _Rank(work, rank, limit, alone).seconds)
+    seconds, rank = worst(work, lambda rank: busy_and_idle(work, rank, limit, alone=alone))
     because = f"rank {rank} lacks work while its first and its last gradients are computed elsewhere"
     return Bound(seconds, "warm-up and drain", because)
+
+
+def busy_and_idle(work: Workload, rank: int, limit: float, *, alone: bool) -> float:
+    """The seconds of all work of a rank, and of what it idles at least in its warm-up and its drain."""
+    return _Rank(work, rank, limit, alone).seconds
+
+
+def drains(work: Workload, rank: int, limit: float, *, alone: bool) -> list[float]:
+    """Per stage of a rank: the seconds that it idles at least after its last F of that and earlier stages."""
+    each = _Rank(work, rank, limit, alone)
+    return [each.drain(cut) for cut in each.cuts]
 
 
 class _Item(NamedTuple):

@@ -2,6 +2,7 @@
 
     families and list scheduling     ->  starting orders
     simulated annealing, all cores   ->  better orders
+    all orders of a few ranks        ->  better bounds
     CP-SAT, where the size allows    ->  better orders, better bounds
 
 The result is never worse than a family that fits and that there was time to evaluate.
@@ -166,9 +167,12 @@ class _Driver:
         for search in self.searches:
             if not self.is_optimal:
                 self._repeat_steady_state(search)
+        self._anneal(pool, until=0.15)
+        for number, search in enumerate(self.searches):
+            if not self.is_optimal:
+                self._raise_bound(search, 0.25 * (1 - self.fraction) / (len(self.searches) - number))
         solvable = [search for search in self.searches if search.is_solvable and exact.available()]
         if solvable:
-            self._anneal(pool, until=0.15)
             for number, search in enumerate(solvable):
                 if not self.is_optimal:
                     self._solve(search, (0.85 - self.fraction) / (len(solvable) - number))
@@ -222,6 +226,19 @@ class _Driver:
                 self.stop_moves[0] = 0
 
         return wait_for
+
+    def _raise_bound(self, search: PlacementSearch, part: float) -> None:
+        """Spend at most this part of the budget on a better bound."""
+        before, moves = self.fraction, self.budget.moves
+
+        def used(states: int) -> float:
+            spent = self.fraction - before if moves is None else states / moves
+            return spent / part
+
+        best = min(each.best for each in self.searches)
+        if part > 0 and search.bound.seconds < best < float("inf"):
+            self.moves_made += search.raise_bound(best, used)
+            self._report("orders of a few ranks")
 
     def _solve(self, search: PlacementSearch, part: float) -> None:
         self._report("exact solver")

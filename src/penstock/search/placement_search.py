@@ -10,7 +10,7 @@ from threading import Event
 
 import numpy as np
 
-from penstock.bounds import Bound, Workload, bounds
+from penstock.bounds import Bound, RankBounds, Workload, bounds
 from penstock.compilation import COMPILED
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
@@ -192,7 +192,18 @@ class PlacementSearch:
         chance = rng.random()
         return self.kept[0] if chance < 0.5 else rng.choice(self.kept if chance < 0.75 else self.starts)
 
-    # --- exact solver ------------------------------------------------------------------------------
+    # --- proofs ------------------------------------------------------------------------------------
+
+    def raise_bound(self, best: float, used: Callable[[int], float]) -> int:
+        """Raise the bound, up to `best`, by all orders of a few ranks; returns how many states that took.
+
+        `used` tells the share of the effort that is used, for a number of states.
+        """
+        few = RankBounds(self.work, self.problem.memory_limit, self.problem.objective)
+        for bound in few.bounds(best, used):
+            if gap_of(bound.seconds, self.bound.seconds):
+                self.bound = bound
+        return few.states
 
     @property
     def is_solvable(self) -> bool:
