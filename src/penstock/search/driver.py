@@ -40,6 +40,8 @@ __all__ = ["Budget", "Jitter", "run"]
 
 _FEW_MICROBATCHES_SECONDS = 10.0
 """Limit of the search with few microbatches whose steady state is repeated."""
+_FEW_RANKS_PART = 0.25
+"""Of the time that is left after a first annealing, for bounds from a few ranks; states per move otherwise."""
 _RANKED_UNDER_JITTER = 6
 """Orders per placement that are simulated with jitter."""
 
@@ -170,12 +172,11 @@ class _Driver:
         self._anneal(pool, until=0.15)
         for number, search in enumerate(self.searches):
             if not self.is_optimal:
-                self._raise_bound(search, 0.25 * (1 - self.fraction) / (len(self.searches) - number))
+                self._raise_bound(search, _FEW_RANKS_PART / (len(self.searches) - number))
         solvable = [search for search in self.searches if search.is_solvable and exact.available()]
-        if solvable:
-            for number, search in enumerate(solvable):
-                if not self.is_optimal:
-                    self._solve(search, (0.85 - self.fraction) / (len(solvable) - number))
+        for number, search in enumerate(solvable):
+            if not self.is_optimal:
+                self._solve(search, max(0.85 - self.fraction, 0.0) / (len(solvable) - number))
         self._anneal(pool, until=1.0)
 
     def _repeat_steady_state(self, search: PlacementSearch) -> None:
@@ -228,16 +229,15 @@ class _Driver:
         return wait_for
 
     def _raise_bound(self, search: PlacementSearch, part: float) -> None:
-        """Spend at most this part of the budget on a better bound."""
+        """Spend at most this part of the time left on a better bound, or so many states per move."""
         before, moves = self.fraction, self.budget.moves
 
         def used(states: int) -> float:
-            spent = self.fraction - before if moves is None else states / moves
-            return spent / part
+            spent, most = (self.fraction - before, 1 - before) if moves is None else (states, moves)
+            return spent / (part * most) if most else 1.0
 
-        best = min(each.best for each in self.searches)
-        if part > 0 and search.bound.seconds < best < float("inf"):
-            self.moves_made += search.raise_bound(best, used)
+        if search.bound.seconds < (best := min(each.best for each in self.searches)) < float("inf"):
+            search.raise_bound(best, used)
             self._report("orders of a few ranks")
 
     def _solve(self, search: PlacementSearch, part: float) -> None:

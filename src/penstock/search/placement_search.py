@@ -194,8 +194,8 @@ class PlacementSearch:
 
     # --- proofs ------------------------------------------------------------------------------------
 
-    def raise_bound(self, best: float, used: Callable[[int], float]) -> int:
-        """Raise the bound, up to `best`, by all orders of a few ranks; returns how many states that took.
+    def raise_bound(self, best: float, used: Callable[[int], float]) -> None:
+        """Raise the bound, up to `best`, by all orders of a few ranks.
 
         `used` tells the share of the effort that is used, for a number of states.
         """
@@ -203,7 +203,6 @@ class PlacementSearch:
         for bound in few.bounds(best, used):
             if gap_of(bound.seconds, self.bound.seconds):
                 self.bound = bound
-        return few.states
 
     @property
     def is_solvable(self) -> bool:
