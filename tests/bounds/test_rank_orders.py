@@ -52,7 +52,7 @@ def test_no_bound_exceeds_the_best_of_all_orders() -> None:
 
 def test_all_ranks_without_merging_give_the_optimum() -> None:
     rng = random.Random(17)
-    for _ in range(examples(200)):
+    for _ in range(examples(100)):
         problem = limited(rng)
         costs = replace(problem.costs, backward=None, bandwidth=None, launch_overhead=0)
         problem = replace(problem, costs=costs, objective="makespan")
