@@ -12,6 +12,7 @@ from penstock.web.answers import compare, robustness
 from penstock.web.edit import edit, stamp
 from penstock.web.exports import export
 from penstock.web.frontier import pareto
+from penstock.web.lessons import judge, lesson_catalogue
 
 __all__ = ["REQUESTS", "catalogue"]
 
@@ -22,6 +23,8 @@ REQUESTS: dict[str, Callable[[object], dict[str, Any]]] = {
     "robustness": robustness,
     "pareto": pareto,
     "export": export,
+    "lessons": lesson_catalogue,
+    "lesson": judge,
 }
 """Each raises a `PenstockError` for a request that it cannot answer."""
 

@@ -213,6 +213,13 @@ function removeSelected() {
   if (at && session.free) commit(removed(own().steps, at.rank, at.index));
 }
 
+// Changes the rows by the selected step: `act(rows, { rank, index })` returns new rows and the index to select, or null.
+export function changeSelected(act) {
+  const at = selected(), change = at && session.free ? act(own().steps, at) : null;
+  if (change) commit(change.rows, { rank: at.rank, index: change.index });
+  return Boolean(change);
+}
+
 async function stamp(microbatch, interval) {
   try {
     const answer = await ask("stamp", { ...asked(store.state, own()), microbatch, interval });

@@ -6,23 +6,25 @@ import * as compare from "./compare.js";
 import * as edit from "./edit.js";
 import { explainSelection } from "./explain.js";
 import { fill, makeControls } from "./controls.js";
+import * as lessons from "./lessons.js";
 import * as search from "./search.js";
 import * as upload from "./upload.js";
 import { store, subscribe, update } from "./state.js";
 
 const MODES = {
   compare: { label: "Compare", module: compare }, edit: { label: "Edit", module: edit }, search: { label: "Search", module: search },
+  lessons: { label: "Lessons", module: lessons },
 };
 
 function makeModes() {
   $("modes").replaceChildren(...Object.entries(MODES).map(([name, { label }]) =>
-    h("button", { type: "button", id: `mode-${name}`, onclick: () => update({ mode: name }) }, label)));
+    h("button", { type: "button", id: `mode-${name}`, onclick: () => update({ mode: name, lesson: name === "lessons" ? store.state.lesson : "" }) }, label)));
 }
 
 function show(state, before) {
   const mode = MODES[state.mode] ? state.mode : "compare";
   document.body.dataset.mode = mode;
-  for (const name of Object.keys(MODES)) $(`mode-${name}`).setAttribute("aria-pressed", name === mode);
+  for (const name of Object.keys(MODES)) $(`mode-${name}`).setAttribute("aria-pressed", name === (state.lesson ? "lessons" : mode));
   fill(state);
   if (before && before.mode !== state.mode) {
     MODES[before.mode]?.module.leave?.();
