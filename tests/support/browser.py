@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from selenium.webdriver import ActionChains, Chrome
+from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.actions.action_builder import ActionBuilder
 from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.by import By
@@ -34,6 +34,20 @@ ONE_F, ZBV = (
     penstock.simulate(penstock.lower(penstock.build(name, ranks=4, microbatches=8)), COSTS)
     for name in ("1f1b", "zbv")
 )
+
+
+def start_chromium(profile: Path) -> Chrome:
+    """A browser with an empty profile that logs its console and its requests."""
+    assert BROWSER is not None
+    assert DRIVER is not None
+    options = ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = Chrome(options, ChromeService(DRIVER))
+    driver.set_script_timeout(20)
+    return driver
 
 
 class Browser:

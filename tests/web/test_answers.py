@@ -112,6 +112,7 @@ def test_a_wrong_request_gets_every_problem_in_words(request_: Any, problem: str
         ({"steps": [["0F0"]], "stage_to_rank": [0]}, "microbatches: missing"),
         ({"steps": [[1]], "stage_to_rank": [0], "microbatches": 1}, "list of texts"),
         ({"name": "x"}, "a schedule has a family"),
+        ({"family": "1f1b", "ranks": None, "microbatches": 1}, "ranks: missing"),
     ],
 )
 def test_a_wrong_schedule_is_explained(source: dict[str, Any], problem: str) -> None:

@@ -41,7 +41,7 @@ def expect(document: object, keys: Mapping[str, tuple[type, ...]], required: Seq
     problems = [
         f"{printable(str(key))}: unknown key; use {', '.join(keys)}" for key in document if key not in keys
     ]
-    problems += [f"{key}: missing" for key in required if key not in document]
+    problems += [f"{key}: missing" for key in required if document.get(key) is None]
     for key, types in keys.items():
         value = document.get(key)
         if value is not None and (

@@ -1,6 +1,13 @@
 // Requests to the server. Of several requests under one name only the latest counts; the others are cancelled.
 
 const running = new Map();
+let busy = 0;
+
+// Counts the requests that are under way; the page shows it as a thin line.
+function count(by) {
+  busy += by;
+  document.body.dataset.busy = busy;
+}
 
 export class Refused extends Error {}
 
@@ -9,6 +16,7 @@ export async function ask(name, document, slot = name) {
   running.get(slot)?.abort();
   const control = new AbortController();
   running.set(slot, control);
+  count(1);
   try {
     const response = await fetch(`api/${name}`, {
       method: "POST", body: JSON.stringify(document), headers: { "Content-Type": "application/json" }, signal: control.signal,
@@ -20,6 +28,8 @@ export async function ask(name, document, slot = name) {
     if (error.name === "AbortError") return null;
     if (error instanceof Refused) throw error;
     throw new Refused("The server does not answer. Is penstock play still running?");
+  } finally {
+    setTimeout(() => count(-1)); // after what the answer is used for
   }
 }
 

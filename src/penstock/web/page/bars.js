@@ -32,6 +32,7 @@ export function makeBars(count, weights, onChange) {
       set(i, (1 - (event.clientY - top) / height) * MOST, false);
     };
     bar.addEventListener("pointerdown", (event) => {
+      bar.focus(); // the bars are not made anew while one of them has the focus
       bar.setPointerCapture(event.pointerId);
       move(event);
     });

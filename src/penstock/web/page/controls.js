@@ -45,16 +45,17 @@ function chip(entry, index) {
 
 // --- sizes -----------------------------------------------------------------------------------------
 
-function numberField(name, label, { min, max, most, empty = null }) {
+function numberField(name, label, { min, max, most, optional = false }) {
   const set = (text, replace) => {
-    const value = text === "" ? empty : Math.round(Number(text));
-    if (value === null || (value >= min && value <= most)) update({ [name]: value }, { replace });
+    const value = text === "" ? null : Math.round(Number(text));
+    if (value === null ? optional : value >= min && value <= most) update({ [name]: value }, { replace });
+    else field.value = store.state[name];
   };
   const slider = h("input", {
     type: "range", id: `${name}-slider`, min, max, "aria-label": label, oninput: () => set(slider.value, true),
     onchange: () => set(slider.value, false),
   });
-  const field = h("input", { type: "number", id: name, min, max: most, placeholder: empty === null ? "" : "auto", onchange: () => set(field.value, false) });
+  const field = h("input", { type: "number", id: name, min, max: most, placeholder: optional ? "auto" : "", onchange: () => set(field.value, false) });
   return h("div", { class: "field" }, h("label", { for: name }, label), slider, field);
 }
 
@@ -62,8 +63,8 @@ function sizesBox() {
   return h("fieldset", {}, h("legend", {}, "Sizes"),
     numberField("ranks", "Ranks", { min: 1, max: 32, most: 64 }),
     numberField("microbatches", "Microbatches", { min: 1, max: 64, most: 1024 }),
-    numberField("stages", "Stages per rank", { min: 1, max: 8, most: 16 }),
-    numberField("group", "Group", { min: 1, max: 64, most: 1024 }));
+    numberField("stages", "Stages per rank", { min: 1, max: 8, most: 16, optional: true }),
+    numberField("group", "Group", { min: 1, max: 64, most: 1024, optional: true }));
 }
 
 // --- costs -----------------------------------------------------------------------------------------

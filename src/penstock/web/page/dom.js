@@ -38,6 +38,11 @@ export function complain(text) {
   box.textContent = text ?? "";
 }
 
+// Returns the width of a chart in its own units, so that its text has the size of the page's.
+export function chartWidth() {
+  return Math.round(Math.min(860, Math.max(320, $("main").clientWidth - 34)));
+}
+
 // Calls a function after a pause in which it is not asked for again.
 export function debounce(milliseconds, act) {
   let timer = 0;

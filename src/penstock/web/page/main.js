@@ -60,12 +60,17 @@ function keepTheme() {
 
 async function open() {
   keepTheme();
+  document.body.dataset.busy = 0;
   const offered = await loadCatalogue();
   makeModes();
   makeControls(offered);
   for (const { module } of Object.values(MODES)) module.start?.(offered);
   upload.start(offered);
   $("share").addEventListener("click", copyLink);
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the address is the state
+    $("main").focus();
+  });
   document.addEventListener("keydown", onKey);
   subscribe(show);
   show(store.state, null);

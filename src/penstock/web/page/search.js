@@ -1,6 +1,6 @@
 // Search: the incumbent and the bound while a search runs, and the best schedule with its certificate.
 
-import { $, complain, h, svg } from "./dom.js";
+import { $, chartWidth, complain, h, svg } from "./dom.js";
 import { Refused, ask, stream } from "./api.js";
 import { draw } from "./drawing.js";
 import { explainHooks, resetExplanation } from "./explain.js";
@@ -8,7 +8,7 @@ import { bytes, percent, seconds } from "./format.js";
 import { freshName, store, update } from "./state.js";
 import { showTable } from "./table.js";
 
-const WIDTH = 720, HEIGHT = 220, LEFT = 66, BOTTOM = 28, TOP = 14;
+const HEIGHT = 220, LEFT = 66, BOTTOM = 28, TOP = 14;
 let catalogue = null, run = null, settings = { seconds: 10, objective: "makespan", placement: "any", fused: false };
 
 export function start(offered) {
@@ -110,19 +110,19 @@ function take(mine, line) {
 function chart(points) {
   const known = points.filter((p) => p.best !== undefined);
   if (!known.length) return;
-  const last = Math.max(...points.map((p) => p.seconds), 1e-3), values = known.flatMap((p) => [p.best, p.bound ?? p.best]);
+  const width = chartWidth(), first = known[0].seconds, last = Math.max(...points.map((p) => p.seconds), first + 1e-3), values = known.flatMap((p) => [p.best, p.bound ?? p.best]);
   const most = Math.max(...values), low = Math.min(...values, most * 0.98), high = most, room = (high - low || 1) * 0.12;
-  const x = (t) => LEFT + (t / last) * (WIDTH - LEFT - 16), y = (v) => HEIGHT - BOTTOM - ((v - low + room) / (high - low + 2 * room)) * (HEIGHT - BOTTOM - TOP);
+  const x = (t) => LEFT + ((t - first) / (last - first)) * (width - LEFT - 16), y = (v) => HEIGHT - BOTTOM - ((v - low + room) / (high - low + 2 * room)) * (HEIGHT - BOTTOM - TOP);
   const path = (key) => known.filter((p) => p[key] !== undefined).map((p, i) => (i ? `H${x(p.seconds)}V${y(p[key])}` : `M${x(p.seconds)} ${y(p[key])}`)).join("") + `H${x(last)}`;
   const end = known.at(-1), apart = Math.abs(y(end.best) - y(end.bound)) > 16;
-  $("search-chart").replaceChildren(svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `best ${seconds(end.best)}, bound ${seconds(end.bound)}` },
-    svg("line", { x1: LEFT, x2: WIDTH - 16, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM, class: "grid" }),
+  $("search-chart").replaceChildren(svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `best ${seconds(end.best)}, bound ${seconds(end.bound)}` },
+    svg("line", { x1: LEFT, x2: width - 16, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM, class: "grid" }),
     svg("path", { d: path("bound"), class: "bound" }), svg("path", { d: path("best"), class: "incumbent" }),
     svg("text", { x: LEFT - 8, y: y(end.best) + 4, class: "tick", "text-anchor": "end" }, seconds(end.best)),
     apart ? svg("text", { x: LEFT - 8, y: y(end.bound) + 4, class: "tick", "text-anchor": "end" }, seconds(end.bound)) : null,
-    svg("text", { x: WIDTH - 20, y: y(end.best) - 7, class: "name best-name", "text-anchor": "end" }, apart ? "best so far" : "best = bound"),
-    apart ? svg("text", { x: WIDTH - 20, y: y(end.bound) + 17, class: "name bound-name", "text-anchor": "end" }, "bound") : null,
-    svg("text", { x: WIDTH - 16, y: HEIGHT - 8, class: "tick", "text-anchor": "end" }, `${seconds(last)} of search`)));
+    svg("text", { x: width - 20, y: y(end.best) - 7, class: "name best-name", "text-anchor": "end" }, apart ? "best so far" : "best = bound"),
+    apart ? svg("text", { x: width - 20, y: y(end.bound) + 17, class: "name bound-name", "text-anchor": "end" }, "bound") : null,
+    svg("text", { x: width - 16, y: HEIGHT - 8, class: "tick", "text-anchor": "end" }, `${seconds(last)} of search`)));
 }
 
 function showResult(result) {
@@ -132,10 +132,10 @@ function showResult(result) {
     h("div", { class: "row" }, h("button", { type: "button", class: "primary", id: "search-keep", onclick: () => keep("compare") }, "Compare it"), h("button", { type: "button", id: "search-edit", onclick: () => keep("edit") }, "Edit it")),
     result.missing.length > 0 && h("p", { class: "quiet" }, `Not installed, so not used: ${result.missing.join(", ")}.`) || "");
   const families = Object.entries(result.families).sort((a, b) => a[1] - b[1]).slice(0, 8);
-  $("table").replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "schedule"), h("th", { scope: "col" }, result.objective), h("th", { scope: "col" }, "than the result"))),
+  $("table").replaceChildren(h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Families for comparison" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "schedule"), h("th", { scope: "col" }, result.objective), h("th", { scope: "col" }, "vs. result"))),
     h("tbody", {}, h("tr", {}, h("th", { scope: "row" }, "found"), h("td", { class: "best" }, seconds(result.value)), h("td", {}, result.proved ? h("span", { class: "proved" }, "optimal") : `gap ≤ ${percent(result.gap ?? 0)}`)),
       families.map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, seconds(value)), h("td", {}, value > result.value ? `+${percent(value / result.value - 1)}` : "the same"))),
-      Object.entries(result.too_large).slice(0, 4).map(([name, size]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, "over the limit"), h("td", {}, `needs ${bytes(size)}`))))));
+      Object.entries(result.too_large).slice(0, 4).map(([name, size]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, "over the limit"), h("td", {}, `needs ${bytes(size)}`)))))));
   draw(result.data, { memoryLimit: store.state.limit, ...explainHooks() });
 }
 

@@ -8,7 +8,11 @@ const MOST = 8 * 1024 * 1024;
 
 // Accepts files on the whole page, and adds a button for those who do not drag.
 export function start(catalogue) {
-  const input = h("input", { type: "file", id: "file", accept: ".csv,.json", multiple: true, class: "sr", onchange: () => take(input.files, catalogue) });
+  const input = h("input", { type: "file", id: "file", accept: ".csv,.json", multiple: true, class: "sr", onchange: () => {
+    const files = [...input.files];
+    input.value = ""; // the same file can be chosen again
+    take(files, catalogue);
+  } });
   const button = h("button", { type: "button", id: "open-file", class: "wide", onclick: () => input.click() }, "Open a file…");
   if (!catalogue.read_only) $("controls").firstChild.append(button, h("label", { for: "file", class: "sr" }, "Schedule file"), input);
   let depth = 0;
