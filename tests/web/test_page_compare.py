@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from tests.support.browser import BROWSER, DRIVER
 from tests.support.page import Page
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium is not installed")
+
+
+def has_content(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0
 
 
 def makespans(page: Page) -> list[str]:
@@ -136,8 +141,7 @@ def test_files_and_lines_are_taken_away(any_size: Page) -> None:
         page.wait("document.getElementById('take-status').textContent.includes(' bytes')")
         ending = {"trace": "trace.json"}.get(name, name)
         file = Path(page.folder) / f"zb-h1-p4-m8.{ending}"
-        page.until(file.exists)
-        page.until(lambda file=file: file.stat().st_size > 0)
+        page.until(partial(has_content, file))
         file.unlink()
 
 
