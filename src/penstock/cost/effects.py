@@ -28,16 +28,27 @@ def effect_bytes(costs: Costs, num_stages: int, effect: MemoryEffect) -> Floats:
 
 def changed_bytes(table: ActionTable, costs: Costs, line: MemoryLine, moment: Moment) -> tuple[Ints, Floats]:
     """The parts that change a line at this moment, and by how many bytes."""
-    change, is_changed = np.zeros(len(table.code)), np.zeros(len(table.code), dtype=np.bool_)
+    stages = table.placement.num_stages
+    own, of_others = np.zeros((len(Kind), stages)), []
+    changing = set()
     for kind in table.kinds:
-        for effect in kind.spec.memory:
-            if effect.line is line and effect.at is moment:
-                parts = np.flatnonzero(table.of_kind(kind))
-                stage = table.stage[parts]
-                if effect.of is not None:
-                    parts = table.at(Kind(effect.of))[stage, table.microbatch[parts]]
-                    stage, parts = stage[parts >= 0], parts[parts >= 0]
-                change[parts] += effect_bytes(costs, table.placement.num_stages, effect)[stage]
-                is_changed[parts] = True
+        for effect in (each for each in kind.spec.memory if each.line is line and each.at is moment):
+            if effect.of is None:
+                changing.add(kind)
+                own[kind.number] += effect_bytes(costs, stages, effect)
+            else:
+                of_others.append((kind, effect))
+    parts = np.flatnonzero(table.of_kind(*changing))
+    change = own.ravel()[table.kind[parts] * np.int64(stages) + table.stage[parts]]
+    if not of_others:
+        return parts, change
+    whole, is_changed = np.zeros(len(table.code)), np.zeros(len(table.code), dtype=np.bool_)
+    whole[parts], is_changed[parts] = change, True
+    for kind, effect in of_others:
+        makers = np.flatnonzero(table.of_kind(kind))
+        changed = table.at(Kind(effect.of))[table.stage[makers], table.microbatch[makers]]
+        makers, changed = makers[changed >= 0], changed[changed >= 0]
+        whole[changed] += effect_bytes(costs, stages, effect)[table.stage[makers]]
+        is_changed[changed] = True
     parts = np.flatnonzero(is_changed)
-    return parts, change[parts]
+    return parts, whole[parts]

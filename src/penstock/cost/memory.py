@@ -22,6 +22,7 @@ import numpy as np
 from penstock.cost.costs import Costs
 from penstock.cost.effects import changed_bytes, effect_bytes
 from penstock.cost.prices import message_bytes
+from penstock.ir.columns import SmallInts
 from penstock.ir.kinds import Kind, MemoryLine, Moment
 from penstock.ir.messages import Messages
 from penstock.ir.placement import Placement
@@ -42,7 +43,8 @@ _FIXED = ("parameters", "gradients", "optimizer_state")
 
 def fixed_bytes_of(costs: Costs, stages: Sequence[int], num_stages: int) -> float:
     """Bytes that these stages hold all the time: parameters, gradients and optimizer state."""
-    return sum(costs.per_stage(name, num_stages)[stage] for name in _FIXED for stage in stages)
+    by_name = [costs.per_stage(name, num_stages) for name in _FIXED]
+    return sum(each[stage] for each in by_name for stage in stages)
 
 
 def fixed_bytes(costs: Costs, placement: Placement) -> Floats:
@@ -103,18 +105,18 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class _Changes:
-    """Bytes taken or freed: when, on which rank, in which slot, of which line."""
+    """Bytes taken or freed: when, in which slot, of which line."""
 
     time: Floats
-    rank: Ints
     slot: Ints
-    line: Ints
+    line: SmallInts
     change: Floats
-    late: Ints
-    """1 for a take by another stream than compute: at one instant it comes after all frees."""
+    late: Bools
+    """Whether it is a take by another stream than compute: at one instant it comes after all frees."""
 
 
 _LINES = tuple(MemoryLine)
+_STACKED = (MemoryLine.ACTIVATIONS, MemoryLine.UNSHARDED, MemoryLine.RECEIVE_BUFFERS)
 
 
 def memory_over_time(
@@ -125,20 +127,36 @@ def memory_over_time(
     changes = _joined(
         _message_changes(table, messages, costs, start, end) + _stage_changes(table, costs, start, end)
     )
-    order = np.lexsort((changes.slot, changes.late, changes.time, changes.rank))
-    bounds = np.searchsorted(changes.rank[order], np.arange(table.placement.num_ranks + 1))
+    order, bounds = _in_time(table, changes)
+    lines = np.bincount(changes.line, minlength=len(_LINES)) > 0
     found = []
     for rank, (first, last) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist())):
         fixed = fixed_bytes_of(costs, table.placement.stages_of_rank[rank], table.placement.num_stages)
         own = order[first:last]
         change, line = changes.change[own], changes.line[own]
         activations, unsharded, received = (
-            np.cumsum(np.where(line == _LINES.index(each), change, 0.0))
-            for each in (MemoryLine.ACTIVATIONS, MemoryLine.UNSHARDED, MemoryLine.RECEIVE_BUFFERS)
+            np.cumsum(np.where(line == number, change, 0.0)) if lines[number] else np.zeros(len(own))
+            for number in map(_LINES.index, _STACKED)
         )
         total = fixed + activations + unsharded + received
         found.append(Memory(changes.time[own], total, activations, unsharded, received, fixed))
     return found
+
+
+def _in_time(table: ActionTable, changes: _Changes) -> tuple[Ints, Ints]:
+    """The order of changes by rank, time, `late` and slot, and where each rank begins in it.
+
+    Those of one slot at one time keep their order.
+    """
+    order: Ints = np.argsort(changes.slot, kind="stable")
+    slot, time, late = changes.slot[order], changes.time[order], changes.late[order]
+    bounds: Ints = np.searchsorted(slot, table.slot_bounds)
+    begins = np.zeros(len(slot), dtype=np.bool_)
+    begins[bounds[bounds < len(slot)]] = True
+    if ((time[1:] >= time[:-1]) | begins[1:]).all():  # lists are in the order of time, but for other streams
+        begins[1:] |= time[1:] > time[:-1]
+        return order[np.argsort(2 * np.cumsum(begins) + late, kind="stable")], bounds
+    return order[np.lexsort((late, time, table.rank[slot]))], bounds
 
 
 def _stage_changes(table: ActionTable, costs: Costs, start: Floats, end: Floats) -> list[_Changes]:
@@ -150,9 +168,9 @@ def _stage_changes(table: ActionTable, costs: Costs, start: Floats, end: Floats)
             parts, change = changed_bytes(table, costs, line, moment)
             slot = table.slot[parts]
             late = ~table.is_compute[parts] & (moment is Moment.START)
-            found.append(_changes(table, times[slot], slot, line, change, late))
+            found.append(_changes(times[slot], slot, line, change, late))
             if line is MemoryLine.ACTIVATIONS and not trains:  # nothing is kept for a backward that never comes
-                found.append(_changes(table, end[slot], slot, line, -change, np.zeros_like(late)))
+                found.append(_changes(end[slot], slot, line, -change, np.zeros_like(late)))
     return found
 
 
@@ -171,22 +189,18 @@ def _message_changes(
     held = freed > start[receive]  # one that is used at the instant of its receive is never held
     receive, consumer, size, freed = receive[held], consumer[held], size[held], freed[held]
     return [
-        _changes(table, start[receive], receive, MemoryLine.RECEIVE_BUFFERS, size, np.ones_like(receive)),
-        _changes(table, freed, consumer, MemoryLine.RECEIVE_BUFFERS, -size, np.zeros_like(receive)),
+        _changes(start[receive], receive, MemoryLine.RECEIVE_BUFFERS, size, np.ones_like(held[held])),
+        _changes(freed, consumer, MemoryLine.RECEIVE_BUFFERS, -size, np.zeros_like(held[held])),
     ]
 
 
-def _changes(
-    table: ActionTable, time: Floats, slot: Ints, line: MemoryLine, change: Floats, late: Ints | Bools
-) -> _Changes:
-    rank = table.rank[slot]
-    number = np.full(len(slot), _LINES.index(line))
-    return _Changes(time, rank, slot, number, change, late.astype(np.int64))
+def _changes(time: Floats, slot: Ints, line: MemoryLine, change: Floats, late: Bools) -> _Changes:
+    return _Changes(time, slot, np.full(len(slot), _LINES.index(line), dtype=np.int8), change, late)
 
 
 def _joined(changes: Sequence[_Changes]) -> _Changes:
     if not changes:
         nothing, none = np.empty(0), np.empty(0, dtype=np.int64)
-        return _Changes(nothing, none, none, none, nothing, none)
-    names = ("time", "rank", "slot", "line", "change", "late")
+        return _Changes(nothing, none, none.astype(np.int8), nothing, none.astype(np.bool_))
+    names = ("time", "slot", "line", "change", "late")
     return _Changes(*(np.concatenate([getattr(each, name) for each in changes]) for name in names))

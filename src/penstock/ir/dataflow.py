@@ -46,6 +46,8 @@ class Inputs:
         one[consumer] = producer
         lags[consumer] = lag
         counts = np.bincount(consumer, minlength=num_slots)
+        if counts.max(initial=0) <= 1:
+            return cls(one, lags, np.zeros(1, dtype=np.int64), producer[:0], lag[:0])
         several = np.flatnonzero(counts > 1)
         one[several] = _SEVERAL - np.arange(len(several))
         grouped = np.flatnonzero(counts[consumer] > 1)

@@ -56,27 +56,35 @@ def with_sharding(schedule: Schedule, held: Callable[[int, Ints], Bools]) -> Sch
     # sort keys: at each slot first RESHARD, then UNSHARD, then the step itself
     ranks, keys, codes = [table.part_rank], [table.slot * 3 + 2], [table.code]
     for rank, stages in enumerate(table.placement.stages_of_rank):
-        next_use = _next_uses(table, rank, np.array(stages))
-        now = held(rank, next_use)
-        never_held = np.zeros((len(stages), 1), dtype=np.bool_)
-        before, after = np.hstack((never_held, now)), np.hstack((now, never_held))
-        for phase, kind, switched in ((0, Kind.RESHARD, before & ~after), (1, Kind.UNSHARD, after & ~before)):
-            slot, which = np.nonzero(switched.T)
-            if kind is Kind.UNSHARD:
-                soonest = np.lexsort((next_use[which, slot], slot))
-                slot, which = slot[soonest], which[soonest]
+        own = np.array(stages)
+        next_use = _next_uses(table, rank, own)
+        for phase, (slot, which) in enumerate(_switches(next_use, held(rank, next_use))):
+            kind = Kind.UNSHARD if phase else Kind.RESHARD
             ranks.append(np.full(len(slot), rank))
             keys.append((table.slot_bounds[rank] + slot) * 3 + phase)
-            codes.append(codes_of(kind, np.array(stages)[which]))
+            codes.append(codes_of(kind, own[which]))
     rows = arrange(schedule.num_ranks, *map(np.concatenate, (ranks, keys, codes)))
     return schedule.with_rows(rows)
+
+
+def _switches(next_use: Ints, held: Bools) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
+    """Where a stage stops, and where it begins, to be unsharded: slots in ascending order, and the stages."""
+    never = np.zeros((len(held), 1), dtype=np.bool_)
+    around = np.hstack((never, held, never))
+    which, slot = np.nonzero(around[:, 1:] != around[:, :-1])
+    begins = around[which, slot + 1]
+    by_stage, soonest = np.flatnonzero(~begins), np.flatnonzero(begins)
+    by_stage = by_stage[np.lexsort((which[by_stage], slot[by_stage]))]
+    soonest = soonest[np.lexsort((next_use[which[soonest], slot[soonest]], slot[soonest]))]
+    return (slot[by_stage], which[by_stage]), (slot[soonest], which[soonest])
 
 
 def _next_uses(table: ActionTable, rank: int, stages: Ints) -> Ints:
     """Per stage and slot of a rank: twice the slot that next works on the stage, odd for a pair's second."""
     first, last = table.slot_bounds[rank : rank + 2]
     parts = np.arange(*table.part_bounds[rank : rank + 2])
-    parts = parts[table.is_compute[parts] | table.of_kind(Kind.REDUCE_GRAD)[parts]]
+    if not table.only_compute:
+        parts = parts[table.is_compute[parts] | table.of_kind(Kind.REDUCE_GRAD)[parts]]
     slot = table.slot[parts] - first
     second = np.concatenate(([False], slot[1:] == slot[:-1]))[: len(slot)]
     next_use = np.full((len(stages), last - first), _NEVER)
@@ -88,7 +96,8 @@ def _next_uses(table: ActionTable, rank: int, stages: Ints) -> Ints:
 
 def _held(next_use: Ints, max_active_stages: int) -> Bools:
     """Per stage and slot: whether the stage is among the next `max_active_stages` to be used."""
-    nth = min(max_active_stages, len(next_use)) - 1
-    limit = np.partition(next_use, nth, axis=0)[nth]
-    held: Bools = (next_use // 2 <= limit // 2) & (next_use != _NEVER)
+    held: Bools = next_use != _NEVER
+    if max_active_stages < len(next_use):
+        limit = np.partition(next_use, max_active_stages - 1, axis=0)[max_active_stages - 1]
+        held &= next_use <= limit | 1  # both parts of a pair
     return held
