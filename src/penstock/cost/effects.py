@@ -46,7 +46,7 @@ def changed_bytes(table: ActionTable, costs: Costs, line: MemoryLine, moment: Mo
     whole[parts], is_changed[parts] = change, True
     for kind, effect in of_others:
         makers = np.flatnonzero(table.of_kind(kind))
-        changed = table.at(Kind(effect.of))[table.stage[makers], table.microbatch[makers]]
+        changed = table.at(Kind(str(effect.of)))[table.stage[makers], table.microbatch[makers]]
         makers, changed = makers[changed >= 0], changed[changed >= 0]
         whole[changed] += effect_bytes(costs, stages, effect)[table.stage[makers]]
         is_changed[changed] = True

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from penstock.arguments import printable
 from penstock.errors import FormatError, PlacementError, ScheduleError
-from penstock.formats.step_texts import parse_steps
-from penstock.ir.action import MAX_ID, Step
+from penstock.formats.step_texts import Row, parse_row, schedule_of
+from penstock.ir.action import MAX_ID
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -40,18 +41,17 @@ def dumps(schedule: Schedule) -> str:
         "ranks": [],
     }
     head = json.dumps(header, ensure_ascii=False)
-    ranks = ",\n  ".join(json.dumps([str(step) for step in steps]) for steps in schedule.ranks)
+    ranks = ",\n  ".join(json.dumps(schedule.texts(rank)) for rank in range(schedule.num_ranks))
     return f"{head[: -len('[]}')]}[\n  {ranks}\n]}}\n"
 
 
 def loads(text: str, source: str) -> Schedule:
     """Parse a schedule from JSON; `source` names the text in error messages."""
     document, problems = _load_object(text, source)
-    ranks: list[list[Step]] = []
+    ranks: list[Row] = []
     if "ranks" in document and _EXPECTED["ranks"][0](document["ranks"]):
         for rank, texts in enumerate(document["ranks"]):
-            located = ((f"ranks[{rank}][{i}]", step) for i, step in enumerate(texts))
-            ranks.append(list(parse_steps(located, problems)))
+            ranks.append(parse_row(texts, (f"ranks[{rank}][{i}]" for i in count()), problems))
     if problems:
         raise FormatError(source, problems)
     key = "stage_to_rank"
@@ -61,7 +61,7 @@ def loads(text: str, source: str) -> Schedule:
         if "edges" in document:
             graph = StageGraph(placement.num_stages, tuple(map(tuple, document["edges"])))
         key = "ranks" if len(ranks) != placement.num_ranks else "microbatches"
-        schedule = Schedule(ranks, placement, document["microbatches"], document["name"], graph)
+        schedule = schedule_of(ranks, document["name"], placement, document["microbatches"], graph)
     except (PlacementError, ScheduleError) as error:
         raise FormatError(source, [f"{key}: {error}"]) from None
     if schedule.level != document["level"]:

@@ -14,10 +14,11 @@ import csv
 import io
 import re
 from collections.abc import Iterator
+from itertools import count
 
 from penstock.arguments import printable
 from penstock.errors import FormatError, PlacementError, ScheduleError
-from penstock.formats.step_texts import parse_steps
+from penstock.formats.step_texts import parse_row, schedule_of, steps_of
 from penstock.ir.graph import Edge, StageGraph
 from penstock.ir.schedule import Schedule
 
@@ -29,15 +30,13 @@ _EDGE = re.compile(r"([0-9]{1,8})>([0-9]{1,8})")
 
 def dumps(schedule: Schedule) -> str:
     """Format a schedule as CSV."""
-    rows = [[str(step) for step in steps] for steps in schedule.ranks]
+    rows = [schedule.texts(rank) for rank in range(schedule.num_ranks)]
     if empty := [rank for rank, row in enumerate(rows) if not row]:
         problem = f"CSV cannot represent a rank without steps (rank {empty[0]}); use JSON"
         raise FormatError(schedule.name, [problem])
     if not schedule.graph.is_chain:
         rows.insert(0, [_EDGES, *(f"{source}>{target}" for source, target in schedule.graph.edges)])
-    out = io.StringIO()
-    csv.writer(out).writerows(rows)
-    return out.getvalue()
+    return "".join(f"{','.join(row)}\r\n" for row in rows)  # no text has a character that CSV quotes
 
 
 def loads(text: str, source: str, name: str) -> Schedule:
@@ -49,7 +48,7 @@ def loads(text: str, source: str, name: str) -> Schedule:
         edges = list(_parse_edges(rows.pop(0), problems))
     first = 1 if edges is None else 2
     ranks = [
-        list(parse_steps(((f"row {r}, column {c}", cell) for c, cell in enumerate(row, 1)), problems))
+        parse_row(row, (f"row {r}, column {c}" for c in count(1)), problems)
         for r, row in enumerate(rows, first)
     ]
     problems += [
@@ -61,9 +60,10 @@ def loads(text: str, source: str, name: str) -> Schedule:
         raise FormatError(source, problems)
     try:
         if edges is None:
-            return Schedule(ranks, name=name)
-        stages = {part.stage for row in ranks for step in row for part in step.parts}
-        return Schedule(ranks, name=name, graph=StageGraph(max(stages) + 1, tuple(edges)))
+            return schedule_of(ranks, name)
+        steps = (step for row in ranks for step in steps_of(row))
+        stages = {part.stage for step in steps for part in step.parts}
+        return schedule_of(ranks, name, graph=StageGraph(max(stages) + 1, tuple(edges)))
     except PlacementError as error:
         raise FormatError(source, [f"row 1: {error}"]) from None
     except ScheduleError as error:

@@ -6,7 +6,6 @@ valid (it can run, and it computes what it should) is decided by `penstock.valid
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from os import PathLike
@@ -20,9 +19,11 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Overlap, Step, parse_action
 from penstock.ir.encoding import decode, encode
 from penstock.ir.graph import StageGraph
+from penstock.ir.inference import infer_microbatches, infer_placement
 from penstock.ir.kinds import Kind
 from penstock.ir.messages import Messages
 from penstock.ir.placement import Placement
+from penstock.ir.step_texts import texts_of_codes
 from penstock.ir.table import ActionTable, kinds_in
 
 if TYPE_CHECKING:
@@ -61,11 +62,10 @@ class Schedule(Displayed):
         graph: StageGraph | None = None,
     ) -> None:
         rows = [[_as_step(step) for step in (row.split() if isinstance(row, str) else row)] for row in ranks]
-        parts = [(rank, part) for rank, row in enumerate(rows) for step in row for part in step.parts]
-        if placement is None:
-            placement = _infer_placement(parts, len(rows))
-        if microbatches is None:
-            microbatches = _infer_microbatches(parts)
+        if placement is None or microbatches is None:
+            plain = [np.fromiter(encode(row), dtype=np.int64) for row in rows]
+            placement = placement or infer_placement(plain)
+            microbatches = infer_microbatches(plain) if microbatches is None else microbatches
         graph = graph or StageGraph.chain(placement.num_stages)
         codes = [np.fromiter(encode(row, graph), dtype=np.int64) for row in rows]
         self._fill(codes, placement, microbatches, name, graph)
@@ -74,14 +74,16 @@ class Schedule(Displayed):
     def from_codes(
         cls,
         rows: Sequence[Sequence[int] | Ints],
-        placement: Placement,
-        microbatches: int,
+        placement: Placement | None,
+        microbatches: int | None,
         name: str,
         graph: StageGraph | None = None,
     ) -> Schedule:
         """From the integer form of `penstock.ir.encoding`, without making an object for each step."""
         schedule = cls.__new__(cls)
         codes = [np.asarray(row, dtype=np.int64) for row in rows]
+        placement = placement or infer_placement(codes)
+        microbatches = infer_microbatches(codes) if microbatches is None else microbatches
         chosen = graph or StageGraph.chain(placement.num_stages)
         schedule._fill(codes, placement, microbatches, name, chosen)  # noqa: SLF001 -- our own
         return schedule
@@ -228,7 +230,11 @@ class Schedule(Displayed):
         )
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, row)) for row in self.ranks)
+        return "\n".join(" ".join(self.texts(rank)) for rank in range(self.num_ranks))
+
+    def texts(self, rank: int) -> list[str]:
+        """The text of each step of a rank, without making objects of them."""
+        return texts_of_codes(self.table.rows[rank], self.graph)
 
 
 def _as_step(step: object) -> Step:
@@ -237,34 +243,3 @@ def _as_step(step: object) -> Step:
     if isinstance(step, Action | Overlap):
         return step
     raise ScheduleError(f"a step is an action, an overlapped pair or the text of one (given {step!r})")
-
-
-def _infer_placement(parts: Sequence[tuple[int, Action]], num_ranks: int) -> Placement:
-    """Put each stage on the rank with most of its actions; one without actions, beside the stage before it."""
-    highest = _highest("stage", [(rank, part, part.stage) for rank, part in parts])
-    votes: list[Counter[int]] = [Counter() for _ in range(highest + 1)]
-    for rank, part in parts:
-        votes[part.stage][rank] += 1
-    hosts: list[int] = []
-    for vote in votes:
-        hosts.append(max(vote, key=lambda rank: (vote[rank], -rank)) if vote else (hosts or [0])[-1])
-    if idle := sorted(set(range(num_ranks)) - set(hosts)):
-        shown = ", ".join(map(str, idle[:4])) + ", ..." * (len(idle) > 4)
-        raise ScheduleError(f"rank {shown}: no stage; every rank must have at least one")
-    return Placement(tuple(hosts))
-
-
-def _infer_microbatches(parts: Sequence[tuple[int, Action]]) -> int:
-    named = [(rank, part, part.microbatch) for rank, part in parts if part.microbatch is not None]
-    return _highest("microbatch", named) + 1
-
-
-def _highest(what: str, named: Sequence[tuple[int, Action, int]]) -> int:
-    """The highest number that is named, if there are enough actions to reach it without gaps."""
-    rank, part, highest = max(named, key=lambda entry: entry[2], default=(0, None, 0))
-    if highest >= max(len(named), 1):
-        raise ScheduleError(
-            f"rank {rank}: {part} names {what} {highest}, but {len(named)} actions cannot cover {what} 0 to "
-            f"{highest}; {what} numbers have no gaps"
-        )
-    return highest

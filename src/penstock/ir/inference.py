@@ -1,0 +1,70 @@
+"""Infer what a list of steps leaves out: the rank of each stage, and the number of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.ir.columns import Bools, Ints, kinds_in
+from penstock.ir.encoding import (
+    JOINED,
+    MICROBATCH_MASK,
+    MICROBATCH_SHIFT,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    decode,
+)
+from penstock.ir.kinds import Kind
+from penstock.ir.placement import Placement
+
+__all__ = ["infer_microbatches", "infer_placement"]
+
+
+def infer_placement(rows: Sequence[Ints]) -> Placement:
+    """Put each stage on the rank with most of its actions; one without actions, beside the stage before it."""
+    num_ranks, codes = len(rows), _joined(rows)
+    stage = (codes >> STAGE_SHIFT) & STAGE_MASK
+    highest = _highest("stage", rows, stage, np.ones(len(codes), dtype=np.bool_))
+    rank = np.repeat(np.arange(num_ranks), [len(row) for row in rows])
+    pairs, votes = np.unique(stage * max(num_ranks, 1) + rank, return_counts=True)
+    named, host = np.divmod(pairs, max(num_ranks, 1))
+    order = np.lexsort((-host, votes, named))  # of each stage, the last has the most votes, and the lowest rank
+    hosts = np.full(highest + 1, -1, dtype=np.int64)
+    hosts[named[order]] = host[order]
+    filled: list[int] = []
+    for each in hosts.tolist():
+        filled.append(each if each >= 0 else (filled or [0])[-1])
+    if idle := sorted(set(range(num_ranks)) - set(filled)):
+        shown = ", ".join(map(str, idle[:4])) + ", ..." * (len(idle) > 4)
+        raise ScheduleError(f"rank {shown}: no stage; every rank must have at least one")
+    return Placement(tuple(filled))
+
+
+def infer_microbatches(rows: Sequence[Ints]) -> int:
+    """One more than the highest number."""
+    codes = _joined(rows)
+    numbered = np.array([kind.has_microbatch for kind in Kind])[kinds_in(codes)]
+    return _highest("microbatch", rows, (codes >> MICROBATCH_SHIFT) & MICROBATCH_MASK, numbered) + 1
+
+
+def _joined(rows: Sequence[Ints]) -> Ints:
+    return np.concatenate([np.empty(0, dtype=np.int64), *rows])
+
+
+def _highest(what: str, rows: Sequence[Ints], number: Ints, named: Bools) -> int:
+    """The highest number that is named, if there are enough actions to reach it without gaps."""
+    parts = np.flatnonzero(named)
+    if not parts.size:
+        return 0
+    part = int(parts[number[parts].argmax()])
+    highest = int(number[part])
+    if highest >= parts.size:
+        rank = int(np.searchsorted(np.cumsum([len(row) for row in rows]), part, side="right"))
+        (action,) = decode([int(_joined(rows)[part]) & ~JOINED])
+        raise ScheduleError(
+            f"rank {rank}: {action} names {what} {highest}, but {parts.size} actions cannot cover {what} 0 to "
+            f"{highest}; {what} numbers have no gaps"
+        )
+    return highest
