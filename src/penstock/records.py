@@ -11,8 +11,9 @@ from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.recognition import Recognition, recognize
 from penstock.search import SearchResult
-from penstock.simulation.attribution import Gap, critical_path
+from penstock.simulation.attribution import critical_path
 from penstock.simulation.comparison import comparison_of
+from penstock.simulation.gaps import Gaps
 from penstock.simulation.timeline import Timeline
 from penstock.validation import Violation
 
@@ -33,9 +34,12 @@ _MOST_RECOGNIZED = 100_000
 
 
 def simulation_record(
-    timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float] | None
+    timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None, *, streamed: bool = False
 ) -> dict[str, Any]:
-    """A simulated timeline with a period: times, memory, causes of idle time."""
+    """A simulated timeline with a period: times, memory, causes of idle time.
+
+    With `streamed`, the gaps, of which there can be very many, are an iterator.
+    """
     return asdict(comparison_of(timeline)) | {
         "busy": timeline.busy,
         "idle": timeline.idle,
@@ -43,9 +47,7 @@ def simulation_record(
         "peak_memory_by_rank": timeline.peak_memory,
         "collectives": collectives_of(timeline),
         "critical_path": [str(event.step) for event in critical_path(timeline)],
-        "gaps": [
-            {"rank": g.rank, "start": g.start, "end": g.end, "reason": g.reason, "why": str(g)} for g in idle
-        ],
+        "gaps": idle.records() if streamed else list(idle.records()),
         "jitter": quantiles,
     }
 

@@ -10,20 +10,28 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from penstock.search import Progress as SearchProgress
 
-__all__ = ["job_progress", "search_progress", "spinner"]
+__all__ = ["job_progress", "phase_progress", "search_progress", "spinner"]
 
 
 @contextmanager
 def search_progress() -> Iterator[Callable[[SearchProgress], None]]:
     """A bar with the best value so far, the bound and the gap; yields the function that updates it."""
+    with phase_progress() as show:
+        yield lambda now: show(
+            f"{now.phase}: best {now.best:g}, bound {now.bound:g}, gap {now.gap:.2%}", now.fraction
+        )
+
+
+@contextmanager
+def phase_progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar with the phase; yields the function that updates it."""
     stderr = Console(stderr=True)
     columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("starting", total=1.0)
 
-        def update(now: SearchProgress) -> None:
-            text = f"{now.phase}: best {now.best:g}, bound {now.bound:g}, gap {now.gap:.2%}"
-            bar.update(task, completed=now.fraction, description=text)
+        def update(phase: str, fraction: float) -> None:
+            bar.update(task, completed=fraction, description=phase)
 
         yield update
 
@@ -31,15 +39,8 @@ def search_progress() -> Iterator[Callable[[SearchProgress], None]]:
 @contextmanager
 def job_progress() -> Iterator[Callable[[str, float, float], None]]:
     """A bar with the phase and the best step time so far; yields the function that updates it."""
-    stderr = Console(stderr=True)
-    columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        task = bar.add_task("starting", total=1.0)
-
-        def update(phase: str, fraction: float, best: float) -> None:
-            bar.update(task, completed=fraction, description=f"{phase}: best {best:g} s")
-
-        yield update
+    with phase_progress() as show:
+        yield lambda phase, fraction, best: show(f"{phase}: best {best:g} s", fraction)
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeAlias
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -32,8 +32,9 @@ from penstock.cli.options import (
     Sharding,
     ShardingOption,
 )
+from penstock.cli.progress import phase_progress
 from penstock.records import QUANTILES, collectives_of, simulation_record
-from penstock.simulation.attribution import Gap, gaps
+from penstock.simulation.gaps import REASONS, Gaps, gaps
 from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import simulate as run_simulation
 from penstock.simulation.timeline import Timeline
@@ -43,6 +44,7 @@ from penstock.view.terminal import terminal
 __all__ = ["simulate"]
 
 _LONGEST_GAPS = 5
+_SHOWN_EVERY = 10_000  # lines between two updates of the progress bar
 
 
 BlockingReceives: TypeAlias = Annotated[
@@ -78,42 +80,52 @@ def simulate(
       penstock simulate looped-bfs -p 4 -m 8 -c costs.toml --lowered --sharding cost --memory 40GiB
       penstock simulate mine.csv --costs costs.toml --send-model rendezvous --json
     """
-    given = schedule_from(
-        schedule,
-        Sizes(ranks, microbatches, stages_per_rank, group, graph),
-        Lowering(lowered, sharding, memory, costs, send_model, recompute=recompute, offload=offload),
-    )
-    simulated = for_send_model(given, send_model, blocking_receives=blocking_receives)
     messages: Any = {"send_model": send_model, "blocking_receives": blocking_receives}
-    known = costs_from(costs)
-    timeline = run_simulation(simulated, known, **messages, with_period=True)
-    quantiles = None
-    if jitter is not None:
-        runs = simulate_with_jitter(simulated, known, jitter=jitter, **messages)
-        quantiles = {f"p{q}": runs.quantile(q / 100) for q in QUANTILES}
-    idle = gaps(timeline)
+    sizes = Sizes(ranks, microbatches, stages_per_rank, group, graph)
+    passes = Lowering(lowered, sharding, memory, costs, send_model, recompute=recompute, offload=offload)
+    with phase_progress() as show:
+        show("building", 0.0)
+        simulated = for_send_model(schedule_from(schedule, sizes, passes), **messages)
+        known = costs_from(costs)
+        show("simulating", 0.2)
+        timeline = run_simulation(simulated, known, **messages, with_period=True)
+        quantiles = None
+        if jitter is not None:
+            show("simulating with jitter", 0.5)
+            runs = simulate_with_jitter(simulated, known, jitter=jitter, **messages)
+            quantiles = {f"p{q}": runs.quantile(q / 100) for q in QUANTILES}
+        show("finding the causes of idle time", 0.6)
+        idle = gaps(timeline)
+        if as_json and not sys.stdout.isatty():  # on a terminal, the bar would be written into the output
+            _write_json(timeline, idle, quantiles, show)
+            return
     if as_json:
-        for part in _as_text(simulation_record(timeline, idle, quantiles)):
-            sys.stdout.write(part)
+        _write_json(timeline, idle, quantiles, lambda _, __: None)
     else:
         _print(timeline, idle, quantiles)
 
 
-def _as_text(record: dict[str, Any]) -> Iterator[str]:
-    """JSON with a line for each entry and for each gap, piece by piece: there can be very many."""
+def _write_json(
+    timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None, show: Callable[[str, float], None]
+) -> None:
+    """Print JSON with a line for each entry and for each gap, piece by piece: there can be very many."""
     separator = "{\n"
-    for name, value in record.items():
-        yield f"{separator}  {json.dumps(name)}: "
-        if isinstance(value, list) and value:
-            yield from (f"{',' if i else '['}\n    {json.dumps(each)}" for i, each in enumerate(value))
-            yield "\n  ]"
+    for name, value in simulation_record(timeline, idle, quantiles, streamed=True).items():
+        sys.stdout.write(f"{separator}  {json.dumps(name)}: ")
+        if isinstance(value, Iterator | list):
+            i = -1
+            for i, each in enumerate(value):
+                sys.stdout.write(f"{',' if i else '['}\n    {json.dumps(each)}")
+                if i % _SHOWN_EVERY == 0:
+                    show("writing", 0.7 + 0.3 * min(i / max(len(idle), 1), 1.0))
+            sys.stdout.write("\n  ]" if i >= 0 else "[]")
         else:
-            yield json.dumps(value)
+            sys.stdout.write(json.dumps(value))
         separator = ",\n"
-    yield "\n}\n"
+    sys.stdout.write("\n}\n")
 
 
-def _print(timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float] | None) -> None:
+def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None) -> None:
     width = shutil.get_terminal_size().columns
     console = Console(highlight=False, markup=False, width=width)
     console.print(terminal(timeline, width), soft_wrap=True)
@@ -129,25 +141,24 @@ def _print(timeline: Timeline, idle: Sequence[Gap], quantiles: dict[str, float] 
         console.print("jitter    " + ", ".join(f"{name} {value:g}" for name, value in quantiles.items()))
     console.print()
     console.print(_table(timeline, idle))
-    longest = sorted(idle, key=lambda gap: -gap.length)[:_LONGEST_GAPS]
+    longest = np.argsort(-idle.length, kind="stable")[:_LONGEST_GAPS].tolist()
     if longest:
         console.print("\nlongest idle gaps:")
     for each in longest:
-        console.print(f"  {each}", soft_wrap=True)
+        console.print(f"  {idle[each]}", soft_wrap=True)
 
 
-def _table(timeline: Timeline, idle: Sequence[Gap]) -> Table:
+def _table(timeline: Timeline, idle: Gaps) -> Table:
     """Per rank: busy time, how much of it is all-to-all alone, idle time by cause, peak memory."""
-    waits: dict[tuple[int, str], float] = defaultdict(float)
-    for gap in idle:
-        waits[gap.rank, gap.reason] += gap.length
-    causes = list(dict.fromkeys(gap.reason for gap in idle))
+    waits = idle.seconds_by_rank
+    named, first = np.unique(idle.reason, return_index=True)
+    causes = [REASONS[number] for number in named[np.argsort(first)].tolist()]
     table = Table(box=None, pad_edge=False)
     exposed = ["exposed all-to-all"] if any(timeline.exposed_all_to_all) else []
     for name in ("rank", "busy", *exposed, *causes, "peak memory"):
         table.add_column(name, justify="right")
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory)):
-        by_cause = (f"{waits[rank, cause]:g}" for cause in causes)
+        by_cause = (f"{waits[rank, REASONS.index(cause)]:g}" for cause in causes)
         alone = [f"{timeline.exposed_all_to_all[rank]:g}"] * len(exposed)
         table.add_row(str(rank), f"{busy:g}", *alone, *by_cause, f"{peak:g}")
     return table

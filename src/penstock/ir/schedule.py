@@ -232,6 +232,17 @@ class Schedule(Displayed):
     def __str__(self) -> str:
         return "\n".join(" ".join(self.texts(rank)) for rank in range(self.num_ranks))
 
+    def texts_of_slots(self, slots: Ints) -> list[str]:
+        """The texts of the steps with these numbers through all ranks; an empty text for -1."""
+        table, there = self.table, slots[slots >= 0]
+        parts = there
+        if table.has_pairs:
+            first, last = (np.searchsorted(table.slot, there, side=side) for side in ("left", "right"))
+            counts = last - first
+            parts = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        texts = iter(texts_of_codes(table.code[parts], self.graph))
+        return [next(texts) if slot >= 0 else "" for slot in slots.tolist()]
+
     def texts(self, rank: int) -> list[str]:
         """The text of each step of a rank, without making objects of them."""
         return texts_of_codes(self.table.rows[rank], self.graph)

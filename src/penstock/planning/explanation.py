@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
@@ -22,7 +21,7 @@ from penstock.planning.planner import Plan, run_plan
 from penstock.planning.request import PlanRequest
 from penstock.planning.robustness import quantile_seconds
 from penstock.search import OnProgress
-from penstock.simulation.attribution import gaps
+from penstock.simulation.gaps import REASONS, gaps
 from penstock.simulation.simulator import simulate
 
 __all__ = ["Explanation", "WhatIf", "explain"]
@@ -107,9 +106,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _reasons(best: Option) -> str:
-    waits: dict[str, float] = defaultdict(float)
-    for gap in gaps(best.timeline):
-        waits[gap.reason] += gap.length
+    waits = dict(zip(REASONS, gaps(best.timeline).seconds_by_rank.sum(axis=0).tolist()))
     total = sum(waits.values())
     ordered = sorted(waits.items(), key=lambda pair: -pair[1])
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in ordered[:4] if seconds > 0)

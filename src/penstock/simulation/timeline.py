@@ -19,15 +19,13 @@ from typing import Any
 import numpy as np
 
 from penstock.bounds import Bound, bounds_of
-from penstock.cost.costs import Costs
 from penstock.cost.memory import Memory, memory_over_time
-from penstock.cost.prices import exposed_all_to_all, message_bytes, message_seconds
+from penstock.cost.prices import exposed_all_to_all
 from penstock.display import Displayed
 from penstock.errors import CostsError
 from penstock.ir.action import Step
-from penstock.ir.messages import VALUES
-from penstock.ir.schedule import Schedule
-from penstock.ir.table import Bools, Floats, Ints
+from penstock.ir.table import Bools
+from penstock.simulation.timed_messages import Message, TimedMessages
 
 __all__ = ["Event", "Memory", "Message", "Timeline"]
 
@@ -46,45 +44,10 @@ class Event:
     end: float
 
 
-@dataclass(frozen=True)
-class Message:
-    """A value that crosses ranks: computed in slot `producer`, used in slot `consumer`."""
-
-    kind: str
-    """`activation` or `gradient`."""
-    stage: int
-    """The stage that computed it."""
-    microbatch: int
-    edge: int
-    """The edge of the stage graph it travels on."""
-    source: int
-    target: int
-    producer: int
-    consumer: int
-    sent: int
-    """The slot of its SEND, or of its producer in a schedule without SEND."""
-    received: int
-    """The slot of its RECV, or of its consumer in a schedule without RECV."""
-    begin: float
-    arrival: float
-    size: float
-    """Bytes."""
-
-
 @dataclass(frozen=True, eq=False)
-class Timeline(Displayed):
+class Timeline(Displayed, TimedMessages):
     """Start and end of every slot of a schedule, simulated or measured, and what follows from them."""
 
-    schedule: Schedule
-    costs: Costs
-    start: Floats
-    """Per slot."""
-    end: Floats
-    """Per slot."""
-    begin: Floats | None = None
-    """Per message (`penstock.ir.messages`): when its transfer began; None where messages cost latency only."""
-    arrival: Floats | None = None
-    """Per message: when it arrived."""
     period: float | None = None
     """What one more iteration takes, optimizer step included.
 
@@ -166,7 +129,7 @@ class Timeline(Displayed):
         gap = self.makespan / self.bound.seconds - 1 if self.bound.seconds else 0.0
         return 0.0 if abs(gap) < _ROUNDING else gap
 
-    # --- steps and messages ------------------------------------------------------------------------
+    # --- steps -------------------------------------------------------------------------------------
 
     def event(self, slot: int) -> Event:
         """One slot with its step."""
@@ -191,99 +154,6 @@ class Timeline(Displayed):
         """One row per step: those of the schedule, with start and end in seconds."""
         rows = zip(self.schedule.to_rows(), self.start.tolist(), self.end.tolist())
         return [{**row, "start": start, "end": end} for row, start, end in rows]
-
-    @cached_property
-    def message_columns(self) -> dict[str, Any]:
-        """The fields of all messages as arrays; `kind` is whether it is a gradient."""
-        messages, slot = self.schedule.messages, self.schedule.table.slots_of
-        number = np.flatnonzero((messages.producer >= 0) & (messages.consumer >= 0))
-        producer, consumer = slot(messages.producer[number]), slot(messages.consumer[number])
-        send, receive = slot(messages.send[number]), slot(messages.receive[number])
-        sent, received = np.where(send >= 0, send, producer), np.where(receive >= 0, receive, consumer)
-        begin, arrival = self._transfers()
-        return {
-            "kind": messages.is_gradient[number],
-            "stage": messages.stage[number],
-            "microbatch": messages.microbatch[number],
-            "edge": messages.edge[number],
-            "source": messages.source[number],
-            "target": messages.target[number],
-            "producer": producer,
-            "consumer": consumer,
-            "sent": sent,
-            "received": received,
-            "begin": begin[number],
-            "arrival": arrival[number],
-            "size": message_bytes(messages, self.costs)[number],
-        }
-
-    def _messages_at(self, numbers: Ints | slice) -> tuple[Message, ...]:
-        rows = zip(*(column[numbers].tolist() for column in self.message_columns.values()))
-        return tuple(Message(VALUES[is_gradient], *rest) for is_gradient, *rest in rows)
-
-    @cached_property
-    def messages(self) -> tuple[Message, ...]:
-        """Every value that crosses ranks and is used."""
-        return self._messages_at(slice(None))
-
-    @cached_property
-    def further_uses(self) -> tuple[tuple[Message, int], ...]:
-        """Messages with the slots that use them after the first one: other stages of the same rank."""
-        messages, slot = self.schedule.messages, self.schedule.table.slot
-        used = (messages.producer >= 0) & (messages.consumer >= 0)
-        index = np.cumsum(used) - 1
-        number, part = messages.further_uses
-        return tuple((self.messages[index[n]], int(slot[p])) for n, p in zip(number, part) if used[n])
-
-    @property
-    def uses(self) -> tuple[tuple[Message, int], ...]:
-        """Every message with every slot that uses it."""
-        return (*((message, message.consumer) for message in self.messages), *self.further_uses)
-
-    def _transfers(self) -> tuple[Floats, Floats]:
-        """Per message: begin and arrival; by its send's end and the latency where it was not followed."""
-        messages, slot = self.schedule.messages, self.schedule.table.slots_of
-        sent = np.where(messages.send >= 0, messages.send, messages.producer)
-        ready = np.append(self.end, np.nan)[slot(sent)]
-        _, latency = message_seconds(messages, self.costs)
-        if self.begin is None or self.arrival is None:
-            return ready, ready + latency
-        unknown = np.isnan(self.begin)
-        return np.where(unknown, ready, self.begin), np.where(unknown, ready + latency, self.arrival)
-
-    def inputs(self, slot: int) -> tuple[Message, ...]:
-        """The messages that a slot waits for."""
-        order, consumers = self._by_consumer
-        first, last = np.searchsorted(consumers, [slot, slot + 1]).tolist()
-        return self._messages_at(order[first:last])
-
-    @cached_property
-    def _by_consumer(self) -> tuple[Ints, Ints]:
-        """The numbers of all messages in the order of their consumers, and these."""
-        consumer = self.message_columns["consumer"]
-        order = np.argsort(consumer, kind="stable")
-        return order, consumer[order]
-
-    @cached_property
-    def message_of_slot(self) -> dict[int, Message]:
-        """The messages by the slots of their SEND and RECV."""
-        return {slot: message for message in self.messages for slot in (message.sent, message.received)}
-
-    @cached_property
-    def volume(self) -> dict[tuple[int, int], float]:
-        """Bytes from rank to rank."""
-        columns, ranks = self.message_columns, self.schedule.num_ranks
-        channel, index = np.unique(columns["source"] * ranks + columns["target"], return_inverse=True)
-        total = np.bincount(index, columns["size"], len(channel))
-        return {divmod(pair, ranks): size for pair, size in zip(channel.tolist(), total.tolist())}
-
-    @cached_property
-    def communication(self) -> tuple[float, ...]:
-        """Per rank: seconds of all transfers to and from it, added up."""
-        columns = self.message_columns
-        ranks = np.concatenate((columns["source"], columns["target"]))
-        seconds = np.tile(columns["arrival"] - columns["begin"], 2)
-        return tuple(np.bincount(ranks, seconds, self.schedule.num_ranks).tolist())
 
     # --- memory ------------------------------------------------------------------------------------
 

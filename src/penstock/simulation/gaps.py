@@ -1,0 +1,220 @@
+"""Gaps: the times in which a rank computes nothing, each with its reason, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, overload
+
+import numpy as np
+
+from penstock.ir.messages import VALUES
+from penstock.ir.table import Bools, Floats, Ints
+from penstock.simulation.timeline import Event, Message, Timeline
+
+__all__ = ["REASONS", "Gap", "Gaps", "gaps"]
+
+_ROUNDING = 1e-12
+_CHUNK = 20_000  # gaps that are put into words together
+REASONS = ("warm-up", *VALUES, "link", "blocked receive", "blocked send", "unshard", "reload", "drain")
+"""Why a rank is idle."""
+_WARM_UP, _VALUE, _LINK, _RECEIVE, _SEND, _UNSHARD, _RELOAD, _DRAIN = (
+    REASONS.index(name)
+    for name in ("warm-up", VALUES[0], "link", "blocked receive", "blocked send", "unshard", "reload", "drain")
+)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A time in which a rank computes nothing, the reason, and which step would have to end earlier."""
+
+    rank: int
+    start: float
+    end: float
+    reason: str
+    """One of `REASONS`."""
+    before: Event | None
+    """The step after the gap."""
+    message: Message | None
+    """The message that step waits for, if any."""
+    blame: Event | None
+    """The step whose end the gap waits for."""
+
+    @property
+    def length(self) -> float:
+        """Seconds."""
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        message, before, blame = self.message, self.before, self.blame
+        awaited = None if message is None else (message.kind, message.stage, message.microbatch, message.source)
+        steps = "" if before is None else str(before.step), "" if blame is None else str(blame.step)
+        return _text(self.rank, self.start, self.end, self.reason, *steps, awaited)
+
+
+def _text(
+    rank: int,
+    start: float,
+    end: float,
+    reason: str,
+    before: str,
+    blame: str,
+    message: tuple[str, int, int, int] | None,
+) -> str:
+    """A gap in words; `message` is its kind, stage, microbatch and sender."""
+    where = f"rank {rank}, {start:g} to {end:g}: {reason}"
+    if not blame:
+        return where
+    if message is None:
+        return f"{where}: {before} waits for {blame}"
+    kind, stage, microbatch, source = message
+    what = f"{kind} of stage {stage}, microbatch {microbatch}"
+    return f"{where}: {before} waits for the {what} ({blame}, rank {source})"
+
+
+@dataclass(frozen=True, eq=False)
+class Gaps(Sequence[Gap]):
+    """Every gap of every rank, in order of time on each rank; a `Gap` is made of the one that is asked for."""
+
+    timeline: Timeline
+    rank: Ints
+    start: Floats
+    end: Floats
+    reason: Ints
+    """Its number in `REASONS`."""
+    before: Ints
+    """The slot after the gap, -1 without one."""
+    message: Ints
+    """The number in `Timeline.message_columns` of what that slot waits for, -1 without one."""
+    blame: Ints
+    """The slot whose end the gap waits for, -1 without one."""
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @overload
+    def __getitem__(self, index: int) -> Gap: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Gap]: ...
+    def __getitem__(self, index: int | slice) -> Gap | Sequence[Gap]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        before, message, blame = (int(column[index]) for column in (self.before, self.message, self.blame))
+        return Gap(
+            int(self.rank[index]),
+            float(self.start[index]),
+            float(self.end[index]),
+            REASONS[self.reason[index]],
+            None if before < 0 else self.timeline.event(before),
+            None if message < 0 else self.timeline.message(message),
+            None if blame < 0 else self.timeline.event(blame),
+        )
+
+    @property
+    def length(self) -> Floats:
+        """Seconds."""
+        seconds: Floats = self.end - self.start
+        return seconds
+
+    @property
+    def seconds_by_rank(self) -> Floats:
+        """Per rank and reason: the seconds of all gaps."""
+        shape = self.timeline.schedule.num_ranks, len(REASONS)
+        key = self.rank * len(REASONS) + self.reason
+        seconds: Floats = np.bincount(key, self.length, shape[0] * shape[1]).astype(np.float64)
+        return seconds.reshape(shape)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Rank, start, end, reason, and all of it in words, gap after gap, without making a `Gap` of each."""
+        for first in range(0, len(self), _CHUNK):
+            yield from self._records(slice(first, first + _CHUNK))
+
+    def _records(self, chosen: slice) -> Iterator[dict[str, Any]]:
+        schedule, columns = self.timeline.schedule, self.timeline.message_columns
+        steps = [schedule.texts_of_slots(column[chosen]) for column in (self.before, self.blame)]
+        message = self.message[chosen]
+        names = ("kind", "stage", "microbatch", "source")
+        awaited = zip(*(np.append(columns[name], 0)[message].tolist() for name in names))
+        rows = zip(*(column[chosen].tolist() for column in (self.rank, self.start, self.end, self.reason)))
+        for (rank, start, end, reason), before, blame, has_message, (is_gradient, *rest) in zip(
+            rows, *steps, (message >= 0).tolist(), awaited
+        ):
+            value = (VALUES[is_gradient], *rest) if has_message else None
+            why = _text(rank, start, end, REASONS[reason], before, blame, value)
+            yield {"rank": rank, "start": start, "end": end, "reason": REASONS[reason], "why": why}
+
+
+def gaps(timeline: Timeline) -> Gaps:
+    """Every gap of every rank, in order of time on each rank."""
+    rank, now, slot, warm_up = _idle_before(timeline)
+    start = timeline.start[slot]
+    late = timeline.latest_inputs[slot]
+    columns = timeline.message_columns
+    arrival = np.append(columns["arrival"], -np.inf)[late]
+    blame = np.append(columns["producer"], -1)[late]
+    done = np.append(timeline.end, 0.0)[blame]
+    in_transfer = arrival - np.maximum(done, now) > done - now
+    value = _VALUE + np.append(columns["kind"], False)[late]
+    reason: Ints = np.where(warm_up, _WARM_UP, np.where(in_transfer, _LINK, value))
+    found = Gaps(timeline, rank, now, start, reason, slot, late, blame)
+    for i in np.flatnonzero((late < 0) | (arrival < start)).tolist():
+        found.reason[i], found.message[i], found.blame[i] = _other_reason(timeline, int(slot[i]))
+    return _with_drains(found)
+
+
+def _idle_before(timeline: Timeline) -> tuple[Ints, Floats, Ints, Bools]:
+    """Per gap before a slot: its rank, its start, the slot, and whether it is the first of its rank."""
+    slots = np.flatnonzero(timeline.is_compute)
+    rank = timeline.schedule.table.rank[slots]
+    first = np.concatenate(([True], rank[1:] != rank[:-1]))[: len(slots)]
+    before = np.where(first, 0.0, np.concatenate(([0.0], timeline.end[slots]))[:-1])
+    idle = np.flatnonzero(timeline.start[slots] - before > timeline.makespan * _ROUNDING)
+    return rank[idle], before[idle], slots[idle], first[idle]
+
+
+def _with_drains(found: Gaps) -> Gaps:
+    """The gaps with those between the last step of a rank and the end of the run."""
+    timeline = found.timeline
+    last = [
+        float(timeline.end[first:last][timeline.is_compute[first:last]][-1:].max(initial=0.0))
+        for first, last in pairwise(timeline.schedule.table.slot_bounds.tolist())
+    ]
+    ends = np.array(last)
+    ranks = np.flatnonzero(timeline.makespan - ends > timeline.makespan * _ROUNDING)
+    none = np.full(len(ranks), -1, dtype=np.int64)
+    order = np.argsort(np.concatenate((found.rank, ranks)), kind="stable")
+    columns = (
+        (found.rank, ranks),
+        (found.start, ends[ranks]),
+        (found.end, np.full(len(ranks), timeline.makespan)),
+        (found.reason, np.full(len(ranks), _DRAIN)),
+        *((column, none) for column in (found.before, found.message, found.blame)),
+    )
+    return Gaps(timeline, *(np.concatenate(pair)[order] for pair in columns))
+
+
+def _other_reason(timeline: Timeline, slot: int) -> tuple[int, int, int]:
+    """Reason, message and blamed slot of a gap that does not end with the arrival of an input."""
+    blocking = _blocking_message(timeline, slot)
+    if blocking >= 0:
+        columns = timeline.message_columns
+        sends = columns["source"][blocking] == timeline.schedule.table.rank[slot]
+        blame = columns["received" if sends else "producer"][blocking]
+        return _SEND if sends else _RECEIVE, blocking, int(blame)
+    copies, waiting = timeline.schedule.table.host_copy_waits
+    own = copies[waiting == slot]
+    copy = next((int(copy) for copy in own if timeline.end[copy] == timeline.start[slot]), -1)
+    # without a copy, only the collective stream is left
+    return (_UNSHARD, -1, -1) if copy < 0 else (_RELOAD, -1, copy)
+
+
+def _blocking_message(timeline: Timeline, slot: int) -> int:
+    """The message of a receive, or send, directly before this slot that blocked the rank until it started."""
+    table, i = timeline.schedule.table, slot - 1
+    followed = timeline.begin is not None
+    while followed and i >= 0 and table.rank[i] == table.rank[slot] and not timeline.is_compute[i]:
+        if timeline.end[i] == timeline.start[slot] and timeline.end[i] > timeline.start[i]:
+            return int(timeline.message_of_slot[i])
+        i -= 1
+    return -1
