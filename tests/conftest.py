@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 gc.disable()  # until all modules are loaded: they make no garbage
 
-settings.register_profile("small", deadline=None)
+settings.register_profile("small", deadline=None, max_examples=25)
 settings.register_profile("full", deadline=None)  # for tests.support.grids.examples
 settings.load_profile("small")  # a busy machine is no failure; `--hypothesis-profile=full` replaces it
 

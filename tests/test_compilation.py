@@ -46,7 +46,7 @@ print(compiled(lambda number: number + WEIGHT_GRAD)(3))
 
 
 def test_disabled_compilation_is_reported() -> None:
-    code = "from penstock import search; print(search(ranks=2, microbatches=3, moves=100).missing)"
+    code = "from penstock import search; print(search(ranks=2, microbatches=2, moves=1).missing)"
     command, env = [sys.executable, "-c", code], os.environ | {"NUMBA_DISABLE_JIT": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120)  # noqa: S603
     assert "numba" in done.stdout

@@ -9,7 +9,7 @@ import pytest
 import penstock
 from penstock import BuildError, Costs, Schedule, simulate
 from penstock.formats import dumps, reads
-from tests.support.grids import small
+from tests.support.grids import small, thinned
 
 TRAINING = ("interleaved-1f1b", "interleaved-zero-bubble")
 
@@ -80,9 +80,9 @@ def test_a_group_of_all_microbatches_runs_forwards_breadth_first(name: str) -> N
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("name", [*TRAINING, "forward-only"])
-@small(lambda p: p in (2, 3))
+@small(lambda p: p == 3)
 def test_every_group_is_valid_compute_only_and_lowered(name: str, p: int) -> None:
-    for m, v in itertools.product((1, 2, 3, 4, 7, 9), (1, 2, 3)):
+    for m, v in thinned(itertools.product((1, 2, 3, 4, 7, 9), (1, 2, 3)), 2):
         least = 1 if name == "forward-only" else min(smallest(name, p), m)
         for group in range(least, m + 1):
             schedule = build(name, p, m, v, group)

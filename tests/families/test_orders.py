@@ -15,6 +15,7 @@ from penstock import Costs, Kind, Schedule, simulate
 from penstock.cli.options import parse_stages
 from penstock.view.grid import grid
 from tests.oracles.naive import MODELS, NaiveValidator
+from tests.support.grids import thinned
 
 FAMILIES = penstock.families()
 
@@ -46,7 +47,7 @@ def numbers(name: str) -> Iterator[tuple[int, int, int | None]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_valid_for_any_numbers_compute_only_and_lowered(name: str) -> None:
-    for ranks, microbatches, per_rank in numbers(name):
+    for ranks, microbatches, per_rank in thinned(numbers(name), 7):
         schedule = penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
         assert schedule.name == name
         assert (schedule.num_ranks, schedule.microbatches) == (ranks, microbatches)
@@ -56,7 +57,7 @@ def test_every_family_is_valid_for_any_numbers_compute_only_and_lowered(name: st
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_valid_for_the_naive_validator(name: str) -> None:
-    for ranks, microbatches in ((1, 1), (2, 3), (3, 2), (3, 5)):
+    for ranks, microbatches in thinned(((3, 5), (1, 1), (2, 3), (3, 2)), 2):
         schedule = penstock.lower(penstock.build(name, ranks=ranks, microbatches=microbatches))
         rows = [[str(step) for step in row] for row in schedule.ranks]
         naive = NaiveValidator(rows, schedule.placement.stage_to_rank, microbatches)

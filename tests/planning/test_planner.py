@@ -13,6 +13,7 @@ from penstock import Costs, PlanError
 from penstock.families import families
 from penstock.planning import Model, Plan
 from penstock.search import Progress
+from tests.support.grids import small
 from tests.support.planning_models import decoder, layer, quick_plan
 
 
@@ -47,6 +48,7 @@ def simulated_families(made: Plan) -> dict[tuple[str, int, int], float]:
         ({"launch_overhead": 0.3, "bandwidth": 20.0, "overlap_factor": 0.4}, 600),
     ],
 )
+@small(lambda limit: limit == 400)
 def test_the_winner_is_no_slower_than_any_family_that_fits(
     common: dict[str, float], limit: float | None
 ) -> None:
@@ -58,6 +60,7 @@ def test_the_winner_is_no_slower_than_any_family_that_fits(
 
 
 @pytest.mark.parametrize("limit", [None, 420.0, 300.0])
+@small(lambda limit: limit == 300)
 def test_every_option_is_valid_fits_and_has_its_simulated_time(limit: float | None) -> None:
     made = quick_plan(decoder(10, latency=0.1, optimizer_step=2), memory_limit=limit, seconds=1.0)
     assert [option.seconds for option in made.options] == sorted(option.seconds for option in made.options)
@@ -104,6 +107,7 @@ def test_stages_per_rank_can_be_given() -> None:
 
 
 @pytest.mark.parametrize("objective", ["span", "period"])
+@small(lambda objective: objective == "period")
 def test_other_objectives_are_ranked_and_bounded(objective: str) -> None:
     made = quick_plan(decoder(10, optimizer_step=1), objective=objective)
     for option in made.options:

@@ -15,7 +15,7 @@ from penstock.search import Progress, SearchResult, search
 from penstock.simulation.jitter import simulate_with_jitter
 from penstock.validation import SendModel
 from tests.bounds.test_lower_bounds import OPTIMA
-from tests.support.grids import examples, small
+from tests.support.grids import examples, small, thinned
 from tests.support.search_instances import UNITS, random_problem, search_for
 from tests.support.slowness import slowness
 
@@ -102,7 +102,7 @@ def test_zb_1p_is_proved_best_and_zb_2p_is_not_longer_than_published(name: str) 
 
 def test_a_v_in_little_memory_beats_the_published_schedules_at_their_limits() -> None:
     limits = {}
-    for name in ("v-min", "v-half", "zbv"):
+    for name in thinned(("v-half", "v-min", "zbv"), 3):
         timeline = simulate(penstock.build(name, ranks=8, microbatches=24), CHUNKS)
         limits[max(timeline.peak_memory)] = timeline.makespan
     for limit, makespan in limits.items():
@@ -177,6 +177,7 @@ def test_a_family_with_overlapped_pairs_that_pay_is_returned_unchanged() -> None
 
 
 @pytest.mark.parametrize("exact", [True, False])
+@small(lambda exact: exact)
 def test_the_same_seed_and_moves_give_the_same_schedule(exact: bool) -> None:  # noqa: FBT001
     m = 6 if exact else 24
     first, second, other = (

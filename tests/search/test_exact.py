@@ -49,7 +49,7 @@ def test_an_optimum_of_steps_shorter_than_a_nanosecond_is_proved() -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_no_bound_exceeds_an_optimum_of_unequal_stages(objective: str) -> None:
     rng = random.Random(objective)
-    for _ in range(12):
+    for _ in range(examples(60)):
         problem = random_problem(rng, objective, most_ranks=3, most_microbatches=4)
         work = Workload(problem.placement, problem.microbatches, problem.costs, split=problem.split)
         greatest = bounds(work, problem.memory_limit, objective)[0].seconds

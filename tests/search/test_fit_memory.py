@@ -11,6 +11,7 @@ import penstock
 from penstock import Costs, Kind, Schedule, SearchError, build, simulate, validate
 from penstock.lowering import Offload, Policy, Recompute
 from penstock.search import FitMemory
+from tests.support.grids import small
 from tests.support.passes import FAMILIES
 
 COSTS = Costs(activation=10, checkpoint=1, host_bandwidth=8, activation_freed_by_input=6)
@@ -22,6 +23,7 @@ def test_what_fits_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "po-h"])  # which has OFFLOAD
+@small(lambda family: family in {"1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"})
 def test_every_family_fits_and_is_no_slower_than_the_best_policy(family: str) -> None:
     schedule = build(family, ranks=3, microbatches=4)
     least = max(simulate(Recompute()(schedule), COSTS).peak_memory)

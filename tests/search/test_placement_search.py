@@ -9,7 +9,7 @@ import pytest
 import penstock
 from penstock import Costs
 from penstock.search import exact
-from tests.support.grids import examples
+from tests.support.grids import examples, small
 from tests.support.search_instances import count_misses, tiny_problem
 
 
@@ -42,6 +42,7 @@ def test_i_and_w_are_one_b_only_where_that_is_better(
 
 
 @pytest.mark.parametrize("has_solver", [True, False])
+@small(lambda has_solver: has_solver)
 def test_the_best_of_all_orders_is_found_in_99_of_100_and_no_bound_exceeds_it(
     has_solver: bool,  # noqa: FBT001
     monkeypatch: pytest.MonkeyPatch,

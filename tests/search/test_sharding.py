@@ -205,7 +205,7 @@ def random_case(rng: random.Random) -> tuple[Schedule, Costs]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@small(lambda seed: seed < 2)
+@small(lambda seed: seed == 0)
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(25):

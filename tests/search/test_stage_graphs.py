@@ -13,7 +13,7 @@ from penstock.bounds import OBJECTIVES, bounds
 from penstock.search import exact
 from penstock.search.problem import Problem
 from penstock.search.seeds import family_schedules, grouped_schedules, list_scheduled, serial
-from tests.support.grids import examples
+from tests.support.grids import examples, small
 from tests.support.search_instances import (
     best_of,
     count_misses,
@@ -50,6 +50,7 @@ def test_results_on_random_graphs_are_valid_and_no_worse_than_the_families() -> 
 
 
 @pytest.mark.parametrize("has_solver", [True, False])
+@small(lambda has_solver: has_solver)
 def test_the_best_of_all_orders_is_found_in_99_of_100_and_no_bound_exceeds_it(
     has_solver: bool,  # noqa: FBT001
     monkeypatch: pytest.MonkeyPatch,

@@ -9,6 +9,7 @@ import pytest
 import penstock
 from penstock import BuildError, Costs, CostsError, simulate
 from penstock.search import zbv_greedy
+from tests.support.grids import small
 
 # p, m, F, I, W, hop, bytes of an activation, freed by I, span in microseconds, rate; as published
 PUBLISHED = [
@@ -30,6 +31,7 @@ def costs_of(f: float, i: float, w: float, hop: float, held: float = 2, freed: f
 
 
 @pytest.mark.parametrize(("p", "m", "f", "i", "w", "hop", "held", "freed", "span", "rate"), PUBLISHED)
+@small(lambda p: p < 24)
 def test_the_published_spans_are_reproduced_exactly(
     p: int, m: int, f: int, i: int, w: int, hop: int, held: int, freed: int, span: int, rate: float
 ) -> None:

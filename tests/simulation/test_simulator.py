@@ -19,7 +19,7 @@ from penstock.ir.action import Step
 from penstock.lowering import AddCommunication, DeferReceives
 from penstock.simulation.simulator import Simulator
 from penstock.validation import SendModel
-from tests.support.grids import examples
+from tests.support.grids import examples, small
 from tests.support.random_costs import random_costs
 from tests.support.random_schedules import random_valid
 
@@ -155,6 +155,7 @@ def repeated(schedule: Schedule, times: int) -> Schedule:
 
 @pytest.mark.parametrize("model", [None, *SendModel])
 @pytest.mark.parametrize("name", families())
+@small(lambda name, model: model is None or name in {"1f1b", "zbv", "dualpipev", "po-h"})
 def test_the_period_is_what_iterations_take_back_to_back(name: str, model: SendModel | None) -> None:
     rng = random.Random(f"{name} {model}")
     for _ in range(examples(20)):

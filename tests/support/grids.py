@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
 
-__all__ = ["examples", "small"]
+__all__ = ["examples", "small", "thinned"]
+
+T = TypeVar("T")
 
 
 def small(keep: Callable[..., bool]) -> pytest.MarkDecorator:
@@ -24,4 +27,13 @@ def small(keep: Callable[..., bool]) -> pytest.MarkDecorator:
 
 def examples(count: int) -> int:
     """`count` random examples in `make test-all`, a tenth of them in `make test`."""
-    return count if settings.get_current_profile_name() == "full" else count // 10
+    return count if _is_full() else count // 10
+
+
+def thinned(cases: Iterable[T], step: int) -> list[T]:
+    """All cases of a loop in `make test-all`, each `step`-th of them in `make test`."""
+    return list(cases) if _is_full() else list(cases)[::step]
+
+
+def _is_full() -> bool:
+    return settings.get_current_profile_name() == "full"

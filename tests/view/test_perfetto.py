@@ -13,6 +13,7 @@ import penstock
 from penstock import Costs, Kind, Placement, Schedule, StageGraph, Timeline
 from penstock.simulation.attribution import gaps
 from penstock.view.perfetto import _us, trace
+from tests.support.grids import small
 from tests.support.trace_format import Entry, check, check_arrows, of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -44,6 +45,7 @@ def entries(*timelines: Timeline) -> list[Entry]:
 
 @pytest.mark.parametrize("costs", [Costs(), COSTS, UGLY], ids=["unit", "latency", "ugly"])
 @pytest.mark.parametrize("family", penstock.families())
+@small(lambda family, costs: costs is UGLY or family == "dualpipev")
 def test_every_family_lowered_or_not_keeps_to_the_format(family: str, costs: Costs) -> None:
     built = penstock.build(family, ranks=4, microbatches=6)
     for schedule in (built, penstock.lower(built)):
