@@ -1,35 +1,46 @@
 """Estimates fitted to one measured schedule predict others: `penstock estimate --fit` on this machine.
 
-    python -m benchmarks.fit [rounds]
+    python -m benchmarks.fit [gpt] [sleep] [rounds]
 
-The demo's GPT runs on two ranks with one thread each. The costs of zb-h1, as a profile has them, fit the
-estimate (`penstock.planning.estimated.fitted_device`). The others are predicted from it, those with four stages
-too, which the profile does not have. In each round every schedule runs once, so that load affects all of them;
-times are means over the faster half of the rounds. A busy machine needs many rounds.
+One schedule is profiled: 1F1B in which every second microbatch has a split backward, so that B, I and W are
+measured. Its costs fit the estimate (`penstock.planning.estimated.fitted_device`), and others are predicted,
+those with two stages per rank too, which the profile does not have. In each round every schedule runs once, so
+that load affects all of them alike, and the measured one runs twice: what its two medians differ by is noise.
+Steps of a busy machine vary, and wait for each other: predictions have the jitter of the measured schedule.
+`gpt` is the demo's model on two ranks with one thread each, `sleep` the same stages on four ranks with layers
+that sleep instead, which need no cores.
 """
 
 from __future__ import annotations
 
-import statistics
+import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import penstock
+from benchmarks import modules
 from benchmarks.processes import on_ranks
-from penstock.cost.estimate import Setting, config_of_keys, device, estimate
+from penstock import Schedule
+from penstock.cost.estimate import Estimate, Setting, config_of_keys, device, estimate
 from penstock.planning.estimated import even_blocks, fitted_device, stage_costs, with_measured_links
 from penstock.planning.layout import even_layout
-from penstock.runtime import Pipeline, split
+from penstock.runtime import Pipeline, register_layer, split
 from penstock.runtime.demo import gpt as demo
-from penstock.simulation.calibration import calibrate
+from penstock.simulation.calibration import KindError, calibrate, errors_by_kind, measured_jitter
+from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.timeline import Timeline
 
-RANKS, MICROBATCHES, MEASURED = 2, 8, "zb-h1"
-PREDICTED = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
+MICROBATCHES, MEASURED, CONTROL = 8, "half-split 1f1b", "measured again"
+PREDICTED = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
+SLEEP = 0.010
+"""Seconds of F, I and W of a sleeping block."""
 KEYS = {
     "model_type": "gpt2",
     "n_embd": demo.WIDTH,
@@ -43,22 +54,93 @@ KEYS = {
 }
 
 
-def measured(rounds: int) -> dict[str, list[Timeline]]:
+class Prediction(NamedTuple):
+    """A schedule's step, predicted and measured, and the errors of its actions by kind."""
+
+    name: str
+    predicted: float
+    """With the jitter of the measured schedule."""
+    steady: float
+    """The same if all steps took their means."""
+    measured: float
+    kinds: list[KindError]
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def schedules(ranks: int) -> dict[str, Schedule]:
+    """The measured schedule, the same again, and those that are predicted."""
+    plain = penstock.build("1f1b", ranks=ranks, microbatches=MICROBATCHES)
+    text = "\n".join(" ".join(map(str, row)) for row in plain.ranks)
+    for stage in range(ranks):
+        for m in range(1, MICROBATCHES, 2):
+            text = text.replace(f"{stage}B{m}", f"{stage}I{m} {stage}W{m}")
+    half = Schedule.parse(text, name=MEASURED)
+    others = {name: penstock.build(name, ranks=ranks, microbatches=MICROBATCHES) for name in PREDICTED}
+    return {MEASURED: half, **others, CONTROL: half}
+
+
+def gpt_estimate() -> Estimate:
+    """Of the demo's GPT on a CPU that nobody measured."""
+    embedding: Any = demo.gpt()[0]
+    config = config_of_keys({**KEYS, "vocab_size": embedding.characters.num_embeddings})
+    setting = Setting(sequence=demo.LENGTH, microbatch_size=demo.ROWS, precision="fp32")
+    return estimate(config, setting, device("cpu"))
+
+
+# --- measured steps ---------------------------------------------------------------------------------
+
+
+def gpt_stages(schedule: Schedule) -> Sequence[nn.Module]:
+    return list(split(demo.gpt(), layout=even_layout(demo.LAYERS, schedule.num_stages)).values())
+
+
+def sleeping_stages(schedule: Schedule) -> Sequence[nn.Module]:
+    """Layers sleep for as long as estimates are to each other."""
+    found = gpt_estimate()
+    seconds = [layer.seconds.compute.total for layer in found.layers]
+    stages, first = [], 0
+    for count in even_blocks(found, schedule.num_stages):
+        share = sum(seconds[first : first + count]) / found.by_kind["block"].seconds.compute.total
+        stages.append(modules.Sleeping(SLEEP * share))
+        first += count
+    return stages
+
+
+def gpt_batches() -> Callable[[], tuple[Tensor, Tensor]]:
+    return demo.Batches(MICROBATCHES)
+
+
+def sleeping_batches() -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: (torch.randn(MICROBATCHES, 4, requires_grad=True), torch.randn(MICROBATCHES, 4))
+
+
+PARTS: dict[str, tuple[int, Any, Any, Any]] = {
+    "gpt": (2, gpt_stages, gpt_batches, demo.cross_entropy),
+    "sleep": (4, sleeping_stages, sleeping_batches, nn.functional.mse_loss),
+}
+
+
+def measured(part: str, rounds: int) -> dict[str, list[Timeline]]:
     """The timelines of each schedule, without the first two rounds."""
-    found: dict[str, list[Timeline]] = {name: [] for name in (MEASURED, *PREDICTED)}
-    batches = demo.Batches(MICROBATCHES)
+    ranks, stages_of, batches_of, loss = PARTS[part]
+    found: dict[str, list[Timeline]] = {name: [] for name in schedules(ranks)}
+    batches = batches_of()
     with ExitStack() as stack:
         pipelines = {}
-        for name in found:
-            schedule = penstock.build(name, ranks=RANKS, microbatches=MICROBATCHES)
-            stages = split(demo.gpt(), layout=even_layout(demo.LAYERS, schedule.num_stages))
+        for name, schedule in schedules(ranks).items():
+            stages = stages_of(schedule)
             own = [stages[stage] for stage in schedule.placement.stages_of_rank[dist.get_rank()]]
-            pipelines[name] = stack.enter_context(Pipeline(own, schedule, loss=demo.cross_entropy))
+            pipelines[name] = stack.enter_context(Pipeline(own, schedule, loss=loss))
             stack.enter_context(pipelines[name].profile())
+        names = list(pipelines)
         for number in range(rounds + 2):
-            for name, pipeline in pipelines.items():
-                ids, target = batches()
-                step = pipeline.step(ids, target=target)
+            first = number % len(names)  # so that no schedule always runs after the same one
+            for name in names[first:] + names[:first]:
+                pipeline, (batch, target) = pipelines[name], batches()
+                step = pipeline.step(batch, target=target)
                 for parameter in pipeline.parameters():
                     parameter.grad = None
                 assert step.timeline is not None
@@ -67,24 +149,46 @@ def measured(rounds: int) -> dict[str, list[Timeline]]:
     return found
 
 
-def compare(rounds: int, print_row: Callable[..., None]) -> None:
-    timelines = measured(rounds)
-    embedding: Any = demo.gpt()[0]
-    config = config_of_keys({**KEYS, "vocab_size": embedding.characters.num_embeddings})
-    setting = Setting(sequence=demo.LENGTH, microbatch_size=demo.ROWS, precision="fp32")
-    found = estimate(config, setting, device("cpu"))
-    typical = calibrate(sorted(timelines[MEASURED], key=lambda step: step.makespan)[: max(1, rounds // 2)])
-    fitted = estimate(config, setting, fitted_device(found, typical, even_blocks(found, RANKS)))
-    print_row("schedule", "predicted ms", "measured ms", "error %")
+# --- predictions ------------------------------------------------------------------------------------
+
+
+def predictions(found: Estimate, timelines: dict[str, list[Timeline]]) -> list[Prediction]:
+    """Every schedule predicted from the profile of the first one."""
+    typical, jitter = calibrate(_middle(timelines[MEASURED])), measured_jitter(_middle(timelines[MEASURED]))
+    stages = timelines[MEASURED][0].schedule.num_stages
+    fitted = estimate(found.config, found.setting, fitted_device(found, typical, even_blocks(found, stages)))
+    rows = []
     for name, steps in timelines.items():
         schedule = steps[0].schedule
         counts = even_blocks(fitted, schedule.num_stages)
         costs = with_measured_links(stage_costs(fitted, schedule.placement, counts), typical)
-        predicted = penstock.simulate(schedule, costs).makespan
-        quick = sorted(step.makespan for step in steps)[: max(1, rounds // 2)]
-        seconds = statistics.fmean(quick)
-        print_row(name, predicted * 1e3, seconds * 1e3, 100 * (predicted / seconds - 1))
+        timeline = penstock.simulate(schedule, costs)
+        makespan = simulate_with_jitter(schedule, costs, jitter=min(jitter, 1.0)).mean
+        seconds = median(step.makespan for step in steps)
+        kinds = errors_by_kind(timeline, _middle(steps))
+        rows.append(Prediction(name, makespan, timeline.makespan, seconds, kinds))
+    return rows
+
+
+def _middle(steps: Sequence[Timeline]) -> list[Timeline]:
+    """The half of the steps around the median: what interrupts single ones does not count."""
+    ordered = sorted(steps, key=lambda step: step.makespan)
+    quarter = len(ordered) // 4
+    return ordered[quarter : len(ordered) - quarter]
+
+
+def compare(part: str, rounds: int, print_row: Callable[..., None]) -> None:
+    ctypes.CDLL(None).prctl(29, 1)  # PR_SET_TIMERSLACK: sleeps end on time, not up to 50 us later
+    register_layer(modules.Sleeping, modules.SleepingRule())
+    print_row("schedule", "predicted ms", "measured ms", "error %", "without jitter", "% of F, I, W, B")
+    for row in predictions(gpt_estimate(), measured(part, rounds)):
+        kinds = " ".join(f"{each.kind} {100 * each.error:+.0f}" for each in row.kinds[:-1])
+        times = (row.predicted * 1e3, row.measured * 1e3, 100 * row.error)
+        print_row(row.name, *times, 100 * (row.steady / row.measured - 1), kinds)
 
 
 if __name__ == "__main__":
-    on_ranks(RANKS, compare, int(sys.argv[1]) if sys.argv[1:] else 12)
+    given = [int(each) for each in sys.argv[1:] if each.isdigit()]
+    for part in [each for each in sys.argv[1:] if not each.isdigit()] or PARTS:
+        print(f"{part}, {PARTS[part][0]} ranks")
+        on_ranks(PARTS[part][0], compare, part, *(given or [12]))

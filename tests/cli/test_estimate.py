@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,30 @@ def test_fit_scales_each_pass_to_the_measured_stages(run: Run, tmp_path: Path) -
     assert (costs.latency, costs.bandwidth) == (0.5, None)  # the latency includes the transfer
     wrong = run(*given, "-p", 4, "--fit", profile)
     assert (wrong.code, "one entry for each of 4 stages" in wrong.message) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("measured", "whole", "split"),
+    [
+        ({"backward": (6.0, 6.0), "backward_input": (4.0, 4.0), "backward_weight": (4.0, 4.0)}, 12.0, 16.0),
+        ({"backward": (6.0, 6.0), "backward_input": (3.0, 3.0), "backward_weight": (3.0, 3.0)}, 12.0, 12.0),
+        ({"backward": (6.0, 6.0)}, 12.0, 12.0),
+        ({"backward_input": (4.0, 4.0), "backward_weight": (4.0, 4.0)}, 16.0, 16.0),
+    ],
+    ids=["B, I and W", "only B, halved", "only B", "only I and W"],
+)
+def test_fit_tells_a_whole_backward_from_its_two_gradients(
+    run: Run, tmp_path: Path, measured: dict[str, Any], whole: float, split: float
+) -> None:
+    config, profile = tmp_path / "small.json", tmp_path / "profile.json"
+    config.write_text(json.dumps(gpt_keys(64, 4, 4)))
+    Costs(forward=(2.0, 2.0), **measured).write(profile)
+    given = ["estimate", config, "--device", "cpu", "--precision", "fp32", "--seq", 64, "-p", 2]
+    record = run(*given, "--fit", profile, "--json").json
+    costs = Costs.from_keys(record["costs"])
+    apart = [*costs.per_stage("backward_input", 2), *costs.per_stage("backward_weight", 2)]
+    assert (sum(costs.full_backward(2)), sum(apart)) == (pytest.approx(whole), pytest.approx(split))
+    assert record["whole_backward_factor"] == pytest.approx(whole / split)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,10 @@ def test_the_frontier_is_drawn(run: Run, model: Path, tmp_path: Path) -> None:
 def test_wrong_usage_exits_with_2(run: Run, model: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"layers": [{"forward": 1}]}')
     for arguments, expected in (
-        ((model, "-o", "best.csv"), "best.csv does not end in .svg or .png; --write DIR writes the schedule"),
+        (
+            (model, "-o", "best.csv"),
+            "best.csv does not end in .svg, .png or .html; --write DIR writes",
+        ),
         ((model, "--memory", "lots"), "--memory is a number of bytes, e.g."),
         ((model, "--objective", "luck"), "'luck' is not one of 'makespan', 'span', 'period'"),
         ((model, "--ranks", 9), "9 ranks need at least one layer per stage, but the model has 8 layers"),

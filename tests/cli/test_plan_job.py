@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
+from xml.etree.ElementTree import fromstring
 
 import pytest
 
@@ -45,7 +51,8 @@ def test_json_has_every_option(run: Run, config: Path) -> None:
     ("arguments", "message"),
     [
         ([], "a model config needs --devices and --batch, e.g. penstock plan"),
-        ([*JOB, "--jitter", 0.1], "--jitter: only with a model file"),
+        ([*JOB, "-v", 2], "--stages-per-rank: only with a model file"),
+        ([*JOB, "--jitter", 3], "--jitter"),
         ([*JOB, "--memory", "1GB"], "small fits no layout of 8 h100 with 954 MiB each"),
         ([*JOB, "--device", "tpu"], "no device is called 'tpu'"),
     ],
@@ -61,3 +68,37 @@ def test_options_of_a_config_are_refused_for_model_files(run: Run, tmp_path: Pat
     path.write_text("forward_seconds = [1, 1]\n")
     result = run("plan", path, "--devices", 8)
     assert (result.code, "--devices: only with a model's config.json" in result.message) == (2, True)
+
+
+def test_a_page_shows_the_frontier_with_the_ranking(run: Run, config: Path) -> None:
+    assert run("plan", config, *JOB, "--seconds", 0, "-o", "frontier.html").code == 0
+    page = Path("frontier.html").read_text()
+    record = run("plan", config, *JOB, "--seconds", 0, "--json").json
+    rows = page.count('<tr id="plan-')
+    assert rows == len(record["ranked"]) == page.count('<a href="#plan-')
+    assert page.count('class="frontier"') == sum(each["on_frontier"] for each in record["ranked"])
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+    fromstring(page[page.index("<svg") : page.index("</svg>") + len("</svg>")])  # noqa: S314 -- our own, well-formed
+
+
+def test_jitter_and_techniques_take_part(run: Run, config: Path) -> None:
+    given = [*JOB, "--jitter", 0.1, "--quantile", 0.9, "--techniques", "offload", "--seconds", 0]
+    text = "the 0.9 quantile of the slowest data parallel replica, steps vary by 10%"
+    assert text in run("plan", config, *given).out
+    record = run("plan", config, *given, "--json").json
+    assert (record["jitter"], record["quantile"]) == (0.1, 0.9)
+    assert all(each["seconds"] > each["seconds_without_jitter"] for each in record["ranked"])
+
+
+def test_progress_is_shown_on_a_terminal(config: Path) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "penstock", "plan", str(config), *map(str, JOB), "--seconds", "0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=slave) as process:  # noqa: S603 -- our own
+        os.close(slave)
+        shown = b""
+        with suppress(OSError):  # the end of a terminal
+            while chunk := os.read(master, 1 << 16):
+                shown += chunk
+    os.close(master)
+    assert process.returncode == 0
+    assert b"best " in shown

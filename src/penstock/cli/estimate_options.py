@@ -50,6 +50,7 @@ class Recomputation(str, Enum):
     none = "none"
     selective = "selective"
     pointwise = "pointwise"
+    latent = "latent"
     full = "full"
 
 

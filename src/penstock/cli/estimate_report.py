@@ -198,7 +198,8 @@ def _how(found: Estimate) -> list[str]:
         f"     host link: {host}; source: {device.source}",
     ]
     if share.passes != Passes(1.0, 1.0, 1.0):
-        rows.append("     fitted factors: " + ", ".join(f"{p} {x:.4g}" for p, x in zip(_PASSES, share.passes)))
+        fitted = ", ".join(f"{p} {x:.4g}" for p, x in zip(_PASSES, share.passes))
+        rows.append(f"     fitted factors: {fitted}; B over I + W {share.whole_backward:.4g}")
     return rows
 
 
@@ -212,6 +213,7 @@ def record_of(found: Estimate, stages: Stages) -> dict[str, Any]:
         "device": found.device.name,
         "setting": vars(found.setting),
         "factors": list(found.device.attainable.passes),
+        "whole_backward_factor": found.device.attainable.whole_backward,
         "layers": [
             {
                 "kind": kind,

@@ -22,6 +22,7 @@ from penstock.cli.options import (
     parse_stages,
 )
 from penstock.cli.plan_job import (
+    CommonArguments,
     DeviceCount,
     JobArguments,
     JobBudget,
@@ -35,7 +36,7 @@ from penstock.cli.plan_job import (
     JobTensor,
     JobZero,
     is_job,
-    job_plan,
+    job_request,
 )
 from penstock.cli.plan_job_report import JobOutput, render_frontier, report_job
 from penstock.cli.plan_report import plan_record, print_plan
@@ -82,7 +83,7 @@ Techniques: TypeAlias = Annotated[
 RowCount: TypeAlias = Annotated[int, typer.Option("--top", min=1, help="Number of rows to print.")]
 PlotFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Plot memory against time: .svg or .png."),
+    typer.Option("--output", "-o", metavar="FILE", help="Plot memory against time: .svg, .png or .html."),
 ]
 PlanDirectory: TypeAlias = Annotated[
     Path | None,
@@ -131,21 +132,28 @@ def plan(
       penstock plan model.toml --jitter 0.05 --quantile 0.95 --json
       penstock plan model.toml -o frontier.svg --write best/
       penstock plan config.json --devices 512 --device h100 --batch 1024 --seq 8192 --explain
+      penstock plan config.json --devices 64 --batch 256 --techniques offload --jitter 0.05 -o frontier.html
       penstock plan examples/models/llama-70b.toml --memory 28GB --techniques recompute,offload
     """
     if output is not None:
-        require_suffix(output, (".svg", ".png"), advice="; --write DIR writes the schedule")
+        require_suffix(output, (".svg", ".png", ".html"), advice="; --write DIR writes the schedule")
     job = JobArguments(
         *(devices, device_name, sequence, tensor, context, expert),
         *(microbatch_size, precision, zero, recompute, budget),
     )
+    chosen = _parse_techniques(techniques)
     if is_job(model, job):
-        unused = {"--stages-per-rank": stages_per_rank, "--jitter": jitter, "--techniques": techniques}
+        unused = {"--stages-per-rank": stages_per_rank}
         unused |= {"--objective": None if objective is Objective.makespan else objective}
-        made_job = job_plan(model, job, ranks=ranks, memory=memory, batch=batch, unused=unused)
-        report_job(made_job, JobOutput(explained, top, output, folder, as_json))
+        common = CommonArguments(
+            *(ranks, memory, batch, jitter, quantile, seed),
+            techniques=tuple(chosen),
+            search=seconds > 0,
+        )
+        output_of = JobOutput(explained, top, output, folder, as_json)
+        report_job(job_request(model, job, common, unused), output_of)
         return
-    known, chosen = _read_model(model), _parse_techniques(techniques)
+    known = _read_model(model)
     with search_progress() as on_progress:
         made = make_plan(
             known,
@@ -159,7 +167,7 @@ def plan(
             jitter=jitter,
             quantile=quantile,
             recompute="recompute" in chosen,
-            offload="offload" in chosen,
+            techniques=tuple(chosen),
             on_progress=on_progress,
         )
         why = explain(made, on_progress) if explained else None

@@ -9,13 +9,13 @@ from typing import Annotated, NamedTuple, TypeAlias
 import typer
 
 from penstock.cli.estimate_options import Precision, Recomputation, config_from
-from penstock.cli.progress import job_progress
 from penstock.cost.estimate import device, devices, is_config
 from penstock.errors import FormatError
 from penstock.formats.files import read_keys
-from penstock.planning.job import JobPlan, JobRequest, plan_job
+from penstock.planning.job import JobRequest
 
 __all__ = [
+    "CommonArguments",
     "DeviceCount",
     "JobArguments",
     "JobBudget",
@@ -29,7 +29,7 @@ __all__ = [
     "JobTensor",
     "JobZero",
     "is_job",
-    "job_plan",
+    "job_request",
 ]
 
 _PANEL = "With a model config"
@@ -77,7 +77,11 @@ JobRecompute: TypeAlias = Annotated[
 ]
 JobBudget: TypeAlias = Annotated[
     float | None,
-    typer.Option("--budget", help="Simulate this many times more candidates.", rich_help_panel=_PANEL),
+    typer.Option(
+        "--budget",
+        help="Simulate this many times more candidates, and search orders for longer.",
+        rich_help_panel=_PANEL,
+    ),
 ]
 
 
@@ -120,38 +124,47 @@ def is_job(source: str, arguments: JobArguments) -> bool:
     return False
 
 
-def job_plan(
-    source: str,
-    arguments: JobArguments,
-    *,
-    ranks: int | None,
-    memory: float | None,
-    batch: int | None,
-    unused: Mapping[str, object],
-) -> JobPlan:
-    """Plan the job of a model config."""
+class CommonArguments(NamedTuple):
+    """The options that model files have too."""
+
+    ranks: int | None
+    memory: float | None
+    batch: int | None
+    jitter: float | None
+    quantile: float
+    seed: int
+    techniques: tuple[str, ...]
+    search: bool
+
+
+def job_request(
+    source: str, arguments: JobArguments, common: CommonArguments, unused: Mapping[str, object]
+) -> JobRequest:
+    """What to plan for a model config."""
     if wrong := [name for name, value in unused.items() if value is not None]:
         raise typer.BadParameter(f"{', '.join(wrong)}: only with a model file, not with a model config")
     config = config_from(source)
-    if arguments.devices is None or batch is None:
-        missing = [
-            name for name, value in (("--devices", arguments.devices), ("--batch", batch)) if value is None
-        ]
+    if arguments.devices is None or common.batch is None:
+        needed = {"--devices": arguments.devices, "--batch": common.batch}
+        missing = [name for name, value in needed.items() if value is None]
         example = f"penstock plan {source} --devices 512 --device h100 --batch 1024 --seq 8192"
         raise typer.BadParameter(f"a model config needs {' and '.join(missing)}, e.g. {example}")
-    request = JobRequest(
-        *(config, device(arguments.device or "h100"), arguments.devices, batch),
+    return JobRequest(
+        *(config, device(arguments.device or "h100"), arguments.devices, common.batch),
         sequence=4096 if arguments.sequence is None else arguments.sequence,
         precision=(arguments.precision or Precision.bf16).value,
         zero=1 if arguments.zero is None else arguments.zero,
-        memory_limit=memory or 0.0,
+        memory_limit=common.memory or 0.0,
         tensor=arguments.tensor,
         context=arguments.context,
         expert=arguments.expert,
-        pipeline=ranks,
+        pipeline=common.ranks,
         microbatch_size=arguments.microbatch_size,
         recompute=None if arguments.recompute is None else arguments.recompute.value,
         budget=1.0 if arguments.budget is None else arguments.budget,
+        search=common.search,
+        techniques=common.techniques,
+        jitter=common.jitter,
+        quantile=common.quantile,
+        seed=common.seed,
     )
-    with job_progress() as on_progress:
-        return plan_job(request, on_progress)

@@ -11,10 +11,11 @@ import typer
 from rich.console import Console
 
 from penstock.cli.plan_report import print_explanation
+from penstock.cli.progress import job_progress
 from penstock.cost.costs import size_text
 from penstock.formats import write_bytes
 from penstock.planning.explanation import Explanation
-from penstock.planning.job import JobPlan
+from penstock.planning.job import JobPlan, JobRequest, plan_job
 from penstock.planning.job.explanation import explain_job
 from penstock.view.frontier import PlottedPlan, frontier_picture, frontier_text
 from penstock.view.tables import job_table
@@ -33,7 +34,11 @@ class JobOutput(NamedTuple):
 
 
 def render_frontier(made: PlottedPlan, output: Path) -> bytes:
-    """The plot of memory against time, .svg or .png."""
+    """The plot of memory against time, .svg, .png or .html."""
+    if output.suffix.lower() == ".html":
+        from penstock.view.frontier_html import frontier_html  # noqa: PLC0415 -- loaded only when drawn
+
+        return frontier_html(made).encode()
     picture = frontier_picture(made)
     if output.suffix.lower() == ".svg":
         from penstock.view.svg import svg_of  # noqa: PLC0415 -- loaded only when drawn
@@ -44,9 +49,11 @@ def render_frontier(made: PlottedPlan, output: Path) -> bytes:
     return png_of(picture)
 
 
-def report_job(made: JobPlan, output: JobOutput) -> None:
-    """Print and write a job's plan."""
-    why = explain_job(made) if output.explained else None
+def report_job(request: JobRequest, output: JobOutput) -> None:
+    """Make a job's plan, with progress on a terminal, and print and write it."""
+    with job_progress() as on_progress:
+        made = plan_job(request, on_progress)
+        why = explain_job(made, on_progress) if output.explained else None
     if output.picture is not None:
         write_bytes(render_frontier(made, output.picture), output.picture)
     written = made.write(output.folder) if output.folder is not None else []
@@ -76,6 +83,12 @@ def _notes(made: JobPlan) -> list[str]:
     found = [
         "tokens/s: of each device; m: microbatches of a pipeline; v: stages per rank; time: of a whole step"
     ]
+    if made.request.jitter is not None:
+        slowest = "of the slowest data parallel replica"
+        quantile = f"the {made.request.quantile:g} quantile {slowest}, steps vary by {made.request.jitter:.0%}"
+        found.append(f"time: {quantile}; {made.best} takes {made.best.seconds_without_jitter:.4g} s without")
+    if made.interrupted:
+        found.append("interrupted: what was found until then")
     if not all(each.is_exact for each in made.options):
         found.append("*: extended from fewer microbatches, without queues of messages")
     found.append(f"best: {best}, layers per stage {list(best.counts)}")
@@ -97,6 +110,8 @@ def _record(made: JobPlan, why: Explanation | None) -> dict[str, Any]:
         "samples": request.batch,
         "sequence": request.sequence,
         "memory_limit": request.memory_limit,
+        "jitter": request.jitter,
+        "quantile": None if request.jitter is None else request.quantile,
         "bound": made.bound,
         "counts": dict(made.evaluation.counts),
         "ranked": made.to_rows(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from math import isclose
 from statistics import fmean
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "with_measured_links",
 ]
 
+_PASSES = ("forward", "backward_input", "backward_weight")
 _KINDS = {"embedding": "embedding", "output": "head", "mtp block": "mtp"}
 
 
@@ -86,13 +88,14 @@ def stage_costs(found: Estimate, placement: Placement, counts: Sequence[int]) ->
 
 
 def fitted_device(found: Estimate, measured: Costs, counts: Sequence[int]) -> Device:
-    """The device with the factors on each pass with which the stages take as long as measured, in sum."""
+    """The device with the factors on each pass with which the stages take as long as measured, in sum.
+
+    A backward that runs as a whole is quicker than its two gradients apart: a profile with B, I and W fits
+    both. With only one of them, the other is taken to last as long.
+    """
     stages = len(counts)
     try:
-        passes = {
-            name: sum(measured.per_stage(name, stages))
-            for name in ("forward", "backward_input", "backward_weight")
-        }
+        passes = [sum(measured.per_stage(name, stages)) for name in _PASSES]
         whole = sum(measured.full_backward(stages))
     except ValueError as error:
         raise EstimateError(
@@ -102,14 +105,29 @@ def fitted_device(found: Estimate, measured: Costs, counts: Sequence[int]) -> De
     own = Passes()
     for layer in found.layers:
         own = own.plus(layer.seconds.compute)
-    if measured.backward is not None:  # measured as a whole: both halves get the same factor
+    forward, *gradients = passes
+    if _is_whole(measured, stages):
         factor = whole / (own.input_gradient + own.weight_gradient)
-        factors = Passes(passes["forward"] / own.forward, factor, factor)
+        factors, joined = Passes(forward / own.forward, factor, factor), 1.0
     else:
-        factors = Passes(*(seconds / mine for seconds, mine in zip(passes.values(), own)))
+        factors = Passes(*(seconds / mine for seconds, mine in zip(passes, own)))
+        joined = whole / sum(gradients) if sum(gradients) else 1.0
     before = found.device.attainable
     scaled = Passes(*(a * b for a, b in zip(before.passes, factors)))
-    return replace(found.device, attainable=replace(before, passes=scaled))
+    return replace(found.device, attainable=replace(before, passes=scaled, whole_backward=joined))
+
+
+def _is_whole(measured: Costs, stages: int) -> bool:
+    """Whether only whole backwards were measured: gradients are not given, or half of them by calibration."""
+    if measured.backward is None:
+        return False
+    names, default = _PASSES[1:], Costs()
+    if all(getattr(measured, name) == getattr(default, name) for name in names):
+        return True
+    whole = measured.per_stage("backward", stages)
+    return all(
+        isclose(2 * part, b) for name in names for part, b in zip(measured.per_stage(name, stages), whole)
+    )
 
 
 def with_measured_links(costs: Costs, measured: Costs) -> Costs:

@@ -21,7 +21,7 @@ from penstock.errors import CostsError
 from penstock.ir.kinds import Kind
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["KindError", "calibrate", "errors_by_kind"]
+__all__ = ["KindError", "calibrate", "errors_by_kind", "measured_jitter"]
 
 _COMPUTE: dict[Kind, str | None] = {
     kind: kind.spec.cost for kind in Kind if kind.is_compute and kind is not Kind.OVERLAP_F_B
@@ -59,6 +59,19 @@ def calibrate(timelines: Sequence[Timeline], links: Costs | None = None) -> Cost
         latency=_latency(timelines, base) or base.latency,
         launch_overhead=sum(map(_overhead, timelines)) / steps if steps else 0.0,
     )
+
+
+def measured_jitter(timelines: Sequence[Timeline]) -> float:
+    """The standard deviation of compute steps as a share of their means, for `simulate_with_jitter`.
+
+    Steps that vary wait for each other, so a schedule takes longer than one whose steps all take their means.
+    """
+    samples: Samples = {}
+    for timeline in timelines:
+        for kind, stage, seconds in _measured(timeline):
+            samples.setdefault((kind, stage), []).append(seconds)
+    shares = [np.array(each) / fmean(each) - 1 for each in samples.values() if len(each) > 1 and fmean(each)]
+    return float(np.sqrt(np.mean(np.concatenate(shares) ** 2))) if shares else 0.0
 
 
 def _compute_of(means: Means, base: Costs, num_stages: int) -> Means:

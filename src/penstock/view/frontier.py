@@ -24,7 +24,7 @@ from penstock.view.marks import Box, Group, Label, Line, Mark, Picture, Style
 from penstock.view.palette import GREY, PALE, styles
 from penstock.view.scales import round_step
 
-__all__ = ["PlottedOption", "PlottedPlan", "frontier_picture", "frontier_text"]
+__all__ = ["PlottedOption", "PlottedPlan", "frontier_picture", "frontier_text", "option_points"]
 
 
 class PlottedOption(Protocol):
@@ -131,6 +131,12 @@ def frontier_picture(plan: PlottedPlan) -> Picture:
     return Picture(title, _WIDTH, _HEIGHT, {**styles(1), **own}, groups)
 
 
+def option_points(plan: PlottedPlan) -> list[tuple[PlottedOption, float, float]]:
+    """Every option with its coordinates in the picture."""
+    plot = _Plot(plan)
+    return [(option, *plot.at(option)) for option in plan.options]
+
+
 class _Plot:
     """Maps memory and time to coordinates."""
 
@@ -170,21 +176,22 @@ class _Plot:
         """The Pareto frontier as a staircase."""
         front = self.plan.frontier
         for fast, small in pairwise(front):
-            (x, y), (to_x, to_y) = self._at(fast), self._at(small)
+            (x, y), (to_x, to_y) = self.at(fast), self.at(small)
             yield Line("staircase", x, y, x, to_y)
             yield Line("staircase", x, to_y, to_x, to_y)
 
     def points(self) -> Iterator[Mark]:
         front = self.plan.frontier
         for option in (each for each in self.plan.options if each not in front):
-            x, y = self._at(option)
+            x, y = self.at(option)
             yield Box("dominated", x - 3, y - 3, 6, 6)
         for option in front:
-            x, y = self._at(option)
+            x, y = self.at(option)
             yield Box("point", x - 4, y - 4, 8, 8)
             yield Label("number", x - 10, y + 13, str(self.plan.options.index(option) + 1))
 
-    def _at(self, option: PlottedOption) -> tuple[float, float]:
+    def at(self, option: PlottedOption) -> tuple[float, float]:
+        """Coordinates of an option."""
         return round(self.x(option.memory), 2), round(self.y(option.seconds), 2)
 
 

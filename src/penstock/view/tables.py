@@ -98,7 +98,8 @@ def job_table(made: JobPlan, top: int) -> Table:
     for name in ("TP", "CP", *(["EP"] if made.request.config.experts else []), "PP", "DP", "mbs", "m"):
         table.add_column(name, justify="right")
     table.add_column("schedule")
-    for name in ("v", "recompute", "time", "tokens/s", "MFU", "idle", "memory"):
+    time = "time" if made.request.jitter is None else f"p{made.request.quantile * 100:g}"
+    for name in ("v", "recompute", time, "tokens/s", "MFU", "idle", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     for place, option in enumerate(made.options[:top], 1):
         layout = option.layout
@@ -106,10 +107,10 @@ def job_table(made: JobPlan, top: int) -> Table:
         table.add_row(
             str(place),
             *map(str, (layout.tensor, layout.context, *expert, layout.pipeline, layout.data)),
-            *(str(layout.microbatch_size), str(layout.microbatches), option.family),
+            *(str(layout.microbatch_size), str(layout.microbatches), option.order),
             *(str(option.stages_per_rank), layout.recompute),
             f"{option.seconds:.4g} s{'' if option.is_exact else ' *'}",
-            *(f"{option.tokens_per_second:.4g}", f"{option.mfu:.1%}", f"{option.bubble:.1%}"),
+            *(f"{option.tokens_per_second:.0f}", f"{option.mfu:.1%}", f"{option.bubble:.1%}"),
             size_text(option.memory),
         )
     return table

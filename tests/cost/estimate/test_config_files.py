@@ -68,7 +68,11 @@ def test_a_multimodal_config_says_which_part_to_use() -> None:
         ("llama-3-8b", {"expert_parallel": 2}, "llama-3-8b has no experts; leave --ep out"),
         ("llama-3-8b", {"sequence": 0}, "--seq must be an integer above 0 .given 0"),
         ("llama-3-8b", {"sequence": 4100, "context_parallel": 8}, "--seq 4100 must be a multiple of 16"),
-        ("llama-3-8b", {"recompute": "all"}, "--recompute must be one of none, selective, pointwise, full"),
+        (
+            "llama-3-8b",
+            {"recompute": "all"},
+            "--recompute must be one of none, selective, pointwise, lat",
+        ),
         ("mixtral-8x7b", {"expert_parallel": 3, "data_parallel": 3}, "--ep 3 does not divide the 8 experts"),
         ("mixtral-8x7b", {"expert_parallel": 8}, "--ep 8 does not divide --tp x --cp x --dp = 1.*try --dp 8"),
     ],

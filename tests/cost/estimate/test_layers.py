@@ -111,6 +111,22 @@ def test_recomputation_repeats_the_forward_it_saves() -> None:
     assert levels["pointwise"].repeated
 
 
+def test_latent_attention_can_save_low_ranks_only() -> None:
+    """As DeepSeek-V3 was trained: 128 heads of 192 + 192 + 128 values are computed again from 1536 + 512."""
+    pointwise, latent = (
+        layer_operations(config("deepseek-v3"), Setting(sequence=4096, recompute=level))["expert block"]
+        for level in ("pointwise", "latent")
+    )
+    assert pointwise.activation - latent.activation == 2 * 4096 * 128 * (192 + 192 + 128)
+    again = 2 * 4096 * 128 * (1536 * 192 + 512 * (128 + 128))
+    assert latent.flops.input_gradient - pointwise.flops.input_gradient == again
+    plain = [
+        layer_operations(config("llama-3-8b"), Setting(sequence=4096, recompute=level))["block"].activation
+        for level in ("pointwise", "latent")
+    ]
+    assert plain[0] == plain[1]
+
+
 def test_precision_changes_what_is_saved() -> None:
     sizes = [
         layer_operations(config("llama-3-8b"), Setting(sequence=8192, precision=each))["block"].activation

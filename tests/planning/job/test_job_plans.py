@@ -19,9 +19,9 @@ from penstock.planning.estimated import even_blocks, stage_costs
 from penstock.planning.job import JobPlan, JobRequest, plan_job
 from penstock.planning.job.built_schedules import BuiltSchedules
 from penstock.planning.job.candidates import JobCandidates
-from penstock.planning.job.evaluation import JobEvaluation, option_schedule
+from penstock.planning.job.evaluation import JobEvaluation
 from penstock.planning.job.explanation import explain_job, time_shares
-from penstock.planning.job.family_traits import families_by_traits
+from penstock.planning.job.family_traits import Traits, families_by_traits
 from penstock.planning.job.layouts import job_layouts
 from penstock.planning.job.stages import Stages
 from tests.support.grids import small
@@ -119,7 +119,7 @@ def test_an_extended_step_is_as_long_as_the_whole_one() -> None:
 def test_the_best_option_is_the_one_that_its_files_simulate(made: JobPlan, tmp_path: Path) -> None:
     paths = made.write(tmp_path)
     schedule, costs = penstock.read(paths[0]), Costs.read(paths[1])
-    assert schedule == option_schedule(made.best)
+    assert schedule == made.best.schedule
     timeline = penstock.simulate(penstock.lower(schedule), costs)
     assert timeline.makespan + costs.optimizer_step == pytest.approx(made.best.seconds)
     assert max(timeline.peak_memory) <= made.best.memory
@@ -157,8 +157,32 @@ def test_what_cannot_be_planned_says_what_could(changes: dict[str, Any], message
         plan_job(request(**changes))
 
 
-@small(lambda: False)
-def test_the_published_layout_of_llama_is_among_the_best_ten() -> None:
-    asked = JobRequest(config("llama-3-405b"), H100, devices=8192, batch=2048, sequence=8192, zero=2)
-    best = [each.layout.sizes for each in plan_job(asked).ranking[:10]]
-    assert (8, 1, 1, 16, 64) in best
+@pytest.mark.parametrize("stages_per_rank", [2, 4])
+def test_layers_are_moved_from_the_busiest_rank(stages_per_rank: int) -> None:
+    """In a V the first rank has the embedding and the output layer."""
+    asked = request(config=gpt_config(1024, 30, 16, vocab_size=256_000))
+    found = estimate(asked.config, next(job_layouts(asked)).setting(asked), H100)
+    stages, traits = Stages(found), Traits(stages_per_rank, is_v=True, split=True, paired=False)
+    before = stages.bound(stages.counts(4 * stages_per_rank), traits, 4, 16)
+    bound, counts = stages.partition(traits, 4, 16)
+    assert bound == stages.bound(counts, traits, 4, 16) < before
+    assert (sum(counts), min(counts) > 0) == (32, True)
+
+
+PUBLISHED = {
+    "llama-3-405b": ({"devices": 8192, "batch": 2048, "sequence": 8192, "zero": 2}, (8, 1, 1, 16, 64)),
+    "deepseek-v3": (
+        {"device": "h800", "devices": 2048, "batch": 15360, "sequence": 4096, "precision": "fp8"},
+        (1, 1, 64, 16, 128),
+    ),
+}
+"""Settings, and sizes that were trained with: tensor, context, expert, pipeline, data parallel."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@small(lambda name: name == "none")
+def test_published_layouts_are_among_the_best_ten(name: str) -> None:
+    asked, sizes = PUBLISHED[name]
+    chosen = device(str(asked.get("device", "h100")))
+    made = plan_job(request(**{**asked, "config": config(name), "device": chosen}))
+    assert sizes in [each.layout.sizes for each in made.ranking[:10]]

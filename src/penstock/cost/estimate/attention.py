@@ -31,7 +31,7 @@ def attention_operations(config: ModelConfig, setting: Setting) -> list[Operatio
     found += [_core(config, setting), projection]
     if config.dropout:
         found.append(dropout("attention dropout", setting, own, h))
-    found.append(pointwise("attention residual", 3 * e * own * h, backward=0.0))
+    found.append(pointwise("attention residual", 3 * e * own * h, backward=0.0, repeated_at="full"))
     return found
 
 
@@ -96,9 +96,11 @@ def _latent_projections(config: ModelConfig, setting: Setting) -> list[Operation
             continue
         found.append(norm(f"{name} norm", config, setting, own, rank))
         saved = _linear_input(f"input of the {name} up-projection", setting, own, rank)
-        found.append(matmul(f"{name} up-projection", setting, tokens, rank, size, saved=saved))
+        up_projection = (f"{name} up-projection", setting, tokens, rank, size)
+        found.append(matmul(*up_projection, saved=saved, repeated_at="latent"))
     rotated = (heads + 1) * shape.rotary_size
-    found.append(pointwise("rotary embedding", 2 * setting.value_bytes * tokens * rotated, repeated_at="full"))
+    moved = 2 * setting.value_bytes * tokens * rotated
+    found.append(pointwise("rotary embedding", moved, repeated_at="latent"))
     return found
 
 
@@ -116,7 +118,8 @@ def _core(config: ModelConfig, setting: Setting) -> Operation:
     forward = 2.0 * tokens * s * heads * (shape.head_size + shape.value_size)
     queries, keys = tokens * heads * shape.head_size, tokens * kv_heads * shape.head_size
     values, out = tokens * kv_heads * shape.value_size, tokens * heads * shape.value_size
-    saved = [Saved("queries, keys, values", e * (queries + keys + values))]
+    level = "full" if shape.kv_rank is None else "latent"
+    saved = [Saved("queries, keys, values", e * (queries + keys + values), recomputed_at=level)]
     if setting.attention == "flash":
         forward /= 2
         saved.append(Saved("log of the softmax sums", 4 * tokens * heads))

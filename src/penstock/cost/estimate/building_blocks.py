@@ -21,6 +21,7 @@ def matmul(
     bias: bool = False,
     matrices: float = 1,
     is_expert: bool = False,
+    repeated_at: str = "full",
 ) -> Operation:
     """Tokens times a matrix of inner by outer: 2·tokens·inner·outer FLOPs in each pass."""
     flops = 2.0 * tokens * inner * outer
@@ -34,6 +35,7 @@ def matmul(
         weights=matrices * (inner * outer + (outer if bias else 0)),
         saved=saved,
         output_gradient=kept,
+        repeated_at=repeated_at,
         is_expert=is_expert,
     )
 

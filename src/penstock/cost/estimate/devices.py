@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class Attainable:
     kernel_seconds: float
     passes: Passes = Passes(1.0, 1.0, 1.0)
     """Factors on the seconds of each pass, 1 unless fitted to a measurement."""
+    whole_backward: float = 1.0
+    """Seconds of a whole backward over those of its two gradients run apart, 1 unless fitted."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Device:
     network_latency_seconds: float
     host_link: float
     attainable: Attainable
+    node_peer_link: float = inf
+    """Between two devices of a node, if that is less than `node_link`, which then needs several of them."""
 
     def peak(self, precision: str) -> float:
         """FLOP/s of matrix products."""
@@ -96,10 +101,10 @@ def _device(keys: object, name: str, source: str) -> Device:
     if not isinstance(keys, dict):
         raise FormatError(source, ["a device is a table with keys such as peak_flops, memory_bytes"])
     wanted = {each.name for each in fields(Device)} - {"name"}
-    problems = [f"missing {key}" for key in sorted(wanted - set(keys))]
+    problems = [f"missing {key}" for key in sorted(wanted - set(keys) - {"node_peer_link"})]
     problems += [f"{printable(str(key))}: unknown key of a device" for key in keys if key not in wanted]
     attainable, peaks = keys.get("attainable"), keys.get("peak_flops")
-    shares = {each.name for each in fields(Attainable)} - {"passes"}
+    shares = {each.name for each in fields(Attainable)} - {"passes", "whole_backward"}
     if not isinstance(attainable, dict) or set(attainable) != shares:
         problems.append(f"attainable: must have {', '.join(sorted(shares))}")
     if not isinstance(peaks, dict) or not peaks:

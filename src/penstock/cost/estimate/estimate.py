@@ -48,16 +48,20 @@ class LayerEstimate:
     """Between ranks that hold the same weights."""
     is_sharded: bool
     """Whether weights are gathered before use (ZeRO 3)."""
+    whole_backward: float = 1.0
+    """Seconds of a whole backward over those of its two gradients run apart."""
 
     @cached_property
     def costs(self) -> Costs:
         """Of one microbatch."""
         compute, exchanged = self.seconds.compute, self.seconds.all_to_all
         weights, layer, bandwidth = self.weights, self.operations, self.data_link.bandwidth
+        both = compute.input_gradient + compute.weight_gradient
         return Costs(
             forward=compute.forward,
             backward_input=compute.input_gradient,
             backward_weight=compute.weight_gradient,
+            backward=None if self.whole_backward == 1 else self.whole_backward * both,
             forward_all_to_all=exchanged.forward,
             backward_input_all_to_all=exchanged.input_gradient,
             backward_weight_all_to_all=exchanged.weight_gradient,
@@ -70,7 +74,7 @@ class LayerEstimate:
             optimizer_state=weights.optimizer_state,
             unsharded_parameters=weights.unsharded,
             activation=layer.activation,
-            activation_freed_by_input=max(0.0, layer.activation - layer.kept_for_weight),
+            activation_freed_by_input=layer.freed_by_input,
         )
 
 
@@ -147,7 +151,8 @@ def estimate(config: ModelConfig, setting: Setting, device: Device) -> Estimate:
 def _layer(layer: LayerOperations, seconds: LayerSeconds, setting: Setting, device: Device) -> LayerEstimate:
     link = link_of("data", device, setting)
     is_sharded = setting.zero == 3 and setting.replicas > 1
-    return LayerEstimate(layer, seconds, weight_bytes(layer, setting), link, is_sharded)
+    weights, factor = weight_bytes(layer, setting), device.attainable.whole_backward
+    return LayerEstimate(layer, seconds, weights, link, is_sharded, factor)
 
 
 def weight_bytes(layer: LayerOperations, setting: Setting) -> WeightBytes:

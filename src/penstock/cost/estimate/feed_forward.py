@@ -20,7 +20,7 @@ def feed_forward_operations(config: ModelConfig, setting: Setting, *, dense: boo
         found += _experts(config, config.experts, setting)
     if config.dropout:
         found.append(dropout("feed-forward dropout", setting, own, h))
-    found.append(pointwise("feed-forward residual", 3 * e * own * h, backward=0.0))
+    found.append(pointwise("feed-forward residual", 3 * e * own * h, backward=0.0, repeated_at="full"))
     return found
 
 

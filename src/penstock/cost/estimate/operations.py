@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 __all__ = ["RECOMPUTATION", "Collective", "LayerOperations", "Operation", "Passes", "Saved"]
 
-RECOMPUTATION = ("none", "selective", "pointwise", "full")
+RECOMPUTATION = ("none", "selective", "pointwise", "latent", "full")
 """What is recomputed in the backward instead of saved, each level including the one before:
 
     selective   softmax and dropout of unfused attention, as Megatron's `--recompute-activations`
     pointwise   outputs of norms and activation functions: operations without a matrix product
+    latent      queries, keys and values from the low ranks of latent attention, as DeepSeek-V3 was trained
     full        everything but the input of each layer
 """
 
@@ -160,6 +161,11 @@ class LayerOperations:
         """Bytes that a weight gradient needs after the input gradient: inputs and output gradients."""
         inputs = sum(s.bytes for each in self.operations for s in each.saved if s.for_weight)
         return inputs + sum(each.output_gradient for each in self.operations)
+
+    @property
+    def freed_by_input(self) -> float:
+        """Bytes of the activation that the input gradient frees."""
+        return max(0.0, self.activation - self.kept_for_weight)
 
 
 def _level(name: str) -> int:

@@ -57,7 +57,10 @@ def link_of(group: str, device: Device, setting: Setting, stages: int = 1, netwo
     """The link of a group's ranks. Ranks are numbered tensor, context, data, pipeline parallel, from inside."""
     t, c, node = setting.tensor_parallel, setting.context_parallel, device.node_devices
     share = device.attainable.links
-    inside = Link(device.node_link * share, device.node_latency_seconds)
+    others = {"tensor": t - 1, "context": c - 1, "expert": setting.expert_parallel - 1, "pipeline": 1}
+    peers = max(1, others.get(group, setting.replicas - 1))
+    rate = min(device.node_link, peers * device.node_peer_link)
+    inside = Link(rate * share, device.node_latency_seconds)
     outside = Link(device.network_link * share, device.network_latency_seconds)
     reach = {
         "tensor": t,

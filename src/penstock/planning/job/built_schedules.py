@@ -24,11 +24,6 @@ class BuiltSchedule:
     schedule: Schedule
     live: list[LiveActivations]
 
-    def memory(self, costs: Costs, working: list[float]) -> float:
-        """The most bytes of a rank with its working memory; receive buffers are left out."""
-        stages = self.schedule.num_stages
-        return max(each.peak(costs, stages) + more for each, more in zip(self.live, working))
-
     def simulated(self, costs: Costs) -> Timeline:
         """With messages that take their time but do not queue: families are valid, and this is fast."""
         total = edge_prices(costs, self.schedule.graph, "activation").total

@@ -85,11 +85,10 @@ class JobCandidates:
 
     def _of_layout(self, layout: JobLayout, stages: Stages) -> Iterator[Candidate]:
         for traits in self._traits(layout):
-            counts = stages.counts(layout.pipeline * traits.stages_per_rank)
+            bound, counts = stages.partition(traits, layout.pipeline, layout.microbatches)
             if stages.least_memory(counts, traits, layout.pipeline) > self.request.memory_limit:
                 self.set_aside(layout)
             else:
-                bound = stages.bound(counts, traits, layout.pipeline, layout.microbatches)
                 yield Candidate(layout, traits, stages, counts, bound)
 
     def _traits(self, layout: JobLayout) -> Iterator[Traits]:

@@ -10,6 +10,7 @@ from penstock.cost.estimate.estimate import Estimate, Estimator
 from penstock.cost.estimate.roofline import operation_seconds
 from penstock.errors import PlanError
 from penstock.planning.explanation import Explanation, WhatIf
+from penstock.planning.job.evaluation import OnJobProgress
 from penstock.planning.job.options import JobOption
 from penstock.planning.job.planner import JobPlan, plan_job
 
@@ -18,9 +19,10 @@ __all__ = ["explain_job", "time_shares"]
 _REPLAN_BUDGET = 0.3
 
 
-def explain_job(plan: JobPlan) -> Explanation:
-    """Explain the best option."""
-    return Explanation(tuple(_why(plan)), tuple(sorted(_what_ifs(plan), key=lambda each: -each.gain)))
+def explain_job(plan: JobPlan, on_progress: OnJobProgress | None = None) -> Explanation:
+    """Explain the best option; changes are compared without jitter and without searched orders."""
+    found = sorted(_what_ifs(plan, on_progress), key=lambda each: -each.gain)
+    return Explanation(tuple(_why(plan)), tuple(found))
 
 
 def time_shares(plan: JobPlan, option: JobOption) -> dict[str, float]:
@@ -91,12 +93,13 @@ def _main(plan: JobPlan, other: JobOption) -> str:
     return f"{longer[name]:.3g} s more of {name}" if longer[name] > 0 else "everything a little"
 
 
-def _what_ifs(plan: JobPlan) -> list[WhatIf]:
+def _what_ifs(plan: JobPlan, on_progress: OnJobProgress | None) -> list[WhatIf]:
     request, device, best = plan.request, plan.request.device, plan.best
-    found = []
-    for change, other in _devices(device).items():
-        changed = plan.evaluation.exact(best, replace(request, device=other))
-        found.append(_gain(plan, change, changed))
+    plain = replace(request, jitter=None, search=False)
+    found = [
+        _gain(plan, change, plan.evaluation.exact(best, replace(request, device=other)))
+        for change, other in _devices(device).items()
+    ]
     for change, more in {
         f"25 % more memory, {size_text(1.25 * request.memory_limit)}": {
             "memory_limit": 1.25 * request.memory_limit
@@ -104,12 +107,13 @@ def _what_ifs(plan: JobPlan) -> list[WhatIf]:
         f"twice the batch, {2 * request.batch}, per sample": {"batch": 2 * request.batch},
     }.items():
         try:
-            again = plan_job(replace(request, budget=_REPLAN_BUDGET * request.budget, **more))  # type: ignore[arg-type]
+            changed = replace(plain, budget=_REPLAN_BUDGET * request.budget, **more)  # type: ignore[arg-type]
+            again = plan_job(changed, on_progress)
         except PlanError:
             continue
         samples = request.batch / again.request.batch
         option = replace(again.best, seconds=again.best.seconds * samples)
-        if option.seconds < best.seconds or samples != 1:
+        if option.seconds < best.seconds_without_jitter or samples != 1:
             found.append(_gain(plan, change, option))
     return found
 
@@ -125,4 +129,4 @@ def _devices(device: Device) -> dict[str, Device]:
 
 
 def _gain(plan: JobPlan, change: str, option: JobOption) -> WhatIf:
-    return WhatIf(change, option.seconds, 1 - option.seconds / plan.best.seconds, str(option))
+    return WhatIf(change, option.seconds, 1 - option.seconds / plan.best.seconds_without_jitter, str(option))

@@ -11,7 +11,7 @@ from penstock.planning.job.request import JobRequest
 __all__ = ["JobLayout", "job_layouts"]
 
 _MICROBATCH_SIZES = (1, 2, 4, 8)
-_RECOMPUTATION = ("none", "pointwise", "full")
+_RECOMPUTATION = ("none", "pointwise", "latent", "full")
 _LEAST_TOKENS = 8192
 """Of a sample on each context parallel rank, unless its size is given: it is used for long sequences only."""
 
@@ -61,7 +61,7 @@ def job_layouts(request: JobRequest) -> Iterator[JobLayout]:
             if samples % size:
                 continue
             for expert in _expert_sizes(request, tensor * context * data):
-                for recompute in _RECOMPUTATION if request.recompute is None else (request.recompute,):
+                for recompute in _levels(request):
                     yield JobLayout(tensor, context, expert, pipeline, data, size, samples // size, recompute)
 
 
@@ -90,6 +90,14 @@ def _expert_sizes(request: JobRequest, ranks: int) -> list[int]:
         return [1]
     every = _chosen(request.expert, _powers(min(experts.count, ranks)))
     return [each for each in every if not experts.count % each and not ranks % each]
+
+
+def _levels(request: JobRequest) -> tuple[str, ...]:
+    """Levels of recomputation that differ for this model."""
+    if request.recompute is not None:
+        return (request.recompute,)
+    is_latent = request.config.attention.kv_rank is not None
+    return tuple(each for each in _RECOMPUTATION if is_latent or each != "latent")
 
 
 def _chosen(given: int | None, every: range | tuple[int, ...]) -> range | tuple[int, ...]:

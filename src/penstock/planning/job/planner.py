@@ -13,13 +13,15 @@ from penstock.cost.estimate.estimate import Estimator
 from penstock.display import Displayed
 from penstock.errors import PlanError
 from penstock.planning.estimated import estimated_model, stage_costs
-from penstock.planning.job.evaluation import JobEvaluation, OnJobProgress, option_schedule
+from penstock.planning.job.evaluation import JobEvaluation, OnJobProgress
 from penstock.planning.job.layouts import job_layouts
 from penstock.planning.job.options import JobOption
+from penstock.planning.job.refinement import rank_by_quantile, refine_orders, try_techniques
 from penstock.planning.job.request import JobRequest
 from penstock.planning.job.stages import Stages
 from penstock.planning.options import frontier
 from penstock.planning.planner import write_best
+from penstock.planning.technique_text import TECHNIQUES
 
 __all__ = ["JobPlan", "plan_job"]
 
@@ -30,6 +32,7 @@ class JobPlan(Displayed):
 
     request: JobRequest
     evaluation: JobEvaluation
+    interrupted: bool = False
 
     @cached_property
     def ranking(self) -> list[JobOption]:
@@ -86,10 +89,12 @@ class JobPlan(Displayed):
             "microbatches": layout.microbatches,
             "recompute": layout.recompute,
             "schedule": option.family,
+            "technique": option.technique,
             "stages_per_rank": option.stages_per_rank,
             "stage_to_rank": list(option.placement.stage_to_rank),
             "layers_per_stage": list(option.counts),
             "seconds": option.seconds,
+            "seconds_without_jitter": option.seconds_without_jitter,
             "makespan": option.makespan,
             "tokens_per_second_per_device": option.tokens_per_second,
             "mfu": option.mfu,
@@ -111,16 +116,26 @@ class JobPlan(Displayed):
         layout = estimated_model(found, best.layout.pipeline).layout(best.counts)
         keys = {"model": self.request.config.name, **self.to_keys(best), "layout": str(layout)}
         costs = stage_costs(found, best.placement, best.counts)
-        return write_best(folder, option_schedule(best), costs, keys)
+        return write_best(folder, best.schedule, costs, keys)
 
 
 def plan_job(request: JobRequest, on_progress: OnJobProgress | None = None) -> JobPlan:
     """Choose parallel sizes, microbatches, recomputation, stages and schedule for a model and its devices."""
     evaluation = JobEvaluation(request, on_progress)
-    evaluation.run()
+    interrupted = False
+    try:
+        evaluation.run()
+        try_techniques(evaluation)
+        refine_orders(evaluation)
+        rank_by_quantile(evaluation)
+    except KeyboardInterrupt:  # keeps the best so far
+        if not evaluation.options:
+            raise
+        interrupted = True
     if not evaluation.options:
         raise PlanError(_no_option(evaluation))
-    return JobPlan(request, evaluation)
+    evaluation.options.sort(key=lambda each: each.sort_key)
+    return JobPlan(request, evaluation, interrupted)
 
 
 # --- nothing fits -----------------------------------------------------------------------------------
@@ -144,7 +159,7 @@ def _no_option(evaluation: JobEvaluation) -> str:
         (f"--zero 3 instead of {request.zero}", {"zero": 3}),
         *((f"--devices {n * request.devices}", {"devices": n * request.devices}) for n in (2, 4, 8, 16)),
     ]
-    fitting = [text for text, change in changes if _fits(request, change)]
+    fitting = [*_fitting_techniques(evaluation), *(text for text, change in changes if _fits(request, change))]
     advice = f"what would fit: {', or '.join(fitting[:2])}" if fitting else "give devices with more memory"
     where = f"{request.devices} {request.device.name} with {size_text(request.memory_limit)} each"
     return (
@@ -152,6 +167,21 @@ def _no_option(evaluation: JobEvaluation) -> str:
         f"{layout.recompute} recomputation, needs {size_text(least)}, of which up to {size_text(state)} for "
         f"weights, gradients and optimizer state; {advice}"
     )
+
+
+def _fitting_techniques(evaluation: JobEvaluation) -> list[str]:
+    """Techniques of schedules with which something fits, as an option; none if they were tried already."""
+    request = evaluation.request
+    found = []
+    for name in TECHNIQUES if not request.techniques else ():
+        evaluation.request = replace(request, techniques=(name,))
+        try_techniques(evaluation)
+        if evaluation.options:
+            best = min(evaluation.options, key=lambda each: each.sort_key)
+            found.append(f"--techniques {name} ({best.seconds:.4g} s per step)")
+            evaluation.options = []
+    evaluation.request = request
+    return found
 
 
 def _fits(request: JobRequest, change: dict[str, Any]) -> bool:

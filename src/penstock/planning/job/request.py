@@ -35,6 +35,14 @@ class JobRequest:
     recompute: str | None = None
     budget: float = 1.0
     """How many more steps are simulated than by default."""
+    search: bool = True
+    """Whether orders are searched for the best options."""
+    techniques: tuple[str, ...] = ()
+    """Of schedules: `recompute` whole stages, `offload` activations to the host."""
+    jitter: float | None = None
+    """Share by which the duration of steps varies; options are then ranked by a quantile of the step time."""
+    quantile: float = 0.95
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.memory_limit:
@@ -57,6 +65,10 @@ class JobRequest:
             problems = self._sizes_that_do_not_divide()
         if not self.budget > 0:
             problems.append(f"--budget must be a number above 0 (given {self.budget})")
+        if self.jitter is not None and not 0 <= self.jitter <= 1:
+            problems.append(f"--jitter must be a share from 0 to 1 (given {self.jitter})")
+        if not 0 < self.quantile < 1:
+            problems.append(f"--quantile must be between 0 and 1 (given {self.quantile})")
         if problems:
             raise PlanError("; ".join(problems))
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from penstock.cost.estimate.estimate import Estimate
+from penstock.cost.live_activations import LiveActivations
 from penstock.ir.placement import Placement
 from penstock.ir.table import Floats, Ints
 from penstock.planning.estimated import even_blocks
 from penstock.planning.job.family_traits import Traits
-from penstock.planning.partition import LayerCounts
+from penstock.planning.partition import LayerCounts, move_layer
 
 __all__ = ["Stages"]
 
-_HALVINGS = 16
+_HALVINGS, _MOVES = 16, 8
+_BALANCED = 1.01
+"""The busiest rank over the mean one from which on layers are moved."""
 _ROUNDING = 1e-9
 
 
@@ -31,7 +35,8 @@ class Stages:
         table = np.array([rows[kind] for kind in kinds]).T
         self._compute, self._exchanged = table[0:2], table[2:4]
         """Seconds of the forward and the whole backward, per layer."""
-        self._state, self._activation, self._working = table[4:7]
+        self._state, self._activation, self._working, self._freed = table[4:8]
+        self._counts: dict[int, LayerCounts] = {}
 
     @cached_property
     def _until(self) -> list[float]:
@@ -41,10 +46,32 @@ class Stages:
 
     def counts(self, stages: int) -> LayerCounts:
         """Blocks evenly, or layers in order with the longest stage as short as found, if that is shorter."""
-        even, packed = even_blocks(self.estimate, stages), self._packed(stages)
-        if packed is None or self._longest(even) <= self._longest(packed) * (1 + _ROUNDING):
-            return even
-        return packed
+        if stages not in self._counts:
+            even, packed = even_blocks(self.estimate, stages), self._packed(stages)
+            is_even = packed is None or self._longest(even) <= self._longest(packed) * (1 + _ROUNDING)
+            self._counts[stages] = even if packed is None or is_even else packed
+        return self._counts[stages]
+
+    def partition(self, traits: Traits, ranks: int, microbatches: int) -> tuple[float, LayerCounts]:
+        """The partition with the least bound that was found, and that bound.
+
+        With several stages per rank the longest stage may be on the busiest rank. Its layers are moved to the
+        rank with the least to do, as long as that lowers the bounds.
+        """
+        counts = self.counts(ranks * traits.stages_per_rank)
+        best = self._rank_bounds(counts, traits, ranks, microbatches)
+        own = _own_stages(ranks, traits.stages_per_rank, is_v=traits.is_v)
+        for _ in range(_MOVES if traits.stages_per_rank > 1 else 0):
+            if best.max() < best.mean() * _BALANCED:
+                break
+            sources, targets = own[best.argmax()][[0, -1]], own[best.argmin()][[0, -1]]
+            moves = [move_layer(counts, s, t) for s in sources for t in targets if counts[s] > 1 and s != t]
+            tried = [(self._rank_bounds(each, traits, ranks, microbatches), each) for each in moves]
+            found = min(tried, key=lambda each: _key(each[0]), default=None)
+            if found is None or _key(found[0]) >= _key(best):
+                break
+            best, counts = found
+        return float(best.max()), counts
 
     def _longest(self, counts: LayerCounts) -> float:
         ends = [self._until[end] for end in (0, *accumulate(counts))]
@@ -71,7 +98,11 @@ class Stages:
         return microbatches * float(max(streams) if paired else sum(streams)) / ranks
 
     def bound(self, counts: LayerCounts, traits: Traits, ranks: int, microbatches: int) -> float:
-        """Lower bound on the makespan: a rank waits for its first input, works, and its last gradient goes on.
+        """Lower bound on the makespan."""
+        return float(self._rank_bounds(counts, traits, ranks, microbatches).max())
+
+    def _rank_bounds(self, counts: LayerCounts, traits: Traits, ranks: int, microbatches: int) -> Floats:
+        """By each rank: it waits for its first input, works, and its last gradient goes on.
 
         An overlapped pair hides the shorter of its two streams. With a split backward, weight gradients may be
         all that is left to do at the end, and a pair may hide a part of its backward: nothing is added there.
@@ -88,7 +119,7 @@ class Stages:
         streams = work[:, own].sum(axis=2)
         busy = streams.max(axis=0) if traits.paired else streams.sum(axis=0)
         bounds: Floats = before[own].min(axis=1) + microbatches * busy + after[own].min(axis=1)
-        return float(bounds.max())
+        return bounds
 
     def mean_state(self, ranks: int) -> float:
         """Bytes of weights, gradients and optimizer state of the mean rank: no partition needs less."""
@@ -117,10 +148,26 @@ class Stages:
         most: Floats = working[np.array(placement.stages_of_rank)].max(axis=1)
         return most
 
+    def memory(self, counts: LayerCounts, live: Sequence[LiveActivations]) -> float:
+        """The most bytes of a rank with its working memory, given what orders hold, without receive buffers."""
+        state, activation, working = self._stage_bytes(counts)
+        freed = np.add.reduceat(self._freed, np.cumsum([0, *counts[:-1]]))
+        peaks = []
+        for each in live:
+            own = list(each.stages)
+            held = each.most_held([*activation[own], *freed[own]])
+            peaks.append(float(state[own].sum() + working[own].max()) + held)
+        return max(peaks)
+
     def _stage_bytes(self, counts: LayerCounts) -> tuple[Floats, Floats, Floats]:
         starts = np.cumsum([0, *counts[:-1]])
         state, activation = (np.add.reduceat(each, starts) for each in (self._state, self._activation))
         return state, activation, np.maximum.reduceat(self._working, starts)
+
+
+def _key(bounds: Floats) -> tuple[float, float]:
+    """The largest first, then all of them; rounded, so that moves end."""
+    return round(float(bounds.max()), 9), round(float((bounds**2).sum()), 9)
 
 
 @cache
@@ -142,6 +189,7 @@ def _row(found: Estimate, kind: str) -> list[float]:
         weights.parameters + weights.gradients + weights.optimizer_state,
         layer.operations.activation,
         layer.operations.working,
+        layer.operations.freed_by_input,
     ]
 
 
