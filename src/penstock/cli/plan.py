@@ -167,7 +167,7 @@ def plan(
             jitter=jitter,
             quantile=quantile,
             recompute="recompute" in chosen,
-            techniques=tuple(chosen),
+            offload="offload" in chosen,
             on_progress=on_progress,
         )
         why = explain(made, on_progress) if explained else None
