@@ -5,7 +5,8 @@
 One schedule is profiled: 1F1B in which every second microbatch has a split backward, so that B, I and W are
 measured. Its costs fit the estimate (`penstock.planning.estimated.fitted_device`), and others are predicted,
 those with two stages per rank too, which the profile does not have. In each round every schedule runs once, so
-that load affects all of them alike, and the measured one runs twice: what its two medians differ by is noise.
+that load affects all of them alike; times are those of the fastest quarter of the rounds. The measured schedule
+runs twice: what its two times differ by is noise.
 Steps of a busy machine vary, and wait for each other: predictions have the jitter of the measured schedule.
 `gpt` is the demo's model on two ranks with one thread each, `sleep` the same stages on four ranks with layers
 that sleep instead, which need no cores.
@@ -17,7 +18,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from statistics import median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -154,7 +155,7 @@ def measured(part: str, rounds: int) -> dict[str, list[Timeline]]:
 
 def predictions(found: Estimate, timelines: dict[str, list[Timeline]]) -> list[Prediction]:
     """Every schedule predicted from the profile of the first one."""
-    typical, jitter = calibrate(_middle(timelines[MEASURED])), measured_jitter(_middle(timelines[MEASURED]))
+    typical, jitter = calibrate(_fastest(timelines[MEASURED])), measured_jitter(_fastest(timelines[MEASURED]))
     stages = timelines[MEASURED][0].schedule.num_stages
     fitted = estimate(found.config, found.setting, fitted_device(found, typical, even_blocks(found, stages)))
     rows = []
@@ -164,17 +165,15 @@ def predictions(found: Estimate, timelines: dict[str, list[Timeline]]) -> list[P
         costs = with_measured_links(stage_costs(fitted, schedule.placement, counts), typical)
         timeline = penstock.simulate(schedule, costs)
         makespan = simulate_with_jitter(schedule, costs, jitter=min(jitter, 1.0)).mean
-        seconds = median(step.makespan for step in steps)
-        kinds = errors_by_kind(timeline, _middle(steps))
+        seconds = fmean(step.makespan for step in _fastest(steps))
+        kinds = errors_by_kind(timeline, _fastest(steps))
         rows.append(Prediction(name, makespan, timeline.makespan, seconds, kinds))
     return rows
 
 
-def _middle(steps: Sequence[Timeline]) -> list[Timeline]:
-    """The half of the steps around the median: what interrupts single ones does not count."""
-    ordered = sorted(steps, key=lambda step: step.makespan)
-    quarter = len(ordered) // 4
-    return ordered[quarter : len(ordered) - quarter]
+def _fastest(steps: Sequence[Timeline]) -> list[Timeline]:
+    """The fastest quarter: other processes only add time."""
+    return sorted(steps, key=lambda step: step.makespan)[: max(1, len(steps) // 4)]
 
 
 def compare(part: str, rounds: int, print_row: Callable[..., None]) -> None:
