@@ -29,7 +29,7 @@ def _measured(part: str, rounds: int) -> dict[str, list[Timeline]]:
     return fit.measured(part, rounds)
 
 
-@pytest.mark.parametrize(("part", "rounds"), [("sleep", 3), ("gpt", 6)])
+@pytest.mark.parametrize(("part", "rounds"), [("sleep", 2), ("gpt", 6)])
 @small(lambda part: part == "sleep")
 def test_one_profile_predicts_the_steps_of_other_schedules(pools: Pools, part: str, rounds: int) -> None:
     for attempt in range(1, 4):

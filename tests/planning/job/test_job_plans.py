@@ -169,7 +169,7 @@ def test_layers_are_moved_from_the_busiest_rank(stages_per_rank: int) -> None:
     assert (sum(counts), min(counts) > 0) == (32, True)
 
 
-PUBLISHED = {
+PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "llama-3-405b": ({"devices": 8192, "batch": 2048, "sequence": 8192, "zero": 2}, (8, 1, 1, 16, 64)),
     "deepseek-v3": (
         {"device": "h800", "devices": 2048, "batch": 15360, "sequence": 4096, "precision": "fp8"},
@@ -183,6 +183,6 @@ PUBLISHED = {
 @small(lambda name: name == "none")
 def test_published_layouts_are_among_the_best_ten(name: str) -> None:
     asked, sizes = PUBLISHED[name]
-    chosen = device(str(asked.get("device", "h100")))
+    chosen = device(asked.get("device", "h100"))
     made = plan_job(request(**{**asked, "config": config(name), "device": chosen}))
     assert sizes in [each.layout.sizes for each in made.ranking[:10]]
