@@ -16,6 +16,7 @@ from penstock import __version__
 from penstock.cli.check import check
 from penstock.cli.compare import compare
 from penstock.cli.demo import demo
+from penstock.cli.diagnose import diagnose
 from penstock.cli.doctor import doctor
 from penstock.cli.estimate import estimate
 from penstock.cli.export import export
@@ -51,6 +52,7 @@ app.command("play")(play)
 app.command("trace")(trace)
 app.command("export")(export)
 app.command("verify-grads")(verify_grads)
+app.command("diagnose")(diagnose)
 app.command("demo")(demo)
 app.command("doctor")(doctor)
 

@@ -25,6 +25,7 @@ from penstock.runtime.execution.splitters import REPLICATE, Splitter, register_s
 from penstock.runtime.local_ranks import LocalRanks
 from penstock.runtime.models import materialize, split
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.states.torch_recorder import record_state
 from penstock.runtime.training_log import TrainingLog
 from penstock.runtime.verification import Verdict, verify_gradients
 
@@ -43,6 +44,7 @@ __all__ = [
     "import_safetensors",
     "load_checkpoint",
     "materialize",
+    "record_state",
     "register_layer",
     "register_splitter",
     "save_checkpoint",

@@ -41,6 +41,7 @@ from penstock.runtime.execution.splitters import Splitter
 from penstock.runtime.execution.step_inputs import StepInputBuilder
 from penstock.runtime.execution.step_runner import StepRunner
 from penstock.runtime.execution.verified_schedule import verify_schedule
+from penstock.runtime.states.writer import state_folder
 from penstock.runtime.transport.process_groups import Group, group_timeout, members_of, process_group
 from penstock.runtime.transport.transport_errors import TransportError, transport_errors
 
@@ -69,6 +70,8 @@ class Pipeline:
     `functions`   functions that run in place of actions of a kind, see `Custom`
     `check_finite`  raise at the first value that is not finite, with the place where it appeared
     `timeout`     seconds that a rank waits for another; by default the timeout of the process group
+    `state_dir`   a folder for this rank's state if a step hangs, for `penstock diagnose`; by default that of
+                  the environment variable PENSTOCK_STATE_DIR, if it is set
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Pipeline:
         functions: Mapping[Kind | str, CustomFunction] | None = None,
         check_finite: bool = False,
         timeout: float | None = None,
+        state_dir: str | PathLike[str] | None = None,
     ) -> None:
         setup.check_options(timeout, tokens, average=average)
         ranks = process_group(group, "group=", "pp")
@@ -115,6 +119,7 @@ class Pipeline:
             model.replication,
             check_finite,
             group if isinstance(group, DeviceMesh) else None,
+            state_folder(state_dir),
         )
         self._ties, self._replication = model.ties, model.replication
         self.scaler: GradScaler | None = None

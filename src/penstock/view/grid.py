@@ -13,7 +13,7 @@ What does not fit into the width continues below, in further panels. Colour adds
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -27,11 +27,14 @@ from penstock.view.kinds import style_of
 __all__ = ["cell_text", "grid", "unit_time"]
 
 
-def grid(schedule: Schedule, width: int = 80) -> Text:
-    """The grid, at most `width` characters wide where possible."""
+def grid(schedule: Schedule, width: int = 80, marked: Mapping[int, int] | None = None) -> Text:
+    """The grid, at most `width` characters wide where possible.
+
+    `marked` has a step number for some ranks; over time, the name of that step is in brackets.
+    """
     lines = None
     if schedule.level == "compute" and schedule.num_steps:
-        lines = _over_time(schedule, width)
+        lines = _over_time(schedule, width, marked or {})
     return Text("\n").join(lines if lines is not None else _by_step(schedule, width))
 
 
@@ -53,7 +56,7 @@ def unit_time(schedule: Schedule) -> tuple[list[int], list[int]] | None:
 # --- over time -------------------------------------------------------------------------------------
 
 
-def _over_time(schedule: Schedule, width: int) -> Iterator[Text] | None:
+def _over_time(schedule: Schedule, width: int, marked: Mapping[int, int]) -> Iterator[Text] | None:
     times = unit_time(schedule)
     if times is None:
         return None
@@ -61,6 +64,9 @@ def _over_time(schedule: Schedule, width: int) -> Iterator[Text] | None:
     steps = [step for row in schedule.ranks for step in row]
     with_stage = schedule.num_stages > schedule.num_ranks
     texts = [cell_text(step, with_stage=with_stage) for step in steps]
+    for rank, number in marked.items():
+        slot = int(schedule.table.slot_bounds[rank]) + number
+        texts[slot] = f"[{texts[slot]}]"
     cell = max([2] + [-(-(len(text) + 1) // (end - start)) for text, start, end in zip(texts, starts, ends)])
     return _time_panels(schedule, width, cell, list(zip(steps, texts, starts, ends)))
 

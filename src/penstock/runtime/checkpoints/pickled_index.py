@@ -1,19 +1,18 @@
 """The index of format 1, a pickle, read with memory in proportion to its size.
 
-Only the operations and classes that a valid index has are allowed; no other class is even imported. Python's
-unpickler in C allocates what a damaged pickle asks for, so the one in Python is used.
+Only the operations and classes that a valid index has are allowed; no other class is even imported.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from penstock.formats.restricted_pickle import Operations, RestrictedUnpickler
 from penstock.runtime.checkpoints.atomic_directory import INDEX_FILE
 from penstock.runtime.checkpoints.collective import RankError
 from penstock.runtime.checkpoints.index_checks import DamageError
@@ -40,21 +39,12 @@ _ALLOWED = (
 )
 
 
-class _Operations(dict[int, Callable[[Any], None]]):
-    """The allowed operations by their code."""
-
-    def __missing__(self, code: int) -> Callable[[Any], None]:
-        raise DamageError(f"operation {chr(code)!r} is not allowed")
-
-
-class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- the one in C has no limits
+class _Unpickler(RestrictedUnpickler):
     """Builds nothing but the objects of a valid index."""
 
-    dispatch = _Operations(
-        (getattr(pickle, name)[0], pickle._Unpickler.dispatch[getattr(pickle, name)[0]])  # noqa: SLF001
-        for name in _ALLOWED.split()
-    )
-    stack: list[Any]
+    dispatch = Operations(_ALLOWED, DamageError)
+    refusal = DamageError
+    key_types = (str, metadata.MetadataIndex)
 
     def find_class(self, module: str, name: str) -> Any:
         if known := _NAMED.get((module, name)):
@@ -87,22 +77,6 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- the one in C has no limi
             built.__setstate__(state)  # type: ignore[no-untyped-call]
         else:
             vars(built).update(state)
-
-    def load_setitems(self) -> None:
-        items = self.pop_mark()  # type: ignore[attr-defined]
-        target = self.stack[-1]
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            self._set(target, key, value)
-
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set(self.stack[-1], key, value)
-
-    @staticmethod
-    def _set(target: dict[Any, Any], key: Any, value: Any) -> None:
-        if type(target) is not dict or not isinstance(key, str | metadata.MetadataIndex) or key in target:
-            raise DamageError("a mapping is not one of an index")
-        target[key] = value
 
 
 _Unpickler.dispatch |= {

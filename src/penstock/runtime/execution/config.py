@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -41,6 +42,8 @@ class ExecutionConfig:
     check_finite: bool
     mesh: DeviceMesh | None = None
     """The mesh of the pipeline, if it was given as one: DTensors may be on other slices of its root mesh."""
+    state_dir: Path | None = None
+    """The folder of the state files; None if there are none."""
 
     @property
     def schedule(self) -> Schedule:

@@ -8,7 +8,7 @@ freed with the last reference to the pipeline.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from penstock.runtime.execution.stage_config import StageConfig, microbatches_wi
 from penstock.runtime.execution.value_sources import ValueSources
 from penstock.runtime.failure.connecting import connecting, raise_if_ended
 from penstock.runtime.failure.job import abort_groups, link_members, raise_if_aborted, watch_of_job
-from penstock.runtime.failure.monitor import FailureMonitor, RankStatus
+from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
 from penstock.runtime.failure.report import collective_failure
 from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.buffer_pool import BufferPool
@@ -61,6 +61,8 @@ class Connection:
         """The number of the current or last step or eval: one more than were completed before it."""
         self._failed = False
         """Whether a step has failed on any rank."""
+        self.on_failure: Callable[[], Callable[[FailureCause], None] | None] | None = None
+        """A weak reference to what is called when a failure becomes known, before anything is aborted."""
         schedule, rank = config.schedule, config.rank
         self.communicator: Communicator | None = None
         if not config.is_single_rank:
@@ -186,6 +188,9 @@ class Connection:
         """
         self._failed = True
         cause = None if self.monitor is None else self.monitor.cause
+        told = self.on_failure() if self.on_failure is not None else None
+        if told is not None and cause is not None:
+            told(cause)
         if self.mode in self.programs and cause is not None and cause.step > self.step:
             return
         self._request_abort()

@@ -24,6 +24,7 @@ from penstock.runtime.execution.step_inputs import StepInputBuilder
 from penstock.runtime.failure.abort import abort_step
 from penstock.runtime.failure.agreement import COMPLETED, check_agreement
 from penstock.runtime.failure.connecting import connecting
+from penstock.runtime.states.pipeline_state import PipelineState
 from penstock.runtime.transport.buffer_pool import BufferPool
 
 __all__ = ["StepRunner"]
@@ -39,6 +40,7 @@ class StepRunner:
         self._completed = 0
         """The number of calls of `step` and `eval` that returned a result."""
         self._connection: Connection | None = None
+        self._state = PipelineState(config)
         self.activations = LiveActivations()
         self.pool: BufferPool
         self.recorder: Recorder | None = None
@@ -50,6 +52,20 @@ class StepRunner:
         """The connection, created if there is none; then all ranks must do this at the same time."""
         if self._connection is not None:
             return self._connection
+        state = self._state
+        state.is_connecting, state.completed = True, self._completed
+        try:
+            connection = self._new_connection()
+        except BaseException as error:
+            state.connecting_failed(error)
+            raise
+        finally:
+            state.is_connecting = False
+        self._connection = connection
+        state.use(connection)
+        return connection
+
+    def _new_connection(self) -> Connection:
         config = self._config
         self.pool = BufferPool(config.device)
         connection = Connection(config, self.activations, self.pool, self._completed)
@@ -62,7 +78,6 @@ class StepRunner:
             except BaseException:
                 connection.close()
                 raise
-        self._connection = connection
         return connection
 
     def _warn_of_compiled_modules(self, connection: Connection) -> None:
@@ -215,3 +230,5 @@ class StepRunner:
                 return abort_step(error, connection, program)
             except KeyboardInterrupt as interrupt:  # noqa: PERF203 -- it happens once or twice
                 error = interrupt.with_traceback(None)  # which has this frame, which has the error
+            finally:
+                self._state.flush()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import traceback
 
-import torch.distributed as dist
-
 from penstock.errors import PenstockError
 from penstock.runtime.execution.connection import Connection
 from penstock.runtime.execution.program import Program, StepAbortedError
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor
 from penstock.runtime.failure.report import failure_cause, failure_report
+from penstock.runtime.transport.transport_errors import TransportError, is_transport_error
 
 __all__ = ["abort_step", "race_seconds"]
 
@@ -49,7 +48,7 @@ def race_seconds(error: BaseException) -> float:
     A connection that breaks in a collective of the stage (of FSDP or tensor parallelism) always follows from
     one, which a busy machine may tell later. An error of the pipeline's own messages is a timeout here.
     """
-    if isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error)):
+    if is_transport_error(error) and not isinstance(error, TransportError):
         return _BROKEN_SECONDS
     return _RACE_SECONDS if isinstance(error, RuntimeError | OSError) else 0.0
 

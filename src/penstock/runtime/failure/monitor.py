@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.runtime.failure.heartbeats import SILENT_SECONDS
 from penstock.runtime.failure.watch import Ended, JobWatch
+from penstock.runtime.states.writer import request_states
 from penstock.runtime.transport.transport_errors import TransportError
 
 __all__ = ["FailureCause", "FailureMonitor", "RankStatus"]
@@ -186,9 +187,11 @@ class FailureMonitor:
     # --- events, on the thread of the watch --------------------------------------------------------
 
     def on_message(self, message: dict[str, Any]) -> None:
-        """A cause or a status from another rank."""
+        """A cause or a status from another rank, or its request for the states of all ranks."""
         own = message.get("connection") == self._name
-        if message["type"] == "status" and own:
+        if message["type"] == "state":
+            request_states(f"signal on world rank {message['rank']}")
+        elif message["type"] == "status" and own:
             with self._changed:
                 self._statuses[int(message["rank"])] = RankStatus(**message["status"])
                 self._changed.notify_all()

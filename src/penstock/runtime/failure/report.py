@@ -15,10 +15,9 @@ from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankS
 from penstock.runtime.transport.process_groups import rank_name
 from penstock.runtime.transport.stores import first_line
 from penstock.runtime.transport.transport_errors import TransportError
+from penstock.traces.rank_state import excerpt
 
 __all__ = ["cause_summary", "collective_failure", "failure_cause", "failure_report"]
-
-_CONTEXT = 3  # steps shown before and after the current one
 
 
 def failure_cause(error: BaseException, program: Program, rank: int, step: int, awaited: str) -> FailureCause:
@@ -137,8 +136,8 @@ def _status_lines(
             continue
         other_step = "" if status.step == cause.step else f"already in step {status.step}: "
         mode = f"in {status.mode}: " if len(modes) > 1 else ""
-        excerpt = _excerpt(schedules[status.mode].ranks[rank], status.position)
-        lines.append(f"rank {rank}   {other_step}{mode}{excerpt}{_note(rank, cause, status)}")
+        around = excerpt(schedules[status.mode].ranks[rank], status.position)
+        lines.append(f"rank {rank}   {other_step}{mode}{around}{_note(rank, cause, status)}")
     return lines
 
 
@@ -148,11 +147,3 @@ def _note(rank: int, cause: FailureCause, status: RankStatus) -> str:
     if status.awaited:
         return f"   waits for {status.awaited}"
     return "   is computing" if cause.kind == "timeout" else ""
-
-
-def _excerpt(steps: tuple[object, ...], position: int) -> str:
-    if position < 0:
-        return "[not started] " + " ".join(map(str, steps[:_CONTEXT])) + " ..." * (len(steps) > _CONTEXT)
-    first, last = max(position - _CONTEXT, 0), position + _CONTEXT + 1
-    cells = [f"[{step}]" if first + i == position else str(step) for i, step in enumerate(steps[first:last])]
-    return "... " * (first > 0) + " ".join(cells) + " ..." * (last < len(steps))

@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["TransportError", "post", "transport_errors", "wait"]
+__all__ = ["TransportError", "is_transport_error", "post", "transport_errors", "wait"]
 
 T = TypeVar("T")
 
@@ -41,6 +41,12 @@ def transport_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         _raise(error)
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Whether an error is of a connection, here or inside of a call of torch."""
+    from_gloo = type(error) is RuntimeError and "gloo" in str(error)
+    return isinstance(error, dist.DistError | TransportError) or from_gloo
 
 
 def _raise(error: RuntimeError) -> NoReturn:

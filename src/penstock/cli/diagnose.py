@@ -1,0 +1,202 @@
+"""`penstock diagnose`: from what the ranks of a hung run left behind, find the rank that others wait for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+from rich.console import Console
+
+from penstock.arguments import listed
+from penstock.cli.inputs import Sizes, order_of, schedule_from
+from penstock.cli.options import AsJson, FamilyStages, Group, Microbatches, Ranks
+from penstock.ir.kinds import Kind
+from penstock.traces.diagnosis import Diagnosis
+from penstock.traces.diagnosis import diagnose as diagnose_pipeline
+from penstock.traces.evidence import read_evidence
+from penstock.traces.rank_state import RankState, excerpt
+from penstock.traces.waits import Wait
+from penstock.view.grid import grid
+
+__all__ = ["diagnose"]
+
+_COMPUTE = (Kind.F, Kind.I, Kind.W, Kind.B)
+_WHERE = {
+    "missing": "which left no state",
+    "behind": "which has not begun this step",
+    "there": "which is there too",
+    "passed": "which is past its {counterpart}",
+    "not in its list": "whose list has no {counterpart}",
+}
+_MOST_STEPS = 4000
+"""Steps; the grid of a longer schedule is left out."""
+
+DumpFolder: TypeAlias = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FOLDER",
+        help="The folder with the state files of the ranks, or with dumps of torch's flight recorder.",
+        exists=True,
+        file_okay=False,
+    ),
+]
+ScheduleOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar="SCHEDULE",
+        help="The schedule that all ranks were to run: a file, or a family with -p and -m. State files have "
+        "the schedule of each rank, flight records need this option.",
+    ),
+]
+
+
+def diagnose(
+    folder: DumpFolder,
+    *,
+    schedule: ScheduleOption = None,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: FamilyStages = None,
+    group: Group = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find out why a run hangs, from the state files or flight-recorder dumps of its ranks.
+
+    Set PENSTOCK_STATE_DIR when you start the run: each rank then writes its state there when a step fails or
+    makes no progress, and on SIGUSR1.
+
+    Exit code 0: the files were read. 1: a file is damaged. 2: no such folder, or wrong usage.
+
+    Examples:
+      penstock diagnose states/
+      penstock diagnose states/ --schedule mine.csv
+      penstock diagnose /tmp/nccl_traces --schedule 1f1b -p 4 -m 8
+      penstock diagnose states/ --json
+    """
+    sizes = Sizes(ranks, microbatches, stages_per_rank, group)
+    if schedule is None and sizes.given:
+        raise typer.BadParameter(f"{' and '.join(sizes.given)} are the sizes of --schedule; give it too")
+    given = None if schedule is None else schedule_from(schedule, sizes)
+    evidence = read_evidence(folder, given)
+    found = [diagnose_pipeline(pipeline, given) for pipeline in evidence.pipelines]
+    if as_json:
+        document = {"pipelines": [_record(each) for each in found], "notes": list(evidence.notes)}
+        typer.echo(json.dumps(document, indent=2))
+        return
+    console = Console(highlight=False, markup=False, width=shutil.get_terminal_size().columns)
+    for number, each in enumerate(found):
+        if len(found) > 1:
+            typer.echo("\n" * bool(number) + f"pipeline of world ranks {listed(each.members)}")
+        _print(each, console)
+    for note in evidence.notes:
+        typer.echo(f"note: {note}")
+
+
+def _print(diagnosis: Diagnosis, console: Console) -> None:
+    schedule = diagnosis.schedule
+    typer.echo(f"schedule: {order_of(schedule)}")
+    if diagnosis.culprit is None:
+        typer.echo("culprit: none found; no rank waits for a message of another rank")
+    else:
+        typer.echo(f"culprit: {diagnosis.culprit}\n  {diagnosis.culprit.message}")
+    for finding in diagnosis.findings[1:]:
+        typer.echo(f"also: {finding}\n  {finding.message}")
+    typer.echo("\nwhere each rank is:")
+    for rank in range(schedule.num_ranks):
+        typer.echo(f"  {_rank_name(diagnosis, rank)}  {_where(diagnosis, rank)}")
+    if schedule.num_steps <= _MOST_STEPS:
+        typer.echo()
+        console.print(grid(schedule.only(_COMPUTE), console.width, _marked(diagnosis)), soft_wrap=True)
+        typer.echo("[..]: the next action of a rank, or the one that it is in")
+    for note in diagnosis.notes:
+        typer.echo(f"note: {note}")
+
+
+def _rank_name(diagnosis: Diagnosis, rank: int) -> str:
+    world_rank = diagnosis.members[rank]
+    return f"rank {rank}" if world_rank == rank else f"rank {rank} (world rank {world_rank})"
+
+
+def _where(diagnosis: Diagnosis, rank: int) -> str:
+    state = diagnosis.states.get(rank)
+    if state is None:
+        return "no state"
+    if not state.runs:
+        where = "connecting" if state.mode == "connecting" else f"in {state.mode}"
+        return f"{'outside of steps' if state.mode == 'outside' else where}, after step {state.step}"
+    step = f"step {state.step}: " if state.step else ""
+    mode = "eval, " if state.mode == "eval" else ""
+    return f"{mode}{step}{excerpt(state.steps, state.position)}   {_doing(diagnosis, state)}".rstrip()
+
+
+def _doing(diagnosis: Diagnosis, state: RankState) -> str:
+    wait = diagnosis.waits.get(state.rank)
+    if wait is not None:
+        return _waiting(wait, diagnosis)
+    if state.waiting_for:
+        return f"waits for {state.waiting_for}"
+    return "" if state.position < 0 or not state.action else "waits for no message"
+
+
+def _waiting(wait: Wait, diagnosis: Diagnosis) -> str:
+    peer = diagnosis.states.get(wait.for_rank)
+    where = _WHERE.get(wait.peer, "")
+    if wait.peer == "on its way" and peer is not None:
+        where = f"which is at {peer.action}" if peer.action else "which has not begun"
+    of = "from" if wait.is_receive else "to be received by"
+    return f"waits for {wait.message} {of} rank {wait.for_rank}, {where.format(counterpart=wait.counterpart)}"
+
+
+def _marked(diagnosis: Diagnosis) -> dict[int, int]:
+    """Per rank: the number of its current or next computation; none if unknown, or if it has finished."""
+    marked = {}
+    for rank, state in diagnosis.states.items():
+        row = diagnosis.schedule.ranks[rank]
+        if not state.runs or state.position < 0 or state.steps != tuple(map(str, row)):
+            continue
+        computes = [step.parts[0].kind in _COMPUTE for step in row]
+        if (number := sum(computes[: state.position])) < sum(computes):
+            marked[rank] = number
+    return marked
+
+
+def _record(diagnosis: Diagnosis) -> dict[str, Any]:
+    return {
+        "members": list(diagnosis.members),
+        "schedule": str(order_of(diagnosis.schedule)),
+        "findings": [
+            {"kind": each.kind, "ranks": list(each.ranks), "summary": str(each), "message": each.message}
+            for each in diagnosis.findings
+        ],
+        "ranks": [_rank_record(diagnosis, rank) for rank in range(diagnosis.schedule.num_ranks)],
+        "notes": list(diagnosis.notes),
+    }
+
+
+def _rank_record(diagnosis: Diagnosis, rank: int) -> dict[str, Any]:
+    base = {"rank": rank, "world_rank": diagnosis.members[rank]}
+    if (state := diagnosis.states.get(rank)) is None:
+        return base | {"state": None}
+    wait = diagnosis.waits.get(rank)
+    return base | {
+        "state": state.mode,
+        "step": state.step,
+        "position": state.position,
+        "action": state.action or None,
+        "waits_for": None
+        if wait is None
+        else {
+            "message": wait.message,
+            "rank": wait.for_rank,
+            "counterpart": wait.counterpart,
+            "peer": wait.peer,
+        },
+        "waiting_for": state.waiting_for or None,
+        "error": state.error or None,
+        "process": state.process or None,
+        "file": state.source,
+    }

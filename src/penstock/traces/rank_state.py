@@ -1,0 +1,198 @@
+"""The state of one rank of a pipeline, and its file: the schedule it runs, where it is, and what it waits for.
+
+{"format": "penstock-rank-state", "version": 1, "runtime": "penstock", "members": [0, 1], "world_rank": 1,
+ "mode": "step", "step": 12, "position": 7, "awaits": "1RECV_F2", "schedule": {...}, ...}
+
+A rank writes it when a step fails, when it makes no progress, or on a signal; `penstock diagnose` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from penstock.arguments import printable
+from penstock.errors import FormatError
+from penstock.formats import dumps, reads
+from penstock.ir.action import MAX_ID
+from penstock.ir.schedule import Schedule
+
+__all__ = ["STATE_FORMAT", "RankState", "dump_state", "excerpt", "load_state", "state_file_name"]
+
+STATE_FORMAT = "penstock-rank-state"
+_VERSION = 1
+_LONGEST = 10_000  # characters of a text
+_CONTEXT = 3  # steps shown before and after the current one
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank of one pipeline did when its state was written."""
+
+    members: tuple[int, ...]
+    """The world ranks of the pipeline."""
+    world_rank: int
+    schedule: Schedule
+    """The schedule that this rank runs, with its communication."""
+    mode: str = "step"
+    """`step`, `eval`, `connecting`, the name of a collective, or `outside` if it runs none of them."""
+    step: int = 0
+    """The number of its current or last step or eval."""
+    position: int = -1
+    """Its step in its list: -1 before the first, the length of the list after the last."""
+    awaits: str = ""
+    """The SEND or RECV that it waits for."""
+    waiting_for: str = ""
+    """What it waits for, as text, if that is no message of the schedule."""
+    error: str = ""
+    """The exception that it raised, or the failure that it was told of."""
+    is_origin: bool = False
+    """Whether the error began on this rank."""
+    lost: Mapping[int, str] = field(default_factory=dict)
+    """What it knows of world ranks that ended or are silent."""
+    messages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The tensors of the messages of this step, where the runtime knows them: `0SEND_F1: float32 [2, 8]`."""
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The innermost calls of each thread, first the innermost."""
+    runtime: str = "penstock"
+    pipeline: int = 0
+    """The number of the pipeline in its process, in the order of creation."""
+    process: str = ""
+    job: str = ""
+    """The launch that the process belongs to; states of other launches are left out."""
+    reason: str = ""
+    """Why the state was written."""
+    written_at: float = 0.0
+    """Seconds since 1970."""
+    source: str = ""
+    """The file that it was read from."""
+
+    @property
+    def rank(self) -> int:
+        """The rank in the pipeline."""
+        return self.members.index(self.world_rank)
+
+    @cached_property
+    def steps(self) -> tuple[str, ...]:
+        """The rank's list as texts."""
+        return tuple(map(str, self.schedule.ranks[self.rank]))
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is inside a step or eval."""
+        return self.mode in ("step", "eval")
+
+    @property
+    def action(self) -> str:
+        """The step of its list that it is at; empty before the first and after the last."""
+        return self.steps[self.position] if self.runs and 0 <= self.position < len(self.steps) else ""
+
+
+def state_file_name(state: RankState) -> str:
+    """The name of its file: `rank3.json`; the further pipelines of a process have their number in it."""
+    return f"rank{state.world_rank}" + (f".pipeline{state.pipeline}" if state.pipeline else "") + ".json"
+
+
+def excerpt(steps: tuple[object, ...], position: int) -> str:
+    """The steps around the current one, which is in brackets."""
+    if position < 0:
+        return "[not started] " + " ".join(map(str, steps[:_CONTEXT])) + " ..." * (len(steps) > _CONTEXT)
+    if position >= len(steps):
+        return "... " + " ".join(map(str, steps[-_CONTEXT:])) + " [finished]"
+    first, last = max(position - _CONTEXT, 0), position + _CONTEXT + 1
+    cells = [f"[{step}]" if first + i == position else str(step) for i, step in enumerate(steps[first:last])]
+    return "... " * (first > 0) + " ".join(cells) + " ..." * (last < len(steps))
+
+
+def dump_state(state: RankState) -> str:
+    """The state as JSON."""
+    document = asdict(state, dict_factory=lambda pairs: {key: value for key, value in pairs if key != "source"})
+    schedule = json.loads(dumps(state.schedule, "json"))
+    return json.dumps({"format": STATE_FORMAT, "version": _VERSION, **document, "schedule": schedule}) + "\n"
+
+
+def load_state(document: Mapping[str, Any], source: str) -> RankState:
+    """The state in a parsed JSON object; `source` names it in error messages."""
+    problems = [
+        f"{key}: missing; expected {words}" for key, (_, words) in _FIELDS.items() if key not in document
+    ]
+    problems += [
+        f"{printable(str(key))}: unknown key"
+        for key in document
+        if key not in _FIELDS and key not in ("format", "version", "schedule")
+    ]
+    problems += [
+        f"{key}: expected {words}"
+        for key, (accepts, words) in _FIELDS.items()
+        if key in document and not accepts(document[key])
+    ]
+    if document.get("version") != _VERSION:
+        problems.insert(0, f"version: expected {_VERSION}, the only version so far")
+    if problems:
+        raise FormatError(source, problems)
+    schedule = reads(json.dumps(document.get("schedule")), "json", source=f"{source}: schedule")
+    values = {key: document[key] for key in _FIELDS}
+    values["members"] = tuple(values["members"])
+    values["lost"] = {int(rank): text for rank, text in values["lost"].items()}
+    for key in ("messages", "stacks"):
+        values[key] = {name: tuple(texts) for name, texts in values[key].items()}
+    if values["world_rank"] not in values["members"] or len(values["members"]) != schedule.num_ranks:
+        problem = f"members: expected the {schedule.num_ranks} ranks of the schedule, and world_rank among them"
+        raise FormatError(source, [problem])
+    return RankState(schedule=schedule, source=source, **values)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST
+
+
+def _is_number(value: object, least: int = 0) -> bool:
+    return type(value) is int and least <= value <= MAX_ID
+
+
+def _is_rank(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) < 9
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_texts, value.values()))
+
+
+_TEXT = (_is_text, f"a text of at most {_LONGEST} characters")
+_NUMBER = (_is_number, "a number of at least 0")
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "members": (
+        lambda x: isinstance(x, list) and all(map(_is_number, x)) and len(set(x)) == len(x),
+        "a list of different world ranks",
+    ),
+    "world_rank": _NUMBER,
+    "mode": _TEXT,
+    "step": _NUMBER,
+    "position": (lambda x: _is_number(x, -1), "a number of at least -1"),
+    "awaits": _TEXT,
+    "waiting_for": _TEXT,
+    "error": _TEXT,
+    "is_origin": (lambda x: isinstance(x, bool), "true or false"),
+    "lost": (
+        lambda x: (
+            isinstance(x, dict) and all(k.isdecimal() and len(k) < 9 and _is_text(v) for k, v in x.items())
+        ),
+        "texts by world rank",
+    ),
+    "messages": (_is_table, "lists of texts by action"),
+    "stacks": (_is_table, "lists of texts by thread"),
+    "runtime": _TEXT,
+    "pipeline": _NUMBER,
+    "process": _TEXT,
+    "job": _TEXT,
+    "reason": _TEXT,
+    "written_at": (lambda x: isinstance(x, int | float) and not isinstance(x, bool), "seconds since 1970"),
+}
+"""Per key of a file: a check of its value, and the words for what is expected."""

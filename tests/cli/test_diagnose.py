@@ -1,0 +1,81 @@
+"""Tests of `penstock diagnose`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock import build
+from penstock.lowering import AddCommunication, lower
+from penstock.traces.rank_state import RankState, dump_state, state_file_name
+from tests.support.command_line import Run
+from tests.support.flight_records import dump_of, operations_of, write_dumps
+
+SCHEDULE = lower(build("1f1b", ranks=3, microbatches=4), [AddCommunication()])
+
+
+def write_states(folder: Path, members: tuple[int, ...] = (0, 1, 2)) -> None:
+    """Rank 0 waits for rank 1, which waits for an activation that rank 0 has passed; rank 2 is missing."""
+    folder.mkdir(exist_ok=True)
+    for rank, action, awaits in ((0, "0B0", "0RECV_B0"), (1, "1F1", "1RECV_F1")):
+        position = list(map(str, SCHEDULE.ranks[rank])).index(action)
+        state = RankState(members, members[rank], SCHEDULE, step=7, position=position, awaits=awaits)
+        (folder / state_file_name(state)).write_text(dump_state(state))
+
+
+def test_the_culprit_the_places_and_the_grid_are_printed(run: Run, tmp_path: Path) -> None:
+    write_states(tmp_path / "states")
+    result = run("diagnose", "states")
+    assert result.code == 0
+    lines = result.out.splitlines()
+    assert lines[0].startswith("schedule: 1f1b (p=3, v=1, m=4)")
+    assert lines[1] == "culprit: rank 0 skipped a send"
+    assert "its list has 0SEND_F1 as step 3" in lines[2]
+    assert "also: rank 2 left no state" in lines
+    (zero,) = (line for line in lines if line.startswith("  rank 0"))
+    assert "[0B0]" in zero
+    assert zero.endswith("waits for 0RECV_B0 from rank 1, which is at 1F1")
+    assert any(line.startswith("rank 1 ") and "[F1]" in line for line in lines)
+
+
+def test_json_has_the_same(run: Run, tmp_path: Path) -> None:
+    write_states(tmp_path / "states")
+    (pipeline,) = run("diagnose", "states", "--json").json["pipelines"]
+    assert [(each["kind"], each["ranks"]) for each in pipeline["findings"]] == [
+        ("skipped-send", [0]),
+        ("no-state", [2]),
+    ]
+    assert pipeline["ranks"][0]["waits_for"]["peer"] == "on its way"
+    assert pipeline["ranks"][2] == {"rank": 2, "world_rank": 2, "state": None}
+
+
+def test_several_pipelines_are_diagnosed_one_after_the_other(run: Run, tmp_path: Path) -> None:
+    write_states(tmp_path / "states", (0, 2, 4))
+    write_states(tmp_path / "states", (1, 3, 5))
+    out = run("diagnose", "states").out
+    assert "pipeline of world ranks 0, 2, 4" in out
+    assert "pipeline of world ranks 1, 3, 5" in out
+    assert "rank 1 (world rank 3)" in out
+
+
+def test_flight_records_need_the_schedule(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    write_dumps(folder, {0: dump_of(0, 3, operations_of(SCHEDULE, 0)[:4], pending=1)})
+    assert "give that of the run as --schedule" in run("diagnose", "traces").err
+    out = run("diagnose", "traces", "--schedule", "1f1b", "-p", 3, "-m", 4).out
+    assert "culprit: rank 1 left no state" in out
+
+
+def test_another_schedule_than_the_given_one_is_said(run: Run, tmp_path: Path) -> None:
+    write_states(tmp_path / "states")
+    out = run("diagnose", "states", "--schedule", "gpipe", "-p", 3, "-m", 4).out
+    assert "note: all ranks run 1f1b, which is not the given schedule gpipe: rank 0, step" in out
+
+
+def test_mistakes_are_explained(run: Run, tmp_path: Path) -> None:
+    assert run("diagnose", "nowhere").code == 2
+    (tmp_path / "states").mkdir()
+    result = run("diagnose", "states")
+    assert (result.code, result.out) == (1, "")
+    assert "no state files" in result.err
+    assert "give it too" in run("diagnose", "states", "-p", 4).message
