@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 
 from penstock.arguments import listed
-from penstock.cli.inputs import Sizes, order_of, schedule_from
+from penstock.cli.inputs import Sizes, schedule_from
 from penstock.cli.options import AsJson, FamilyStages, Group, Microbatches, Ranks
 from penstock.ir.kinds import Kind
+from penstock.records import order_of
 from penstock.traces.diagnosis import Diagnosis
 from penstock.traces.diagnosis import diagnose as diagnose_pipeline
 from penstock.traces.evidence import read_evidence
