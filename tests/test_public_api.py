@@ -22,6 +22,7 @@ DOCUMENTED = {
     "Costs",
     "Timeline",
     "Family",
+    "MeasuredRun",
     "SearchResult",
     "Violation",
     # functions
@@ -34,6 +35,7 @@ DOCUMENTED = {
     "parse_layout",
     "plan",
     "read",
+    "read_trace",
     "recognize",
     "register",
     "search",
@@ -57,6 +59,7 @@ DOCUMENTED = {
     "ScheduleError",
     "SearchError",
     "StepFailedError",
+    "TraceError",
 }
 
 

@@ -21,6 +21,7 @@ from penstock.errors import (
     ScheduleError,
     SearchError,
     StepFailedError,
+    TraceError,
     UnhandledKindError,
 )
 from penstock.families import Family, build, encoder_decoder, families, register
@@ -37,6 +38,8 @@ from penstock.recognition import recognize
 from penstock.search import SearchResult  # binds penstock.search, a package that can be called
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
+from penstock.traces.measured_run import MeasuredRun
+from penstock.traces.read_trace import read_trace
 from penstock.validation import SendModel, Violation, validate
 
 if _typing.TYPE_CHECKING:
@@ -57,6 +60,7 @@ __all__ = [
     "Family",
     "FormatError",
     "Kind",
+    "MeasuredRun",
     "MissingExtraError",
     "Overlap",
     "PartitionError",
@@ -73,6 +77,7 @@ __all__ = [
     "StageGraph",
     "StepFailedError",
     "Timeline",
+    "TraceError",
     "UnhandledKindError",
     "Violation",
     "build",
@@ -84,6 +89,7 @@ __all__ = [
     "parse_layout",
     "plan",
     "read",
+    "read_trace",
     "recognize",
     "register",
     "search",

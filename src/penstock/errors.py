@@ -5,6 +5,7 @@
     ├── PlacementError           an invalid mapping of stages to ranks
     ├── BuildError               an unknown family, or arguments that it does not support
     ├── FormatError              a file that cannot be parsed; lists every problem with its location
+    ├── TraceError               traces that cannot be read as one run; lists every problem with its location
     ├── UnhandledKindError       a part of Penstock has no code for an action kind
     ├── ScheduleError            a schedule that cannot be created, lowered or run
     ├── CostsError               invalid costs, or costs that do not match the schedule
@@ -44,12 +45,13 @@ __all__ = [
     "ScheduleError",
     "SearchError",
     "StepFailedError",
+    "TraceError",
     "UnhandledKindError",
 ]
 
 
 _SHOWN_PROBLEMS = 20
-"""Problems of a file that a message lists; the error has all of them."""
+"""Problems of files that a message lists; the error has all of them."""
 
 
 class PenstockError(ValueError):
@@ -91,6 +93,20 @@ class FormatError(PenstockError):
 
     def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
         return type(self), (self.source, self.problems)
+
+
+class TraceError(PenstockError):
+    """Traces that cannot be read as one run; `problems` has one sentence per problem, with its location."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        lines = list(problems[:_SHOWN_PROBLEMS])
+        if len(problems) > _SHOWN_PROBLEMS:
+            lines.append(f"and {len(problems) - _SHOWN_PROBLEMS} more problems")
+        super().__init__("\n".join(lines))
+        self.problems = tuple(problems)
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
+        return type(self), (self.problems,)
 
 
 class UnhandledKindError(PenstockError):

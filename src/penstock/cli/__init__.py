@@ -23,6 +23,7 @@ from penstock.cli.export import export
 from penstock.cli.list import list_families
 from penstock.cli.plan import plan
 from penstock.cli.play import play
+from penstock.cli.read_trace import read_trace
 from penstock.cli.search import search
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
@@ -50,6 +51,7 @@ app.command("estimate")(estimate)
 app.command("plan")(plan)
 app.command("play")(play)
 app.command("trace")(trace)
+app.command("read-trace")(read_trace)
 app.command("export")(export)
 app.command("verify-grads")(verify_grads)
 app.command("diagnose")(diagnose)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from penstock.search import Progress as SearchProgress
 
-__all__ = ["job_progress", "phase_progress", "search_progress", "spinner"]
+__all__ = ["file_progress", "job_progress", "phase_progress", "search_progress", "spinner"]
 
 
 @contextmanager
@@ -34,6 +34,16 @@ def phase_progress() -> Iterator[Callable[[str, float], None]]:
             bar.update(task, completed=fraction, description=phase)
 
         yield update
+
+
+@contextmanager
+def file_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of the bytes that were read; yields the function that is called with how many more."""
+    stderr = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), DownloadColumn())
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count: bar.update(task, advance=count)
 
 
 @contextmanager

@@ -217,13 +217,17 @@ class Costs:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default
         }
 
+    def dumps(self, extension: str) -> str:
+        """The text of a `.json` or `.toml` file."""
+        keys = self.to_keys()
+        if extension == ".json":
+            return json.dumps(keys, indent=2) + "\n"
+        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+
     def write(self, path: str | PathLike[str]) -> None:
         """To a `.json` or `.toml` file, atomically."""
-        path, keys = Path(path), self.to_keys()
-        if require_extension(path, ".json", ".toml") == ".json":
-            write_text(json.dumps(keys, indent=2) + "\n", path)
-        else:
-            write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()), path)
+        path = Path(path)
+        write_text(self.dumps(require_extension(path, ".json", ".toml")), path)
 
 
 def size_text(count: float) -> str:

@@ -156,13 +156,18 @@ def _latency(timelines: Sequence[Timeline], base: Costs) -> tuple[float, ...]:
     for timeline in timelines:
         for message in timeline.messages:
             ready = float(timeline.end[message.sent])
-            previous = message.consumer - 1  # of the same rank: there is at least a receive
-            if float(timeline.end[previous]) <= ready:
+            if _free_since(timeline, message.consumer) <= ready:
                 taken = float(timeline.start[message.consumer]) - ready
                 transfer = float(prices[message.kind].transfer[message.edge])
                 samples.setdefault(message.edge, []).append(max(taken - transfer, 0.0))
     known = prices["activation"].latency.tolist()
     return tuple(fmean(samples[edge]) if edge in samples else known[edge] for edge in range(len(known)))
+
+
+def _free_since(timeline: Timeline, slot: int) -> float:
+    """When the rank of a slot ended the step before it."""
+    rank = timeline.schedule.table.rank
+    return float(timeline.end[slot - 1]) if slot and rank[slot - 1] == rank[slot] else 0.0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from penstock.ir.kinds import Kind
 from penstock.ir.messages import VALUES
 from penstock.ir.table import Bools, Floats, Ints
 from penstock.simulation.timeline import Event, Message, Timeline
@@ -17,12 +18,13 @@ __all__ = ["REASONS", "Gap", "Gaps", "gaps"]
 
 _ROUNDING = 1e-12
 _CHUNK = 20_000  # gaps that are put into words together
-REASONS = ("warm-up", *VALUES, "link", "blocked receive", "blocked send", "unshard", "reload", "drain")
-"""Why a rank is idle."""
-_WARM_UP, _VALUE, _LINK, _RECEIVE, _SEND, _UNSHARD, _RELOAD, _DRAIN = (
-    REASONS.index(name)
-    for name in ("warm-up", VALUES[0], "link", "blocked receive", "blocked send", "unshard", "reload", "drain")
+REASONS = (
+    *("warm-up", *VALUES, "link", "blocked receive", "blocked send"),
+    *("unshard", "reload", "drain", "overhead"),
 )
+"""Why a rank is idle; `overhead` in measured timelines only: nothing in the schedule explains it."""
+_WARM_UP, _VALUE, _GRADIENT, _LINK, _RECEIVE, _SEND, _UNSHARD, _RELOAD, _DRAIN, _OVERHEAD = range(len(REASONS))
+_COLLECTIVES = tuple(kind for kind in Kind if kind.is_collective)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def gaps(timeline: Timeline) -> Gaps:
     reason: Ints = np.where(warm_up, _WARM_UP, np.where(in_transfer, _LINK, value))
     found = Gaps(timeline, rank, now, start, reason, slot, late, blame)
     for i in np.flatnonzero((late < 0) | (arrival < start)).tolist():
-        found.reason[i], found.message[i], found.blame[i] = _other_reason(timeline, int(slot[i]))
+        other = _other_reason(timeline, int(slot[i]), float(now[i]))
+        found.reason[i], found.message[i], found.blame[i] = other
     return _with_drains(found)
 
 
@@ -194,7 +197,7 @@ def _with_drains(found: Gaps) -> Gaps:
     return Gaps(timeline, *(np.concatenate(pair)[order] for pair in columns))
 
 
-def _other_reason(timeline: Timeline, slot: int) -> tuple[int, int, int]:
+def _other_reason(timeline: Timeline, slot: int, now: float) -> tuple[int, int, int]:
     """Reason, message and blamed slot of a gap that does not end with the arrival of an input."""
     blocking = _blocking_message(timeline, slot)
     if blocking >= 0:
@@ -205,8 +208,18 @@ def _other_reason(timeline: Timeline, slot: int) -> tuple[int, int, int]:
     copies, waiting = timeline.schedule.table.host_copy_waits
     own = copies[waiting == slot]
     copy = next((int(copy) for copy in own if timeline.end[copy] == timeline.start[slot]), -1)
-    # without a copy, only the collective stream is left
-    return (_UNSHARD, -1, -1) if copy < 0 else (_RELOAD, -1, copy)
+    if copy >= 0:
+        return _RELOAD, -1, copy
+    return _UNSHARD if _awaits_collective(timeline, slot, now) else _OVERHEAD, -1, -1
+
+
+def _awaits_collective(timeline: Timeline, slot: int, now: float) -> bool:
+    """Whether the collective stream of the rank is busy to the end of this gap, or for most of it."""
+    table, start = timeline.schedule.table, float(timeline.start[slot])
+    own = table.slot[table.of_kind(*_COLLECTIVES) & (table.part_rank == table.rank[slot])]
+    shared = np.minimum(timeline.end[own], start) - np.maximum(timeline.start[own], now)
+    ends_it = (timeline.end[own] == start) & (timeline.end[own] > timeline.start[own])
+    return bool(ends_it.any()) or float(shared.clip(0).sum()) * 2 > start - now
 
 
 def _blocking_message(timeline: Timeline, slot: int) -> int:

@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 
 from penstock.cost.costs import Costs
-from penstock.cost.prices import message_seconds
 from penstock.errors import PipelineError
 from penstock.ir.kinds import Kind
-from penstock.ir.schedule import Schedule
-from penstock.ir.table import Floats, Ints
+from penstock.ir.table import Ints
 from penstock.runtime.execution.clocks import Clocks, DeviceClock, HostClock, compare_clocks
 from penstock.runtime.execution.connection import Connection
 from penstock.runtime.execution.link_measurement import LinkCosts, measure_links
@@ -27,6 +25,7 @@ from penstock.runtime.execution.live_bytes import LiveBytes
 from penstock.runtime.execution.program import Program
 from penstock.runtime.transport.communicator import gather_arrays
 from penstock.simulation.calibration import calibrate
+from penstock.simulation.measured import measured_timeline
 from penstock.simulation.timeline import Timeline
 
 __all__ = ["Profile", "Recorder"]
@@ -110,15 +109,8 @@ class Recorder:
             self._levels = self._bytes.gathered(communicator, schedule, self._rank)
         self._start = float(first / 1e9)
         before = self.profile.starts[-1:]
-        timeline = Timeline(
-            schedule,
-            links,
-            seconds[:, 0].copy(),
-            seconds[:, 1].copy(),
-            *_transfers(schedule, seconds, links),
-            period=self._start - before[0] if before else None,
-        )
-        return replace(timeline, costs=calibrate([timeline], links))
+        period = self._start - before[0] if before else None
+        return measured_timeline(schedule, seconds, links, period)
 
     def keep(self, timeline: Timeline) -> None:
         """Add the timeline of the last step, which has succeeded, to the profile."""
@@ -148,18 +140,3 @@ def _link_costs(network: LinkCosts, sizes: Ints) -> Costs:
         activation_message=tuple(sizes[:, 0].tolist()) or 0.0,
         gradient_message=tuple(sizes[:, 1].tolist()) or 0.0,
     )
-
-
-def _transfers(schedule: Schedule, times: Floats, links: Costs) -> tuple[Floats | None, Floats | None]:
-    """Per message: when it left, and when it arrived: after latency and send, before its use."""
-    messages, slot = schedule.messages, schedule.table.slot
-    used = np.flatnonzero(messages.used)
-    if not used.size:
-        return None, None
-    send, consumer = slot[messages.send[used]], slot[messages.consumer[used]]
-    _, latency = message_seconds(messages, links)
-    begin, arrival = np.full((2, len(messages.send)), np.nan)
-    begin[used] = times[send, 0]
-    arrived = np.minimum(np.maximum(begin[used] + latency[used], times[send, 1]), times[consumer, 0])
-    arrival[used] = np.maximum(arrived, begin[used])
-    return begin, arrival

@@ -66,7 +66,13 @@ class Program:
         self.steps = schedule.ranks[rank]
         self.progress = progress
         self._calls = tuple(calls)
-        self._names = tuple(f"PP:{step}" for step in self.steps)
+        self._names = tuple(map(self._name, self._calls))
+
+    def _name(self, call: Call) -> str:
+        """The range of a call in torch's profiler: `PP:2F1` is the action alone, without what it waits for."""
+        if call.type is CallType.ACTION:
+            return f"PP:{self.steps[call.position]}"
+        return f"{call.type.name.lower()} {call.subject}"
 
     # --- progress ----------------------------------------------------------------------------------
 
@@ -122,15 +128,15 @@ class Program:
     def run(self) -> None:
         """Run one step. An exception of a call is raised as it is, with the progress at that call.
 
-        If torch's profiler is active, every action is a range in it.
+        If torch's profiler is active, every action and every wait is a range in it.
         """
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 -- no public name
-        for position, _, run, _ in self._calls_to_run():
+        for index, call in enumerate(self._calls_to_run()):
             if profiled:
-                with torch.profiler.record_function(self._names[position]):
-                    run()
+                with torch.profiler.record_function(self._names[index]):
+                    call.run()
             else:
-                run()
+                call.run()
 
     def run_timed(
         self, now: Callable[[], Mark], after: Callable[[int], None] | None = None

@@ -28,7 +28,7 @@ const WAITING = {
   activation: "waits for an activation to be computed", gradient: "waits for a gradient to be computed",
   link: "waits for a message in transit", "blocked receive": "blocked by an earlier receive",
   unshard: "waits for its parameters to be gathered", drain: "drain, no work left",
-  reload: "waits for its activation to be reloaded",
+  reload: "waits for its activation to be reloaded", overhead: "nothing in the schedule explains it",
 };
 const LONGEST = Math.max(0, ...data.timelines.map((timeline) => timeline.makespan));
 const LIMIT = host.memoryLimit ?? null; // bytes per rank

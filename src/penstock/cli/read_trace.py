@@ -1,0 +1,102 @@
+"""`penstock read-trace`: the schedule, the bubbles and the costs of a run that was traced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+from penstock.cli.inputs import graph_from
+from penstock.cli.options import AsJson, GraphOption
+from penstock.cli.progress import file_progress, search_progress
+from penstock.cli.read_trace_report import pictures, print_run, record_of
+from penstock.cli.rendering import TIMELINE_FORMATS, render, require_suffix
+from penstock.formats import dumps, write_bytes
+from penstock.search import SearchResult
+from penstock.traces.measured_run import MeasuredRun
+from penstock.traces.read_trace import read_trace as read_run
+from penstock.traces.trace_files import size_of
+
+__all__ = ["read_trace"]
+
+_SUFFIXES = (".html", ".svg", ".png", ".toml", ".csv", ".json")
+
+
+TraceFiles: TypeAlias = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILES", help="One .json or .json.gz file per rank, or one file that penstock trace wrote."
+    ),
+]
+StepNumber: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--step", help="Number of the complete step, from 0; by default the one of median makespan."),
+]
+SearchSeconds: TypeAlias = Annotated[
+    float, typer.Option("--search", metavar="SECONDS", help="Time limit of the search; 0 for none.")
+]
+Outputs: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Measured over predicted: .html, .svg or .png. Costs: .toml. Schedule: .csv or .json. Repeatable.",
+    ),
+]
+
+
+def read_trace(
+    files: TraceFiles,
+    *,
+    step: StepNumber = None,
+    graph: GraphOption = None,
+    search: SearchSeconds = 3.0,
+    output: Outputs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read the traces of a run: its schedule, its bubbles and their causes, its costs, and what a search saves.
+
+    Traces are of torch.profiler, one per rank, of torch.distributed.pipelining or of Penstock's runtime, or
+    what penstock trace wrote.
+
+    Examples:
+      penstock read-trace rank0.json rank1.json
+      penstock read-trace rank0.json rank1.json -o report.html -o costs.toml -o order.csv
+      penstock read-trace rank0.json rank1.json --step 0 --search 0 --json
+    """
+    outputs = output or []
+    for path in outputs:
+        require_suffix(path, _SUFFIXES)
+        if not path.parent.is_dir():
+            raise typer.BadParameter(f"the directory {path.parent} of {path.name} does not exist")
+    if search < 0:
+        raise typer.BadParameter(f"--search is a number of seconds, from 0 (given {search:g})")
+    with file_progress("reading", sum(map(size_of, files))) as on_read:
+        run = read_run(files, step=step, graph=graph_from(graph), on_read=on_read)
+    found = _search(run, search)
+    if as_json:
+        typer.echo(json.dumps(record_of(run, found), indent=2))
+    else:
+        print_run(run, found)
+    for path in outputs:
+        write_bytes(_content(run, found, path), path)
+
+
+def _search(run: MeasuredRun, seconds: float) -> SearchResult | None:
+    """The best order at the measured costs, or none."""
+    if not seconds or run.schedule.num_ranks == 1:
+        return None
+    with search_progress() as on_progress:
+        return run.search(seconds, on_progress)
+
+
+def _content(run: MeasuredRun, found: SearchResult | None, path: Path) -> bytes:
+    suffix = path.suffix.lower()[1:]
+    if suffix in TIMELINE_FORMATS:
+        return render(suffix, pictures(run, found))
+    if suffix == "toml":
+        return run.costs.dumps(".toml").encode()
+    return dumps(run.schedule, suffix).encode()

@@ -1,0 +1,62 @@
+"""Promise: traces of real runs, on torch's runtime and on ours, become timelines of the steps that were run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.ir.kinds import Kind
+from penstock.traces.measured_run import MeasuredRun
+from tests.support.grids import small
+from tests.support.pool import Pools
+from tests.support.recorded_runs import MICROBATCHES, NAP, record_ours, record_torchs
+
+P = 2
+FAMILY_OF = {
+    "ScheduleGPipe": "gpipe",
+    "Schedule1F1B": "1f1b",
+    "ScheduleInterleaved1F1B": "interleaved-1f1b",
+    "ScheduleLoopedBFS": "looped-bfs",
+    "ScheduleInterleavedZeroBubble": "interleaved-zero-bubble",
+    "ScheduleZBVZeroBubble": "zbv",
+    "ScheduleDualPipeV": "dualpipev",
+}
+
+
+def recorded(pools: Pools, directory: Path, function: object, *args: object) -> tuple[MeasuredRun, list[float]]:
+    """The run as it is read, and the measured length of each step."""
+    times = pools(P).run(function, *args, str(directory))  # type: ignore[arg-type]
+    lengths = [max(end for _, end in step) - min(start for start, _ in step) for step in zip(*times)]
+    return penstock.read_trace(directory / f"rank{rank}.json" for rank in range(P)), lengths
+
+
+@pytest.mark.parametrize("kind", ["sleep", "gpt"])
+@pytest.mark.parametrize("name", FAMILY_OF)
+@small(lambda kind, name: kind == "sleep" or name == "Schedule1F1B")
+def test_every_schedule_of_torch(pools: Pools, tmp_path: Path, name: str, kind: str) -> None:
+    run, lengths = recorded(pools, tmp_path, record_torchs, name, kind)
+    assert FAMILY_OF[name] in run.recognition.families, str(run.recognition)
+    assert len(run.timelines) == len(lengths)
+    # a busy machine delays some steps outside of their actions
+    errors = [abs(each.makespan / length - 1) for each, length in zip(run.timelines, lengths)]
+    assert min(errors) < 0.02
+    assert run.clocks.shared_clock
+    built = penstock.build(FAMILY_OF[name], ranks=P, microbatches=MICROBATCHES)
+    compute = (Kind.F, Kind.I, Kind.W, Kind.B)
+    assert built.table.of_kind(Kind.F).sum() == run.schedule.table.of_kind(Kind.F).sum()
+    assert run.schedule.only(compute).num_ranks == P
+    if kind == "sleep":
+        forwards = run.schedule.table.slot[run.schedule.table.of_kind(Kind.F)]
+        single = [slot for slot in forwards if len(run.timeline.event(int(slot)).step.parts) == 1]
+        assert (run.timeline.end - run.timeline.start)[single].min() >= 0.9 * NAP
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1", "zbv"])
+def test_penstocks_runtime(pools: Pools, tmp_path: Path, family: str) -> None:
+    run, lengths = recorded(pools, tmp_path, record_ours, family, "sleep")
+    assert family in run.recognition.families
+    assert run.schedule.table.has_communication
+    errors = [abs(each.makespan / length - 1) for each, length in zip(run.timelines, lengths)]
+    assert min(errors) < 0.02
