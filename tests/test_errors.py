@@ -26,6 +26,7 @@ from penstock.errors import (
     ScheduleError,
     SearchError,
     StepFailedError,
+    TraceError,
     UnhandledKindError,
 )
 
@@ -34,6 +35,7 @@ ONE_OF_EACH = (
     PlacementError("a placement needs at least one stage"),
     BuildError("unknown family '1f1c'"),
     FormatError("mine.csv", ["row 1, column 2: wrong", "row 3: wrong too"]),
+    TraceError(["rank0.json: event 3: ts is not a number", "rank1.json: no complete step"]),
     UnhandledKindError("RECOMPUTE", "simulation.network"),
     ScheduleError("a schedule needs at least 1 microbatch"),
     SearchError("nothing fits"),

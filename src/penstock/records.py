@@ -12,16 +12,20 @@ from penstock.ir.schedule import Schedule
 from penstock.recognition import Recognition, recognize
 from penstock.search import SearchResult
 from penstock.simulation.attribution import critical_path
+from penstock.simulation.calibration import errors_by_kind
 from penstock.simulation.comparison import comparison_of
-from penstock.simulation.gaps import Gaps
+from penstock.simulation.gaps import REASONS, Gaps, gaps
 from penstock.simulation.timeline import Timeline
+from penstock.traces.measured_run import MeasuredRun
 from penstock.validation import Violation
 
 __all__ = [
     "QUANTILES",
     "check_record",
     "collectives_of",
+    "idle_by_reason",
     "order_of",
+    "run_record",
     "search_record",
     "simulation_record",
     "violation_record",
@@ -78,6 +82,50 @@ def check_record(schedule: Schedule, violations: Sequence[Violation]) -> dict[st
         "order": asdict(order) if isinstance(order, Recognition) else None,
         "violations": [violation_record(violation) for violation in violations],
     }
+
+
+def run_record(run: MeasuredRun, found: SearchResult | None) -> dict[str, Any]:
+    """A run that was traced: its order, times, causes of idle time, costs, and what a search found."""
+    timeline, order = run.timeline, order_of(run.schedule)
+    idle = gaps(timeline)
+    clocks = run.clocks
+    return {
+        "files": list(run.sources),
+        "ranks": run.schedule.num_ranks,
+        "stages": run.schedule.num_stages,
+        "microbatches": run.schedule.microbatches,
+        "order": asdict(order) if isinstance(order, Recognition) else None,
+        "steps": [each.makespan for each in run.timelines],
+        "step": run.step,
+        "period": timeline.period,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble_rate,
+        "busy": list(timeline.busy),
+        "idle_by_reason": idle_by_reason(idle),
+        "clocks": {
+            "offsets": list(clocks.offsets),
+            "uncertainty": [each if math.isfinite(each) else None for each in clocks.uncertainty],
+            "residual": clocks.residual,
+            "shared_clock": clocks.shared_clock,
+        },
+        "costs": run.costs.to_keys(),
+        "predicted": [
+            {"kind": row.kind, "predicted": row.predicted, "measured": row.measured, "error": row.error}
+            for row in errors_by_kind(run.predicted, run.alike)
+        ],
+        "search": None if found is None else search_record(found) | _saving(run, found),
+    }
+
+
+def _saving(run: MeasuredRun, found: SearchResult) -> dict[str, Any]:
+    """What the order found saves of the prediction for the one that ran, with as many live activations."""
+    return {"saved": 1 - found.value / run.predicted.makespan, "live_limit": run.live}
+
+
+def idle_by_reason(idle: Gaps) -> dict[str, float]:
+    """Seconds of all ranks together, longest first."""
+    seconds = dict(zip(REASONS, idle.seconds_by_rank.sum(axis=0).tolist()))
+    return dict(sorted(((name, each) for name, each in seconds.items() if each), key=lambda item: -item[1]))
 
 
 def violation_record(violation: Violation) -> dict[str, Any]:

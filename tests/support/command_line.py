@@ -15,6 +15,7 @@ from typing import Any
 
 import penstock
 from penstock.lowering import DeferReceives
+from tests.support.kineto_files import write_kineto_files
 
 __all__ = [
     "COLOUR_VARIABLES",
@@ -28,7 +29,7 @@ __all__ = [
 
 COLOUR_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "GITHUB_ACTIONS")
 EXECUTABLE = Path(sysconfig.get_path("scripts")) / "penstock"
-SLOW_COMMANDS = {"demo", "doctor", "plan", "search", "verify-grads"}
+SLOW_COMMANDS = {"demo", "doctor", "plan", "read-trace", "search", "verify-grads"}
 """Commands that start processes or take long; each has its own tests."""
 
 
@@ -81,5 +82,6 @@ def write_example_files(directory: Path) -> None:
     penstock.build("zbv", ranks=4, microbatches=8).write(directory / "zbv.csv")
     DeferReceives(past_sends=True)(penstock.lower(small)).write(directory / "deferred.csv")
     (directory / "costs.toml").write_text("forward_seconds = 2\n")
+    write_kineto_files(directory, penstock.simulate(small, penstock.Costs(latency=0.01)))
     config = Path(__file__).parents[2] / "examples" / "configs" / "llama-3-8b.json"
     (directory / "config.json").write_text(config.read_text())

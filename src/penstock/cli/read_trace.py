@@ -11,9 +11,10 @@ import typer
 from penstock.cli.inputs import graph_from
 from penstock.cli.options import AsJson, GraphOption
 from penstock.cli.progress import file_progress, search_progress
-from penstock.cli.read_trace_report import pictures, print_run, record_of
+from penstock.cli.read_trace_report import pictures, print_run
 from penstock.cli.rendering import TIMELINE_FORMATS, render, require_suffix
 from penstock.formats import dumps, write_bytes
+from penstock.records import run_record
 from penstock.search import SearchResult
 from penstock.traces.measured_run import MeasuredRun
 from penstock.traces.read_trace import read_trace as read_run
@@ -78,7 +79,7 @@ def read_trace(
         run = read_run(files, step=step, graph=graph_from(graph), on_read=on_read)
     found = _search(run, search)
     if as_json:
-        typer.echo(json.dumps(record_of(run, found), indent=2))
+        typer.echo(json.dumps(run_record(run, found), indent=2))
     else:
         print_run(run, found)
     for path in outputs:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections import defaultdict
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.inputs import order_of
+from penstock.records import idle_by_reason, order_of
 from penstock.search import SearchResult
-from penstock.simulation.attribution import Gap, gaps
+from penstock.simulation.attribution import gaps
 from penstock.simulation.calibration import errors_by_kind
 from penstock.simulation.timeline import Timeline
 from penstock.traces.clock_alignment import ClockAlignment
 from penstock.traces.measured_run import MeasuredRun
 from penstock.view.terminal import terminal
 
-__all__ = ["pictures", "print_run", "record_of"]
+__all__ = ["pictures", "print_run"]
 
 _LONGEST_GAPS = 3
 
@@ -31,59 +29,6 @@ def pictures(run: MeasuredRun, found: SearchResult | None) -> list[Timeline]:
     if found is not None:
         shown.append(("found by search", found.timeline))
     return [replace(timeline, schedule=timeline.schedule.renamed(name)) for name, timeline in shown]
-
-
-def record_of(run: MeasuredRun, found: SearchResult | None) -> dict[str, Any]:
-    """Everything as JSON values: times in seconds."""
-    timeline, order = run.timeline, order_of(run.schedule)
-    idle = gaps(timeline)
-    clocks = run.clocks
-    return {
-        "files": list(run.sources),
-        "ranks": run.schedule.num_ranks,
-        "stages": run.schedule.num_stages,
-        "microbatches": run.schedule.microbatches,
-        "order": str(order),
-        "families": [] if isinstance(order, str) else list(order.families),
-        "steps": [each.makespan for each in run.timelines],
-        "step": run.step,
-        "period": timeline.period,
-        "makespan": timeline.makespan,
-        "bubble": timeline.bubble_rate,
-        "busy": list(timeline.busy),
-        "idle_by_reason": _by_reason(idle),
-        "clocks": {
-            "offsets": list(clocks.offsets),
-            "uncertainty": [each if math.isfinite(each) else None for each in clocks.uncertainty],
-            "residual": clocks.residual,
-            "shared_clock": clocks.shared_clock,
-        },
-        "costs": run.costs.to_keys(),
-        "predicted": [
-            {"kind": row.kind, "predicted": row.predicted, "measured": row.measured, "error": row.error}
-            for row in errors_by_kind(run.predicted, run.alike)
-        ],
-        "search": None if found is None else _found(run, found),
-    }
-
-
-def _found(run: MeasuredRun, found: SearchResult) -> dict[str, Any]:
-    return {
-        "makespan": found.value,
-        "saved": 1 - found.value / run.predicted.makespan,
-        "live_limit": run.live,
-        "found_by": found.found_by,
-        "gap": found.gap if math.isfinite(found.gap) else None,
-        "schedule": [[str(step) for step in row] for row in found.schedule.ranks],
-    }
-
-
-def _by_reason(idle: tuple[Gap, ...]) -> dict[str, float]:
-    """Seconds of all ranks together, longest first."""
-    total: dict[str, float] = defaultdict(float)
-    for gap in idle:
-        total[gap.reason] += gap.length
-    return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
 def print_run(run: MeasuredRun, found: SearchResult | None) -> None:
@@ -97,11 +42,11 @@ def print_run(run: MeasuredRun, found: SearchResult | None) -> None:
     console.print(f"steps     {steps}; step {run.step}, {how}, is shown", soft_wrap=True)
     console.print(f"clocks    {_clocks(run.clocks)}\n", soft_wrap=True)
     console.print(terminal(timeline, width), soft_wrap=True)
-    period = "" if timeline.period is None else f"; a step every {timeline.period * 1e3:.4g} ms"
-    console.print(f"\nmakespan  {timeline.makespan * 1e3:.4g} ms, {timeline.bubble_rate:.1%} idle{period}")
+    period = "" if timeline.period is None else f"; a step every {_ms(timeline.period)} ms"
+    console.print(f"\nmakespan  {_ms(timeline.makespan)} ms, {timeline.bubble_rate:.1%} idle{period}")
     idle = gaps(timeline)
     whole = timeline.makespan * run.schedule.num_ranks
-    reasons = (f"{reason} {seconds / whole:.1%}" for reason, seconds in _by_reason(idle).items())
+    reasons = (f"{reason} {seconds / whole:.1%}" for reason, seconds in idle_by_reason(idle).items())
     console.print(f"idle      {', '.join(reasons)}", soft_wrap=True)
     for gap in sorted(idle, key=lambda gap: -gap.length)[:_LONGEST_GAPS]:
         console.print(f"          {gap}", soft_wrap=True)
@@ -131,7 +76,7 @@ def _search_text(run: MeasuredRun, found: SearchResult | None) -> str:
     live = f"with at most {run.live} live activations per rank, as now"
     if saved < 0.001:
         return f"no better order found {live} ({found.found_by})"
-    better = f"{found.value * 1e3:.4g} ms, {saved:.1%} less than predicted for this order"
+    better = f"{_ms(found.value)} ms, {saved:.1%} less than predicted for this order"
     return f"{better}, {live}: {found.found_by}, gap <= {found.gap:.1%}"
 
 
@@ -141,7 +86,7 @@ def _predictions(run: MeasuredRun) -> Table:
     for name in ("kind", "predicted ms", "measured ms", "error"):
         table.add_column(name, justify="left" if name == "kind" else "right")
     for row in errors_by_kind(run.predicted, run.alike):
-        times = (f"{seconds * 1e3:.4g}" for seconds in (row.predicted, row.measured))
+        times = (_ms(seconds) for seconds in (row.predicted, row.measured))
         table.add_row(row.kind, *times, f"{row.error:+.1%}")
     return table
 
@@ -161,6 +106,11 @@ def _stages(run: MeasuredRun) -> Table:
     ]
     chain = run.schedule.graph.is_chain
     for stage, seconds in enumerate(zip(*columns)):
-        latency = f"{edges[stage] * 1e3:.4g}" if chain and stage < len(edges) else ""
-        table.add_row(str(stage), *(f"{each * 1e3:.4g}" for each in seconds), latency)
+        latency = _ms(edges[stage]) if chain and stage < len(edges) else ""
+        table.add_row(str(stage), *map(_ms, seconds), latency)
     return table
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds with four digits."""
+    return f"{seconds * 1e3:.4g}" if seconds < 10 else f"{seconds * 1e3:,.0f}"
