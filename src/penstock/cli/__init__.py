@@ -1,6 +1,6 @@
 """The command line: parses argv, prints results. One module per command.
 
-Exit codes: 0 success, 1 invalid schedule, 2 wrong usage.
+Exit codes: 0 success, 1 invalid schedule or trace, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.cli.show import show
 from penstock.cli.simulate import simulate
 from penstock.cli.trace import trace
 from penstock.cli.verify_grads import verify_grads
-from penstock.errors import FormatError, PenstockError, ScheduleError
+from penstock.errors import FormatError, PenstockError, ScheduleError, TraceError
 
 __all__ = ["app", "command", "main"]
 
@@ -88,7 +88,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot encode
     try:
         app()
-    except (FormatError, ScheduleError) as error:
+    except (FormatError, ScheduleError, TraceError) as error:
         _fail(str(error), 1)
     except PenstockError as error:
         _fail(str(error), 2)

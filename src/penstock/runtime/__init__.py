@@ -11,6 +11,7 @@ except ModuleNotFoundError as error:
         "the runtime needs torch, which is not installed: pip install 'penstock[torch]'"
     ) from None
 
+from penstock.runtime.action_labels import label_actions
 from penstock.runtime.backward.layer_rules import LayerRule, register_layer
 from penstock.runtime.checkpoints import (
     export_safetensors,
@@ -42,6 +43,7 @@ __all__ = [
     "Verdict",
     "export_safetensors",
     "import_safetensors",
+    "label_actions",
     "load_checkpoint",
     "materialize",
     "record_state",

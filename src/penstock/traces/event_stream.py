@@ -21,6 +21,8 @@ _LONGEST = 1 << 24
 _KEPT = 1 << 20
 """Characters of a value of the header that is kept."""
 _BLANK = " \t\r\n"
+_ENDS = tuple(f"{_BLANK},]}}")
+"""What follows a number."""
 
 
 class EventStream:
@@ -127,7 +129,7 @@ class EventStream:
                 self._fail(f"invalid JSON: {error.msg}", error.pos - self._at)
             except (ValueError, RecursionError) as error:
                 self._fail(f"invalid JSON: {error}")
-            if end == len(self._buffer) and sign not in '{["' and self._more():
+            if sign not in '{["' and self._buffer[end : end + 1] not in _ENDS and self._more():
                 continue  # a number may go on in the next chunk
             self._at = end
             return value

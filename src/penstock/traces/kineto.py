@@ -13,7 +13,7 @@ On a GPU the range of the host is only the launch. The same range on the device'
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import isfinite
@@ -197,7 +197,7 @@ class KinetoRank:
         """
         if not step.kind.is_compute:
             return Recorded(step, start, end)
-        first, after = bisect_left(self._received, start), bisect_right(self._received, end)
+        first, after = bisect_left(self._received, start), bisect_left(self._received, end)
         exact = self._separate_waits or first < after
         if first < after:
             start = self._received[first if len(step.parts) > 1 else after - 1]
