@@ -8,20 +8,8 @@ import pytest
 
 import penstock
 from penstock.simulation.timeline import Timeline
-from tests.support.command_line import Run
+from tests.support.command_line import MEGATRON_LOG, Run
 from tests.support.kineto_files import write_kineto_files
-
-LOG = """times across ranks (ms):
-  forward-backward:
-     rank  0: 170.00
-     rank  1: 170.00
-  forward-compute:
-     rank  0: 40.00
-     rank  1: 60.00
-  backward-compute:
-     rank  0: 80.00
-     rank  1: 80.00
-"""
 
 
 @pytest.fixture
@@ -84,7 +72,7 @@ def test_a_swap_is_named(run: Run, tmp_path: Path) -> None:
 
 
 def test_timers_of_megatron(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "train.log").write_text(LOG)
+    (tmp_path / "train.log").write_text(MEGATRON_LOG)
     result = run("read-trace", "train.log", "-p", 2, "-m", 4, "-o", "costs.toml")
     assert result.code == 0
     assert "measured 170.00 ms, predicted 170.00 ms with free messages" in result.out
@@ -112,7 +100,7 @@ def test_mistakes_are_explained(
     arguments: list[object], code: int, message: str, run: Run, files: list[str], tmp_path: Path
 ) -> None:
     assert files
-    (tmp_path / "train.log").write_text(LOG)
+    (tmp_path / "train.log").write_text(MEGATRON_LOG)
     (tmp_path / "empty.json").write_text("")
     result = run("read-trace", *arguments)
     assert message in result.message

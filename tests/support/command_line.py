@@ -20,6 +20,7 @@ from tests.support.kineto_files import write_kineto_files
 __all__ = [
     "COLOUR_VARIABLES",
     "EXECUTABLE",
+    "MEGATRON_LOG",
     "SLOW_COMMANDS",
     "CommandResult",
     "Run",
@@ -31,6 +32,20 @@ COLOUR_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "G
 EXECUTABLE = Path(sysconfig.get_path("scripts")) / "penstock"
 SLOW_COMMANDS = {"demo", "doctor", "plan", "read-trace", "search", "verify-grads"}
 """Commands that start processes or take long; each has its own tests."""
+
+
+MEGATRON_LOG = """times across ranks (ms):
+  forward-backward:
+     rank  0: 170.00
+     rank  1: 170.00
+  forward-compute:
+     rank  0: 40.00
+     rank  1: 60.00
+  backward-compute:
+     rank  0: 80.00
+     rank  1: 80.00
+"""
+"""What Megatron-LM logs for one step of 4 microbatches on 2 ranks."""
 
 
 @dataclass(frozen=True)
@@ -83,5 +98,6 @@ def write_example_files(directory: Path) -> None:
     DeferReceives(past_sends=True)(penstock.lower(small)).write(directory / "deferred.csv")
     (directory / "costs.toml").write_text("forward_seconds = 2\n")
     write_kineto_files(directory, penstock.simulate(small, penstock.Costs(latency=0.01)))
+    (directory / "megatron.log").write_text(MEGATRON_LOG)
     config = Path(__file__).parents[2] / "examples" / "configs" / "llama-3-8b.json"
     (directory / "config.json").write_text(config.read_text())
