@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from penstock import Costs, Placement, StageGraph, search
+import penstock
+from penstock import Costs, Placement, StageGraph, search, simulate
 from penstock.bounds import RankBounds, Workload, bounds
 from penstock.bounds.rank_chain import RankChain
 from penstock.bounds.rank_orders import RankOrders
+from penstock.ir.kinds import Kind
 from penstock.search.problem import Problem
 from tests.support.grids import examples
-from tests.support.search_instances import best_of, tiny_problem
+from tests.support.search_instances import best_of, random_costs, tiny_problem
 
 CHUNKS = Costs(forward=4959, backward_input=5217, backward_weight=3519, latency=213, activation=1)
 """A V of unequal F, I and W, from a measurement."""
@@ -48,6 +50,22 @@ def test_no_bound_exceeds_the_best_of_all_orders() -> None:
         assert found <= best * (1 + 1e-9), (problem, ranks)
         for bound in bounds(problem.work, problem.memory_limit, problem.objective):
             assert bound.seconds <= best * (1 + 1e-9), (problem, bound)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "v-min", "v-half", "zbv"])
+def test_no_family_beats_a_bound_at_its_own_peak_of_memory(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(examples(20)):
+        p = rng.randint(2, 4)
+        schedule = penstock.build(name, ranks=p, microbatches=p * rng.randint(1, 2))
+        costs = replace(random_costs(rng, schedule.num_stages), backward=None)
+        timeline = simulate(schedule, costs)
+        split = schedule.table.has(Kind.I)
+        work = Workload(schedule.placement, schedule.microbatches, costs, split=split)
+        for alone, value in ((False, timeline.makespan), (True, timeline.span)):
+            chain = RankChain(work, max(timeline.peak_memory), (rng.randrange(p),), alone)
+            found = RankOrders(chain, 2).least(1.5 * value, lambda states: states > 2000)
+            assert found <= value * (1 + 1e-9), (p, costs, chain.ranks)
 
 
 def test_all_ranks_without_merging_give_the_optimum() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from penstock import Action, Kind, Schedule, StageGraph
 from penstock.ir.action import chain_neighbour
 
-__all__ = ["direct_values", "executed_values"]
+__all__ = ["Values", "direct_values", "executed_values"]
 
 Values = dict[tuple[str, int, int], int]
 """By F or B, stage and microbatch."""
