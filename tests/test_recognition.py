@@ -6,18 +6,22 @@ from itertools import product
 
 import pytest
 
-from penstock import Placement, Schedule, StageGraph, build, families, lower, recognize
+from penstock import Kind, Placement, Schedule, StageGraph, build, families, lower, recognize
 from penstock.errors import BuildError
 from penstock.formats import dumps, reads
 from penstock.lowering import MergeBackward, SplitBackward
 from tests.support.grids import small
 
+FEW = (1, 2, 3, 7, 8, 16)
+OTHERS = tuple(m for m in range(1, 17) if m not in FEW)
+
 
 @pytest.mark.parametrize("family", families())
 @pytest.mark.parametrize("p", range(2, 9))
-@small(lambda p: p in (2, 3))
-def test_every_family_is_recognized_from_its_csv(family: str, p: int) -> None:
-    for v, m in product(range(1, 4), (1, 2, 3, 7, 8, 16)):
+@pytest.mark.parametrize("counts", [FEW, OTHERS], ids=["few", "others"])
+@small(lambda p, counts: p in (2, 3) and counts == FEW)
+def test_every_family_is_recognized_from_its_csv(family: str, p: int, counts: tuple[int, ...]) -> None:
+    for v, m in product(range(1, 4), counts):
         try:
             schedule = build(family, ranks=p, microbatches=m, stages_per_rank=v)
         except BuildError:
@@ -47,10 +51,12 @@ def swapped(schedule: Schedule, rank: int, step: int) -> Schedule:
     return Schedule(rows, schedule.placement, schedule.microbatches)
 
 
-@pytest.mark.parametrize("family", ["1f1b", "zb-h1", "zbv", "interleaved-1f1b"])
-def test_a_single_swap_is_located(family: str) -> None:
-    schedule = build(family, ranks=4, microbatches=16)
-    for rank, step in ((0, 0), (2, 17), (3, 20)):
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("p", [3, 4, 8])
+@small(lambda p: p == 4)
+def test_a_single_swap_is_located(family: str, p: int) -> None:
+    schedule = build(family, ranks=p, microbatches=16).only(kind for kind in Kind if kind.is_compute)
+    for rank, step in ((0, 0), (2, 14), (p - 1, 10), (1, len(schedule.ranks[1]) - 2)):
         changed = swapped(schedule, rank, step)
         found = recognize(changed)
         assert found.families == ()

@@ -15,10 +15,10 @@ from torch.nn.functional import mse_loss
 from torch.profiler import ProfilerActivity, profile
 
 import penstock
-from penstock.runtime import Pipeline
+from penstock.runtime import Pipeline, label_actions
 from penstock.runtime.demo.gpt import Block
 
-__all__ = ["MICROBATCHES", "NAP", "V_SHAPED", "record_ours", "record_torchs"]
+__all__ = ["MICROBATCHES", "NAP", "V_SHAPED", "record_labelled", "record_ours", "record_torchs"]
 
 NAP = 0.01
 MICROBATCHES = 4
@@ -73,7 +73,14 @@ def _record(step: Any, path: Path, steps: int) -> list[tuple[float, float]]:
     return times
 
 
-def record_torchs(name: str, kind: str, directory: str, steps: int = 3) -> list[tuple[float, float]]:
+def record_labelled(name: str, kind: str, directory: str) -> list[tuple[float, float]]:
+    """One of torch's schedules, with labels of actions."""
+    return record_torchs(name, kind, directory, labelled=True)
+
+
+def record_torchs(
+    name: str, kind: str, directory: str, steps: int = 3, *, labelled: bool = False
+) -> list[tuple[float, float]]:
     """One of torch's schedules on this rank's stages."""
     torch.set_num_threads(1)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -83,6 +90,8 @@ def record_torchs(name: str, kind: str, directory: str, steps: int = 3) -> list[
     second = count - 1 - rank if name in V_SHAPED else rank + world
     own = [rank] if single else [rank, second]
     stages = [PipelineStage(_stage(kind), index, count, torch.device("cpu")) for index in own]
+    if labelled:
+        label_actions(*stages)
     schedule = make(stages[0] if single else stages, MICROBATCHES, loss_fn=mse_loss)
     x, target = _batch(kind)
     args = (x,) if 0 in own else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -10,14 +11,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import penstock
 from penstock import Costs, TraceError, build, lower, read_trace, simulate
 from penstock.simulation.timeline import Timeline
 from penstock.view.perfetto import trace
-from tests.support.kineto_files import write_kineto_files
+from tests.support.grids import examples
+from tests.support.kineto_files import kineto_events, write_kineto_files
 
 COSTS = Costs(forward=(0.1, 0.12, 0.1, 0.14), backward=(0.2, 0.24, 0.2, 0.28), latency=0.01)
+
+
+def _bytes_of(rank: int) -> bytes:
+    timeline = simulate(build("1f1b", ranks=2, microbatches=2), COSTS_OF_TWO)
+    content = {
+        "distributedInfo": {"rank": rank},
+        "host_name": "a",
+        "traceEvents": kineto_events(timeline, rank),
+    }
+    return json.dumps(content).encode()
+
+
+COSTS_OF_TWO = Costs(forward=0.1, backward=0.2, latency=0.01)
+_SMALL, _OTHER = _bytes_of(0), _bytes_of(1)
 
 
 def simulated(family: str = "interleaved-1f1b", *, lowered: bool = True) -> Timeline:
@@ -193,6 +211,32 @@ def test_gzip_that_ends_early_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(TraceError, match="damaged gzip data after"):
         read_trace(path)
+
+
+def test_a_huge_stage_number_is_refused_at_once(tmp_path: Path) -> None:
+    def enlarge(content: Any, path: Path) -> None:
+        if path.name == "rank1.json":
+            content["traceEvents"][1]["name"] = "PP:67000000F0"
+
+    with pytest.raises(TraceError, match="no file has stage"):
+        read_trace(edited(tmp_path, enlarge))
+
+
+DAMAGE = [b"", b"0", b'"', b"}", b"[", b"-1e999", b"\xff", b"9F"]
+
+
+@settings(max_examples=examples(300))
+@given(st.data())
+def test_damaged_files_raise_no_other_error(data: st.DataObject) -> None:
+    text = bytearray(_SMALL)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text) - 1))
+        length = data.draw(st.sampled_from([0, 1, 2, 30]))
+        text[at : at + length] = data.draw(
+            st.sampled_from([b"", b"0", b'"', b"}", b"[", b"-1e999", b"\xff", b"9F"])
+        )
+    with contextlib.suppress(TraceError):
+        read_trace([io.BytesIO(bytes(text)), io.BytesIO(_OTHER)])
 
 
 def test_the_public_names() -> None:

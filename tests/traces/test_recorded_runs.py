@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock import simulate
 from penstock.ir.kinds import Kind
 from penstock.traces.measured_run import MeasuredRun
 from tests.support.grids import small
 from tests.support.pool import Pools
-from tests.support.recorded_runs import MICROBATCHES, NAP, record_ours, record_torchs
+from tests.support.recorded_runs import MICROBATCHES, NAP, record_labelled, record_ours, record_torchs
 
 P = 2
 FAMILY_OF = {
@@ -51,6 +52,28 @@ def test_every_schedule_of_torch(pools: Pools, tmp_path: Path, name: str, kind: 
         forwards = run.schedule.table.slot[run.schedule.table.of_kind(Kind.F)]
         single = [slot for slot in forwards if len(run.timeline.event(int(slot)).step.parts) == 1]
         assert (run.timeline.end - run.timeline.start)[single].min() >= 0.9 * NAP
+
+
+def test_costs_of_one_schedule_predict_the_step_of_another(pools: Pools, tmp_path: Path) -> None:
+    runs = []
+    for name in ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS"):
+        (tmp_path / name).mkdir()
+        runs.append(recorded(pools, tmp_path / name, record_torchs, name, "sleep")[0])
+    for known, other in (runs, runs[::-1]):
+        plain = simulate(other.schedule, known.costs)
+        # how busy the machine was is not the order's effect, so both have the same seconds of compute
+        errors = []
+        for measured in other.timelines:
+            scale = sum(measured.busy) / sum(plain.busy)
+            predicted = simulate(other.schedule, known.costs.scaled(scale))
+            errors.append(abs(predicted.makespan / measured.makespan - 1))
+        assert min(errors) < 0.1
+
+
+def test_labels_name_the_actions_of_torchs_1f1b(pools: Pools, tmp_path: Path) -> None:
+    run, _ = recorded(pools, tmp_path, record_labelled, "Schedule1F1B", "sleep")
+    assert "1f1b" in run.recognition.families
+    assert "PP:0F3" in (tmp_path / "rank0.json").read_text()
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "zbv"])
