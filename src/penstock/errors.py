@@ -179,7 +179,8 @@ class StepFailedError(PenstockError):
     `rank` is the rank that failed first, None if it belongs to another pipeline; `world_rank` is its rank in
     the job. `action` is the action it was executing, with its `stage` and `microbatch` if it has them. `kind`
     is `exception`, `interrupted`, `timeout` or `lost` (a process ended or a connection broke). `details` is
-    the original traceback.
+    the original traceback. `reporter` is the world rank that prints the report if the error is not caught;
+    the others print one line.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class StepFailedError(PenstockError):
         kind: str = "exception",
         details: str = "",
         world_rank: int | None = None,
+        reporter: int | None = None,
     ) -> None:
         super().__init__(report)
         self.report = report
@@ -202,7 +204,8 @@ class StepFailedError(PenstockError):
         self.kind = kind
         self.details = details
         self.world_rank = world_rank
+        self.reporter = reporter
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         where = (self.rank, self.action, self.stage, self.microbatch)
-        return type(self), (self.report, *where, self.kind, self.details, self.world_rank)
+        return type(self), (self.report, *where, self.kind, self.details, self.world_rank, self.reporter)

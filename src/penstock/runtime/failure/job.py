@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import time
 import traceback
@@ -19,7 +18,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PipelineError
+from penstock.runtime.failure import uncaught
 from penstock.runtime.failure.links import listening_socket, neighbours
+from penstock.runtime.failure.process_names import process_name
 from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.bounded import call_within
 from penstock.runtime.transport.process_groups import abort_process_groups
@@ -104,9 +105,10 @@ def _start() -> JobWatch:
         store = store_connection("connect")
         key = store.compare_set(f"{_PREFIX}/key", "", uuid.uuid4().hex).decode()
     listener, address = listening_socket(store)
-    watch = JobWatch(rank, key, f"pid {os.getpid()} on {socket.gethostname()}", listener)
+    watch = JobWatch(rank, key, process_name(), listener)
     _current[:] = [(weakref.ref(dist.group.WORLD), watch)]
     atexit.register(_close)
+    uncaught.install(current_watch)
     processes.Finalize(None, _close, exitpriority=100)  # its children do not run atexit
     with transport_errors():
         store.set(f"{_PREFIX}/{rank}", address)

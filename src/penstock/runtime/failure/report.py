@@ -72,8 +72,17 @@ def failure_report(
     if cause.details:
         lines += [f"  traceback on {label}:", *(f"    {line}" for line in cause.details.splitlines())]
     rank = None if cause.rank < 0 else cause.rank
-    where = (cause.action or None, cause.stage, cause.microbatch)
-    return StepFailedError("\n".join(lines), rank, *where, cause.kind, cause.details, cause.world_rank)
+    return StepFailedError(
+        "\n".join(lines),
+        rank,
+        cause.action or None,
+        cause.stage,
+        cause.microbatch,
+        cause.kind,
+        cause.details,
+        cause.world_rank,
+        cause.reporter,
+    )
 
 
 def collective_failure(

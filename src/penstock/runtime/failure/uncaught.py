@@ -1,0 +1,102 @@
+"""What an uncaught failure of a step prints, and in which order the ranks exit.
+
+The rank that reported the failure prints the report, with the original traceback once. Every other rank prints
+one line and exits after that rank, because a launcher takes the process that ends first for the root cause.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from penstock.errors import StepFailedError
+from penstock.runtime.failure.process_names import local_pid
+from penstock.runtime.failure.watch import JobWatch
+
+__all__ = ["install", "report_uncaught"]
+
+_EXIT_SECONDS = 15.0
+"""How long a rank waits for the exit of the one that reports."""
+_LAUNCHER_SECONDS = 0.5
+"""torchrun looks for processes that ended five times in this time."""
+_PACKAGE = str(Path(__file__).parents[2])
+
+WatchOfProcess = Callable[[], JobWatch | None]
+
+
+def install(watch_of_process: WatchOfProcess) -> None:
+    """From now on print uncaught failures of steps this way; everything else as before."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if isinstance(error, StepFailedError) and error.reporter is not None and dist.is_initialized():
+            report_uncaught(error, frames, watch_of_process())
+        else:
+            before(kind, error, frames)
+
+    sys.excepthook = hook
+
+
+def report_uncaught(error: StepFailedError, frames: TracebackType | None, watch: JobWatch | None) -> None:
+    """Print the failure: in full on the rank that reported it, else as one line, and wait for that rank."""
+    rank = dist.get_rank()
+    if error.reporter == rank:
+        _print(rank, [*error.report.splitlines(), *_called_at(frames)])
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            _record(error)
+        return
+    first, *others = error.report.splitlines()
+    reason = f": {others[0].strip()}" if others else ""
+    _print(rank, [f"{first}{reason} (the report is printed by world rank {error.reporter})"])
+    if watch is not None and error.reporter is not None:
+        _wait_for_exit(watch, error.reporter)
+
+
+def _print(rank: int, lines: list[str]) -> None:
+    sys.stderr.write("".join(f"[rank{rank}]: {line}\n" for line in lines))
+    sys.stderr.flush()
+
+
+def _record(error: StepFailedError) -> None:
+    """Give the original error to torchrun, whose summary shows it."""
+    with suppress(OSError):
+        try:
+            raise error.__cause__ or error  # noqa: TRY301 -- it is formatted as the current exception
+        except BaseException as raised:  # noqa: BLE001 -- which has any type
+            get_error_handler().record_exception(raised)
+
+
+def _called_at(frames: TracebackType | None) -> list[str]:
+    """The line of the user's program that made the call."""
+    own = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(_PACKAGE)]
+    return [f"  called at {own[-1].filename}, line {own[-1].lineno}"] if own else []
+
+
+def _wait_for_exit(watch: JobWatch, reporter: int) -> None:
+    """Wait until the launcher of the rank that reports has seen its end, if that can be known."""
+    end = time.monotonic() + _EXIT_SECONDS
+    while _is_running(watch, reporter) and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(_LAUNCHER_SECONDS)
+
+
+def _is_running(watch: JobWatch, rank: int) -> bool:
+    if rank not in watch.ended:
+        return True
+    pid = local_pid(watch.ended[rank].process)  # the process says that it ends before it does
+    if pid is None:
+        return False
+    try:
+        os.kill(pid, 0)  # only asks whether it exists
+    except OSError:
+        return False
+    return True
