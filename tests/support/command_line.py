@@ -30,7 +30,7 @@ __all__ = [
 
 COLOUR_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "GITHUB_ACTIONS")
 EXECUTABLE = Path(sysconfig.get_path("scripts")) / "penstock"
-SLOW_COMMANDS = {"demo", "doctor", "plan", "read-trace", "search", "verify-grads"}
+SLOW_COMMANDS = {"demo", "doctor", "plan", "play", "read-trace", "search", "verify-grads"}
 """Commands that start processes or take long; each has its own tests."""
 
 

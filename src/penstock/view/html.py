@@ -177,16 +177,16 @@ def _halves(timeline: Timeline) -> tuple[Ints, Ints]:
 
 
 def _messages(timeline: Timeline, number: Ints) -> Record:
-    messages = timeline.messages
+    columns = timeline.message_columns
     return {
-        "gradient": [int(message.kind == "gradient") for message in messages],
-        "stage": [message.stage for message in messages],
-        "microbatch": [message.microbatch for message in messages],
-        "producer": number[[message.producer for message in messages]].tolist() if messages else [],
-        "consumer": number[[message.consumer for message in messages]].tolist() if messages else [],
-        "begin": _numbers([message.begin for message in messages]),
-        "arrival": _numbers([message.arrival for message in messages]),
-        "size": _numbers([message.size for message in messages]),
+        "gradient": columns["kind"].astype(int).tolist(),
+        "stage": columns["stage"].tolist(),
+        "microbatch": columns["microbatch"].tolist(),
+        "producer": number[columns["producer"]].tolist(),
+        "consumer": number[columns["consumer"]].tolist(),
+        "begin": _numbers(columns["begin"].tolist()),
+        "arrival": _numbers(columns["arrival"].tolist()),
+        "size": _numbers(columns["size"].tolist()),
     }
 
 
@@ -218,8 +218,10 @@ def _path(timeline: Timeline, number: Ints) -> list[int]:
 
 
 def _gaps(found: Sequence[Gap], timeline: Timeline, number: Ints) -> Record:
-    index = {(m.kind, m.edge, m.microbatch): i for i, m in enumerate(timeline.messages)}
-    waits = [(m.kind, m.edge, m.microbatch) if (m := gap.message) else None for gap in found]
+    columns = timeline.message_columns
+    keys = zip(*(columns[name].tolist() for name in ("kind", "edge", "microbatch")))
+    index = {key: i for i, key in enumerate(keys)}
+    waits = [(m.kind == "gradient", m.edge, m.microbatch) if (m := gap.message) else None for gap in found]
     return {
         "rank": [gap.rank for gap in found],
         "start": _numbers([gap.start for gap in found]),
