@@ -1,4 +1,4 @@
-"""Takes the picture of `docs/play.md` with chromium: `python -m benchmarks.playground_picture docs/play.png`."""
+"""Takes the picture of docs/play.md with chromium: `python -m benchmarks.playground_picture docs/play.png`."""
 
 from __future__ import annotations
 
