@@ -8,6 +8,7 @@ from selenium.webdriver.common.keys import Keys
 
 import penstock
 from tests.support.browser import BROWSER, DRIVER
+from tests.support.kineto_files import write_kineto_files
 from tests.support.page import Page
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium is not installed")
@@ -144,3 +145,20 @@ def test_a_search_is_stopped_and_the_best_is_kept(page: Page) -> None:
     page.until(lambda: page.texts("#certificate"))
     assert "Stopped" in page.text("#search-status")
     assert page.texts(".panel h2") != []
+
+
+def test_traces_are_dropped_and_drawn_over_the_prediction(
+    any_size: Page, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    page = any_size
+    costs = penstock.Costs(forward=0.1, backward=0.25, latency=0.01)
+    timeline = penstock.simulate(penstock.build("1f1b", ranks=2, microbatches=4), costs)
+    paths = write_kineto_files(tmp_path_factory.mktemp("traces"), timeline)
+    page.go("#schedules=1f1b&ranks=2&microbatches=4")
+    page.driver.find_element(By.ID, "file").send_keys("\n".join(map(str, paths)))
+    page.until(lambda: page.texts(".panel h2") == ["measured", "predicted"])
+    assert "Order: 1f1b" in page.text("#trace")
+    page.quiet()
+    page.tap("#trace-costs")
+    page.until(lambda: page.texts(".panel h2")[0] == "traced")
+    assert "forward_seconds=0.1" in page.ask("location.hash")

@@ -13,6 +13,7 @@ from penstock.web.edit import edit, stamp
 from penstock.web.exports import export
 from penstock.web.frontier import pareto
 from penstock.web.lessons import judge, lesson_catalogue
+from penstock.web.measured import measured
 
 __all__ = ["REQUESTS", "catalogue"]
 
@@ -23,6 +24,7 @@ REQUESTS: dict[str, Callable[[object], dict[str, Any]]] = {
     "robustness": robustness,
     "pareto": pareto,
     "export": export,
+    "trace": measured,
     "lessons": lesson_catalogue,
     "lesson": judge,
 }

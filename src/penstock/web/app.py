@@ -126,7 +126,10 @@ def _no_constant(name: str) -> None:
 def _check_read_only(document: object) -> None:
     given = document.get("schedules") if isinstance(document, dict) else None
     sources = given if isinstance(given, list) else []
-    if any(isinstance(source, dict) and any(key in source for key in _UPLOADS) for source in sources):
+    uploads = isinstance(document, dict) and "files" in document
+    if uploads or any(
+        isinstance(source, dict) and any(key in source for key in _UPLOADS) for source in sources
+    ):
         raise _Refused(403, "this playground is read-only: it takes no files")
 
 

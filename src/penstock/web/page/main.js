@@ -73,6 +73,7 @@ async function open() {
   });
   document.addEventListener("keydown", onKey);
   subscribe(show);
+  addEventListener("penstock:refresh", () => show(store.state, null));
   show(store.state, null);
 }
 

@@ -1,14 +1,15 @@
 // Files: schedules and traces that are dropped onto the page, or chosen.
 
+import { showTrace } from "./trace.js";
 import { $, complain, h } from "./dom.js";
 import { Refused, ask } from "./api.js";
 import { freshName, question, store, update } from "./state.js";
 
-const MOST = 8 * 1024 * 1024;
+const MOST = 8 * 1024 * 1024, MOST_TRACES = 45 * 1024 * 1024;
 
 // Accepts files on the whole page, and adds a button for those who do not drag.
 export function start(catalogue) {
-  const input = h("input", { type: "file", id: "file", accept: ".csv,.json", multiple: true, class: "sr", onchange: () => {
+  const input = h("input", { type: "file", id: "file", accept: ".csv,.json,.gz", multiple: true, class: "sr", onchange: () => {
     const files = [...input.files];
     input.value = ""; // the same file can be chosen again
     take(files, catalogue);
@@ -31,14 +32,43 @@ export function start(catalogue) {
 // Reads files one after the other.
 async function take(files, catalogue) {
   if (catalogue.read_only) return complain("This playground is read-only: it takes no files.");
-  for (const file of files) {
-    try {
-      await takeSchedule(file, catalogue);
-    } catch (error) {
-      if (!(error instanceof Refused)) throw error;
-      return complain(error.message);
-    }
+  try {
+    const traces = [], schedules = [];
+    for (const file of files) ((await isTrace(file)) ? traces : schedules).push(file);
+    for (const file of schedules) await takeSchedule(file, catalogue);
+    if (traces.length) await takeTraces(traces);
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    complain(error.message);
   }
+}
+
+// Returns whether a file is a profiler trace: compressed, or JSON with trace events near its beginning or at its end.
+async function isTrace(file) {
+  if (/\.gz$/i.test(file.name)) return true;
+  if (!/\.json$/i.test(file.name)) return false;
+  const parts = await Promise.all([file.slice(0, 65536).text(), file.slice(-4096).text()]);
+  return parts.some((text) => text.includes('"traceEvents"') || /"ph"\s*:/.test(text));
+}
+
+async function takeTraces(files) {
+  const total = files.reduce((sum, file) => sum + file.size, 0);
+  if (total > MOST_TRACES) throw new Refused(`Traces can have at most ${MOST_TRACES.toLocaleString("en")} bytes here; use penstock read-trace, which has no limit.`);
+  const encoded = await Promise.all(files.map(async (file) => ({ name: file.name, base64: await base64(file) })));
+  const answer = await ask("trace", { files: encoded }, "upload");
+  if (answer === null) return;
+  complain(null);
+  showTrace(answer);
+}
+
+// Returns the content of a file in base64.
+function base64(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result.slice(reader.result.indexOf(",") + 1));
+    reader.onerror = () => reject(new Refused(`${file.name} cannot be read.`));
+    reader.readAsDataURL(file);
+  });
 }
 
 async function takeSchedule(file, catalogue) {
