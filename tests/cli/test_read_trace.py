@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,6 +64,20 @@ def test_the_files_it_writes(run: Run, files: list[str], tmp_path: Path, timelin
     page = (tmp_path / "report.html").read_text()
     assert "measured: 1f1b (p=2, v=1, m=4)" in page
     assert "predicted" in page
+
+
+def test_progress_is_shown_on_a_terminal(files: list[str], tmp_path: Path) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "penstock", "read-trace", *files, "--search", "0"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=slave) as process:  # noqa: S603 -- our own
+        os.close(slave)
+        shown = b""
+        with suppress(OSError):  # the end of a terminal
+            while chunk := os.read(master, 1 << 16):
+                shown += chunk
+    os.close(master)
+    assert process.returncode == 0
+    assert b"reading" in shown
 
 
 def test_a_swap_is_named(run: Run, tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_gaps_and_work_fill_the_time_and_the_path_leads_from_start_to_end(seed: 
     for rank in range(schedule.num_ranks):
         idle = sum(gap.length for gap in found if gap.rank == rank)
         assert idle + timeline.busy[rank] == pytest.approx(timeline.makespan)
+    assert "overhead" not in {gap.reason for gap in found}  # of measured timelines only
     path = critical_path(timeline)
     assert path[0].start == 0
     assert path[-1].end == timeline.makespan
@@ -109,4 +110,5 @@ def test_records_of_gaps_are_the_gaps_in_words() -> None:
         schedule = penstock.lower(penstock.build(name, ranks=4, microbatches=8))
         found = gaps(simulate(schedule, Costs(latency=0.25, unshard=0.5, bandwidth=2, activation_message=1)))
         assert [record["why"] for record in found.records()] == [str(gap) for gap in found]
+        assert "overhead" not in {gap.reason for gap in found}
         assert found.seconds_by_rank.sum() == pytest.approx(sum(gap.length for gap in found))

@@ -81,5 +81,6 @@ def test_penstocks_runtime(pools: Pools, tmp_path: Path, family: str) -> None:
     run, lengths = recorded(pools, tmp_path, record_ours, family, "sleep")
     assert family in run.recognition.families
     assert run.schedule.table.has_communication
+    assert '"wait 1RECV_F0"' in (tmp_path / "rank1.json").read_text()
     errors = [abs(each.makespan / length - 1) for each, length in zip(run.timelines, lengths)]
     assert min(errors) < 0.02
