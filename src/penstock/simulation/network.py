@@ -1,25 +1,30 @@
 """The network engine: every rank's list, its messages, collectives and copies to the host, event by event.
 
 The dataflow engine (`penstock.ir.dataflow`) knows steps that wait for steps. Here messages are events of their
-own: posted by their send and their receive, queued in a stream, in transfer, arrived.
+own: posted by their send and their receive, queued in a stream, in transfer, arrived. All of it is one event
+graph (`penstock.simulation.event_graph`): the starts of the ranks, then the slots, then the messages.
+
+    a slot      waits for its rank's last step before it that moves the clock, for what occupies its stream, and
+                for the messages, the UNSHARD and the copies that it needs
+    a message   takes its transfer time; it waits for the clocks at which its send and its receive are reached,
+                and for the messages directly ahead of it in its streams
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 
 from penstock.ir.kinds import Kind
 from penstock.ir.messages import Messages
-from penstock.ir.table import ActionTable, Floats, Ints
+from penstock.ir.table import Bools, Floats, Ints
+from penstock.simulation.event_graph import EventGraph, Waits
 from penstock.validation import SendModel
 
 __all__ = ["Network", "RunTimes"]
-
-_NOT_YET = -1.0
 
 
 class _Role(IntEnum):
@@ -56,7 +61,7 @@ class RunTimes:
     end: Floats
     begin: Floats | None = None
     arrival: Floats | None = None
-    stream_free: Mapping[int, float] = field(default_factory=dict)
+    stream_free: Floats | None = None
     """When each stream of messages is free again; what a message takes after the last step counts here only."""
 
 
@@ -75,159 +80,118 @@ class Network:
         """`transfer` and `latency` are per message: seconds on its channel, and until its arrival."""
         self.table = table = messages.table
         table.require_handled(_ROLES, "simulation.network")
-        self.num_messages = len(messages.send)
-        self.numbers = there = np.flatnonzero(messages.paired)
-        self.send, self.receive = table.slot[messages.send[there]], table.slot[messages.receive[there]]
-        self.transfer, self.latency = transfer[there].tolist(), latency[there].tolist()
+        self.messages, self.numbers = messages, np.flatnonzero(messages.paired)
+        there = self.numbers
+        self.send, self.receive = table.slots_of(messages.send[there]), table.slots_of(messages.receive[there])
+        self.transfer, self.latency = transfer[there], latency[there]
         self.buffered, self.sends_block = send_model.is_buffered, send_model.blocks_rank
         self.receives_block = blocking_receives or send_model.blocks_rank
         # a slot is of one kind; the first part represents an overlapped pair
-        first = np.concatenate(([True], table.slot[1:] != table.slot[:-1]))[: len(table.slot)]
-        roles = np.array([_ROLES.get(kind, -1) for kind in Kind])
-        self.role = roles[table.kind[first]].tolist()
-        self.stage = table.stage[first].tolist()
-        second = np.flatnonzero(~first)
-        self.second_stage = dict(zip(table.slot[second].tolist(), table.stage[second].tolist()))
-        self.message_of = np.full(len(table.rank), -1)
-        self.message_of[self.send] = self.message_of[self.receive] = np.arange(len(there))
-        self.needs = _needs(table, messages, there)
-        self.copies: dict[int, list[int]] = {}
-        for copy, waiting in zip(*(slots.tolist() for slots in table.host_copy_waits)):
-            self.copies.setdefault(waiting, []).append(copy)
+        self.first_part = np.searchsorted(table.slot, np.arange(len(table.rank)))
+        self.role = np.array([_ROLES.get(kind, -1) for kind in Kind])[table.kind[self.first_part]]
         streams = send_model.streams(messages.source[there], messages.target[there], table.placement.num_ranks)
-        self.streams = list(zip(*(stream.tolist() for stream in streams)))
-        self.behind, self.ahead = _queues(np.concatenate((self.send, self.receive)), np.concatenate(streams))
+        known, numbers = np.unique(np.concatenate(streams), return_inverse=True)
+        self.streams = numbers.reshape(2, -1)
+        """Per message: the streams that it queues in at its sender and at its receiver."""
+        self.num_streams, ranks = len(known), table.placement.num_ranks
+        self.first_slot, self.first_message = ranks, ranks + len(table.rank)
+        self.num_events = self.first_message + len(there)
+        self.graph = EventGraph.of(self.num_events, list(self._waits()))
+
+    def _waits(self) -> Iterator[Waits]:
+        table, slots = self.table, np.arange(len(self.table.rank))
+        message = self.first_message + np.arange(len(self.numbers))
+        clock = self.clock_before
+        yield Waits(clock, self.first_slot + slots)
+        yield Waits(clock[self.send], message)
+        consumer = table.slots_of(self.messages.consumer[self.numbers])
+        used = consumer >= 0
+        yield Waits(message[used], self.first_slot + consumer[used], self.latency[used])
+        if not self.buffered:
+            yield Waits(clock[self.receive], message)
+        for ends, block in ((self.send, self.sends_block), (self.receive, self.receives_block)):
+            if block:
+                yield Waits(message, self.first_slot + ends, self.latency)
+        copies, waiting = table.host_copy_waits
+        yield Waits(self.first_slot + copies, self.first_slot + waiting)
+        yield from self._queues()
+        yield from self._unshards()
+        for roles in ((_Role.COLLECTIVE, _Role.UNSHARD), (_Role.OFFLOAD,), (_Role.RELOAD,)):
+            own = np.flatnonzero(np.isin(self.role, roles))
+            same = table.rank[own[1:]] == table.rank[own[:-1]]
+            yield Waits(self.first_slot + own[:-1][same], self.first_slot + own[1:][same])
+
+    @property
+    def clock_before(self) -> Ints:
+        """Per slot: the event at whose end its rank reaches it."""
+        table, slots = self.table, np.arange(len(self.table.rank))
+        moves = np.isin(self.role, (_Role.COMPUTE, _Role.SEND, _Role.RECEIVE))
+        last = np.concatenate(([-1], np.maximum.accumulate(np.where(moves, slots, -1))))[: len(slots)]
+        return np.where(last >= table.slot_bounds[table.rank], self.first_slot + last, table.rank)
+
+    def _queues(self) -> Iterator[Waits]:
+        """Messages wait for those directly ahead of them in their streams."""
+        _, order, same = self._in_streams
+        ahead, behind = order[:-1][same] % len(self.numbers), order[1:][same] % len(self.numbers)
+        # a buffered channel is free once it has taken the bytes, a stream once the message has arrived
+        lag = 0.0 if self.buffered else self.latency[ahead]
+        yield Waits(self.first_message + ahead, self.first_message + behind, lag)
+
+    @property
+    def _in_streams(self) -> tuple[Ints, Ints, Bools]:
+        """All messages at their senders, then at their receivers: streams, an order by stream and list, where
+        the next in the order is in the same stream.
+        """
+        stream = self.streams.ravel()
+        order = np.lexsort((np.concatenate((self.send, self.receive)), stream))
+        return stream, order, stream[order][1:] == stream[order][:-1]
+
+    def _unshards(self) -> Iterator[Waits]:
+        """Compute waits for the last UNSHARD of its stage before it."""
+        table = self.table
+        parts = np.flatnonzero(table.of_kind(Kind.UNSHARD) | (self.role == _Role.COMPUTE)[table.slot])
+        parts = parts[np.argsort(table.stage[parts] * np.int64(1), kind="stable")]
+        unshards = table.of_kind(Kind.UNSHARD)[parts]
+        latest = np.maximum.accumulate(np.where(unshards, np.arange(len(parts)), -1))
+        waiting = np.flatnonzero(~unshards & (latest >= 0))
+        by = latest[waiting]
+        own = table.stage[parts[by]] == table.stage[parts[waiting]]
+        before, after = table.slot[parts[by[own]]], table.slot[parts[waiting[own]]]
+        yield Waits(self.first_slot + before, self.first_slot + after)
+
+    def durations(self, of_slots: Floats) -> Floats:
+        """Per event: the given seconds of slots, the transfer time of messages; also for a column per run."""
+        shape = of_slots.shape[1:]
+        transfer = np.broadcast_to(self.transfer.reshape(-1, *(1 for _ in shape)), (len(self.transfer), *shape))
+        seconds = np.concatenate((np.zeros((self.first_slot, *shape)), of_slots, transfer))
+        seconds[self.first_slot : self.first_message][np.isin(self.role, (_Role.SEND, _Role.RECEIVE))] = 0.0
+        return seconds
+
+    def floor(self, starts: Sequence[float] | Floats, stream_free: Floats | None) -> Floats:
+        """Per event: the earliest start, from the clocks of the ranks and streams that may still be busy."""
+        floor = np.zeros(self.num_events)
+        floor[: self.first_slot] = starts
+        floor[self.first_slot : self.first_message] = -np.inf
+        if stream_free is not None and len(self.numbers):
+            stream, order, same = self._in_streams
+            first = order[np.concatenate(([True], ~same))]
+            message = self.first_message + first % len(self.numbers)
+            np.maximum.at(floor, message, stream_free[stream[first]])
+        return floor
 
     def run(
-        self, starts: Sequence[float], durations: Sequence[float], stream_free: Mapping[int, float]
+        self, starts: Sequence[float] | Floats, durations: Floats, stream_free: Floats | None = None
     ) -> RunTimes:
         """One iteration, from these clocks of the ranks on, with streams that may still be busy."""
-        return _Run(self, starts, durations, stream_free).run()
-
-
-def _needs(table: ActionTable, messages: Messages, there: Ints) -> dict[int, list[int]]:
-    """The messages that each slot waits for."""
-    found: dict[int, list[int]] = {}
-    for message, slot in enumerate(table.slots_of(messages.consumer[there]).tolist()):
-        if slot >= 0:
-            found.setdefault(slot, []).append(message)
-    return found
-
-
-def _queues(slot: Ints, stream: Ints) -> tuple[list[list[int]], list[int]]:
-    """Per message: those directly behind it in its streams, and how many are directly ahead of it."""
-    number = len(slot) // 2
-    order = np.lexsort((slot, stream))
-    adjacent = np.flatnonzero(stream[order][1:] == stream[order][:-1])
-    behind: list[list[int]] = [[] for _ in range(number)]
-    ahead = [0] * number
-    for first, then in zip((order[adjacent] % number).tolist(), (order[adjacent + 1] % number).tolist()):
-        behind[first].append(then)
-        ahead[then] += 1
-    return behind, ahead
-
-
-class _Run:
-    """One run in progress."""
-
-    def __init__(
-        self,
-        network: Network,
-        starts: Sequence[float],
-        durations: Sequence[float],
-        stream_free: Mapping[int, float],
-    ) -> None:
-        self.network, self.durations = network, durations
-        self.clock = list(starts)
-        # the other streams of each rank: collectives, and the host link in each direction
-        self.streams = {role: list(starts) for role in (_Role.COLLECTIVE, _Role.OFFLOAD, _Role.RELOAD)}
-        self.streams[_Role.UNSHARD] = self.streams[_Role.COLLECTIVE]
-        self.position = network.table.slot_bounds[:-1].tolist()
-        n, m = len(network.role), len(network.transfer)
-        self.start, self.end = [_NOT_YET] * n, [_NOT_YET] * n
-        self.begin, self.arrival = [_NOT_YET] * m, [_NOT_YET] * m
-        self.posted = [0.0] * m
-        # what a message still waits for: its two ends, and those ahead of it in its streams
-        self.open = [(1 if network.buffered else 2) + ahead for ahead in network.ahead]
-        self.stream_free = dict(stream_free)
-        self.unsharded: dict[int, float] = {}
-        self.waiting: dict[int, list[int]] = {}
-        self.ready = list(range(len(self.clock)))
-
-    def run(self) -> RunTimes:
-        network = self.network
-        while self.ready:
-            rank = self.ready.pop()
-            stop = int(network.table.slot_bounds[rank + 1])
-            while self.position[rank] < stop and self._step(rank, self.position[rank]):
-                self.position[rank] += 1
-        times = np.full((2, network.num_messages), np.nan)
-        times[:, network.numbers] = self.begin, self.arrival
-        return RunTimes(np.array(self.start), np.array(self.end), times[0], times[1], self.stream_free)
-
-    def _step(self, rank: int, i: int) -> bool:
-        """Take a step; False if it has to wait."""
-        role = self.network.role[i]
-        if role == _Role.COMPUTE:
-            return self._compute(rank, i)
-        if role in (_Role.SEND, _Role.RECEIVE):
-            return self._communicate(rank, i, sends=role == _Role.SEND)
-        free = self.streams[role]
-        self.start[i] = self._after_copies(i, max(self.clock[rank], free[rank]))
-        self.end[i] = free[rank] = self.start[i] + self.durations[i]
-        if role == _Role.UNSHARD:
-            self.unsharded[self.network.stage[i]] = self.end[i]
-        return True
-
-    def _after_copies(self, i: int, now: float) -> float:
-        """When the copies to or from the host that a step waits for have ended; they precede it in its list."""
-        return max([now, *(self.end[copy] for copy in self.network.copies.get(i, ()))])
-
-    def _communicate(self, rank: int, i: int, *, sends: bool) -> bool:
-        network = self.network
-        message = int(network.message_of[i])
-        if self.start[i] == _NOT_YET:
-            self.start[i] = self.clock[rank]
-            if sends or not network.buffered:
-                self.posted[message] = max(self.posted[message], self.clock[rank])
-                self._advance(message)
-        if network.sends_block if sends else network.receives_block:
-            if self.arrival[message] == _NOT_YET:
-                self.waiting.setdefault(message, []).append(rank)
-                return False
-            self.clock[rank] = max(self.clock[rank], self.arrival[message])
-        self.end[i] = self.clock[rank]
-        return True
-
-    def _compute(self, rank: int, i: int) -> bool:
-        network, now = self.network, self.clock[rank]
-        for message in network.needs.get(i, ()):
-            arrival = self.arrival[message]
-            if arrival == _NOT_YET:
-                self.waiting.setdefault(message, []).append(rank)
-                return False
-            now = max(now, arrival)
-        now = max(now, self.unsharded.get(network.stage[i], now))
-        if i in network.second_stage:
-            now = max(now, self.unsharded.get(network.second_stage[i], now))
-        self.start[i] = now = self._after_copies(i, now)
-        self.clock[rank] = self.end[i] = now + self.durations[i]
-        return True
-
-    def _advance(self, message: int) -> None:
-        """One thing less to wait for; if it was the last, the message moves, and then those behind it can."""
-        todo = [message]
-        while todo:
-            message = todo.pop()
-            self.open[message] -= 1
-            if self.open[message]:
-                continue
-            network = self.network
-            out, into = network.streams[message]
-            begin = max(self.posted[message], self.stream_free.get(out, 0.0), self.stream_free.get(into, 0.0))
-            self.begin[message] = begin
-            self.arrival[message] = begin + network.transfer[message] + network.latency[message]
-            held = begin + network.transfer[message] if network.buffered else self.arrival[message]
-            self.stream_free[out] = self.stream_free[into] = held
-            self.ready += self.waiting.pop(message, ())
-            todo += network.behind[message]
+        start, end = self.graph.run(self.durations(durations), self.floor(starts, stream_free))
+        slots, messages = slice(self.first_slot, self.first_message), slice(self.first_message, None)
+        posted = np.isin(self.role, (_Role.SEND, _Role.RECEIVE))
+        begun = start[slots]
+        begun[posted] = end[self.clock_before][posted]  # also where the step then waits for its message
+        arrival = np.where(end[messages] < 0, end[messages], end[messages] + self.latency)
+        times = np.full((2, len(self.messages.send)), np.nan)
+        times[:, self.numbers] = start[messages], arrival
+        free = np.zeros(self.num_streams) if stream_free is None else stream_free.copy()
+        held = end[messages] if self.buffered else arrival
+        np.maximum.at(free, self.streams.ravel(), np.tile(held, 2))
+        return RunTimes(begun, end[slots], times[0], times[1], free)

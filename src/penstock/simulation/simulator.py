@@ -16,7 +16,8 @@ Two engines give one answer: `ir.dataflow` where messages cost latency only, `si
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -29,6 +30,7 @@ from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Bools, Floats
 from penstock.lowering import AddCommunication
+from penstock.simulation.event_graph import EventGraph, Waits
 from penstock.simulation.network import Network, RunTimes
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel, invalid_schedule_error, validate
@@ -117,7 +119,7 @@ class Simulator:
         self,
         starts: Sequence[float] | None = None,
         durations: Sequence[float] | Floats | None = None,
-        stream_free: Mapping[int, float] | None = None,
+        stream_free: Floats | None = None,
     ) -> RunTimes:
         """One iteration of `executed`, from these clocks of the ranks on, with these durations of the steps.
 
@@ -126,9 +128,33 @@ class Simulator:
         starts = [0] * self.executed.num_ranks if starts is None else starts
         durations = self.durations if durations is None else durations
         if self._network is not None:
-            return self._network.run(starts, np.asarray(durations).tolist(), stream_free or {})
+            return self._network.run(starts, np.asarray(durations, dtype=np.float64), stream_free)
         ends = run_dataflow(self.executed.table, self._inputs, durations, starts).ends
         return RunTimes(self._starts(ends, starts), ends)
+
+    def makespans(self, durations: Floats) -> Floats:
+        """Of many runs from time 0; `durations` has a row per slot of `executed` and a column per run."""
+        ranks, slots = self.executed.num_ranks, self.executed.num_steps
+        if self._network is not None:
+            network = self._network
+            ends = network.graph.run_many(network.durations(durations), network.floor(np.zeros(ranks), None))
+        else:
+            floor = np.where(np.arange(ranks + slots) < ranks, 0.0, -np.inf)
+            ends = self._event_graph.run_many(
+                np.concatenate((np.zeros((ranks, durations.shape[1])), durations)), floor
+            )
+        latest: Floats = ends[ranks : ranks + slots].max(axis=0, initial=0.0)
+        return latest
+
+    @cached_property
+    def _event_graph(self) -> EventGraph:
+        """The same run as `run_dataflow`: the starts of the ranks, then the slots."""
+        table, ranks = self.executed.table, self.executed.num_ranks
+        slots = np.arange(len(table.rank))
+        before = np.where(slots > table.slot_bounds[table.rank], ranks + slots - 1, table.rank)
+        lists = Waits(before, ranks + slots)
+        messages = Waits(ranks + self._producer, ranks + self._consumer, self._lag)
+        return EventGraph.of(ranks + len(slots), [lists, messages])
 
     def _starts(self, ends: Floats, starts: Sequence[float]) -> Floats:
         """When each slot began: when the one before it had ended and its inputs had arrived, bit for bit."""
