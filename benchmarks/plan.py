@@ -1,22 +1,27 @@
 """Build, lower, validate and simulate large schedules; torch builds, lowers and dry-runs the same ones.
 
-    python -m benchmarks.plan            about three minutes; needs the extra `torch`
+    python -m benchmarks.plan            about two minutes; needs the extra `torch`
+    python -m benchmarks.plan scale      only the largest schedule, without torch; half a minute
 
-Both run in this process one after the other, several times; the table has the fastest run of each. torch
-validates less (counts and the order per stage), and its dry run counts unit steps. Penstock checks every rule,
-proves the absence of deadlock, and simulates costs and memory.
+Both run in this process one after the other, several times; the tables have the CPU seconds of the fastest run of
+each, which other processes on the machine disturb least. torch validates less (counts and the order per stage),
+and its dry run counts unit steps. Penstock checks every rule, proves the absence of deadlock, and simulates costs
+and memory. Its compiled loops are loaded before; what that takes is printed by itself.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
-
-from tests.oracles import torch_schedules
+from typing import Any, NamedTuple
 
 import penstock
+from benchmarks.processes import peak_bytes
+from penstock import loops
 from penstock.simulation.simulator import Simulator
 
 
@@ -32,65 +37,75 @@ class Instance(NamedTuple):
     def __str__(self) -> str:
         return f"{self.torch_name} p={self.ranks} v={self.stages_per_rank} m={self.microbatches}"
 
+    def build(self) -> penstock.Schedule:
+        """The schedule by Penstock."""
+        sizes = {"ranks": self.ranks, "microbatches": self.microbatches}
+        return penstock.build(self.name, **sizes, stages_per_rank=self.stages_per_rank)
+
+    def torch_built(self) -> Any:  # noqa: ANN401 -- torch's objects have no types
+        """The schedule by torch, lowered."""
+        from tests.oracles import torch_schedules  # noqa: PLC0415 -- loads torch
+
+        return torch_schedules.built(self.torch_name, self.ranks, self.stages_per_rank, self.microbatches)
+
 
 INSTANCES = (
     Instance("Interleaved1F1B", "interleaved-1f1b", 32, 4, 512),
     Instance("ZBVZeroBubble", "zbv", 32, 2, 512),
     Instance("InterleavedZeroBubble", "interleaved-zero-bubble", 16, 4, 256),
 )
-
-
-def fastest(call: Callable[[], object], times: int) -> float:
-    """Return the seconds of the fastest run."""
-    best = float("inf")
-    for _ in range(times):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def seconds(instance: Instance) -> dict[str, float]:
-    """Measure Penstock in total and per part, and torch in total."""
-    _, name, ranks, stages_per_rank, microbatches = instance
-
-    def build() -> penstock.Schedule:
-        return penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-
-    def build_lower_validate() -> None:
-        assert penstock.validate(penstock.lower(build())) == []
-
-    compute = build()
-    lowered = penstock.lower(compute)
-    return {
-        "steps": lowered.num_steps,
-        "build": fastest(build, 5),
-        "lower": fastest(lambda: penstock.lower(build()), 5) - fastest(build, 5),
-        "penstock": fastest(build_lower_validate, 5),
-        "torch": fastest(
-            lambda: torch_schedules.built(instance.torch_name, ranks, stages_per_rank, microbatches), 2
-        ),
-    }
-
-
+LARGEST = Instance("Interleaved1F1B", "interleaved-1f1b", 256, 8, 1024)
 COSTS = penstock.Costs(forward=10, backward_input=11, backward_weight=9, latency=0.5, activation=3)
 
 
-def print_simulation(instance: Instance) -> None:
-    """Compare build, lower and simulate with memory to torch's build, lower and dry run."""
-    _, name, ranks, stages_per_rank, microbatches = instance
+def fastest(call: Callable[[], object], times: int) -> float:
+    """Return the CPU seconds of the fastest run."""
+    best = float("inf")
+    for _ in range(times):
+        start = time.process_time()
+        call()
+        best = min(best, time.process_time() - start)
+    return best
 
-    def run_penstock() -> None:
-        schedule = penstock.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-        assert penstock.simulate(penstock.lower(schedule), COSTS).peak_memory
 
-    def run_torch() -> None:
-        built = torch_schedules.built(instance.torch_name, ranks, stages_per_rank, microbatches)
-        assert torch_schedules.dry_run(built)
+def planned(instance: Instance) -> None:
+    """Build, lower, validate."""
+    assert penstock.validate(penstock.lower(instance.build())) == []
 
-    penstock_seconds, torch_seconds = fastest(run_penstock, 3), fastest(run_torch, 1)
-    ratio = torch_seconds / penstock_seconds
-    print(f"{instance!s:<56}{penstock_seconds:>13.3f}{torch_seconds:>11.2f}{ratio:>7.1f}x")
+
+def simulated(instance: Instance) -> None:
+    """Build, lower, validate, simulate with memory."""
+    assert penstock.simulate(penstock.lower(instance.build()), COSTS).peak_memory
+
+
+def dry_run(instance: Instance) -> None:
+    """Build, lower and run torch's simulator."""
+    from tests.oracles import torch_schedules  # noqa: PLC0415 -- loads torch
+
+    assert torch_schedules.dry_run(instance.torch_built())
+
+
+def print_planning() -> None:
+    """Compare build, lower and validate to torch's build and lower; and the time for half the microbatches."""
+    print(f"{'build, lower, validate':<42}{'lowered steps':>14}{'penstock (s)':>13}{'torch (s)':>11}{'ratio':>8}")
+    for instance in INSTANCES:
+        steps = penstock.lower(instance.build()).num_steps
+        build = fastest(instance.build, 7)
+        lower = fastest(lambda: penstock.lower(instance.build()), 7) - build  # noqa: B023 -- called at once
+        ours, theirs = fastest(lambda: planned(instance), 15), fastest(instance.torch_built, 3)  # noqa: B023
+        print(f"{instance!s:<42}{steps:>14,}{ours:>13.3f}{theirs:>11.2f}{theirs / ours:>7.1f}x")
+        print(f"    of which build {build:.3f}, lower {lower:.3f}, validate {ours - build - lower:.3f}")
+        half = instance._replace(microbatches=instance.microbatches // 2)
+        growth = ours / fastest(lambda: planned(half), 15), theirs / fastest(half.torch_built, 2)  # noqa: B023
+        print(f"    {growth[0]:.1f} times the seconds for half the microbatches (torch {growth[1]:.1f})")
+
+
+def print_simulation() -> None:
+    """Compare build, lower, validate and simulate with memory to torch's build, lower and dry run."""
+    print(f"\n{'build, lower, validate, simulate':<56}{'penstock (s)':>13}{'torch (s)':>11}{'ratio':>8}")
+    for instance in INSTANCES:
+        ours, theirs = fastest(lambda: simulated(instance), 15), fastest(lambda: dry_run(instance), 2)  # noqa: B023
+        print(f"{instance!s:<56}{ours:>13.3f}{theirs:>11.2f}{theirs / ours:>7.1f}x")
 
 
 def print_rate() -> None:
@@ -103,28 +118,62 @@ def print_rate() -> None:
     print(f"simulations per second, p=8 m=32, {schedule.num_steps} steps: {rates}")
 
 
+def in_a_new_process(call: str) -> Any:  # noqa: ANN401 -- JSON
+    """What a function of this module returns in a process of its own."""
+    code = f"import json; from benchmarks import plan; print(json.dumps(plan.{call}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    return json.loads(done.stdout)
+
+
+def cold_start(*, compile_loops: bool) -> tuple[float, float]:
+    """CPU and wall seconds from the start of the process to the first simulated schedule."""
+    loops.COMPILE_AFTER = 0 if compile_loops else sys.maxsize
+    start = time.perf_counter()
+    simulated(INSTANCES[2])
+    return time.process_time(), time.perf_counter() - start
+
+
+def scale() -> list[float]:
+    """The largest schedule: steps, CPU and wall seconds of planning and of simulation, peak memory in GiB."""
+    times = [(time.process_time(), time.perf_counter())]
+    lowered = penstock.lower(LARGEST.build())
+    assert penstock.validate(lowered) == []
+    times.append((time.process_time(), time.perf_counter()))
+    timeline = penstock.simulate(lowered, COSTS)
+    assert timeline.peak_memory
+    times.append((time.process_time(), time.perf_counter()))
+    (a, b, c) = times
+    return [lowered.num_steps, b[0] - a[0], b[1] - a[1], c[0] - b[0], c[1] - b[1], peak_bytes() / 2**30]
+
+
+def print_scale() -> None:
+    """Print the row of the largest schedule."""
+    steps, cpu, wall, run_cpu, run_wall, gib = in_a_new_process("scale()")
+    print(f"\n{LARGEST!s}, {steps:,.0f} lowered steps, in a new process:")
+    print(f"    build, lower, validate   {cpu:6.1f} s of CPU, {wall:.1f} s in all")
+    print(f"    simulate, memory         {run_cpu:6.1f} s of CPU, {run_wall:.1f} s in all")
+    print(f"    peak memory              {gib:6.1f} GiB")
+
+
+def print_cold_start() -> None:
+    """Print what a new process takes for a small schedule, with plain loops and with compiled ones."""
+    print(f"\ncold start: a new process that builds, lowers, validates and simulates {INSTANCES[2]}, CPU seconds")
+    for text, compile_loops in (("plain loops", False), ("compiled loops, from the cache on disk", True)):
+        seconds = min(in_a_new_process(f"cold_start(compile_loops={compile_loops})")[0] for _ in range(2))
+        print(f"    {text:<40}{seconds:6.2f}")
+
+
 def main() -> None:
-    """Print the tables: planning, scaling with the number of microbatches, simulation."""
+    """Print the tables: planning, simulation, cold start, the largest schedule."""
     logging.disable(logging.WARNING)
-    print(f"{'schedule':<42}{'lowered steps':>14}{'penstock (s)':>13}{'torch (s)':>11}{'ratio':>8}")
-    for instance in INSTANCES:
-        t = seconds(instance)
-        ratio = t["torch"] / t["penstock"]
-        print(f"{instance!s:<42}{t['steps']:>14,.0f}{t['penstock']:>13.3f}{t['torch']:>11.2f}{ratio:>7.1f}x")
-        print(
-            f"    of which build {t['build']:.3f}, lower {t['lower']:.3f}, "
-            f"validate {t['penstock'] - t['build'] - t['lower']:.3f}"
-        )
-    print(f"\n{'time ratio for twice the microbatches':<42}{'penstock':>10}{'torch':>16}")
-    for instance in INSTANCES:
-        half = seconds(instance._replace(microbatches=instance.microbatches // 2))
-        full = seconds(instance)
-        ratios = [full[library] / half[library] for library in ("penstock", "torch")]
-        print(f"{instance!s:<42}{ratios[0]:>9.1f}x{ratios[1]:>15.1f}x")
-    print(f"\n{'build, lower, validate, simulate':<56}{'penstock (s)':>13}{'torch (s)':>11}{'ratio':>8}")
-    for instance in (INSTANCES[0], INSTANCES[2]):
-        print_simulation(instance)
-    print_rate()
+    if sys.argv[1:] != ["scale"]:
+        loops.COMPILE_AFTER = 0
+        simulated(INSTANCES[0])  # loads the compiled loops
+        print_planning()
+        print_simulation()
+        print_rate()
+        print_cold_start()
+    print_scale()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.ir.dataflow import Inputs, run_dataflow
+from penstock.ir.encoding import code_of
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Bools, Ints, codes_of
@@ -78,8 +79,8 @@ def _message_codes(schedule: Schedule, kinds: tuple[Kind, Kind], stage: Ints, ot
     if not schedule.graph.is_chain:
         pairs = zip(stage.tolist(), other.tolist(), is_gradient.tolist())
         port = np.array([schedule.graph.port(kinds[g], s, t) for s, t, g in pairs], dtype=np.int64)
-    codes = [codes_of(kind, stage, microbatch, port) for kind in kinds]
-    return np.where(is_gradient, codes[1], codes[0])
+    activation, gradient = (code_of(kind, 0) for kind in kinds)
+    return codes_of(kinds[0], stage, microbatch, port) + is_gradient * np.int64(gradient - activation)
 
 
 def _moments(schedule: Schedule) -> Ints:
