@@ -3,16 +3,17 @@
     python -m benchmarks.plan            about two minutes; needs the extra `torch`
     python -m benchmarks.plan scale      only the largest schedule, without torch; half a minute
 
-Both run in this process one after the other, several times; the tables have the CPU seconds of the fastest run of
-each, which other processes on the machine disturb least. torch validates less (counts and the order per stage),
-and its dry run counts unit steps. Penstock checks every rule, proves the absence of deadlock, and simulates costs
-and memory. Its compiled loops are loaded before; what that takes is printed by itself.
+Both run in this process one after the other, several times; the tables have the CPU seconds of the fastest run
+of each, which other processes on the machine disturb least. torch validates less (counts and the order per
+stage), and its dry run counts unit steps. Penstock checks every rule, proves the absence of deadlock, and
+simulates costs and memory. Its compiled loops are loaded before; what that takes is printed by itself.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import resource
 import subprocess
 import sys
 import time
@@ -20,7 +21,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import penstock
-from benchmarks.processes import peak_bytes
 from penstock import loops
 from penstock.simulation.simulator import Simulator
 
@@ -42,7 +42,7 @@ class Instance(NamedTuple):
         sizes = {"ranks": self.ranks, "microbatches": self.microbatches}
         return penstock.build(self.name, **sizes, stages_per_rank=self.stages_per_rank)
 
-    def torch_built(self) -> Any:  # noqa: ANN401 -- torch's objects have no types
+    def torch_built(self) -> Any:
         """The schedule by torch, lowered."""
         from tests.oracles import torch_schedules  # noqa: PLC0415 -- loads torch
 
@@ -87,7 +87,9 @@ def dry_run(instance: Instance) -> None:
 
 def print_planning() -> None:
     """Compare build, lower and validate to torch's build and lower; and the time for half the microbatches."""
-    print(f"{'build, lower, validate':<42}{'lowered steps':>14}{'penstock (s)':>13}{'torch (s)':>11}{'ratio':>8}")
+    print(
+        f"{'build, lower, validate':<42}{'lowered steps':>14}{'penstock (s)':>13}{'torch (s)':>11}{'ratio':>8}"
+    )
     for instance in INSTANCES:
         steps = penstock.lower(instance.build()).num_steps
         build = fastest(instance.build, 7)
@@ -118,7 +120,7 @@ def print_rate() -> None:
     print(f"simulations per second, p=8 m=32, {schedule.num_steps} steps: {rates}")
 
 
-def in_a_new_process(call: str) -> Any:  # noqa: ANN401 -- JSON
+def in_a_new_process(call: str) -> Any:
     """What a function of this module returns in a process of its own."""
     code = f"import json; from benchmarks import plan; print(json.dumps(plan.{call}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
@@ -142,8 +144,15 @@ def scale() -> list[float]:
     timeline = penstock.simulate(lowered, COSTS)
     assert timeline.peak_memory
     times.append((time.process_time(), time.perf_counter()))
-    (a, b, c) = times
-    return [lowered.num_steps, b[0] - a[0], b[1] - a[1], c[0] - b[0], c[1] - b[1], peak_bytes() / 2**30]
+    a, b, c = times
+    return [
+        lowered.num_steps,
+        b[0] - a[0],
+        b[1] - a[1],
+        c[0] - b[0],
+        c[1] - b[1],
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    ]
 
 
 def print_scale() -> None:
@@ -157,7 +166,9 @@ def print_scale() -> None:
 
 def print_cold_start() -> None:
     """Print what a new process takes for a small schedule, with plain loops and with compiled ones."""
-    print(f"\ncold start: a new process that builds, lowers, validates and simulates {INSTANCES[2]}, CPU seconds")
+    print(
+        f"\ncold start: a new process that builds, lowers, validates and simulates {INSTANCES[2]}, CPU seconds"
+    )
     for text, compile_loops in (("plain loops", False), ("compiled loops, from the cache on disk", True)):
         seconds = min(in_a_new_process(f"cold_start(compile_loops={compile_loops})")[0] for _ in range(2))
         print(f"    {text:<40}{seconds:6.2f}")

@@ -81,11 +81,24 @@ class ActionColumns:
     ) -> Columns:
         """From the integer form of every rank's list."""
         code = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
-        opens = (code & JOINED) == 0
-        slot = np.cumsum(opens) - 1
-        part_bounds = np.cumsum([0, *map(len, rows)])
-        slot_bounds = np.concatenate(([0], np.cumsum(opens)))[part_bounds]
-        rank = np.repeat(np.arange(len(rows)), np.diff(slot_bounds))
+        return cls.of_code(code, np.cumsum([0, *map(len, rows)]), placement, graph, microbatches)
+
+    @classmethod
+    def of_code(  # noqa: PYI019 -- Self needs Python 3.11
+        cls: type[Columns],
+        code: Ints,
+        part_bounds: Ints,
+        placement: Placement,
+        graph: StageGraph,
+        microbatches: int,
+    ) -> Columns:
+        """From the integer form of all lists, one after the other, and where each begins."""
+        joined = (code & JOINED).astype(np.bool_)
+        slot, slot_bounds = np.arange(len(code)), part_bounds
+        if joined.any():
+            slot = np.cumsum(~joined) - 1
+            slot_bounds = np.append(slot, slot[-1] + 1)[part_bounds]
+        rank = np.repeat(np.arange(len(part_bounds) - 1), np.diff(slot_bounds))
         table = cls(placement, graph, microbatches, code, slot, part_bounds, slot_bounds, rank)
         for array in (code, slot, part_bounds, slot_bounds, rank):
             array.flags.writeable = False
@@ -112,7 +125,7 @@ class ActionColumns:
         """Per part: its stage."""
         return (self.code >> STAGE_SHIFT) & STAGE_MASK
 
-    @cached_property
+    @property
     def port(self) -> Ints:
         """Per part: the port of a message, 0 for everything else."""
         return self.code >> PORT_SHIFT
@@ -125,7 +138,7 @@ class ActionColumns:
     @cached_property
     def part_rank(self) -> Ints:
         """Per part: the rank it runs on."""
-        return np.repeat(np.arange(self.placement.num_ranks), np.diff(self.part_bounds))
+        return self.rank[self.slot] if self.has_pairs else self.rank
 
     def slots_of(self, parts: Ints) -> Ints:
         """The slots of parts, also of part -1, which stands for a missing one and has slot -1."""

@@ -109,9 +109,15 @@ class Schedule(Displayed):
                 f"{num_parts} actions cannot cover {placement.num_stages} stages "
                 f"and {microbatches} microbatches"
             )
-        table = ActionTable.of(rows, placement, graph, microbatches)
+        self._set(ActionTable.of(rows, placement, graph, microbatches), name)
+
+    def _set(self, table: ActionTable, name: str) -> None:
         self.__dict__.update(
-            placement=placement, graph=graph, microbatches=microbatches, name=name, table=table
+            placement=table.placement,
+            graph=table.graph,
+            microbatches=table.microbatches,
+            name=name,
+            table=table,
         )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -139,6 +145,13 @@ class Schedule(Displayed):
     def with_rows(self, rows: Sequence[Sequence[int] | Ints]) -> Schedule:
         """The same placement, graph, microbatches and name with other steps, in integer form."""
         return Schedule.from_codes(rows, self.placement, self.microbatches, self.name, self.graph)
+
+    def with_codes(self, code: Ints, part_bounds: Ints) -> Schedule:
+        """The same with other steps: the integer form of all lists, one after the other, and where they begin."""
+        schedule = Schedule.__new__(Schedule)
+        table = ActionTable.of_code(code, part_bounds, self.placement, self.graph, self.microbatches)
+        schedule._set(table, self.name)  # noqa: SLF001 -- our own
+        return schedule
 
     def only(self, kinds: Iterable[Kind]) -> Schedule:
         """The actions of these kinds, in the same order."""

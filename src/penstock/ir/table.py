@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.ir.columns import ActionColumns, Bools, Floats, Ints, codes_of, kinds_in
+from penstock.ir.encoding import PORT_SHIFT
 from penstock.ir.kinds import Dependency, Kind, StageRelation
 
 __all__ = ["ActionTable", "Bools", "Floats", "Ints", "Need", "codes_of", "kinds_in"]
@@ -50,9 +51,11 @@ class ActionTable(ActionColumns):
         for kind in self.kinds:
             if kind.is_communication:
                 parts = self.sound_parts(kind)
-                edges, port = self.graph.edges_by_port(kind), self.port[parts]
+                edges = self.graph.edges_by_port(kind)
+                port = self.code[parts] >> PORT_SHIFT
                 exists = port < edges.shape[1]
-                found[parts[exists]] = edges[self.stage[parts[exists]], port[exists]]
+                on_edge = edges[self.stage[parts], np.where(exists, port, 0)]
+                found[parts] = np.where(exists, on_edge, -1)
         return found
 
     @cached_property

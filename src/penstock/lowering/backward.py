@@ -36,13 +36,12 @@ class SplitBackward(Pass):
         whole = table.of_kind(Kind.B)
         code = np.where(whole, table.code + _B_TO_I, table.code)
         place = np.arange(len(code))
-        rows = arrange(
-            schedule.num_ranks,
+        return arrange(
+            schedule,
             np.concatenate((table.part_rank, table.part_rank[whole])),
             np.concatenate((place, place[whole])),
             np.concatenate((code, (code[whole] & ~JOINED) + _I_TO_W)),
         )
-        return schedule.with_rows(rows)
 
 
 @dataclass(frozen=True)

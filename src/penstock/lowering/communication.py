@@ -60,8 +60,7 @@ class AddCommunication(Pass):
             ranks.append(host)
             keys.append(key)
             codes.append(_message_codes(schedule, kinds, *ends, made))
-        rows = arrange(schedule.num_ranks, *map(np.concatenate, (ranks, keys, codes)))
-        return schedule.with_rows(rows)
+        return arrange(schedule, *map(np.concatenate, (ranks, keys, codes)))
 
 
 def _other_ends(schedule: Schedule) -> Ints:

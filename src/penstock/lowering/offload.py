@@ -55,10 +55,9 @@ class Offload(Pass):
         stage, microbatch, after, reload_step = stage[pays], microbatch[pays], after[pays], reload_step[pays]
         before = np.unique(table.slot[table.is_compute])[reload_step]
         codes = (table.code, *(codes_of(kind, stage, microbatch) for kind in (Kind.OFFLOAD, Kind.RELOAD)))
-        rows = arrange(
-            schedule.num_ranks,
+        return arrange(
+            schedule,
             np.concatenate((table.part_rank, table.rank[after], table.rank[before])),
             np.concatenate((table.slot * 3 + 1, after * 3 + 2, before * 3)),
             np.concatenate(codes),
         )
-        return schedule.with_rows(rows)

@@ -17,7 +17,7 @@ from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 
-__all__ = ["Pass", "arrange", "require_absent"]
+__all__ = ["Pass", "arrange", "insert", "require_absent"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,23 @@ class Pass(ABC):
         """The changed schedule."""
 
 
-def arrange(num_ranks: int, rank: Ints, key: Ints, code: Ints) -> list[Ints]:
-    """The rows of all ranks, their parts sorted by key; parts with equal keys keep their order."""
+def arrange(schedule: Schedule, rank: Ints, key: Ints, code: Ints) -> Schedule:
+    """The schedule with these parts on these ranks, sorted by key; parts with equal keys keep their order."""
     order = np.argsort(rank * (int(key.max(initial=0)) + 1) + key, kind="stable")
-    return np.split(code[order], np.cumsum(np.bincount(rank, minlength=num_ranks))[:-1])
+    return schedule.with_codes(code[order], _bounds(rank, schedule.num_ranks))
+
+
+def insert(schedule: Schedule, before: Ints, rank: Ints, code: Ints) -> Schedule:
+    """The schedule with more parts on these ranks, each before the part of this number, in the order given."""
+    table = schedule.table
+    return schedule.with_codes(
+        np.insert(table.code, before, code), table.part_bounds + _bounds(rank, schedule.num_ranks)
+    )
+
+
+def _bounds(rank: Ints, num_ranks: int) -> Ints:
+    """Per rank, and one more: how many entries are of lower ranks."""
+    return np.concatenate(([0], np.cumsum(np.bincount(rank, minlength=num_ranks))))
 
 
 def require_absent(schedule: Schedule, name: str, *kinds: Kind) -> None:

@@ -41,10 +41,9 @@ class Recompute(Pass):
         new = chosen(table, self.name, self.stages, self.policy) & (table.at(Kind.RECOMPUTE) < 0)
         stage, microbatch = np.nonzero(new)
         before = table.slot[table.input_gradient[new]]
-        rows = arrange(
-            schedule.num_ranks,
+        return arrange(
+            schedule,
             np.concatenate((table.part_rank, table.rank[before])),
             np.concatenate((table.slot * 2 + 1, before * 2)),
             np.concatenate((table.code, codes_of(Kind.RECOMPUTE, stage, microbatch))),
         )
-        return schedule.with_rows(rows)

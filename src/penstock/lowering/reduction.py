@@ -10,7 +10,7 @@ import numpy as np
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import ActionTable, Ints, codes_of
-from penstock.lowering.passes import Pass, arrange, require_absent
+from penstock.lowering.passes import Pass, insert, require_absent
 
 __all__ = ["AddGradReduction", "last_backwards", "with_reductions"]
 
@@ -38,10 +38,5 @@ def last_backwards(table: ActionTable) -> Ints:
 def with_reductions(schedule: Schedule, after: Ints) -> Schedule:
     """The schedule with the REDUCE_GRAD of each stage directly after this slot of its rank; none for -1."""
     table, stages = schedule.table, np.flatnonzero(after >= 0)
-    rows = arrange(
-        schedule.num_ranks,
-        np.concatenate((table.part_rank, table.hosts[stages])),
-        np.concatenate((table.slot, after[stages])),
-        np.concatenate((table.code, codes_of(Kind.REDUCE_GRAD, stages))),
-    )
-    return schedule.with_rows(rows)
+    next_part = np.searchsorted(table.slot, after[stages], side="right")
+    return insert(schedule, next_part, table.hosts[stages], codes_of(Kind.REDUCE_GRAD, stages))

@@ -19,7 +19,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import ActionTable, Bools, Ints, codes_of
-from penstock.lowering.passes import Pass, arrange, require_absent
+from penstock.lowering.passes import Pass, insert, require_absent
 
 __all__ = ["AddSharding", "with_sharding"]
 
@@ -53,18 +53,17 @@ def with_sharding(schedule: Schedule, held: Callable[[int, Ints], Bools]) -> Sch
     the stage is unsharded there.
     """
     table = schedule.table
-    # sort keys: at each slot first RESHARD, then UNSHARD, then the step itself
-    ranks, keys, codes = [table.part_rank], [table.slot * 3 + 2], [table.code]
+    ranks, slots, codes = [], [], []
     for rank, stages in enumerate(table.placement.stages_of_rank):
         own = np.array(stages)
         next_use = _next_uses(table, rank, own)
-        for phase, (slot, which) in enumerate(_switches(next_use, held(rank, next_use))):
-            kind = Kind.UNSHARD if phase else Kind.RESHARD
+        switches = _switches(next_use, held(rank, next_use))
+        for kind, (slot, which) in zip((Kind.RESHARD, Kind.UNSHARD), switches):
             ranks.append(np.full(len(slot), rank))
-            keys.append((table.slot_bounds[rank] + slot) * 3 + phase)
+            slots.append(table.slot_bounds[rank] + slot)
             codes.append(codes_of(kind, own[which]))
-    rows = arrange(schedule.num_ranks, *map(np.concatenate, (ranks, keys, codes)))
-    return schedule.with_rows(rows)
+    before = np.searchsorted(table.slot, np.concatenate(slots))
+    return insert(schedule, before, np.concatenate(ranks), np.concatenate(codes))
 
 
 def _switches(next_use: Ints, held: Bools) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
