@@ -39,8 +39,10 @@ class Instance(NamedTuple):
 
     def build(self) -> penstock.Schedule:
         """The schedule by Penstock."""
-        sizes = {"ranks": self.ranks, "microbatches": self.microbatches}
-        return penstock.build(self.name, **sizes, stages_per_rank=self.stages_per_rank)
+        ranks, stages_per_rank, microbatches = self[2:]
+        return penstock.build(
+            self.name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+        )
 
     def torch_built(self) -> Any:
         """The schedule by torch, lowered."""

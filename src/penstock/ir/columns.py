@@ -94,7 +94,8 @@ class ActionColumns:
     ) -> Columns:
         """From the integer form of all lists, one after the other, and where each begins."""
         joined = (code & JOINED).astype(np.bool_)
-        slot, slot_bounds = np.arange(len(code)), part_bounds
+        slot: Ints = np.arange(len(code))
+        slot_bounds = part_bounds
         if joined.any():
             slot = np.cumsum(~joined) - 1
             slot_bounds = np.append(slot, slot[-1] + 1)[part_bounds]

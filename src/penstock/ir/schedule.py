@@ -147,7 +147,7 @@ class Schedule(Displayed):
         return Schedule.from_codes(rows, self.placement, self.microbatches, self.name, self.graph)
 
     def with_codes(self, code: Ints, part_bounds: Ints) -> Schedule:
-        """The same with other steps: the integer form of all lists, one after the other, and where they begin."""
+        """The same with other steps: the integer form of all lists, and where each begins in it."""
         schedule = Schedule.__new__(Schedule)
         table = ActionTable.of_code(code, part_bounds, self.placement, self.graph, self.microbatches)
         schedule._set(table, self.name)  # noqa: SLF001 -- our own
