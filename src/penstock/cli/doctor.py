@@ -1,16 +1,22 @@
-"""`penstock doctor`: check Python, torch, backends, ports, name resolution and clocks."""
+"""`penstock doctor`: check Python, torch, backends, ports, names and clocks; or all processes of a launch."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from penstock import __version__
-from penstock.cli.options import AsJson
+from penstock.cli.inputs import Sizes, schedule_from
+from penstock.cli.options import AsJson, FamilyStages, Group, Microbatches, Ranks
+from penstock.cli.rendering import require_suffix
+from penstock.cost.costs import Costs
 from penstock.diagnostics import (
     Check,
     Verdict,
@@ -20,40 +26,114 @@ from penstock.diagnostics import (
     name_checks,
     torch_checks,
 )
+from penstock.errors import MissingExtraError
 
 __all__ = ["doctor"]
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
+Distributed: TypeAlias = Annotated[
+    bool, typer.Option("--distributed", help="Check the processes of a launch; run it under torchrun.")
+]
+ScheduleOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar="SCHEDULE",
+        help="With --distributed: the schedule of the run, a file or a family with -p and -m.",
+    ),
+]
+LinksFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="With --distributed: write the links as costs."),
+]
+Timeout: TypeAlias = Annotated[
+    float, typer.Option("--timeout", min=1, help="With --distributed: seconds that the processes wait.")
+]
 
-def doctor(*, as_json: AsJson = False) -> None:
+
+def doctor(
+    *,
+    distributed: Distributed = False,
+    schedule: ScheduleOption = None,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: FamilyStages = None,
+    group: Group = None,
+    output: LinksFile = None,
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
+) -> None:
     """Check this machine: Python, torch and its backends, ports, name resolution, clocks, extras.
 
     One line per check: ok, warn (something is slow or unavailable) or fail. Exit code 1 if a check fails.
     With torch, two processes exchange a tensor; this takes a few seconds, at most two minutes.
 
+    With --distributed, under torchrun, all processes of the launch take part: rendezvous, versions, world size
+    against --schedule, clocks, and latency and bandwidth of each edge, which -o writes as costs. Rank 0 prints.
+
     Examples:
       penstock doctor
       penstock doctor --json
+      torchrun --nproc-per-node 4 -m penstock doctor --distributed
+      torchrun --nproc-per-node 4 -m penstock doctor --distributed --schedule mine.csv -o links.toml
     """
+    sizes = Sizes(ranks, microbatches, stages_per_rank, group)
+    if distributed:
+        _distributed(schedule, sizes, output, timeout, as_json=as_json)
+    given = {"--schedule": schedule, "--output": output, **dict.fromkeys(sizes.given, True)}
+    if names := [name for name, value in given.items() if value is not None]:
+        raise typer.BadParameter(f"{' and '.join(names)} belong to --distributed; give it too")
     extras = extra_checks()
     checks = [*core_checks(__version__), *machine_checks(), *name_checks(), *extras]
     if {check.name: check.verdict for check in extras}["extra torch"] == "ok":
         checks += torch_checks()
+    _finish(checks, as_json=as_json)
+
+
+def _distributed(
+    source: str | None, sizes: Sizes, output: Path | None, seconds: float, *, as_json: bool
+) -> None:
+    """Run the checks of a launch in this process of it; only rank 0 prints and writes."""
+    if output is not None:
+        require_suffix(output, (".toml", ".json"))
+    if source is None and sizes.given:
+        raise typer.BadParameter(f"{' and '.join(sizes.given)} are the sizes of --schedule; give it too")
+    schedule = None if source is None else schedule_from(source, sizes)
+    if {check.name: check.verdict for check in extra_checks()}["extra torch"] != "ok":
+        raise MissingExtraError(
+            "--distributed needs torch, which is not installed: pip install 'penstock[torch]'"
+        )
+    from penstock.runtime.distributed_checks import distributed_checks  # noqa: PLC0415 -- needs torch
+
+    report = distributed_checks(schedule, seconds)
+    if os.environ.get("RANK", "0") != "0":
+        raise typer.Exit(1 if _worst(report.checks) == "fail" else 0)
+    if output is not None and report.costs is not None:
+        report.costs.write(output)
+    _finish(report.checks, report.costs, as_json=as_json)
+
+
+def _finish(checks: tuple[Check, ...] | list[Check], costs: Costs | None = None, *, as_json: bool) -> None:
+    """Print the checks, and the links as costs; end with the exit code."""
     worst = _worst(checks)
+    links = {} if costs is None else costs.to_keys()
     if as_json:
-        typer.echo(json.dumps({"verdict": worst, "checks": [asdict(check) for check in checks]}, indent=2))
+        document: dict[str, Any] = {"verdict": worst, "checks": [asdict(check) for check in checks]}
+        typer.echo(json.dumps(document | ({"costs": links} if costs is not None else {}), indent=2))
     else:
         _print(checks)
+        for key, value in links.items():
+            typer.echo(f"{key} = {json.dumps(value)}")
     raise typer.Exit(1 if worst == "fail" else 0)
 
 
-def _worst(checks: list[Check]) -> Verdict:
+def _worst(checks: tuple[Check, ...] | list[Check]) -> Verdict:
     order: tuple[Verdict, ...] = ("fail", "warn", "ok")
     return next(verdict for verdict in order if any(check.verdict == verdict for check in checks))
 
 
-def _print(checks: list[Check]) -> None:
+def _print(checks: tuple[Check, ...] | list[Check]) -> None:
     console = Console(highlight=False, markup=False)
     width = max(len(check.name) for check in checks)
     for check in checks:

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from penstock.cost.costs import Costs
 from penstock.ir.schedule import Schedule
 from penstock.runtime.transport.communicator import Communicator, ControlMessage, gather_arrays
 from penstock.runtime.transport.transport_errors import wait
 
-__all__ = ["LinkCosts", "measure_links"]
+__all__ = ["LinkCosts", "link_costs", "measure_links"]
 
 _ROUNDS = 20
 _SMALL, _LARGE = 64, 1 << 20  # bytes
@@ -23,6 +24,13 @@ class LinkCosts(NamedTuple):
 
     latency: tuple[float, ...]
     bandwidth: tuple[float | None, ...]
+
+
+def link_costs(network: LinkCosts) -> Costs:
+    """Costs of links alone; an edge between stages of one rank is as fast as the fastest link."""
+    measured = [speed for speed in network.bandwidth if speed]
+    bandwidth = tuple(speed or max(measured) for speed in network.bandwidth) if measured else None
+    return Costs(latency=network.latency or 0.0, bandwidth=bandwidth)
 
 
 def measure_links(communicator: Communicator | None, schedule: Schedule, rank: int) -> LinkCosts:

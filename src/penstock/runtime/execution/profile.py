@@ -20,7 +20,7 @@ from penstock.ir.kinds import Kind
 from penstock.ir.table import Ints
 from penstock.runtime.execution.clocks import Clocks, DeviceClock, HostClock, compare_clocks
 from penstock.runtime.execution.connection import Connection
-from penstock.runtime.execution.link_measurement import LinkCosts, measure_links
+from penstock.runtime.execution.link_measurement import LinkCosts, link_costs, measure_links
 from penstock.runtime.execution.live_bytes import LiveBytes
 from penstock.runtime.execution.program import Program
 from penstock.runtime.transport.communicator import gather_arrays
@@ -133,10 +133,8 @@ def _sizes(connection: Connection) -> Ints:
 
 def _link_costs(network: LinkCosts, sizes: Ints) -> Costs:
     """Costs of messages alone: the measured links, and the bytes that were sent."""
-    measured = [speed for speed in network.bandwidth if speed]
-    return Costs(
-        latency=network.latency or 0.0,
-        bandwidth=tuple(speed or max(measured) for speed in network.bandwidth) if measured else None,
+    return replace(
+        link_costs(network),
         activation_message=tuple(sizes[:, 0].tolist()) or 0.0,
         gradient_message=tuple(sizes[:, 1].tolist()) or 0.0,
     )
