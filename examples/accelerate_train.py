@@ -1,10 +1,10 @@
-"""Train a pipeline with the habits of Accelerate: `Accelerator`, `prepare`, `print`, and resuming from a checkpoint.
+"""Train a pipeline with the habits of Accelerate: `Accelerator`, `prepare`, `print`, and resuming.
 
 torchrun --nproc-per-node 2 examples/accelerate_train.py
 
-Accelerate starts the process group, moves data, wraps the optimizer and the learning-rate schedule, and prints on
-one rank. The pipeline replaces `accelerator.prepare(model)` and `accelerator.backward(loss)`. Every rank reads the
-same batches: the first stage uses the inputs, the last one the targets, so the data loader is not prepared.
+Accelerate starts the process group, wraps the optimizer and the learning-rate schedule, and prints on one rank.
+The pipeline replaces `accelerator.prepare(model)` and `accelerator.backward(loss)`. Every rank reads the same
+batches: the first stage uses the inputs, the last one the targets, so the data loader is not prepared.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Training:
         return sum(losses) / len(losses)
 
     def save(self, path: Path) -> None:
-        """Save the state of all ranks; not accelerator.save_state, which writes one copy of each rank's parts."""
+        """Save the state of all ranks; accelerator.save_state would write each rank's parts under one name."""
         save_checkpoint(
             path, self.pipeline, self.optimizer.optimizer, extra={"lr": self.scheduler.state_dict()}
         )
