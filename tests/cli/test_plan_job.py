@@ -63,6 +63,12 @@ def test_errors_say_what_is_missing(run: Run, config: Path, arguments: list[obje
     assert message in result.message
 
 
+def test_a_config_without_its_type_is_not_taken_for_costs(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"hidden_size": 64, "num_hidden_layers": 2}))
+    assert "missing model_type; known are llama" in run("plan", path, "--devices", 8, "--batch", 8).message
+
+
 def test_options_of_a_config_are_refused_for_model_files(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "costs.toml"
     path.write_text("forward_seconds = [1, 1]\n")

@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 _PANEL = "With a model config"
+_CONFIG_KEYS = {"hidden_size", "num_hidden_layers", "n_embd", "n_layer"}
+"""By which a config is known that lacks its model_type."""
 
 DeviceCount: TypeAlias = Annotated[
     int | None, typer.Option("--devices", help="Number of devices of the job.", rich_help_panel=_PANEL)
@@ -112,10 +114,11 @@ def is_job(source: str, arguments: JobArguments) -> bool:
     """Whether a file is a model config; if not, options for one are a usage error."""
     if Path(source).suffix.lower() == ".json":
         try:
-            if is_config(read_keys(source)):
-                return True
+            keys = read_keys(source)
         except FormatError as error:
             raise typer.BadParameter(str(error)) from None
+        if is_config(keys) or (isinstance(keys, dict) and _CONFIG_KEYS & set(keys)):
+            return True
     if arguments.given:
         raise typer.BadParameter(
             f"{', '.join(arguments.given)}: only with a model's config.json, which has a model_type; {source} "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
+from math import ceil
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,9 @@ from penstock.planning.planner import write_best
 from penstock.planning.technique_text import TECHNIQUES
 
 __all__ = ["JobPlan", "plan_job"]
+
+_MOST_SHARDED = 3
+"""The ZeRO stage that shards everything."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,14 +159,8 @@ def _no_option(evaluation: JobEvaluation) -> str:
         counts = stages.counts(layout.pipeline)
         needs.append((stages.memory_of_1f1b(counts, layout.microbatches), stages.state_of(counts), layout))
     least, state, layout = min(needs, key=lambda each: each[0])
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("--microbatch-size 1", {"microbatch_size": 1}),
-        ("--recompute full", {"recompute": "full"}),
-        (f"--zero 3 instead of {request.zero}", {"zero": 3}),
-        *((f"--devices {n * request.devices}", {"devices": n * request.devices}) for n in (2, 4, 8, 16)),
-    ]
-    fitting = [*_fitting_techniques(evaluation), *(text for text, change in changes if _fits(request, change))]
-    advice = f"what would fit: {', or '.join(fitting[:2])}" if fitting else "give devices with more memory"
+    fitting = [*_fitting_techniques(evaluation), *_fitting_changes(request, least)]
+    advice = f"what would fit: {', or '.join(fitting[:3])}" if fitting else "give devices with more memory"
     where = f"{request.devices} {request.device.name} with {size_text(request.memory_limit)} each"
     return (
         f"{request.config.name} fits no layout of {where}: the smallest, {layout} with 1F1B and "
@@ -182,6 +182,22 @@ def _fitting_techniques(evaluation: JobEvaluation) -> list[str]:
             evaluation.options = []
     evaluation.request = request
     return found
+
+
+def _fitting_changes(request: JobRequest, least: float) -> Iterator[str]:
+    """Options with which 1F1B fits, the smallest number of devices last."""
+    changes: dict[str, dict[str, Any]] = {}
+    if (request.microbatch_size or 1) > 1:
+        changes["--microbatch-size 1"] = {"microbatch_size": 1}
+    if request.recompute not in {None, "full"}:
+        changes["--recompute full"] = {"recompute": "full"}
+    if request.zero < _MOST_SHARDED:
+        changes[f"--zero 3 instead of {request.zero}"] = {"zero": _MOST_SHARDED}
+    yield from (text for text, change in changes.items() if _fits(request, change))
+    if request.memory_limit < least <= request.device.memory_bytes:
+        yield f"--memory {ceil(least / 1e8) / 10:g}GB"
+    more = (n * request.devices for n in (2, 4, 8, 16, 32))
+    yield from (f"--devices {n}" for n in islice((n for n in more if _fits(request, {"devices": n})), 1))
 
 
 def _fits(request: JobRequest, change: dict[str, Any]) -> bool:
@@ -206,6 +222,7 @@ def _no_layout(request: JobRequest) -> str:
                 f"parallel size divides both with the given sizes; the next that works is --batch {batch}"
             )
     return (
-        f"{request.devices} devices cannot be divided for {request.config.name} (heads "
-        f"{request.config.attention.heads}, blocks {request.config.layers}): try a power of two"
+        f"--devices {request.devices} cannot be divided for {request.config.name}, --batch {request.batch}: "
+        f"tensor parallel sizes divide {request.config.attention.heads} heads, pipeline sizes are up to "
+        f"{request.config.layers} blocks, data parallel sizes divide the batch; try a power of two"
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from penstock.arguments import printable, whole_number
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.model_config import ModelConfig
-from penstock.errors import PlanError
+from penstock.cost.estimate.setting import Setting
+from penstock.errors import EstimateError, PlanError
 
 __all__ = ["JobRequest"]
 
@@ -62,7 +63,7 @@ class JobRequest:
             if (whole_number(value) or 0) < 1
         ]
         if not problems:
-            problems = self._sizes_that_do_not_divide()
+            problems = [*self._sizes_that_do_not_divide(), *self._sizes_without_the_model()]
         if not self.budget > 0:
             problems.append(f"--budget must be a number above 0 (given {self.budget})")
         if self.jitter is not None and not 0 <= self.jitter <= 1:
@@ -82,10 +83,27 @@ class JobRequest:
         problems = []
         if self.devices % product:
             near = max(product, self.devices - self.devices % product)
-            problems.append(f"{' x '.join(names)} does not divide --devices {self.devices}: try {near}")
+            given = " x ".join(names)
+            problems.append(f"{given} does not divide --devices {self.devices}: try --devices {near}")
         blocks = self.config.layers
         if self.pipeline is not None and self.pipeline > blocks:
             problems.append(
                 f"--ranks {self.pipeline}: {self.config.name} has {blocks} blocks, one for each rank at least"
             )
         return problems
+
+    def _sizes_without_the_model(self) -> list[str]:
+        """Sizes that are given and do not divide heads, experts, width or sequence."""
+        expert = self.expert or 1
+        fixed = Setting(
+            *(self.sequence, 1, self.tensor or 1, self.context or 1, expert, expert),
+            precision=self.precision,
+            zero=self.zero,
+            recompute=self.recompute or "none",
+        )
+        try:
+            fixed.check(self.config)
+            self.device.peak(self.precision)
+        except EstimateError as error:
+            return [str(error)]
+        return []
