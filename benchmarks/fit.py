@@ -1,6 +1,6 @@
 """Estimates fitted to one measured schedule predict others: `penstock estimate --fit` on this machine.
 
-    python -m benchmarks.fit [gpt] [sleep] [rounds]
+    python -m benchmarks.fit [gpt] [sleep] [rounds] [real-time]
 
 One schedule is profiled: 1F1B in which every second microbatch has a split backward, so that B, I and W are
 measured. Its costs fit the estimate (`penstock.planning.estimated.fitted_device`), and others are predicted,
@@ -9,12 +9,14 @@ that load affects all of them alike; times are those of the fastest quarter of t
 runs twice: what its two times differ by is noise.
 Steps of a busy machine vary, and wait for each other: predictions have the jitter of the measured schedule.
 `gpt` is the demo's model on two ranks with one thread each, `sleep` the same stages on four ranks with layers
-that sleep instead, which need no cores.
+that sleep instead, which need no cores. With `real-time` the ranks come before other processes while they are
+measured, which needs the right to do so, and stops what else runs on two cores.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -176,11 +178,15 @@ def _fastest(steps: Sequence[Timeline]) -> list[Timeline]:
     return sorted(steps, key=lambda step: step.makespan)[: max(1, len(steps) // 4)]
 
 
-def compare(part: str, rounds: int, print_row: Callable[..., None]) -> None:
+def compare(part: str, rounds: int, real_time: bool, print_row: Callable[..., None]) -> None:  # noqa: FBT001 -- for spawn
     ctypes.CDLL(None).prctl(29, 1)  # PR_SET_TIMERSLACK: sleeps end on time, not up to 50 us later
     register_layer(modules.Sleeping, modules.SleepingRule())
     print_row("schedule", "predicted ms", "measured ms", "error %", "without jitter", "% of F, I, W, B")
-    for row in predictions(gpt_estimate(), measured(part, rounds)):
+    if real_time:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    timelines = measured(part, rounds)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    for row in predictions(gpt_estimate(), timelines):
         kinds = " ".join(f"{each.kind} {100 * each.error:+.0f}" for each in row.kinds[:-1])
         times = (row.predicted * 1e3, row.measured * 1e3, 100 * row.error)
         print_row(row.name, *times, 100 * (row.steady / row.measured - 1), kinds)
@@ -188,6 +194,6 @@ def compare(part: str, rounds: int, print_row: Callable[..., None]) -> None:
 
 if __name__ == "__main__":
     given = [int(each) for each in sys.argv[1:] if each.isdigit()]
-    for part in [each for each in sys.argv[1:] if not each.isdigit()] or PARTS:
+    for part in [each for each in sys.argv[1:] if each in PARTS] or PARTS:
         print(f"{part}, {PARTS[part][0]} ranks")
-        on_ranks(PARTS[part][0], compare, part, *(given or [12]))
+        on_ranks(PARTS[part][0], compare, part, *(given or [12]), "real-time" in sys.argv)

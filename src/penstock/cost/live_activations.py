@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -53,6 +53,11 @@ class LayerBytes:
         fixed = [fixed_bytes_of(costs, (layer,), num_layers) for layer in range(num_layers)]
         self._fixed = [0.0, *accumulate(fixed)]
         self._until = {name: [0.0, *accumulate(costs.per_stage(name, num_layers))] for name in _COSTS}
+
+    def with_live(self, number: float) -> list[float]:
+        """Of each layer: its fixed bytes, and this many live activations."""
+        activation = self._until["activation"]
+        return [b - a + number * (d - c) for (a, b), (c, d) in zip(pairwise(self._fixed), pairwise(activation))]
 
     def peak(self, live: LiveActivations, ranges: Sequence[tuple[int, int]]) -> float:
         """The most bytes that a rank holds at once if its stages have these ranges of layers."""

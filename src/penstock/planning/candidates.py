@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 
 from penstock.cost.live_activations import LayerBytes, LiveActivations
-from penstock.cost.memory import activation_bytes, fixed_bytes_of
 from penstock.ir.placement import Placement, StagesPerRank, most_stages
 from penstock.planning.configuration import Configuration, configure
 from penstock.planning.model import Model
@@ -83,22 +82,11 @@ def partition_within_memory(
         return excess, *_imbalance(loads, counts, placement)
 
     # moves of single layers reach a local optimum only: they start from this partition, and from a small one
-    small = _balanced_by_memory(request.model, configuration, live)
+    mean_live = fmean(float(each.counts.max(initial=0)) for each in live)
+    small = balanced_partition(sizes.with_live(mean_live), placement.num_stages)
     starts = [configuration.counts, *([small] if small else [])]
     found = min((improve_partition(start, cost) for start in starts), key=cost)
     return found if cost(found)[0] == 0 else None
-
-
-def _balanced_by_memory(
-    model: Model, configuration: Configuration, live: Sequence[LiveActivations]
-) -> LayerCounts | None:
-    """The partition whose largest stage, with the mean number of live activations, is smallest."""
-    layers = len(model.layers)
-    per_layer = model.costs([1] * layers, configuration.samples)
-    activation = activation_bytes(per_layer, layers).full.tolist()
-    mean_live = fmean(float(each.counts.max(initial=0)) for each in live)
-    sizes = [fixed_bytes_of(per_layer, (i,), layers) + mean_live * activation[i] for i in range(layers)]
-    return balanced_partition(sizes, configuration.placement.num_stages)
 
 
 def _imbalance(loads: Sequence[float], counts: LayerCounts, placement: Placement) -> tuple[float, ...]:
