@@ -57,12 +57,14 @@ def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     """A socket on this address; port 0 is any free one."""
+    listening: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
     except (OSError, OverflowError) as error:
+        if listening is not None:
+            listening.close()
         raise PenstockError(f"cannot listen on --host {host} --port {port}: {error}") from None
-    listening.set_inheritable(False)
     return listening
