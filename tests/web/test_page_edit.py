@@ -125,6 +125,24 @@ def test_a_csv_file_is_opened_and_junk_is_explained(
     assert page.texts(".panel h2") == ["1f1b", "mine"]
 
 
+DROP = """
+const data = new DataTransfer();
+data.items.add(new File([arguments[0]], "dropped.csv", { type: "text/csv" }));
+for (const kind of ["dragenter", "dragover", "drop"]) {
+  document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true }));
+}
+"""
+
+
+def test_a_file_that_is_dropped_in_the_editor_is_edited(page: Page) -> None:
+    open_small(page)
+    text = "\n".join(",".join(map(str, row)) for row in penstock.build("gpipe", ranks=2, microbatches=3).ranks)
+    page.driver.execute_script(DROP, text)
+    page.until(lambda: "Edit dropped" in page.text("#mode-panel"))
+    page.until(lambda: "gpipe" in page.text("#verdict"))
+    assert page.ask("document.getElementById('drop').hidden")
+
+
 def test_a_search_converges_and_its_result_is_kept(any_size: Page) -> None:
     page = any_size
     page.go("#ranks=3&microbatches=4&limit=3&mode=search")

@@ -65,6 +65,7 @@ function comparison(panel) {
   const { makespan: base, work } = panels[0];
   if (panel.number === 0 || panel.makespan === base || Math.abs(panel.work - work) > 1e-9 * work) return null;
   const percent = (panel.makespan / base - 1) * 100;
+  if (Math.abs(percent) < 0.05) return null;
   const sign = percent > 0 ? "+" : "−";
   return element("dd", `${sign}${Math.abs(percent).toFixed(1)} %`, percent > 0 ? "worse" : "better");
 }

@@ -21,7 +21,10 @@ export function bytes(amount) {
 }
 
 // Formats a share as a percentage.
-export const percent = (share) => `${(share * 100).toFixed(1)} %`;
+export function percent(share) {
+  const text = Math.abs(share * 100).toFixed(1);
+  return `${share < 0 && text !== "0.0" ? "−" : ""}${text} %`;
+}
 
 // Formats a relative difference with its sign, or returns null if there is none.
 export function difference(value, base) {
