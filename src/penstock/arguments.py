@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from operator import index
 
-__all__ = ["listed", "printable", "some", "whole_number"]
+__all__ = ["did_you_mean", "listed", "plural", "printable", "some", "whole_number"]
 
 
 def whole_number(value: object) -> int | None:
@@ -24,9 +25,21 @@ def printable(text: str, most: int = 60) -> str:
     return shown if shown.isprintable() else ascii(shown)
 
 
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """The known name that is nearest to this one, as the end of a message; nothing if none is near."""
+    by_key = {each.lower(): each for each in known}
+    close = get_close_matches(name.lower(), by_key, n=1, cutoff=cutoff)
+    return f"; did you mean {by_key[close[0]]}?" if close else ""
+
+
 def listed(values: Iterable[object]) -> str:
     """Join all values with commas."""
     return ", ".join(map(str, values))
+
+
+def plural(count: object, noun: str, nouns: str = "") -> str:
+    """A count with its noun: `1 rank`, `2 ranks`."""
+    return f"{count} {noun if str(count) == '1' else nouns or noun + 's'}"
 
 
 def some(values: Sequence[object], most: int = 8) -> str:

@@ -165,6 +165,8 @@ def search_record(result: SearchResult) -> dict[str, Any]:
         "peak_memory": max(result.timeline.peak_memory),
         "placement": result.schedule.placement.style,
         "quantile": result.quantile,
+        "time_unit": result.timeline.costs.units.time_name,
+        "memory_unit": result.timeline.costs.units.memory_name,
         "families": dict(result.families),
         "too_large": dict(result.too_large),
         "skipped": list(result.skipped),

@@ -58,7 +58,7 @@ def test_it_prints_a_ranking_a_plot_and_the_best_plan(run: Run, model: Path) -> 
     assert lines[1].split()[0] == "1"
     assert lines[4].endswith("more: --top " + lines[4].rsplit(" ", 1)[-1])
     assert "seconds" in lines[6]
-    assert "time: makespan plus 0.5 s of optimizer step" in result.out
+    assert "time: makespan plus 500 ms of optimizer step" in result.out
     assert "layout E" in result.out
     assert "lower bound over all combinations: " in result.out
     assert "over the memory limit of 150 B" in result.out

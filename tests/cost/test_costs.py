@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from penstock import Costs, CostsError, FormatError
-from penstock.cost.costs import size_text
 from penstock.cost.presets import preset, presets
 from penstock.ir.graph import StageGraph
 
@@ -92,7 +91,9 @@ def test_all_problems_of_a_file_are_reported_with_their_keys(tmp_path: Path) -> 
         Costs.read(path)
     names = [problem.split(":")[0] for problem in caught.value.problems]
     assert names == ["forward", "backward_input_seconds", "latency_seconds"]
-    assert "not a key of costs; they are forward_seconds" in caught.value.problems[0]
+    assert (
+        "not a key of costs; did you mean forward_seconds? (keys: forward_seconds, " in caught.value.problems[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,13 +157,46 @@ def test_the_host_link_has_an_entry_for_each_rank() -> None:
 
 def test_presets_are_found_by_name_and_others_are_named() -> None:
     assert len(presets()) == 12
-    with pytest.raises(CostsError, match="no preset is called 'zb'; there are zb-h2304-p8-m24"):
+    with pytest.raises(CostsError, match=r"no preset is called 'zb' \(known: zb-h2304-p8-m24"):
         preset("zb")
+    with pytest.raises(CostsError, match="'zb-h4096-p8m24'; did you mean zb-h4096-p8-m24"):
+        preset("zb-h4096-p8m24")
+
+
+# --- units -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1002 * 2**20, "1002 MiB"), (1.5 * 2**30, "1.5 GiB")],
+    ("costs", "time", "memory"),
+    [
+        (Costs(), "units", "activations"),
+        (Costs(latency=0.1, activation_freed_by_input=0.5), "units", "activations"),
+        (Costs(forward=0.02), "seconds", "activations"),
+        (Costs(activation=2**20), "units", "bytes"),
+        (Costs(parameters=2**20), "units", "bytes"),
+        (Costs(forward=2, activation=3, time_unit="units", memory_unit="activations"), "units", "activations"),
+        (Costs(time_unit="seconds", memory_unit="bytes"), "seconds", "bytes"),
+        *((each, "seconds", "bytes") for each in presets().values()),
+    ],
 )
-def test_sizes_have_a_fitting_unit_and_no_exponents(count: float, text: str) -> None:
-    assert size_text(count) == text
+def test_costs_know_whether_they_are_real(costs: Costs, time: str, memory: str) -> None:
+    assert (costs.units.time_name, costs.units.memory_name) == (time, memory)
+
+
+def test_times_and_sizes_that_a_file_names_are_real() -> None:
+    costs = Costs.from_keys({"forward_seconds": 1, "activation_bytes": 1})
+    assert (costs.units.time_name, costs.units.memory_name) == ("seconds", "bytes")
+    relative = Costs.from_keys({"forward_seconds": 2, "time_unit": "units"})
+    assert relative.units.time_name == "units"
+    assert Costs.from_keys(relative.to_keys()) == relative
+
+
+def test_a_unit_is_one_of_two() -> None:
+    with pytest.raises(CostsError, match=r"time_unit: it must be seconds or units \(given 'ms'\)"):
+        Costs(time_unit="ms")
+
+
+def test_scaled_and_shared_costs_keep_their_units() -> None:
+    assert Costs().scaled(0.5).units == Costs().units
+    half = Costs(latency=0.25).shared_by(2)
+    assert (half.forward, half.activation, half.latency, half.units) == (0.5, 0.5, 0.25, Costs().units)

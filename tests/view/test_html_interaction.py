@@ -42,7 +42,7 @@ def test_the_card_says_how_much_all_to_all_is_exposed(chromium: Browser) -> None
     shown = penstock.simulate(penstock.build("1f1b", ranks=2, microbatches=2), costs)
     chromium.show(shown)
     chromium.point(chromium.place(number_of(shown, "0F0")))
-    assert "all-to-all 0.5 s, 0.5 s exposed" in chromium.card
+    assert "all-to-all 0.5 units, 0.5 units exposed" in chromium.card
     chromium.point(chromium.place(number_of(shown, "0B0")))
     assert "all-to-all" not in chromium.card
 
@@ -75,8 +75,8 @@ def test_hovering_highlights_every_use_of_a_value_that_crossed_once(chromium: Br
 def test_the_memory_strip_shows_the_memory_at_a_time(browser: Browser) -> None:
     x, y = browser.place(number_of(ONE_F, "0B0"))
     browser.point((x, y + 30))
-    assert browser.card.startswith("4 B")
-    assert "peak 4 B" in browser.card
+    assert browser.card.startswith("4 activations")
+    assert "peak 4 activations" in browser.card
 
 
 # --- keys and buttons ----------------------------------------------------------------------------

@@ -99,7 +99,8 @@ def test_the_wheel_over_rank_names_scrolls_the_page(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize(
-    "back", [lambda b: b.press("0"), lambda b: b.click("fit"), lambda b: b.point((900, 430), clicks=2)]
+    "back",
+    [lambda b: b.press("0"), lambda b: b.click("fit"), lambda b: b.point((900, b.place(0)[1]), clicks=2)],
 )
 def test_fit_shows_everything_again(browser: Browser, back: Any) -> None:
     browser.press("+", "+")

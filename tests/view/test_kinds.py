@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Callable
-from importlib.resources import files
 
 import pytest
 
 import penstock
 from penstock import Kind, Timeline, UnhandledKindError
 from penstock.view import grid, terminal
-from penstock.view.html import html
+from penstock.view.html import drawing_script, html, style_sheet
 from penstock.view.kinds import HOST_TRACKS, KIND_STYLES, kinds_on, style_of
 from penstock.view.perfetto import trace
 from penstock.view.png import png
@@ -50,16 +49,11 @@ def test_a_kind_without_a_style_is_an_error_that_names_it(view: str, kind: Kind)
         KIND_STYLES.update(styles)
 
 
-def test_the_page_has_a_colour_a_meaning_and_a_legend_for_every_kind() -> None:
-    page = files("penstock.view").joinpath("page")
-    style, data, legend = (
-        page.joinpath(name).read_text("utf-8") for name in ("page.css", "data.js", "page.js")
-    )
-    meanings = data[data.index("const MEANING") : data.index("const WAITING")]
-    entries = legend[legend.index("const LEGEND") : legend.index("function inLegend")]
+def test_the_page_has_the_colours_and_words_of_pictures_for_every_kind() -> None:
+    look = json.loads(drawing_script().splitlines()[2].removeprefix("const LOOK = ").removesuffix(";"))
+    assert look["kinds"] == [kind.value for kind in Kind]
     for kind in Kind:
-        assert re.search(rf"\b{kind}: ", meanings)
+        assert look["meaning"][kind.value] == style_of(kind).meaning
     marks = (kind for track in ("collective", *HOST_TRACKS) for kind in kinds_on(track))
-    for kind in (*kinds_on("compute"), Kind.OVERLAP_F_B, *marks):
-        assert style.count(f"--{kind}: #") == 2  # light and dark
-        assert re.search(rf"\b{kind}: ", entries)
+    for kind in (*kinds_on("compute"), *marks):
+        assert f"--{kind}: {style_of(kind).colour};" in style_sheet()  # as in SVG and PNG

@@ -137,19 +137,19 @@ def test_the_title_line_says_name_makespan_and_bubble() -> None:
     root = parsed(timeline("1f1b"), timeline("zbv", costs=COSTS.scaled(1e-3)))
     assert texts(root, "name") == ["1f1b", "zbv"]
     first, second = texts(root, "facts")
-    assert first == "4 ranks, 8 microbatches  ·  makespan 346 s  ·  bubble 30.6%"
+    assert first == "4 ranks, 8 microbatches, 1 stage per rank  ·  makespan 346 s  ·  bubble 30.6%"
     assert "makespan 0.526 s" in second
-    assert root.findtext(f"{SVG}title") == "1f1b, zbv"
+    assert root.findtext(f"{SVG}title") == "1f1b, zbv: 4 ranks, 8 microbatches"
 
 
 @pytest.mark.parametrize(
     ("costs", "unit", "last"),
     [
-        (Costs(), "time", "15"),
-        (COSTS, "time (s)", "300"),
-        (COSTS.scaled(1e-3), "time (ms)", "300"),
-        (COSTS.scaled(1e-6), "time (us)", "300"),
-        (COSTS.scaled(1e4), "time (s)", "3000000"),
+        (Costs(), "time, units", "15"),
+        (COSTS, "time, s", "300"),
+        (COSTS.scaled(1e-3), "time, ms", "300"),
+        (COSTS.scaled(1e-6), "time, µs", "300"),
+        (COSTS.scaled(1e4), "time, s", "3000000"),
     ],
 )
 def test_the_axis_has_round_ticks_and_a_unit(costs: Costs, unit: str, last: str) -> None:
@@ -160,7 +160,8 @@ def test_the_axis_has_round_ticks_and_a_unit(costs: Costs, unit: str, last: str)
 
 
 def test_peaks_of_memory_are_labelled_in_fitting_units() -> None:
-    assert texts(parsed(timeline("1f1b")), "peak") == ["peak 4", "peak 3", "peak 2", "peak 1"]
+    peaks = [*(f"peak {count} activations" for count in (4, 3, 2)), "peak 1 activation"]
+    assert texts(parsed(timeline("1f1b")), "peak") == peaks
     costs = Costs(activation=512 * 2**20, parameters=2**30)
     assert texts(parsed(timeline("1f1b", costs=costs)), "peak")[0] == "peak 3 GiB"
 
@@ -173,7 +174,8 @@ def test_without_memory_there_are_no_strips() -> None:
 
 def test_the_legend_has_only_what_is_drawn() -> None:
     plain = parsed(penstock.simulate(penstock.build("1f1b", ranks=2, microbatches=2)))
-    assert texts(plain, "key") == ["time", "F: forward", "B: backward", "memory: activations"]
+    kinds = ["F: forward", "B: backward"]
+    assert texts(plain, "key") == ["time, units", *kinds, "number in a box: microbatch", "memory: activations"]
     keys = texts(parsed(timeline("dualpipev")), "key")
     assert {"overlapped pair", "first to last stage of a rank", "I: input gradient"} <= set(keys)
     assert {style_of(kind).meaning for kind in kinds_on("collective")} <= set(keys)

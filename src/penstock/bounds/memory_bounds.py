@@ -86,7 +86,9 @@ def residency(work: Workload, limit: float, *, alone: bool) -> Bound:
         return head + (work.microbatches * float(byte_seconds) / room if room else 0.0)
 
     seconds, rank = worst(work, of)
-    because = f"rank {rank} may hold {limit:g} bytes, and each activation is held until its backward"
+    because = (
+        f"rank {rank} may hold {work.costs.units.memory(limit)}, and each activation is held until its backward"
+    )
     return Bound(seconds, "residency", because)
 
 

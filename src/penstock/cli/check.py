@@ -8,6 +8,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from penstock.arguments import plural
 from penstock.cli.inputs import read_schedule
 from penstock.cli.options import SEND_MODELS, AsJson, parse_send_model
 from penstock.errors import FormatError
@@ -58,7 +59,7 @@ def check(
         typer.echo(json.dumps({"file": str(file), **check_record(schedule, violations)}, indent=2))
     elif violations:
         typer.echo(report(schedule, violations))
-        typer.echo(f"\n{file}: {len(violations)} error{'s' * (len(violations) > 1)}")
+        typer.echo(f"\n{file}: {plural(len(violations), 'error')}")
     else:
         models = ", ".join(str(model) for model in SendModel if model <= send_model)
         typer.echo(f"{file}: valid ({_sizes(schedule)}); no deadlock under send models {models}")
@@ -68,6 +69,7 @@ def check(
 
 def _sizes(schedule: Schedule) -> str:
     return (
-        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches} microbatches, "
-        f"{schedule.num_steps} steps, {schedule.level}"
+        f"{plural(schedule.num_ranks, 'rank')}, {plural(schedule.num_stages, 'stage')}, "
+        f"{plural(schedule.microbatches, 'microbatch', 'microbatches')}, "
+        f"{plural(schedule.num_steps, 'step')}, {schedule.level}"
     )

@@ -22,16 +22,16 @@ from penstock.cli.options import (
     SendModelOption,
     complete_family,
 )
-from penstock.cli.rendering import render, require_suffix
+from penstock.cli.rendering import render, require_suffix, say_written
 from penstock.cost.costs import Costs
 from penstock.families import families
 from penstock.formats import write_bytes
 from penstock.ir.schedule import Schedule
-from penstock.simulation.comparison import comparison_of
+from penstock.simulation.comparison import comparison_of, rank_costs
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
-from penstock.view.tables import comparison_table
+from penstock.view.tables import comparison_notes, comparison_table
 
 __all__ = ["compare"]
 
@@ -73,8 +73,8 @@ def compare(
 ) -> None:
     """Compare schedules: makespan, span, period, bubble, memory, communication, gap to the lower bound.
 
-    Costs are per stage: with two stages per rank a schedule has twice as many stages. Compare families with
-    the same number of stages per rank, or run the command once for each with its own costs.
+    Without --costs, all rows do the same work per microbatch: with v stages per rank, a stage costs 1/v of the
+    unit costs. Given costs are per stage, so more stages per rank are more work, and the table says so.
 
     Examples:
       penstock compare 1f1b zb-h1 zb-h2 -p 8 -m 24 --costs zb-h4096-p8-m24
@@ -91,7 +91,7 @@ def compare(
     ]
     sizes = Sizes(ranks, None, stages_per_rank, graph=graph)
     compared = list(schedules_from(names, sizes, microbatches or [], group or []))
-    timelines = _simulate_all(compared, costs_from(costs), send_model)
+    timelines = _simulate_all(compared, None if costs is None else costs_from(costs), send_model)
     if output is not None and picture is not None:
         write_bytes(render(picture, timelines), output)
     rows = [comparison_of(timeline) for timeline in timelines]
@@ -99,14 +99,25 @@ def compare(
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         width = max(shutil.get_terminal_size().columns, 112)
-        Console(highlight=False, width=width).print(comparison_table(rows))
+        console = Console(highlight=False, markup=False, width=width)
+        console.print(comparison_table(rows))
+        console.print()
+        for line in comparison_notes(rows):
+            console.print(line, soft_wrap=True)
+    if output is not None:
+        say_written(output, as_json=as_json)
 
 
-def _simulate_all(schedules: list[Schedule], costs: Costs, send_model: SendModel) -> list[Timeline]:
+def _simulate_all(schedules: list[Schedule], costs: Costs | None, send_model: SendModel) -> list[Timeline]:
     stderr = Console(stderr=True)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         tracked = bar.track(schedules, description="simulating")
         return [
-            simulate(for_send_model(schedule, send_model), costs, send_model=send_model, with_period=True)
+            simulate(
+                for_send_model(schedule, send_model),
+                rank_costs(schedule) if costs is None else costs,
+                send_model=send_model,
+                with_period=True,
+            )
             for schedule in tracked
         ]

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cost.costs import Costs, size_text
+from penstock.cost.costs import Costs
 from penstock.cost.estimate import Estimate, active_parameters, parameters
 from penstock.cost.estimate.estimate import LayerEstimate
 from penstock.cost.estimate.operations import Passes
 from penstock.cost.estimate.roofline import collective_seconds, operation_seconds
 from penstock.cost.memory import fixed_bytes_of
+from penstock.cost.units import bytes_text, count_text, seconds_text
 from penstock.ir.placement import Placement
 
-__all__ = ["Stages", "print_estimate", "record_of", "seconds_text"]
+__all__ = ["Stages", "print_estimate", "record_of"]
 
 _PASSES = ("F", "I", "W")
 
@@ -30,23 +31,12 @@ class Stages(NamedTuple):
     costs: Costs
 
 
-def seconds_text(seconds: float) -> str:
-    """Seconds in a fitting unit."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return "0" if seconds == 0 else f"{seconds * 1e6:.3g} µs"
-
-
-def _count_text(number: float, unit: str = "") -> str:
-    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= factor:
-            return f"{number / factor:.3g} {letter}{unit}"
-    return f"{number:.3g} {unit}".rstrip()
+def _time(seconds: float) -> str:
+    return seconds_text(seconds, 3) if seconds else "0"
 
 
 def _size(count: float) -> str:
-    return size_text(count) if count else "0"
+    return bytes_text(count) if count else "0"
 
 
 def print_estimate(found: Estimate, stages: Stages, *, explained: bool) -> None:
@@ -64,7 +54,7 @@ def print_estimate(found: Estimate, stages: Stages, *, explained: bool) -> None:
         console.print(_stage_table(found, stages))
     console.print()
     console.print(
-        f"optimizer step {seconds_text(stages.costs.optimizer_step)}; F, I, W: forward, input gradient, weight "
+        f"optimizer step {_time(stages.costs.optimizer_step)}; F, I, W: forward, input gradient, weight "
         "gradient; state: weights, gradients, optimizer; saved: for the backward of one microbatch",
         soft_wrap=True,
     )
@@ -86,11 +76,11 @@ def _head(found: Estimate) -> list[str]:
     sizes = {"tp": setting.tensor_parallel, "cp": setting.context_parallel, "ep": setting.expert_parallel}
     sizes["dp"] = setting.data_parallel
     parallel = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    peak = _count_text(device.peak(setting.precision), "FLOP/s")
+    peak = count_text(device.peak(setting.precision), "FLOP/s")
     rest = f"ZeRO {setting.zero}, recomputation: {setting.recompute}"
     per_token = found.model_flops / (setting.microbatch_size * setting.sequence)
     return [
-        f"{config.name}: {count}, {_count_text(per_token, 'FLOPs')} per token and step",
+        f"{config.name}: {count}, {count_text(per_token, 'FLOPs')} per token and step",
         f"{device.name}: {peak} in {setting.precision}, {_size(device.memory_bytes)}; {parallel}; {rest}",
         f"microbatch: {setting.microbatch_size} x {setting.sequence} tokens",
     ]
@@ -110,9 +100,9 @@ def _time_table(found: Estimate) -> Table:
     for kind, layer in found.by_kind.items():
         table.add_row(
             *(kind, str(kinds.count(kind))),
-            *map(_count_text, layer.operations.flops),
-            *map(seconds_text, layer.seconds.compute),
-            *map(seconds_text, layer.seconds.all_to_all[: len(exchanged)]),
+            *map(count_text, layer.operations.flops),
+            *map(_time, layer.seconds.compute),
+            *map(_time, layer.seconds.all_to_all[: len(exchanged)]),
         )
     return table
 
@@ -143,7 +133,7 @@ def _stage_table(found: Estimate, stages: Stages) -> Table:
         table.add_row(
             *(str(stage), str(placement.stage_to_rank[stage])),
             _layers_text(found.config.kinds[first:end]),
-            *(seconds_text(named[name][stage]) for name in list(named)[:3]),
+            *(_time(named[name][stage]) for name in list(named)[:3]),
             _size(fixed_bytes_of(costs, (stage,), number)),
             _size(named["activation"][stage]),
             _size(messages[stage]),
@@ -165,9 +155,9 @@ def _explanation(found: Estimate, layer: LayerEstimate) -> list[Table]:
         again = " (repeated)" if each in layer.operations.repeated else ""
         operations.add_row(
             *(each.name + again, each.resource),
-            *(_count_text(each.flops.forward), _size(each.moved.forward)),
-            *map(seconds_text, seconds),
-            _count_text(each.weights),
+            *(count_text(each.flops.forward), _size(each.moved.forward)),
+            *map(_time, seconds),
+            count_text(each.weights),
         )
         for tensor in each.saved:
             until = "recomputed" if tensor.what not in kept else "W" if tensor.for_weight else "I"
@@ -177,7 +167,7 @@ def _explanation(found: Estimate, layer: LayerEstimate) -> list[Table]:
         collectives = _table("collective", "group", "bytes F", "I", "W", "time F", "I", "W", left=2)
         for other in layer.operations.collectives:
             taken = collective_seconds(other, found.device, found.setting)
-            collectives.add_row(other.name, other.group, *map(_size, other.bytes), *map(seconds_text, taken))
+            collectives.add_row(other.name, other.group, *map(_size, other.bytes), *map(_time, taken))
         found_tables.append(collectives)
     return found_tables
 
@@ -185,14 +175,14 @@ def _explanation(found: Estimate, layer: LayerEstimate) -> list[Table]:
 def _how(found: Estimate) -> list[str]:
     device, share = found.device, found.device.attainable
     node, network, host, memory = (
-        _count_text(rate, "B/s")
+        count_text(rate, "B/s")
         for rate in (device.node_link, device.network_link, device.host_link, device.memory_bandwidth)
     )
     formula = "the longer of FLOPs / (share x peak) and bytes / (share x bandwidth)"
     shares = f"matmul {share.matmul:g}, attention {share.attention:g}, memory {share.memory:g}"
     rows = [
         "",
-        f"how: an operation takes {formula}, plus {seconds_text(share.kernel_seconds)} per kernel",
+        f"how: an operation takes {formula}, plus {_time(share.kernel_seconds)} per kernel",
         f"     shares: {shares}, links {share.links:g}; memory bandwidth {memory}",
         f"     links: {node} between {device.node_devices} devices of a node, {network} between nodes",
         f"     host link: {host}; source: {device.source}",

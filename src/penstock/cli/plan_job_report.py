@@ -12,7 +12,7 @@ from rich.console import Console
 
 from penstock.cli.plan_report import print_explanation
 from penstock.cli.progress import job_progress
-from penstock.cost.costs import size_text
+from penstock.cost.units import bytes_text, seconds_text
 from penstock.formats import write_bytes
 from penstock.planning.explanation import Explanation
 from penstock.planning.job import JobPlan, JobRequest, plan_job
@@ -92,11 +92,11 @@ def _notes(made: JobPlan) -> list[str]:
     if not all(each.is_exact for each in made.options):
         found.append("*: extended from fewer microbatches, without queues of messages")
     found.append(f"best: {best}, layers per stage {list(best.counts)}")
-    limit = f"{counts['too large']} over the memory limit of {size_text(made.request.memory_limit)}"
+    limit = f"{counts['too large']} over the memory limit of {bytes_text(made.request.memory_limit)}"
     simulated = f"{counts['evaluated']} simulated, {counts['pruned']} pruned by their lower bounds"
     found.append(f"{counts['layouts']} layouts; candidates: {simulated}, {limit}")
     if counts["not evaluated"]:
-        least = f"the next has a lower bound of {made.evaluation.next_bound:.4g} s"
+        least = f"the next has a lower bound of {seconds_text(made.evaluation.next_bound)}"
         found.append(f"not evaluated: {counts['not evaluated']}; {least}: --budget 4 evaluates more")
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cost.costs import size_text
+from penstock.cost.units import bytes_text, seconds_text
 from penstock.planning import Plan, Rejected
 from penstock.planning.explanation import Explanation
 from penstock.view.frontier import frontier_text
@@ -83,7 +83,9 @@ def print_explanation(console: Console, why: Explanation) -> None:
     console.print("\nwhat would help, largest gain first:")
     for each in why.what_ifs:
         change = f"{each.gain:.1%} faster" if each.gain >= 0 else f"{-each.gain:.1%} slower"
-        console.print(f"  {change:>13}  {each.change}: {each.seconds:.4g} s by {each.best}", soft_wrap=True)
+        console.print(
+            f"  {change:>13}  {each.change}: {seconds_text(each.seconds)} by {each.best}", soft_wrap=True
+        )
 
 
 def _technique_table(made: Plan) -> Table:
@@ -93,8 +95,8 @@ def _technique_table(made: Plan) -> Table:
         table.add_column(name, justify="left" if name == "technique" else "right")
     for name, options in made.by_technique.items():
         first, last = options[0], options[-1]
-        cells = (f"{first.seconds:.4g} s", size_text(first.memory), size_text(last.memory))
-        table.add_row(name, *cells, f"{last.seconds:.4g} s")
+        cells = (seconds_text(first.seconds), bytes_text(first.memory), bytes_text(last.memory))
+        table.add_row(name, *cells, seconds_text(last.seconds))
     return table
 
 
@@ -104,7 +106,7 @@ def _notes(made: Plan) -> list[str]:
     layout = request.model.layout(best.configuration.counts)
     cut = f"layers per stage {list(best.configuration.counts)}" if layout is None else f"layout {layout}"
     extra = best.configuration.costs.optimizer_step
-    with_step = f" plus {extra:g} s of optimizer step" if extra else ""
+    with_step = f" plus {seconds_text(extra)} of optimizer step" if extra else ""
     found = [f"time: {request.objective}{with_step}"]
     found.append(f"best: {best}, {cut}")
     if best.technique:
@@ -113,11 +115,11 @@ def _notes(made: Plan) -> list[str]:
         found.append(f"{only} {words}: {made.price(best):.1%} more time than the same order without it")
     if best.found_by:
         found.append(f"found by: {best.found_by}")
-    bound = f"lower bound over all combinations: {made.bound:.4g} s; gap <= {made.gap:.1%}"
+    bound = f"lower bound over all combinations: {seconds_text(made.bound)}; gap <= {made.gap:.1%}"
     found.append(bound if request.jitter is None else f"{bound}, without jitter")
     if made.too_large:
-        limit = "" if request.memory_limit is None else f" of {size_text(request.memory_limit)}"
-        some = "; ".join(f"{each} needs {size_text(each.memory)}" for each in made.too_large[:3])
+        limit = "" if request.memory_limit is None else f" of {bytes_text(request.memory_limit)}"
+        some = "; ".join(f"{each} needs {bytes_text(each.memory)}" for each in made.too_large[:3])
         rest = "; ..." if len(made.too_large) > 3 else ""
         found.append(f"over the memory limit{limit}: {len(made.too_large)} ({some}{rest})")
     if made.pruned:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from penstock.cost.units import seconds_text
 from penstock.search import Progress as SearchProgress
 
 __all__ = ["file_progress", "job_progress", "phase_progress", "search_progress", "spinner"]
@@ -50,7 +51,7 @@ def file_progress(description: str, total: int) -> Iterator[Callable[[int], None
 def job_progress() -> Iterator[Callable[[str, float, float], None]]:
     """A bar with the phase and the best step time so far; yields the function that updates it."""
     with phase_progress() as show:
-        yield lambda phase, fraction, best: show(f"{phase}: best {best:g} s", fraction)
+        yield lambda phase, fraction, best: show(f"{phase}: best {seconds_text(best)}", fraction)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import typer
 
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["TIMELINE_FORMATS", "render", "require_suffix"]
+__all__ = ["TIMELINE_FORMATS", "render", "require_suffix", "say_written"]
 
 TIMELINE_FORMATS = {"svg": "svg", "png": "png", "html": "html", "trace": "perfetto"}
 """The module of `penstock.view` for each format; its function has the format's name."""
@@ -30,3 +30,8 @@ def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") ->
         expected = f"{', '.join(others)} or {last}" if others else last
         raise typer.BadParameter(f"{output} does not end in {expected}{advice}")
     return suffix[1:]
+
+
+def say_written(*paths: Path, as_json: bool = False, more: str = "") -> None:
+    """Say which files were written; on stderr if stdout has JSON."""
+    typer.echo(f"wrote {', '.join(map(str, paths))}{more}", err=as_json)

@@ -25,6 +25,7 @@ from penstock.cli.options import (
     parse_stages,
 )
 from penstock.cli.progress import search_progress
+from penstock.cli.rendering import say_written
 from penstock.errors import FormatError, PlacementError
 from penstock.formats import format_of, write
 from penstock.ir.placement import Placement
@@ -161,6 +162,7 @@ def search(
         _print(result)
     if output is not None:  # last: if it fails, the result is already printed
         write(result.schedule, output)
+        say_written(output, as_json=as_json)
 
 
 def _require_writable(output: Path) -> None:
@@ -181,7 +183,7 @@ def _print(result: SearchResult) -> None:
     console.print(terminal(result.timeline, width), soft_wrap=True)
     console.print()
     for name, value, text in result_lines(result):
-        console.print(f"{name:<9} {value:<12} {text}", soft_wrap=True)
+        console.print(f"{name:<9} {value:<14} {text}", soft_wrap=True)
     console.print(f"found by  {result.found_by} ({result.runs:,} orders evaluated)", soft_wrap=True)
     console.print()
     console.print(family_table(result))

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.arguments import printable
+from penstock.arguments import plural, printable
 from penstock.cli.inputs import Lowering, Sizes, costs_from, is_file, schedule_from
 from penstock.cli.options import (
     CostsSource,
@@ -29,7 +29,7 @@ from penstock.cli.options import (
     Sharding,
     ShardingOption,
 )
-from penstock.cli.rendering import TIMELINE_FORMATS, render
+from penstock.cli.rendering import TIMELINE_FORMATS, render, say_written
 from penstock.formats import dumps, write_bytes
 from penstock.ir.schedule import Schedule
 from penstock.records import order_of
@@ -37,6 +37,7 @@ from penstock.simulation.simulator import simulate
 from penstock.validation import validate
 from penstock.view.grid import grid, unit_time
 from penstock.view.terminal import terminal
+from penstock.view.words import sizes_text
 
 __all__ = ["show"]
 
@@ -105,11 +106,11 @@ def show(
     if chosen is Format.grid and output is None:
         Console(highlight=False, width=width).print(_grid(shown, costs, width), soft_wrap=True)
     else:
-        _write(_content(shown, chosen, costs, width), output)
+        _write(_content(shown, chosen, costs, width), output, shown)
     if not is_file(schedule):
         return
     if errors := validate(shown):
-        count = f"{len(errors)} error{'s' * (len(errors) > 1)}"
+        count = plural(len(errors), "error")
         typer.echo(f"penstock: {schedule} has {count}; run: penstock check {schedule}", err=True)
         raise typer.Exit(1)
     if chosen is Format.grid and output is None:
@@ -137,27 +138,30 @@ def _content(schedule: Schedule, chosen: Format, costs: str | None, width: int) 
     return dumps(schedule, chosen.value).encode()
 
 
-def _write(content: bytes, output: Path | None) -> None:
+def _write(content: bytes, output: Path | None, schedule: Schedule) -> None:
     if output is None:
         sys.stdout.flush()
         sys.stdout.buffer.write(content)
     else:
         write_bytes(content, output)
+        say_written(output, more=f": {printable(schedule.name)}, {sizes_text(schedule)}")
 
 
 def _grid(schedule: Schedule, costs: str | None, width: int) -> Text:
     header = (
-        f"{printable(schedule.name)}: {schedule.num_ranks} ranks, {schedule.num_stages} stages "
-        f"({schedule.placement.style}), {schedule.microbatches} microbatches, {schedule.level}"
+        f"{printable(schedule.name)}: {plural(schedule.num_ranks, 'rank')}, "
+        f"{plural(schedule.num_stages, 'stage')} ({schedule.placement.style}), "
+        f"{plural(schedule.microbatches, 'microbatch', 'microbatches')}, {schedule.level}"
     )
     if costs is not None:
         timeline = simulate(schedule, costs_from(costs))
-        footer = f"\n\n{timeline.makespan:g} seconds, {timeline.bubble_rate:.1%} idle"
+        makespan = timeline.costs.units.time(timeline.makespan)
+        footer = f"\n\nmakespan {makespan}, {timeline.bubble_rate:.1%} idle"
         return Text.assemble(f"{header}\n\n", terminal(timeline, width), footer)
     footer = ""
     if schedule.level == "compute" and schedule.num_steps and (times := unit_time(schedule)):
         starts, ends = times
         length, busy = max(ends), sum(ends) - sum(starts)
         idle = 1 - busy / (length * schedule.num_ranks)
-        footer = f"\n\n{length} time units (F, I, W: 1, B: 2, communication: 0), {idle:.1%} idle"
+        footer = f"\n\nmakespan {plural(length, 'unit')} (F, I, W: 1, B: 2, communication: 0), {idle:.1%} idle"
     return Text.assemble(f"{header}\n\n", grid(schedule, width), footer)

@@ -128,37 +128,43 @@ def _write_json(
 def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None) -> None:
     width = shutil.get_terminal_size().columns
     console = Console(highlight=False, markup=False, width=width)
+    units = timeline.costs.units
     console.print(terminal(timeline, width), soft_wrap=True)
     console.print()
-    for name, value in (("makespan", timeline.makespan), ("span", timeline.span), ("period", timeline.period)):
-        console.print(f"{name:<9} {value:<12g} {timeline.bubble(name):.1%} idle")
+    for name in ("makespan", "span", "period"):
+        time = units.time(getattr(timeline, name))
+        console.print(f"{name:<9} {time:<12} {timeline.bubble(name):.1%} idle")
     bound = timeline.bound
     gap = f"gap <= {timeline.gap:.1%} ({bound.name}: {bound.because})"
-    console.print(f"bound     {bound.seconds:<12g} {gap}", soft_wrap=True)
+    console.print(f"bound     {units.time(bound.seconds):<12} {gap}", soft_wrap=True)
     if collectives := collectives_of(timeline):
         console.print("sharding  " + ", ".join(f"{count} {name}" for name, count in collectives.items()))
     if quantiles is not None:
-        console.print("jitter    " + ", ".join(f"{name} {value:g}" for name, value in quantiles.items()))
+        console.print(
+            "jitter    " + ", ".join(f"{name} {units.time(value)}" for name, value in quantiles.items())
+        )
     console.print()
     console.print(_table(timeline, idle))
     longest = np.argsort(-idle.length, kind="stable")[:_LONGEST_GAPS].tolist()
     if longest:
         console.print("\nlongest idle gaps:")
+    scale = units.time_scale(timeline.makespan)
     for each in longest:
-        console.print(f"  {idle[each]}", soft_wrap=True)
+        console.print(f"  {idle[each].text(scale)}", soft_wrap=True)
 
 
 def _table(timeline: Timeline, idle: Gaps) -> Table:
     """Per rank: busy time, how much of it is all-to-all alone, idle time by cause, peak memory."""
-    waits = idle.seconds_by_rank
+    waits, units = idle.seconds_by_rank, timeline.costs.units
     named, first = np.unique(idle.reason, return_index=True)
     causes = [REASONS[number] for number in named[np.argsort(first)].tolist()]
+    scale = units.time_scale(timeline.makespan)
     table = Table(box=None, pad_edge=False)
     exposed = ["exposed all-to-all"] if any(timeline.exposed_all_to_all) else []
-    for name in ("rank", "busy", *exposed, *causes, "peak memory"):
+    for name in ("rank", units.column("busy", timeline.makespan), *exposed, *causes, "peak memory"):
         table.add_column(name, justify="right")
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory)):
-        by_cause = (f"{waits[rank, REASONS.index(cause)]:g}" for cause in causes)
-        alone = [f"{timeline.exposed_all_to_all[rank]:g}"] * len(exposed)
-        table.add_row(str(rank), f"{busy:g}", *alone, *by_cause, f"{peak:g}")
+        by_cause = (scale.number(waits[rank, REASONS.index(cause)]) for cause in causes)
+        alone = [scale.number(timeline.exposed_all_to_all[rank])] * len(exposed)
+        table.add_row(str(rank), scale.number(busy), *alone, *by_cause, units.memory(peak))
     return table

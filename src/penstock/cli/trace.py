@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from penstock.arguments import plural
 from penstock.cli.inputs import Lowering, Sizes, costs_from, for_send_model, schedule_from
 from penstock.cli.options import (
     CostsSource,
@@ -24,7 +25,7 @@ from penstock.cli.options import (
     Sharding,
     ShardingOption,
 )
-from penstock.cli.rendering import render
+from penstock.cli.rendering import render, say_written
 from penstock.formats import write_bytes
 from penstock.simulation.simulator import simulate
 from penstock.validation import SendModel
@@ -65,4 +66,5 @@ def trace(
     )
     timeline = simulate(for_send_model(chosen, send_model), costs_from(costs), send_model=send_model)
     write_bytes(render("trace", [timeline]), output)
-    typer.echo(f"{output}: {chosen.num_steps} steps on {chosen.num_ranks} ranks; open it at ui.perfetto.dev")
+    steps, on = plural(chosen.num_steps, "step"), plural(chosen.num_ranks, "rank")
+    say_written(output, more=f": {steps} on {on}; open it at ui.perfetto.dev")

@@ -2,7 +2,10 @@
 
 Every cost is one number for all, or a list: one entry per stage, per rank, or per edge of the stage graph (in a
 chain, entry e is the link between stage e and stage e + 1, both ways). `Costs()` are the unit costs of the
-papers' figures: F, I and W take one second, B two, messages are free, an activation is one byte.
+papers' figures: F, I and W take one unit of time, B two, messages are free, memory is counted in activations.
+
+Times are seconds if F, I or W is given, and sizes are bytes if an activation or a part of the model's state is;
+`time_unit` and `memory_unit` say otherwise. `Costs.units` knows, and everything that prints asks it.
 
 In a file, JSON or TOML, the keys are the names below with the unit behind them:
 
@@ -13,24 +16,23 @@ In a file, JSON or TOML, the keys are the names below with the unit behind them:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Container, Iterator
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
-from math import log2
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from penstock.arguments import printable
+from penstock.arguments import did_you_mean, listed, printable
+from penstock.cost.checks import problem_of
+from penstock.cost.units import Units
 from penstock.errors import CostsError, FormatError
 from penstock.formats.files import read_keys, require_extension, write_text
 from penstock.ir.graph import StageGraph
 
-__all__ = ["Cost", "Costs", "size_text"]
+__all__ = ["Cost", "Costs"]
 
 Cost: TypeAlias = float | tuple[float, ...]
-
-_MOST = 1e18  # the largest plausible number of seconds or bytes
 
 _DEFAULTS = {
     "backward": ("backward_input", "backward_weight"),
@@ -38,6 +40,12 @@ _DEFAULTS = {
     "offloadable": ("activation",),
 }
 """What is not given is the sum of these."""
+
+_UNITS = {"time_unit": ("seconds", "units"), "memory_unit": ("bytes", "activations")}
+_TIMED = ("forward", "backward_input", "backward_weight")
+"""Times are seconds if any of these is given."""
+_SIZED = ("activation", "parameters", "gradients", "optimizer_state", "unsharded_parameters")
+"""Sizes are bytes if any of these is given."""
 
 
 def _cost(default: float | None, unit: str, per: str) -> Any:  # noqa: ANN401 -- a dataclass field
@@ -92,15 +100,19 @@ class Costs:
     host_latency: Cost = _cost(0, "seconds", "rank")
     host_bandwidth: Cost | None = _cost(None, "bytes_per_second", "rank")
     """Of the link to the host, in each direction; unless given, a copy takes its latency only."""
+    time_unit: Any = field(default=None, metadata={"unit": "", "per": "model"})
+    """A text, `seconds` or `units`; unless given, it follows from F, I and W."""
+    memory_unit: Any = field(default=None, metadata={"unit": "", "per": "model"})
+    """A text, `bytes` or `activations`; unless given, it follows from what is held."""
 
     def __post_init__(self) -> None:
-        problems = []
-        for entry in fields(self):
+        problems = list(self._wrong_units())
+        for entry in _numeric(self):
             value = getattr(self, entry.name)
             if isinstance(value, list):
                 object.__setattr__(self, entry.name, tuple(value))
             many, optional = entry.metadata["per"] != "step", entry.default is None
-            if problem := _problem(getattr(self, entry.name), many=many, optional=optional):
+            if problem := problem_of(getattr(self, entry.name), many=many, optional=optional):
                 problems.append(f"{entry.name}: {problem}")
         if not problems and not 0 <= self.overlap_factor <= 1:
             problems.append(f"overlap_factor: it must be from 0 to 1 (given {self.overlap_factor})")
@@ -108,6 +120,23 @@ class Costs:
             problems = [*self._slow_links(), *self._large_parts()]
         if problems:
             raise CostsError("; ".join(problems))
+
+    def _wrong_units(self) -> Iterator[str]:
+        for name, allowed in _UNITS.items():
+            if (value := getattr(self, name)) is not None and value not in allowed:
+                yield f"{name}: it must be {' or '.join(allowed)} (given {printable(repr(value))})"
+
+    @property
+    def units(self) -> Units:
+        """Whether times are seconds and sizes are bytes."""
+        default = {entry.name: entry.default for entry in fields(self)}
+        timed, sized = (
+            any(getattr(self, name) != default[name] for name in names) for names in (_TIMED, _SIZED)
+        )
+        return Units(
+            timed if self.time_unit is None else self.time_unit == "seconds",
+            sized if self.memory_unit is None else self.memory_unit == "bytes",
+        )
 
     def _slow_links(self) -> Iterator[str]:
         for name in ("bandwidth", "host_bandwidth"):
@@ -127,7 +156,7 @@ class Costs:
 
     def check_lengths(self, graph: StageGraph, num_ranks: int) -> None:
         """Raise for lists that do not have one entry for each stage, edge or rank."""
-        for entry in fields(self):
+        for entry in _numeric(self):
             if entry.metadata["per"] == "stage":
                 self.per_stage(entry.name, graph.num_stages)
             elif entry.metadata["per"] == "edge":
@@ -178,7 +207,13 @@ class Costs:
         changed: dict[str, Any] = {name: _times(getattr(self, name), factor) for name in timed}
         for name in ("bandwidth", "host_bandwidth"):
             changed[name] = _times(getattr(self, name), 1 / factor)
-        return replace(self, **changed)
+        return replace(self, **changed, time_unit=self.units.time_name)
+
+    def shared_by(self, stages: float) -> Costs:
+        """The costs of each of so many equal stages that together are one stage of these costs."""
+        per_stage = [f.name for f in fields(self) if f.metadata["per"] == "stage"]
+        parts: dict[str, Any] = {name: _times(getattr(self, name), 1 / stages) for name in per_stage}
+        return replace(self, **parts, time_unit=self.units.time_name, memory_unit=self.units.memory_name)
 
     # --- files -------------------------------------------------------------------------------------
 
@@ -192,10 +227,10 @@ class Costs:
         """From the keys and values of a file."""
         if not isinstance(document, dict):
             raise FormatError(source, [f"costs are an object with keys such as {', '.join(list(_keys())[:3])}"])
+        unknown = [str(key) for key in document if key not in _keys()]
         problems = [
-            f"{printable(str(key))}: not a key of costs; they are {', '.join(_keys())}"
-            for key in document
-            if key not in _keys()
+            f"{printable(key)}: not a key of costs{did_you_mean(key, _keys())} (keys: {listed(_keys())})"
+            for key in unknown
         ]
         given = {_keys()[key]: value for key, value in document.items() if key in _keys()}
         try:
@@ -207,7 +242,17 @@ class Costs:
                 problems.append(f"{by_name.get(name, name)}: {rest}")
         if problems:
             raise FormatError(source, problems)
-        return costs
+        return costs._named(given)
+
+    def _named(self, names: Container[str]) -> Costs:
+        """These costs; times or sizes that a file names are real, even with the numbers of unit costs."""
+        timed, sized = (any(name in names for name in group) for group in (_TIMED, _SIZED))
+        pinned: dict[str, Any] = {}
+        if timed and self.time_unit is None and not self.units.seconds:
+            pinned["time_unit"] = "seconds"
+        if sized and self.memory_unit is None and not self.units.bytes:
+            pinned["memory_unit"] = "bytes"
+        return replace(self, **pinned) if pinned else self
 
     def to_keys(self) -> dict[str, Any]:
         """The keys of a file; what has its default is left out."""
@@ -230,12 +275,8 @@ class Costs:
         write_text(self.dumps(require_extension(path, ".json", ".toml")), path)
 
 
-def size_text(count: float) -> str:
-    """Bytes in a fitting unit."""
-    power = min(int(log2(count)) // 10, 4) if count >= 1 else 0
-    amount = count / 1024**power
-    digits = f"{amount:.0f}" if amount >= 999.5 else f"{amount:.3g}"
-    return f"{digits} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+def _numeric(costs: Costs) -> Iterator[Field[Any]]:
+    return (entry for entry in fields(costs) if entry.name not in _UNITS)
 
 
 def _as_tuple(value: Cost) -> tuple[float, ...]:
@@ -246,26 +287,6 @@ def _times(value: Cost | None, factor: float) -> Cost | None:
     if value is None:
         return None
     return tuple(x * factor for x in value) if isinstance(value, tuple) else value * factor
-
-
-def _shown(number: float) -> str:
-    # a whole number can have more digits than Python is willing to print
-    return printable(repr(number)) if abs(number) < _MOST or number != number else "more"  # noqa: PLR0124 -- nan
-
-
-def _problem(value: object, *, many: bool, optional: bool) -> str | None:
-    if value is None and optional:
-        return None
-    if isinstance(value, tuple) and not (many and value):
-        return "it must be one number" if not many else "the list is empty"
-    for number in value if isinstance(value, tuple) else (value,):
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            return (
-                f"it must be a number{' or a list of them' if many else ''} (given {printable(repr(number))})"
-            )
-        if not 0 <= number <= _MOST:
-            return f"it must be from 0 to {_MOST:g} (given {_shown(number)})"
-    return None
 
 
 @cache

@@ -7,7 +7,7 @@ printed there in microseconds; sizes are in the unit of that table.
 
 from __future__ import annotations
 
-from penstock.arguments import printable
+from penstock.arguments import did_you_mean, listed, printable
 from penstock.cost.costs import Costs
 from penstock.errors import CostsError
 
@@ -42,7 +42,9 @@ def preset(name: str) -> Costs:
     """One of them."""
     known = presets()
     if name not in known:
-        raise CostsError(f"no preset is called {printable(name)!r}; there are {', '.join(known)}")
+        raise CostsError(
+            f"no preset is called {printable(name)!r}{did_you_mean(name, known)} (known: {listed(known)})"
+        )
     return known[name]
 
 

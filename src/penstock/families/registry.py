@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import did_you_mean, printable, whole_number
 from penstock.errors import BuildError
 from penstock.families.depth_order import topological_placement
 from penstock.families.stage_counts import leave_out_stages
@@ -226,9 +225,8 @@ def find(name: str) -> Family:
         _load_plugins()
         family = _BY_KEY.get(_key(name))
     if family is None:
-        close = get_close_matches(_key(name), _BY_KEY, n=1, cutoff=0.5)
-        guess = f"; did you mean {_BY_KEY[close[0]].name}?" if close else ""
-        raise BuildError(f"unknown family {name!r}{guess} (known: {', '.join(_REGISTRY)})")
+        guess = did_you_mean(name, (each for f in _REGISTRY.values() for each in (f.name, *f.aliases)))
+        raise BuildError(f"unknown family {printable(name)!r}{guess} (known: {', '.join(_REGISTRY)})")
     return family
 
 

@@ -8,9 +8,10 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
-from penstock.cost.costs import Costs, size_text
+from penstock.cost.costs import Costs
 from penstock.cost.live_activations import live_activations
 from penstock.cost.prices import ALL_TO_ALL
+from penstock.cost.units import bytes_text, seconds_text
 from penstock.errors import PlanError
 from penstock.ir.schedule import Schedule
 from penstock.planning.evaluation import training_schedules
@@ -64,11 +65,11 @@ def _why(plan: Plan) -> Iterator[str]:
     idle = best.timeline.bubble(request.objective)
     busiest = max(best.timeline.busy)
     yield (
-        f"{best} takes {best.seconds:.4g} s: its busiest rank computes for {busiest:.4g} s, and the mean rank "
-        f"idles {idle:.1%} of the {request.objective}"
+        f"{best} takes {seconds_text(best.seconds)}: its busiest rank computes for {seconds_text(busiest)}, "
+        f"and the mean rank idles {idle:.1%} of the {request.objective}"
     )
     yield (
-        f"no order in this configuration takes less than {best.bound.seconds:.4g} s "
+        f"no order in this configuration takes less than {seconds_text(best.bound.seconds)} "
         f"({best.bound.name}: {best.bound.because}), so the gap is at most {best.gap:.1%}"
     )
     if len(plan.options) > 1:
@@ -85,24 +86,24 @@ def _against(best: Option, other: Option) -> str:
     if abs(theirs - ours) <= 1e-3 * ours:
         why = "its busiest rank computes as long, so it idles more"
     elif theirs > ours:
-        why = f"its busiest rank computes for {theirs:.4g} s instead of {ours:.4g} s"
+        why = f"its busiest rank computes for {seconds_text(theirs)} instead of {seconds_text(ours)}"
     else:
-        why = f"its busiest rank computes for {theirs:.4g} s only, but it idles more"
+        why = f"its busiest rank computes for {seconds_text(theirs)} only, but it idles more"
     return f"the next, {other}, takes {more:.2%} longer: {why}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
     best, limit = plan.best, plan.request.memory_limit
-    text = f"it needs {size_text(best.memory)}" + ("" if limit is None else f" of {size_text(limit)}")
+    text = f"it needs {bytes_text(best.memory)}" + ("" if limit is None else f" of {bytes_text(limit)}")
     if len(plan.frontier) > 1:
         other = plan.frontier[1]
         more = other.seconds / best.seconds - 1 if best.seconds else 0.0
         text += f"; the fastest option with less memory, {other}, "
-        text += f"needs {size_text(other.memory)} and takes {more:.2%} longer"
+        text += f"needs {bytes_text(other.memory)} and takes {more:.2%} longer"
     yield text
     if faster := [each for each in plan.too_large if each.bound < best.seconds_without_jitter]:
         count = f"{len(faster)} of {len(plan.too_large)} orders that exceed the memory limit might be faster"
-        yield f"{count}; the smallest of them, {faster[0]}, needs {size_text(faster[0].memory)}"
+        yield f"{count}; the smallest of them, {faster[0]}, needs {bytes_text(faster[0].memory)}"
 
 
 def _reasons(best: Option) -> str:
@@ -119,7 +120,7 @@ def _against_even(plan: Plan) -> Iterator[str]:
     if counts != configuration.counts:
         seconds, name = _best_at(plan, request.model.costs(counts, configuration.samples))
         more = seconds / plan.best.seconds - 1 if plan.best.seconds else 0.0
-        yield f"with an even partition, {name} takes {seconds:.4g} s, {more:+.1%}"
+        yield f"with an even partition, {name} takes {seconds_text(seconds)}, {more:+.1%}"
 
 
 # --- what would help -------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
     common = request.model.common
     if request.memory_limit is not None:
         more = request.memory_limit * _MORE_MEMORY
-        yield f"25 % more memory, {size_text(more)} per rank", replace(shorter, memory_limit=more)
+        yield f"25 % more memory, {bytes_text(more)} per rank", replace(shorter, memory_limit=more)
     if common.latency and not isinstance(common.latency, tuple):
         yield "half the latency", _with_common(shorter, latency=common.latency / 2)
     if common.bandwidth is not None and not isinstance(common.bandwidth, tuple):

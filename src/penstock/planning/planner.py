@@ -9,7 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.cost.costs import Costs, size_text
+from penstock.cost.costs import Costs
+from penstock.cost.units import bytes_text
 from penstock.display import Displayed
 from penstock.errors import PlanError
 from penstock.formats import write_text
@@ -246,8 +247,8 @@ def _no_option(evaluation: Evaluation) -> str:
         )
     least = min(evaluation.too_large, key=lambda each: each.memory)
     return (
-        f"nothing fits the memory limit of {size_text(limit)} per rank: the smallest of "
-        f"{len(evaluation.too_large)} orders, {least}, needs {size_text(least.memory)}, of which "
-        f"{size_text(max(least.configuration.fixed))} for parameters, gradients and optimizer state: use more "
+        f"nothing fits the memory limit of {bytes_text(limit)} per rank: the smallest of "
+        f"{len(evaluation.too_large)} orders, {least}, needs {bytes_text(least.memory)}, of which "
+        f"{bytes_text(max(least.configuration.fixed))} for parameters, gradients and optimizer state: use more "
         f"ranks or memory, smaller microbatches{_more_techniques(evaluation.request)}"
     )

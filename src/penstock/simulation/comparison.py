@@ -1,4 +1,8 @@
-"""Schedules side by side under one cost model."""
+"""Schedules side by side under one cost model.
+
+Without costs, all schedules do the same work per microbatch: the unit costs are those of a rank, and its v
+stages share them, so F of a stage takes 1/v units and its activation is 1/v. Given costs are per stage.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
 
-__all__ = ["Comparison", "Comparisons", "compare", "comparison_of"]
+__all__ = ["Comparison", "Comparisons", "compare", "comparison_of", "rank_costs"]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One schedule's row: times in seconds, sizes in bytes; the bound is on its makespan."""
+    """One schedule's row, in the units that it names; the bound is on its makespan."""
 
     name: str
     ranks: int
@@ -37,6 +41,12 @@ class Comparison:
     binding: str
     gap: float
     """(makespan - bound) / bound: 0.02 is at most 2 % above the best possible."""
+    time_unit: str = "seconds"
+    """`seconds` or `units`."""
+    memory_unit: str = "bytes"
+    """`bytes` or `activations`."""
+    work: float = 0.0
+    """Compute of all ranks."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -71,10 +81,17 @@ class Comparisons(Displayed, Sequence[Comparison]):
 def compare(
     *schedules: Schedule, costs: Costs | None = None, send_model: SendModel | str = SendModel.BUFFERED
 ) -> Comparisons:
-    """One row for each schedule, in the order given."""
+    """One row for each schedule, in the order given; without costs, all do the same work for a microbatch."""
+    priced = ((each, rank_costs(each) if costs is None else costs) for each in schedules)
     return Comparisons(
-        tuple(simulate(each, costs, send_model=send_model, with_period=True) for each in schedules)
+        tuple(simulate(each, own, send_model=send_model, with_period=True) for each, own in priced)
     )
+
+
+def rank_costs(schedule: Schedule) -> Costs:
+    """Unit costs of a rank, shared by its stages."""
+    stages = schedule.num_stages / schedule.num_ranks
+    return Costs() if stages == 1 else Costs().shared_by(stages)
 
 
 def comparison_of(timeline: Timeline) -> Comparison:
@@ -98,4 +115,7 @@ def comparison_of(timeline: Timeline) -> Comparison:
         timeline.bound.seconds,
         timeline.bound.name,
         timeline.gap,
+        timeline.costs.units.time_name,
+        timeline.costs.units.memory_name,
+        sum(timeline.busy),
     )

@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from penstock.cost.units import Scale
 from penstock.ir.kinds import Kind
 from penstock.ir.messages import VALUES
 from penstock.ir.table import Bools, Floats, Ints
@@ -49,23 +50,29 @@ class Gap:
         return self.end - self.start
 
     def __str__(self) -> str:
+        return self._words(f"{self.start:g} to {self.end:g}")
+
+    def text(self, scale: Scale) -> str:
+        """The gap in words, with its times in this unit."""
+        return self._words(f"{scale.number(self.start, 4)} to {scale.text(self.end, 4)}")
+
+    def _words(self, when: str) -> str:
         message, before, blame = self.message, self.before, self.blame
         awaited = None if message is None else (message.kind, message.stage, message.microbatch, message.source)
         steps = "" if before is None else str(before.step), "" if blame is None else str(blame.step)
-        return _text(self.rank, self.start, self.end, self.reason, *steps, awaited)
+        return _text(self.rank, when, self.reason, *steps, awaited)
 
 
 def _text(
     rank: int,
-    start: float,
-    end: float,
+    when: str,
     reason: str,
     before: str,
     blame: str,
     message: tuple[str, int, int, int] | None,
 ) -> str:
     """A gap in words; `message` is its kind, stage, microbatch and sender."""
-    where = f"rank {rank}, {start:g} to {end:g}: {reason}"
+    where = f"rank {rank}, {when}: {reason}"
     if not blame:
         return where
     if message is None:
@@ -143,7 +150,7 @@ class Gaps(Sequence[Gap]):
             rows, *steps, (message >= 0).tolist(), awaited
         ):
             value = (VALUES[is_gradient], *rest) if has_message else None
-            why = _text(rank, start, end, REASONS[reason], before, blame, value)
+            why = _text(rank, f"{start:g} to {end:g}", REASONS[reason], before, blame, value)
             yield {"rank": rank, "start": start, "end": end, "reason": REASONS[reason], "why": why}
 
 

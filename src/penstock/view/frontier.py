@@ -17,7 +17,7 @@ from typing import Protocol
 
 from rich.text import Text
 
-from penstock.cost.costs import size_text
+from penstock.cost.units import bytes_text
 from penstock.ir.action import Kind
 from penstock.view.kinds import style_of
 from penstock.view.marks import Box, Group, Label, Line, Mark, Picture, Style
@@ -92,7 +92,7 @@ def frontier_text(plan: PlottedPlan, width: int = 80) -> Text:
         text = Text(f"{label:>{margin - 1}} │")
         text.append("".join(letters).rstrip(), style="bold")
         lines.append(text)
-    ends = (size_text(left), size_text(right) if right > left else "")
+    ends = (bytes_text(left), bytes_text(right) if right > left else "")
     lines.append(Text(" " * margin + "└" + "─" * columns))
     lines.append(Text(" " * (margin + 1) + f"{ends[0]}{ends[1]:>{columns - len(ends[0])}}".rstrip()))
     return Text("\n").join(lines)
@@ -161,7 +161,7 @@ class _Plot:
         unit = 1024.0 ** max(min(floor(log10(max(self.right, 1)) / log10(1024)), 4), 0)
         for memory in _ticks(self.left, self.right, unit):
             yield Line("axis", self.x(memory), _BOTTOM, self.x(memory), _BOTTOM + 4)
-            yield Label("tick", self.x(memory), _BOTTOM + 16, size_text(memory))
+            yield Label("tick", self.x(memory), _BOTTOM + 16, bytes_text(memory))
         yield Line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM)
         yield Line("axis", _LEFT, _TOP, _LEFT, _BOTTOM)
         yield Label("key", _LEFT, _TOP - 8, f"time per step ({self.plan.time_name})")
@@ -199,7 +199,7 @@ def _names(plan: PlottedPlan) -> Iterator[Mark]:
     """The options behind the numbers."""
     for line, option in enumerate(plan.frontier[:_MAX_NAMES]):
         place = plan.options.index(option) + 1
-        facts = f"{place}  {option}: {option.seconds:.4g} s, {size_text(option.memory)}"
+        facts = f"{place}  {option}: {option.seconds:.4g} s, {bytes_text(option.memory)}"
         yield Label("key", _RIGHT + 16, _TOP + 8 + 17 * line, facts)
     if len(plan.frontier) > _MAX_NAMES:
         rest = f"and {len(plan.frontier) - _MAX_NAMES} more"

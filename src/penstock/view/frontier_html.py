@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from penstock.cost.costs import size_text
+from penstock.cost.units import bytes_text, seconds_text
 from penstock.view.frontier import PlottedPlan, frontier_picture, option_points
 from penstock.view.svg import svg_of
 
@@ -53,7 +53,7 @@ def frontier_html(plan: PlottedPlan) -> str:
 def _links(plan: PlottedPlan) -> Iterator[str]:
     """A place to hover and click for each point."""
     for place, (option, x, y) in enumerate(option_points(plan), 1):
-        facts = f"{place}  {option}: {option.seconds:.4g} s, {size_text(option.memory)}"
+        facts = f"{place}  {option}: {seconds_text(option.seconds)}, {bytes_text(option.memory)}"
         box = f'x="{x - 6:g}" y="{y - 6:g}" width="12" height="12"'
         yield f'<a href="#plan-{place}"><rect {box}><title>{_text(facts)}</title></rect></a>'
 
@@ -63,7 +63,7 @@ def _rows(plan: PlottedPlan) -> Iterator[str]:
     for place, option in enumerate(plan.options, 1):
         slower = f"{option.seconds / best - 1:.1%}" if best else ""
         kind = ' class="frontier"' if option in plan.frontier else ""
-        cells = (str(place), str(option), f"{option.seconds:.4g}", slower, size_text(option.memory))
+        cells = (str(place), str(option), f"{option.seconds:.4g}", slower, bytes_text(option.memory))
         yield f'<tr id="plan-{place}"{kind}>' + "".join(f"<td>{_text(each)}</td>" for each in cells) + "</tr>"
 
 

@@ -26,23 +26,40 @@ from typing import TypeAlias
 import numpy as np
 
 from penstock.cost.prices import all_to_all_seconds, exposed_all_to_all
+from penstock.cost.units import Units
 from penstock.ir.action import Kind
 from penstock.ir.table import Bools, Ints
 from penstock.simulation.attribution import Gap, critical_path, gaps
 from penstock.simulation.timeline import Event, Memory, Timeline
 from penstock.view.kinds import KIND_STYLES
+from penstock.view.legend import NUMBER, STAGES
+from penstock.view.palette import PALEST
+from penstock.view.words import cost_text, sizes_text, title_text
 
 __all__ = ["drawing_script", "html", "page_data", "style_sheet"]
 
-_SCRIPTS = ("data.js", "timelines.js", "memory.js", "overlay.js", "pointer.js", "keys.js", "page.js")
+_SCRIPTS = (
+    *(
+        "data.js",
+        "texts.js",
+        "view.js",
+        "colours.js",
+        "boxes.js",
+        "strips.js",
+        "memory.js",
+        "overlay.js",
+        "axis.js",
+    ),
+    *("card.js", "pointer.js", "legend.js", "svg_context.js", "export.js", "keys.js", "page.js"),
+)
 """The body of the function that draws, in this order."""
 _START = 'drawTimelines(JSON.parse(document.getElementById("data").textContent), {});'
 
 Record: TypeAlias = dict[str, object]
 
 
-def html(timelines: Sequence[Timeline], title: str = "penstock") -> str:
-    """One page with a panel per timeline, on one time axis."""
+def html(timelines: Sequence[Timeline], title: str | None = None) -> str:
+    """One page with a panel per timeline, on one time axis; the title names the schedules unless given."""
     page, style = _asset("page.html"), style_sheet()
     script = f"{drawing_script()}\n{_START}\n"
     policy = (
@@ -50,7 +67,9 @@ def html(timelines: Sequence[Timeline], title: str = "penstock") -> str:
         "base-uri 'none'; form-action 'none'"
     )
     return Template(page).substitute(
-        title=escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+        title=escape(title_text(timelines) if title is None else title)
+        .encode("ascii", "xmlcharrefreplace")
+        .decode(),
         policy=policy,
         style=style,
         script=script,
@@ -60,22 +79,34 @@ def html(timelines: Sequence[Timeline], title: str = "penstock") -> str:
 
 def page_data(timelines: Sequence[Timeline], *, explained: bool = True) -> Record:
     """What the drawing function draws; `explained`: with gaps, critical path and memory of a valid schedule."""
+    units = Units.common(timeline.costs.units for timeline in timelines)
     return {
         "kinds": [kind.value for kind in Kind],
-        "tracks": {kind.value: style.track for kind, style in KIND_STYLES.items()},
+        "time_unit": units.time_name,
+        "memory_unit": units.memory_name,
         "timelines": [_record(timeline, explained=explained) for timeline in timelines],
     }
 
 
 def drawing_script() -> str:
     """The function `drawTimelines(data, host)`: the HTML view calls it once, the playground per answer."""
+    look = {
+        "kinds": [kind.value for kind in Kind],
+        "tracks": {kind.value: style.track for kind, style in KIND_STYLES.items()},
+        "short": {kind.value: style.short or kind.value for kind, style in KIND_STYLES.items()},
+        "meaning": {kind.value: style.meaning for kind, style in KIND_STYLES.items()},
+        "palest": PALEST,
+        "words": {"stages": STAGES, "number": NUMBER},
+    }
     body = "\n".join(map(_asset, _SCRIPTS))
-    return f"function drawTimelines(data, host) {{\n{body}}}"
+    return f'function drawTimelines(data, host) {{\n"use strict";\nconst LOOK = {json.dumps(look)};\n{body}}}'
 
 
 def style_sheet() -> str:
-    """The style of what is drawn, and of a page around it."""
-    return _asset("page.css")
+    """The style of what is drawn, with the colours of all kinds in both themes, and of a page around it."""
+    light = "".join(f"--{kind}: {style.colour};" for kind, style in KIND_STYLES.items() if style.colour)
+    dark = "".join(f"--{kind}: {style.dark};" for kind, style in KIND_STYLES.items() if style.dark)
+    return f'{_asset("page.css")}\n:root {{{light}}}\n:root[data-theme="dark"] {{{dark}}}\n'
 
 
 def _asset(name: str) -> str:
@@ -110,6 +141,7 @@ def _record(timeline: Timeline, *, explained: bool = True) -> Record:
     number = np.where(shown, np.cumsum(shown) - 1, -1)
     return {
         "name": schedule.name,
+        "sizes_text": sizes_text(schedule) + cost_text(timeline),
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.microbatches,

@@ -29,6 +29,8 @@ class KindStyle(NamedTuple):
     """Its length in pictures without costs."""
     short: str = ""
     """Its name in a cell of a grid; its text unless given."""
+    dark: str = ""
+    """Its colour on a dark page, unless `colour` is readable there."""
 
 
 KIND_STYLES = {
@@ -36,17 +38,19 @@ KIND_STYLES = {
     Kind.B: KindStyle("compute", "backward", "black on dark_orange", "#e69f00", 2),
     Kind.I: KindStyle("compute", "input gradient", "black on bright_magenta", "#cc79a7", 1),
     Kind.W: KindStyle("compute", "weight gradient", "black on bright_yellow", "#f0e442", 1),
-    Kind.RECOMPUTE: KindStyle("compute", "recompute forward", "white on dark_green", "#00483a", 1, "R"),
+    Kind.RECOMPUTE: KindStyle(
+        "compute", "recompute forward", "white on dark_green", "#00483a", 1, "R", "#2f8f7a"
+    ),
     Kind.OVERLAP_F_B: KindStyle("compute", "overlapped pair", "black on bright_cyan"),
     Kind.SEND_F: KindStyle("message", "send activation"),
     Kind.RECV_F: KindStyle("message", "receive activation"),
     Kind.SEND_B: KindStyle("message", "send gradient"),
     Kind.RECV_B: KindStyle("message", "receive gradient"),
-    Kind.UNSHARD: KindStyle("collective", "unshard", "dim", "#009e73"),
-    Kind.RESHARD: KindStyle("collective", "reshard", "dim", "#56b4e9"),
+    Kind.UNSHARD: KindStyle("collective", "unshard parameters", "dim", "#009e73"),
+    Kind.RESHARD: KindStyle("collective", "reshard parameters", "dim", "#56b4e9"),
     Kind.REDUCE_GRAD: KindStyle("collective", "reduce gradients", "bold", "#d55e00"),
-    Kind.OFFLOAD: KindStyle("offload", "offload to the host", "dim", "#8a4b00"),
-    Kind.RELOAD: KindStyle("reload", "reload from the host", "dim", "#004c77"),
+    Kind.OFFLOAD: KindStyle("offload", "offload to the host", "dim", "#8a4b00", dark="#d9a05b"),
+    Kind.RELOAD: KindStyle("reload", "reload from the host", "dim", "#004c77", dark="#7cb7e8"),
 }
 """In the order of the legend."""
 

@@ -11,7 +11,11 @@ from penstock.view.kinds import HOST_TRACKS, KIND_STYLES, kinds_on
 from penstock.view.marks import Box, Group, Label, Mark, text_width
 from penstock.view.palette import box_style
 
-__all__ = ["Legend", "legend"]
+__all__ = ["NUMBER", "STAGES", "Legend", "legend"]
+
+STAGES = "first to last stage of a rank"
+"""What the shades of a colour are."""
+NUMBER = "number in a box: microbatch"
 
 
 class Legend(NamedTuple):
@@ -32,7 +36,7 @@ def legend(shown: Legend, left: int, width: int, top: int) -> tuple[Group, int]:
     marks: list[Mark] = []
     x, y = float(left), top
     for boxes, meaning in _entries(shown):
-        right = max(box.x + box.width for box in boxes)
+        right = max((box.x + box.width for box in boxes), default=-5.0)
         entry_width = right + 5 + text_width(meaning, 10)
         if x > left and x + entry_width > left + width:
             x, y = float(left), y + 18
@@ -53,7 +57,14 @@ def _entries(shown: Legend) -> Iterator[tuple[list[Box], str]]:
         yield halves, KIND_STYLES[Kind.OVERLAP_F_B].meaning
     if kinds and shown.stages_per_rank > 1:
         tints = [Box(box_style(kinds[0], n), 12 * n, 0, 12, 11) for n in range(shown.stages_per_rank)]
-        yield tints, "first to last stage of a rank"
+        yield tints, STAGES
+    if kinds:
+        yield [], NUMBER
+    yield from _marks(shown)
+
+
+def _marks(shown: Legend) -> Iterator[tuple[list[Box], str]]:
+    """What is drawn besides the boxes of steps."""
     if shown.all_to_all:
         yield [Box("all-to-all", 0, 8, 16, 3)], "exposed all-to-all"
     for kind in (kind for track in ("collective", *HOST_TRACKS) for kind in kinds_on(track)):

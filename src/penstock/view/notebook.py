@@ -30,7 +30,14 @@ from penstock.view.marks import Picture
 from penstock.view.picture import picture
 from penstock.view.summary import summary
 from penstock.view.svg import svg_of
-from penstock.view.tables import comparison_table, family_table, job_table, plan_table, result_lines
+from penstock.view.tables import (
+    comparison_notes,
+    comparison_table,
+    family_table,
+    job_table,
+    plan_table,
+    result_lines,
+)
 
 __all__ = ["MOST_STEPS", "notebook_html"]
 
@@ -77,7 +84,8 @@ def _(value: Violations) -> str:
 
 @notebook_html.register
 def _(value: Comparisons) -> str:
-    return _table(comparison_table(value.rows)) + _timelines(value.timelines)
+    notes = "".join(map(_line, comparison_notes(value.rows)))
+    return _table(comparison_table(value.rows)) + notes + _timelines(value.timelines)
 
 
 @notebook_html.register

@@ -6,12 +6,12 @@
       from rank 1          one event per received message, the same
       collective           UNSHARD, RESHARD, REDUCE_GRAD
       offload, reload      the two directions of the host link
-      memory (bytes)       counters
+      memory (bytes)       counters, or memory (activations)
     arrows                 from the producer of a value through its message to the consumer
 
-Times are microseconds with nanosecond resolution. Process and thread ids are unique in a file, because Perfetto
-finds the name of a thread by its id alone. Concurrent events of one thread go to further threads of the same
-name, because events of one thread may not overlap.
+Times are microseconds with nanosecond resolution; the unit of relative costs is drawn as one second. Process
+and thread ids are unique in a file, because Perfetto finds the name of a thread by its id alone. Concurrent
+events of one thread go to further threads of the same name, because events of one thread may not overlap.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from penstock.arguments import listed
 from penstock.cost.prices import all_to_all_seconds, exposed_all_to_all
 from penstock.ir.action import Action, Kind, Step, chain_neighbour
 from penstock.simulation.attribution import Gap, gaps
@@ -35,7 +36,6 @@ __all__ = ["trace"]
 
 Entry: TypeAlias = dict[str, Any]
 
-MEMORY = "memory (bytes)"
 _TRACK_ORDER = {"compute": 0, "message": 1, "collective": 2, "offload": 3, "reload": 4}
 
 
@@ -71,9 +71,9 @@ def trace(timelines: Sequence[Timeline]) -> str:
     about = [
         {
             "schedule": timeline.schedule.name,
-            "makespan_seconds": timeline.makespan,
+            f"makespan_{timeline.costs.units.time_name}": timeline.makespan,
             "bubble_rate": timeline.bubble_rate,
-            "peak_memory_bytes": list(timeline.peak_memory),
+            f"peak_memory_{timeline.costs.units.memory_name}": list(timeline.peak_memory),
         }
         for timeline in timelines
     ]
@@ -102,9 +102,11 @@ class _TimelineTrace:
     def metadata(self, prefix: str) -> Iterator[Entry]:
         """Names and sort order of processes and threads."""
         for rank, process in enumerate(self.process):
-            stages = ", ".join(map(str, self.timeline.schedule.placement.stages_of_rank[rank]))
+            own = self.timeline.schedule.placement.stages_of_rank[rank]
             yield _metadata("process_name", process, process, name=f"{prefix}rank {rank}")
-            yield _metadata("process_labels", process, process, labels=f"stages {stages}")
+            yield _metadata(
+                "process_labels", process, process, labels=f"stage{'s' * (len(own) != 1)} {listed(own)}"
+            )
             yield _metadata("process_sort_index", process, process, sort_index=process)
         for (rank, name, lane), thread in self.thread.items():
             shown = f"{name} ({lane + 1})" if lane else name
@@ -216,7 +218,7 @@ def _gap_arguments(gap: Gap) -> Entry:
 
 def _counters(timeline: Timeline, rank: int, process: int) -> Iterator[Entry]:
     """The memory of the rank at each change."""
-    memory = timeline.memory[rank]
+    memory, name = timeline.memory[rank], f"memory ({timeline.costs.units.memory_name})"
     times = [_ns(time) for time in memory.times.tolist()]
     lines = (memory.activations.tolist(), memory.unsharded.tolist(), memory.receive_buffers.tolist())
     changes = dict(zip(times, zip(*lines)))
@@ -226,7 +228,7 @@ def _counters(timeline: Timeline, rank: int, process: int) -> Iterator[Entry]:
         if memory.receive_buffers.any():
             values["receive buffers"] = received
         if values != before:
-            yield {"ph": "C", "name": MEMORY, "pid": process, "tid": process, "ts": _us(time), "args": values}
+            yield {"ph": "C", "name": name, "pid": process, "tid": process, "ts": _us(time), "args": values}
         before = values
 
 

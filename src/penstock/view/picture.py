@@ -27,7 +27,8 @@ from penstock.view.kinds import HOST_TRACKS, style_of
 from penstock.view.legend import legend
 from penstock.view.marks import Area, Box, Group, Label, Line, Mark, Picture, text_width
 from penstock.view.palette import MEMORY, box_style, text_on
-from penstock.view.scales import GAP, LEFT, LINK, MARGIN, ROW, STRIP, TITLE, Scales, short_bytes
+from penstock.view.scales import GAP, LEFT, LINK, MARGIN, ROW, STRIP, TITLE, Scales
+from penstock.view.words import cost_text, sizes_text, title_text
 
 __all__ = ["assemble", "panel_head", "picture", "staircase"]
 
@@ -54,8 +55,8 @@ def assemble(
         top += scales.panel_height(timeline)
     groups.append(_axis(scales, top))
     key, bottom = legend(scales.legend, LEFT, scales.width, round(top) + 40)
-    title = ", ".join(printable(timeline.schedule.name) for timeline in timelines)
-    return Picture(title, LEFT + scales.width + scales.right, bottom + MARGIN, scales.styles, [*groups, key])
+    width = LEFT + scales.width + scales.right
+    return Picture(title_text(timelines), width, bottom + MARGIN, scales.styles, [*groups, key])
 
 
 def _panel(timeline: Timeline, scales: Scales, top: float) -> Iterator[Group]:
@@ -78,13 +79,10 @@ def panel_head(timeline: Timeline, scales: Scales, top: float, rows: int) -> Gro
 
 
 def _title(timeline: Timeline, scales: Scales, top: float) -> list[Mark]:
-    schedule, (unit, name) = timeline.schedule, scales.unit
-    makespan = timeline.makespan / unit
-    shown = f"{makespan:.4g}" if makespan < 9999.5 else f"{makespan:.0f}"
-    facts = (
-        f"{schedule.num_ranks} ranks, {schedule.microbatches} microbatches  ·  makespan {shown} {name}".rstrip()
-        + f"  ·  bubble {timeline.bubble():.1%}"
-    )
+    schedule = timeline.schedule
+    makespan = scales.time.text(timeline.makespan, 4)
+    sizes = f"{sizes_text(schedule)}{cost_text(timeline)}"
+    facts = f"{sizes}  ·  makespan {makespan}  ·  bubble {timeline.bubble():.1%}"
     room = int((scales.width - text_width(facts, 11)) / text_width("m", 13))
     return [
         Label("name", LEFT, top + 14, printable(schedule.name, max(room, 8))),
@@ -168,7 +166,7 @@ def _memory(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterator
             yield Area(part, staircase(xs, base - above * STRIP / scales.peak_memory) + lower[::-1])
         below = above
     yield Line("axis", LEFT, base, xs[-1], base)
-    yield Label("peak", LEFT + scales.width + 8, base - 3, f"peak {short_bytes(memory.peak, timeline.costs)}")
+    yield Label("peak", LEFT + scales.width + 8, base - 3, f"peak {scales.memory.text(memory.peak, 4)}")
     if len(memory.times):
         (x,) = scales.x(memory.times[[memory.total.argmax()]])
         top = round(base - memory.peak * STRIP / scales.peak_memory, 2)
@@ -189,10 +187,10 @@ def staircase(xs: Sequence[float], heights: Floats) -> list[tuple[float, float]]
 
 
 def _axis(scales: Scales, y: float) -> Group:
-    unit, name = scales.unit
+    unit = scales.time
     places = scales.x(np.array(scales.ticks))
     marks: list[Mark] = [Line("axis", LEFT, y, LEFT + scales.width, y)]
     marks += [Line("axis", x, y, x, y + 4) for x in places]
-    marks += [Label("tick", x, y + 16, f"{time / unit:.10g}") for x, time in zip(places, scales.ticks)]
-    marks.append(Label("key", LEFT + scales.width + 8, y + 16, f"time ({name})" if name else "time"))
+    marks += [Label("tick", x, y + 16, unit.number(time, 10)) for x, time in zip(places, scales.ticks)]
+    marks.append(Label("key", LEFT + scales.width + 8, y + 16, f"time, {unit.name}"))
     return Group("time", marks)

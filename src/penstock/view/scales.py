@@ -8,7 +8,7 @@ from math import floor, log10
 
 import numpy as np
 
-from penstock.cost.costs import Costs, size_text
+from penstock.cost.units import Scale, Units
 from penstock.ir.action import Kind
 from penstock.ir.table import Floats
 from penstock.simulation.timeline import Timeline
@@ -28,7 +28,6 @@ __all__ = [
     "WIDEST",
     "Scales",
     "round_step",
-    "short_bytes",
 ]
 
 # sizes in pixels
@@ -71,8 +70,8 @@ class Scales:
     @cached_property
     def right(self) -> int:
         """Room for the labels to the right of the axis."""
-        peaks = [short_bytes(peak, t.costs) for t in self.timelines for peak in t.peak_memory]
-        return round(max(text_width(f"peak {peak}", 10) for peak in [*peaks, "1.2 us"])) + 8 + MARGIN
+        peaks = [f"peak {self.memory.text(peak, 4)}" for t in self.timelines for peak in t.peak_memory]
+        return round(max(text_width(text, 10) for text in [*peaks, f"time, {self.time.name}"])) + 8 + MARGIN
 
     @cached_property
     def styles(self) -> dict[str, Style]:
@@ -96,12 +95,18 @@ class Scales:
         return Legend(self.kinds, max(map(len, hosted)), pairs, used, edges, exposed)
 
     @cached_property
-    def unit(self) -> tuple[float, str]:
-        """The unit of the axis in seconds, and its name; no name at the unit costs of `Costs()`."""
-        names = ("forward", "backward_input", "backward_weight")
-        if all(getattr(t.costs, name) == 1 for t in self.timelines for name in names):
-            return 1, ""
-        return next(((u, name) for u, name in ((1, "s"), (1e-3, "ms")) if self.length >= u), (1e-6, "us"))
+    def _units(self) -> Units:
+        return Units.common(timeline.costs.units for timeline in self.timelines)
+
+    @cached_property
+    def time(self) -> Scale:
+        """The unit of the time axis."""
+        return self._units.time_scale(self.length)
+
+    @cached_property
+    def memory(self) -> Scale:
+        """The unit of the memory strips."""
+        return self._units.memory_scale(self.peak_memory)
 
     @cached_property
     def row_height(self) -> int:
@@ -121,7 +126,7 @@ class Scales:
     @cached_property
     def ticks(self) -> list[float]:
         """Round times, in seconds, 50 to 125 pixels apart."""
-        unit, _ = self.unit
+        unit = self.time.size
         step = round_step(self.length / unit * 50 / self.width)
         return [n * step * unit for n in range(int(self.length / unit / step * (1 + 1e-9)) + 1)]
 
@@ -130,10 +135,3 @@ def round_step(least: float) -> float:
     """The smallest 1, 2 or 5 times a power of ten that is at least this."""
     power = 10.0 ** floor(log10(least))
     return next(n * power for n in (1, 2, 5, 10) if n * power >= least)
-
-
-def short_bytes(count: float, costs: Costs) -> str:
-    """Bytes with their unit; a bare number where an activation counts as one byte."""
-    if costs.activation != 1:
-        return size_text(count)
-    return f"{count:.4g}" if count < 9999.5 else f"{count:.0f}"

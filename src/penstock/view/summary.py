@@ -20,7 +20,7 @@ from penstock.view.legend import Legend
 from penstock.view.marks import Area, Group, Label, Mark, Picture
 from penstock.view.palette import box_style
 from penstock.view.picture import assemble, panel_head, staircase
-from penstock.view.scales import GAP, LEFT, ROW, TITLE, Scales, short_bytes
+from penstock.view.scales import GAP, LEFT, ROW, TITLE, Scales
 
 __all__ = ["summary"]
 
@@ -69,7 +69,7 @@ def _panel(timeline: Timeline, scales: Scales, top: float) -> Iterator[Group]:
     for number, ranks in enumerate(rows):
         name = f"rank {ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
         y = top + TITLE + number * scales.row_height
-        peak = short_bytes(max(timeline.peak_memory[rank] for rank in ranks), timeline.costs)
+        peak = scales.memory.text(max(timeline.peak_memory[rank] for rank in ranks), 4)
         labels: list[Mark] = [Label("rank", LEFT - 8, y + ROW / 2 + 4, name)]
         if scales.peak_memory:
             labels.append(Label("peak", LEFT + scales.width + 8, y + ROW / 2 + 4, f"peak {peak}"))

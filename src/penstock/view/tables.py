@@ -2,65 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cost.costs import size_text
+from penstock.cost.units import Units, bytes_text, number_text, seconds_text
 from penstock.planning.configuration import stages_text
 from penstock.planning.job.planner import JobPlan
 from penstock.planning.planner import Plan
 from penstock.search.result import SearchResult
 from penstock.simulation.comparison import Comparison
 
-__all__ = ["comparison_table", "family_table", "job_table", "plan_table", "result_lines"]
+__all__ = [
+    "comparison_notes",
+    "comparison_table",
+    "family_table",
+    "job_table",
+    "plan_table",
+    "result_lines",
+]
+
+_ROUNDING = 1e-9
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Table:
     """Compared schedules, one per row."""
+    units = Units.common(Units(row.time_unit == "seconds", row.memory_unit == "bytes") for row in rows)
+    longest = max((row.makespan for row in rows), default=0.0)
+    scale, sent = units.time_scale(longest), any(row.sent for row in rows)
     table = Table(box=None, pad_edge=False)
     table.add_column("schedule")
-    for name in ("p", "v", "m", "makespan", "span", "period", "bubble", "memory", "sent", "bound", "gap"):
+    times = [units.column(name, longest) for name in ("makespan", "span", "period")]
+    rest = ["bubble", "memory", *(["sent"] if sent else []), units.column("bound", longest), "gap"]
+    for name in ("p", "v", "m", *times, *rest):
         table.add_column(name, justify="right")
     for row in rows:
-        sizes = (row.ranks, f"{row.stages / row.ranks:g}", row.microbatches)
-        times = (f"{value:g}" for value in (row.makespan, row.span, row.period))
-        rest = (
-            f"{row.bubble:.1%}",
-            f"{row.peak_memory:g}",
-            f"{row.sent:g}",
-            f"{row.bound:g}",
-            f"{row.gap:.1%}",
+        memory = bytes_text(row.peak_memory) if units.bytes else number_text(row.peak_memory)
+        table.add_row(
+            Text(printable(row.name)),
+            *(str(row.ranks), f"{row.stages / row.ranks:g}", str(row.microbatches)),
+            *(scale.number(value) for value in (row.makespan, row.span, row.period)),
+            *(f"{row.bubble:.1%}", memory, *([bytes_text(row.sent)] if sent else [])),
+            *(scale.number(row.bound), f"{row.gap:.1%}"),
         )
-        table.add_row(Text(printable(row.name)), *map(str, sizes), *times, *rest)
     return table
+
+
+def comparison_notes(rows: Sequence[Comparison]) -> list[str]:
+    """What the numbers of a comparison are, and which rows do more work than others."""
+    notes = ["p: ranks, v: stages per rank, m: microbatches"]
+    if not rows:
+        return notes
+    differences = list(_differences(rows))
+    if rows[0].time_unit == "units":
+        what = "F, I and W of a stage take 1" if differences else "F, I and W of a rank take 1"
+        memory = "memory in activations" + ("" if differences else " of a rank")
+        notes.append(f"times in units: {what}, B 2{f'; {memory}' if rows[0].memory_unit != 'bytes' else ''}")
+        if not differences and any(row.stages != row.ranks for row in rows):
+            notes.append("v stages per rank share these costs, so all rows do the same work for a microbatch")
+    return [*notes, *differences]
+
+
+def _differences(rows: Sequence[Comparison]) -> Iterator[str]:
+    """Rows that do more or less work than the first with the same ranks and microbatches."""
+    first: dict[tuple[int, int], Comparison] = {}
+    for row in rows:
+        base = first.setdefault((row.ranks, row.microbatches), row)
+        if base.work and abs(row.work / base.work - 1) > _ROUNDING:
+            more = f"{printable(row.name)} computes {row.work / base.work:.3g} times as much as"
+            yield f"{more} {printable(base.name)} (m={row.microbatches}), so their times are not comparable"
 
 
 def result_lines(result: SearchResult) -> list[tuple[str, str, str]]:
     """Name, value and meaning of each number of a search result; how good it is and why nothing is better."""
+    units = result.timeline.costs.units
     quality = "proved optimal" if result.proved else f"gap <= {result.gap:.2%}"
     lines = [
-        (result.objective, f"{result.value:g}", quality),
-        ("bound", f"{result.bound.seconds:g}", f"{result.bound.name}: {result.bound.because}"),
-        ("memory", f"{max(result.timeline.peak_memory):g}", "peak of any rank, in bytes"),
+        (result.objective, units.time(result.value), quality),
+        ("bound", units.time(result.bound.seconds), f"{result.bound.name}: {result.bound.because}"),
+        ("memory", units.memory(max(result.timeline.peak_memory)), "peak of any rank"),
     ]
     if result.quantile is not None:
-        lines.insert(1, ("quantile", f"{result.quantile:g}", f"of the {result.objective} under jitter"))
+        lines.insert(1, ("quantile", units.time(result.quantile), f"of the {result.objective} under jitter"))
     return lines
 
 
 def family_table(result: SearchResult) -> Table:
     """The families that a search compared its result with."""
+    units, longest = result.timeline.costs.units, max([result.value, *result.families.values()])
+    scale = units.time_scale(longest)
     table = Table(box=None, pad_edge=False)
     table.add_column("schedule")
-    table.add_column(result.objective, justify="right")
+    table.add_column(units.column(result.objective, longest), justify="right")
     table.add_column("vs. result", justify="right")
     for name, value in sorted(result.families.items(), key=lambda item: item[1]):
-        table.add_row(name, f"{value:g}", f"{value / result.value - 1:+.2%}" if result.value else "")
+        table.add_row(name, scale.number(value), f"{value / result.value - 1:+.2%}" if result.value else "")
     for name, size in result.too_large.items():
-        table.add_row(name, f"needs {size:g}", "over limit")
+        table.add_row(name, f"needs {units.memory(size)}", "over limit")
     return table
 
 
@@ -82,10 +122,10 @@ def plan_table(made: Plan, top: int) -> Table:
             configuration.style,
             str(configuration.microbatches),
             str(configuration.samples),
-            f"{option.seconds:.4g} s",
+            seconds_text(option.seconds),
             f"{option.samples_per_second:.4g}",
             f"{option.timeline.bubble(made.request.objective):.1%}",
-            size_text(option.memory),
+            bytes_text(option.memory),
             f"{option.gap:.1%}",
         )
     return table
@@ -109,8 +149,8 @@ def job_table(made: JobPlan, top: int) -> Table:
             *map(str, (layout.tensor, layout.context, *expert, layout.pipeline, layout.data)),
             *(str(layout.microbatch_size), str(layout.microbatches), option.order),
             *(str(option.stages_per_rank), layout.recompute),
-            f"{option.seconds:.4g} s{'' if option.is_exact else ' *'}",
+            f"{seconds_text(option.seconds)}{'' if option.is_exact else ' *'}",
             *(f"{option.tokens_per_second:.0f}", f"{option.mfu:.1%}", f"{option.bubble:.1%}"),
-            size_text(option.memory),
+            bytes_text(option.memory),
         )
     return table

@@ -1,66 +1,176 @@
-"""A timeline on a terminal: one row per rank, the makespan scaled to the width.
+"""A timeline on a terminal: one row per rank, time from left to right.
 
     time    0              50             100
     rank 0  F0F1F2F3·······B0───F4B1───F5B2──···
     rank 1  ··F0F1F2····B0───F3B1───F4B2───F5B3─
 
-A step starts with its name, or its kind where the name does not fit, followed by a line for its duration; a dot
-is idle time. Steps shorter than a character share one. Colour adds no information.
+A step starts with its name, followed by a line for its duration; a dot is idle time. What does not fit into the
+width continues below, in further panels. Where that would be too many lines, each character is the kind that
+takes most of its time: all steps of a picture have names, or none has. Colour adds no information.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
+from math import ceil
 
+import numpy as np
 from rich.text import Text
 
+from penstock.cost.units import Scale, number_text
+from penstock.ir.kinds import Kind
 from penstock.simulation.timeline import Timeline
 from penstock.view.grid import cell_text
 from penstock.view.kinds import style_of
+from penstock.view.scales import round_step
 
 __all__ = ["terminal"]
 
+_MOST_LINES = 100
+"""Lines of all panels together; beyond, steps have no names."""
+_SHORT = 0.25
+"""Steps shorter than this share of the median have their name only where it fits."""
+
 
 def terminal(timeline: Timeline, width: int = 80) -> Text:
-    """The picture, `width` characters wide."""
-    schedule = timeline.schedule
-    label = max(len(f"rank {schedule.num_ranks - 1}"), len("time")) + 2
+    """The picture, at most `width` characters wide where possible."""
+    label = max(len(f"rank {timeline.schedule.num_ranks - 1}"), len("time")) + 2
     columns = max(width - label, 10)
-    lines = [Text("time".ljust(label) + _ruler(timeline.makespan, columns), style="dim")]
-    bounds = schedule.table.slot_bounds.tolist()
-    for rank, (first, last) in enumerate(pairwise(bounds)):
-        line = Text(f"rank {rank}".ljust(label))
-        for text, style in _row(timeline, rank, first, last, columns):
-            line.append(text, style=style)
-        line.rstrip()
-        lines.append(line)
+    rows = [_steps(timeline, rank) for rank in range(timeline.schedule.num_ranks)]
+    needed = _columns_needed(timeline, rows)
+    scale = timeline.costs.units.time_scale(timeline.makespan)
+    if ceil(needed / columns) * (len(rows) + 2) > max(_MOST_LINES, len(rows) + 2):
+        per_letter = timeline.makespan / columns
+        cells = [_without_names(row, per_letter, columns) for row in rows]
+        note = f"\n\neach letter is {scale.text(per_letter, 3)}; every step: penstock show -o FILE.html"
+        return _joined(label, scale, timeline, [(0, columns, cells)], columns).append(note, "dim")
+    length = max(needed, columns)
+    drawn = [_named(row, length / timeline.makespan if timeline.makespan else 0.0, length) for row in rows]
+    breaks = _breaks(drawn, length, columns)
+    panels = [(first, last, [row[first:last] for row in drawn]) for first, last in pairwise(breaks)]
+    return _joined(label, scale, timeline, panels, length)
+
+
+_Cell = tuple[str, str, bool]
+"""A character, its style, and whether a name continues in it."""
+_Step = tuple[float, float, str, Kind]
+
+
+def _steps(timeline: Timeline, rank: int) -> list[_Step]:
+    """Start, end, name and kind of each compute step of a rank."""
+    first, last = timeline.schedule.table.slot_bounds[rank : rank + 2].tolist()
+    with_stage = timeline.schedule.num_stages > timeline.schedule.num_ranks
+    steps = zip(
+        timeline.schedule.ranks[rank], timeline.start[first:last].tolist(), timeline.end[first:last].tolist()
+    )
+    space = " " * with_stage  # names that begin with a digit need one between them
+    return [
+        (start, end, cell_text(step, with_stage=with_stage) + space, step.kind)
+        for (step, start, end), drawn in zip(steps, timeline.is_compute[first:last])
+        if drawn
+    ]
+
+
+def _columns_needed(timeline: Timeline, rows: list[list[_Step]]) -> int:
+    """The columns of the whole timeline in which all names fit their steps."""
+    lengths = np.array([end - start for row in rows for start, end, _, _ in row])
+    if not lengths.size or not timeline.makespan:
+        return 0
+    names = np.array([len(name) for row in rows for _, _, name, _ in row])
+    long = lengths > _SHORT * np.median(lengths)
+    return ceil(round(float((names[long] / lengths[long]).max(initial=0)) * timeline.makespan, 6))
+
+
+def _named(row: list[_Step], scale: float, length: int) -> list[_Cell]:
+    """One cell per column: the name of a step, then a line for its duration."""
+    cells: list[_Cell] = [("·", "dim", False)] * length
+    at = 0
+    for start, end, name, kind in row:
+        begin = min(max(int(start * scale + 1e-6), at), length)
+        to = min(max(int(end * scale + 1e-6), begin), length)
+        room, text = to - begin, name.rstrip()
+        shown = text if len(text) <= room else ""
+        space = " " * (name.endswith(" ") and len(shown) < room)
+        drawn = shown.ljust(room - len(space), "─") + space
+        style = style_of(kind).terminal
+        for place, letter in enumerate(drawn):
+            cells[begin + place] = (letter, style if letter != " " else "", 0 < place < len(shown))
+        at = to
+    return cells
+
+
+def _breaks(rows: list[list[_Cell]], length: int, columns: int) -> list[int]:
+    """Where panels begin and end: equally long, at most `columns`, and not inside a name if possible."""
+    found = [0]
+    while length - found[-1] > columns:
+        rest = length - found[-1]
+        even = found[-1] + ceil(rest / ceil(rest / columns))
+        later, earlier = range(even, found[-1] + columns + 1), range(even - 1, even - columns // 2, -1)
+        free = (at for at in (*later, *earlier) if not any(row[at][2] for row in rows))
+        found.append(next(free, even))
+    return [*found, length]
+
+
+def _without_names(row: list[_Step], width: float, columns: int) -> list[_Cell]:
+    """One cell per column; the kinds, and dots, are as frequent as the time that they take."""
+    kinds = sorted({kind for *_, kind in row}, key=lambda kind: kind.number)
+    spent = np.zeros((len(kinds) + 1, columns))  # the last row is idle time
+    for start, end, _, kind in row:
+        first, last = int(start / width), min(int(end / width), columns - 1)
+        edges = np.arange(first, last + 1) * width
+        inside = np.minimum(end, edges + width) - np.maximum(start, edges)
+        spent[kinds.index(kind), first : last + 1] += np.clip(inside, 0, None) / width
+    spent[-1] = np.clip(1 - spent.sum(axis=0), 0, None)
+    cells: list[_Cell] = []
+    owed = np.zeros(len(kinds) + 1)
+    for share in spent.T:
+        owed += share
+        most = int(np.where(share > 0, owed, -np.inf).argmax())
+        owed[most] -= 1
+        cells.append(("·", "dim", False) if most == len(kinds) else (*_letter(kinds[most]), False))
+    return cells
+
+
+def _letter(kind: Kind) -> tuple[str, str]:
+    name = style_of(kind).short or kind.value
+    return name if len(name) == 1 else "+", style_of(kind).terminal
+
+
+def _joined(
+    label: int, scale: Scale, timeline: Timeline, panels: list[tuple[int, int, list[list[_Cell]]]], length: int
+) -> Text:
+    lines: list[Text] = []
+    for first, last, rows in panels:
+        if lines:
+            lines.append(Text())
+        lines.append(
+            Text("time".ljust(label) + _ruler(timeline.makespan, scale, length, range(first, last)), "dim")
+        )
+        lines += _rows(label, rows)
     return Text("\n").join(lines)
 
 
-def _row(timeline: Timeline, rank: int, first: int, last: int, columns: int) -> list[tuple[str, str]]:
-    scale = columns / timeline.makespan if timeline.makespan else 0.0
-    with_stage = timeline.schedule.num_stages > timeline.schedule.num_ranks
-    pieces: list[tuple[str, str]] = []
-    at = 0
-    for slot in range(first, last):
-        if not timeline.is_compute[slot]:
-            continue
-        begin = min(max(round(float(timeline.start[slot]) * scale), at), columns)
-        end = min(max(round(float(timeline.end[slot]) * scale), begin), columns)
-        if begin > at:
-            pieces.append(("·" * (begin - at), "dim"))
-        step = timeline.schedule.ranks[rank][slot - first]
-        room = end - begin
-        names = [cell_text(step, with_stage=with_stage), cell_text(step, with_stage=False)]
-        names.append("".join(style_of(part.kind).short or part.kind.value for part in step.parts)[:room])
-        short = next(name for name in names if len(name) <= room)
-        pieces.append((short.ljust(room, "─"), style_of(step.kind).terminal))
-        at = end
-    return [*pieces, ("·" * (columns - at), "dim")]
+def _rows(label: int, rows: list[list[_Cell]]) -> Iterator[Text]:
+    for rank, cells in enumerate(rows):
+        line = Text(f"rank {rank}".ljust(label))
+        for letter, style, _ in cells:
+            line.append(letter, style=style)
+        line.rstrip()
+        yield line
 
 
-def _ruler(makespan: float, columns: int) -> str:
+def _ruler(makespan: float, scale: Scale, length: int, columns: range) -> str:
+    """Round times, each at its column; the unit behind the last one, but for relative costs."""
+    if not makespan:
+        return "0"
+    step = round_step(makespan / scale.size / length * 12)
     line = ""
-    for tick in range(0, columns, 15):
-        line = line.ljust(tick) + f"{makespan * tick / columns:.4g}"
-    return line[:columns]
+    for n in range(ceil(columns.start / length * makespan / scale.size / step - 1e-9), length):
+        column = round(n * step * scale.size / makespan * length)
+        text = number_text(n * step, 6)
+        if column + len(text) > columns.stop:
+            break
+        line = line.ljust(column - columns.start) + text
+    unit = "" if scale.name == "units" else f" {scale.name}"
+    return line + unit if len(line + unit) <= len(columns) else line

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from penstock.arguments import printable
+from penstock.arguments import did_you_mean, printable
 from penstock.cost.estimate.operations import Passes
 from penstock.errors import EstimateError, FormatError
 from penstock.formats.files import read_keys
@@ -83,8 +82,7 @@ def device(name: str) -> Device:
     found = _known().get(name.lower())
     if found is None:
         known = ", ".join(_known())
-        near = get_close_matches(name.lower(), _known(), n=1)
-        did = f"; did you mean {near[0]}?" if near else ";"
+        did = did_you_mean(name, _known()) or ";"
         raise EstimateError(
             f"no device is called {printable(name)!r}{did} known are {known}, or a .toml file with the keys of "
             "one of these"

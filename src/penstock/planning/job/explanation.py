@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.cost.costs import size_text
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.estimate import Estimate, Estimator
 from penstock.cost.estimate.roofline import operation_seconds
+from penstock.cost.units import bytes_text, seconds_text
 from penstock.errors import PlanError
 from penstock.planning.explanation import Explanation, WhatIf
 from penstock.planning.job.evaluation import OnJobProgress
@@ -64,9 +64,9 @@ def _why(plan: JobPlan) -> list[str]:
     shares = time_shares(plan, best)
     parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
     lines = [
-        f"{best} takes {best.seconds:.4g} s; its lower bound is {best.bound:.4g} s",
+        f"{best} takes {seconds_text(best.seconds)}; its lower bound is {seconds_text(best.bound)}",
         f"where its time goes: {parts}",
-        f"it needs {size_text(best.memory)} of {size_text(limit)}",
+        f"it needs {bytes_text(best.memory)} of {bytes_text(limit)}",
     ]
     if len(plan.ranking) > 1:
         other = plan.ranking[1]
@@ -76,7 +76,7 @@ def _why(plan: JobPlan) -> list[str]:
     small = next((each for each in plan.frontier if each.memory < best.memory * 0.9), None)
     if small is not None:
         lines.append(
-            f"the fastest with 10 % less memory, {small}, needs {size_text(small.memory)} and takes "
+            f"the fastest with 10 % less memory, {small}, needs {bytes_text(small.memory)} and takes "
             f"{small.seconds / best.seconds - 1:.1%} longer"
         )
     return lines
@@ -90,7 +90,7 @@ def _main(plan: JobPlan, other: JobOption) -> str:
         name: theirs.get(name, 0.0) * other.seconds - mine.get(name, 0.0) * plan.best.seconds for name in names
     }
     name = max(longer, key=lambda each: longer[each])
-    return f"{longer[name]:.3g} s more of {name}" if longer[name] > 0 else "everything a little"
+    return f"{seconds_text(longer[name])} more of {name}" if longer[name] > 0 else "everything a little"
 
 
 def _what_ifs(plan: JobPlan, on_progress: OnJobProgress | None) -> list[WhatIf]:
@@ -101,7 +101,7 @@ def _what_ifs(plan: JobPlan, on_progress: OnJobProgress | None) -> list[WhatIf]:
         for change, other in _devices(device).items()
     ]
     for change, more in {
-        f"25 % more memory, {size_text(1.25 * request.memory_limit)}": {
+        f"25 % more memory, {bytes_text(1.25 * request.memory_limit)}": {
             "memory_limit": 1.25 * request.memory_limit
         },
         f"twice the batch, {2 * request.batch}, per sample": {"batch": 2 * request.batch},

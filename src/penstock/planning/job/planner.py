@@ -11,8 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.cost.costs import size_text
 from penstock.cost.estimate.estimate import Estimator
+from penstock.cost.units import bytes_text
 from penstock.display import Displayed
 from penstock.errors import PlanError
 from penstock.planning.estimated import estimated_model, stage_costs
@@ -161,10 +161,10 @@ def _no_option(evaluation: JobEvaluation) -> str:
     least, state, layout = min(needs, key=lambda each: each[0])
     fitting = [*_fitting_techniques(evaluation), *_fitting_changes(request, least)]
     advice = f"what would fit: {', or '.join(fitting[:3])}" if fitting else "give devices with more memory"
-    where = f"{request.devices} {request.device.name} with {size_text(request.memory_limit)} each"
+    where = f"{request.devices} {request.device.name} with {bytes_text(request.memory_limit)} each"
     return (
         f"{request.config.name} fits no layout of {where}: the smallest, {layout} with 1F1B and "
-        f"{layout.recompute} recomputation, needs {size_text(least)}, of which up to {size_text(state)} for "
+        f"{layout.recompute} recomputation, needs {bytes_text(least)}, of which up to {bytes_text(state)} for "
         f"weights, gradients and optimizer state; {advice}"
     )
 

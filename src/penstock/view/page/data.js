@@ -1,38 +1,22 @@
-"use strict";
-// The data of the page, its texts, and the visible time range.
+// The timelines of the page, indexed for drawing.
 //
 // All scripts of this folder are the body of one function, `drawTimelines(data, host)`, which `penstock.view.html`
 // assembles. `host` is the page around it: {} for the HTML view, hooks of the playground otherwise (see page.js).
+// LOOK has the kinds, words and shades that SVG and PNG pictures share.
 //
 //   panel    one timeline: a base canvas (steps, messages, memory) below an overlay (highlights)
 //   step     an index into the columns of its panel: panel.steps.start[step]
 //   target   { panel, step } or { panel, gap } or { panel, rank, time }: what is hovered or selected
-//   t, x, y  seconds; pixels from the left and the top of a canvas
+//   t, x, y  seconds or units; pixels from the left and the top of a canvas
 
-// --- data ------------------------------------------------------------------------------------------
-
-const KIND = Object.fromEntries(data.kinds.map((name, number) => [name, number]));
-const onTrack = (track) => data.kinds.flatMap((name, number) => (data.tracks[name] === track ? [number] : []));
+const KIND = Object.fromEntries(LOOK.kinds.map((name, number) => [name, number]));
+const onTrack = (track) => LOOK.kinds.flatMap((name, number) => (LOOK.tracks[name] === track ? [number] : []));
 const COMPUTE = onTrack("compute"), COLLECTIVE = onTrack("collective");
 const MARKS = [...COLLECTIVE, ...onTrack("offload"), ...onTrack("reload")];
-const MEANING = {
-  F: "forward", I: "input gradient", W: "weight gradient", B: "backward",
-  OVERLAP_F_B: "overlapped forward and backward", UNSHARD: "gather the parameters",
-  RESHARD: "free the gathered parameters", REDUCE_GRAD: "reduce the gradients over replicas",
-  RECOMPUTE: "repeat the forward", OFFLOAD: "copy the activation to the host", RELOAD: "copy it back from the host",
-  SEND_F: "blocked sending an activation", RECV_F: "blocked receiving an activation",
-  SEND_B: "blocked sending a gradient", RECV_B: "blocked receiving a gradient",
-};
-const WAITING = {
-  "warm-up": "warm-up, no input yet",
-  activation: "waits for an activation to be computed", gradient: "waits for a gradient to be computed",
-  link: "waits for a message in transit", "blocked receive": "blocked by an earlier receive",
-  unshard: "waits for its parameters to be gathered", drain: "drain, no work left",
-  reload: "waits for its activation to be reloaded", overhead: "nothing in the schedule explains it",
-};
-const LONGEST = Math.max(0, ...data.timelines.map((timeline) => timeline.makespan));
-const LIMIT = host.memoryLimit ?? null; // bytes per rank
-const MAX_MEMORY = Math.max(LIMIT ?? 0, ...data.timelines.flatMap((timeline) => timeline.memory.map((m) => m.peak)));
+
+const LIMIT = host.memoryLimit ?? null; // bytes, or activations, per rank
+const longest = Math.max(0, ...data.timelines.map((timeline) => timeline.makespan));
+const maxMemory = Math.max(LIMIT ?? 0, ...data.timelines.flatMap((timeline) => timeline.memory.map((m) => m.peak)));
 
 // Returns one list per key below `length`, with the indices of `keys` that have it.
 function groupBy(keys, length) {
@@ -58,7 +42,7 @@ function makePanel(record, number) {
   for (let r = 0; r < record.ranks; r++) rankOf.fill(r, record.bounds[r], record.bounds[r + 1]);
   const pairOf = new Map(record.pairs.step.map((step, index) => [step, index]));
   const panel = {
-    ...record, number, count, rankOf, pairOf, onPath: new Set(record.path),
+    ...record, number, count, rankOf, pairOf, onPath: new Set(record.path), fills: new Map(),
     rows: Array.from({ length: record.ranks }, () => ({ compute: [], collective: [], offload: [], reload: [], blocked: [] })),
     messagesIn: groupBy(record.messages.consumer, count), messagesOut: groupBy(record.messages.producer, count),
     needsIn: groupBy(record.needs.consumer, count), needsOut: groupBy(record.needs.producer, count),
@@ -75,11 +59,13 @@ function makePanel(record, number) {
 // Sorts each step into the list of its rank and track, and each message into the lane of its receiver.
 function sortIntoRows(panel) {
   panel.work = 0;
+  panel.kinds = new Set(panel.pairs.kind.concat(panel.pairs.step.length ? [KIND.F] : []));
   for (let step = 0; step < panel.count; step++) {
     const kind = panel.steps.kind[step], row = panel.rows[panel.rankOf[step]];
-    const track = data.tracks[data.kinds[kind]];
-    if (track === undefined) throw new Error(`no style for actions of kind ${data.kinds[kind]}`);
+    const track = LOOK.tracks[LOOK.kinds[kind]];
+    if (track === undefined) throw new Error(`no style for actions of kind ${LOOK.kinds[kind]}`);
     row[track === "message" ? "blocked" : track].push(step);
+    panel.kinds.add(kind);
     if (track === "compute") panel.work += panel.steps.end[step] - panel.steps.start[step];
   }
   panel.meanStep = panel.work / Math.max(1, panel.rows.reduce((sum, row) => sum + row.compute.length, 0));
@@ -89,121 +75,56 @@ function sortIntoRows(panel) {
   panel.longestMessage = begin.reduce((most, from, m) => Math.max(most, arrival[m] - from), 0);
 }
 
-// Measures the shortest steps and the longest labels, of single steps (0) and of pairs (1).
+// Measures the shortest steps, and the longest label of each form, of single steps (0) and of pairs (1).
 function measureLabels(panel) {
   panel.shortest = [Infinity, Infinity];
   panel.longest = [[], []];
   for (const step of panel.rows.flatMap((row) => row.compute)) {
     const pair = Number(panel.pairOf.has(step)), takes = panel.steps.end[step] - panel.steps.start[step];
-    if (takes > panel.meanStep / 2) panel.shortest[pair] = Math.min(panel.shortest[pair], takes);
-    labelsOf(panel, step).forEach((label, level) => {
-      if (label.length > (panel.longest[pair][level] ?? "").length) panel.longest[pair][level] = label;
+    if (takes > panel.meanStep / 4) panel.shortest[pair] = Math.min(panel.shortest[pair], takes);
+    labelsOf(panel, step).forEach((parts, form) => {
+      const label = parts.join("");
+      if (relativeWidth(label) > relativeWidth(panel.longest[pair][form] ?? "")) panel.longest[pair][form] = label;
     });
   }
 }
 
-const panels = data.timelines.map(makePanel);
-
-// --- texts -----------------------------------------------------------------------------------------
-
-const [UNIT, PER_SECOND] = LONGEST >= 1 || LONGEST === 0 ? ["s", 1] : LONGEST >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
-
-// Formats a time with its unit, to seven digits.
-function seconds(t) {
-  return `${Number((t * PER_SECOND).toPrecision(7))} ${UNIT}`;
+// Returns the approximate width of a label, in digits.
+function relativeWidth(label) {
+  return label.length + 0.6 * (label.split("W").length - 1) - 0.5 * (label.split("I").length - 1);
 }
 
-// Formats an amount of memory.
-function bytes(amount) {
-  const power = amount > 0 ? Math.min(4, Math.max(0, Math.floor(Math.log2(amount) / 10))) : 0;
-  return `${Number((amount / 1024 ** power).toPrecision(4))} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+// Returns the steps that a step needs, directly.
+function inputsOf(panel, step) {
+  const sent = panel.messagesIn[step].map((m) => panel.messages.producer[m]);
+  return sent.concat(panel.needsIn[step].map((n) => panel.needs.producer[n]));
 }
 
-// Formats one part of a step: 2F0, 1UNSHARD.
-function partText(kind, stage, microbatch) {
-  return `${stage}${data.kinds[kind]}${COLLECTIVE.includes(kind) ? "" : microbatch}`;
+// Returns the steps that need a step, directly.
+function usersOf(panel, step) {
+  const sent = panel.messagesOut[step].flatMap((m) => [
+    panel.messages.consumer[m], ...panel.furtherUses[m].map((use) => panel.further_uses.consumer[use]),
+  ]);
+  return sent.concat(panel.needsOut[step].map((n) => panel.needs.consumer[n]));
 }
 
-// Formats a step: 2F0 or (0F7;7B3)OVERLAP_F_B.
-function stepText(panel, step) {
-  const { kind, stage, microbatch } = panel.steps, pair = panel.pairOf.get(step);
-  if (pair === undefined) return partText(kind[step], stage[step], microbatch[step]);
-  const first = partText(KIND.F, stage[step], microbatch[step]);
-  const second = partText(panel.pairs.kind[pair], panel.pairs.stage[pair], panel.pairs.microbatch[pair]);
-  return `(${first};${second})OVERLAP_F_B`;
+// Returns a step, its transitive inputs, and its direct users.
+function chainOf(panel, step) {
+  const chain = new Set([step]);
+  for (const found of chain) for (const input of inputsOf(panel, found)) chain.add(input);
+  for (const user of usersOf(panel, step)) chain.add(user);
+  return chain;
 }
 
-// Returns the possible labels of a box, the longest first: 2F0, 2·0, 0.
-function labelsOf(panel, step) {
-  const { kind, stage, microbatch } = panel.steps, pair = panel.pairOf.get(step);
-  const k = `${microbatch[step]}`;
-  if (pair !== undefined) {
-    const second = partText(panel.pairs.kind[pair], panel.pairs.stage[pair], panel.pairs.microbatch[pair]);
-    return [`${partText(KIND.F, stage[step], k)} ${second}`, `${k}+${panel.pairs.microbatch[pair]}`];
+// Returns all compute steps of a microbatch, on all ranks.
+function stepsOfMicrobatch(panel, microbatch) {
+  const found = new Set();
+  for (const row of panel.rows) {
+    for (const step of row.compute) {
+      const pair = panel.pairOf.get(step);
+      const second = pair === undefined ? -1 : panel.pairs.microbatch[pair];
+      if (panel.steps.microbatch[step] === microbatch || second === microbatch) found.add(step);
+    }
   }
-  return panel.stages > panel.ranks ? [partText(kind[step], stage[step], k), `${stage[step]}·${k}`, k] : [k];
-}
-
-// Describes a message: "activation of stage 1, microbatch 3".
-function messageText(panel, m) {
-  const { gradient, stage, microbatch } = panel.messages;
-  return `${gradient[m] ? "gradient" : "activation"} of stage ${stage[m]}, microbatch ${microbatch[m]}`;
-}
-
-// Describes why a rank is idle, and which step it waits for.
-function gapText(panel, gap) {
-  const { start, end, reason, blame, message } = panel.gaps;
-  const text = `idle ${seconds(end[gap] - start[gap])}: ${WAITING[reason[gap]] ?? reason[gap]}`;
-  if (blame[gap] < 0) return text;
-  const culprit = `${stepText(panel, blame[gap])}, rank ${panel.rankOf[blame[gap]]}`;
-  return `${text} (${message[gap] < 0 ? "" : `${messageText(panel, message[gap])}, computed by `}${culprit})`;
-}
-
-// --- the state -------------------------------------------------------------------------------------
-
-const FIT = Object.freeze({ start: 0, end: (LONGEST > 0 ? LONGEST * 1.005 : 1) + (host.room ?? 0) });
-const state = {
-  start: FIT.start, end: FIT.end,  // the visible range
-  hover: null, selected: null,  // targets
-  pointerTime: null, critical: false,
-  frames: 0, firstDraw: null, lastDraw: null,  // for tests
-};
-const layout = { width: 0, gutter: 0, ratio: 1 };
-const axis = document.getElementById("axis");
-const card = document.getElementById("card");
-
-// Returns the x of a time.
-function xOf(t) {
-  return layout.gutter + ((t - state.start) / (state.end - state.start)) * (layout.width - layout.gutter - 10);
-}
-
-// Returns the time at an x.
-function timeAt(x) {
-  return state.start + ((x - layout.gutter) / (layout.width - layout.gutter - 10)) * (state.end - state.start);
-}
-
-// Shows the time range from `start` of this `length`, clamped to the data.
-function show(start, length) {
-  const whole = FIT.end - FIT.start;
-  const kept = Math.min(whole, Math.max(whole * 1e-6, length));
-  state.start = Math.min(FIT.end - kept, Math.max(FIT.start, start));
-  state.end = state.start + kept;
-  redraw();
-}
-
-// Zooms around the time `t`; a factor below 1 zooms in.
-function zoom(factor, t = (state.start + state.end) / 2) {
-  const length = state.end - state.start, whole = FIT.end - FIT.start;
-  const wanted = Math.min(whole, Math.max(whole * 1e-6, length * factor));
-  show(t - ((t - state.start) / length) * wanted, wanted);
-}
-
-// Pans by a share of the visible range.
-function pan(share) {
-  show(state.start + share * (state.end - state.start), state.end - state.start);
-}
-
-// Shows everything.
-function fit() {
-  show(FIT.start, FIT.end - FIT.start);
+  return found;
 }

@@ -63,6 +63,7 @@ const KEYS = {
   "=": () => zoom(0.7),
   "-": () => zoom(1 / 0.7),
   c: toggleCritical,
+  m: toggleMemory,
   d: toggleTheme,
   "?": openKeys,
   Escape: () => select(null),

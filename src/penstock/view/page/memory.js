@@ -2,9 +2,9 @@
 
 // Draws the memory of a rank over time as a stepped area, and its peak.
 function drawMemory(context, panel, rank) {
-  if (MAX_MEMORY <= 0 || !panel.memory[rank]) return;
+  if (!panel.sizes.memory || !panel.memory[rank]) return;
   const { times, total, fixed, peak } = panel.memory[rank], y = rowAt(panel, rank);
-  const yOf = (amount) => y.bottom - (amount / MAX_MEMORY) * (panel.sizes.memory - 1);
+  const yOf = (amount) => y.bottom - (amount / maxMemory) * (panel.sizes.memory - 1);
   const right = Math.min(layout.width, xOf(panel.makespan));
   const first = firstWhere(times.length, (i) => times[i] >= state.start);
   context.fillStyle = colour.memory;

@@ -1,39 +1,15 @@
-// The overlay canvas of a panel (highlights), the time axis, and the animation frames.
-
-// --- highlights ------------------------------------------------------------------------------------
-
-// Returns the steps that a step needs, directly.
-function inputsOf(panel, step) {
-  const sent = panel.messagesIn[step].map((m) => panel.messages.producer[m]);
-  return sent.concat(panel.needsIn[step].map((n) => panel.needs.producer[n]));
-}
-
-// Returns the steps that need a step, directly.
-function usersOf(panel, step) {
-  const sent = panel.messagesOut[step].flatMap((m) => [
-    panel.messages.consumer[m], ...panel.furtherUses[m].map((use) => panel.further_uses.consumer[use]),
-  ]);
-  return sent.concat(panel.needsOut[step].map((n) => panel.needs.consumer[n]));
-}
-
-// Returns a step, its transitive inputs, and its direct users.
-function chainOf(panel, step) {
-  const chain = new Set([step]);
-  for (const found of chain) for (const input of inputsOf(panel, found)) chain.add(input);
-  for (const user of usersOf(panel, step)) chain.add(user);
-  return chain;
-}
+// The overlay canvas of a panel: highlighted steps, the critical path, the pointer's time.
 
 // Draws the overlay of a panel: highlighted steps, the critical path, the frame of the target, the pointer's time.
-function drawOverlay(panel) {
-  const context = prepare(panel.overlay, layout.width, panel.height);
+function drawOverlay(panel, context = prepare(panel.overlay, layout.width, panel.height)) {
   context.save();
   context.beginPath();
   context.rect(layout.gutter - 3, 0, layout.width, panel.height);
   context.clip();
   const target = currentTarget();
   const mine = target !== null && target.panel === panel ? target : null;
-  if (mine?.step !== undefined && !host.plain) drawHighlighted(context, panel, chainOf(panel, mine.step));
+  const highlighted = highlightedIn(panel);
+  if (highlighted) drawHighlighted(context, panel, highlighted);
   else if (state.critical) drawHighlighted(context, panel, panel.onPath);
   if (state.critical) drawPath(context, panel);
   if (mine?.step !== undefined) frame(context, panel, mine.step, colour.accent, 2.5);
@@ -41,6 +17,16 @@ function drawOverlay(panel) {
   host.decorate?.(context, panel, tools);
   if (state.pointerTime !== null) drawHairline(context, panel);
   context.restore();
+}
+
+// Returns the steps of a panel to highlight: the selected microbatch, else the inputs and users of the hovered step.
+function highlightedIn(panel) {
+  const { hover, selected } = state, target = selected ?? hover;
+  if (target?.step === undefined || host.plain) return null;
+  if (selected && !MARKS.includes(target.panel.steps.kind[target.step])) {
+    return stepsOfMicrobatch(panel, target.panel.steps.microbatch[target.step]);
+  }
+  return target.panel === panel ? chainOf(panel, target.step) : null;
 }
 
 // Fades everything except some steps, and draws the messages between them.
@@ -137,96 +123,4 @@ function drawHairline(context, panel) {
   context.fillStyle = colour.ink;
   context.fillRect(x - 0.5, 0, 1, panel.height);
   context.globalAlpha = 1;
-}
-
-// --- axis and frames -------------------------------------------------------------------------------
-
-// Returns a round distance between ticks that leaves room for their numbers.
-function tickDistance() {
-  const room = layout.width < 600 ? 70 : 90;
-  const least = (timeAt(room) - timeAt(0)) * PER_SECOND;
-  const power = 10 ** Math.floor(Math.log10(least));
-  return power * ([1, 2, 5].find((factor) => factor * power >= least) ?? 10);
-}
-
-// Draws the shared time axis, and which part of it is visible.
-function drawAxis() {
-  const context = prepare(axis, layout.width, 34), distance = tickDistance();
-  const digits = Math.max(0, -Math.floor(Math.log10(distance) + 1e-9));
-  context.font = `11.5px ${colour.font}`;
-  context.textBaseline = "middle";
-  context.textAlign = "center";
-  for (let n = Math.ceil(state.start * PER_SECOND / distance - 1e-9); n * distance <= state.end * PER_SECOND; n++) {
-    const x = Math.round(xOf(n * distance / PER_SECOND)) + 0.5;
-    context.fillStyle = colour.line;
-    context.fillRect(x - 0.5, 24, 1, 6);
-    context.fillStyle = colour.soft;
-    const text = (n * distance).toFixed(digits), half = context.measureText(text).width / 2;
-    const free = state.pointerTime === null || Math.abs(x - xOf(state.pointerTime)) > half + 34;
-    if (free && x + half < layout.width) context.fillText(text, Math.max(x, layout.gutter + half - 4), 14);
-  }
-  context.textAlign = "right";
-  context.fillStyle = colour.soft;
-  context.fillText(layout.gutter > 44 ? `time, ${UNIT}` : UNIT, layout.gutter - 8, 14);
-  drawVisiblePart(context);
-  if (state.pointerTime !== null && state.pointerTime >= state.start) drawPointerTime(context);
-}
-
-// Draws the bar below the axis that shows the visible part.
-function drawVisiblePart(context) {
-  const width = layout.width - layout.gutter - 10, whole = FIT.end - FIT.start;
-  context.fillStyle = colour.line;
-  context.fillRect(layout.gutter, 30, width, 2);
-  context.fillStyle = colour.accent;
-  const from = ((state.start - FIT.start) / whole) * width, length = ((state.end - state.start) / whole) * width;
-  context.fillRect(layout.gutter + from, 30, Math.max(3, length), 2);
-}
-
-// Draws the pointer's time on the axis.
-function drawPointerTime(context) {
-  const distance = (state.end - state.start) * PER_SECOND / 1000;
-  const digits = Math.max(0, Math.min(12, -Math.floor(Math.log10(distance))));
-  const text = `${(state.pointerTime * PER_SECOND).toFixed(digits)}`, half = context.measureText(text).width / 2;
-  context.textAlign = "center";
-  context.fillStyle = colour.ink;
-  context.fillText(text, Math.min(layout.width - half - 2, Math.max(layout.gutter + half, xOf(state.pointerTime))), 14);
-}
-
-const pending = { base: false, overlay: false };
-
-// Schedules everything to be drawn in the next frame.
-function redraw() {
-  pending.base = true;
-  redrawOverlay();
-}
-
-// Schedules the overlay to be drawn in the next frame.
-function redrawOverlay() {
-  if (!pending.overlay) requestAnimationFrame(drawFrame);
-  pending.overlay = true;
-}
-
-// Draws what is scheduled, in the visible panels.
-function drawFrame() {
-  const began = performance.now();
-  for (const panel of panels) {
-    const { top, bottom } = panel.plot.getBoundingClientRect();
-    if (bottom < -innerHeight / 2 || top > innerHeight * 1.5) continue;
-    if (pending.base) drawBase(panel);
-    drawOverlay(panel);
-  }
-  drawAxis();
-  pending.base = pending.overlay = false;
-  state.frames += 1;
-  state.lastDraw = performance.now() - began;
-  state.firstDraw ??= performance.now();
-}
-
-// Measures the page again, and redraws.
-function resize() {
-  layout.width = document.getElementById("panels").clientWidth;
-  layout.gutter = layout.width < 600 ? 34 : 72;
-  layout.ratio = Math.max(1, devicePixelRatio || 1);
-  redraw();
-  showCard();
 }
