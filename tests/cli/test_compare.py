@@ -56,10 +56,26 @@ def test_groups_are_compared_side_by_side_in_the_families_that_have_them(run: Ru
     sizes = ("-p", 2, "-m", 4, "--group", 2, "--group", 4)
     rows = run("compare", "interleaved-1f1b", "1f1b", *sizes, "--json").json
     assert [(row["name"], row["peak_memory"]) for row in rows] == [
-        ("interleaved-1f1b", 5),
-        ("interleaved-1f1b group=4", 7),
+        ("interleaved-1f1b", 2.5),
+        ("interleaved-1f1b group=4", 3.5),
         ("1f1b", 2),
     ]
     penstock.build("1f1b", ranks=2, microbatches=2).write(tmp_path / "a.csv")
     assert "files have their own sizes; remove --group" in run("compare", "a.csv", "--group", 2).message
     assert "1f1b has no group (given 2)" in run("compare", "1f1b", *sizes).message
+
+
+def test_without_costs_all_rows_do_the_same_work(run: Run) -> None:
+    rows = run("compare", "1f1b", "zbv", "interleaved-1f1b", "-p", 4, "-m", 8, "-v", 2, "--json").json
+    assert [row["work"] for row in rows] == [96] * 3
+    assert [(row["makespan"], row["peak_memory"]) for row in rows] == [(33, 4), (25.5, 4), (28.5, 5.5)]
+    assert {(row["time_unit"], row["memory_unit"]) for row in rows} == {("units", "activations")}
+    printed = run("compare", "1f1b", "zbv", "-p", 4, "-m", 8).out
+    assert "F, I and W of a rank take 1, B 2; its v stages share that, so all rows do the same work" in printed
+
+
+def test_with_costs_rows_that_do_more_work_are_named(run: Run) -> None:
+    printed = run("compare", "1f1b", "zbv", "-p", 8, "-m", 24, "--costs", "zb-h4096-p8-m24").out
+    assert "makespan, s" in printed
+    assert "2.31 MiB" in printed
+    assert "zbv computes 2 times as much as 1f1b (m=24), so their times are not comparable" in printed

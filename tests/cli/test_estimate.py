@@ -29,7 +29,7 @@ def test_it_prints_layers_and_stages_with_units(run: Run) -> None:
 def test_the_costs_it_writes_are_those_of_other_commands(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "costs.toml"
     result = run("estimate", LLAMA, "--seq", 4096, "-p", 4, "-v", 2, "-o", path)
-    assert f"written: {path}" in result.out.replace("\n", "")
+    assert f"wrote {path}" in result.out.replace("\n", "")
     costs = Costs.read(path)
     assert len(costs.per_stage("forward", 8)) == 8
     simulated = run("simulate", "interleaved-1f1b", "-p", 4, "-v", 2, "-m", 8, "--costs", path, "--json").json

@@ -121,7 +121,7 @@ def test_memory_is_in_bytes_or_has_a_unit(run: Run, model: Path, text: str, coun
 
 def test_the_best_plan_is_written_with_its_costs_and_layout(run: Run, model: Path, tmp_path: Path) -> None:
     result = run("plan", model, "--seconds", 0, "--write", "best")
-    assert "written: best/schedule.json, best/costs.toml, best/plan.json" in result.out
+    assert "wrote best/schedule.json, best/costs.toml, best/plan.json" in result.out
     written = json.loads((tmp_path / "best" / "plan.json").read_text())
     schedule = penstock.read(tmp_path / "best" / "schedule.json")
     timeline = penstock.simulate(schedule, Costs.read(tmp_path / "best" / "costs.toml"))

@@ -20,8 +20,8 @@ def test_it_draws_the_best_schedule_and_prints_its_gap(run: Run) -> None:
     result = run("search", "-p", 4, "-m", 8, "--live", 4)
     assert result.code == 0
     assert "rank 3  " in result.out
-    assert "makespan  27           proved optimal" in result.out
-    assert "bound     27           " in result.out
+    assert "makespan  27 units       proved optimal" in result.out
+    assert "bound     27 units       " in result.out
     assert "zb-h2 " in result.out
     assert "needs 7  over limit" in result.out
     assert result.err == ""

@@ -21,7 +21,7 @@ time    0              5
 rank 0  F0 F1 ·  ·  B0─── ·  B1───
 rank 1  ·  F0 B0─── F1 B1─── ·  ·
 
-9 time units (F, I, W: 1, B: 2, communication: 0), 33.3% idle
+makespan 9 units (F, I, W: 1, B: 2, communication: 0), 33.3% idle
 """
 ORDER = "order: 1f1b (p=2, v=1, m=2), the same as eager-1f1b, interleaved-1f1b, gis, gis-h, po-h\n"
 
@@ -84,7 +84,7 @@ def test_the_picture_is_as_wide_as_the_terminal(run: Run, monkeypatch: pytest.Mo
 
 
 def test_a_file_is_shown_and_made_into_another_format(run: Run, tmp_path: Path) -> None:
-    assert run(*SMALL, "-o", "mine.csv").out == ""
+    assert run(*SMALL, "-o", "mine.csv").out.startswith("wrote mine.csv: ")
     assert run("show", "mine.csv").out == PICTURE.replace("1f1b:", "mine:") + ORDER
     assert run("show", "mine.csv", "-o", "mine.json").code == 0
     assert json.loads((tmp_path / "mine.json").read_text())["name"] == "mine"
@@ -136,7 +136,7 @@ def test_every_picture_format_is_drawn(run: Run, tmp_path: Path) -> None:
 
 def test_with_costs_the_timeline_is_scaled_to_the_width(run: Run) -> None:
     result = run("show", "1f1b", "-p", 2, "-m", 2, "--costs", "zb-h4096-p8-m24")
-    assert "0.238321 seconds, 33.6% idle" in result.out
+    assert "makespan 238.32 ms, 33.6% idle" in result.out
     assert max(map(len, result.out.splitlines())) <= 80
 
 

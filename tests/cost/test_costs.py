@@ -115,7 +115,7 @@ def test_files_without_costs_are_rejected(name: str, text: str, problem: str, tm
 def test_every_cost_is_documented_in_docs() -> None:
     page = Path(__file__).parents[2] / "docs" / "simulate.md"
     text = page.read_text(encoding="utf-8")
-    for entry in dataclasses.fields(Costs):
+    for entry in dataclasses.fields(Costs)[:-1]:  # the last one is the file they are from
         key = "_".join(filter(None, (entry.name, entry.metadata["unit"])))
         assert f"`{key}`" in text, key
 

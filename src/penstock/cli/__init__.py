@@ -21,6 +21,7 @@ from penstock.cli.doctor import doctor
 from penstock.cli.estimate import estimate
 from penstock.cli.export import export
 from penstock.cli.list import list_families
+from penstock.cli.option_names import with_options
 from penstock.cli.plan import plan
 from penstock.cli.play import play
 from penstock.cli.read_trace import read_trace
@@ -29,7 +30,16 @@ from penstock.cli.show import show
 from penstock.cli.simulate import simulate
 from penstock.cli.trace import trace
 from penstock.cli.verify_grads import verify_grads
-from penstock.errors import FormatError, PenstockError, ScheduleError, TraceError
+from penstock.errors import (
+    BuildError,
+    CostsError,
+    FormatError,
+    PenstockError,
+    PlanError,
+    ScheduleError,
+    SearchError,
+    TraceError,
+)
 
 __all__ = ["app", "command", "main"]
 
@@ -90,6 +100,8 @@ def main() -> None:
         app()
     except (FormatError, ScheduleError, TraceError) as error:
         _fail(str(error), 1)
+    except (BuildError, CostsError, PlanError, SearchError) as error:  # about arguments, by their Python names
+        _fail(with_options(str(error)), 2)
     except PenstockError as error:
         _fail(str(error), 2)
     except OSError as error:

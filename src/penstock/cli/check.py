@@ -1,16 +1,26 @@
-"""`penstock check`: validate the schedule in a file and report every error."""
+"""`penstock check`: validate the schedule in a file, or of a family, and report every error."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
 from penstock.arguments import plural
-from penstock.cli.inputs import read_schedule
-from penstock.cli.options import SEND_MODELS, AsJson, parse_send_model
+from penstock.cli.inputs import Lowering, Sizes, schedule_from
+from penstock.cli.options import (
+    SEND_MODELS,
+    AsJson,
+    FamilyStages,
+    GraphOption,
+    Group,
+    Lowered,
+    Microbatches,
+    Ranks,
+    ScheduleSource,
+    parse_send_model,
+)
 from penstock.errors import FormatError
 from penstock.ir.schedule import Schedule
 from penstock.records import check_record, order_of
@@ -19,7 +29,6 @@ from penstock.validation import SendModel, report, validate
 __all__ = ["check"]
 
 
-ScheduleFile: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE", help="A .csv or .json file.")]
 StrictestSendModel: TypeAlias = Annotated[
     SendModel,
     typer.Option(
@@ -31,12 +40,18 @@ StrictestSendModel: TypeAlias = Annotated[
 
 
 def check(
-    file: ScheduleFile,
+    schedule: ScheduleSource,
     *,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: FamilyStages = None,
+    group: Group = None,
+    graph: GraphOption = None,
+    lowered: Lowered = False,
     send_model: StrictestSendModel = SendModel.RENDEZVOUS,
     as_json: AsJson = False,
 ) -> None:
-    """Check a schedule: every rule, and deadlock under every send model.
+    """Check a schedule, a file or a family: every rule, and deadlock under every send model.
 
     Exit code 0: valid. 1: invalid, or not a schedule. 2: no such file, or wrong usage.
 
@@ -44,26 +59,27 @@ def check(
       penstock check mine.csv
       penstock check mine.json --json
       penstock check deferred.csv --send-model edge-streams
+      penstock check zbv -p 4 -m 8 --lowered
     """
+    sizes = Sizes(ranks, microbatches, stages_per_rank, group, graph)
     try:
-        schedule = read_schedule(file)
+        checked = schedule_from(schedule, sizes, Lowering(lowered))
     except FormatError as error:
         if not as_json:
             raise
-        typer.echo(
-            json.dumps({"file": str(file), "valid": False, "unreadable": error.problems, "violations": []})
-        )
+        answer = {"file": schedule, "valid": False, "unreadable": error.problems, "violations": []}
+        typer.echo(json.dumps(answer))
         raise typer.Exit(1) from None
-    violations = validate(schedule, send_model)
+    violations = validate(checked, send_model)
     if as_json:
-        typer.echo(json.dumps({"file": str(file), **check_record(schedule, violations)}, indent=2))
+        typer.echo(json.dumps({"file": schedule, **check_record(checked, violations)}, indent=2))
     elif violations:
-        typer.echo(report(schedule, violations))
-        typer.echo(f"\n{file}: {plural(len(violations), 'error')}")
+        typer.echo(report(checked, violations))
+        typer.echo(f"\n{schedule}: {plural(len(violations), 'error')}")
     else:
         models = ", ".join(str(model) for model in SendModel if model <= send_model)
-        typer.echo(f"{file}: valid ({_sizes(schedule)}); no deadlock under send models {models}")
-        typer.echo(f"order: {order_of(schedule)}")
+        typer.echo(f"{schedule}: valid ({_sizes(checked)}); no deadlock under send models {models}")
+        typer.echo(f"order: {order_of(checked)}")
     raise typer.Exit(1 if violations else 0)
 
 

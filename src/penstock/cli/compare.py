@@ -102,7 +102,7 @@ def compare(
         console = Console(highlight=False, markup=False, width=width)
         console.print(comparison_table(rows))
         console.print()
-        for line in comparison_notes(rows):
+        for line in comparison_notes(rows, unit_costs=costs is None):
             console.print(line, soft_wrap=True)
     if output is not None:
         say_written(output, as_json=as_json)

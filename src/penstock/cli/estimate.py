@@ -34,7 +34,7 @@ from penstock.cli.estimate_options import (
 from penstock.cli.estimate_report import Stages, print_estimate, record_of
 from penstock.cli.inputs import costs_from
 from penstock.cli.options import AsJson
-from penstock.cli.rendering import require_suffix
+from penstock.cli.rendering import require_suffix, say_written
 from penstock.cost.costs import Costs
 from penstock.cost.estimate import Estimate, Setting, device
 from penstock.cost.estimate import estimate as make_estimate
@@ -132,8 +132,8 @@ def estimate(
         typer.echo(json.dumps(record_of(found, stages), indent=2))
     else:
         print_estimate(found, stages, explained=explained)
-        if output is not None:
-            typer.echo(f"\nwritten: {output}")
+    if output is not None:
+        say_written(output, as_json=as_json)
 
 
 def _fitted(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import typer
 
+from penstock.arguments import did_you_mean, printable
 from penstock.cli.options import Sharding, parse_stages
 from penstock.cost.costs import Costs
 from penstock.cost.presets import preset, presets
@@ -131,6 +132,7 @@ def schedule_from(source: str, sizes: Sizes, lowering: Lowering | None = None) -
             )
         schedule = read_schedule(Path(source))
     else:
+        find(source)  # an unknown name is the first error
         if ranks is None or microbatches is None:
             missing = [option for option in ("--ranks", "--microbatches") if option not in sizes.given]
             example = f"penstock show {source} --ranks 4 --microbatches 8"
@@ -202,7 +204,9 @@ def costs_from(source: str | None) -> Costs:
         except FormatError as error:
             raise typer.BadParameter(str(error)) from None
     if source not in presets():
+        known = presets()
         raise typer.BadParameter(
-            f"--costs is a .json or .toml file, or one of {', '.join(presets())} (given {source})"
+            f"--costs is a .json or .toml file, or a preset (given {printable(source)})"
+            f"{did_you_mean(source, known)} (presets: {', '.join(known)})"
         )
     return preset(source)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import typer
 
+from penstock.arguments import did_you_mean, printable
 from penstock.cost.presets import presets
 from penstock.families import families
 from penstock.validation import SendModel
@@ -66,14 +67,27 @@ def _complete_preset(prefix: str) -> list[str]:
 
 SEND_MODELS = ", ".join(map(str, SendModel))
 
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
+def _choice(option: str, kind: type[_Choice], name: _Choice | str) -> _Choice:
+    """The member of this name, or a usage error that names the nearest; a default is a member already."""
+    if isinstance(name, kind):
+        return name
+    known = [str(member.value) for member in kind]
+    if name not in known:
+        near = did_you_mean(str(name), known)
+        raise typer.BadParameter(f"{option} is one of {', '.join(known)} (given {printable(str(name))}){near}")
+    return kind(name)
+
 
 def parse_send_model(name: SendModel | str) -> SendModel:
-    """The send model of this name, or a usage error; a default is a model already."""
-    if isinstance(name, SendModel):
-        return name
-    if name not in [model.value for model in SendModel]:
-        raise typer.BadParameter(f"--send-model is one of {SEND_MODELS} (given {name})")
-    return SendModel(name)
+    """The send model of this name."""
+    return _choice("--send-model", SendModel, name)
+
+
+def _parse_objective(name: Objective | str) -> Objective:
+    return _choice("--objective", Objective, name)
 
 
 _UNITS = {"": 1, "B": 1} | {
@@ -197,7 +211,15 @@ SendModelOption: TypeAlias = Annotated[
         parser=parse_send_model,
     ),
 ]
-ObjectiveOption: TypeAlias = Annotated[Objective, typer.Option("--objective", help="Objective to minimize.")]
+ObjectiveOption: TypeAlias = Annotated[
+    Objective,
+    typer.Option(
+        "--objective",
+        metavar="makespan|span|period",
+        help="Objective to minimize.",
+        parser=_parse_objective,
+    ),
+]
 JitterShare: TypeAlias = Annotated[
     float | None,
     typer.Option("--jitter", metavar="SHARE", help="Vary the time of every step by this share, e.g. 0.05."),

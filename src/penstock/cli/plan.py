@@ -41,7 +41,7 @@ from penstock.cli.plan_job import (
 from penstock.cli.plan_job_report import JobOutput, render_frontier, report_job
 from penstock.cli.plan_report import plan_record, print_plan
 from penstock.cli.progress import search_progress
-from penstock.cli.rendering import require_suffix
+from penstock.cli.rendering import require_suffix, say_written
 from penstock.errors import FormatError
 from penstock.formats import write_bytes
 from penstock.planning import Model, read_model
@@ -177,7 +177,8 @@ def plan(
     if as_json:
         typer.echo(json.dumps(plan_record(made, why), indent=2))
     else:
-        print_plan(made, why, top, written)
+        print_plan(made, why, top)
+    say_written(*([output] if output is not None else []), *written, as_json=as_json)
 
 
 def _parse_techniques(text: str | None) -> list[str]:

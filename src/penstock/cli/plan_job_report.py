@@ -12,6 +12,7 @@ from rich.console import Console
 
 from penstock.cli.plan_report import print_explanation
 from penstock.cli.progress import job_progress
+from penstock.cli.rendering import say_written
 from penstock.cost.units import bytes_text, seconds_text
 from penstock.formats import write_bytes
 from penstock.planning.explanation import Explanation
@@ -57,9 +58,11 @@ def report_job(request: JobRequest, output: JobOutput) -> None:
     if output.picture is not None:
         write_bytes(render_frontier(made, output.picture), output.picture)
     written = made.write(output.folder) if output.folder is not None else []
+    if output.picture is not None:
+        written = [output.picture, *written]
     if output.as_json:
         typer.echo(json.dumps(_record(made, why), indent=2))
-        return
+        return say_written(*written, as_json=True)
     width = shutil.get_terminal_size().columns
     console = Console(highlight=False, markup=False, width=max(width, 110))
     console.print(f"{made.title} of {made.request.sequence} tokens")
@@ -73,8 +76,8 @@ def report_job(request: JobRequest, output: JobOutput) -> None:
         console.print(line, soft_wrap=True)
     if why is not None:
         print_explanation(console, why)
-    if written:
-        console.print(f"\nwritten: {', '.join(map(str, written))}", soft_wrap=True)
+    say_written(*written)
+    return None
 
 
 def _notes(made: JobPlan) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -54,7 +53,7 @@ def _rejected(each: Rejected) -> dict[str, Any]:
     }
 
 
-def print_plan(made: Plan, why: Explanation | None, top: int, written: list[Path]) -> None:
+def print_plan(made: Plan, why: Explanation | None, top: int) -> None:
     """Print the ranking, the frontier and what was left out."""
     width = shutil.get_terminal_size().columns
     console = Console(highlight=False, markup=False, width=max(width, 100))
@@ -71,8 +70,6 @@ def print_plan(made: Plan, why: Explanation | None, top: int, written: list[Path
         console.print(line, soft_wrap=True)
     if why is not None:
         print_explanation(console, why)
-    if written:
-        console.print(f"\nwritten: {', '.join(map(str, written))}", soft_wrap=True)
 
 
 def print_explanation(console: Console, why: Explanation) -> None:

@@ -33,5 +33,6 @@ def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") ->
 
 
 def say_written(*paths: Path, as_json: bool = False, more: str = "") -> None:
-    """Say which files were written; on stderr if stdout has JSON."""
-    typer.echo(f"wrote {', '.join(map(str, paths))}{more}", err=as_json)
+    """Say which files were written, if any; on stderr if stdout has JSON."""
+    if paths:
+        typer.echo(f"wrote {', '.join(map(str, paths))}{more}", err=as_json)

@@ -23,7 +23,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from penstock.arguments import did_you_mean, listed, printable
+from penstock.arguments import did_you_mean, listed, plural, printable
 from penstock.cost.checks import problem_of
 from penstock.cost.units import Units
 from penstock.errors import CostsError, FormatError
@@ -41,6 +41,7 @@ _DEFAULTS = {
 }
 """What is not given is the sum of these."""
 
+_NO_FILE = "<costs>"
 _UNITS = {"time_unit": ("seconds", "units"), "memory_unit": ("bytes", "activations")}
 _TIMED = ("forward", "backward_input", "backward_weight")
 """Times are seconds if any of these is given."""
@@ -101,9 +102,12 @@ class Costs:
     host_bandwidth: Cost | None = _cost(None, "bytes_per_second", "rank")
     """Of the link to the host, in each direction; unless given, a copy takes its latency only."""
     time_unit: Any = field(default=None, metadata={"unit": "", "per": "model"})
-    """A text, `seconds` or `units`; unless given, it follows from F, I and W."""
+    """`seconds` or `units`; unless given, it follows from F, I and W."""
     memory_unit: Any = field(default=None, metadata={"unit": "", "per": "model"})
-    """A text, `bytes` or `activations`; unless given, it follows from what is held."""
+    """`bytes` or `activations`; unless given, it follows from what is held."""
+
+    source: Any = field(default="", compare=False, repr=False, metadata={"unit": "", "per": "model"})
+    """The file that they are from, for messages."""
 
     def __post_init__(self) -> None:
         problems = list(self._wrong_units())
@@ -181,7 +185,9 @@ class Costs:
         if not isinstance(value, tuple):
             return [value] * count
         if len(value) != count:
-            raise CostsError(f"{name}: {len(value)} entries, but the schedule has {count} {what}")
+            where = f"{self.source}: {_key_of(name)}" if self.source else name
+            given = plural(len(value), "entry", "entries")
+            raise CostsError(f"{where}: {given}, but the schedule has {plural(count, what[:-1])}")
         return list(value)
 
     def full_backward(self, num_stages: int) -> list[float]:
@@ -223,7 +229,7 @@ class Costs:
         return cls.from_keys(read_keys(path), source=str(path))
 
     @classmethod
-    def from_keys(cls, document: object, source: str = "<costs>") -> Costs:
+    def from_keys(cls, document: object, source: str = _NO_FILE) -> Costs:
         """From the keys and values of a file."""
         if not isinstance(document, dict):
             raise FormatError(source, [f"costs are an object with keys such as {', '.join(list(_keys())[:3])}"])
@@ -236,22 +242,19 @@ class Costs:
         try:
             costs = cls(**given)
         except CostsError as error:
-            by_name = {name: key for key, name in _keys().items()}
             for problem in str(error).split("; "):
                 name, _, rest = problem.partition(": ")
-                problems.append(f"{by_name.get(name, name)}: {rest}")
+                problems.append(f"{_key_of(name)}: {rest}")
         if problems:
             raise FormatError(source, problems)
-        return costs._named(given)
+        return replace(costs._named(given), source="" if source == _NO_FILE else source)
 
     def _named(self, names: Container[str]) -> Costs:
         """These costs; times or sizes that a file names are real, even with the numbers of unit costs."""
-        timed, sized = (any(name in names for name in group) for group in (_TIMED, _SIZED))
         pinned: dict[str, Any] = {}
-        if timed and self.time_unit is None and not self.units.seconds:
-            pinned["time_unit"] = "seconds"
-        if sized and self.memory_unit is None and not self.units.bytes:
-            pinned["memory_unit"] = "bytes"
+        for (unit, (real, _)), group, known in zip(_UNITS.items(), (_TIMED, _SIZED), self.units):
+            if getattr(self, unit) is None and not known and any(name in names for name in group):
+                pinned[unit] = real
         return replace(self, **pinned) if pinned else self
 
     def to_keys(self) -> dict[str, Any]:
@@ -276,7 +279,7 @@ class Costs:
 
 
 def _numeric(costs: Costs) -> Iterator[Field[Any]]:
-    return (entry for entry in fields(costs) if entry.name not in _UNITS)
+    return (entry for entry in fields(costs) if entry.metadata["per"] != "model")
 
 
 def _as_tuple(value: Cost) -> tuple[float, ...]:
@@ -292,4 +295,9 @@ def _times(value: Cost | None, factor: float) -> Cost | None:
 @cache
 def _keys() -> dict[str, str]:
     """The keys of a file, each with the name of the cost."""
-    return {"_".join(filter(None, (f.name, f.metadata["unit"]))): f.name for f in fields(Costs)}
+    named = (f for f in fields(Costs) if f.name != "source")
+    return {"_".join(filter(None, (f.name, f.metadata["unit"]))): f.name for f in named}
+
+
+def _key_of(name: str) -> str:
+    return next(key for key, each in _keys().items() if each == name)

@@ -171,33 +171,49 @@ def _parse_overlap(text: str) -> Overlap:
 
 
 def _error(text: str, part: str, offset: int) -> ActionError:
-    """Where `part`, which begins at `offset` in `text`, is not an action, and why."""
+    """Where `part`, which begins at `offset` in `text`, is not an action, why, and what it may have meant."""
     if not part:
         return ActionError(text, offset, "the text is empty")
+    place, reason = _first_error(part)
+    near = _meant(part)
+    return ActionError(text, offset + place, f"{reason}; did you mean {near}?" if near else reason)
+
+
+def _meant(part: str) -> str | None:
+    """The action that differs from a text in case, or by a missing stage or underscore: 0f0, F0, 0SENDF1."""
+    stage, letters, rest = re.fullmatch(r"(\d*)(\D*)(.*)", part, re.DOTALL).groups()  # type: ignore[union-attr]
+    plain = {kind.value.replace("_", ""): kind.value for kind in Kind}
+    kind = plain.get(letters.upper().replace("_", "").replace(" ", "").replace("-", ""))
+    meant = f"{stage or 0}{kind}{rest}"
+    return meant if kind and meant != part and _ACTION.fullmatch(meant) else None
+
+
+def _first_error(part: str) -> tuple[int, str]:
+    """Where a part is not an action, and why."""
     rest = part.lstrip("0123456789")
     digits = len(part) - len(rest)
     if not digits:
-        return ActionError(text, offset, "it does not begin with a stage number, as 2F0 does")
+        return 0, "it does not begin with a stage number, as 2F0 does"
     if reason := _bad_number(part[:digits], "stage"):
-        return ActionError(text, offset, reason)
+        return 0, reason
     tokens = [k.value for k in Kind if k is not Kind.OVERLAP_F_B and rest.startswith(k.value)]
     if not tokens:
         known = " ".join(k.value for k in Kind if k is not Kind.OVERLAP_F_B)
-        return ActionError(text, offset + digits, f"unknown kind of action; the kinds are {known}")
+        return digits, f"unknown kind of action; the kinds are {known}"
     token = max(tokens, key=len)
     after = rest[len(token) :]
-    position = offset + digits + len(token)
+    position = digits + len(token)
     if not Kind(token).has_microbatch:
-        return ActionError(text, position, f"{token} has no microbatch: nothing may follow it")
+        return position, f"{token} has no microbatch: nothing may follow it"
     number = after[: len(after) - len(after.lstrip("0123456789"))]
     if not number:
-        return ActionError(text, position, f"{token} needs a microbatch number after it")
+        return position, f"{token} needs a microbatch number after it"
     if reason := _bad_number(number, "microbatch"):
-        return ActionError(text, position, reason)
+        return position, reason
     after = after[len(number) :]
     if after[:1] in ("<", ">") and (reason := _bad_number(after[1:], "other end's stage")):
-        return ActionError(text, position + len(number) + 1, reason)
-    return ActionError(text, position + len(number), "unexpected text after the action")
+        return position + len(number) + 1, reason
+    return position + len(number), "unexpected text after the action"
 
 
 def _bad_number(digits: str, name: str) -> str | None:

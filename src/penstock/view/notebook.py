@@ -20,7 +20,7 @@ from penstock.ir.schedule import Schedule
 from penstock.planning.job.planner import JobPlan
 from penstock.planning.planner import Plan
 from penstock.search.result import SearchResult
-from penstock.simulation.comparison import Comparisons
+from penstock.simulation.comparison import Comparisons, rank_costs
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel, Violations, report, validate
@@ -84,7 +84,8 @@ def _(value: Violations) -> str:
 
 @notebook_html.register
 def _(value: Comparisons) -> str:
-    notes = "".join(map(_line, comparison_notes(value.rows)))
+    unit = all(timeline.costs == rank_costs(timeline.schedule) for timeline in value.timelines)
+    notes = "".join(map(_line, comparison_notes(value.rows, unit_costs=unit)))
     return _table(comparison_table(value.rows)) + notes + _timelines(value.timelines)
 
 

@@ -50,19 +50,21 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     return table
 
 
-def comparison_notes(rows: Sequence[Comparison]) -> list[str]:
-    """What the numbers of a comparison are, and which rows do more work than others."""
+def comparison_notes(rows: Sequence[Comparison], *, unit_costs: bool) -> list[str]:
+    """What the numbers of a comparison are, and which rows do more work than others.
+
+    `unit_costs`: without given costs, so that the stages of a rank share its unit costs.
+    """
     notes = ["p: ranks, v: stages per rank, m: microbatches"]
-    if not rows:
-        return notes
-    differences = list(_differences(rows))
-    if rows[0].time_unit == "units":
-        what = "F, I and W of a stage take 1" if differences else "F, I and W of a rank take 1"
-        memory = "memory in activations" + ("" if differences else " of a rank")
-        notes.append(f"times in units: {what}, B 2{f'; {memory}' if rows[0].memory_unit != 'bytes' else ''}")
-        if not differences and any(row.stages != row.ranks for row in rows):
-            notes.append("v stages per rank share these costs, so all rows do the same work for a microbatch")
-    return [*notes, *differences]
+    if any(row.memory_unit == "activations" for row in rows):
+        notes[0] += "; memory in activations" + " of a rank" * unit_costs
+    if unit_costs:
+        notes.append("times in units: F, I and W of a rank take 1, B 2")
+        if any(row.stages != row.ranks for row in rows):
+            notes[-1] += "; its v stages share that, so all rows do the same work"
+    elif any(row.time_unit == "units" for row in rows):
+        notes.append("times in units")
+    return [*notes, *_differences(rows)]
 
 
 def _differences(rows: Sequence[Comparison]) -> Iterator[str]:

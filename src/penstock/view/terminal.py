@@ -12,7 +12,6 @@ takes most of its time: all steps of a picture have names, or none has. Colour a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from math import ceil
 
 import numpy as np
@@ -45,15 +44,15 @@ def terminal(timeline: Timeline, width: int = 80) -> Text:
         cells = [_without_names(row, per_letter, columns) for row in rows]
         note = f"\n\neach letter is {scale.text(per_letter, 3)}; every step: penstock show -o FILE.html"
         return _joined(label, scale, timeline, [(0, columns, cells)], columns).append(note, "dim")
-    length = max(needed, columns)
+    length = _length(timeline, needed, columns)
     drawn = [_named(row, length / timeline.makespan if timeline.makespan else 0.0, length) for row in rows]
-    breaks = _breaks(drawn, length, columns)
-    panels = [(first, last, [row[first:last] for row in drawn]) for first, last in pairwise(breaks)]
+    ranges = _panels(drawn, length, columns)
+    panels = [(first, last, [_part(row, first, last) for row in drawn]) for first, last in ranges]
     return _joined(label, scale, timeline, panels, length)
 
 
-_Cell = tuple[str, str, bool]
-"""A character, its style, and whether a name continues in it."""
+_Cell = tuple[str, str, int]
+"""A character, its style, and its place in a name after the first letter, else 0."""
 _Step = tuple[float, float, str, Kind]
 
 
@@ -82,9 +81,23 @@ def _columns_needed(timeline: Timeline, rows: list[list[_Step]]) -> int:
     return ceil(round(float((names[long] / lengths[long]).max(initial=0)) * timeline.makespan, 6))
 
 
+def _length(timeline: Timeline, needed: int, columns: int) -> int:
+    """The columns of the whole timeline: a panel, or a whole number for the step that all are multiples of."""
+    drawn = timeline.is_compute
+    times = np.concatenate((timeline.start[drawn], timeline.end[drawn]))
+    lengths = (timeline.end - timeline.start)[drawn]
+    if not (lengths > 0).any():
+        return columns
+    units = times / lengths[lengths > 0].min()
+    steps = round(float(units.max()))
+    if steps > _MOST_LINES * columns or not np.allclose(units, np.round(units), rtol=0, atol=1e-6):
+        return max(needed, columns)
+    return steps * max(ceil(needed / steps), columns // steps, 1)
+
+
 def _named(row: list[_Step], scale: float, length: int) -> list[_Cell]:
     """One cell per column: the name of a step, then a line for its duration."""
-    cells: list[_Cell] = [("·", "dim", False)] * length
+    cells: list[_Cell] = [("·", "dim", 0)] * length
     at = 0
     for start, end, name, kind in row:
         begin = min(max(int(start * scale + 1e-6), at), length)
@@ -95,21 +108,32 @@ def _named(row: list[_Step], scale: float, length: int) -> list[_Cell]:
         drawn = shown.ljust(room - len(space), "─") + space
         style = style_of(kind).terminal
         for place, letter in enumerate(drawn):
-            cells[begin + place] = (letter, style if letter != " " else "", 0 < place < len(shown))
+            cells[begin + place] = (letter, style if letter != " " else "", place if place < len(shown) else 0)
         at = to
     return cells
 
 
-def _breaks(rows: list[list[_Cell]], length: int, columns: int) -> list[int]:
-    """Where panels begin and end: equally long, at most `columns`, and not inside a name if possible."""
-    found = [0]
-    while length - found[-1] > columns:
-        rest = length - found[-1]
-        even = found[-1] + ceil(rest / ceil(rest / columns))
-        later, earlier = range(even, found[-1] + columns + 1), range(even - 1, even - columns // 2, -1)
+def _panels(rows: list[list[_Cell]], length: int, columns: int) -> Iterator[tuple[int, int]]:
+    """The columns of each panel: equally many; where a name would be cut, the next panel begins before it."""
+    first = 0
+    while length - first > columns:
+        rest = length - first
+        even = first + ceil(rest / ceil(rest / columns))
+        later, earlier = range(even, first + columns + 1), range(even - 1, even - columns // 4, -1)
         free = (at for at in (*later, *earlier) if not any(row[at][2] for row in rows))
-        found.append(next(free, even))
-    return [*found, length]
+        last = next(free, even)
+        yield first, last
+        first = last - max(row[last][2] for row in rows)
+    yield first, length
+
+
+def _part(row: list[_Cell], first: int, last: int) -> list[_Cell]:
+    """The cells of a panel, with lines instead of names that begin or end in another panel."""
+    cells = row[first:last]
+    begins = next((n for n, (_, _, place) in enumerate(cells) if not place), len(cells))
+    ends = row[last][2] if last < len(row) else 0
+    whole = range(begins, len(cells) - ends)
+    return [cell if n in whole else ("─", cell[1], 0) for n, cell in enumerate(cells)]
 
 
 def _without_names(row: list[_Step], width: float, columns: int) -> list[_Cell]:
@@ -128,7 +152,7 @@ def _without_names(row: list[_Step], width: float, columns: int) -> list[_Cell]:
         owed += share
         most = int(np.where(share > 0, owed, -np.inf).argmax())
         owed[most] -= 1
-        cells.append(("·", "dim", False) if most == len(kinds) else (*_letter(kinds[most]), False))
+        cells.append(("·", "dim", 0) if most == len(kinds) else (*_letter(kinds[most]), 0))
     return cells
 
 

@@ -90,7 +90,7 @@ def _main(plan: JobPlan, other: JobOption) -> str:
         name: theirs.get(name, 0.0) * other.seconds - mine.get(name, 0.0) * plan.best.seconds for name in names
     }
     name = max(longer, key=lambda each: longer[each])
-    return f"{seconds_text(longer[name])} more of {name}" if longer[name] > 0 else "everything a little"
+    return f"{seconds_text(longer[name], 3)} more of {name}" if longer[name] > 0 else "everything a little"
 
 
 def _what_ifs(plan: JobPlan, on_progress: OnJobProgress | None) -> list[WhatIf]:

@@ -28,7 +28,7 @@ function drawAxis(context = prepare(axis, layout.width, 34)) {
   }
   context.textAlign = "right";
   context.fillStyle = colour.soft;
-  context.fillText(layout.gutter > 44 ? `time, ${unit}` : unit, layout.gutter - 8, 14);
+  context.fillText(layout.gutter > 44 ? `time, ${unit}` : unit, layout.gutter - 6, 14, layout.gutter - 8);
   drawVisiblePart(context);
   if (state.pointerTime !== null && state.pointerTime >= state.start) drawPointerTime(context);
 }

@@ -46,7 +46,7 @@ function labelForm(context, panel) {
       context.font = `${size}px ${colour.font}`;
       const fits = panel.longest.every((labels, pair) => {
         const room = (xOf(panel.shortest[pair]) - xOf(0)) * (pair && isTall(panel) ? 1.7 : 1);
-        return !labels.length || widthOf(context, labels[form]) + 3 <= room;
+        return !labels.length || widthOf(context, labels[form]) + (form ? 2 : 3) <= room;
       });
       if (fits) return { form, font: context.font, size };
     }

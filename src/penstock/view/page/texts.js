@@ -14,9 +14,9 @@ function timeUnit() {
   return longest >= 1 || longest === 0 ? ["s", 1] : longest >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
 }
 
-// Formats a time with its unit, to seven digits.
-function timeText(t) {
-  const [unit, per] = timeUnit(), number = Number((t * per).toPrecision(7));
+// Formats a time with its unit.
+function timeText(t, digits = 7) {
+  const [unit, per] = timeUnit(), number = Number((t * per).toPrecision(digits));
   return `${number} ${unit === "units" && number === 1 ? "unit" : unit}`;
 }
 
@@ -85,8 +85,8 @@ function metricsOf(panel) {
   const peak = Math.max(0, ...panel.memory.map((m) => m.peak));
   const where = panel.memory.findIndex((m) => m.peak === peak);
   return [
-    ["makespan", timeText(panel.makespan)], ["span", timeText(panel.span)],
-    ...(panel.period === null ? [] : [["period", timeText(panel.period)]]),
+    ["makespan", timeText(panel.makespan, 5)], ["span", timeText(panel.span, 5)],
+    ...(panel.period === null ? [] : [["period", timeText(panel.period, 5)]]),
     ["bubble", `${(panel.bubble * 100).toFixed(1)} %`],
     ...(!panel.memory.length ? [] : [["peak memory", panel.ranks > 1 && peak > 0 ? `${memoryText(peak)} (rank ${where})` : memoryText(peak)]]),
   ];
