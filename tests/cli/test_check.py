@@ -136,7 +136,7 @@ def test_a_malformed_file_in_json_is_not_valid_and_says_why(file: str, run: Run)
             ["valid.csv", "--send-model", "pigeons"],
             "--send-model is one of buffered, edge-streams, pair-streams",
         ),
-        (["1f1b"], "use .csv or .json"),
+        (["1f1b"], "1f1b needs --ranks and --microbatches"),
         (["notes.txt"], "use .csv or .json"),
     ],
 )

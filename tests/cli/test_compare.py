@@ -18,7 +18,7 @@ def test_it_prints_a_row_for_each_schedule_and_count(run: Run, tmp_path: Path) -
     ]
     table = run("compare", "1f1b", "zb-h1", "-p", 2, "-m", 2).out.splitlines()
     head = " ".join(table[0].split())
-    assert head == "schedule p v m makespan span period bubble memory sent bound gap"
+    assert head == "schedule p v m makespan span period bubble memory bound gap"
     assert table[1].split()[:5] == ["1f1b", "2", "1", "2", "9"]
 
 

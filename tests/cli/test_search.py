@@ -23,7 +23,7 @@ def test_it_draws_the_best_schedule_and_prints_its_gap(run: Run) -> None:
     assert "makespan  27 units       proved optimal" in result.out
     assert "bound     27 units       " in result.out
     assert "zb-h2 " in result.out
-    assert "needs 7  over limit" in result.out
+    assert "needs 7 activations  over limit" in result.out
     assert result.err == ""
 
 
@@ -61,8 +61,8 @@ def test_objective_placement_fused_backward_and_jitter_are_options(run: Run) -> 
             "no schedule fits the memory limit of 0.5 per rank: rank 0 needs 1; rank 1 needs 1",
             2,
         ),
-        (["--live", "0"], "live_limit must be an integer of at least 1 (given 0)", 2),
-        (["--objective", "speed"], "'speed' is not one of", 2),
+        (["--live", "0"], "--live must be an integer of at least 1 (given 0)", 2),
+        (["--objective", "speed"], "--objective is one of makespan, span, period (given speed)", 2),
         (["-o", "no/best.csv"], "no/best.csv: the directory no does not exist or is not writable", 2),
         (["-o", "folder.csv"], "folder.csv is a directory", 2),
         (["-o", "best.txt"], "best.txt: unknown file extension .txt; use .csv or .json", 2),

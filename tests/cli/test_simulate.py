@@ -108,7 +108,7 @@ def test_a_wrong_policy_is_a_usage_error(run: Run) -> None:
 def test_invalid_costs_and_send_models_are_usage_errors(run: Run, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"forward": 1}')
     for arguments, expected, code in (
-        (["--costs", "fast"], "--costs is a .json or .toml file, or one of zb-h2304-p8-m24", 2),
+        (["--costs", "fast"], "--costs is a .json or .toml file, or a preset (given fast)", 2),
         (["--costs", "missing.json"], "missing.json: No such file or directory", 2),
         (["--costs", "bad.json"], "bad.json: forward: not a key of costs; did you mean forward_seconds?", 2),
         (["--send-model", "pigeons"], "--send-model is one of buffered", 2),

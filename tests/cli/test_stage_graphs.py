@@ -77,7 +77,7 @@ def test_search_takes_graphs_placements_and_unequal_stages(run: Run, tmp_path: P
         (("--placement", "0,2"), "every rank must host a stage"),
         (("--placement", "zigzag"), "--placement is any, loop, v, or the rank of each stage"),
         (("--placement", "0,1,0", "-v", "2"), "remove --stages-per-rank"),
-        (("-v", "1,2,1"), "stages_per_rank has 3 numbers for 2 ranks"),
+        (("-v", "1,2,1"), "--stages-per-rank has 3 numbers for 2 ranks"),
     ):
         result = run("search", "-p", 2, "-m", 3, *arguments)
         assert result.code == 2

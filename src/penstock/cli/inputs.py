@@ -118,8 +118,7 @@ def read_schedule(path: Path) -> Schedule:
 
 def is_file(source: str) -> bool:
     """Whether it names a file rather than a family."""
-    path = Path(source)
-    return path.suffix.lower() in (".csv", ".json") or "/" in source or (path.suffix != "" and path.exists())
+    return Path(source).suffix != "" or "/" in source
 
 
 def schedule_from(source: str, sizes: Sizes, lowering: Lowering | None = None) -> Schedule:
@@ -135,7 +134,7 @@ def schedule_from(source: str, sizes: Sizes, lowering: Lowering | None = None) -
         find(source)  # an unknown name is the first error
         if ranks is None or microbatches is None:
             missing = [option for option in ("--ranks", "--microbatches") if option not in sizes.given]
-            example = f"penstock show {source} --ranks 4 --microbatches 8"
+            example = f"{source} --ranks 4 --microbatches 8"
             raise typer.BadParameter(f"{source} needs {' and '.join(missing)}, e.g. {example}")
         schedule = build(
             source,
