@@ -89,7 +89,8 @@ def _notes(made: JobPlan) -> list[str]:
     if made.request.jitter is not None:
         slowest = "of the slowest data parallel replica"
         quantile = f"the {made.request.quantile:g} quantile {slowest}, steps vary by {made.request.jitter:.0%}"
-        found.append(f"time: {quantile}; {made.best} takes {made.best.seconds_without_jitter:.4g} s without")
+        steady = seconds_text(made.best.seconds_without_jitter)
+        found.append(f"time: {quantile}; {made.best} takes {steady} without")
     if made.interrupted:
         found.append("interrupted: what was found until then")
     if not all(each.is_exact for each in made.options):

@@ -30,7 +30,7 @@ tr:target, tr:hover { background: #0072b222; }
 
 def frontier_html(plan: PlottedPlan) -> str:
     """The page."""
-    title = _text(plan.title)
+    title, bound = _text(plan.title), seconds_text(plan.bound)
     picture = svg_of(frontier_picture(plan)).rstrip().removesuffix("</svg>")
     head = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>'
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -41,7 +41,7 @@ def frontier_html(plan: PlottedPlan) -> str:
         picture,
         *_links(plan),
         "</svg>",
-        f"<p>Time per step ({_text(plan.time_name)}); lower bound {plan.bound:.4g} s; bold: the frontier.</p>",
+        f"<p>Time per step ({_text(plan.time_name)}); lower bound {bound}; bold: the frontier.</p>",
         "<table>\n<thead><tr><th></th><th>plan</th><th>seconds</th><th>slower</th><th>memory</th></tr></thead>",
         "<tbody>",
         *_rows(plan),

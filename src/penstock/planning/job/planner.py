@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost.estimate.estimate import Estimator
-from penstock.cost.units import bytes_text
+from penstock.cost.units import bytes_text, seconds_text
 from penstock.display import Displayed
 from penstock.errors import PlanError
 from penstock.planning.estimated import estimated_model, stage_costs
@@ -178,7 +178,7 @@ def _fitting_techniques(evaluation: JobEvaluation) -> list[str]:
         try_techniques(evaluation)
         if evaluation.options:
             best = min(evaluation.options, key=lambda each: each.sort_key)
-            found.append(f"--techniques {name} ({best.seconds:.4g} s per step)")
+            found.append(f"--techniques {name} ({seconds_text(best.seconds)} per step)")
             evaluation.options = []
     evaluation.request = request
     return found
