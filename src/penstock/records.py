@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +16,7 @@ from penstock.simulation.comparison import comparison_of
 from penstock.simulation.gaps import REASONS, Gaps, gaps
 from penstock.simulation.timeline import Timeline
 from penstock.traces.measured_run import MeasuredRun
-from penstock.validation import Violation
+from penstock.validation import Violations
 
 __all__ = [
     "QUANTILES",
@@ -28,7 +27,6 @@ __all__ = [
     "run_record",
     "search_record",
     "simulation_record",
-    "violation_record",
 ]
 
 QUANTILES = (5, 50, 95)
@@ -70,7 +68,7 @@ def order_of(schedule: Schedule) -> Recognition | str:
     return recognize(schedule)
 
 
-def check_record(schedule: Schedule, violations: Sequence[Violation]) -> dict[str, Any]:
+def check_record(schedule: Schedule, violations: Violations) -> dict[str, Any]:
     """The verdict of the validator."""
     order = None if violations else order_of(schedule)
     return {
@@ -80,7 +78,7 @@ def check_record(schedule: Schedule, violations: Sequence[Violation]) -> dict[st
         "microbatches": schedule.microbatches,
         "level": schedule.level,
         "order": asdict(order) if isinstance(order, Recognition) else None,
-        "violations": [violation_record(violation) for violation in violations],
+        "violations": violations.to_rows(),
     }
 
 
@@ -126,29 +124,6 @@ def idle_by_reason(idle: Gaps) -> dict[str, float]:
     """Seconds of all ranks together, longest first."""
     seconds = dict(zip(REASONS, idle.seconds_by_rank.sum(axis=0).tolist()))
     return dict(sorted(((name, each) for name, each in seconds.items() if each), key=lambda item: -item[1]))
-
-
-def violation_record(violation: Violation) -> dict[str, Any]:
-    """One violation, with the cycle of a deadlock."""
-    return {
-        "code": violation.code,
-        "rank": violation.rank,
-        "step": violation.step,
-        "action": None if violation.action is None else str(violation.action),
-        "message": violation.message,
-        "suggestion": violation.suggestion,
-        "send_models": [str(model) for model in violation.send_models],
-        "cycle": [
-            {
-                "rank": w.rank,
-                "step": w.step,
-                "action": str(w.action),
-                "waits_for": {"rank": w.for_rank, "step": w.for_step, "action": str(w.for_action)},
-                "why": w.why,
-            }
-            for w in violation.cycle
-        ],
-    }
 
 
 def search_record(result: SearchResult) -> dict[str, Any]:

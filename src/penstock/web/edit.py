@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.arguments import printable
 from penstock.cost.costs import Costs
 from penstock.errors import FormatError
 from penstock.ir.schedule import Schedule
@@ -65,11 +66,11 @@ def stamp(document: object) -> dict[str, Any]:
     """
     question = parse_question(document, {"microbatch": (int,), "interval": (int, float)})
     timeline = timeline_of(question, 0)
-    chosen, interval = question.extra["microbatch"] or 0, float(question.extra["interval"] or 0)
+    chosen, interval = question.extra["microbatch"] or 0, question.extra["interval"] or 0
     schedule = timeline.schedule
-    if not 0 <= chosen < schedule.microbatches or interval <= 0:
-        rule = f"microbatch: from 0 to {schedule.microbatches - 1}; interval: above 0"
-        raise FormatError(SOURCE, [f"{rule} (given {chosen}, {interval:g})"])
+    if not 0 <= chosen < schedule.microbatches or not 0 < interval <= 1e18:
+        rule = f"microbatch: from 0 to {schedule.microbatches - 1}; interval: above 0 and at most 1e18"
+        raise FormatError(SOURCE, [f"{rule} (given {printable(str(chosen))}, {printable(str(interval))})"])
     if schedule.level != "compute" or schedule.table.has_pairs:
         raise FormatError(SOURCE, ["stamp: a building block has F, B, I and W only"])
     rows: list[list[str]] = []

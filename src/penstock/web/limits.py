@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["LIMITS", "MOST_BODY", "MOST_SCHEDULES", "MOST_WORK", "Limit"]
+__all__ = ["LIMITS", "MOST_BODY", "MOST_SCHEDULES", "MOST_STEPS", "MOST_WORK", "Limit"]
 
 MOST_SCHEDULES = 8
 """In one request."""
 MOST_WORK = 1 << 15
 """Stages times microbatches of a schedule: 32 ranks with 2 stages each and 512 microbatches."""
+MOST_STEPS = 8 * MOST_WORK
+"""Of a schedule, messages and collectives included."""
 MOST_BODY = 64 * 1024 * 1024
 """Bytes of a request; traces are large."""
 

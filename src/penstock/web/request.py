@@ -16,7 +16,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, Offload, Recompute, lower, parse_policy
 from penstock.validation import SendModel
-from penstock.web.limits import MOST_SCHEDULES, MOST_WORK
+from penstock.web.limits import MOST_SCHEDULES, MOST_STEPS, MOST_WORK
 
 __all__ = [
     "Question",
@@ -143,8 +143,11 @@ def parse_costs(document: Mapping[str, Any]) -> Costs:
 def parse_weights(values: Sequence[Any]) -> tuple[float, ...]:
     """The relative work of equal parts of the model."""
     wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, int | float) or not 0 < v <= 1e6]
-    if wrong or len(values) > MOST_WORK:
-        raise FormatError(SOURCE, [f"weights: expected numbers above 0 (given {printable(repr(wrong[:1]))})"])
+    if len(values) > MOST_WORK:
+        raise FormatError(SOURCE, [f"weights: at most {MOST_WORK:,} (given {len(values):,})"])
+    if wrong:
+        numbers = "weights: expected numbers above 0 and at most 1e6"
+        raise FormatError(SOURCE, [f"{numbers} (given {printable(repr(wrong[0]))})"])
     return tuple(map(float, values))
 
 
@@ -197,8 +200,7 @@ def _from_steps(source: Mapping[str, Any]) -> Schedule:
     if problems:
         raise FormatError(SOURCE, problems)
     _check_work(len(stages), given["microbatches"])
-    if sum(map(len, rows)) > 4 * MOST_WORK:
-        raise FormatError(SOURCE, [f"steps: at most {4 * MOST_WORK}"])
+    _check_steps(sum(map(len, rows)))
     placement = Placement(tuple(stages))
     return Schedule(rows, placement, given["microbatches"], str(given.get("name") or "edited"))
 
@@ -216,8 +218,16 @@ def _check_work(stages: int, microbatches: int) -> None:
         raise FormatError(SOURCE, [f"{problem}; the command line has no such limit"])
 
 
+def _check_steps(count: int) -> None:
+    if count > MOST_STEPS:
+        raise FormatError(
+            SOURCE, [f"a schedule can have at most {MOST_STEPS:,} steps on this page (given {count:,})"]
+        )
+
+
 def _within_limits(schedule: Schedule) -> Schedule:
     _check_work(schedule.num_stages, schedule.microbatches)
+    _check_steps(schedule.num_steps)
     return schedule
 
 

@@ -65,6 +65,10 @@ class WhatIf:
 
     def costs(self, costs: Costs, schedule: Schedule) -> Costs:
         """The costs after the change."""
+        known = {"slow-rank": schedule.num_ranks, "slow-link": len(schedule.graph.edges)}.get(self.kind)
+        if known is not None and self.index >= known:
+            what = self.kind.removeprefix("slow-")
+            raise FormatError(SOURCE, [f"what_if: it has {what}s 0 to {known - 1} (given {what} {self.index})"])
         if self.kind == "slow-rank":
             stages = [self.factor if rank == self.index else 1.0 for rank in schedule.placement.stage_to_rank]
             return _multiplied(costs, {"stage": stages}, unit="seconds")
