@@ -72,13 +72,16 @@ def main() -> None:
         shares = [name for name in ("dp", "fsdp") if name in sizes]
         torch.manual_seed(1 + sum(map(mesh.get_local_rank, shares)))  # every replica has different data
         text = torch.randint(CONFIG.vocab_size, (ROWS, LENGTH + 1))
-        for step in range(5):
+        for _ in range(5):
             result = pipeline.step(text[:, :-1], target=text[:, 1:])
             norm = float(pipeline.clip_grad_norm_(1.0))
             optimizer.step()
             optimizer.zero_grad()
             if dist.get_rank() == 0:
-                print(f"step {step}: loss {result.loss:.4f}, gradient norm {norm:.4f}", flush=True)
+                print(
+                    f"step {pipeline.completed_steps}: loss {result.loss:.4f}, gradient norm {norm:.4f}",
+                    flush=True,
+                )
     dist.destroy_process_group()
 
 

@@ -89,9 +89,9 @@ def main() -> None:
 
     with Pipeline(stages, schedule, loss=loss) as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.003)
-        start = 0
         if options.checkpoint.exists():
-            start = load_checkpoint(options.checkpoint, pipeline, optimizer)["step"]
+            pipeline.completed_steps = load_checkpoint(options.checkpoint, pipeline, optimizer)["step"]
+        start = pipeline.completed_steps
         if dist.get_rank() == 0:
             print(f"{schedule.name} on {schedule.num_ranks} ranks, from step {start}")
         for step in range(start, options.until):

@@ -40,7 +40,7 @@ def test_it_prints_every_part_and_writes_its_report(
         for what in ("predicted", "measured"):
             assert f'"name":"{schedule}, {what}"' in page
     log = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in log] == list(range(2 + 2 + 1 + 4))
+    assert [line["step"] for line in log] == list(range(1, 1 + 2 + 2 + 1 + 4))
     assert log[-1]["loss"] < log[0]["loss"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.jsonl"]
 

@@ -82,6 +82,37 @@ def many(): return (layers()[0], lambda output, target: output - target, *layers
 def frozen(): return (layers()[0].requires_grad_(False), *layers()[1:])
 number = 4
 
+class Masked(nn.Module):
+    def __init__(self, last=False):
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 2 if last else 6), last
+    def forward(self, batch, *, mask):
+        hidden = self.layer(batch["hidden"] if isinstance(batch, dict) else batch) * mask
+        return {"logits": hidden, "mask": mask} if self.last else {"hidden": torch.tanh(hidden)}
+
+def masked_loss(output, target):
+    squares = (output["logits"] - target) ** 2 * output["mask"]
+    return squares.sum() / output["mask"].sum()
+
+def hand_written(stages):
+    mask = torch.tensor([1.0, 1, 1, 0, 1, 1, 1, 0, 1])[:, None]
+    return {
+        "stages": {stage: Masked(stage == stages - 1) for stage in range(stages)},
+        "loss": lambda output, target: masked_loss(output, target["value"]),
+        "inputs": torch.randn(9, 6),
+        "kwargs": {"mask": mask},
+        "target": {"value": torch.randn(9, 2), "mask": mask},
+        "tokens": lambda target: int(target["mask"].sum()),
+    }
+def uncounted(stages): return {**hand_written(stages), "tokens": None}
+def two_stages(): return ([nn.Linear(6, 6), nn.Linear(6, 2)], *layers()[1:])
+def tied(stages):
+    parts = [nn.Linear(6, 6) for _ in range(stages)]
+    parts[-1].weight = parts[0].weight
+    return {"stages": parts, "loss": nn.functional.mse_loss, "inputs": torch.randn(8, 6),
+            "target": torch.randn(8, 6)}
+def misnamed(): return {"modle": layers()[0], "los": 1}
+
 def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
     sizes = dict(vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
@@ -89,6 +120,11 @@ def llama():
     def loss(logits, target):
         return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
     return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)), loss, text[:, :-1], text[:, 1:]
+
+def named_llama():
+    model, loss, ids, target = llama()
+    kwargs = {"input_ids": ids, "position_ids": torch.arange(5).expand(4, -1) + 3}
+    return {"model": model, "loss": loss, "kwargs": kwargs, "target": target}
 """
 
 
@@ -137,7 +173,7 @@ def test_a_model_that_depends_on_the_split_of_the_batch_is_distinguished(verify:
     assert (cut.code, cut.json["equal"]) == (1, False)
     assert "depends on how a batch is split, as BatchNorm does" in cut.json["schedules"][0]["cause"]
     other = verify("models:by_process", "1f1b", "--json").json["schedules"][0]
-    assert other["worst_gradient"] == {"name": "3.weight", "stage": 1, "step": 0, "error": None}
+    assert other["worst_gradient"] == {"name": "3.weight", "stage": 1, "step": 1, "error": None}
     assert "one process that computes the same microbatches gets different numbers, too" in other["cause"]
     dropped = verify("models:dropped", "1f1b", "--json").json["schedules"][0]
     assert "the model draws random numbers, as dropout does" in dropped["cause"]
@@ -151,6 +187,29 @@ def test_a_tolerance_that_needs_float64_is_reported(verify: Run) -> None:
 
 def test_a_loss_with_weights_of_its_own_is_compared_too(verify: Run) -> None:
     assert verify("models:with_loss", "1f1b").code == 0
+
+
+def test_hand_written_stages_with_keywords_dicts_and_tokens_are_equal(verify: Run) -> None:
+    result = verify("models:hand_written", "1f1b", "zbv", "--json")
+    assert (result.code, [row["stages"] for row in result.json["schedules"]]) == (0, [2, 4])
+    assert result.json["schedules"][1]["worst_gradient"]["name"].split(".")[1] == "layer"
+    uncounted = verify("models:uncounted", "1f1b")
+    assert uncounted.code == 2
+    assert "or return tokens, a function that counts the tokens" in " ".join(uncounted.out.split())
+
+
+def test_hand_written_stages_may_share_a_weight(verify: Run) -> None:
+    assert verify("models:tied", "1f1b").code == 0
+
+
+def test_another_number_of_stages_than_the_schedule_has_is_rejected(verify: Run) -> None:
+    result = verify("models:two_stages", "1f1b", "zbv")
+    assert result.code == 1
+    assert "zbv: the function returns 2 stages, but the schedule has 4" in result.out
+
+
+def test_a_decoder_takes_its_arguments_by_name(verify: Run) -> None:
+    assert verify("models:named_llama", "1f1b").code == 0
 
 
 def test_a_decoder_of_transformers_made_from_a_config_is_equal(verify: Run) -> None:
@@ -203,8 +262,12 @@ def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> 
         ("nowhere:right", "there is no module nowhere in"),
         ("models:left", "models has no function left; the functions of models are: layers, Scaled"),
         ("models:number", "models.number is not a function"),
-        ("models:three", "must return the four values (model, loss, inputs, target), but it returned 3 values"),
-        ("models:nothing", "the model must be an nn.Module, but is a int; the loss must be a function"),
+        ("models:three", "(model, loss, inputs, target), or a dict of them, but it returned 3 values"),
+        ("models:nothing", "but there is a int; the loss must be a function"),
+        (
+            "models:misnamed",
+            "unknown: modle, los; the names are model, stages, loss, inputs, kwargs, target, tokens; it must",
+        ),
         (
             "models:misshapen",
             "in one process, without a pipeline, the model or the loss raised RuntimeError: mat1",

@@ -41,7 +41,7 @@ def test_a_step_is_one_line_with_rank_step_loss_norm_memory_and_tokens(
     log = TrainingLog()
     log.step(4.15888, torch.tensor(1.5), tokens=512, lr=0.1)
     line = capsys.readouterr().out
-    assert line.startswith("[rank 0] step 0  loss 4.1589  grad_norm 1.5  memory ")
+    assert line.startswith("[rank 0] step 1  loss 4.1589  grad_norm 1.5  memory ")
     assert " GiB  tps " in line
     assert line.endswith("  lr 0.1\n")
 
@@ -49,22 +49,22 @@ def test_a_step_is_one_line_with_rank_step_loss_norm_memory_and_tokens(
 def test_missing_values_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     TrainingLog(every=0).step(1.0)
     TrainingLog().step(None)
-    assert capsys.readouterr().out.split()[:4] == ["[rank", "0]", "step", "0"]
+    assert capsys.readouterr().out.split()[:4] == ["[rank", "0]", "step", "1"]
 
 
 def test_json_lines_hold_every_step_and_are_appended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train.jsonl"
-    for first in (0, 3):
+    for first in (1, 4):
         with TrainingLog(jsonl=path, every=2, first=first) as log:
             for loss in (1.0, 0.5, 0.25):
                 log.step(loss, tokens=8)
     found = lines_of(path)
-    assert [(line["step"], line["loss"]) for line in found] == list(enumerate([1.0, 0.5, 0.25] * 2))
+    assert [(line["step"], line["loss"]) for line in found] == list(enumerate([1.0, 0.5, 0.25] * 2, 1))
     assert all(set(line) == {"rank", "step", "seconds", "loss", "memory", "tps"} for line in found)
     assert found[0]["tps"] == pytest.approx(8 / found[0]["seconds"])
-    assert [line.split()[3] for line in capsys.readouterr().out.splitlines()] == ["0", "2", "4"]
+    assert [line.split()[3] for line in capsys.readouterr().out.splitlines()] == ["2", "4", "6"]
 
 
 def test_nonfinite_numbers_are_null_in_json_and_text_in_the_line(
@@ -90,7 +90,7 @@ def test_only_rank_0_logs_by_default(
         with TrainingLog(jsonl=tmp_path / "a.jsonl", ranks=ranks) as log:
             log.step(1.0)
     printed = capsys.readouterr().out.splitlines()
-    assert [line[:15] for line in printed] == ["[rank 1] step 0"] * 2
+    assert [line[:15] for line in printed] == ["[rank 1] step 1"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["a.rank1.jsonl"]
 
 

@@ -133,13 +133,7 @@ class Pipeline:
 
     # --- steps -------------------------------------------------------------------------------------
 
-    def step(
-        self,
-        *args: Any,
-        target: Any = None,
-        return_outputs: bool = False,
-        **kwargs: Any,
-    ) -> StepResult:
+    def step(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> StepResult:
         """Forward and backward of one batch; gradients are accumulated in `.grad` of the parameters.
 
         `args` are used on the rank of the first stage, `target` on that of the last, keyword arguments on every
@@ -153,13 +147,7 @@ class Pipeline:
             args, kwargs, target, scale=scale, reduces=self._reduces, keep_outputs=return_outputs
         )
 
-    def eval(
-        self,
-        *args: Any,
-        target: Any = None,
-        return_outputs: bool = False,
-        **kwargs: Any,
-    ) -> StepResult:
+    def eval(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> StepResult:
         """Forward of one batch with the modules in eval mode; with a target, also the loss.
 
         It builds no autograd graph and changes no gradient, buffer or random state.
@@ -269,6 +257,15 @@ class Pipeline:
     def ties(self) -> tuple[TiedNames, ...]:
         """The weights that several stages share: for each, the stages and its name in them."""
         return self._ties.all
+
+    @property
+    def completed_steps(self) -> int:
+        """The number of completed steps, which numbers those in error messages; set it after a resume."""
+        return self._runner.completed_steps
+
+    @completed_steps.setter
+    def completed_steps(self, steps: int) -> None:
+        self._runner.completed_steps = steps
 
     @property
     def peak_live_activations(self) -> int:

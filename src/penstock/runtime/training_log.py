@@ -7,7 +7,7 @@
             ...
             log.step(result.loss, norm, tokens=x.numel())
 
-    [rank 0] step 0  loss 4.1589  grad_norm 1.204  memory 0.31 GiB  tps 12,400
+    [rank 0] step 1  loss 4.1589  grad_norm 1.204  memory 0.31 GiB  tps 12,400
 
 `memory` is the peak memory of the process, or of its accelerator, so far. `tps` is the number of tokens of a
 step divided by the seconds since the step before. It covers all ranks if every rank passes the same batch.
@@ -43,7 +43,7 @@ class TrainingLog:
     `jsonl`        a file that gets one JSON object per step; that of rank 1 has `.rank1` before its suffix
     `tensorboard`  a directory for TensorBoard events; those of rank 1 are in its subdirectory `rank1`
     `every`        print every so many steps, 0 for never; files get all steps
-    `first`        the number of the first step, after a run was resumed
+    `first`        the number of the first step: after a run was resumed, one more than were completed
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TrainingLog:
         jsonl: str | PathLike[str] | None = None,
         tensorboard: str | PathLike[str] | None = None,
         every: int = 1,
-        first: int = 0,
+        first: int = 1,
     ) -> None:
         if every < 0:
             raise PipelineError(f"every= must be a number of steps of at least 0 (given {every!r})")

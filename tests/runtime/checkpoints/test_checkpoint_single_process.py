@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer, RMSprop
-from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
 
 from penstock import CheckpointError
 from penstock.runtime import load_checkpoint, save_checkpoint
@@ -117,6 +126,53 @@ def test_extra_is_restored_and_can_hold_a_scheduler_state(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"extra\['a'\]\[1\] is a Tensor, which cannot be stored"):
         save_checkpoint(tmp_path / "c", model, extra={"a": [0, torch.zeros(1)]})
     assert load_checkpoint(tmp_path / "c", model) == extra
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 10),
+    "one cycle, which changes momentum too": lambda optimizer: OneCycleLR(optimizer, 1.0, total_steps=10),
+    "warm-up and decay": lambda optimizer: SequentialLR(
+        optimizer, [LambdaLR(optimizer, lambda step: step / 3), ExponentialLR(optimizer, 0.5)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_learning_rate_scheduler_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, name: str) -> None:
+    def made() -> tuple[Optimizer, LRScheduler]:
+        optimizer = SGD(model.parameters(), lr=0.8, momentum=0.9)
+        return optimizer, SCHEDULERS[name](optimizer)
+
+    def rates(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> list[tuple[float, float]]:
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        return found
+
+    model = small()
+    optimizer, scheduler = made()
+    assert len(set(rates(optimizer, scheduler, 2))) == 2
+    save_checkpoint(tmp_path / "c", model, optimizer, {"scheduler": scheduler.state_dict()})
+    resumed, its_scheduler = made()
+    its_scheduler.load_state_dict(load_checkpoint(tmp_path / "c", model, resumed)["scheduler"])
+    assert rates(resumed, its_scheduler, 5) == rates(optimizer, scheduler, 5)
+
+
+def test_a_scheduler_can_continue_from_the_step_alone(tmp_path: Path) -> None:
+    model = small()
+    optimizer = SGD(model.parameters(), lr=0.8)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    save_checkpoint(tmp_path / "c", model, optimizer, {"step": 3})
+    resumed = SGD(model.parameters(), lr=0.8)
+    step = load_checkpoint(tmp_path / "c", model, resumed)["step"]
+    again = LambdaLR(resumed, lambda step: 1 / (1 + step), last_epoch=step - 1)
+    assert again.get_last_lr() == scheduler.get_last_lr()
 
 
 def test_wrappers_do_not_change_names(tmp_path: Path) -> None:

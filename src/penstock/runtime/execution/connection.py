@@ -49,16 +49,16 @@ __all__ = ["Connection"]
 class Connection:
     """One rank's connection; all ranks of the pipeline create it at the same time."""
 
-    def __init__(
-        self, config: ExecutionConfig, activations: LiveActivations, pool: BufferPool, completed: int
-    ) -> None:
+    def __init__(self, config: ExecutionConfig, activations: LiveActivations, pool: BufferPool) -> None:
         self.config, self.pool = config, pool
         self.mode = "outside"
         """`step`, `eval` or the name of a collective while one runs."""
         self.waiting_for = ""
         """What this rank waits for before its first or after its last action, for error messages."""
-        self.step = completed
+        self.step = 0
         """The number of the current or last step or eval: one more than were completed before it."""
+        self.call = ""
+        """Its name for messages, in which only steps are counted."""
         self._failed = False
         """Whether a step has failed on any rank."""
         self.on_failure: Callable[[], Callable[[FailureCause], None] | None] | None = None
@@ -148,12 +148,16 @@ class Connection:
             "eval": compile_program(evaluated, config.rank, context),
         }
 
+    def set_completed(self, calls: int, steps: int) -> None:
+        """The number of calls of step and eval, and of steps, that were completed before the next one."""
+        self.step, self.call = calls, f"step {steps}"
+
     # --- a step ------------------------------------------------------------------------------------
 
-    def begin(self, mode: str, step: int) -> Program:
+    def begin(self, mode: str, step: int, call: str) -> Program:
         """Start a step or eval; gives the program to run."""
         self._channels.set_mode(training=mode == "step")
-        self.mode, self.step, self.waiting_for = mode, step, ""
+        self.mode, self.step, self.call, self.waiting_for = mode, step, call, ""
         program = self.programs[mode]
         program.begin()
         if self._failed:  # read after the step is set, as `stop_waiting` reads the step after it has set this
@@ -222,9 +226,9 @@ class Connection:
     def status(self) -> RankStatus:
         """What this rank is doing."""
         if self.mode not in self.programs:
-            return RankStatus(self.mode, self.step, 0, "")
+            return RankStatus(self.mode, self.step, 0, "", self.call)
         program = self.programs[self.mode]
-        return RankStatus(self.mode, self.step, program.position, self.awaited(program))
+        return RankStatus(self.mode, self.step, program.position, self.awaited(program), self.call)
 
     def awaited(self, program: Program) -> str:
         """The message that the rank waits for, and its peer, as text; empty if it computes."""

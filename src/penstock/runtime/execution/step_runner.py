@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from penstock.arguments import printable, whole_number
+from penstock.errors import PipelineError
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.connection import Connection
@@ -38,7 +40,9 @@ class StepRunner:
     def __init__(self, config: ExecutionConfig, ties: TiedWeights, input_builder: StepInputBuilder) -> None:
         self._config, self._ties, self._input_builder = config, ties, input_builder
         self._completed = 0
-        """The number of calls of `step` and `eval` that returned a result."""
+        """The number of calls of `step` and `eval` that returned a result, with the steps before a resume."""
+        self._evals = 0
+        """How many of them were calls of `eval`."""
         self._connection: Connection | None = None
         self._state = PipelineState(config)
         self.activations = LiveActivations()
@@ -68,7 +72,8 @@ class StepRunner:
     def _new_connection(self) -> Connection:
         config = self._config
         self.pool = BufferPool(config.device)
-        connection = Connection(config, self.activations, self.pool, self._completed)
+        connection = Connection(config, self.activations, self.pool)
+        connection.set_completed(self._completed, self.completed_steps)
         self._warn_of_compiled_modules(connection)
         if connection.communicator is not None:
             try:
@@ -92,6 +97,21 @@ class StepRunner:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+    @property
+    def completed_steps(self) -> int:
+        """The number of calls of `step` that returned a result; every rank must set the same number."""
+        return self._completed - self._evals
+
+    @completed_steps.setter
+    def completed_steps(self, steps: int) -> None:
+        if (number := whole_number(steps)) is None or number < 0:
+            raise PipelineError(
+                f"completed_steps must be a whole number of at least 0 (given {printable(repr(steps))})"
+            )
+        self._completed = number + self._evals
+        if self._connection is not None:
+            self._connection.set_completed(self._completed, number)
 
     # --- running -----------------------------------------------------------------------------------
 
@@ -120,7 +140,9 @@ class StepRunner:
     ) -> StepResult:
         self.activations.reset()
         self.pool.peak = 0
-        program = connection.begin(mode, self._completed + 1)
+        done = self.completed_steps
+        name = f"step {done + 1}" if mode == "step" else f"the eval after step {done}"
+        program = connection.begin(mode, self._completed + 1, name)
         try:
             reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
             self._announce(connection, f"{mode}()", {"gradients": reduced, "loss scale": scale})
@@ -134,6 +156,7 @@ class StepRunner:
         if self.recorder is not None and result.timeline is not None:
             self.recorder.keep(result.timeline)
         self._completed += 1
+        self._evals += mode == "eval"
         return result
 
     def _announce(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:

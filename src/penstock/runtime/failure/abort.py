@@ -24,7 +24,7 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
         return error
     schedules = {mode: each.schedule for mode, each in connection.programs.items()}
     monitor.handled()
-    own = failure_cause(error, program, connection.config.rank, connection.step, connection.awaited(program))
+    own = failure_cause(error, program, connection.config.rank, connection.status())
     cause = _cause(error, own, monitor)
     if program.communicates:
         traceback.clear_frames(error.__traceback__)  # frames refer to pending messages

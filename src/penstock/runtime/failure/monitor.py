@@ -36,6 +36,7 @@ class FailureCause:
     kind: str
     """`exception`, `timeout`, `lost` (a process ended or a connection broke) or `interrupted`."""
     step: int
+    """The number of the step or eval, in which both are counted."""
     action: str
     stage: int | None
     microbatch: int | None
@@ -49,6 +50,8 @@ class FailureCause:
     world_rank: int = -1
     reporter: int = -1
     """The world rank that noticed it."""
+    call: str = ""
+    """The step or eval for messages, in which only steps are counted."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class RankStatus:
     """The position in its list."""
     awaited: str
     """What it waits for; empty if it computes."""
+    call: str = ""
+    """Its current or last step or eval for messages."""
 
 
 class FailureMonitor:
@@ -233,9 +238,9 @@ class FailureMonitor:
 
     def _about(self, world_rank: int, kind: str, process: str, message: str) -> FailureCause:
         rank = self.members.index(world_rank) if world_rank in self.members else -1
-        step = self._status().step
-        about = FailureCause(rank, kind, step, "", None, None, message, "", process, world_rank=world_rank)
-        return self._completed(about)
+        status = self._status()
+        about = FailureCause(rank, kind, status.step, "", None, None, message, "", process)
+        return self._completed(replace(about, world_rank=world_rank, call=status.call))
 
     def _end_cause(self, ended: Ended) -> FailureCause:
         return self._about(ended.rank, "lost", ended.process, str(ended))

@@ -20,8 +20,8 @@ from penstock.traces.rank_state import excerpt
 __all__ = ["cause_summary", "collective_failure", "failure_cause", "failure_report"]
 
 
-def failure_cause(error: BaseException, program: Program, rank: int, step: int, awaited: str) -> FailureCause:
-    """The failure of this rank; `awaited` is the message that it waited for, if it waited."""
+def failure_cause(error: BaseException, program: Program, rank: int, status: RankStatus) -> FailureCause:
+    """The failure of this rank, which was doing this."""
     position = program.position
     current = program.steps[position] if position >= 0 else None
     part = current.parts[program.progress.part] if current is not None else None
@@ -35,10 +35,10 @@ def failure_cause(error: BaseException, program: Program, rank: int, step: int, 
         where = "had finished all its actions and waited" if program.finished else f"waited in {current}"
         if current is None:
             where = "waited before its first action"
-        message = f"rank {rank} {where} for {awaited or 'other ranks'}, and {reason}"
+        message = f"rank {rank} {where} for {status.awaited or 'other ranks'}, and {reason}"
     stage, microbatch = (None, None) if part is None else (part.stage, part.microbatch)
     action = "" if current is None else str(current)
-    return FailureCause(rank, kind, step, action, stage, microbatch, message, details)
+    return FailureCause(rank, kind, status.step, action, stage, microbatch, message, details, call=status.call)
 
 
 def _last_line(error: BaseException) -> str:
@@ -63,7 +63,7 @@ def failure_report(
 ) -> StepFailedError:
     """The error that every rank of the pipeline raises; `members` are its world ranks."""
     label = _label(cause, members)
-    lines = [f"step {cause.step} failed{cause_summary(cause, members)}"]
+    lines = [f"{cause.call} failed{cause_summary(cause, members)}"]
     if cause.members != members:
         cause = replace(cause, rank=-1)
     if statuses:
@@ -138,12 +138,12 @@ def _status_lines(
             lines.append(f"rank {rank}   {'has ended' if ended else 'does not answer'}")
             continue
         if status.mode == "outside":
-            lines.append(f"rank {rank}   runs neither step nor eval, after step {status.step}")
+            lines.append(f"rank {rank}   runs neither step nor eval, after {status.call}")
             continue
         if status.mode not in schedules:
-            lines.append(f"rank {rank}   is in {status.mode}, after step {status.step}")
+            lines.append(f"rank {rank}   is in {status.mode}, after {status.call}")
             continue
-        other_step = "" if status.step == cause.step else f"already in step {status.step}: "
+        other_step = "" if status.step == cause.step else f"already in {status.call}: "
         mode = f"in {status.mode}: " if len(modes) > 1 else ""
         around = excerpt(schedules[status.mode].ranks[rank], status.position)
         lines.append(f"rank {rank}   {other_step}{mode}{around}{_note(rank, cause, status)}")

@@ -7,10 +7,11 @@
     verdicts = verify_gradients(parts, [penstock.build("zbv", ranks=2, microbatches=4)])
 
 Every process calls the function, each time with the same seeds. It returns the model, the loss, the arguments
-of the model (a tuple if there are several) and the target. One process trains with the whole batch, every
-schedule with its microbatches, on processes of this machine. Loss, gradients, their norm, and the weights after
-all steps are compared. An error is the largest difference in a tensor, relative to the largest value in it, or
-to a thousandth of the largest value of all tensors if that is larger: some gradients are only rounding errors.
+of the model (a tuple if there are several) and the target, or a dict with these and more. One process trains
+with the whole batch, every schedule with its microbatches, on processes of this machine. Loss, gradients, their
+norm, and the weights after all steps are compared. An error is the largest difference in a tensor, relative to
+the largest value in it, or to a thousandth of the largest value of all tensors if that is larger: some
+gradients are only rounding errors.
 """
 
 from __future__ import annotations
@@ -120,12 +121,13 @@ def _check_arguments(
 def _verdict(
     ranks: LocalRanks, directory: Path, source: Source, schedule: Schedule, steps: int, tolerance: float | None
 ) -> Verdict:
-    """Verify one schedule; reference runs are kept in files, one for each number of microbatches."""
+    """Verify one schedule; reference runs are kept in files, one per number of stages and microbatches."""
 
     def reference(microbatches: int) -> Path:
-        file = directory / f"reference-{microbatches}.safetensors"
+        stages = schedule.num_stages  # the function may depend on it
+        file = directory / f"reference-{stages}-{microbatches}.safetensors"
         if not file.exists():
-            ranks.run(train_reference, source, steps, microbatches, file)
+            ranks.run(train_reference, source, steps, stages, microbatches, file)
         return file
 
     def compare(file: Path) -> RankErrors:

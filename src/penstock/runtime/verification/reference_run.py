@@ -23,15 +23,15 @@ _FLOOR = 1e-3  # as a share of the largest value of all tensors: errors are rela
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def train_reference(source: Source, steps: int, microbatches: int, file: Path) -> None:
+def train_reference(source: Source, steps: int, stages: int, microbatches: int, file: Path) -> None:
     """On rank 0: train without a pipeline and write losses, norms, gradients and parameters to a file."""
-    user_model = load_user_model(source)
+    user_model = load_user_model(source, stages)
     if dist.get_rank():
         return
     fingerprint, modules = user_model.fingerprint, user_model.modules
     batcher = Batcher(microbatches)
-    args, _ = batcher.split_arguments(user_model.args, {})
-    batches = list(zip(args, batcher.split_target(user_model.target)))
+    args, kwargs = batcher.split_arguments(user_model.args, user_model.kwargs)
+    batches = list(zip(args, kwargs, batcher.split_target(user_model.target)))
     optimizer = optimizer_for(modules.parameters())
     tensors: dict[str, Tensor] = {}
     losses, norms, random_state = [], [], torch.get_rng_state()
@@ -60,11 +60,13 @@ def train_reference(source: Source, steps: int, microbatches: int, file: Path) -
     save_file(tensors, file, {"header": json.dumps(header)})
 
 
-def _accumulate_gradients(user_model: UserModel, batches: list[tuple[Any, Any]]) -> float:
-    """Forward and backward of all microbatches; gives the mean loss."""
+def _accumulate_gradients(user_model: UserModel, batches: list[tuple[Any, Any, Any]]) -> float:
+    """Forward and backward of all microbatches; gives the mean loss, weighted by tokens if they are counted."""
+    count = user_model.tokens
+    weights = [1.0 if count is None else float(count(target)) for _, _, target in batches]
     total = 0.0
-    for args, target in batches:
-        loss = user_model(args, target) / len(batches)
+    for weight, (args, kwargs, target) in zip(weights, batches):
+        loss = user_model(args, kwargs, target) * (weight / sum(weights))
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total

@@ -1,4 +1,4 @@
-"""The model, the loss and the batch that a user's function returns for verification."""
+"""The model or the stages, the loss and the batch that a user's function returns for verification."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import random
 import sys
 import traceback
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -20,30 +21,34 @@ from torch import Tensor, nn
 from penstock.arguments import printable
 from penstock.errors import PipelineError
 from penstock.runtime.models.decoders import is_pretrained
+from penstock.runtime.models.even_split import split_evenly
 from penstock.runtime.pytree import flatten
 
 __all__ = ["Source", "UserModel", "load_user_model"]
 
-Source: TypeAlias = str | Callable[[], Any]
+Source: TypeAlias = str | Callable[..., Any]
 """A top-level function of a module, or its path as in `package.module:function`."""
 
 _RETURNS = "(model, loss, inputs, target)"
+_NAMES = ("model", "stages", "loss", "inputs", "kwargs", "target", "tokens")
 
 
 @dataclass
 class UserModel:
-    """A model, its loss, and one batch: the arguments of the model, and the target."""
+    """A model or its stages, the loss, and one batch: the arguments of the model, and the target."""
 
-    model: nn.Module
+    model: nn.Module | tuple[nn.Module, ...]
     loss: Callable[..., Tensor]
     args: tuple[Any, ...]
     target: Any
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tokens: Callable[[Any], int] | None = None
+    """Counts the tokens of a target; the loss is weighted by them."""
 
-    def __call__(self, args: tuple[Any, ...], target: object) -> Tensor:
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: object) -> Tensor:
         """The loss for these arguments, computed without a pipeline."""
         try:
-            output = self.model(*args)
-            loss = self.loss(output.logits if is_pretrained(self.model) else output, target)
+            loss = self.loss(self._output(args, kwargs), target)
         except Exception as error:
             raise PipelineError(
                 f"in one process, without a pipeline, the model or the loss raised {_one_line(error)}"
@@ -55,11 +60,39 @@ class UserModel:
             raise PipelineError("the loss depends on no trained parameter, so there is no gradient")
         return loss
 
+    def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The output of the model; stages run one after the other, as in a pipeline."""
+        if isinstance(self.model, nn.Module):
+            output = self.model(*args, **kwargs)
+            return output.logits if is_pretrained(self.model) else output
+        output = args
+        for stage in self.model:
+            output = stage(*(output if type(output) is tuple else (output,)), **kwargs)
+        return output
+
+    def stages(self, count: int) -> dict[int, nn.Module]:
+        """The stages of a pipeline with so many."""
+        if isinstance(self.model, nn.Module):
+            return split_evenly(self.model, count)
+        if len(self.model) != count:
+            raise PipelineError(
+                f"the function returns {len(self.model)} stages, but the schedule has {count}: change the "
+                "ranks or the stages per rank, or give the function the parameter `stages`: this number"
+            )
+        return dict(enumerate(self.model))
+
+    def named(self, stage: int, module: nn.Module) -> nn.Module:
+        """A stage with the names that `modules` has: those of the model, or else of the numbered stages."""
+        return module if isinstance(self.model, nn.Module) else nn.ModuleDict({str(stage): module})
+
     @property
     def modules(self) -> nn.ModuleDict:
         """Everything that is trained: the model, and the loss if it is a module."""
+        model = self.model
+        if not isinstance(model, nn.Module):
+            model = nn.ModuleDict({str(stage): module for stage, module in enumerate(model)})
         return nn.ModuleDict(
-            {"model": self.model} | ({"loss": self.loss} if isinstance(self.loss, nn.Module) else {})
+            {"model": model} | ({"loss": self.loss} if isinstance(self.loss, nn.Module) else {})
         )
 
     @property
@@ -78,34 +111,79 @@ class UserModel:
         return f"{checksum:08x}"
 
     def _leaves(self) -> list[Any]:
-        return flatten((self.args, self.target))[0]
+        return flatten((self.args, self.kwargs, self.target))[0]
 
 
-def load_user_model(source: Source) -> UserModel:
-    """Call the function with fixed random seeds, and check what it returns."""
+def load_user_model(source: Source, stages: int) -> UserModel:
+    """Call the function with fixed random seeds, for so many stages if it asks, and check what it returns."""
     function, name = _find_function(source)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 -- the global generator, which a user's function may use
     torch.manual_seed(0)
     try:
-        returned = function()
+        returned = function(stages=stages) if "stages" in signature(function).parameters else function()
     except Exception as error:
         raise PipelineError(f"{name}() raised {_one_line(error)}") from error
-    if not isinstance(returned, tuple) or len(returned) != 4:
+    if isinstance(returned, tuple) and len(returned) == 4:
+        returned = dict(zip(("model", "loss", "inputs", "target"), returned))
+    if not isinstance(returned, dict):
         what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-        raise PipelineError(f"{name}() must return the four values {_RETURNS}, but it returned {what}")
-    model, loss, inputs, target = returned
-    if problems := _problems(model, loss, inputs):
-        raise PipelineError(f"{name}() must return {_RETURNS}: " + "; ".join(problems))
-    return UserModel(model, loss, inputs if isinstance(inputs, tuple) else (inputs,), target)
+        raise PipelineError(
+            f"{name}() must return the four values {_RETURNS}, or a dict of them, but it returned {what}"
+        )
+    if problems := _name_problems(returned) or _problems(returned):
+        raise PipelineError(f"{name}() must return {_RETURNS}, or a dict of them: " + "; ".join(problems))
+    return _user_model(returned)
 
 
-def _problems(model: object, loss: object, inputs: object) -> list[str]:
-    problems = []
+def _user_model(parts: dict[str, Any]) -> UserModel:
+    model, inputs = parts.get("model", parts.get("stages")), parts.get("inputs", ())
+    args, kwargs = inputs if isinstance(inputs, tuple) else (inputs,), dict(parts.get("kwargs") or {})
     if not isinstance(model, nn.Module):
-        problems.append(f"the model must be an nn.Module, but is a {type(model).__name__}")
-    elif devices := {tensor.device.type for tensor in model.parameters()} - {"cpu"}:
-        problems.append(f"the model must be on the CPU, where it is verified, but is on {', '.join(devices)}")
+        model = tuple(_listed_stages(model))
+    elif is_pretrained(model) and not args and "input_ids" in kwargs:
+        args = (kwargs.pop("input_ids"),)  # of the first stage only
+    return UserModel(model, parts["loss"], args, parts.get("target"), kwargs, parts.get("tokens"))
+
+
+def _listed_stages(stages: Any) -> list[Any]:
+    """Stages in their order, of a list or of a mapping from number to module."""
+    if isinstance(stages, Mapping) and sorted(stages) == list(range(len(stages))):
+        return [stages[stage] for stage in range(len(stages))]
+    return list(stages) if isinstance(stages, list | tuple) else [stages]
+
+
+def _name_problems(parts: dict[str, Any]) -> list[str]:
+    problems = []
+    if unknown := [printable(str(name)) for name in parts if name not in _NAMES]:
+        problems.append(f"unknown: {', '.join(unknown[:8])}; the names are {', '.join(_NAMES)}")
+    if ("model" in parts) == ("stages" in parts):
+        problems.append("it must have either model or stages")
+    if "loss" not in parts:
+        problems.append("it has no loss")
+    if "inputs" not in parts and not parts.get("kwargs"):
+        problems.append("it has neither inputs nor kwargs")
+    return problems
+
+
+def _problems(parts: dict[str, Any]) -> list[str]:
+    problems = []
+    loss, inputs = parts["loss"], parts.get("inputs")
+    what = "model" if "model" in parts else "stages"
+    modules = _listed_stages(parts[what])
+    wrong = next((each for each in modules if not isinstance(each, nn.Module)), None if modules else ())
+    if wrong is not None:
+        problems.append(
+            f"the {what} must be an nn.Module or a list of stages, but there is a {type(wrong).__name__}"
+        )
+    elif devices := {tensor.device.type for each in modules for tensor in each.parameters()} - {"cpu"}:
+        problems.append(f"the {what} must be on the CPU, for verification, but there is {', '.join(devices)}")
+    if not isinstance(parts.get("kwargs") or {}, dict):
+        problems.append(
+            f"kwargs must be a dict from names to values, but are a {type(parts['kwargs']).__name__}"
+        )
+    if parts.get("tokens") is not None and not callable(parts["tokens"]):
+        problems.append("tokens must be a function that counts the tokens of a target")
     if not callable(loss):
         problems.append(
             "the loss must be a function of output and target that returns one number, but is a "
@@ -116,7 +194,7 @@ def _problems(model: object, loss: object, inputs: object) -> list[str]:
     return problems
 
 
-def _find_function(source: Source) -> tuple[Callable[[], Any], str]:
+def _find_function(source: Source) -> tuple[Callable[..., Any], str]:
     """The function, and its name for messages."""
     if not isinstance(source, str):
         return source, source.__name__

@@ -14,7 +14,6 @@ from torch import nn
 
 from penstock.errors import BatchError
 from penstock.ir.schedule import Schedule
-from penstock.runtime.models.even_split import split_evenly
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.verification.reference_run import (
     Reference,
@@ -34,6 +33,7 @@ class Deviation:
     name: str
     stage: int
     step: int
+    """The step, from 1."""
     error: float
 
 
@@ -60,29 +60,28 @@ def train_in_pipeline(source: Source, schedule: Schedule, steps: int, file: Path
     group = _first_ranks(schedule.num_ranks)
     if group is None:
         return None
-    user_model = load_user_model(source)
+    user_model = load_user_model(source, schedule.num_stages)
     reference = Reference(file)
     reference.check_same_model(user_model, group)
     _check_equal_microbatches(user_model, schedule)
-    stages = split_evenly(user_model.model, schedule.num_stages)
     gradients: list[Deviation] = []
     losses, norms = [], []
-    with closing(Pipeline(stages, schedule, loss=user_model.loss, group=group)) as pipeline:
+    with closing(_pipeline(user_model, schedule, group)) as pipeline:
         modules = _modules_by_stage(pipeline, user_model)
         optimizer = optimizer_for(pipeline.parameters())
         for step in range(steps):
-            result = pipeline.step(*user_model.args, target=user_model.target)
+            result = pipeline.step(*user_model.args, target=user_model.target, **user_model.kwargs)
             losses.append(relative_error(result.loss, reference.header["losses"][step]))
             norm = float(pipeline.clip_grad_norm_(inf))
             norms.append(relative_error(norm, reference.header["norms"][step]))
             for stage, name, weight in _parameters(modules):
                 error = reference.gradient_error(step, name, weight.grad)
-                gradients.append(Deviation(name, stage, step, error))
+                gradients.append(Deviation(name, stage, pipeline.completed_steps, error))
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
     parameters = [
-        Deviation(name, stage, steps - 1, reference.parameter_error(name, weight))
+        Deviation(name, stage, steps, reference.parameter_error(name, weight))
         for stage, name, weight in _parameters(modules)
     ]
     header = reference.header
@@ -91,18 +90,32 @@ def train_in_pipeline(source: Source, schedule: Schedule, steps: int, file: Path
     )
 
 
+def _pipeline(user_model: UserModel, schedule: Schedule, group: dist.ProcessGroup) -> Pipeline:
+    return Pipeline(
+        user_model.stages(schedule.num_stages),
+        schedule,
+        loss=user_model.loss,
+        tokens=user_model.tokens,
+        group=group,
+    )
+
+
 def _check_equal_microbatches(user_model: UserModel, schedule: Schedule) -> None:
-    if user_model.rows is not None and user_model.rows % schedule.microbatches:
+    rows = None if user_model.tokens is not None else user_model.rows
+    if rows is not None and rows % schedule.microbatches:
         raise BatchError(
-            f"{user_model.rows} rows cannot be split into {schedule.microbatches} microbatches of the same "
+            f"{rows} rows cannot be split into {schedule.microbatches} microbatches of the same "
             "size, and the mean of their losses would not be that of the batch: change the batch or "
-            "--microbatches"
+            "--microbatches, or return tokens, a function that counts the tokens of a target"
         )
 
 
 def _modules_by_stage(pipeline: Pipeline, user_model: UserModel) -> dict[int, nn.ModuleDict]:
     """The modules of this rank with the names that the reference uses; the loss belongs to the last stage."""
-    modules = {stage: nn.ModuleDict({"model": module}) for stage, module in pipeline.modules.items()}
+    modules = {
+        stage: nn.ModuleDict({"model": user_model.named(stage, module)})
+        for stage, module in pipeline.modules.items()
+    }
     last = pipeline.schedule.num_stages - 1
     if last in modules and isinstance(user_model.loss, nn.Module):
         modules[last]["loss"] = user_model.loss
