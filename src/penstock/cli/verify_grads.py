@@ -28,7 +28,7 @@ __all__ = ["verify_grads"]
 ModelFunction: TypeAlias = Annotated[
     str,
     typer.Argument(
-        metavar="MODULE:FUNCTION", help="Returns model or stages, loss, inputs, target; imported as by python -m."
+        metavar="MODULE:FUNCTION", help="Returns model or stages, loss, inputs, target; as by python -m."
     ),
 ]
 ScheduleSources: TypeAlias = Annotated[
@@ -61,7 +61,8 @@ def verify_grads(
     """Verify gradients: train in one process and in pipelines on the CPUs of this machine, and compare.
 
     The function returns the model (an nn.Sequential, a decoder of transformers, or a list of stages of your
-    own), the loss, the inputs and the target of one batch; or a dict with these, kwargs and tokens. Exit code 0: all equal. 1: something differs. 2: nothing could be compared.
+    own), the loss, the inputs and the target of one batch; or a dict with these, kwargs and tokens. Exit code
+    0: all equal. 1: something differs. 2: nothing could be compared.
 
     Examples:
       penstock verify-grads examples.train:parts 1f1b zbv -p 2 -m 4
