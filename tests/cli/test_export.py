@@ -24,6 +24,20 @@ def test_flags_are_printed_and_files_written(run: Run, tmp_path: Path) -> None:
     assert "--num-layers 6\n" in again.out
 
 
+def test_a_model_config_has_the_number_of_layers(run: Run, tmp_path: Path) -> None:
+    configs = Path(__file__).parents[2] / "examples" / "configs"
+    llama = run(
+        "export", "torchtitan", "zb-h1", "-p", 4, "-m", 8, "--model", configs / "llama-3-8b.json", "-o", "out"
+    )
+    assert llama.code == 0
+    assert '"layers.31", "norm", "output"' in (tmp_path / "out" / "torchtitan.toml").read_text()
+    sizes = ("-p", 16, "-m", 32, "-v", 2, "--model", configs / "deepseek-v3.json")
+    deepseek = ("export", "megatron", "interleaved-1f1b", *sizes)
+    assert "--mtp-num-layers 1\n" in run(*deepseek).out
+    assert "'Et*3|(tt|)*29,m|L'" in run(*deepseek, "--layout", "Et*3|(tt|)*29,m|L").out
+    assert "--layers is 3, but" in run(*deepseek, "--layers", 3).message
+
+
 def test_mistakes_are_explained(run: Run, tmp_path: Path) -> None:
     assert "give --layers" in run("export", "torchtitan", "1f1b", "-p", 2, "-m", 4).message
     result = run("export", "megatron", "zbv", "-p", 2, "-m", 4, "--layers", 8, "-o", "out")

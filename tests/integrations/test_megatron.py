@@ -26,6 +26,16 @@ def test_the_flags_of_1f1b_and_of_interleaved_1f1b_with_groups() -> None:
     assert "--overlap-moe-expert-parallel-comm" in export_megatron(paired, even_layout(16, 8)).flags
 
 
+def test_equal_stages_need_no_layout() -> None:
+    flag = "--pipeline-model-parallel-layout Megatron makes the same stages"
+    plain = export_megatron(penstock.build("1f1b", ranks=4, microbatches=8), even_layout(16, 4))
+    assert plain.notes[1] == f"without {flag}"
+    interleaved = penstock.build("interleaved-1f1b", ranks=4, microbatches=8)
+    made = export_megatron(interleaved, even_layout(16, 8))
+    assert made.notes[1] == f"with --num-layers-per-virtual-pipeline-stage 2 instead of {flag}"
+    assert len(export_megatron(interleaved, even_layout(18, 8)).notes) == 1
+
+
 def test_a_layout_with_multi_token_prediction() -> None:
     schedule = penstock.build("interleaved-1f1b", ranks=16, microbatches=32)
     made = export_megatron(schedule, parse_layout("Et*3|(tt|)*29,m|L"))

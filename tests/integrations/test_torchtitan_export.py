@@ -82,6 +82,7 @@ def test_what_torchtitan_cannot_run_is_refused_with_all_reasons() -> None:
     assert "stage 1 of the layout Et||mL is empty" in message
     assert "no MTP layers" in message
     assert "stages are on the ranks [0, 1, 1, 2], but torchtitan takes the placement from" in message
+    assert message.endswith("or a V with two; nearest is 1f1b")
     recomputed = Recompute()(penstock.build("1f1b", ranks=2, microbatches=4))
     assert "has no actions RECOMPUTE" in refusal(recomputed)
     broken = penstock.Schedule(["0B0 0F0", "1F0 1B0"], name="mine")

@@ -10,8 +10,9 @@ import typer
 
 from penstock.cli.inputs import Sizes, schedule_from
 from penstock.cli.options import FamilyStages, Group, Microbatches, Ranks, ScheduleSource
+from penstock.cost.estimate.config_files import read_config
 from penstock.integrations import export_megatron, export_torchtitan
-from penstock.planning.layout import PipelineLayout, even_layout
+from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts
 from penstock.planning.layout_text import parse_layout
 
 __all__ = ["export"]
@@ -31,6 +32,10 @@ Layers: TypeAlias = Annotated[
 LayoutText: TypeAlias = Annotated[
     str | None, typer.Option("--layout", metavar="TEXT", help="The layers of each stage, e.g. 'Et*3|t*4L'.")
 ]
+ModelFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--model", metavar="FILE", help="The model's config.json, which has its number of layers."),
+]
 MicrobatchSize: TypeAlias = Annotated[
     int, typer.Option("--microbatch-size", min=1, help="The samples of a microbatch.")
 ]
@@ -49,6 +54,7 @@ def export(
     group: Group = None,
     layers: Layers = None,
     layout: LayoutText = None,
+    model: ModelFile = None,
     microbatch_size: MicrobatchSize = 1,
     output: Directory = None,
 ) -> None:
@@ -56,11 +62,12 @@ def export(
 
     Examples:
       penstock export torchtitan mine.csv --layers 32 -o out
+      penstock export torchtitan mine.csv --model config.json -o out
       penstock export torchtitan zbv -p 4 -m 8 --layout 'Et*3|(t*4|)*6,t*5L'
       penstock export megatron interleaved-1f1b -p 4 -m 16 -v 2 --group 8 --layers 30
     """
     chosen = schedule_from(schedule, Sizes(ranks, microbatches, stages_per_rank, group))
-    parts = _layout(layers, layout, chosen.num_stages)
+    parts = _layout(layers, layout, model, chosen.num_stages)
     if trainer is Trainer.torchtitan:
         made = export_torchtitan(chosen, parts, microbatch_size, str(output or ""))
     else:
@@ -73,10 +80,18 @@ def export(
         typer.echo(f"# wrote {', '.join(str(output / name) for name in made.files)}")
 
 
-def _layout(layers: int | None, layout: str | None, stages: int) -> PipelineLayout:
-    if layers is None and layout is None:
-        raise typer.BadParameter("give --layers, the number of layers of the model, or --layout")
+def _layout(layers: int | None, layout: str | None, model: Path | None, stages: int) -> PipelineLayout:
+    if layers is None and layout is None and model is None:
+        raise typer.BadParameter("give --layers, the number of layers of the model, or --model or --layout")
+    predictions = None
+    if model is not None:
+        config = read_config(model)
+        if layers not in (None, config.layers):
+            raise typer.BadParameter(f"--layers is {layers}, but {model} has {config.layers} layers")
+        layers, predictions = config.layers, config.mtp_layers
     if layout is not None:
-        return parse_layout(layout, layers)
+        return parse_layout(layout, layers, mtp_layers=predictions)
     assert layers is not None
-    return even_layout(layers, stages)
+    even = even_layout(layers, stages)
+    counts = [len(stage.layers) for stage in even]
+    return layout_of_counts(counts, [0] * (stages - 1) + [predictions]) if predictions else even

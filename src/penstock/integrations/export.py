@@ -40,7 +40,10 @@ def check_schedule(schedule: Schedule, trainer: str) -> tuple[Recognition, list[
         raise ExportError(f"{schedule.name} has {len(violations)} errors, the first: {violations[0].message}")
     problems = []
     if not schedule.graph.is_chain:
-        problems.append(f"{trainer} runs stages in a chain only, and this schedule has another stage graph")
+        problems.append(
+            f"{trainer} runs stages in a chain only, and this schedule has another stage graph; nearest is "
+            "1f1b with the stages in a chain"
+        )
     techniques = [kind.name for kind in MEMORY_KINDS if schedule.table.has(kind)]
     if techniques:
         problems.append(

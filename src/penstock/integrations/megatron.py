@@ -44,8 +44,10 @@ def export_megatron(schedule: Schedule, layout: PipelineLayout, microbatch_size:
         flags.append("--overlap-moe-expert-parallel-comm")
     batch = schedule.microbatches * microbatch_size
     notes = [f"--global-batch-size is {batch} times the data-parallel size"]
-    if per_rank == 1 and all(len(stage.layers) == len(layout[0].layers) for stage in layout):
-        notes.append("without --pipeline-model-parallel-layout Megatron makes the same stages")
+    if not layout.mtp_layers and all(len(stage.layers) == len(layout[0].layers) for stage in layout):
+        per_stage = f"--num-layers-per-virtual-pipeline-stage {len(layout[0].layers)}"
+        instead = f"with {per_stage} instead of" if per_rank > 1 else "without"
+        notes.append(f"{instead} --pipeline-model-parallel-layout Megatron makes the same stages")
     return Export("Megatron", {"flags.txt": " \\\n".join(flags) + "\n"}, flags, notes)
 
 

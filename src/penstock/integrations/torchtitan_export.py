@@ -48,8 +48,8 @@ def export_torchtitan(
     if rest or not (is_v or placement.style == "loop"):
         problems.append(
             f"stages are on the ranks {list(placement.stage_to_rank)}, but torchtitan takes the placement from "
-            "the schedule's name: a loop with equally many stages on each rank, or a V with two; use one of "
-            "these"
+            "the schedule's name: a loop with equally many stages on each rank, or a V with two; nearest is "
+            + ("1f1b" if not per_rank > 1 else f"interleaved-1f1b with {per_rank} stages per rank")
         )
     raise_problems("torchtitan", schedule, problems)
     own = [name for family in found.families if (name := _NAMES.get(family)) is not None]
