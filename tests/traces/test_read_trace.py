@@ -128,6 +128,13 @@ def test_a_trace_that_penstock_wrote(tmp_path: Path) -> None:
     assert "zbv" in read_trace(path, step=1).recognition.families
 
 
+def test_collectives_beside_compute_are_no_overhead(tmp_path: Path) -> None:
+    schedule = lower(build("looped-bfs", ranks=2, microbatches=4))
+    path = tmp_path / "trace.json"
+    path.write_text(trace([simulate(schedule, Costs(unshard=0.5, reduce_grad=0.5))]))
+    assert "looped-bfs" in read_trace(path).recognition.families
+
+
 def test_the_search_keeps_placement_and_memory(tmp_path: Path) -> None:
     run = read_trace(write_kineto_files(tmp_path, simulated()))
     found = run.search(seconds=0.5)
@@ -174,6 +181,8 @@ def rename(content: Any, _: Path) -> None:
     ("change", "problem"),
     [
         (rename, "is not an action"),
+        (lambda content, _: content.update(baseTimeNanoseconds=1 << 70), "baseTimeNanoseconds must be"),
+        (lambda content, _: content["traceEvents"][1].update(ts=1e17), "ts and dur must be from 0 to 3e+15"),
         (lambda content, _: content.update(traceEvents=[]), "no trace events"),
         (lambda content, _: content.update(traceEvents=[{"ph": "X", "name": "x"}]), "no range PP:"),
         (
@@ -222,7 +231,7 @@ def test_a_huge_stage_number_is_refused_at_once(tmp_path: Path) -> None:
         read_trace(edited(tmp_path, enlarge))
 
 
-DAMAGE = [b"", b"0", b'"', b"}", b"[", b"-1e999", b"\xff", b"9F"]
+DAMAGE = [b"", b"0", b'"', b"}", b"[", b"-1e999", b"\xff", b"9F", b"c10d::send", b"cpu_op", b"kernel"]
 
 
 @settings(max_examples=examples(300))
@@ -235,6 +244,8 @@ def test_damaged_files_raise_no_other_error(data: st.DataObject) -> None:
         text[at : at + length] = data.draw(
             st.sampled_from([b"", b"0", b'"', b"}", b"[", b"-1e999", b"\xff", b"9F"])
         )
+    if data.draw(st.booleans()):  # without ranges: operators alone
+        text = text.replace(b"PP:", b"aten")
     with contextlib.suppress(TraceError):
         read_trace([io.BytesIO(bytes(text)), io.BytesIO(_OTHER)])
 

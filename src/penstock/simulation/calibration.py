@@ -141,8 +141,8 @@ def _overhead(timeline: Timeline) -> float:
     copies[table.slot[table.of_kind(Kind.OFFLOAD, Kind.RELOAD)]] = True
     before = np.zeros(len(rank))
     before[1:] = np.where(rank[1:] == rank[:-1], timeline.start[1:] - end[:-1], 0.0)
+    before[before < 0] = 0.0  # copies and collectives run beside compute
     if copies.any():
-        before[before < 0] = 0.0
         before[copies] = before[table.host_copy_waits[1]] = 0.0
     before[[message.consumer for message in timeline.messages]] = 0.0
     return float((end - timeline.start)[~timeline.is_compute & ~copies].sum() + before.sum())

@@ -28,6 +28,8 @@ from penstock.traces.unlabelled import Operators
 __all__ = ["KinetoRank"]
 
 _MOST_PROBLEMS = 1000
+_LATEST = 3e15
+"""Microseconds, about a hundred years: sums of three such times are 64-bit nanoseconds."""
 _SINGLE = re.compile(r"(Forward|Backward) (0|[1-9][0-9]{0,7})", re.ASCII)
 _SINGLE_KINDS = {"Forward": Kind.F, "Backward": Kind.B}
 _SEND = "c10d::send"
@@ -117,8 +119,9 @@ class KinetoRank:
                 return None
         assert isinstance(ts, int | float)
         assert isinstance(dur, int | float)
-        if dur < 0 or abs(ts) > 1e18 or dur > 1e18:
-            self._problem(number, "dur is negative, or a time is out of range", event.get("name"))
+        if not (0 <= ts <= _LATEST and 0 <= dur <= _LATEST):
+            problem = f"ts and dur must be from 0 to {_LATEST:g} microseconds"
+            self._problem(number, problem, event.get("name"))
             return None
         start = round(ts * 1000)
         return start, start + round(dur * 1000)
@@ -136,8 +139,10 @@ class KinetoRank:
         if self.problems:
             raise TraceError(self.problems)
         found = RankTrace(self.name, _rank(header), str(header.get("host_name") or ""))
-        base = header.get("baseTimeNanoseconds")
-        shift = base if isinstance(base, int) and not isinstance(base, bool) else 0
+        base = header.get("baseTimeNanoseconds", 0)
+        if isinstance(base, bool) or not isinstance(base, int) or not 0 <= base <= _LATEST * 1000:
+            problem = f"baseTimeNanoseconds must be a number of nanoseconds (given {printable(repr(base))})"
+            raise TraceError([f"{self.name}: {problem}"])
         ranges = self._labelled if self._labelled.host else self._single
         if not ranges.host:
             self._require_times_of_host()
@@ -148,7 +153,7 @@ class KinetoRank:
             found.recorded = self._actions(ranges)
             found.single_stage = ranges is self._single
         found.recorded = [
-            each._replace(start=each.start + shift, end=each.end + shift) for each in found.recorded
+            each._replace(start=each.start + base, end=each.end + base) for each in found.recorded
         ]
         return found
 

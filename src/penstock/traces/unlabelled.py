@@ -128,7 +128,7 @@ class Operators:
     def _runs(self) -> list[_Run]:
         """The runs in order, of operators that are not inside of others."""
         kind, start, end, number = (np.array(column, dtype=np.int64) for column in self._columns)
-        order = np.lexsort((-end, start))
+        order = np.lexsort((-end, kind != _MESSAGE, start))  # a wait ends before what it waited for begins
         kind, start, end, number = (column[order] for column in (kind, start, end, number))
         before = (
             np.concatenate(([np.iinfo(np.int64).min], np.maximum.accumulate(end)[:-1])) if len(end) else end
