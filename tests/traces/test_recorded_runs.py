@@ -25,6 +25,8 @@ FAMILY_OF = {
     "ScheduleDualPipeV": "dualpipev",
 }
 
+OF_EACH_FORMAT = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleDualPipeV")
+
 
 def recorded(pools: Pools, directory: Path, function: object, *args: object) -> tuple[MeasuredRun, list[float]]:
     """The run as it is read, and the measured length of each step."""
@@ -35,7 +37,9 @@ def recorded(pools: Pools, directory: Path, function: object, *args: object) -> 
 
 @pytest.mark.parametrize("kind", ["sleep", "gpt"])
 @pytest.mark.parametrize("name", FAMILY_OF)
-@small(lambda kind, name: kind == "sleep" or name == "Schedule1F1B")
+@small(
+    lambda kind, name: (kind == "sleep" and name in OF_EACH_FORMAT) or (kind, name) == ("gpt", "Schedule1F1B")
+)
 def test_every_schedule_of_torch(pools: Pools, tmp_path: Path, name: str, kind: str) -> None:
     run, lengths = recorded(pools, tmp_path, record_torchs, name, kind)
     assert FAMILY_OF[name] in run.recognition.families, str(run.recognition)
@@ -77,6 +81,7 @@ def test_labels_name_the_actions_of_torchs_1f1b(pools: Pools, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "zbv"])
+@small(lambda family: family == "zbv")
 def test_penstocks_runtime(pools: Pools, tmp_path: Path, family: str) -> None:
     run, lengths = recorded(pools, tmp_path, record_ours, family, "sleep")
     assert family in run.recognition.families
