@@ -33,9 +33,19 @@ __all__ = [
 Verdict = Literal["ok", "warn", "fail"]
 T = TypeVar("T")
 
-EXTRAS = {"torch": ("torch", "safetensors"), "view": ("PIL",), "search": ("numba", "ortools")}
+EXTRAS = {
+    "torch": ("torch", "safetensors"),
+    "view": ("PIL",),
+    "search": ("numba", "ortools"),
+    "serve": ("starlette", "uvicorn"),
+}
 """The modules that each extra installs."""
-PURPOSES = {"torch": "training", "view": "PNG pictures", "search": "fast and exact search"}
+PURPOSES = {
+    "torch": "training",
+    "view": "PNG pictures",
+    "search": "fast and exact search",
+    "serve": "the playground",
+}
 
 TORCH_TIMEOUT_SECONDS = 120
 GLOO_ADVICE = (

@@ -1,6 +1,6 @@
-// Requests to the server. Of several requests under one name only the latest counts; the others are cancelled.
+// Requests to the server, each in a slot of which only the latest counts.
 
-const running = new Map();
+const running = new Map(), latest = new Map();
 let busy = 0;
 
 // Counts the requests that are under way; the page shows it as a thin line.
@@ -11,19 +11,22 @@ function count(by) {
 
 export class Refused extends Error {}
 
-// Asks the server; returns its answer, null if a later request replaced this one, and throws `Refused` with its message.
+const PATIENCE = 250; // milliseconds that a request may run before a later one of its slot cancels it
+
+// Asks the server. Requests of one slot run one after the other, so that a dragged slider shows every answer that is ready
+// in time; those that wait are dropped for the latest, and one that takes long is cancelled. Returns null if this one was,
+// and throws `Refused` with the server's message.
 export async function ask(name, document, slot = name) {
-  running.get(slot)?.abort();
-  const control = new AbortController();
-  running.set(slot, control);
+  const turn = Symbol(slot), before = running.get(slot);
+  latest.set(slot, turn);
   count(1);
   try {
-    const response = await fetch(`api/${name}`, {
-      method: "POST", body: JSON.stringify(document), headers: { "Content-Type": "application/json" }, signal: control.signal,
-    });
-    const answer = await response.json();
-    if (!response.ok) throw new Refused(answer.error ?? response.statusText);
-    return running.get(slot) === control ? answer : null;
+    if (before) {
+      await Promise.race([before.done, pause(PATIENCE - (performance.now() - before.began))]);
+      if (latest.get(slot) !== turn) return null;
+      before.control.abort();
+    }
+    return await send(name, document, slot);
   } catch (error) {
     if (error.name === "AbortError") return null;
     if (error instanceof Refused) throw error;
@@ -33,9 +36,22 @@ export async function ask(name, document, slot = name) {
   }
 }
 
-// Cancels the running request of a name.
-export function cancel(slot) {
-  running.get(slot)?.abort();
+const pause = (milliseconds) => new Promise((resolve) => { setTimeout(resolve, Math.max(0, milliseconds)); });
+
+async function send(name, document, slot) {
+  const control = new AbortController();
+  const entry = { control, began: performance.now(), done: null };
+  running.set(slot, entry);
+  const work = (async () => {
+    const response = await fetch(`api/${name}`, {
+      method: "POST", body: JSON.stringify(document), headers: { "Content-Type": "application/json" }, signal: control.signal,
+    });
+    const answer = await response.json();
+    if (!response.ok) throw new Refused(answer.error ?? response.statusText);
+    return answer;
+  })();
+  entry.done = work.catch(() => null).finally(() => { if (running.get(slot) === entry) running.delete(slot); });
+  return work;
 }
 
 // Returns what the page offers.

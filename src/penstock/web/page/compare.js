@@ -9,7 +9,7 @@ import { showTable } from "./table.js";
 import { openTake } from "./take.js";
 import { showBelow } from "./understand.js";
 
-let catalogue = null, latest = null;
+let catalogue = null;
 
 export function start(offered) {
   catalogue = offered;
@@ -33,9 +33,8 @@ export async function show(state) {
     if (!(error instanceof Refused)) throw error;
     return complain(error.message);
   }
-  if (answer === null) return;
+  if (answer === null || store.state.mode !== state.mode) return;
   complain(null);
-  latest = answer;
   const rows = answer.schedules.map((each, i) => ({ ...each, entry: state.schedules[i], name: nameOf(state.schedules[i]) }));
   renderTable(state, rows);
   resetExplanation();
@@ -83,5 +82,3 @@ export function parseWhatIf(text) {
   const [kind, index, factor] = text.split(":");
   return { kind, index: Number(index) || 0, factor: Number(factor) || 1 };
 }
-
-export const answer = () => latest;

@@ -42,7 +42,7 @@ async function begin(state, entry) {
   try {
     const asked = { ...question(state, catalogue, [entry]), lowered: false, send_model: "buffered" };
     const answer = await ask("edit", asked, "draw");
-    if (answer === null) return;
+    if (answer === null || store.state.mode !== "edit") return;
     if (!answer.steps) return complain("This schedule has too many steps to be edited here; choose fewer microbatches.");
     const name = entry.startsWith("@") ? entry.slice(1) : freshName(store.state, `my-${entry.split(";")[0]}`);
     startWith(name, { stage_to_rank: answer.stage_to_rank, microbatches: answer.microbatches, steps: answer.steps });
