@@ -143,6 +143,13 @@ def test_states_of_an_earlier_launch_are_left_out(tmp_path: Path) -> None:
     assert "left out, from another launch of the job: rank0.json" in evidence.notes
 
 
+def test_a_state_that_is_much_older_than_the_others_is_named(tmp_path: Path) -> None:
+    write_state(tmp_path, STATE, written_at=1000.0)
+    write_state(tmp_path, RankState((0, 1), 0, SCHEDULE, job="a", written_at=1.0))
+    (note,) = read_evidence(tmp_path, None).notes
+    assert note == "more than 300 s older than the newest state, and perhaps outdated: rank0.json"
+
+
 def test_other_files_are_not_read_and_a_folder_without_states_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text("step 1")
     assert "no state files" in message_of(tmp_path)

@@ -25,6 +25,7 @@ __all__ = ["Evidence", "PipelineEvidence", "read_evidence"]
 
 _NAME = re.compile(r".*(?:rank|trace).*?(\d{1,8})(?:\.pipeline\d{1,8})?(?:\.(?:json|pkl|pickle))?", re.ASCII)
 _LARGEST = 256 << 20  # bytes of a file
+_OLD_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,14 @@ def _pipelines(states: Sequence[RankState], notes: list[str]) -> tuple[PipelineE
     newest = max(states, key=lambda state: state.written_at)
     if old := [state.source for state in states if state.job != newest.job]:
         notes.append(f"left out, from another launch of the job: {some(old)}")
+    kept = [state for state in states if state.job == newest.job]
+    if late := [state.source for state in kept if newest.written_at - state.written_at > _OLD_SECONDS]:
+        notes.append(
+            f"more than {_OLD_SECONDS} s older than the newest state, and perhaps outdated: {some(late)}"
+        )
     groups: dict[tuple[int, ...], dict[int, RankState]] = {}
-    for state in sorted(states, key=lambda state: (state.runs, state.written_at)):
-        if state.job == newest.job:
-            groups.setdefault(state.members, {})[state.rank] = state
+    for state in sorted(kept, key=lambda state: (state.runs, state.written_at)):
+        groups.setdefault(state.members, {})[state.rank] = state
     return tuple(
         PipelineEvidence(members, tuple(by_rank[rank] for rank in sorted(by_rank)), {})
         for members, by_rank in sorted(groups.items())
