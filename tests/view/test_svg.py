@@ -133,6 +133,16 @@ def test_every_box_that_is_wide_enough_has_its_microbatch_in_it() -> None:
     assert Counter(numbers) == Counter(str(part.microbatch) for part in steps)
 
 
+def test_all_steps_have_numbers_or_none_has() -> None:
+    assert texts(parsed(timeline("zbv", 8, 64, costs=Costs())), "number(-on-dark)?") == []
+    assert set(texts(parsed(timeline("1f1b", 4, 24)), "number(-on-dark)?")) == set(map(str, range(24)))
+
+
+def test_the_second_part_of_a_pair_has_a_plus() -> None:
+    drawn = parsed(penstock.simulate(Schedule.parse("0F0 (0F1;0B0)OVERLAP_F_B 0B1"), COSTS))
+    assert sorted(texts(drawn, "half(-on-dark)?")) == ["+0", "1"]
+
+
 def test_the_title_line_says_name_makespan_and_bubble() -> None:
     root = parsed(timeline("1f1b"), timeline("zbv", costs=COSTS.scaled(1e-3)))
     assert texts(root, "name") == ["1f1b", "zbv"]

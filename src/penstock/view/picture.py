@@ -100,6 +100,7 @@ def _steps(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterator[
     nth = {stage: n for n, stage in enumerate(timeline.schedule.placement.stages_of_rank[rank])}
     boxes: list[Box] = []
     labels: list[Label] = []
+    numbered = scales.is_numbered(timeline)
     parts = zip(*(column[own].tolist() for column in (table.kind, table.stage, table.microbatch)))
     for (number, stage, microbatch), x, end, second, first in zip(
         parts, begins, ends, joined, [*joined[1:], False]
@@ -114,7 +115,8 @@ def _steps(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterator[
         elif track == "compute":
             box = _box(kind, nth.get(stage, 0), x, width, y, half=1 if first else 2 if second else 0)
             boxes.append(box)
-            labels += _number(box, microbatch, scales, half=first or second)
+            if numbered:
+                labels += _number(box, f"{'+' * second}{microbatch}", scales, half=first or second)
     yield from sorted(boxes, key=lambda box: box.style)
     yield from _exposed(timeline, rank, scales, y)
     yield from sorted(labels, key=lambda label: label.style)
@@ -141,12 +143,12 @@ def _box(kind: Kind, nth: int, x: float, width: float, y: float, *, half: int) -
     return Box(style, x, y + ROW / 2 * (half == 2), width, ROW / 2 if half else ROW)
 
 
-def _number(box: Box, microbatch: int, scales: Scales, *, half: bool) -> Iterator[Label]:
-    """The microbatch in its box, if it fits."""
+def _number(box: Box, text: str, scales: Scales, *, half: bool) -> Iterator[Label]:
+    """The microbatch in its box, if it fits; that of the second part of a pair has a plus."""
     style, size = ("half", 9) if half else ("number", 10)
-    if text_width(str(microbatch), size) + 1.5 <= box.width:
+    if text_width(text, size) + 1.5 <= box.width:
         x, y = box.x + box.width / 2, box.y + box.height / 2 + 0.36 * size
-        yield Label(text_on(scales.styles[box.style], style), round(x, 2), round(y, 2), str(microbatch))
+        yield Label(text_on(scales.styles[box.style], style), round(x, 2), round(y, 2), text)
 
 
 def _memory(timeline: Timeline, rank: int, scales: Scales, y: float) -> Iterator[Mark]:

@@ -57,6 +57,13 @@ class Scales:
         wanted = self.length / short * (text_width("0" * digits, 10) + 6)
         return round(min(max(wanted, NARROWEST), WIDEST))
 
+    def is_numbered(self, timeline: Timeline) -> bool:
+        """Whether the widest number fits all steps that are not very short: all have numbers, or none has."""
+        durations = (timeline.end - timeline.start)[timeline.is_compute]
+        usual = durations[durations > durations.mean() / 4] if durations.size else durations
+        widest = text_width("0" * len(str(timeline.schedule.microbatches - 1)), 10) + 1.5
+        return bool(usual.size) and widest <= float(usual.min()) * self.width / self.length
+
     def x(self, seconds: Floats) -> list[float]:
         """The x of these times, to a hundredth of a pixel."""
         places: list[float] = np.round(LEFT + seconds * (self.width / self.length), 2).tolist()
