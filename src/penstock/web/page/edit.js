@@ -20,7 +20,7 @@ export function start(offered) {
 
 // Shows the editor; without a schedule to edit, it starts from the first of the comparison.
 export async function show(state) {
-  if (!state.own[state.edit]) return begin(state, state.schedules[0] ?? "1f1b");
+  if (!Object.hasOwn(state.own, state.edit)) return begin(state, state.schedules[0] ?? "1f1b");
   if (session.name !== state.edit) open(state);
   $("below").replaceChildren();
   editPanel(catalogue, session, actions);

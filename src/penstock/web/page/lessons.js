@@ -81,6 +81,7 @@ async function follow(state, past) {
   if (!lesson) {
     judged = "";
     if (past?.lesson && state.mode !== "lessons") leave(state);
+    else if (state.lesson && state.mode === "edit") update({ lesson: "" }, { replace: true }); // an address without an attempt
     return;
   }
   if (past?.lesson !== state.lesson) hints = 0;

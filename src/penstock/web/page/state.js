@@ -52,7 +52,7 @@ export function parse(hash) {
     else if (NUMBERS.includes(key)) { if (text !== "" && Number.isFinite(Number(text))) state[key] = Number(text); }
     else if (FLAGS.includes(key)) state[key] = text === "1";
     else if (key === "weights") state.weights = text.split(",").map(Number).filter((w) => w > 0);
-    else if (key.startsWith("own.")) { const own = parseOwn(text); if (own) state.own[key.slice(4)] = own; }
+    else if (key.startsWith("own.")) { const own = parseOwn(text); if (own && key !== "own.__proto__") state.own[key.slice(4)] = own; }
     else if (COST.test(key)) { const values = text.split(",").map(Number); state.costs[key] = values.length > 1 ? values : values[0]; }
   }
   return state;
