@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import penstock
 from penstock.simulation.timeline import Timeline
-from tests.support.command_line import MEGATRON_LOG, Run
+from tests.support.command_line import MEGATRON_LOG, Run, stderr_on_terminal
 from tests.support.kineto_files import write_kineto_files
 
 
@@ -67,17 +62,7 @@ def test_the_files_it_writes(run: Run, files: list[str], tmp_path: Path, timelin
 
 
 def test_progress_is_shown_on_a_terminal(files: list[str], tmp_path: Path) -> None:
-    master, slave = pty.openpty()
-    command = [sys.executable, "-m", "penstock", "read-trace", *files, "--search", "0"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=slave) as process:  # noqa: S603 -- our own
-        os.close(slave)
-        shown = b""
-        with suppress(OSError):  # the end of a terminal
-            while chunk := os.read(master, 1 << 16):
-                shown += chunk
-    os.close(master)
-    assert process.returncode == 0
-    assert b"reading" in shown
+    assert b"reading" in stderr_on_terminal("read-trace", *files, "--search", "0", cwd=tmp_path)
 
 
 def test_a_swap_is_named(run: Run, tmp_path: Path) -> None:

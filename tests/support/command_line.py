@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +28,7 @@ __all__ = [
     "CommandResult",
     "Run",
     "run_process",
+    "stderr_on_terminal",
     "write_example_files",
 ]
 
@@ -87,6 +91,21 @@ def run_process(
         check=False,
     )
     return CommandResult(done.returncode, done.stdout or "", done.stderr)
+
+
+def stderr_on_terminal(*arguments: str, cwd: Path) -> bytes:
+    """What a command that succeeds writes to stderr if that is a terminal."""
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "penstock", *arguments]
+    with subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=slave) as process:  # noqa: S603 -- our own
+        os.close(slave)
+        shown = b""
+        with suppress(OSError):  # the end of a terminal
+            while chunk := os.read(master, 1 << 16):
+                shown += chunk
+    os.close(master)
+    assert process.returncode == 0
+    return shown
 
 
 def write_example_files(directory: Path) -> None:
