@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 from penstock import Costs, build, lower
@@ -124,3 +128,13 @@ def test_an_invalid_schedule_is_rejected_with_its_report(run: Run, tmp_path: Pat
     result = run("simulate", "dead.csv")
     assert (result.code, result.out) == (1, "")
     assert "error[deadlock]" in result.err
+
+
+def test_a_progress_bar_on_a_terminal_leaves_the_json_in_a_pipe_alone() -> None:
+    terminal, device = pty.openpty()
+    command = [sys.executable, "-m", "penstock", "simulate", "1f1b", "-p", "4", "-m", "8", "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=device, check=True, timeout=300)  # noqa: S603
+    os.close(device)
+    assert json.loads(done.stdout)["makespan"] == 33
+    assert b"writing" in os.read(terminal, 1 << 20)
+    os.close(terminal)

@@ -28,7 +28,14 @@ def phase_progress() -> Iterator[Callable[[str, float], None]]:
     """A bar with the phase; yields the function that updates it."""
     stderr = Console(stderr=True)
     columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+    with Progress(
+        *columns,
+        console=stderr,
+        transient=True,
+        redirect_stdout=False,  # what is printed meanwhile, such as JSON in a pipe, must not go to the terminal
+        redirect_stderr=False,
+        disable=not stderr.is_terminal,
+    ) as bar:
         task = bar.add_task("starting", total=1.0)
 
         def update(phase: str, fraction: float) -> None:
