@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.ir.kinds import Kind
 from penstock.ir.table import ActionTable, Bools, Ints
 
 __all__ = ["VALUES", "Messages"]
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 VALUES = ("activation", "gradient")
 """What a message carries, in the order of the messages."""
@@ -65,18 +69,19 @@ class Messages:
         )
         (makes, uses), edge = table.graph.ends, np.concatenate((forward, crossing))
         is_gradient = np.repeat([False, True], (len(forward), len(crossing)))
+        numbers = np.arange(m)
         return cls(
             table,
-            edge=np.repeat(edge, m),
-            microbatch=np.tile(np.arange(m), len(edge)),
-            is_gradient=np.repeat(is_gradient, m),
+            edge=_for_each(edge, m),
+            microbatch=np.broadcast_to(numbers, (len(edge), m)).ravel(),
+            is_gradient=_for_each(is_gradient, m),
             send=send,
             receive=receive,
             producer=producer,
             consumer=consumer,
             last_consumer=last_consumer,
-            source=np.repeat(table.hosts[np.where(is_gradient, uses[edge], makes[edge])], m),
-            target=np.repeat(table.hosts[np.where(is_gradient, makes[edge], uses[edge])], m),
+            source=_for_each(table.hosts[np.where(is_gradient, uses[edge], makes[edge])], m),
+            target=_for_each(table.hosts[np.where(is_gradient, makes[edge], uses[edge])], m),
         )
 
     @cached_property
@@ -135,6 +140,11 @@ class Messages:
         message[self.send[there]] = message[self.receive[there]] = there
         parts = np.flatnonzero(message >= 0)
         return parts, message[parts]
+
+
+def _for_each(values: npt.NDArray[Scalar], microbatches: int) -> npt.NDArray[Scalar]:
+    """Each value once for every microbatch; `np.repeat`, but faster."""
+    return np.broadcast_to(values[:, None], (len(values), microbatches)).ravel()
 
 
 def _uses(table: ActionTable, consumer: Ints) -> tuple[Ints, Ints]:

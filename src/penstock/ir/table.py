@@ -171,11 +171,12 @@ class ActionTable(ActionColumns):
     @cached_property
     def crossings(self) -> tuple[Ints, Ints]:
         """The slots of producers and consumers on different ranks, both present."""
+        edges = np.flatnonzero(self.crosses_ranks)
         producer, consumer = (
-            np.concatenate([getattr(need, side).ravel() for need in self.between_stages])
+            np.concatenate([getattr(need, side)[edges] for need in self.between_stages], axis=None)
             for side in ("producer", "consumer")
         )
         there = (producer >= 0) & (consumer >= 0)
-        producer, consumer = self.slots_of(producer[there]), self.slots_of(consumer[there])
-        apart = self.rank[producer] != self.rank[consumer]
-        return producer[apart], consumer[apart]
+        if not there.all():
+            producer, consumer = producer[there], consumer[there]
+        return self.slots_of(producer), self.slots_of(consumer)

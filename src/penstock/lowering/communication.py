@@ -45,14 +45,19 @@ class AddCommunication(Pass):
         """The schedule with communication."""
         require_absent(schedule, self.name, *_COMMUNICATION)
         table = schedule.table
-        moment = _moments(schedule)
         # sort keys: at each moment the step itself (0), then its activations (1) and its gradients (2)
-        ranks, keys, codes = [table.part_rank], [moment[table.slot] * 4], [table.code]
+        moment = _moments(schedule) * 4
+        ranks, keys, codes = (
+            [table.part_rank],
+            [moment[table.slot] if table.has_pairs else moment],
+            [table.code],
+        )
         messages = schedule.messages
-        made = messages.producer >= 0
+        computed = messages.producer >= 0
+        made: Bools | slice = slice(None) if computed.all() else computed
         producer, stage = messages.producer[made], messages.stage[made]
         other = _other_ends(schedule)[made]
-        key = moment[table.slot[producer]] * 4 + 1 + messages.is_gradient[made]
+        key = moment[table.slots_of(producer)] + 1 + messages.is_gradient[made]
         for ends, kinds, host in (
             ((stage, other), (Kind.SEND_F, Kind.SEND_B), messages.source[made]),
             ((other, stage), (Kind.RECV_F, Kind.RECV_B), messages.target[made]),
@@ -70,7 +75,9 @@ def _other_ends(schedule: Schedule) -> Ints:
     return np.where(messages.is_gradient, source[messages.edge], target[messages.edge])
 
 
-def _message_codes(schedule: Schedule, kinds: tuple[Kind, Kind], stage: Ints, other: Ints, made: Bools) -> Ints:
+def _message_codes(
+    schedule: Schedule, kinds: tuple[Kind, Kind], stage: Ints, other: Ints, made: Bools | slice
+) -> Ints:
     """The SEND or RECV, of an activation or a gradient, of each message; `stage` is the action's own."""
     messages = schedule.messages
     microbatch, is_gradient = messages.microbatch[made], messages.is_gradient[made]
