@@ -158,8 +158,10 @@ def test_links_between_pages_resolve(page: Path) -> None:
 
 
 def test_the_picture_of_the_readme_is_what_its_command_draws(shell: Shell) -> None:
-    shell.run("penstock show zbv -p 4 -m 8 --lowered -o zbv.svg")
-    assert (shell.folder / "zbv.svg").read_bytes() == (DOCS / "zbv.svg").read_bytes()
+    command = "penstock compare 1f1b zb-h1 zbv -p 4 -m 8 -o docs/bubbles.svg"
+    assert f"(`{command}`)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    shell.run(command)
+    assert (shell.folder / "docs" / "bubbles.svg").read_bytes() == (DOCS / "bubbles.svg").read_bytes()
 
 
 @pytest.mark.parametrize("command", CLI_COMMANDS)
