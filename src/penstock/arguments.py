@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from operator import index
 
-__all__ = ["did_you_mean", "listed", "plural", "printable", "some", "whole_number"]
+__all__ = ["did_you_mean", "install_command", "listed", "plural", "printable", "some", "whole_number"]
 
 
 def whole_number(value: object) -> int | None:
@@ -46,3 +46,8 @@ def some(values: Sequence[object], most: int = 8) -> str:
     """Join the first values with commas, and append the number of the others."""
     more = len(values) - most
     return listed(values[:most]) + (f", and {more} more" if more > 0 else "")
+
+
+def install_command(extra: str) -> str:
+    """What to type to install an extra."""
+    return f"pip install 'penstock[{extra}]', or in a clone: pip install -e '.[{extra}]'"

@@ -19,6 +19,8 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from penstock.arguments import install_command
+
 __all__ = [
     "EXTRAS",
     "Check",
@@ -85,7 +87,7 @@ def extra_checks() -> list[Check]:
             Check(
                 f"extra {extra}",
                 "warn" if missing else "ok",
-                f"{', '.join(missing)} not installed; for {PURPOSES[extra]}: pip install 'penstock[{extra}]'"
+                f"{', '.join(missing)} not installed; for {PURPOSES[extra]}: {install_command(extra)}"
                 if missing
                 else f"installed ({', '.join(modules)})",
             )

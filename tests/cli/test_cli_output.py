@@ -175,7 +175,7 @@ def test_without_the_extra_view_a_line_says_what_to_install(run: Run, monkeypatc
     assert result.code == 2
     assert result.err == (
         "penstock: PNG pictures are drawn by Pillow, which is not installed: "
-        "pip install 'penstock[view]' (SVG pictures need nothing)\n"
+        "pip install 'penstock[view]', or in a clone: pip install -e '.[view]' (SVG pictures need nothing)\n"
     )
 
 
@@ -191,7 +191,8 @@ except ImportError as error:
 """
     result = run_python(code, tmp_path)
     assert result == (
-        "MissingExtraError the runtime needs torch, which is not installed: pip install 'penstock[torch]'\n"
+        "MissingExtraError the runtime needs torch, which is not installed: "
+        "pip install 'penstock[torch]', or in a clone: pip install -e '.[torch]'\n"
     )
 
 

@@ -14,9 +14,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.demo_report import MeasuredSchedule, kind_table, schedule_table
+from penstock.cli.demo_page import DemoFacts, demo_page_head, machine_text
+from penstock.cli.demo_report import MeasuredSchedule, kind_table, schedule_rows, schedule_table
+from penstock.cli.demo_verdict import Gain, measured_gain
 from penstock.cli.progress import spinner
-from penstock.cli.rendering import render, require_suffix
+from penstock.cli.rendering import require_suffix
 from penstock.cost.costs import Costs
 from penstock.families import build
 from penstock.formats import write_bytes
@@ -24,6 +26,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.simulation.calibration import calibrate
 from penstock.simulation.simulator import simulate
+from penstock.view.html import html
 from penstock.view.terminal import terminal
 
 if TYPE_CHECKING:
@@ -73,12 +76,14 @@ def demo(
         run = _Demo(started, count)
         run.compare_with_one_process()
         measured = run.train_and_search(log)
-    write_bytes(render("html", [picture for each in measured for picture in each.pictures]), output)
+    write_bytes(run.page(measured).encode(), output)
     run.report(measured)
     run.print(
-        f"\n{output} shows the predicted and measured timelines, {log} the log of every training step. "
-        f"Total time: {time.monotonic() - started_at:.0f} s."
+        f"\n{output} shows this with predicted and measured timelines, {log} the log of every training step. "
+        f"Total time: {time.monotonic() - started_at:.0f} s.\n"
     )
+    gain = run.gain(measured)
+    run.print(f"{gain.headline}\n{gain.reason}")
 
 
 def _cpus() -> int:
@@ -90,6 +95,7 @@ class _Demo:
 
     def __init__(self, ranks: LocalRanks, count: int) -> None:
         self.ranks, self.count = ranks, count
+        self.check, self.losses = "", list[float]()
         width = max(shutil.get_terminal_size().columns, 80)
         self.console = Console(highlight=False, markup=False, width=width)
 
@@ -111,9 +117,10 @@ class _Demo:
             )
         worst = "" if verdict.gradient is None else f" (largest gradient error {verdict.gradient.error:.1e})"
         outcome = "match" if verdict.equal else "DO NOT match"
-        self.print(
+        self.check = (
             f"Loss, gradients and weights of the first {_COMPARED} steps {outcome} those of one process{worst}."
         )
+        self.print(self.check)
         if not verdict.equal:
             self.print(verdict.rejected or verdict.cause)
             raise typer.Exit(1)
@@ -161,6 +168,23 @@ class _Demo:
         self.print("")
         self.print(schedule_table(measured))
 
+    def gain(self, measured: list[MeasuredSchedule]) -> Gain:
+        """The gain of the second schedule over the first, and the noise of both."""
+        first, found = measured
+        times = ([timeline.makespan for timeline in each.timelines] for each in measured)
+        predicted = 1 - found.predicted.makespan / first.predicted.makespan
+        same = first.predicted.schedule.ranks == found.predicted.schedule.ranks
+        return measured_gain(*times, predicted, same_order=same)
+
+    def page(self, measured: list[MeasuredSchedule]) -> str:
+        """The report as an HTML page."""
+        gain = self.gain(measured)
+        facts = DemoFacts(
+            gain.headline, gain.reason, self.check, self.losses, schedule_rows(measured), machine_text()
+        )
+        pictures = [picture for each in measured for picture in each.pictures]
+        return html(pictures, "penstock demo: a small GPT, trained in a pipeline", demo_page_head(facts))
+
     def _search(self, first: Schedule, costs: Costs, *, memory: float) -> Schedule:
         """The best schedule found at these costs within this memory."""
         from penstock.search import search  # noqa: PLC0415 -- compiled code takes a second to load
@@ -202,4 +226,5 @@ class _Demo:
                 now = f"loss {step[0].loss:.3f}  {step[0].tokens / step[0].seconds:,.0f} tokens/s"
                 bar.update(task, advance=1, now=now)
                 steps.append(step)
+                self.losses.append(step[0].loss)
         return steps

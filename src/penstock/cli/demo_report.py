@@ -15,7 +15,7 @@ from penstock.simulation.timeline import Timeline
 if TYPE_CHECKING:
     from penstock.runtime.demo.training import Step
 
-__all__ = ["MeasuredSchedule", "kind_table", "schedule_table"]
+__all__ = ["MeasuredSchedule", "kind_table", "schedule_rows", "schedule_table"]
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,20 @@ def kind_table(measured: Sequence[MeasuredSchedule]) -> Table:
 
 def schedule_table(measured: Sequence[MeasuredSchedule]) -> Table:
     """Step time, bubble and peak live activations per schedule."""
-    table = _table("predicted step", "measured step", "bubble", "peak live activations")
+    (_, *columns), *rows = schedule_rows(measured)
+    table = _table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def schedule_rows(measured: Sequence[MeasuredSchedule]) -> list[list[str]]:
+    """The names of the columns, and then a row per schedule."""
+    rows = [["schedule", "predicted step", "measured step", "bubble", "peak live activations"]]
     for each in measured:
         times = (f"{seconds * 1e3:.1f} ms" for seconds in (each.predicted.makespan, each.seconds))
-        table.add_row(each.name, *times, f"{each.bubble:.1%}", str(each.live))
-    return table
+        rows.append([each.name, *times, f"{each.bubble:.1%}", str(each.live)])
+    return rows
 
 
 def _table(*columns: str) -> Table:

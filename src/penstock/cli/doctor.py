@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock import __version__
+from penstock.arguments import install_command
 from penstock.cli.inputs import Sizes, schedule_from
 from penstock.cli.options import AsJson, FamilyStages, Group, Microbatches, Ranks
 from penstock.cli.rendering import require_suffix
@@ -102,7 +103,7 @@ def _distributed(
     schedule = None if source is None else schedule_from(source, sizes)
     if {check.name: check.verdict for check in extra_checks()}["extra torch"] != "ok":
         raise MissingExtraError(
-            "--distributed needs torch, which is not installed: pip install 'penstock[torch]'"
+            "--distributed needs torch, which is not installed: " + install_command("torch")
         )
     from penstock.runtime.distributed_checks import distributed_checks  # noqa: PLC0415 -- needs torch
 

@@ -11,6 +11,7 @@ from typing import Annotated, TypeAlias
 import typer
 from rich.console import Console
 
+from penstock.arguments import install_command
 from penstock.cli.inputs import costs_from, graph_from
 from penstock.cli.options import (
     AsJson,
@@ -192,4 +193,4 @@ def _print(result: SearchResult) -> None:
     if result.skipped:
         console.print(f"\ntime limit reached, not tried: {', '.join(result.skipped)}", soft_wrap=True)
     for each in result.missing:
-        console.print(f"\nnot installed, so not used: {each}; pip install 'penstock[search]'", soft_wrap=True)
+        console.print(f"\nnot installed, so not used: {each}; {install_command('search')}", soft_wrap=True)

@@ -1,5 +1,6 @@
 """The runtime: `Pipeline` runs schedules on the ranks of torch.distributed."""
 
+from penstock.arguments import install_command
 from penstock.errors import MissingExtraError
 
 try:
@@ -8,7 +9,7 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise MissingExtraError(
-        "the runtime needs torch, which is not installed: pip install 'penstock[torch]'"
+        f"the runtime needs torch, which is not installed: {install_command('torch')}"
     ) from None
 
 from penstock.runtime.action_labels import label_actions

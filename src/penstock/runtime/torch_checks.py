@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from penstock.arguments import install_command
 from penstock.diagnostics import Check
 
 __all__ = ["TESTED_WITH", "main", "torch_checks"]
@@ -38,7 +39,7 @@ def _version(installed: str) -> Check:
     wanted = ".".join(map(str, TESTED_WITH))
     found = tuple(int(part) for part in installed.split(".")[:2])
     if found < TESTED_WITH:
-        return Check("torch", "fail", f"{installed}, older than {wanted}: pip install 'penstock[torch]'")
+        return Check("torch", "fail", f"{installed}, older than {wanted}: {install_command('torch')}")
     if found > TESTED_WITH:
         return Check(
             "torch",

@@ -58,8 +58,11 @@ _START = 'drawTimelines(JSON.parse(document.getElementById("data").textContent),
 Record: TypeAlias = dict[str, object]
 
 
-def html(timelines: Sequence[Timeline], title: str | None = None) -> str:
-    """One page with a panel per timeline, on one time axis; the title names the schedules unless given."""
+def html(timelines: Sequence[Timeline], title: str | None = None, head: str = "") -> str:
+    """One page with a panel per timeline, on one time axis; the title names the schedules unless given.
+
+    `head` is HTML that is shown above the timelines.
+    """
     page, style = _asset("page.html"), style_sheet()
     script = f"{drawing_script()}\n{_START}\n"
     policy = (
@@ -71,6 +74,7 @@ def html(timelines: Sequence[Timeline], title: str | None = None) -> str:
         .encode("ascii", "xmlcharrefreplace")
         .decode(),
         policy=policy,
+        head=head,
         style=style,
         script=script,
         data=_safe_json(page_data(timelines)),

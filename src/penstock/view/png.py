@@ -10,6 +10,7 @@ from functools import cache
 from io import BytesIO
 from typing import TYPE_CHECKING
 
+from penstock.arguments import install_command
 from penstock.errors import MissingExtraError
 from penstock.simulation.timeline import Timeline
 from penstock.view.marks import Area, Box, Label, Line, Mark, Picture, Style
@@ -39,7 +40,7 @@ def png_of(drawn: Picture) -> bytes:
         from PIL import Image, ImageDraw  # noqa: PLC0415 -- an extra
     except ImportError:
         raise MissingExtraError(
-            "PNG pictures are drawn by Pillow, which is not installed: pip install 'penstock[view]' "
+            f"PNG pictures are drawn by Pillow, which is not installed: {install_command('view')} "
             "(SVG pictures need nothing)"
         ) from None
     scale = SCALE if drawn.width * drawn.height * SCALE**2 <= MAX_PIXELS else 1

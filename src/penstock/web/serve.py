@@ -7,6 +7,7 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock.arguments import install_command
 from penstock.errors import MissingExtraError, PenstockError
 
 __all__ = ["serve"]
@@ -29,7 +30,7 @@ def serve(
         from penstock.web.app import create_app  # noqa: PLC0415
     except ImportError:
         raise MissingExtraError(
-            "the playground needs starlette and uvicorn, which are not installed: pip install 'penstock[serve]'"
+            "the playground needs starlette and uvicorn, which are not installed: " + install_command("serve")
         ) from None
     listening = _listen(host, port)
     name = f"[{host}]" if ":" in host else host

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.arguments import install_command
 from penstock.errors import MissingExtraError
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "SafetensorsPackage", "load_safetensors"]
@@ -36,5 +37,5 @@ def load_safetensors() -> SafetensorsPackage:
     except ImportError:
         raise MissingExtraError(
             "safetensors files need the package safetensors, which is not installed: "
-            "pip install 'penstock[torch]'"
+            + install_command("torch")
         ) from None
