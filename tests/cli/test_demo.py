@@ -40,6 +40,8 @@ def test_it_prints_every_part_and_writes_its_report(
     for schedule in ("1f1b", "found"):
         for what in ("predicted", "measured"):
             assert f'"name":"{schedule}, {what}"' in page
+    peaks = {float(peak) for peak in re.findall(r'"peak":([\d.]+)', page)}
+    assert max(peaks) == 2  # activations, not bytes of messages
     headline, reason = result.out.splitlines()[-2:]
     assert "1f1b" in headline
     assert re.search(r"with 2 steps of each, up to [\d.]+% is chance", reason)

@@ -171,10 +171,10 @@ class _Demo:
     def gain(self, measured: list[MeasuredSchedule]) -> Gain:
         """The gain of the second schedule over the first, and the noise of both."""
         first, found = measured
-        times = ([timeline.makespan for timeline in each.timelines] for each in measured)
+        before, after = ([timeline.makespan for timeline in each.timelines] for each in measured)
         predicted = 1 - found.predicted.makespan / first.predicted.makespan
         same = first.predicted.schedule.ranks == found.predicted.schedule.ranks
-        return measured_gain(*times, predicted, same_order=same)
+        return measured_gain(before, after, predicted, same_order=same)
 
     def page(self, measured: list[MeasuredSchedule]) -> str:
         """The report as an HTML page."""

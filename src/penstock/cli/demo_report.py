@@ -43,11 +43,12 @@ class MeasuredSchedule:
 
     @property
     def pictures(self) -> Iterator[Timeline]:
-        """The predicted timeline, and the measured one of median makespan."""
+        """The predicted timeline, and the measured one of median makespan; memory is in activations."""
         median = sorted(self.timelines, key=lambda timeline: timeline.makespan)[len(self.steps) // 2]
         for label, timeline in (("predicted", self.predicted), ("measured", median)):
             named = timeline.schedule.renamed(f"{timeline.schedule.name}, {label}")
-            yield replace(timeline, schedule=named)
+            costs = replace(timeline.costs, activation_message=0, gradient_message=0)  # these are bytes
+            yield replace(timeline, schedule=named, costs=costs)
 
     @property
     def bubble(self) -> float:
