@@ -18,7 +18,8 @@ SOURCE = Path(penstock.__file__).parent
 
 # from the bottom up: a package imports packages of lower layers, never of its own
 LAYERS = (
-    {"errors", "arguments", "diagnostics", "compilation", "loops"},
+    {"errors", "arguments", "compilation", "loops"},
+    {"diagnostics"},
     {"display"},
     {"ir"},
     {"formats", "families"},
