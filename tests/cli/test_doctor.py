@@ -34,7 +34,8 @@ def test_without_torch_it_works_and_says_so(run: Run, monkeypatch: pytest.Monkey
     lines = result.out.splitlines()
     assert result.code == 0
     assert len(lines) == len(CORE + NAMES + EXTRAS)
-    assert "warn  extra torch    torch not installed; for training: pip install 'penstock[torch]'" in lines
+    install = "pip install 'penstock[torch]', or in a clone: pip install -e '.[torch]'"
+    assert f"warn  extra torch    torch not installed; for training: {install}" in lines
 
 
 def test_every_line_has_a_verdict_and_a_failure_ends_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
