@@ -35,7 +35,7 @@ def test_the_help_of_every_command_has_its_examples_one_per_line(
     assert set(mine) <= {line.strip() for line in shown.splitlines()}
 
 
-@pytest.mark.parametrize("line", [line for line in EXAMPLES if line.split()[1] not in SLOW_COMMANDS])
+@pytest.mark.parametrize("line", [line for line in EXAMPLES if not SLOW_COMMANDS & set(line.split())])
 def test_the_examples_in_the_help_run(line: str, run: Run, tmp_path: Path) -> None:
     write_example_files(tmp_path)
     program, *arguments = shlex.split(line)

@@ -34,8 +34,8 @@ __all__ = [
 
 COLOUR_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "GITHUB_ACTIONS")
 EXECUTABLE = Path(sysconfig.get_path("scripts")) / "penstock"
-SLOW_COMMANDS = {"demo", "doctor", "plan", "play", "read-trace", "search", "verify-grads"}
-"""Commands that start processes or take long; each has its own tests."""
+SLOW_COMMANDS = {"demo", "diagnose", "doctor", "plan", "play", "read-trace", "search", "verify-grads"}
+"""Commands that start processes, take long or need the files of a run; each has its own tests."""
 
 
 MEGATRON_LOG = """times across ranks (ms):

@@ -53,7 +53,7 @@ def test_a_lesson_is_solved_with_the_keyboard_alone_and_progress_stays(fresh: Pa
     tab_to(page, "#lesson-warm-up")
     page.press(Keys.ENTER)
     page.wait("document.getElementById('lesson-verdict')?.innerText")
-    assert verdict(page) == "18 s: 6 s above par."
+    assert verdict(page) == "18 units: 6 units above par."
     tab_to(page, ".plot")
     page.press(Keys.ENTER, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)  # 0F1
     page.press("[")
@@ -76,7 +76,7 @@ def test_a_lesson_is_solved_with_the_keyboard_alone_and_progress_stays(fresh: Pa
     ("key", "steps", "button", "message"),
     [
         ("recompute", [(0, 5)], "#move-recompute", "Solved."),
-        ("zero-bubble", [(2, 7)], "#move-split", "17 s: 3 s above par."),
+        ("zero-bubble", [(2, 7)], "#move-split", "17 units: 3 units above par."),
     ],
 )
 def test_the_moves_of_a_lesson_are_buttons(
@@ -129,7 +129,7 @@ def test_on_a_phone_a_lesson_is_solved_by_tapping(fresh: Page) -> None:
 
 def test_back_and_forward_go_through_attempts_and_out_of_the_lesson(fresh: Page) -> None:
     open_lesson(fresh, "heavy-last-stage")
-    assert verdict(fresh) == "39 s: 9 s above par."
+    assert verdict(fresh) == "39 units: 9 units above par."
     fresh.tap("#lesson-again")
     fresh.driver.back()
     fresh.wait("document.querySelector('.lessons')")

@@ -94,7 +94,7 @@ def test_a_gap_is_explained_in_a_sentence(any_size: Page) -> None:
     right = page.ask("penstock.placeOf(0, 1)")["right"]
     page.point((round(right) + 12, y), clicks=1)
     text = page.text("#explain")
-    assert "Rank 0 is idle for 2 s before 0B0" in text
+    assert "Rank 0 is idle for 2 units before 0B0" in text
     assert "it waits for a gradient" in text
     assert "1B0 on rank 1 must end earlier" in text
 
@@ -113,7 +113,7 @@ def test_what_if_a_rank_is_slow(any_size: Page) -> None:
     page.go("#schedules=1f1b")
     page.tap("#whatif-slow-rank")
     assert "whatif=slow-rank:2:1.5" in page.ask("location.hash")
-    assert "If rank 2 takes 1.5 times as long: 1f1b 33 s →" in page.text("section[aria-label='What if']")
+    assert "If rank 2 takes 1.5 times as long: 1f1b 33 units →" in page.text("section[aria-label='What if']")
     page.tap("#whatif-slow-rank")
     assert "whatif" not in page.ask("location.hash")
 

@@ -37,7 +37,7 @@ def test_a_step_is_dragged_along_its_rank_and_the_verdict_follows(any_size: Page
     page.drag((x, y), (page.place(2)[0] + 2, y))
     assert steps(page) == "0F0 0B0 0F1 0B1 | 1F0 1B0 1F1 1B1"
     assert "Valid" in page.text("#verdict")
-    assert "makespan 12 s +33.3 %" in page.text("#verdict").replace("\n", " ")
+    assert "makespan 12 units +33.3 %" in page.text("#verdict").replace("\n", " ")
     assert "peak memory 1 B −50.0 %" in page.text("#verdict").replace("\n", " ")
     page.tap("#undo")
     assert steps(page) == "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"

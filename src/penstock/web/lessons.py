@@ -67,7 +67,8 @@ def _lesson(entry: dict[str, Any]) -> Lesson:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
     }
-    values["costs"] = Costs.from_keys(entry.get("costs", {}), source="lessons.toml")
+    relative = {"time_unit": "units", "memory_unit": "activations"}
+    values["costs"] = Costs.from_keys(relative | entry.get("costs", {}), source="lessons.toml")
     return Lesson(**values)
 
 
@@ -87,6 +88,8 @@ def lesson_catalogue(_: object = None) -> dict[str, Any]:
                 "par": each.par,
                 "hints": each.hints,
                 "costs": each.costs.to_keys(),
+                "time_unit": each.costs.units.time_name,
+                "memory_unit": each.costs.units.memory_name,
                 "memory_limit": each.memory_limit,
             }
             for each in lessons().values()
@@ -129,16 +132,16 @@ def _verdict(lesson: Lesson, schedule: Schedule) -> dict[str, Any]:
     if violations := validate(schedule):
         return failed | {"message": f"Not valid yet: {violations[0].message}."}
     timeline = simulate(schedule, lesson.costs)
-    makespan, peak = timeline.makespan, max(timeline.peak_memory)
+    makespan, peak, units = timeline.makespan, max(timeline.peak_memory), lesson.costs.units
     found = {"makespan": makespan, "peak_memory": peak}
     if lesson.memory_limit is not None and peak > lesson.memory_limit * (1 + _ROUNDING):
         rank = timeline.peak_memory.index(peak)
-        over = f"Rank {rank} holds {peak:g} activations, the limit is {lesson.memory_limit:g}."
+        over = f"Rank {rank} holds {units.memory(peak)}, the limit is {lesson.memory_limit:g}."
         return found | {"solved": False, "message": over}
     if makespan > lesson.par * (1 + _ROUNDING):
-        longer = f"{makespan:g} s: {makespan - lesson.par:g} s above par."
+        longer = f"{units.time(makespan)}: {units.time(makespan - lesson.par)} above par."
         return found | {"solved": False, "message": longer}
-    return found | {"solved": True, "message": f"{makespan:g} s: par, and no order is faster."}
+    return found | {"solved": True, "message": f"{units.time(makespan)}: par, and no order is faster."}
 
 
 def _other_kinds(lesson: Lesson, schedule: Schedule) -> list[str]:

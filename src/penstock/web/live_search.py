@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from penstock.cost.costs import Costs
+from penstock.cost.units import Units
 from penstock.errors import FormatError
 from penstock.records import search_record
 from penstock.search import Progress
@@ -93,12 +94,13 @@ def _costs(given: dict[str, Any], ranks: int, stages: int) -> Costs:
 
 def certificate(record: dict[str, Any]) -> str:
     """What the search proved, in a sentence."""
-    bound = f"no schedule of this work has a {record['objective']} below {record['bound']:g} s"
+    units = Units(record["time_unit"] == "seconds")
+    bound = f"no schedule of this work has a {record['objective']} below {units.time(record['bound'])}"
     bound += f" ({record['because']})"
     if record["proved"]:
         return f"Proved optimal: {bound}, and this one takes exactly that."
     gap = "unknown" if record["gap"] is None else f"at most {record['gap']:.2%}"
-    return f"Not proved: {bound}; this one takes {record['value']:g} s, so a better one can gain {gap}."
+    return f"Not proved: {bound}; this one takes {units.time(record['value'])}, so a better one can gain {gap}."
 
 
 class _Interrupts:

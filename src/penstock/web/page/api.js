@@ -1,5 +1,7 @@
 // Requests to the server, each in a slot of which only the latest counts.
 
+import { useUnits } from "./format.js";
+
 const running = new Map(), latest = new Map();
 let busy = 0;
 
@@ -48,6 +50,7 @@ async function send(name, document, slot) {
     });
     const answer = await response.json();
     if (!response.ok) throw new Refused(answer.error ?? response.statusText);
+    useUnits(answer.row ?? answer.schedules?.find?.(({ row }) => row)?.row);
     return answer;
   })();
   entry.done = work.catch(() => null).finally(() => { if (running.get(slot) === entry) running.delete(slot); });

@@ -70,18 +70,18 @@ function sizesBox() {
 // --- costs -----------------------------------------------------------------------------------------
 
 const SHOWN = [
-  ["forward_seconds", "F forward, s", 1], ["backward_input_seconds", "I input grad., s", 1],
-  ["backward_weight_seconds", "W weight grad., s", 1], ["latency_seconds", "Latency, s", 0],
-  ["bandwidth_bytes_per_second", "Bandwidth, B/s", ""], ["activation_message_bytes", "Activation sent, B", 0],
-  ["gradient_message_bytes", "Gradient sent, B", 0], ["activation_bytes", "Activation held, B", 1],
+  ["forward_seconds", "F forward", 1], ["backward_input_seconds", "I input grad.", 1],
+  ["backward_weight_seconds", "W weight grad.", 1], ["latency_seconds", "Latency", 0],
+  ["bandwidth_bytes_per_second", "Bandwidth", ""], ["activation_message_bytes", "Activation sent", 0],
+  ["gradient_message_bytes", "Gradient sent", 0], ["activation_bytes", "Activation held", 1],
 ];
 const MORE = [
-  ["backward_seconds", "B full backward, s", ""], ["parameters_bytes", "Parameters, B", 0],
-  ["gradients_bytes", "Gradients, B", 0], ["optimizer_state_bytes", "Optimizer state, B", 0],
-  ["activation_freed_by_input_bytes", "Freed by I, B", 0], ["forward_all_to_all_seconds", "All-to-all of F, s", 0],
-  ["backward_input_all_to_all_seconds", "All-to-all of I, s", 0], ["overlap_factor", "Overlap factor, 0 to 1", 1],
-  ["launch_overhead_seconds", "Launch overhead, s", 0], ["checkpoint_bytes", "Checkpoint, B", 0],
-  ["host_bandwidth_bytes_per_second", "Host link, B/s", ""], ["optimizer_step_seconds", "Optimizer step, s", 0],
+  ["backward_seconds", "B full backward", ""], ["parameters_bytes", "Parameters", 0],
+  ["gradients_bytes", "Gradients", 0], ["optimizer_state_bytes", "Optimizer state", 0],
+  ["activation_freed_by_input_bytes", "Freed by I", 0], ["forward_all_to_all_seconds", "All-to-all of F", 0],
+  ["backward_input_all_to_all_seconds", "All-to-all of I", 0], ["overlap_factor", "Overlap factor, 0 to 1", 1],
+  ["launch_overhead_seconds", "Launch overhead", 0], ["checkpoint_bytes", "Checkpoint", 0],
+  ["host_bandwidth_bytes_per_second", "Host link", ""], ["optimizer_step_seconds", "Optimizer step", 0],
 ];
 
 function setCost(key, text) {
@@ -107,7 +107,7 @@ function costsBox() {
     h("label", { class: "check" }, h("input", { type: "checkbox", id: "same", onchange: (e) => update({ same: e.target.checked }) }),
       "Same model for all: a rank's costs are divided over its stages"),
     h("p", { class: "quiet", id: "weights-label" }, "Work along the model: drag a bar"), h("div", { id: "weights", role: "group", "aria-labelledby": "weights-label" }),
-    SHOWN.map(costField), h("details", { class: "more" }, h("summary", {}, "More costs"), MORE.map(costField)));
+    h("p", { class: "quiet" }, "Seconds and bytes; costs left at 1 are units and activations."), SHOWN.map(costField), h("details", { class: "more" }, h("summary", {}, "More costs"), MORE.map(costField)));
 }
 
 function choosePreset(select) {

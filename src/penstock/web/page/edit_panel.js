@@ -1,7 +1,7 @@
 // The panel of the editor: buttons, ready steps, the verdict in words, and what changed.
 
 import { $, h } from "./dom.js";
-import { bytes, difference, percent, seconds } from "./format.js";
+import { difference, memory, percent, time } from "./format.js";
 import { store } from "./state.js";
 
 let lastBase = null;
@@ -29,7 +29,7 @@ export function editPanel(catalogue, session, actions) {
       h("span", { class: "divider" }), from, button("Empty", "Start with empty lists", actions.empty, { id: "edit-empty" })),
     h("details", { class: "more" }, h("summary", {}, "Stamp a building block"),
       h("p", { class: "quiet" }, "Takes the steps of one microbatch, at their times, and repeats them for all microbatches, one interval apart."),
-      h("div", { class: "row" }, h("label", { for: "stamp-microbatch" }, "Microbatch"), microbatch, h("label", { for: "stamp-interval" }, "Interval, s"), interval,
+      h("div", { class: "row" }, h("label", { for: "stamp-microbatch" }, "Microbatch"), microbatch, h("label", { for: "stamp-interval" }, "Interval"), interval,
         button("Stamp", "Repeat it for all microbatches", () => actions.stamp(Number(microbatch.value), Number(interval.value)), { id: "stamp" }))),
     h("div", { id: "verdict", class: "verdict", role: "status" }),
     h("div", { id: "ready", class: "ready" }),
@@ -77,7 +77,7 @@ function deltas(row, base) {
   };
   const points = base ? row.gap - base.gap : 0;
   return [
-    item("makespan", row.makespan, base?.makespan, seconds), item("peak memory", row.peak_memory, base?.peak_memory, bytes),
+    item("makespan", row.makespan, base?.makespan, time), item("peak memory", row.peak_memory, base?.peak_memory, memory),
     h("span", { class: "delta" }, "gap ", h("strong", {}, percent(row.gap)), Math.abs(points) > 5e-4 && h("em", { class: points > 0 ? "worse" : "better" }, ` ${points > 0 ? "+" : "−"}${percent(Math.abs(points))}`)),
   ];
 }

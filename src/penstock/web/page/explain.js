@@ -2,7 +2,7 @@
 
 import { $, h } from "./dom.js";
 import { drawn } from "./drawing.js";
-import { percent, seconds } from "./format.js";
+import { percent, time } from "./format.js";
 
 const REASONS = {
   "warm-up": "its first input has not been computed yet", activation: "it waits for an activation", gradient: "it waits for a gradient",
@@ -46,7 +46,7 @@ function showGap(panel, gap) {
   const { rank, start, end, reason, before, blame, message } = panel.gaps, tools = drawn();
   const length = end[gap] - start[gap];
   const next = before[gap] < 0 ? "" : ` before ${tools.stepText(panel, before[gap])}`;
-  const lines = [h("p", {}, `Rank ${rank[gap]} is idle for ${seconds(length)}${next} (${percent(length / panel.makespan)} of the makespan): `,
+  const lines = [h("p", {}, `Rank ${rank[gap]} is idle for ${time(length)}${next} (${percent(length / panel.makespan)} of the makespan): `,
     h("strong", {}, REASONS[reason[gap]] ?? reason[gap]), ".")];
   if (blame[gap] >= 0) lines.push(h("p", {}, fasterText(panel, gap, blame[gap], message[gap])), ...rootLines(panel, gap));
   else if (reason[gap] === "drain") lines.push(h("p", {}, "A shorter drain needs work that can be done late, such as weight gradients (W), or fewer ranks after this one."));
@@ -57,9 +57,9 @@ function fasterText(panel, gap, step, message) {
   const tools = drawn(), culprit = `${tools.stepText(panel, step)} on rank ${panel.rankOf[step]}`;
   if (panel.gaps.reason[gap] === "link" && message >= 0) {
     const { begin, arrival } = panel.messages;
-    return `The message from ${culprit} is on its way for ${seconds(arrival[message] - begin[message])}: the link from rank ${panel.rankOf[step]} to rank ${panel.gaps.rank[gap]} must be faster, or ${culprit} must end earlier.`;
+    return `The message from ${culprit} is on its way for ${time(arrival[message] - begin[message])}: the link from rank ${panel.rankOf[step]} to rank ${panel.gaps.rank[gap]} must be faster, or ${culprit} must end earlier.`;
   }
-  return `${culprit} must end earlier: it ends at ${seconds(panel.steps.end[step])}.`;
+  return `${culprit} must end earlier: it ends at ${time(panel.steps.end[step])}.`;
 }
 
 // Follows the waits back: what the blamed step itself waited for.
@@ -81,7 +81,7 @@ function rootLines(panel, gap) {
 function showStep(panel, step) {
   const tools = drawn(), gap = panel.gapBefore.get(step);
   const critical = panel.onPath.has(step);
-  const lines = [h("p", {}, `Rank ${panel.rankOf[step]} runs it from ${seconds(panel.steps.start[step])} to ${seconds(panel.steps.end[step])}. `,
+  const lines = [h("p", {}, `Rank ${panel.rankOf[step]} runs it from ${time(panel.steps.start[step])} to ${time(panel.steps.end[step])}. `,
     critical ? h("strong", {}, "It is on the critical path: any delay of it delays the whole step.") : "It is not on the critical path.")];
   if (gap !== undefined) lines.push(h("button", { type: "button", onclick: () => showGap(panel, gap) }, "Why is the rank idle before it?"));
   fillBox(tools.stepText(panel, step), ...lines);

@@ -13,6 +13,25 @@ export function seconds(value) {
   return `${short(value * factor)} ${unit}`;
 }
 
+let units = { time: "seconds", memory: "bytes" };
+
+// From now on formats times and sizes in the units of this row of an answer.
+export function useUnits(row) {
+  if (row?.time_unit) units = { time: row.time_unit, memory: row.memory_unit };
+}
+
+// Formats a time of a schedule: seconds with a fitting unit, or units.
+export function time(value) {
+  return units.time === "seconds" || value === null || value === undefined ? seconds(value) : counted(value, "unit");
+}
+
+// Formats the memory of a schedule: bytes with a fitting unit, or activations.
+export function memory(amount) {
+  return units.memory === "bytes" || amount === null || amount === undefined ? bytes(amount) : counted(amount, "activation");
+}
+
+const counted = (value, name) => `${short(value)} ${name}${value === 1 ? "" : "s"}`;
+
 // Formats bytes with a fitting unit.
 export function bytes(amount) {
   if (amount === null || amount === undefined) return "–";

@@ -4,7 +4,7 @@ import { $, complain, h } from "./dom.js";
 import { Refused, ask } from "./api.js";
 import { draw } from "./drawing.js";
 import { changeSelected } from "./edit.js";
-import { seconds } from "./format.js";
+import { time, useUnits } from "./format.js";
 import { MOVES } from "./lesson_moves.js";
 import { forget, keep, progress } from "./lesson_progress.js";
 import { DEFAULTS, store, subscribe, update } from "./state.js";
@@ -46,10 +46,11 @@ export async function show() {
 }
 
 function card(lesson, index) {
+  useUnits(lesson);
   const state = progress()[lesson.key], mark = state?.solved ? "solved" : state?.steps ? "begun" : "";
   return h("li", {}, h("button", { type: "button", class: `lesson ${mark}`, id: `lesson-${lesson.key}`, onclick: () => begin(lesson) },
     h("span", { class: "number" }, state?.solved ? "✓" : String(index + 1)), h("strong", {}, lesson.title),
-    h("span", { class: "goal" }, lesson.goal), h("span", { class: "quiet" }, `par ${seconds(lesson.par)}${mark ? `, ${mark}` : ""}`)));
+    h("span", { class: "goal" }, lesson.goal), h("span", { class: "quiet" }, `par ${time(lesson.par)}${mark ? `, ${mark}` : ""}`)));
 }
 
 function begin(lesson, { fresh = false } = {}) {
@@ -129,9 +130,10 @@ function panel(lesson) {
 }
 
 function facts(lesson) {
-  const { costs } = lesson, parts = [`Par ${seconds(lesson.par)}`];
+  useUnits(lesson);
+  const { costs } = lesson, parts = [`Par ${time(lesson.par)}`];
   if (lesson.memory_limit !== null) parts.push(`at most ${lesson.memory_limit} activations on a rank`);
-  if (costs.latency_seconds) parts.push(`latency ${seconds(costs.latency_seconds)}`);
+  if (costs.latency_seconds) parts.push(`latency ${time(costs.latency_seconds)}`);
   return `${parts.join(" · ")}. Select a step, then drag it, or move it with [ and ].`;
 }
 

@@ -2,7 +2,7 @@
 
 import { chartWidth, h, svg } from "./dom.js";
 import { Refused, ask } from "./api.js";
-import { bytes, seconds } from "./format.js";
+import { memory, time } from "./format.js";
 import { question, store, update } from "./state.js";
 
 const HEIGHT = 330, LEFT = 74, BOTTOM = 44, TOP = 16, RIGHT = 18;
@@ -65,7 +65,7 @@ function chart(points, state) {
   const line = frontier.map((p, i) => (i ? `H${x.at(p.peak_memory)}V${y.at(p.makespan)}` : `M${x.at(p.peak_memory)} ${y.at(p.makespan)}`)).join("");
   const choose = (p) => update({ schedules: [...new Set([...store.state.schedules, entryOf(p.schedule)])].slice(-8) });
   const dots = [...points].sort((a, b) => Number(a.optimal) - Number(b.optimal)).map((p) => {
-    const text = `${[p.name, ...p.others].join(", ")}: ${seconds(p.makespan)}, ${bytes(p.peak_memory)}${p.fits ? "" : ", over the limit"}`;
+    const text = `${[p.name, ...p.others].join(", ")}: ${time(p.makespan)}, ${memory(p.peak_memory)}${p.fits ? "" : ", over the limit"}`;
     const tell = () => { label.textContent = text; };
     return svg("g", {
       class: `dot ${p.optimal ? "optimal" : ""} ${p.fits ? "" : "over"} ${state.schedules.includes(entryOf(p.schedule)) ? "chosen" : ""}`, role: "button", tabindex: 0, "aria-label": text,
@@ -98,8 +98,8 @@ function ticks({ low, high }, most = 5) {
 }
 
 function axes(x, y, width) {
-  const across = ticks(x, width / 130).map((v) => svg("text", { x: x.at(v), y: HEIGHT - BOTTOM + 17, class: "tick", "text-anchor": "middle" }, bytes(v)));
-  const up = ticks(y).flatMap((v) => [svg("line", { x1: LEFT, x2: width - RIGHT, y1: y.at(v), y2: y.at(v), class: "grid" }), svg("text", { x: LEFT - 8, y: y.at(v) + 4, class: "tick", "text-anchor": "end" }, seconds(v))]);
+  const across = ticks(x, width / 130).map((v) => svg("text", { x: x.at(v), y: HEIGHT - BOTTOM + 17, class: "tick", "text-anchor": "middle" }, memory(v)));
+  const up = ticks(y).flatMap((v) => [svg("line", { x1: LEFT, x2: width - RIGHT, y1: y.at(v), y2: y.at(v), class: "grid" }), svg("text", { x: LEFT - 8, y: y.at(v) + 4, class: "tick", "text-anchor": "end" }, time(v))]);
   return [...up, ...across, svg("text", { x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 6, class: "tick", "text-anchor": "middle" }, "peak memory of any rank"),
     svg("text", { x: 14, y: HEIGHT / 2, class: "tick", "text-anchor": "middle", transform: `rotate(-90 14 ${HEIGHT / 2})` }, "makespan")];
 }

@@ -4,7 +4,7 @@ import { $, chartWidth, complain, h, svg } from "./dom.js";
 import { Refused, ask, stream } from "./api.js";
 import { draw } from "./drawing.js";
 import { explainHooks, resetExplanation } from "./explain.js";
-import { bytes, percent, seconds } from "./format.js";
+import { memory, percent, seconds, time, useUnits } from "./format.js";
 import { freshName, store, update } from "./state.js";
 import { showTable } from "./table.js";
 
@@ -52,7 +52,7 @@ function panel(state) {
 }
 
 function describe(state) {
-  const limit = state.limit === null ? "without a memory limit" : `within ${bytes(state.limit)} per rank`;
+  const limit = state.limit === null ? "without a memory limit" : `within ${memory(state.limit)} per rank`;
   $("search-question").textContent = `${state.ranks} ranks, ${state.stages ?? 1} ${(state.stages ?? 1) > 1 ? "stages" : "stage"} per rank, ${state.microbatches} microbatches, ${limit}, at the costs of the settings. No schedule is faster than the bound: when both meet, the result is proved optimal.`;
 }
 
@@ -97,10 +97,11 @@ function take(mine, line) {
     mine.points.push(line.progress);
     const { phase, best, bound, fraction } = line.progress;
     const gap = best && bound ? `, gap ${percent(best / bound - 1)}` : "";
-    $("search-status").textContent = `${phase}: best ${seconds(best)}, bound ${seconds(bound)}${gap}, ${percent(fraction ?? 0)} of the time`;
+    $("search-status").textContent = `${phase}: best ${time(best)}, bound ${time(bound)}${gap}, ${percent(fraction ?? 0)} of the time`;
     return chart(mine.points);
   }
   mine.result = line.result;
+  useUnits(line.result);
   mine.points.push({ seconds: line.result.seconds, best: line.result.value, bound: line.result.bound });
   complain(null);
   showResult(line.result);
@@ -115,11 +116,11 @@ function chart(points) {
   const x = (t) => LEFT + ((t - first) / (last - first)) * (width - LEFT - 16), y = (v) => HEIGHT - BOTTOM - ((v - low + room) / (high - low + 2 * room)) * (HEIGHT - BOTTOM - TOP);
   const path = (key) => known.filter((p) => p[key] !== undefined).map((p, i) => (i ? `H${x(p.seconds)}V${y(p[key])}` : `M${x(p.seconds)} ${y(p[key])}`)).join("") + `H${x(last)}`;
   const end = known.at(-1), apart = Math.abs(y(end.best) - y(end.bound)) > 16;
-  $("search-chart").replaceChildren(svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `best ${seconds(end.best)}, bound ${seconds(end.bound)}` },
+  $("search-chart").replaceChildren(svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `best ${time(end.best)}, bound ${time(end.bound)}` },
     svg("line", { x1: LEFT, x2: width - 16, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM, class: "grid" }),
     svg("path", { d: path("bound"), class: "bound" }), svg("path", { d: path("best"), class: "incumbent" }),
-    svg("text", { x: LEFT - 8, y: y(end.best) + 4, class: "tick", "text-anchor": "end" }, seconds(end.best)),
-    apart ? svg("text", { x: LEFT - 8, y: y(end.bound) + 4, class: "tick", "text-anchor": "end" }, seconds(end.bound)) : null,
+    svg("text", { x: LEFT - 8, y: y(end.best) + 4, class: "tick", "text-anchor": "end" }, time(end.best)),
+    apart ? svg("text", { x: LEFT - 8, y: y(end.bound) + 4, class: "tick", "text-anchor": "end" }, time(end.bound)) : null,
     svg("text", { x: width - 20, y: y(end.best) - 7, class: "name best-name", "text-anchor": "end" }, apart ? "best so far" : "best = bound"),
     apart ? svg("text", { x: width - 20, y: y(end.bound) + 17, class: "name bound-name", "text-anchor": "end" }, "bound") : null,
     svg("text", { x: width - 16, y: HEIGHT - 8, class: "tick", "text-anchor": "end" }, `${seconds(last)} of search`)));
@@ -128,14 +129,14 @@ function chart(points) {
 function showResult(result) {
   chart(run.points);
   $("search-status").textContent = result.interrupted ? "Stopped: this is the best so far." : `Done after ${seconds(result.seconds)}, ${result.runs.toLocaleString("en")} orders.`;
-  $("search-result").replaceChildren(h("div", { class: `verdict ${result.proved ? "" : "open"}` }, h("p", { id: "certificate" }, result.certificate), h("p", { class: "quiet" }, `Found by ${result.found_by}; peak memory ${bytes(result.peak_memory)}.`)),
+  $("search-result").replaceChildren(h("div", { class: `verdict ${result.proved ? "" : "open"}` }, h("p", { id: "certificate" }, result.certificate), h("p", { class: "quiet" }, `Found by ${result.found_by}; peak memory ${memory(result.peak_memory)}.`)),
     h("div", { class: "row" }, h("button", { type: "button", class: "primary", id: "search-keep", onclick: () => keep("compare") }, "Compare it"), h("button", { type: "button", id: "search-edit", onclick: () => keep("edit") }, "Edit it")),
     result.missing.length > 0 && h("p", { class: "quiet" }, `Not installed, so not used: ${result.missing.join(", ")}.`) || "");
   const families = Object.entries(result.families).sort((a, b) => a[1] - b[1]).slice(0, 8);
   $("table").replaceChildren(h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Families for comparison" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "schedule"), h("th", { scope: "col" }, result.objective), h("th", { scope: "col" }, "vs. result"))),
-    h("tbody", {}, h("tr", {}, h("th", { scope: "row" }, "found"), h("td", { class: "best" }, seconds(result.value)), h("td", {}, result.proved ? h("span", { class: "proved" }, "optimal") : `gap ≤ ${percent(result.gap ?? 0)}`)),
-      families.map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, seconds(value)), h("td", {}, value > result.value ? `+${percent(value / result.value - 1)}` : "the same"))),
-      Object.entries(result.too_large).slice(0, 4).map(([name, size]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, "over the limit"), h("td", {}, `needs ${bytes(size)}`)))))));
+    h("tbody", {}, h("tr", {}, h("th", { scope: "row" }, "found"), h("td", { class: "best" }, time(result.value)), h("td", {}, result.proved ? h("span", { class: "proved" }, "optimal") : `gap ≤ ${percent(result.gap ?? 0)}`)),
+      families.map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, time(value)), h("td", {}, value > result.value ? `+${percent(value / result.value - 1)}` : "the same"))),
+      Object.entries(result.too_large).slice(0, 4).map(([name, size]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, "over the limit"), h("td", {}, `needs ${memory(size)}`)))))));
   draw(result.data, { memoryLimit: store.state.limit, ...explainHooks() });
 }
 

@@ -1,11 +1,11 @@
 // The table of the comparison, with differences to the first row.
 
 import { $, h } from "./dom.js";
-import { bytes, difference, percent, seconds, short } from "./format.js";
+import { bytes, difference, memory, percent, short, time } from "./format.js";
 
 const COLUMNS = [
-  ["makespan", "makespan", seconds, "from time 0 to the last end"], ["period", "period", seconds, "one more iteration in the steady state"],
-  ["bubble", "bubble", percent, "share of the makespan without compute"], ["peak_memory", "peak memory", bytes, "of any rank"],
+  ["makespan", "makespan", time, "from time 0 to the last end"], ["period", "period", time, "one more iteration in the steady state"],
+  ["bubble", "bubble", percent, "share of the makespan without compute"], ["peak_memory", "peak memory", memory, "of any rank"],
   ["sent", "sent", bytes, "bytes between ranks"], ["gap", "gap to bound", percent, "0 is a proof that no order is faster"],
 ];
 const BETTER_LESS = ["makespan", "period", "peak_memory"];
@@ -31,8 +31,8 @@ export function showTable(rows, { jitter = false, actions = () => [] } = {}) {
   const body = rows.map((each) => {
     const name = h("th", { scope: "row" }, each.name, each.row && h("small", {}, `p=${each.row.ranks} v=${short(each.row.stages / each.row.ranks)} m=${each.row.microbatches}`));
     if (!each.row) return h("tr", { class: "failed" }, name, h("td", { colSpan: COLUMNS.length + (jitter ? 1 : 0) }, each.error), h("td", {}, actions(each)));
-    return h("tr", { title: `bound ${seconds(each.row.bound)}: ${each.row.because}` }, name, COLUMNS.map((column) => cell(each, column)),
-      jitter && h("td", {}, each.quantiles ? seconds(each.quantiles.p95) : "…"), h("td", { class: "actions" }, actions(each)));
+    return h("tr", { title: `bound ${time(each.row.bound)}: ${each.row.because}` }, name, COLUMNS.map((column) => cell(each, column)),
+      jitter && h("td", {}, each.quantiles ? time(each.quantiles.p95) : "…"), h("td", { class: "actions" }, actions(each)));
   });
   $("table").replaceChildren(h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Comparison of the schedules" }, h("table", {}, h("thead", {}, head), h("tbody", {}, body))));
 }

@@ -2,7 +2,7 @@
 
 import { $, h } from "./dom.js";
 import { drawn } from "./drawing.js";
-import { percent, seconds } from "./format.js";
+import { percent, time } from "./format.js";
 import { paretoBox } from "./pareto.js";
 import { store, update } from "./state.js";
 
@@ -45,15 +45,15 @@ function effects(state, answer) {
     if (state.limit === null) return "set a memory limit first.";
     const fits = good.filter((each) => each.row.fits).sort((a, b) => a.row.makespan - b.row.makespan);
     const before = good.filter((each) => each.before.fits).sort((a, b) => a.before.makespan - b.before.makespan);
-    const name = (list, key) => (list.length ? `${list[0].row.name} (${seconds(list[0][key].makespan)})` : "none of these");
+    const name = (list, key) => (list.length ? `${list[0].row.name} (${time(list[0][key].makespan)})` : "none of these");
     return `the fastest that fits is ${name(fits, "row")}; it was ${name(before, "before")}.`;
   }
-  return `${good.map((each) => `${each.row.name} ${seconds(each.before.makespan)} → ${seconds(each.row.makespan)}`).join(", ")}.`;
+  return `${good.map((each) => `${each.row.name} ${time(each.before.makespan)} → ${time(each.row.makespan)}`).join(", ")}.`;
 }
 
 // --- critical paths --------------------------------------------------------------------------------
 
-// Returns the seconds of a critical path by kind; `waiting` is what no step of the path covers: messages.
+// Returns the times of a critical path by kind; `waiting` is what no step of the path covers: messages.
 function compositionOf(panel, kinds) {
   const found = {}, { start, end, kind } = panel.steps;
   let covered = 0;
@@ -72,7 +72,7 @@ function pathsBox(answer) {
   const longest = Math.max(...panels.map((panel) => panel.makespan));
   const bars = rows.map(({ panel, parts }) => h("div", { class: "path" }, h("span", { class: "name" }, panel.name),
     h("div", { class: "stack" }, Object.entries(parts).map(([name, value]) => {
-      const part = h("span", { class: `part ${name === "waiting" ? "waiting" : ""}`, title: `${name}: ${seconds(value)}` }, value / longest > 0.09 ? name : "");
+      const part = h("span", { class: `part ${name === "waiting" ? "waiting" : ""}`, title: `${name}: ${time(value)}` }, value / longest > 0.09 ? name : "");
       part.style.width = `${(value / longest) * 100}%`;
       if (name !== "waiting") part.style.background = `var(--${name})`;
       return part;
@@ -86,7 +86,7 @@ function pathText(rows) {
   const [a, b] = rows, names = [...new Set([...Object.keys(a.parts), ...Object.keys(b.parts)])];
   const changes = names.map((name) => [name, (b.parts[name] ?? 0) - (a.parts[name] ?? 0)]).filter(([, by]) => Math.abs(by) > a.panel.makespan * 1e-6);
   const ranks = (panel) => new Set(panel.path.map((step) => panel.rankOf[step])).size;
-  const text = changes.map(([name, by]) => `${seconds(Math.abs(by))} ${by < 0 ? "less" : "more"} ${name === "waiting" ? "waiting for messages" : name}`).join(", ");
+  const text = changes.map(([name, by]) => `${time(Math.abs(by))} ${by < 0 ? "less" : "more"} ${name === "waiting" ? "waiting for messages" : name}`).join(", ");
   return [h("p", { class: "quiet" }, text ? `The path of ${b.panel.name} has ${text} than that of ${a.panel.name}${ranks(a.panel) === ranks(b.panel) ? "" : `; it visits ${ranks(b.panel)} instead of ${ranks(a.panel)} ranks`}.` : `Both paths consist of the same work.`)];
 }
 
