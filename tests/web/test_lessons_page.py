@@ -57,7 +57,7 @@ def test_a_lesson_is_solved_with_the_keyboard_alone_and_progress_stays(fresh: Pa
     tab_to(page, ".plot")
     page.press(Keys.ENTER, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)  # 0F1
     page.press("[")
-    page.wait("document.getElementById('lesson-verdict').innerText.startsWith('15 s')")
+    page.wait("document.getElementById('lesson-verdict').innerText.startsWith('15 units')")
     page.quiet()
     page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)  # 0F2
     for _ in range(2):

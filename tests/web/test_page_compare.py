@@ -40,7 +40,7 @@ def test_sizes_families_and_costs_change_the_answer(any_size: Page) -> None:
     page.tap(".chosen li:first-child button[aria-label^=Remove]")
     page.type("#latency_seconds", 0.5)
     assert page.texts(".panel h2") == ["zb-h1", "zbv", "gpipe"]
-    assert makespans(page)[2].startswith("16 s")
+    assert makespans(page)[2].startswith("16 units")
     address = page.ask("location.hash")
     for part in ("ranks=2", "microbatches=4", "latency_seconds=0.5", "schedules=zb-h1,zbv,gpipe"):
         assert part in address
@@ -61,7 +61,7 @@ def test_the_memory_limit_and_jitter_are_shown(page: Page) -> None:
     page.go("#schedules=1f1b,gpipe")
     page.type("#limit", "4")
     page.type("#jitter", "0.1")
-    page.wait("document.querySelector('#table tbody tr td:nth-child(8)')?.textContent.includes(' s')")
+    page.wait("document.querySelector('#table tbody tr td:nth-child(8)')?.textContent.includes(' units')")
     assert "over the limit" in page.texts("#table tbody tr")[1]
     assert "over the limit" not in page.texts("#table tbody tr")[0]
 

@@ -38,7 +38,7 @@ def test_a_step_is_dragged_along_its_rank_and_the_verdict_follows(any_size: Page
     assert steps(page) == "0F0 0B0 0F1 0B1 | 1F0 1B0 1F1 1B1"
     assert "Valid" in page.text("#verdict")
     assert "makespan 12 units +33.3 %" in page.text("#verdict").replace("\n", " ")
-    assert "peak memory 1 B −50.0 %" in page.text("#verdict").replace("\n", " ")
+    assert "peak memory 1 activation −50.0 %" in page.text("#verdict").replace("\n", " ")
     page.tap("#undo")
     assert steps(page) == "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"
     page.tap("#redo")

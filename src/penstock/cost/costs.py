@@ -1,8 +1,7 @@
 """Costs: seconds of each action, seconds and bytes of each message, bytes of memory.
 
-Every cost is one number for all, or a list: one entry per stage, per rank, or per edge of the stage graph (in a
-chain, entry e is the link between stage e and stage e + 1, both ways). `Costs()` are the unit costs of the
-papers' figures: F, I and W take one unit of time, B two, messages are free, memory is counted in activations.
+Every cost is one number, or a list with one per stage, rank, or edge of the stage graph (in a chain, entry e is
+the link between stages e and e + 1, both ways). `Costs()` are unit costs: F, I and W take one unit, B two.
 
 Times are seconds if F, I or W is given, and sizes are bytes if an activation or a part of the model's state is;
 `time_unit` and `memory_unit` say otherwise. `Costs.units` knows, and everything that prints asks it.
@@ -61,7 +60,7 @@ class Costs:
     backward_input: Cost = _cost(1, "seconds", "stage")
     backward_weight: Cost = _cost(1, "seconds", "stage")
     backward: Cost | None = _cost(None, "seconds", "stage")
-    """Full backward; the sum of the two halves unless given."""
+    """Full backward; the sum of both halves unless given."""
     forward_all_to_all: Cost = _cost(0, "seconds", "stage")
     """All-to-all of F (dispatch and combine of experts), on a second stream: `penstock.cost.prices`."""
     backward_input_all_to_all: Cost = _cost(0, "seconds", "stage")
@@ -105,7 +104,6 @@ class Costs:
     """`seconds` or `units`; unless given, it follows from F, I and W."""
     memory_unit: Any = field(default=None, metadata={"unit": "", "per": "model"})
     """`bytes` or `activations`; unless given, it follows from what is held."""
-
     source: Any = field(default="", compare=False, repr=False, metadata={"unit": "", "per": "model"})
     """The file that they are from, for messages."""
 
@@ -295,8 +293,11 @@ def _times(value: Cost | None, factor: float) -> Cost | None:
 @cache
 def _keys() -> dict[str, str]:
     """The keys of a file, each with the name of the cost."""
-    named = (f for f in fields(Costs) if f.name != "source")
-    return {"_".join(filter(None, (f.name, f.metadata["unit"]))): f.name for f in named}
+    return {
+        "_".join(filter(None, (f.name, f.metadata["unit"]))): f.name
+        for f in fields(Costs)
+        if f.name != "source"
+    }
 
 
 def _key_of(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.errors import PenstockError
@@ -65,7 +65,12 @@ def _entry(question: Question, index: int, change: WhatIf | None) -> tuple[dict[
     if change is not None:
         before = row_of(timeline, question.memory_limit)
         changed = change.schedule(question, index, timeline.schedule)
-        costs = change.costs(question.costs_for(changed), changed)
+        units = timeline.costs.units
+        costs = replace(
+            change.costs(question.costs_for(changed), changed),
+            time_unit=units.time_name,
+            memory_unit=units.memory_name,
+        )
         timeline = simulate(changed, costs, send_model=question.send_model, with_period=True)
     limit = question.memory_limit if change is None else change.memory(question.memory_limit)
     entry = {
