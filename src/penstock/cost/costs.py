@@ -43,9 +43,8 @@ _DEFAULTS = {
 _NO_FILE = "<costs>"
 _UNITS = {"time_unit": ("seconds", "units"), "memory_unit": ("bytes", "activations")}
 _TIMED = ("forward", "backward_input", "backward_weight")
-"""Times are seconds if any of these is given."""
 _SIZED = ("activation", "parameters", "gradients", "optimizer_state", "unsharded_parameters")
-"""Sizes are bytes if any of these is given."""
+"""Times are seconds, and sizes are bytes, if any of these is given."""
 
 
 def _cost(default: float | None, unit: str, per: str) -> Any:  # noqa: ANN401 -- a dataclass field
@@ -293,11 +292,8 @@ def _times(value: Cost | None, factor: float) -> Cost | None:
 @cache
 def _keys() -> dict[str, str]:
     """The keys of a file, each with the name of the cost."""
-    return {
-        "_".join(filter(None, (f.name, f.metadata["unit"]))): f.name
-        for f in fields(Costs)
-        if f.name != "source"
-    }
+    named = (f for f in fields(Costs) if f.name != "source")
+    return {"_".join(filter(None, (f.name, f.metadata["unit"]))): f.name for f in named}
 
 
 def _key_of(name: str) -> str:
