@@ -110,7 +110,8 @@ def test_no_module_uses_eval_pickle_or_yaml() -> None:
     allowed = {
         source / "runtime" / "transport" / "message_spec.py",  # between ranks of one job
         source / "runtime" / "checkpoints" / "collective.py",  # the same
-        source / "runtime" / "checkpoints" / "pickled_index.py",  # old files; allows only their classes
+        source / "runtime" / "checkpoints" / "pickled_index.py",  # opcodes of old files
+        source / "formats" / "restricted_pickle.py",  # parses them; allows only the classes it is given
     }
     for path in set(source.rglob("*.py")) - allowed:
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
