@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from tests.support.grids import small
 from tests.support.random_costs import random_costs
 from tests.support.random_schedules import random_valid
 
+SCHEDULES = int(os.environ.get("LOOP_SCHEDULES", "5000"))
 NEVER = 10**18
 
 
@@ -42,7 +44,7 @@ def outcome(schedule: Schedule, seed: int) -> Iterator[bytes]:
     yield Simulator(schedule, costs).makespans(runs).tobytes()
 
 
-@pytest.mark.parametrize("first", range(0, 5_000, 100))
+@pytest.mark.parametrize("first", range(0, SCHEDULES, 100))
 @small(lambda first: first == 0)
 def test_compiled_and_plain_loops_give_the_same_bits(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba", reason="the compiled loops are an extra")
