@@ -61,15 +61,21 @@ class PenstockError(ValueError):
 class ActionError(PenstockError):
     """A text is not an action; `position` is the index of the first wrong character."""
 
-    def __init__(self, text: str, position: int, reason: str) -> None:
+    def __init__(self, text: str, position: int, reason: str, location: str = "") -> None:
         shown = text if len(text) <= 60 else text[:57] + "..."
-        super().__init__(f"{shown!r} is not an action: {reason} (at position {position})")
+        place = f"{location}: " if location else ""
+        super().__init__(f"{place}{shown!r} is not an action: {reason} (at position {position})")
         self.text = text
         self.position = position
         self.reason = reason
+        self.location = location
 
-    def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
-        return type(self), (self.text, self.position, self.reason)
+    def at(self, location: str) -> ActionError:
+        """The same error with the place of the text, which its message begins with."""
+        return ActionError(self.text, self.position, self.reason, location)
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, str, str]]:
+        return type(self), (self.text, self.position, self.reason, self.location)
 
 
 class PlacementError(PenstockError):

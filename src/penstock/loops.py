@@ -33,6 +33,11 @@ class Loop:
         self._function = function
         self._compiled: Callable[..., None] | None = None
 
+    @classmethod
+    def compile_from_now_on(cls) -> None:
+        """Compile every loop at its next long enough run, as after many entries."""
+        Loop._entries = max(Loop._entries, COMPILE_AFTER)
+
     def run(self, entries: int, inputs: Sequence[Column], outputs: Sequence[Column]) -> None:
         """One run over so many entries; `outputs` are changed in place."""
         if self._pays(entries) and (compiled := self._machine_code()) is not None:

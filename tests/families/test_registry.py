@@ -119,3 +119,10 @@ def test_families_of_a_package_are_found_through_its_entry_point(monkeypatch: py
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
     assert penstock.build("from_a_package", ranks=2, microbatches=1).num_ranks == 2
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_function_that_returns_no_schedule_is_reported() -> None:
+    penstock.register("texts", "returns texts", stages_per_rank=1)(lambda *_: ["0F0 0B0"])  # type: ignore[arg-type]
+    with pytest.raises(BuildError, match="texts: its function must return a Schedule"):
+        penstock.build("texts", ranks=1, microbatches=1)

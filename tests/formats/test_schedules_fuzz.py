@@ -18,7 +18,7 @@ from tests.support.schedule_files import DOCUMENT
 CASES = 5_000
 CHARACTERS = "0123456789FIWBSENDRCV_()[]{};:,\"'\\ \t\r\n-+.·\x00\ufeff\u0660éntrue"
 LOCATIONS = {
-    "csv": r"row \d+|no rows|rank \d+.*: ",
+    "csv": r"row \d+|no rows|the steps of a row are|rank \d+.*: ",
     "json": r"line \d+, column \d+: |expected a JSON object|invalid JSON|.*: unknown key"
     rf"|({'|'.join(DOCUMENT)})(\[\d+\])*: "
     r"|.*: duplicate key",

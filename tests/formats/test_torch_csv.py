@@ -134,3 +134,19 @@ def test_invalid_edges_are_reported_with_their_place(first: str, reason: str) ->
 def test_edges_alone_are_no_schedule() -> None:
     with pytest.raises(FormatError, match="no rows: a schedule has one row per rank"):
         reads("edges,0>1\n", "csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("0F0;0B0\n1F0;1B0\n", "the steps of a row are separated by commas: 0F0,0F1,0B0"),
+        ("0F0 0B0\n1F0 1B0\n", "the steps of a row are separated by commas: 0F0,0F1,0B0"),
+        (
+            "step 0,step 1\n0F0,0B0\n",
+            "row 1: remove it: a schedule file has no header, its first row is rank 0",
+        ),
+        ("F0,B0\nF0,B0\n", "row 1, column 1: 'F0' is not an action"),
+    ],
+)
+def test_the_first_problem_is_that_of_the_whole_file(text: str, hint: str) -> None:
+    assert problems_of(text, "csv")[0].startswith(hint)

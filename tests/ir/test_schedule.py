@@ -233,9 +233,24 @@ def test_a_rank_without_a_stage_of_its_own_is_rejected(text: str) -> None:
         Schedule.parse(text)
 
 
-def test_no_lists_at_all_are_rejected() -> None:
-    with pytest.raises(ScheduleError):
-        Schedule([])
+@pytest.mark.parametrize("lists", [[], [""], ["", ""]])
+def test_no_actions_at_all_are_rejected(lists: list[str]) -> None:
+    with pytest.raises(ScheduleError, match="no actions: a schedule is a list of actions for each rank"):
+        Schedule(lists)
+
+
+def test_a_text_that_is_no_action_is_located() -> None:
+    with pytest.raises(
+        ActionError, match=r"^rank 1, step 2: '1B' is not an action: B needs a microbatch"
+    ) as caught:
+        Schedule.parse("0F0 0B0 | 1F0 1F1 1B")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # noqa: S301 -- our own
+
+
+def test_parse_takes_a_text() -> None:
+    lists: Any = ["0F0 0B0", "1F0 1B0"]
+    with pytest.raises(ScheduleError, match=r"takes a text \(given .*\); a list: Schedule\(...\)"):
+        Schedule.parse(lists)
 
 
 @pytest.mark.parametrize(

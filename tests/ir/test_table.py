@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 import penstock
 from penstock import Schedule
 from penstock.ir.kinds import Kind
@@ -67,7 +69,11 @@ def test_the_kinds_of_a_table_are_those_of_its_parts() -> None:
 def test_a_message_belongs_to_its_edge() -> None:
     lowered = penstock.lower(penstock.build("1f1b", ranks=3, microbatches=1))
     parts = [part for row in lowered.ranks for step in row for part in step.parts]
-    edges = {str(part): edge for part, edge in zip(parts, lowered.table.edge.tolist()) if edge >= 0}
+    edges = {
+        str(part): int(lowered.table.edges_of(part.kind, np.array([number]))[0])
+        for number, part in enumerate(parts)
+        if part.kind.is_communication
+    }
     assert edges == {
         "0SEND_F0": 0,
         "1RECV_F0": 0,

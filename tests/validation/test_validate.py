@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 import penstock
@@ -183,3 +186,29 @@ def test_the_hand_made_schedules_of_the_seeds_are_valid(text: str) -> None:
 def test_the_stages_of_the_seeds_are_where_they_were() -> None:
     stages = [Schedule.parse(text).placement.stages_of_rank for text in SEEDS.values()]
     assert stages == [((0, 3), (1, 2)), ((0, 1, 4), (2, 3)), ((0, 2), (1, 3)), ((0,), (1,))]
+
+
+def test_several_microbatches_are_plural() -> None:
+    (violation,) = penstock.validate(Schedule.parse("0F0 0F1 | 1F0 1B0 1F1 1B1"))
+    assert violation.message == "stage 0 has no backward of microbatches 0-1"
+
+
+@pytest.mark.parametrize("ask", [penstock.validate, penstock.lower, penstock.simulate])
+def test_what_is_no_schedule_is_reported(ask: Callable[[Any], object]) -> None:
+    with pytest.raises(ScheduleError, match=r"must be a Schedule \(given 'mine.csv'\): penstock.read"):
+        ask("mine.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("0F1 0B1 | 1F1 1B1", "microbatches are numbered from 0"),
+        ("0F0 0B0 | 2F0 2B0", "stages are numbered from 0 without gaps"),
+        ("0F0 0B0 0F1 0B1 | 1F0 1B0 1B1", "every stage runs the forward of every microbatch once"),
+    ],
+)
+def test_a_missing_forward_names_the_likely_cause(text: str, hint: str) -> None:
+    missing = [each for each in penstock.validate(Schedule.parse(text)) if each.code == "missing-forward"]
+    assert missing
+    for each in missing:
+        assert (each.suggestion or "").endswith(hint)

@@ -2,7 +2,11 @@
 
 To add a family, write a function that takes ranks, microbatches and stages_per_rank and returns a `Schedule`,
 and decorate it with `@register("name", "one-line summary")`.
+
+`penstock.families` is this package and can be called: `penstock.families()` is `penstock.families.families()`.
 """
+
+from penstock.callable_package import make_callable
 
 # importing a family registers it; the order of the imports is the order of `penstock list`
 from penstock.families.gpipe import gpipe, looped_bfs  # isort: skip
@@ -43,3 +47,5 @@ __all__ = [
     "zb_h2",
     "zbv",
 ]
+
+make_callable(__name__, families)

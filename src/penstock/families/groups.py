@@ -46,14 +46,6 @@ class Groups(NamedTuple):
             microbatches += 1
         return cls(microbatches, group, is_default=False)
 
-    def passes(
-        self, stages: tuple[int, ...], ranks: int, rank: int, *, more: int = 0
-    ) -> tuple[Ints, Ints, int]:
-        """A rank's forwards, its full backwards, and how many forwards 1F1B warms up with, and `more`."""
-        forwards, backwards = self.codes(Kind.F, stages), self.codes(Kind.B, stages[::-1])
-        warmup = (len(stages) - 1) * self.size + 2 * (ranks - 1 - rank) + more
-        return forwards, backwards, min(warmup, len(forwards))
-
     def codes(self, kind: Kind, stages: tuple[int, ...]) -> Ints:
         """The actions of one kind: group after group, in each stage after stage."""
         microbatch = np.arange(self.microbatches)
@@ -61,6 +53,24 @@ class Groups(NamedTuple):
         own = np.array(stages, dtype=np.int64)[:, None]
         groups = codes_of(kind, own, microbatch[:whole].reshape(-1, 1, self.size))
         return np.concatenate((groups.ravel(), codes_of(kind, own, microbatch[whole:]).ravel()))
+
+    def one_f_one_b_orders(
+        self,
+        placement: Placement,
+        microbatches: int,
+        steady: Callable[[Ints, Ints], Ints],
+        *,
+        more: int = 0,
+    ) -> list[Ints]:
+        """Per rank: a warm-up of (v - 1)g + 2(p - 1 - r) + `more` forwards, `steady`, the other backwards."""
+        ranks, orders = placement.num_ranks, []
+        for rank, stages in enumerate(placement.stages_of_rank):
+            forwards, backwards = self.codes(Kind.F, stages), self.codes(Kind.B, stages[::-1])
+            warmup = min((len(stages) - 1) * self.size + 2 * (ranks - 1 - rank) + more, len(forwards))
+            both = steady(forwards[warmup:], backwards)
+            order = np.concatenate((forwards[:warmup], both, backwards[len(forwards) - warmup :]))
+            orders.append(keep_microbatches(order, microbatches))
+        return orders
 
     def split_orders(
         self, placement: Placement, microbatches: int, weight_delay: Callable[[int], int]

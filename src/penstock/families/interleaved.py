@@ -41,8 +41,6 @@ F, B, W the forward, input-gradient and weight-gradient time of all stages of a 
 
 from __future__ import annotations
 
-import numpy as np
-
 from penstock.families.groups import Groups, all_ranks, half_the_ranks
 from penstock.families.rank_order import alternate, keep_microbatches
 from penstock.families.registry import register
@@ -64,12 +62,7 @@ def interleaved_1f1b(
     """Warm up, alternate forwards and backwards, then run the remaining backwards."""
     placement = Placement.loop(ranks, stages_per_rank)
     groups = Groups.of(ranks, microbatches, group, all_ranks(ranks))
-    orders = []
-    for rank, stages in enumerate(placement.stages_of_rank):
-        forwards, backwards, warmup = groups.passes(stages, ranks, rank)
-        steady = len(forwards) - warmup
-        passes = (forwards[:warmup], alternate(forwards[warmup:], backwards), backwards[steady:])
-        orders.append(keep_microbatches(np.concatenate(passes), microbatches))
+    orders = groups.one_f_one_b_orders(placement, microbatches, alternate)
     return Schedule.from_codes(orders, placement, microbatches, groups.name("interleaved-1f1b"))
 
 

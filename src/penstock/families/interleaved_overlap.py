@@ -25,10 +25,8 @@ all-to-all.
 
 from __future__ import annotations
 
-import numpy as np
-
 from penstock.families.groups import Groups, all_ranks
-from penstock.families.rank_order import keep_microbatches, overlapped_pairs
+from penstock.families.rank_order import overlapped_pairs
 from penstock.families.registry import register
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -47,10 +45,5 @@ def interleaved_overlap(
     """Warm up with one more forward, so that the next forward and backward are a pair of different work."""
     placement = Placement.loop(ranks, stages_per_rank)
     groups = Groups.of(ranks, microbatches, group, all_ranks(ranks))
-    orders = []
-    for rank, stages in enumerate(placement.stages_of_rank):
-        forwards, backwards, warmup = groups.passes(stages, ranks, rank, more=1)
-        steady = len(forwards) - warmup
-        passes = (forwards[:warmup], overlapped_pairs(forwards[warmup:], backwards), backwards[steady:])
-        orders.append(keep_microbatches(np.concatenate(passes), microbatches))
+    orders = groups.one_f_one_b_orders(placement, microbatches, overlapped_pairs, more=1)
     return Schedule.from_codes(orders, placement, microbatches, groups.name("interleaved-overlap"))

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.ir.action import Kind
-from penstock.ir.columns import Bools, kinds_in
-from penstock.ir.encoding import JOINED, MICROBATCH_MASK, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT, code_of
+from penstock.ir.columns import Bools, kinds_in, microbatches_in, stages_in
+from penstock.ir.encoding import JOINED, MICROBATCH_SHIFT, STAGE_SHIFT, code_of
 from penstock.ir.table import Ints
 
 __all__ = [
@@ -52,7 +52,7 @@ def number_microbatches(steps: Sequence[int]) -> Ints:
     F, and likewise I or B, is of the next microbatch of its stage; W of the one whose I was first.
     """
     codes = np.array(steps, dtype=np.int64)
-    kind, stage = kinds_in(codes), (codes >> STAGE_SHIFT) & STAGE_MASK
+    kind, stage = kinds_in(codes), stages_in(codes)
     microbatch = np.zeros(len(codes), dtype=np.int64)
     forward, split, weight, full = (kind == each.number for each in (Kind.F, Kind.I, Kind.W, Kind.B))
     for own in (stage == each for each in np.unique(stage).tolist()):
@@ -66,12 +66,12 @@ def number_microbatches(steps: Sequence[int]) -> Ints:
 def keep_microbatches(order: Sequence[int] | Ints, microbatches: int) -> Ints:
     """Drop microbatches from this number on; half of an overlapped pair can remain, as a single step."""
     codes = np.asarray(order, dtype=np.int64)
-    return _keep(codes, ((codes >> MICROBATCH_SHIFT) & MICROBATCH_MASK) < microbatches)
+    return _keep(codes, microbatches_in(codes) < microbatches)
 
 
 def keep_stages(order: Ints, stages: Sequence[int]) -> Ints:
     """Drop all other stages, and number these from 0; half of an overlapped pair can remain."""
-    stage = (order >> STAGE_SHIFT) & STAGE_MASK
+    stage = stages_in(order)
     number = np.searchsorted(stages, stage)
     keep = np.isin(stage, stages)
     return _keep(order - ((stage - number) << STAGE_SHIFT), keep)

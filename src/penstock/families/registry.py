@@ -132,6 +132,8 @@ def build(
     given = f"{ranks} ranks, {per_rank} stages per rank, {microbatches} microbatches"
     _check_work(ranks * per_rank, microbatches, given)
     built = family.builder(ranks, microbatches, per_rank, **({} if group is None else {"group": group}))
+    if not isinstance(built, Schedule):
+        raise BuildError(f"{family.name}: its function must return a Schedule (given {printable(repr(built))})")
     return leave_out_stages(built, per_rank if stages_per_rank is None else stages_per_rank)
 
 

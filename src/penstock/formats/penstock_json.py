@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.arguments import printable
 from penstock.errors import FormatError, PlacementError, ScheduleError
+from penstock.formats.file_kinds import SCHEDULE, kind_of_file
 from penstock.formats.step_texts import Row, parse_row, schedule_of
 from penstock.ir.action import MAX_ID
 from penstock.ir.graph import StageGraph
@@ -87,6 +88,8 @@ def _load_object(text: str, source: str) -> tuple[dict[str, Any], list[str]]:
         raise FormatError(source, ["invalid JSON: a number is too long or the nesting too deep"]) from None
     if not isinstance(document, dict):
         raise FormatError(source, [f"expected a JSON object with the keys {', '.join(_EXPECTED)}"])
+    if (kind := kind_of_file(document)) not in (None, SCHEDULE):
+        raise FormatError(source, [f"not a schedule: it is {kind}"])
     problems = [f"{printable(key)}: duplicate key" for key in duplicates]
     return document, problems + _key_problems(document)
 

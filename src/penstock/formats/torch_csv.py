@@ -25,6 +25,7 @@ from penstock.ir.schedule import Schedule
 __all__ = ["dumps", "loads"]
 
 _EDGES = "edges"
+_SEPARATORS = re.compile(r"[;\s|]+")
 _EDGE = re.compile(r"([0-9]{1,8})>([0-9]{1,8})")
 
 
@@ -57,7 +58,7 @@ def loads(text: str, source: str, name: str) -> Schedule:
     if not rows:
         problems.append("no rows: a schedule has one row per rank")
     if problems:
-        raise FormatError(source, problems)
+        raise FormatError(source, _hint(rows) + problems)
     try:
         if edges is None:
             return schedule_of(ranks, name)
@@ -68,6 +69,16 @@ def loads(text: str, source: str, name: str) -> Schedule:
         raise FormatError(source, [f"row 1: {error}"]) from None
     except ScheduleError as error:
         raise FormatError(source, [str(error)]) from None
+
+
+def _hint(rows: list[list[str]]) -> list[str]:
+    """What is wrong with the whole file, if it is: another separator, or a header."""
+    if rows and all(len(row) == 1 and len(_SEPARATORS.split(row[0])) > 1 for row in rows):
+        return ["the steps of a row are separated by commas: 0F0,0F1,0B0"]
+    steps = [any(cell[:1].isdigit() or cell[:1] == "(" for cell in row) for row in rows[:2]]
+    if steps == [False, True]:
+        return ["row 1: remove it: a schedule file has no header, its first row is rank 0"]
+    return []
 
 
 def _parse_edges(row: list[str], problems: list[str]) -> Iterator[Edge]:

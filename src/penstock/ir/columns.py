@@ -30,12 +30,26 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, require_handled
 from penstock.ir.placement import Placement
 
-__all__ = ["ActionColumns", "Bools", "Floats", "Ints", "SmallInts", "codes_of", "kinds_in"]
+__all__ = [
+    "ActionColumns",
+    "Bools",
+    "Floats",
+    "Ints",
+    "SmallInts",
+    "codes_of",
+    "kinds_in",
+    "microbatches_in",
+    "stages_in",
+]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 SmallInts: TypeAlias = npt.NDArray[np.int8]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
+
+# freed at once and never touched: from then on glibc keeps freed blocks of up to this size for the next column,
+# instead of returning them to the system and having every page of the next one cleared again
+np.empty(30 << 20, dtype=np.uint8)
 
 
 def codes_of(kind: Kind, stage: Ints | int, microbatch: Ints | int = 0, port: Ints | int = 0) -> Ints:
@@ -46,7 +60,24 @@ def codes_of(kind: Kind, stage: Ints | int, microbatch: Ints | int = 0, port: In
 
 def kinds_in(codes: Ints) -> Ints:
     """The number of the kind of each part."""
-    return (codes >> KIND_SHIFT) & KIND_MASK
+    return _bits(codes, KIND_SHIFT, KIND_MASK)
+
+
+def stages_in(codes: Ints) -> Ints:
+    """The stage of each part."""
+    return _bits(codes, STAGE_SHIFT, STAGE_MASK)
+
+
+def microbatches_in(codes: Ints) -> Ints:
+    """The microbatch of each part, 0 where the kind has none."""
+    return _bits(codes, MICROBATCH_SHIFT, MICROBATCH_MASK)
+
+
+def _bits(codes: Ints, shift: int, mask: int) -> Ints:
+    """One of the fields of each part, with one new array: at this size, memory takes most of the time."""
+    bits: Ints = codes >> shift
+    bits &= mask
+    return bits
 
 
 Columns = TypeVar("Columns", bound="ActionColumns")
@@ -93,11 +124,10 @@ class ActionColumns:
         microbatches: int,
     ) -> Columns:
         """From the integer form of all lists, one after the other, and where each begins."""
-        joined = (code & JOINED).astype(np.bool_)
         slot: Ints = np.arange(len(code))
         slot_bounds = part_bounds
-        if joined.any():
-            slot = np.cumsum(~joined) - 1
+        if np.bitwise_or.reduce(code) & JOINED:
+            slot = np.cumsum((code & JOINED) == 0) - 1
             slot_bounds = np.append(slot, slot[-1] + 1)[part_bounds]
         rank = np.repeat(np.arange(len(part_bounds) - 1), np.diff(slot_bounds))
         table = cls(placement, graph, microbatches, code, slot, part_bounds, slot_bounds, rank)
@@ -119,12 +149,15 @@ class ActionColumns:
     @cached_property
     def kind(self) -> SmallInts:
         """Per part: the number of its kind."""
-        return kinds_in(self.code).astype(np.int8)
+        low = self.code.astype(np.int8)  # has all bits of the kind, and is an eighth of the memory
+        low >>= KIND_SHIFT
+        low &= KIND_MASK
+        return low
 
     @cached_property
     def stage(self) -> Ints:
         """Per part: its stage."""
-        return (self.code >> STAGE_SHIFT) & STAGE_MASK
+        return stages_in(self.code)
 
     @property
     def port(self) -> Ints:
@@ -134,7 +167,7 @@ class ActionColumns:
     @cached_property
     def microbatch(self) -> Ints:
         """Per part: its microbatch, 0 where the kind has none."""
-        return (self.code >> MICROBATCH_SHIFT) & MICROBATCH_MASK
+        return microbatches_in(self.code)
 
     @cached_property
     def part_rank(self) -> Ints:
@@ -185,22 +218,23 @@ class ActionColumns:
         """Per part: whether it is of one of these kinds."""
         chosen = np.zeros(len(self.code), dtype=np.bool_)
         for kind in kinds:
-            if self._present[kind.number]:
+            if self._count[kind.number]:
                 chosen |= self.kind == kind.number
         return chosen
 
     def has(self, *kinds: Kind) -> bool:
         """Whether any part is of one of these kinds."""
-        return bool(self._present[[kind.number for kind in kinds]].any())
+        return any(self._count[kind.number] for kind in kinds)
 
     @cached_property
-    def _present(self) -> Bools:
-        return np.bincount(self.kind, minlength=len(Kind)) > 0
+    def _count(self) -> Ints:
+        """Per number of a kind: its parts."""
+        return np.bincount(self.kind, minlength=len(Kind))
 
     @property
     def kinds(self) -> list[Kind]:
         """The kinds that there are."""
-        return [kind for kind in Kind if self._present[kind.number]]
+        return [kind for kind in Kind if self._count[kind.number]]
 
     def require_handled(self, kinds: Collection[Kind], room: str) -> None:
         """Raise `UnhandledKindError` if there are parts of other kinds than these."""
@@ -210,6 +244,10 @@ class ActionColumns:
         """The sound parts of this kind in ascending order."""
         found = self.of_kind(kind)
         return np.flatnonzero(found if self.all_sound else found & self.sound)
+
+    def num_sound_parts(self, kind: Kind) -> int:
+        """How many sound parts of this kind there are."""
+        return int(self._count[kind.number]) if self.all_sound else len(self.sound_parts(kind))
 
     @cached_property
     def only_compute(self) -> bool:

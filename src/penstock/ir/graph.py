@@ -55,7 +55,7 @@ class StageGraph:
         try:
             TopologicalSorter(self._inputs).prepare()
         except CycleError as error:
-            cycle = " -> ".join(map(str, reversed(error.args[1])))
+            cycle = " -> ".join(map(str, error.args[1]))
             raise PlacementError(f"stages feed each other in a cycle: {cycle}") from None
         if crowded := [
             s for ports in self._extra_ports for s, others in ports.items() if len(others) > MAX_PORTS

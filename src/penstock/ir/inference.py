@@ -7,13 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir.columns import Bools, Ints, kinds_in
+from penstock.ir.columns import Bools, Ints, kinds_in, microbatches_in, stages_in
 from penstock.ir.encoding import (
     JOINED,
-    MICROBATCH_MASK,
-    MICROBATCH_SHIFT,
-    STAGE_MASK,
-    STAGE_SHIFT,
     decode,
 )
 from penstock.ir.kinds import Kind
@@ -25,7 +21,11 @@ __all__ = ["infer_microbatches", "infer_placement"]
 def infer_placement(rows: Sequence[Ints]) -> Placement:
     """Put each stage on the rank with most of its actions; one without actions, beside the stage before it."""
     num_ranks, codes = len(rows), _joined(rows)
-    stage = (codes >> STAGE_SHIFT) & STAGE_MASK
+    if not len(codes):
+        raise ScheduleError(
+            "there are no actions: a schedule is a list of actions for each rank, such as 0F0 0B0"
+        )
+    stage = stages_in(codes)
     highest = _highest("stage", rows, stage, np.ones(len(codes), dtype=np.bool_))
     rank = np.repeat(np.arange(num_ranks), [len(row) for row in rows])
     pairs, votes = np.unique(stage * max(num_ranks, 1) + rank, return_counts=True)
@@ -38,7 +38,10 @@ def infer_placement(rows: Sequence[Ints]) -> Placement:
         filled.append(each if each >= 0 else (filled or [0])[-1])
     if idle := sorted(set(range(num_ranks)) - set(filled)):
         shown = ", ".join(map(str, idle[:4])) + ", ..." * (len(idle) > 4)
-        raise ScheduleError(f"rank {shown}: no stage; every rank must have at least one")
+        raise ScheduleError(
+            f"rank {shown}: no stage; every rank must have at least one. A stage is on the rank with most of "
+            "its actions, the lowest of several; to see which are on a wrong rank, give the placement"
+        )
     return Placement(tuple(filled))
 
 
@@ -46,7 +49,7 @@ def infer_microbatches(rows: Sequence[Ints]) -> int:
     """One more than the highest number."""
     codes = _joined(rows)
     numbered = np.array([kind.has_microbatch for kind in Kind])[kinds_in(codes)]
-    return _highest("microbatch", rows, (codes >> MICROBATCH_SHIFT) & MICROBATCH_MASK, numbered) + 1
+    return _highest("microbatch", rows, microbatches_in(codes), numbered) + 1
 
 
 def _joined(rows: Sequence[Ints]) -> Ints:

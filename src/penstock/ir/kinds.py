@@ -27,7 +27,6 @@ __all__ = [
     "Resource",
     "StageRelation",
     "handler_of",
-    "kind_numbered",
     "require_handled",
 ]
 
@@ -274,11 +273,6 @@ class Kind(Enum):
 
 MEMORY_KINDS = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
 """The kinds that change what is held between a forward and its backward."""
-
-
-def kind_numbered(number: int) -> Kind:
-    """The kind with this number."""
-    return tuple(Kind)[number]
 
 
 def require_handled(present: Collection[Kind], handled: Collection[Kind], component: str) -> None:

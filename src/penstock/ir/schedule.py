@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from penstock.arguments import whole_number
+from penstock.arguments import printable, whole_number
 from penstock.display import Displayed
-from penstock.errors import ScheduleError
+from penstock.errors import ActionError, ScheduleError
 from penstock.ir.action import Action, Overlap, Step, parse_action
 from penstock.ir.encoding import decode, encode
 from penstock.ir.graph import StageGraph
@@ -29,7 +29,7 @@ from penstock.ir.table import ActionTable, kinds_in
 if TYPE_CHECKING:
     from penstock.ir.table import Ints
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "require_schedule"]
 
 _SMALL = 1_000_000  # of stages times microbatches: arrays have an entry for each, so it must be plausible
 
@@ -61,7 +61,7 @@ class Schedule(Displayed):
         name: str = "custom",
         graph: StageGraph | None = None,
     ) -> None:
-        rows = [[_as_step(step) for step in (row.split() if isinstance(row, str) else row)] for row in ranks]
+        rows = [_steps_of(rank, row) for rank, row in enumerate(ranks)]
         if placement is None or microbatches is None:
             plain = [np.fromiter(encode(row), dtype=np.int64) for row in rows]
             placement = placement or infer_placement(plain)
@@ -136,6 +136,10 @@ class Schedule(Displayed):
         graph: StageGraph | None = None,
     ) -> Schedule:
         """From text: `Schedule.parse("0F0 0B0 | 1F0 1B0")`, ranks separated by `|` or by line breaks."""
+        if not isinstance(text, str):
+            raise ScheduleError(
+                f"Schedule.parse takes a text (given {printable(repr(text))}); a list: Schedule(...)"
+            )
         return cls(text.strip().replace("|", "\n").split("\n"), placement, microbatches, name, graph)
 
     def renamed(self, name: str) -> Schedule:
@@ -261,9 +265,27 @@ class Schedule(Displayed):
         return texts_of_codes(self.table.rows[rank], self.graph)
 
 
-def _as_step(step: object) -> Step:
+def require_schedule(value: object) -> None:
+    """Raise unless the value is a schedule."""
+    if not isinstance(value, Schedule):
+        raise ScheduleError(
+            f"schedule must be a Schedule (given {printable(repr(value))}): penstock.read(path) reads a file, "
+            "penstock.build(name, ranks=..., microbatches=...) builds a family"
+        )
+
+
+def _steps_of(rank: int, row: str | Iterable[Step | str]) -> list[Step]:
+    return [_as_step(rank, k, step) for k, step in enumerate(row.split() if isinstance(row, str) else row)]
+
+
+def _as_step(rank: int, index: int, step: object) -> Step:
     if isinstance(step, str):
-        return parse_action(step)
+        try:
+            return parse_action(step)
+        except ActionError as error:
+            raise error.at(f"rank {rank}, step {index}") from None
     if isinstance(step, Action | Overlap):
         return step
-    raise ScheduleError(f"a step is an action, an overlapped pair or the text of one (given {step!r})")
+    raise ScheduleError(
+        f"rank {rank}, step {index}: a step is an action, a pair of them or the text of one (given {step!r})"
+    )

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.errors import ActionError
 from penstock.ir.action import Action, parse_action
-from penstock.ir.columns import Ints
+from penstock.ir.columns import Ints, microbatches_in
 from penstock.ir.encoding import (
     JOINED,
     KIND_MASK,
@@ -29,7 +29,7 @@ _PAIR = f"){Kind.OVERLAP_F_B.value}"
 
 def texts_of_codes(codes: Ints, graph: StageGraph) -> list[str]:
     """The text of each step: `str` of what `penstock.ir.encoding.decode` returns."""
-    microbatch = (codes >> MICROBATCH_SHIFT) & MICROBATCH_MASK
+    microbatch = microbatches_in(codes)
     others, which = np.unique(codes & ~(MICROBATCH_MASK << MICROBATCH_SHIFT | JOINED), return_inverse=True)
     actions = list(decode(others.tolist(), graph))
     before = [f"{part.stage}{part.kind}" for action in actions for part in action.parts]

@@ -44,19 +44,15 @@ class ActionTable(ActionColumns):
         """Per part: stage * microbatches + microbatch, meaningful where `sound`."""
         return self.stage * self.microbatches + self.microbatch
 
-    @cached_property
-    def edge(self) -> Ints:
-        """Per part: for a message, the number of the edge it travels on, -1 if there is no such edge."""
-        found = np.full(len(self.code), -1, dtype=np.int64)
-        for kind in self.kinds:
-            if kind.is_communication:
-                parts = self.sound_parts(kind)
-                edges = self.graph.edges_by_port(kind)
-                port = self.code[parts] >> PORT_SHIFT
-                exists = port < edges.shape[1]
-                on_edge = edges[self.stage[parts], np.where(exists, port, 0)]
-                found[parts] = np.where(exists, on_edge, -1)
-        return found
+    def edges_of(self, kind: Kind, parts: Ints) -> Ints:
+        """Per sound message of this kind: the number of the edge it travels on, -1 if there is no such edge."""
+        edges, stage = self.graph.edges_by_port(kind), self.stage[parts]
+        port = self.code[parts] >> PORT_SHIFT
+        if not port.any():
+            first: Ints = edges[:, 0][stage]
+            return first
+        exists = port < edges.shape[1]
+        return np.where(exists, edges[stage, np.where(exists, port, 0)], -1)
 
     @cached_property
     def _found(self) -> dict[Kind, Ints]:
@@ -74,9 +70,10 @@ class ActionTable(ActionColumns):
         """Per edge and microbatch: the first sound SEND or RECV of this kind, -1 where there is none."""
         if kind not in self._found:
             parts = self.sound_parts(kind)[::-1]
-            if parts.size:  # compute schedules have none, and need no edges of parts
-                parts = parts[self.edge[parts] >= 0]
-            cell = self.edge[parts] * self.microbatches + self.microbatch[parts] if parts.size else parts
+            edge = self.edges_of(kind, parts)
+            if (edge < 0).any():
+                parts, edge = parts[edge >= 0], edge[edge >= 0]
+            cell = edge * self.microbatches + self.microbatch[parts]
             self._found[kind] = self._first(parts, cell, len(self.graph.edges))
         return self._found[kind]
 

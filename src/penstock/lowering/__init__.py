@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.ir.schedule import Schedule
+from penstock.ir.schedule import Schedule, require_schedule
 from penstock.lowering.backward import MergeBackward, SplitBackward
 from penstock.lowering.communication import AddCommunication
 from penstock.lowering.offload import Offload
@@ -50,6 +50,7 @@ def lower(
     `trace` is called with the name of each pass and the schedule after it. All violations of
     an invalid schedule are raised as one error.
     """
+    require_schedule(schedule)
     # add-communication finds a deadlock itself, so it is not searched for twice
     found_later = not schedule.table.has_communication and AddCommunication() in passes
     violations = violations_in_lists(schedule) if found_later else validate(schedule, SendModel.EDGE_STREAMS)

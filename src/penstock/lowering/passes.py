@@ -33,7 +33,9 @@ class Pass(ABC):
 
 def arrange(schedule: Schedule, rank: Ints, key: Ints, code: Ints) -> Schedule:
     """The schedule with these parts on these ranks, sorted by key; parts with equal keys keep their order."""
-    order = np.argsort(rank * (int(key.max(initial=0)) + 1) + key, kind="stable")
+    by_rank = rank * (int(key.max(initial=0)) + 1)
+    by_rank += key
+    order = np.argsort(by_rank, kind="stable")
     return schedule.with_codes(code[order], _bounds(rank, schedule.num_ranks))
 
 

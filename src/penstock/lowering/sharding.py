@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import ScheduleError
 from penstock.ir.kinds import Kind
@@ -23,7 +24,10 @@ from penstock.lowering.passes import Pass, insert, require_absent
 
 __all__ = ["AddSharding", "with_sharding"]
 
-_NEVER = np.iinfo(np.int64).max
+NextUses: TypeAlias = npt.NDArray[np.int32]
+"""Per stage and slot of a rank: twice the slot that next works on the stage, odd for a pair's second."""
+
+_NEVER = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
@@ -46,17 +50,18 @@ class AddSharding(Pass):
         return with_sharding(schedule, lambda _, next_use: _held(next_use, self.max_active_stages))
 
 
-def with_sharding(schedule: Schedule, held: Callable[[int, Ints], Bools]) -> Schedule:
+def with_sharding(schedule: Schedule, held: Callable[[int, NextUses], Bools]) -> Schedule:
     """The schedule with RESHARD and UNSHARD where the set of unsharded stages changes, soonest used first.
 
     `held` is called with each rank and, per stage and slot, its next use; it tells, per stage and slot, whether
     the stage is unsharded there.
     """
     table = schedule.table
+    uses = table.is_compute | table.of_kind(Kind.REDUCE_GRAD)
     ranks, slots, codes = [], [], []
     for rank, stages in enumerate(table.placement.stages_of_rank):
         own = np.array(stages)
-        next_use = _next_uses(table, rank, own)
+        next_use = _next_uses(table, uses, rank, own)
         switches = _switches(next_use, held(rank, next_use))
         for kind, (slot, which) in zip((Kind.RESHARD, Kind.UNSHARD), switches):
             ranks.append(np.full(len(slot), rank))
@@ -66,7 +71,7 @@ def with_sharding(schedule: Schedule, held: Callable[[int, Ints], Bools]) -> Sch
     return insert(schedule, before, np.concatenate(ranks), np.concatenate(codes))
 
 
-def _switches(next_use: Ints, held: Bools) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
+def _switches(next_use: NextUses, held: Bools) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
     """Where a stage stops, and where it begins, to be unsharded: slots in ascending order, and the stages."""
     never = np.zeros((len(held), 1), dtype=np.bool_)
     around = np.hstack((never, held, never))
@@ -78,25 +83,35 @@ def _switches(next_use: Ints, held: Bools) -> tuple[tuple[Ints, Ints], tuple[Int
     return (slot[by_stage], which[by_stage]), (slot[soonest], which[soonest])
 
 
-def _next_uses(table: ActionTable, rank: int, stages: Ints) -> Ints:
-    """Per stage and slot of a rank: twice the slot that next works on the stage, odd for a pair's second."""
+def _next_uses(table: ActionTable, uses: Bools, rank: int, stages: Ints) -> NextUses:
+    """When this rank next works on each stage; `uses` tells which parts work on their stage."""
     first, last = table.slot_bounds[rank : rank + 2]
-    parts = np.arange(*table.part_bounds[rank : rank + 2])
-    if not table.only_compute:
-        parts = parts[table.is_compute[parts] | table.of_kind(Kind.REDUCE_GRAD)[parts]]
+    begin, end = table.part_bounds[rank : rank + 2]
+    parts = begin + np.flatnonzero(uses[begin:end])
     slot = table.slot[parts] - first
     second = np.concatenate(([False], slot[1:] == slot[:-1]))[: len(slot)]
-    next_use = np.full((len(stages), last - first), _NEVER)
+    next_use = np.full((len(stages), last - first), _NEVER, dtype=np.int32)
     which = np.searchsorted(stages, table.stage[parts])
     # written backwards, so that of two uses in one slot the first counts
     next_use[which[::-1], slot[::-1]] = (2 * slot + second)[::-1]
-    return np.minimum.accumulate(next_use[:, ::-1], axis=1)[:, ::-1]
+    return np.ascontiguousarray(np.minimum.accumulate(next_use[:, ::-1], axis=1)[:, ::-1])
 
 
-def _held(next_use: Ints, max_active_stages: int) -> Bools:
+def _held(next_use: NextUses, max_active_stages: int) -> Bools:
     """Per stage and slot: whether the stage is among the next `max_active_stages` to be used."""
     held: Bools = next_use != _NEVER
     if max_active_stages < len(next_use):
-        limit = np.partition(next_use, max_active_stages - 1, axis=0)[max_active_stages - 1]
-        held &= next_use <= limit | 1  # both parts of a pair
+        held &= next_use <= _smallest(next_use, max_active_stages) | 1  # both parts of a pair
     return held
+
+
+def _smallest(rows: NextUses, n: int) -> NextUses:
+    """Per column: its n-th smallest entry. For few rows this is faster than `np.partition` along columns."""
+    least: list[NextUses] = []
+    for row in rows:
+        rest = row
+        for i, other in enumerate(least):
+            least[i], rest = np.minimum(other, rest), np.maximum(other, rest)
+        if len(least) < n:
+            least.append(rest)
+    return least[-1]

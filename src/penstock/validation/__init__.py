@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.ir.kinds import MEMORY_KINDS, Kind
-from penstock.ir.schedule import Schedule
+from penstock.ir.schedule import Schedule, require_schedule
 from penstock.validation.actions import complete, known_ids, no_duplicates, order_on_rank, right_rank
 from penstock.validation.communication import channel_order, delivered_in_time, sent_and_received
 from penstock.validation.deadlock import no_deadlock
@@ -61,6 +61,7 @@ def validate(schedule: Schedule, send_model: SendModel | str = SendModel.RENDEZV
     `send_model` is the strictest send model to prove it deadlock-free for: `rendezvous` unless given, which
     covers all; `edge-streams` asks for no more than a stream for every ordered pair of ranks.
     """
+    require_schedule(schedule)
     model = SendModel.of(send_model)
     found = (
         replace(each, suggestion=suggested_move(schedule, each, lambda other: _all_violations(other, model)))

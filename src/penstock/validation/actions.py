@@ -73,18 +73,18 @@ def no_duplicates(table: ActionTable) -> Iterator[Violation]:
 def _each_is_first(table: ActionTable, kind: Kind) -> bool:
     """Whether every sound part of a kind is the first of its stage, or edge, and microbatch."""
     first = table.message_at(kind) if kind.is_communication else table.at(kind)
-    return np.count_nonzero(first >= 0) == len(table.sound_parts(kind))
+    return np.count_nonzero(first >= 0) == table.num_sound_parts(kind)
 
 
 def complete(table: ActionTable) -> Iterator[Violation]:
     """Every stage runs every microbatch: forward, and in a training schedule backward."""
-    yield from _per_stage(
-        table,
-        ~_present(table, Kind.F),
-        "missing-forward",
-        "has no forward (F) of",
-        "add it; every stage runs the forward of every microbatch once",
-    )
+    present = _present(table, Kind.F)
+    suggestion = "add it; every stage runs the forward of every microbatch once"
+    if not present.any(axis=1).all():
+        suggestion += "; stages are numbered from 0 without gaps"
+    if not present[:, :1].any():
+        suggestion += "; microbatches are numbered from 0"
+    yield from _per_stage(table, ~present, "missing-forward", "has no forward (F) of", suggestion)
     if table.has(Kind.I, Kind.W, Kind.B):
         yield from _complete_backward(table)
 
@@ -134,9 +134,10 @@ def _present(table: ActionTable, kind: Kind) -> Bools:
 
 def _per_stage(table: ActionTable, faulty: Bools, code: str, what: str, suggestion: str) -> Iterator[Violation]:
     for stage in np.flatnonzero(faulty.any(axis=1)).tolist():
-        numbers = ranges(np.flatnonzero(faulty[stage]).tolist())
+        numbers = np.flatnonzero(faulty[stage]).tolist()
+        noun = "microbatch" if len(numbers) == 1 else "microbatches"
         rank = table.placement.stage_to_rank[stage]
-        yield Violation(code, f"stage {stage} {what} microbatch {numbers}", suggestion, rank)
+        yield Violation(code, f"stage {stage} {what} {noun} {ranges(numbers)}", suggestion, rank)
 
 
 _MOST_RUNS = 8

@@ -62,7 +62,7 @@ def _needless(messages: Messages) -> Iterator[Violation]:
 
 def _why_needless(messages: Messages, part: int) -> str:
     table = messages.table
-    edge = int(table.edge[part])
+    edge = int(table.edges_of(part_at(table, part)[2].kind, np.array([part]))[0])
     if edge >= 0 and table.crosses_ranks[edge]:
         source, target = table.graph.edges[table.carrier[edge]]
         return f"no message is needed: stage {target}, on the same rank, gets the value of stage {source}"
