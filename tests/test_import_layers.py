@@ -18,7 +18,7 @@ SOURCE = Path(penstock.__file__).parent
 
 # from the bottom up: a package imports packages of lower layers, never of its own
 LAYERS = (
-    {"errors", "arguments", "compilation", "loops"},
+    {"errors", "arguments", "callable_package", "compilation", "loops"},
     {"diagnostics"},
     {"display"},
     {"ir"},
@@ -32,7 +32,8 @@ LAYERS = (
     {"planning"},
     {"view"},
     {"traces"},
-    {"penstock"},  # __init__.py, which only gathers names
+    {"api"},  # gathers the public names
+    {"penstock"},  # __init__.py, which has them
     {"runtime"},
     {"pipelining"},  # torch's names
     {"integrations", "records"},

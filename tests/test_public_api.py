@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,18 @@ def test_all_other_attributes_are_modules_or_private() -> None:
     modules = {path.stem for path in Path(penstock.__file__).parent.iterdir()}
     seen = {name for name in vars(penstock) if not name.startswith("_")}
     assert seen - modules <= DOCUMENTED
+
+
+def test_public_names_are_imported_when_they_are_used() -> None:
+    code = "import sys, penstock as p; a = {*sys.modules}; p.build; print('numpy' in a, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)  # noqa: S603
+    assert done.stdout == "False True\n"
+
+
+def test_every_public_name_is_listed_and_an_unknown_name_is_an_attribute_error() -> None:
+    assert set(dir(penstock)) >= DOCUMENTED
+    with pytest.raises(AttributeError, match="module 'penstock' has no attribute 'simulat'"):
+        penstock.simulat  # noqa: B018 -- it raises
 
 
 def test_the_version_is_valid() -> None:

@@ -1,98 +1,26 @@
-"""Penstock: pipeline-parallel training schedules, designed, proved, shown and run."""
+"""Penstock: pipeline-parallel training schedules, designed, proved, shown and run.
+
+The public names are those of `penstock.api`, which is imported when the first of them is used.
+"""
 
 import typing as _typing
-
-from penstock.cost.costs import Costs
-from penstock.errors import (
-    ActionError,
-    BatchError,
-    BuildError,
-    CheckpointError,
-    CostsError,
-    EstimateError,
-    ExportError,
-    FormatError,
-    MissingExtraError,
-    PartitionError,
-    PenstockError,
-    PipelineError,
-    PlacementError,
-    PlanError,
-    ScheduleError,
-    SearchError,
-    StepFailedError,
-    TraceError,
-    UnhandledKindError,
-)
-from penstock.families import Family, build, encoder_decoder, families, register
-from penstock.formats import read
-from penstock.ir.action import Action, Kind, Overlap, parse_action
-from penstock.ir.graph import StageGraph
-from penstock.ir.placement import Placement
-from penstock.ir.schedule import Schedule
-from penstock.lowering import lower
-from penstock.planning import plan
-from penstock.planning.layout import even_layout
-from penstock.planning.layout_text import parse_layout
-from penstock.recognition import recognize
-from penstock.search import SearchResult  # binds penstock.search, a package that can be called
-from penstock.simulation.simulator import simulate
-from penstock.simulation.timeline import Timeline
-from penstock.traces.measured_run import MeasuredRun
-from penstock.traces.read_trace import read_trace
-from penstock.validation import SendModel, Violation, validate
+from importlib import import_module as _import_module
 
 if _typing.TYPE_CHECKING:
-    from penstock.search import search
+    from penstock.api import *  # noqa: F403 -- all of them
+    from penstock.api import __all__ as __all__
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Action",
-    "ActionError",
-    "BatchError",
-    "BuildError",
-    "CheckpointError",
-    "Costs",
-    "CostsError",
-    "EstimateError",
-    "ExportError",
-    "Family",
-    "FormatError",
-    "Kind",
-    "MeasuredRun",
-    "MissingExtraError",
-    "Overlap",
-    "PartitionError",
-    "PenstockError",
-    "PipelineError",
-    "Placement",
-    "PlacementError",
-    "PlanError",
-    "Schedule",
-    "ScheduleError",
-    "SearchError",
-    "SearchResult",
-    "SendModel",
-    "StageGraph",
-    "StepFailedError",
-    "Timeline",
-    "TraceError",
-    "UnhandledKindError",
-    "Violation",
-    "build",
-    "encoder_decoder",
-    "even_layout",
-    "families",
-    "lower",
-    "parse_action",
-    "parse_layout",
-    "plan",
-    "read",
-    "read_trace",
-    "recognize",
-    "register",
-    "search",
-    "simulate",
-    "validate",
-]
+
+def __getattr__(name: str) -> object:
+    api = _import_module("penstock.api")
+    if name not in globals():  # a package that `penstock.api` imports is there now
+        if name not in (*api.__all__, "__all__"):
+            raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+        globals()[name] = getattr(api, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_import_module("penstock.api").__all__})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -79,7 +80,7 @@ def test_the_package_shows_the_signature_and_the_documentation_of_the_function()
         ),
         (
             {"memory_limit": 3, "costs": Costs(parameters=(1, 3))},
-            "no schedule fits the memory limit of 3 per rank: rank 1 needs 4, for parameters, gradients",
+            "no schedule fits the memory limit of 3 B per rank: rank 1 needs 4 B, for parameters, gradients",
         ),
         ({"graph": 3}, "graph must be a StageGraph (given 3)"),
         ({"graph": StageGraph(1, ())}, "the graph has 1 stages, too few for 2 ranks"),
@@ -121,3 +122,8 @@ def test_counts_and_limits_may_be_numpy_scalars() -> None:
 def test_costs_for_another_number_of_stages_are_an_error() -> None:
     with pytest.raises(penstock.CostsError, match="forward: 3 entries, but the schedule has 2 stages"):
         search(ranks=2, microbatches=4, costs=Costs(forward=(1, 2, 3)))
+
+
+def test_the_repr_of_a_result_is_one_line() -> None:
+    text = repr(search(ranks=2, microbatches=3, moves=10))
+    assert re.fullmatch(r"<SearchResult: makespan 10 units, proved optimal, found by .*>", text)

@@ -9,7 +9,7 @@ import pytest
 from penstock import Costs, Schedule, Timeline, build, lower, simulate
 from penstock.errors import CostsError
 from penstock.lowering import DEFAULT_PASSES, Offload, Pass, Recompute
-from penstock.simulation.calibration import calibrate, errors_by_kind
+from penstock.simulation.calibration import calibrate, errors_by_kind, measured_jitter
 
 TRUE = Costs(
     forward=(1.0, 1.5),
@@ -36,6 +36,15 @@ def test_the_costs_of_a_schedule_with_b_and_of_one_with_i_and_w_together_are_all
 def test_costs_from_some_schedules_predict_another() -> None:
     found = calibrate([timeline("1f1b"), timeline("zb-h1")])
     assert timeline("zb-h2", found).makespan == pytest.approx(timeline("zb-h2").makespan)
+
+
+def test_what_a_split_backward_adds_to_f_is_in_i() -> None:
+    longer = replace(TRUE, forward=(1.2, 1.8))
+    found = calibrate([timeline("1f1b"), timeline("zb-h1", longer)])
+    assert found.forward == pytest.approx((1.0, 1.5))
+    assert found.backward_input == pytest.approx((1.2, 0.8))
+    assert calibrate([timeline("zb-h1", longer)]).forward == pytest.approx((1.2, 1.8))
+    assert measured_jitter([timeline("1f1b"), timeline("zb-h1", longer)]) == pytest.approx(0)
 
 
 def test_times_that_vary_become_their_means() -> None:

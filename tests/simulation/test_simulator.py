@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,3 +233,9 @@ def test_time_scales_with_its_unit(seed: int) -> None:
     assert np.allclose(once.end * 3, thrice.end)
     assert once.period is not None
     assert thrice.period == pytest.approx(3 * once.period)
+
+
+def test_costs_that_are_no_costs_are_reported() -> None:
+    costs: Any = {"forward": 2}
+    with pytest.raises(CostsError, match=r"costs must be Costs \(given {'forward': 2}\)"):
+        simulate(penstock.build("1f1b", ranks=2, microbatches=2), costs)

@@ -65,3 +65,8 @@ def test_send_models_that_block_need_a_lowered_schedule() -> None:
         with pytest.raises(ScheduleError, match="has no SEND and RECV actions to block; lower it first"):
             simulate(schedule, **options)
         assert simulate(penstock.lower(schedule), **options).makespan >= 15
+
+
+def test_the_repr_is_one_line() -> None:
+    timeline = simulate(penstock.build("1f1b", ranks=4, microbatches=8))
+    assert repr(timeline) == "<Timeline 1f1b: makespan 33 units, 27.3% idle, peak memory 4 activations>"

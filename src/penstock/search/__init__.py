@@ -4,10 +4,7 @@
 `penstock.search.search`.
 """
 
-import inspect
-import sys
-from types import ModuleType
-
+from penstock.callable_package import make_callable
 from penstock.search.api import search
 from penstock.search.fit_memory import FitMemory
 from penstock.search.result import OnProgress, Progress, SearchResult
@@ -16,11 +13,4 @@ from penstock.search.zbv_greedy import zbv_greedy
 
 __all__ = ["FitMemory", "OnProgress", "PlaceSharding", "Progress", "SearchResult", "search", "zbv_greedy"]
 
-
-class _CallablePackage(ModuleType):
-    __call__ = staticmethod(search)
-    __signature__ = inspect.signature(search)
-
-
-sys.modules[__name__].__class__ = _CallablePackage
-__doc__ = f"{__doc__}\n{inspect.getdoc(search)}\n"
+make_callable(__name__, search)

@@ -99,10 +99,11 @@ def _require_memory(placements: list[Placement], costs: Costs, limit: float | No
         for rank, (own, fixed) in enumerate(zip(placement.stages_of_rank, fixed_bytes(costs, placement))):
             held = sum(activation[s] for s in own)
             if held > (limit - fixed) * (1 + 1e-9):
-                errors.append(f"rank {rank} needs {fixed + held:g}")
+                errors.append(f"rank {rank} needs {costs.units.memory(fixed + held)}")
     if errors:
         what = "for parameters, gradients, optimizer state and one microbatch of each of its stages"
         more = f", and {len(errors) - 4} more" if len(errors) > 4 else ""
         raise SearchError(
-            f"no schedule fits the memory limit of {limit:g} per rank: {'; '.join(errors[:4])}{more}, {what}"
+            f"no schedule fits the memory limit of {costs.units.memory(limit)} per rank: "
+            f"{'; '.join(errors[:4])}{more}, {what}"
         )

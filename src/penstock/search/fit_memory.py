@@ -22,10 +22,9 @@ from penstock.arguments import printable
 from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
 from penstock.errors import SearchError
-from penstock.ir.encoding import MICROBATCH_MASK, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT
+from penstock.ir.columns import kinds_in, microbatches_in, stages_in
 from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import kinds_in
 from penstock.lowering import Offload, Pass, Policy, Recompute
 from penstock.lowering.passes import require_absent
 from penstock.simulation.simulator import simulate
@@ -206,7 +205,7 @@ def _without(schedule: Schedule, pair: _Pair) -> Schedule:
     numbers = [kind.number for kind in pair.kinds]
     rows = []
     for row in schedule.table.rows:
-        stage, microbatch = row >> STAGE_SHIFT & STAGE_MASK, row >> MICROBATCH_SHIFT & MICROBATCH_MASK
+        stage, microbatch = stages_in(row), microbatches_in(row)
         dropped = np.isin(kinds_in(row), numbers) & (stage == pair.stage) & (microbatch == pair.microbatch)
         rows.append(row[~dropped])
     return schedule.with_rows(rows)

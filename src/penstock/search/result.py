@@ -78,6 +78,11 @@ class SearchResult(Displayed):
     quantile: float | None
     """With `jitter`: the quantile of the makespan under jitter."""
 
+    def __repr__(self) -> str:
+        value = self.timeline.costs.units.time(self.value)
+        quality = "proved optimal" if self.proved else f"gap <= {self.gap:.2%}"
+        return f"<SearchResult: {self.objective} {value}, {quality}, found by {self.found_by}>"
+
     @property
     def gap(self) -> float:
         """The excess over the bound, as a share of the bound."""

@@ -27,9 +27,10 @@ def require_least(problems: Sequence[Problem], fit: FitMemory) -> None:
     works = (free_choice(problem, fit) for problem in problems)
     needs = [max((need, -rank) for rank, need in enumerate(least_needed(work))) for work in works]
     if all(need > fit.memory_limit * (1 + 1e-9) for need, _ in needs):
-        need, rank = min(needs)
+        (need, rank), units = min(needs), fit.costs.units
         raise SearchError(
-            f"no schedule fits the memory limit of {fit.memory_limit:g} per rank: rank {-rank} needs {need:g} "
+            f"no schedule fits the memory limit of {units.memory(fit.memory_limit)} per rank: rank {-rank} "
+            f"needs {units.memory(need)} "
             "for parameters, gradients, optimizer state and one backward, whatever is recomputed or offloaded"
         )
 

@@ -4,6 +4,8 @@ Steps of several schedules may be combined: one with B and one with I and W give
 because the makespan is a sum along a path: what now and then takes longer must count. A clock around a step
 does not tell its all-to-all from its compute: the all-to-all stays as in the known costs, the rest is compute.
 Nor does it tell the latency of a copy to the host from its transfer: the latency stays as it is known.
+F of a microbatch with I and W takes longer than F of one with B, because its layers prepare for a split
+backward. Costs have one F, so the difference is in I: it is a part of the price of a split.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 from penstock.cost.costs import Costs
 from penstock.cost.prices import edge_prices, host_copy_bytes, stream_seconds
 from penstock.errors import CostsError
+from penstock.ir.action import Action
 from penstock.ir.kinds import Kind
 from penstock.simulation.timeline import Timeline
 
@@ -27,7 +30,8 @@ _COMPUTE: dict[Kind, str | None] = {
     kind: kind.spec.cost for kind in Kind if kind.is_compute and kind is not Kind.OVERLAP_F_B
 }
 
-Samples = dict[tuple[Kind, int], list[float]]
+Samples = dict[tuple[Kind, int, bool], list[float]]
+"""Seconds of each kind on each stage, and of F apart where the backward of its microbatch is split."""
 Means = dict[tuple[Kind, int], float]
 """Seconds of each kind on each stage."""
 
@@ -44,12 +48,8 @@ def calibrate(timelines: Sequence[Timeline], links: Costs | None = None) -> Cost
     counts = {timeline.schedule.num_stages for timeline in timelines}
     if len(counts) > 1:
         raise CostsError(f"the timelines have different numbers of stages: {sorted(counts)}")
-    samples: Samples = {}
-    for timeline in timelines:
-        for kind, stage, seconds in _measured(timeline):
-            samples.setdefault((kind, stage), []).append(seconds)
     num_stages, base = counts.pop(), links or timelines[0].costs
-    means = _compute_of({key: fmean(values) for key, values in samples.items()}, base, num_stages)
+    means = _compute_of(_means(_samples(timelines)), base, num_stages)
     steps = sum(int(timeline.is_compute.sum()) for timeline in timelines)
     found: dict[str, Any] = _derived(means, num_stages) if links else _updated(means, base, num_stages)
     return replace(
@@ -66,12 +66,32 @@ def measured_jitter(timelines: Sequence[Timeline]) -> float:
 
     Steps that vary wait for each other, so a schedule takes longer than one whose steps all take their means.
     """
-    samples: Samples = {}
-    for timeline in timelines:
-        for kind, stage, seconds in _measured(timeline):
-            samples.setdefault((kind, stage), []).append(seconds)
-    shares = [np.array(each) / fmean(each) - 1 for each in samples.values() if len(each) > 1 and fmean(each)]
+    samples = _samples(timelines).values()
+    shares = [np.array(each) / fmean(each) - 1 for each in samples if len(each) > 1 and fmean(each)]
     return float(np.sqrt(np.mean(np.concatenate(shares) ** 2))) if shares else 0.0
+
+
+def _samples(timelines: Sequence[Timeline]) -> Samples:
+    found: Samples = {}
+    for timeline in timelines:
+        table = timeline.schedule.table
+        at = table.of_kind(Kind.I)
+        split = set(zip(table.stage[at].tolist(), table.microbatch[at].tolist()))
+        for action, seconds in _measured(timeline):
+            of_split = action.kind is Kind.F and (action.stage, action.microbatch) in split
+            found.setdefault((action.kind, action.stage, of_split), []).append(seconds)
+    return found
+
+
+def _means(samples: Samples) -> Means:
+    """Of each kind and stage; if F was measured with B and with I, the difference of the two F is in I."""
+    means = {(kind, stage): fmean(each) for (kind, stage, of_split), each in samples.items() if not of_split}
+    for (kind, stage, of_split), each in samples.items():
+        if of_split:
+            more = fmean(each) - means.setdefault((kind, stage), fmean(each))
+            if (Kind.I, stage) in means:
+                means[Kind.I, stage] = max(means[Kind.I, stage] + more, 0.0)
+    return means
 
 
 def _compute_of(means: Means, base: Costs, num_stages: int) -> Means:
@@ -191,17 +211,17 @@ def errors_by_kind(predicted: Timeline, measured: Sequence[Timeline]) -> list[Ki
     overhead = predicted.costs.launch_overhead
     found = []
     for kind in _COMPUTE:
-        theirs = [seconds for each, _, seconds in happened if each is kind]
-        ours = [seconds - overhead for each, _, seconds in expected if each is kind]
+        theirs = [seconds for action, seconds in happened if action.kind is kind]
+        ours = [seconds - overhead for action, seconds in expected if action.kind is kind]
         if ours and theirs:
             found.append(KindError(kind.value, fmean(ours), fmean(theirs)))
     steps = fmean(timeline.makespan for timeline in measured)
     return [*found, KindError("step", predicted.makespan, steps)]
 
 
-def _measured(timeline: Timeline) -> Iterator[tuple[Kind, int, float]]:
-    """Kind, stage and seconds of compute that ran by itself, not in an overlapped pair."""
+def _measured(timeline: Timeline) -> Iterator[tuple[Action, float]]:
+    """Compute that ran by itself, not in an overlapped pair, and its seconds."""
     for event in timeline.events:
         parts = event.step.parts
         if len(parts) == 1 and parts[0].kind in _COMPUTE:
-            yield parts[0].kind, parts[0].stage, event.end - event.start
+            yield parts[0], event.end - event.start

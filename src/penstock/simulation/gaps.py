@@ -99,6 +99,12 @@ class Gaps(Sequence[Gap]):
     blame: Ints
     """The slot whose end the gap waits for, -1 without one."""
 
+    @classmethod
+    def none(cls, timeline: Timeline) -> Gaps:
+        """No gaps, where they mean nothing: the ranks of this timeline did not finish."""
+        slots, times = np.zeros(0, dtype=np.int64), np.zeros(0)
+        return cls(timeline, slots, times, times, slots, slots, slots, slots)
+
     def __len__(self) -> int:
         return len(self.rank)
 

@@ -22,9 +22,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from penstock.arguments import printable
 from penstock.cost.costs import Costs
 from penstock.cost.prices import collectives_take_time, host_copies_take_time, message_seconds, step_seconds
-from penstock.errors import ScheduleError
+from penstock.errors import CostsError, ScheduleError
 from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
@@ -111,6 +112,11 @@ class Simulator:
         blocking_receives: bool = False,
     ) -> Simulator:
         """For a schedule that is validated first."""
+        if not isinstance(costs, Costs | None):
+            raise CostsError(
+                f"costs must be Costs (given {printable(repr(costs))}): penstock.Costs(forward=2), or "
+                "penstock.Costs.read(path) for a file"
+            )
         if violations := validate(schedule, send_model):
             raise invalid_schedule_error(schedule, violations)
         return cls(schedule, costs or Costs(), send_model, blocking_receives=blocking_receives)

@@ -92,18 +92,21 @@ class TimedMessages:
         return self._messages_at(slice(None))
 
     @cached_property
-    def further_uses(self) -> tuple[tuple[Message, int], ...]:
-        """Messages with the slots that use them after the first one: other stages of the same rank."""
+    def further_uses(self) -> tuple[Ints, Ints]:
+        """Uses of messages after the first one, by other stages of the same rank: number and slot of each."""
         messages, slot = self.schedule.messages, self.schedule.table.slot
         used = (messages.producer >= 0) & (messages.consumer >= 0)
-        index = np.cumsum(used) - 1
         number, part = messages.further_uses
-        return tuple((self.messages[index[n]], int(slot[p])) for n, p in zip(number, part) if used[n])
+        there = used[number]
+        index: Ints = np.cumsum(used) - 1
+        return index[number[there]], slot[part[there]]
 
     @property
     def uses(self) -> tuple[tuple[Message, int], ...]:
         """Every message with every slot that uses it."""
-        return (*((message, message.consumer) for message in self.messages), *self.further_uses)
+        first = ((message, message.consumer) for message in self.messages)
+        number, slot = (column.tolist() for column in self.further_uses)
+        return (*first, *zip((self.messages[each] for each in number), slot))
 
     def _transfers(self) -> tuple[Floats, Floats]:
         """Per message: begin and arrival; by its send's end and the latency where it was not followed."""

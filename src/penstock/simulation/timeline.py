@@ -54,6 +54,13 @@ class Timeline(Displayed, TimedMessages):
     Simulated: `simulate(..., with_period=True)`. Measured: from consecutive steps. None where neither is known.
     """
 
+    def __repr__(self) -> str:
+        units = self.costs.units
+        return (
+            f"<Timeline {self.schedule.name}: makespan {units.time(self.makespan)}, {self.bubble():.1%} idle, "
+            f"peak memory {units.memory(max(self.peak_memory, default=0.0))}>"
+        )
+
     # --- times -------------------------------------------------------------------------------------
 
     @cached_property

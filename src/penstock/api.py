@@ -1,0 +1,91 @@
+"""The public names of the package, gathered from the modules that define them."""
+
+from penstock.cost.costs import Costs
+from penstock.errors import (
+    ActionError,
+    BatchError,
+    BuildError,
+    CheckpointError,
+    CostsError,
+    EstimateError,
+    ExportError,
+    FormatError,
+    MissingExtraError,
+    PartitionError,
+    PenstockError,
+    PipelineError,
+    PlacementError,
+    PlanError,
+    ScheduleError,
+    SearchError,
+    StepFailedError,
+    TraceError,
+    UnhandledKindError,
+)
+from penstock.families import Family, build, encoder_decoder, families, register
+from penstock.formats import read
+from penstock.ir.action import Action, Kind, Overlap, parse_action
+from penstock.ir.graph import StageGraph
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.lowering import lower
+from penstock.planning import plan
+from penstock.planning.layout import even_layout
+from penstock.planning.layout_text import parse_layout
+from penstock.recognition import recognize
+from penstock.search import SearchResult, search
+from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
+from penstock.traces.measured_run import MeasuredRun
+from penstock.traces.read_trace import read_trace
+from penstock.validation import SendModel, Violation, validate
+
+__all__ = [
+    "Action",
+    "ActionError",
+    "BatchError",
+    "BuildError",
+    "CheckpointError",
+    "Costs",
+    "CostsError",
+    "EstimateError",
+    "ExportError",
+    "Family",
+    "FormatError",
+    "Kind",
+    "MeasuredRun",
+    "MissingExtraError",
+    "Overlap",
+    "PartitionError",
+    "PenstockError",
+    "PipelineError",
+    "Placement",
+    "PlacementError",
+    "PlanError",
+    "Schedule",
+    "ScheduleError",
+    "SearchError",
+    "SearchResult",
+    "SendModel",
+    "StageGraph",
+    "StepFailedError",
+    "Timeline",
+    "TraceError",
+    "UnhandledKindError",
+    "Violation",
+    "build",
+    "encoder_decoder",
+    "even_layout",
+    "families",
+    "lower",
+    "parse_action",
+    "parse_layout",
+    "plan",
+    "read",
+    "read_trace",
+    "recognize",
+    "register",
+    "search",
+    "simulate",
+    "validate",
+]
