@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import penstock
@@ -55,3 +57,19 @@ def test_prediction_layers_are_in_the_last_stage_of_their_rank() -> None:
     schedule = penstock.build("interleaved-1f1b", ranks=2, microbatches=4)
     with pytest.raises(ExportError, match=r"must be in the last stage of their rank, and stage 1 is not"):
         export_megatron(schedule, parse_layout("Et|m||L"))
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "group", "runs"),
+    [(8, None, True), (6, None, False), (3, None, False), (11, 6, True), (8, 6, False), (13, 6, False)],
+)
+def test_the_last_group_of_microbatches_has_one_for_each_rank(
+    microbatches: int, group: int | None, *, runs: bool
+) -> None:
+    options: dict[str, Any] = {} if group is None else {"group": group}
+    schedule = penstock.build("interleaved-1f1b", ranks=4, microbatches=microbatches, **options)
+    if runs:
+        export_megatron(schedule, even_layout(16, 8))
+        return
+    with pytest.raises(ExportError, match=r"the last one must have at least 4.*try --microbatches \d+"):
+        export_megatron(schedule, even_layout(16, 8))

@@ -7,6 +7,7 @@ predict it, other processes had the cores, and nothing can be said.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,10 @@ pytest.importorskip("torch")
 
 from benchmarks import fit, modules
 
+import penstock
+from penstock.cost.estimate import estimate
+from penstock.cost.estimate.operations import Passes
+from penstock.planning.estimated import even_blocks, stage_costs
 from penstock.runtime import register_layer
 
 if TYPE_CHECKING:
@@ -24,11 +29,25 @@ if TYPE_CHECKING:
 NOISE, ERROR = 0.03, 0.10
 
 
+def test_one_profile_of_a_simulated_machine_predicts_its_other_steps_exactly() -> None:
+    own = fit.gpt_estimate()
+    other = replace(own.device.attainable, passes=Passes(2.0, 3.0, 1.5), whole_backward=0.8)
+    machine = estimate(own.config, own.setting, replace(own.device, attainable=other))
+    timelines = {}
+    for name, schedule in fit.schedules(ranks=4).items():
+        costs = stage_costs(machine, schedule.placement, even_blocks(machine, schedule.num_stages))
+        timelines[name] = [penstock.simulate(schedule, replace(costs, latency=1e-4))]
+    rows = fit.predictions(own, timelines)
+    assert len(rows) >= 7
+    assert [row.predicted for row in rows] == pytest.approx([row.measured for row in rows], rel=1e-9)
+
+
 def _measured(part: str, rounds: int) -> dict[str, list[Timeline]]:
     register_layer(modules.Sleeping, modules.SleepingRule())
     return fit.measured(part, rounds)
 
 
+@pytest.mark.full  # it waits for stages that sleep
 def test_one_profile_predicts_the_steps_of_other_schedules(pools: Pools) -> None:
     for attempt in range(1, 4):
         timelines = pools(fit.PARTS["sleep"][0]).run(_measured, "sleep", 2 * attempt)[0]

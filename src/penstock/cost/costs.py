@@ -20,18 +20,18 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from penstock.arguments import did_you_mean, listed, plural, printable
 from penstock.cost.checks import problem_of
 from penstock.cost.units import Units
+from penstock.cost.values import Cost, as_tuple, times
 from penstock.errors import CostsError, FormatError
+from penstock.formats.file_kinds import COSTS, kind_of_file
 from penstock.formats.files import read_keys, require_extension, write_text
 from penstock.ir.graph import StageGraph
 
-__all__ = ["Cost", "Costs"]
-
-Cost: TypeAlias = float | tuple[float, ...]
+__all__ = ["Costs"]
 
 _DEFAULTS = {
     "backward": ("backward_input", "backward_weight"),
@@ -42,8 +42,8 @@ _DEFAULTS = {
 
 _NO_FILE = "<costs>"
 _UNITS = {"time_unit": ("seconds", "units"), "memory_unit": ("bytes", "activations")}
-_TIMED = ("forward", "backward_input", "backward_weight")
-_SIZED = ("activation", "parameters", "gradients", "optimizer_state", "unsharded_parameters")
+_TIMED = frozenset(("forward", "backward_input", "backward_weight"))
+_SIZED = frozenset(("activation", "parameters", "gradients", "optimizer_state", "unsharded_parameters"))
 """Times are seconds, and sizes are bytes, if any of these is given."""
 
 
@@ -122,6 +122,13 @@ class Costs:
         if problems:
             raise CostsError("; ".join(problems))
 
+    def __repr__(self) -> str:
+        return f"Costs({', '.join(f'{name}={value!r}' for name, value in self._given().items())})"
+
+    def _given(self) -> dict[str, Any]:
+        """What does not have its default."""
+        return {f.name: v for f in fields(self) if f.repr and (v := getattr(self, f.name)) != f.default}
+
     def _wrong_units(self) -> Iterator[str]:
         for name, allowed in _UNITS.items():
             if (value := getattr(self, name)) is not None and value not in allowed:
@@ -130,10 +137,8 @@ class Costs:
     @property
     def units(self) -> Units:
         """Whether times are seconds and sizes are bytes."""
-        default = {entry.name: entry.default for entry in fields(self)}
-        timed, sized = (
-            any(getattr(self, name) != default[name] for name in names) for names in (_TIMED, _SIZED)
-        )
+        given = self._given()
+        timed, sized = (not names.isdisjoint(given) for names in (_TIMED, _SIZED))
         return Units(
             timed if self.time_unit is None else self.time_unit == "seconds",
             sized if self.memory_unit is None else self.memory_unit == "bytes",
@@ -142,14 +147,14 @@ class Costs:
     def _slow_links(self) -> Iterator[str]:
         for name in ("bandwidth", "host_bandwidth"):
             speed = getattr(self, name)
-            if speed is not None and min(_as_tuple(speed)) <= 0:
+            if speed is not None and min(as_tuple(speed)) <= 0:
                 yield f"{name}: it must be more than 0"
 
     def _large_parts(self) -> Iterator[str]:
         """Parts of the activation that are larger than it."""
         for name in ("activation_freed_by_input", "checkpoint", "offloadable"):
-            part, whole = getattr(self, name), _as_tuple(self.activation)
-            part = whole if part is None else _as_tuple(part)
+            part, whole = getattr(self, name), as_tuple(self.activation)
+            part = whole if part is None else as_tuple(part)
             stages = max(len(part), len(whole))
             both = (each * stages if len(each) == 1 else each for each in (part, whole))
             if any(p > w for p, w in zip(*both)):
@@ -207,15 +212,15 @@ class Costs:
     def scaled(self, factor: float) -> Costs:
         """The same costs with all seconds multiplied by a factor."""
         timed = [f.name for f in fields(self) if f.metadata["unit"] == "seconds"]
-        changed: dict[str, Any] = {name: _times(getattr(self, name), factor) for name in timed}
+        changed: dict[str, Any] = {name: times(getattr(self, name), factor) for name in timed}
         for name in ("bandwidth", "host_bandwidth"):
-            changed[name] = _times(getattr(self, name), 1 / factor)
+            changed[name] = times(getattr(self, name), 1 / factor)
         return replace(self, **changed, time_unit=self.units.time_name)
 
     def shared_by(self, stages: float) -> Costs:
         """The costs of each of so many equal stages that together are one stage of these costs."""
         per_stage = [f.name for f in fields(self) if f.metadata["per"] == "stage"]
-        parts: dict[str, Any] = {name: _times(getattr(self, name), 1 / stages) for name in per_stage}
+        parts: dict[str, Any] = {name: times(getattr(self, name), 1 / stages) for name in per_stage}
         return replace(self, **parts, time_unit=self.units.time_name, memory_unit=self.units.memory_name)
 
     # --- files -------------------------------------------------------------------------------------
@@ -231,8 +236,10 @@ class Costs:
         if not isinstance(document, dict):
             raise FormatError(source, [f"costs are an object with keys such as {', '.join(list(_keys())[:3])}"])
         unknown = [str(key) for key in document if key not in _keys()]
+        if unknown and (kind := kind_of_file(document)) not in (None, COSTS):
+            raise FormatError(source, [f"not costs: it is {kind}"])
         problems = [
-            f"{printable(key)}: not a key of costs{did_you_mean(key, _keys())} (keys: {listed(_keys())})"
+            f"{printable(key)}: not a key of costs{did_you_mean(key, _keys()) or '; keys: ' + listed(_keys())}"
             for key in unknown
         ]
         given = {_keys()[key]: value for key, value in document.items() if key in _keys()}
@@ -256,11 +263,9 @@ class Costs:
 
     def to_keys(self) -> dict[str, Any]:
         """The keys of a file; what has its default is left out."""
-        return {
-            key: list(value) if isinstance(value := getattr(self, name), tuple) else value
-            for key, name in _keys().items()
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default
-        }
+        given = self._given()
+        named = ((key, given[name]) for key, name in _keys().items() if name in given)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in named}
 
     def dumps(self, extension: str) -> str:
         """The text of a `.json` or `.toml` file."""
@@ -277,16 +282,6 @@ class Costs:
 
 def _numeric(costs: Costs) -> Iterator[Field[Any]]:
     return (entry for entry in fields(costs) if entry.metadata["per"] != "model")
-
-
-def _as_tuple(value: Cost) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _times(value: Cost | None, factor: float) -> Cost | None:
-    if value is None:
-        return None
-    return tuple(x * factor for x in value) if isinstance(value, tuple) else value * factor
 
 
 @cache

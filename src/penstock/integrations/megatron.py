@@ -27,6 +27,8 @@ def export_megatron(schedule: Schedule, layout: PipelineLayout, microbatch_size:
         problems.append(
             f"Megatron runs {', '.join(_FAMILIES)} only, and this schedule is {found}; nearest is {nearest}"
         )
+    else:
+        problems += _check_groups(schedule, known[0])
     problems += _check_prediction(layout, schedule.num_ranks)
     raise_problems("Megatron", schedule, problems)
     family, _, group = known[0].partition(" --group ")
@@ -49,6 +51,21 @@ def export_megatron(schedule: Schedule, layout: PipelineLayout, microbatch_size:
         instead = f"with {per_stage} instead of" if per_rank > 1 else "without"
         notes.append(f"{instead} --pipeline-model-parallel-layout Megatron makes the same stages")
     return Export("Megatron", {"flags.txt": " \\\n".join(flags) + "\n"}, flags, notes)
+
+
+def _check_groups(schedule: Schedule, family: str) -> list[str]:
+    """Megatron's own rule for the microbatches of interleaved 1F1B: no short last group."""
+    ranks, microbatches = schedule.num_ranks, schedule.microbatches
+    group = int(family.partition(" --group ")[2] or ranks)
+    if schedule.num_stages == ranks or (microbatches >= group and not 0 < microbatches % group < ranks):
+        return []
+    nearest = max(microbatches // group, 1) * group
+    problem = (
+        f"Megatron divides the microbatches of interleaved schedules into groups of {group}, and the last one "
+        f"must have at least {ranks}, one for each rank (given {microbatches} microbatches): "
+        f"try --microbatches {nearest}"
+    )
+    return [problem]
 
 
 def _check_prediction(layout: PipelineLayout, ranks: int) -> list[str]:

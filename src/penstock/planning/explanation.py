@@ -11,7 +11,7 @@ from typing import Any
 from penstock.cost.costs import Costs
 from penstock.cost.live_activations import live_activations
 from penstock.cost.prices import ALL_TO_ALL
-from penstock.cost.units import bytes_text, seconds_text
+from penstock.cost.units import Units
 from penstock.errors import PlanError
 from penstock.ir.schedule import Schedule
 from penstock.planning.evaluation import training_schedules
@@ -61,49 +61,49 @@ def explain(plan: Plan, on_progress: OnProgress | None = None) -> Explanation:
 
 
 def _why(plan: Plan) -> Iterator[str]:
-    best, request = plan.best, plan.request
+    best, request, units = plan.best, plan.request, plan.units
     idle = best.timeline.bubble(request.objective)
     busiest = max(best.timeline.busy)
     yield (
-        f"{best} takes {seconds_text(best.seconds)}: its busiest rank computes for {seconds_text(busiest)}, "
+        f"{best} takes {units.time(best.seconds, 4)}: its busiest rank computes for {units.time(busiest, 4)}, "
         f"and the mean rank idles {idle:.1%} of the {request.objective}"
     )
     yield (
-        f"no order in this configuration takes less than {seconds_text(best.bound.seconds)} "
+        f"no order in this configuration takes less than {units.time(best.bound.seconds, 4)} "
         f"({best.bound.name}: {best.bound.because}), so the gap is at most {best.gap:.1%}"
     )
     if len(plan.options) > 1:
-        yield _against(best, plan.options[1])
+        yield _against(best, plan.options[1], units)
     yield from _memory(plan)
     if reasons := _reasons(best):
         yield f"its ranks wait for: {reasons}"
     yield from _against_even(plan)
 
 
-def _against(best: Option, other: Option) -> str:
+def _against(best: Option, other: Option, units: Units) -> str:
     more = other.seconds / best.seconds - 1 if best.seconds else 0.0
     ours, theirs = max(best.timeline.busy), max(other.timeline.busy)
     if abs(theirs - ours) <= 1e-3 * ours:
         why = "its busiest rank computes as long, so it idles more"
     elif theirs > ours:
-        why = f"its busiest rank computes for {seconds_text(theirs)} instead of {seconds_text(ours)}"
+        why = f"its busiest rank computes for {units.time(theirs, 4)} instead of {units.time(ours, 4)}"
     else:
-        why = f"its busiest rank computes for {seconds_text(theirs)} only, but it idles more"
+        why = f"its busiest rank computes for {units.time(theirs, 4)} only, but it idles more"
     return f"the next, {other}, takes {more:.2%} longer: {why}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    best, limit = plan.best, plan.request.memory_limit
-    text = f"it needs {bytes_text(best.memory)}" + ("" if limit is None else f" of {bytes_text(limit)}")
+    best, limit, units = plan.best, plan.request.memory_limit, plan.units
+    text = f"it needs {units.memory(best.memory)}" + ("" if limit is None else f" of {units.memory(limit)}")
     if len(plan.frontier) > 1:
         other = plan.frontier[1]
         more = other.seconds / best.seconds - 1 if best.seconds else 0.0
         text += f"; the fastest option with less memory, {other}, "
-        text += f"needs {bytes_text(other.memory)} and takes {more:.2%} longer"
+        text += f"needs {units.memory(other.memory)} and takes {more:.2%} longer"
     yield text
     if faster := [each for each in plan.too_large if each.bound < best.seconds_without_jitter]:
         count = f"{len(faster)} of {len(plan.too_large)} orders that exceed the memory limit might be faster"
-        yield f"{count}; the smallest of them, {faster[0]}, needs {bytes_text(faster[0].memory)}"
+        yield f"{count}; the smallest of them, {faster[0]}, needs {units.memory(faster[0].memory)}"
 
 
 def _reasons(best: Option) -> str:
@@ -120,7 +120,7 @@ def _against_even(plan: Plan) -> Iterator[str]:
     if counts != configuration.counts:
         seconds, name = _best_at(plan, request.model.costs(counts, configuration.samples))
         more = seconds / plan.best.seconds - 1 if plan.best.seconds else 0.0
-        yield f"with an even partition, {name} takes {seconds_text(seconds)}, {more:+.1%}"
+        yield f"with an even partition, {name} takes {plan.units.time(seconds, 4)}, {more:+.1%}"
 
 
 # --- what would help -------------------------------------------------------------------------------
@@ -153,7 +153,10 @@ def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
     common = request.model.common
     if request.memory_limit is not None:
         more = request.memory_limit * _MORE_MEMORY
-        yield f"25 % more memory, {bytes_text(more)} per rank", replace(shorter, memory_limit=more)
+        yield (
+            f"25 % more memory, {request.model.units.memory(more)} per rank",
+            replace(shorter, memory_limit=more),
+        )
     if common.latency and not isinstance(common.latency, tuple):
         yield "half the latency", _with_common(shorter, latency=common.latency / 2)
     if common.bandwidth is not None and not isinstance(common.bandwidth, tuple):

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 from penstock.arguments import printable
 from penstock.cost.costs import Costs
 from penstock.cost.prices import ALL_TO_ALL, action_seconds
+from penstock.cost.units import Units
 from penstock.errors import PlanError
 from penstock.ir.kinds import Kind
 from penstock.planning.layout import PipelineLayout, layout_of_counts
@@ -73,6 +75,11 @@ class Model:
         errors += errors_in_layers(self.layers)
         if errors:
             raise PlanError("; ".join(errors))
+
+    @cached_property
+    def units(self) -> Units:
+        """What its costs are in: seconds and bytes, or units and activations."""
+        return self.costs([len(self.layers)], 1).units
 
     def costs(self, counts: Sequence[int], samples: float) -> Costs:
         """The costs of stages with these numbers of layers, for microbatches of `samples` samples."""
@@ -142,6 +149,8 @@ class Model:
             host_latency=max(latencies) if isinstance(latencies := costs.host_latency, tuple) else latencies,
             host_bandwidth=min(speeds) if isinstance(speeds := costs.host_bandwidth, tuple) else speeds,
             **{entry: getattr(costs, entry) for entry in STEP_COSTS},
+            time_unit=costs.units.time_name,
+            memory_unit=costs.units.memory_name,
         )
         return cls(tuple(layers), common, name=name, are_stages=True)
 

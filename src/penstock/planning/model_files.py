@@ -30,7 +30,7 @@ from __future__ import annotations
 from os import PathLike
 from typing import Any
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import did_you_mean, printable, whole_number
 from penstock.cost.costs import Costs
 from penstock.errors import FormatError, PlanError
 from penstock.formats.files import read_keys
@@ -108,7 +108,8 @@ def _layers(tables: object, errors: list[str]) -> list[Layer]:
             continue
         unknown = [key for key in table if key not in _LAYER_KEYS]
         errors += [
-            f"{place}.{_shown(k)}: unknown key of a layer; the keys are {', '.join(_LAYER_KEYS)}"
+            f"{place}.{_shown(k)}: unknown key of a layer"
+            f"{did_you_mean(str(k), _LAYER_KEYS, 0.7) or '; the keys are ' + ', '.join(_LAYER_KEYS)}"
             for k in unknown
         ]
         count = _count(table.get("count", 1), f"{place}.count", errors) or 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cost.costs import Costs
-from penstock.cost.units import bytes_text
+from penstock.cost.units import Units
 from penstock.display import Displayed
 from penstock.errors import PlanError
 from penstock.formats import write_text
@@ -73,6 +73,11 @@ class Plan(Displayed):
     def time_name(self) -> str:
         """What the seconds of an option are."""
         return self.request.objective
+
+    @property
+    def units(self) -> Units:
+        """Of times and sizes."""
+        return self.request.model.units
 
     @property
     def gap(self) -> float:
@@ -246,9 +251,10 @@ def _no_option(evaluation: Evaluation) -> str:
             "evaluated: use fewer"
         )
     least = min(evaluation.too_large, key=lambda each: each.memory)
+    units = evaluation.request.model.units
     return (
-        f"nothing fits the memory limit of {bytes_text(limit)} per rank: the smallest of "
-        f"{len(evaluation.too_large)} orders, {least}, needs {bytes_text(least.memory)}, of which "
-        f"{bytes_text(max(least.configuration.fixed))} for parameters, gradients and optimizer state: use more "
-        f"ranks or memory, smaller microbatches{_more_techniques(evaluation.request)}"
+        f"nothing fits the memory limit of {units.memory(limit)} per rank: the smallest of "
+        f"{len(evaluation.too_large)} orders, {least}, needs {units.memory(least.memory)}, of which "
+        f"{units.memory(max(least.configuration.fixed))} for parameters, gradients and optimizer state: use "
+        f"more ranks or memory, smaller microbatches{_more_techniques(evaluation.request)}"
     )

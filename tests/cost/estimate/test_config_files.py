@@ -43,7 +43,10 @@ def test_every_missing_key_is_named(kind: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama4_text"}, "unknown architecture: model_type 'llama4_text'.* e.g. 'llama'"),
+        (
+            {"model_type": "llama4_text"},
+            "unknown architecture: model_type 'llama4_text'.*change the line: .model_type.: .llama.",
+        ),
         ({"model_type": None}, "missing model_type; known are llama"),
         ({"hidden_size": "4096"}, "hidden_size: must be an integer from 1 to 1e9 .given '4096'."),
         ({"hidden_size": 4097}, "num_attention_heads: 32 does not divide hidden_size 4097"),

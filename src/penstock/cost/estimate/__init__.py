@@ -8,6 +8,7 @@ h100 -> Device ────────────┘
 from penstock.cost.estimate.config_files import config_of_keys, is_config, read_config
 from penstock.cost.estimate.devices import Device, device, devices
 from penstock.cost.estimate.estimate import Estimate, estimate
+from penstock.cost.estimate.known_models import known_models
 from penstock.cost.estimate.layers import active_parameters, model_flops, parameters
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.setting import Setting
@@ -23,6 +24,7 @@ __all__ = [
     "devices",
     "estimate",
     "is_config",
+    "known_models",
     "model_flops",
     "parameters",
     "read_config",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.arguments import printable, whole_number
+from penstock.cost.estimate.known_models import is_model_name, keys_of_model
 from penstock.cost.estimate.model_config import Attention, Experts, ModelConfig
 from penstock.errors import FormatError
 from penstock.formats.files import read_keys
@@ -17,7 +18,13 @@ __all__ = ["ARCHITECTURES", "config_of_keys", "is_config", "read_config"]
 
 
 def read_config(path: str | PathLike[str]) -> ModelConfig:
-    """Read a `config.json`; the model is called as its file, or as its directory if the file has that name."""
+    """Read a `config.json`, or take a well-known model by its name (`known_models`).
+
+    A model is called as its file, or as its directory if the file has that name.
+    """
+    if is_model_name(str(path)):
+        name, keys = keys_of_model(str(path))
+        return config_of_keys(keys, name=name, source=name)
     path = Path(path)
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return config_of_keys(read_keys(path), name=printable(name), source=str(path))
@@ -51,11 +58,12 @@ def _unknown(kind: object) -> str:
     known = ", ".join(ARCHITECTURES)
     if kind is None:
         return f"missing model_type; known are {known}"
-    near = get_close_matches(str(kind), ARCHITECTURES, n=1, cutoff=0.4)
-    like = near[0] if near else "llama"
+    near = get_close_matches(str(kind), ARCHITECTURES, n=1, cutoff=0.8)
+    meant = f"; did you mean {near[0]}?" if near else "."
     return (
-        f"unknown architecture: model_type {printable(str(kind))!r}; known are {known}. If its blocks have the "
-        f"sizes of one of these, write that name, e.g. {like!r}"
+        f"unknown architecture: model_type {printable(str(kind))!r}{meant} Known are {known}. For a model with "
+        'the blocks of one of these, change the line: "model_type": "llama" has gated feed-forwards and '
+        'grouped-query attention, "mixtral" experts too, "gpt2" neither'
     )
 
 

@@ -103,8 +103,6 @@ class LayerOperations:
     message: float = 0.0
     """Bytes of its output, which a rank sends to the next stage."""
     recompute: str = "none"
-    all_parameters: float = 0.0
-    """Weights of the layer on all ranks of one model replica."""
 
     def _repeats(self, operation: Operation) -> bool:
         return _level(operation.repeated_at) <= _level(self.recompute)

@@ -93,7 +93,7 @@ class JobCandidates:
 
     def _traits(self, layout: JobLayout) -> Iterator[Traits]:
         blocks = self.request.config.layers
-        for traits in families_by_traits():
+        for traits in families_by_traits(self.request.families):
             if layout.pipeline == 1 and (traits.stages_per_rank > 1 or traits.split or traits.paired):
                 continue  # one rank has no bubble
             if traits.paired and layout.expert == 1:

@@ -111,7 +111,8 @@ class JobEvaluation:
 
     def _evaluate(self, each: Candidate) -> Iterator[JobOption]:
         placement, found = each.placement, each.stages.estimate
-        fitting = [family for family in families_by_traits()[each.traits] if self._fits(family, each)]
+        known = families_by_traits(self.request.families)[each.traits]
+        fitting = [family for family in known if self._fits(family, each)]
         costs = stage_costs(found, placement, each.counts) if fitting else Costs()
         for family in fitting:
             step = self._extended(family, each, costs)

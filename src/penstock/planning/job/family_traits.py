@@ -25,10 +25,12 @@ class Traits(NamedTuple):
 
 
 @cache
-def families_by_traits() -> dict[Traits, tuple[str, ...]]:
-    """The training families, by what their bounds depend on; those that offload are left out."""
+def families_by_traits(only: tuple[str, ...] = ()) -> dict[Traits, tuple[str, ...]]:
+    """The training families, or only these, by what bounds depend on; those that offload are left out."""
     found: dict[Traits, list[str]] = {}
     for name, family in families().items():
+        if only and name not in only:
+            continue
         fixed = family.stages_per_rank
         for count in _STAGES_PER_RANK if fixed is None else (fixed,):
             try:

@@ -11,8 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.cost.estimate.estimate import Estimator
-from penstock.cost.units import bytes_text, seconds_text
+from penstock.cost.estimate.estimate import Estimate, Estimator
+from penstock.cost.units import Units, bytes_text, seconds_text
 from penstock.display import Displayed
 from penstock.errors import PlanError
 from penstock.planning.estimated import estimated_model, stage_costs
@@ -77,6 +77,11 @@ class JobPlan(Displayed):
         return "makespan, reductions, optimizer step"
 
     @property
+    def units(self) -> Units:
+        """Estimated costs are in seconds and bytes."""
+        return Units()
+
+    @property
     def title(self) -> str:
         """Of a picture."""
         request = self.request
@@ -115,12 +120,21 @@ class JobPlan(Displayed):
         """One row per option, fastest first."""
         return [self.to_keys(option) for option in self.options]
 
+    @cached_property
+    def _estimate(self) -> Estimate:
+        """For the best option."""
+        return Estimator(self.request.config, self.request.device)(self.best.layout.setting(self.request))
+
+    @property
+    def layout(self) -> str:
+        """The layers of each stage of the best option, as `split`, `penstock export` and Megatron take it."""
+        model = estimated_model(self._estimate, self.best.layout.pipeline)
+        return str(model.layout(self.best.counts))
+
     def write(self, folder: str | PathLike[str]) -> list[Path]:
         """Write the best option: `schedule.json`, `costs.toml`, and `plan.json` with its layout and numbers."""
-        best = self.best
-        found = Estimator(self.request.config, self.request.device)(best.layout.setting(self.request))
-        layout = estimated_model(found, best.layout.pipeline).layout(best.counts)
-        keys = {"model": self.request.config.name, **self.to_keys(best), "layout": str(layout)}
+        best, found = self.best, self._estimate
+        keys = {"model": self.request.config.name, **self.to_keys(best), "layout": self.layout}
         costs = stage_costs(found, best.placement, best.counts)
         return write_best(folder, best.schedule, costs, keys)
 

@@ -74,7 +74,7 @@ def _with_techniques(evaluation: JobEvaluation, over: Over, plain: JobOption) ->
     fitted = fit.fitted_simply(plain.schedule)
     if fitted is not None:
         yield fitted.schedule
-    if "offload" in chosen:
+    if "offload" in chosen and not evaluation.request.families:
         m = plain.layout.microbatches
         yield from offloading_schedules(Configuration(plain.placement, plain.counts, m, 1, costs))
 
@@ -89,7 +89,7 @@ def _option_of(over: Over) -> JobOption:
 
 def refine_orders(evaluation: JobEvaluation) -> None:
     """Search orders for the best layouts, as far as these are not too large."""
-    if not evaluation.request.search:
+    if not evaluation.request.search or evaluation.request.families:
         return
     chosen = [each for each in evaluation.ranked() if _can_search(each)][:_SEARCHED]
     for option in chosen:

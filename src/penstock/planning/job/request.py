@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import did_you_mean, listed, printable, whole_number
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.setting import Setting
 from penstock.errors import EstimateError, PlanError
+from penstock.planning.job.family_traits import families_by_traits
 
 __all__ = ["JobRequest"]
 
@@ -34,6 +35,8 @@ class JobRequest:
     pipeline: int | None = None
     microbatch_size: int | None = None
     recompute: str | None = None
+    families: tuple[str, ...] = ()
+    """The schedules to choose from; empty for all, and for orders that are searched."""
     budget: float = 1.0
     """How many more steps are simulated than by default."""
     search: bool = True
@@ -64,6 +67,7 @@ class JobRequest:
         ]
         if not problems:
             problems = [*self._sizes_that_do_not_divide(), *self._sizes_without_the_model()]
+        problems += self._unknown_families()
         if not self.budget > 0:
             problems.append(f"--budget must be a number above 0 (given {self.budget})")
         if self.jitter is not None and not 0 <= self.jitter <= 1:
@@ -91,6 +95,14 @@ class JobRequest:
                 f"--ranks {self.pipeline}: {self.config.name} has {blocks} blocks, one for each rank at least"
             )
         return problems
+
+    def _unknown_families(self) -> list[str]:
+        known = {name for names in families_by_traits().values() for name in names}
+        unknown = (name for name in self.families if name not in known)
+        return [
+            f"--schedules are of {listed(sorted(known))} (given {printable(name)}){did_you_mean(name, known)}"
+            for name in unknown
+        ]
 
     def _sizes_without_the_model(self) -> list[str]:
         """Sizes that are given and do not divide heads, experts, width or sequence."""
