@@ -14,11 +14,14 @@ from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline
 from tests.support.faults import Fault, faulty_pipeline, schedule_of
-from tests.support.grids import small
+from tests.support.grids import repetitions, small
 from tests.support.pool import Pool
 from tests.support.resources import children, descriptors, live_tensors, monitor_threads, resident
 
-STEPS = 60
+WARM_UP, STEPS = 30, repetitions(60, 26)
+"""At least twice as many as there are shapes that change."""
+TIMES = repetitions(12, 5)
+"""More than the descriptors that may be closed late."""
 SLACK = 3 * 2**20  # bytes; what allocators and caches move by
 
 
@@ -38,7 +41,9 @@ def small_pipeline(family: str, microbatches: int = 4) -> Pipeline:
 # --- steps --------------------------------------------------------------------------------------------
 
 
-def run_long(family: str, way: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+def run_long(
+    family: str, way: str, warm_up: int, steps: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Tensors, descriptors and memory after a warm-up, and after many steps more."""
     pipeline = small_pipeline(family)
 
@@ -51,7 +56,7 @@ def run_long(family: str, way: str) -> tuple[tuple[int, int, int], tuple[int, in
             pipeline.step(x, target=y)
 
     found = []
-    for begin, end in ((0, 30), (30, 30 + STEPS)):
+    for begin, end in ((0, warm_up), (warm_up, warm_up + steps)):
         for number in range(begin, end):
             one(number)
         found.append((live_tensors(), descriptors(), resident()))
@@ -70,7 +75,7 @@ def run_long(family: str, way: str) -> tuple[tuple[int, int, int], tuple[int, in
 )
 @small(lambda family, way: way != "steps" or family == "1f1b")
 def test_steps_leave_nothing_behind(leaking_pool: Pool, family: str, way: str) -> None:
-    for before, after in leaking_pool.run(run_long, family, way):
+    for before, after in leaking_pool.run(run_long, family, way, WARM_UP, STEPS):
         assert after[0] - before[0] <= (8 if way == "changing shapes" else 0)  # buffers that wait for use
         assert after[1] <= before[1]
         assert after[2] - before[2] < SLACK
@@ -79,7 +84,7 @@ def test_steps_leave_nothing_behind(leaking_pool: Pool, family: str, way: str) -
 # --- pipelines ----------------------------------------------------------------------------------------
 
 
-def construct_often(end: str) -> tuple[int, int, int, list[str], int]:
+def construct_often(end: str, times: int) -> tuple[int, int, int, list[str], int]:
     """Descriptors before and after, threads and processes left, and the growth of memory."""
     x, y = torch.randn(2, 8, 4)
 
@@ -93,7 +98,7 @@ def construct_often(end: str) -> tuple[int, int, int, list[str], int]:
         once()
     monitor_threads()
     before, memory = descriptors(), resident()
-    for _ in range(12):
+    for _ in range(times):
         once()
     threads = monitor_threads()
     return before, descriptors(), threads, children(), resident() - memory
@@ -101,14 +106,14 @@ def construct_often(end: str) -> tuple[int, int, int, list[str], int]:
 
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_a_pipeline_that_is_closed_or_deleted_leaves_nothing_behind(leaking_pool: Pool, end: str) -> None:
-    for before, after, threads, processes, growth in leaking_pool.run(construct_often, end):
+    for before, after, threads, processes, growth in leaking_pool.run(construct_often, end, TIMES):
         assert threads == 0
         assert processes == []
         assert after <= before + 3  # the store closes its ends a little later
         assert growth < SLACK
 
 
-def fail_often() -> tuple[int, int, int, int, list[str]]:
+def fail_often(times: int) -> tuple[int, int, int, int, list[str]]:
     """Descriptors and tensors before and after, and processes left."""
     with faulty_pipeline("zbv", 4) as one:
 
@@ -116,28 +121,28 @@ def fail_often() -> tuple[int, int, int, int, list[str]]:
             assert one.run_with_faults(Fault(1, "1F2")).error == "StepFailedError"
             one.assert_correct()
 
-        return *grown(once), children()
+        return *grown(once, times), children()
 
 
-def grown(once: Callable[[], None]) -> tuple[int, int, int, int]:
+def grown(once: Callable[[], None], times: int) -> tuple[int, int, int, int]:
     for _ in range(3):
         once()
     time.sleep(0.5)  # for threads to end
     before = descriptors(), live_tensors()
-    for _ in range(12):
+    for _ in range(times):
         once()
     time.sleep(0.5)
     return before[0], descriptors(), before[1], live_tensors()
 
 
 def test_failed_steps_leave_nothing_behind(leaking_pool: Pool) -> None:
-    for before, after, tensors, tensors_after, processes in leaking_pool.run(fail_often):
+    for before, after, tensors, tensors_after, processes in leaking_pool.run(fail_often, TIMES):
         assert processes == []
         assert after <= before + 3
         assert tensors_after <= tensors
 
 
-def close_often() -> tuple[int, int, int, int]:
+def close_often(times: int) -> tuple[int, int, int, int]:
     pipeline = small_pipeline("1f1b")
     x, y = torch.randn(2, 8, 4)
 
@@ -145,11 +150,11 @@ def close_often() -> tuple[int, int, int, int]:
         pipeline.step(x, target=y)
         pipeline.close()
 
-    return grown(once)
+    return grown(once, times)
 
 
 def test_a_pipeline_that_is_closed_and_used_again_leaves_nothing_behind(leaking_pool: Pool) -> None:
-    for before, after, tensors, tensors_after in leaking_pool.run(close_often):
+    for before, after, tensors, tensors_after in leaking_pool.run(close_often, TIMES):
         assert after <= before + 3
         assert tensors_after <= tensors
 

@@ -32,9 +32,9 @@ import torch.distributed as dist
 from penstock.arguments import printable, whole_number
 from penstock.errors import PenstockError, PipelineError
 
-__all__ = ["Failure", "LocalRanks"]
+__all__ = ["Failure", "LocalRanks", "start_fork_server"]
 
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "penstock.runtime"]
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "penstock.api", "penstock.runtime"]
 _GRACE = 10
 """Seconds that the other ranks have to finish once a rank has failed."""
 
@@ -126,9 +126,7 @@ class LocalRanks:
         if self._processes and all(process.is_alive() for process in self._processes):
             return
         self.stop()
-        self._context.set_forkserver_preload(_PRELOADED)
-        with _ignore_sigint():
-            forkserver.ensure_running()
+        start_fork_server()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -158,6 +156,13 @@ class LocalRanks:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def start_fork_server() -> None:
+    """Start the process from which ranks are forked, unless it runs; it loads torch while this one goes on."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    with _ignore_sigint():
+        forkserver.ensure_running()
 
 
 @contextlib.contextmanager

@@ -69,6 +69,8 @@ class Pipeline:
     `split`, `merge`  how arguments are split and outputs are merged, see `Batcher`
     `functions`   functions that run in place of actions of a kind, see `Custom`
     `check_finite`  raise at the first value that is not finite, with the place where it appeared
+    `gradient_accumulation_fusion`  W adds products of `Linear` layers to `.grad` without a temporary tensor:
+                  faster, but rounded differently than a full backward
     `timeout`     seconds that a rank waits for another; by default the timeout of the process group
     `state_dir`   a folder for this rank's state if a step hangs, for `penstock diagnose`; by default that of
                   the environment variable PENSTOCK_STATE_DIR, if it is set
@@ -91,6 +93,7 @@ class Pipeline:
         merge: int | Splitter = 0,
         functions: Mapping[Kind | str, CustomFunction] | None = None,
         check_finite: bool = False,
+        gradient_accumulation_fusion: bool = False,
         timeout: float | None = None,
         state_dir: str | PathLike[str] | None = None,
     ) -> None:
@@ -118,6 +121,7 @@ class Pipeline:
             setup.functions_by_kind(functions),
             model.replication,
             check_finite,
+            gradient_accumulation_fusion,
             group if isinstance(group, DeviceMesh) else None,
             state_folder(state_dir),
         )

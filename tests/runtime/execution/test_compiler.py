@@ -56,9 +56,33 @@ def test_actions_become_waits_releases_and_calls() -> None:
         "receive.post(0)",
         "check call of 1",
         "receive.wait(0)",
-        "send.release(0)",
         "stage.backward(0)",
+        "send.release(0)",
     ]
+
+
+def test_the_next_receive_is_posted_and_buffers_are_released_before_a_wait() -> None:
+    log: list[str] = []
+    verified = verify_schedule(penstock.build("1f1b", ranks=2, microbatches=3))
+    compile_program(verified, 0, context_of(log)._replace(posts_ahead=True)).run()
+    assert log[0] == "receive.post_ahead(0)"
+    wait = log.index("receive.wait(1)")
+    assert log[wait - 3 : wait + 2] == [
+        "receive.post(1)",  # which is done by now
+        "send.release(0)",  # whose gradient has arrived
+        "receive.post_ahead(2)",
+        "receive.wait(1)",
+        "stage.backward(1)",
+    ]
+
+
+def test_a_long_queue_of_sends_is_limited() -> None:
+    log: list[str] = []
+    verified = verify_schedule(penstock.build("gpipe", ranks=2, microbatches=10))
+    compile_program(verified, 0, context_of(log)).run()
+    assert [line for line in log if line.startswith("send.limit")] == ["send.limit(0)", "send.limit(1)"]
+    sent = log.index("send.send(8)")
+    assert log[sent - 2 : sent] == ["send.limit(0)", "stage.pop_output(8, 1)"]
 
 
 def test_an_action_waits_for_the_messages_of_all_its_edges() -> None:

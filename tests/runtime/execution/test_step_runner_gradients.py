@@ -8,7 +8,7 @@ import torch
 from penstock import Schedule, build
 from penstock.lowering import MergeBackward, SplitBackward
 from tests.support.families import FAMILIES
-from tests.support.grids import small
+from tests.support.grids import small, thinned
 from tests.support.models import MODELS
 from tests.support.pool import Pools
 from tests.support.reference import Case, backwards_in_order, problems_of, run_cases
@@ -48,6 +48,7 @@ def test_every_family_trains_as_one_process(pools: Pools, family: str, p: int) -
         in_order = backwards_in_order(schedule)
         cases.append(Case(schedule, task, "adamw" if in_order and place % 3 else "sgd"))
     cases.append(Case(cases[-1].schedule, "transformer", "adamw", torch.float64))
+    cases = thinned(cases, 2, FAMILIES.index(family) % 2)  # even or odd places in turn
     assert not problems_of(cases, pools(p).run(run_cases, cases))
 
 
@@ -83,7 +84,7 @@ def test_eight_ranks_train_as_one_process(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "zb-h1", "zbv", "interleaved-zero-bubble"])
-@small(lambda family: family in {"1f1b", "zb-h1"})
+@small(lambda family: family == "zb-h1")
 def test_every_model_trains_as_in_one_process(pools: Pools, family: str) -> None:
     schedule = build(family, ranks=2, microbatches=4)
     cases = [Case(schedule, task, steps=2) for task in MODELS]

@@ -20,8 +20,16 @@ from penstock.errors import StepFailedError
 from penstock.runtime import Custom, Pipeline
 from penstock.runtime.execution.loss_exchange import LossExchange
 from tests.support.call_outcomes import SOON, attempt
-from tests.support.faults import ROWS, WIDTH, Fault, FaultyPipeline, faulty_pipeline, schedule_of
-from tests.support.grids import small
+from tests.support.faults import (
+    ROWS,
+    WIDTH,
+    Fault,
+    FaultyPipeline,
+    faults_of_each_kind,
+    faulty_pipeline,
+    schedule_of,
+)
+from tests.support.grids import is_full, small
 from tests.support.linear_stages import linear, mesh_of_four, numbers, pipeline_of
 from tests.support.pool import Pool, Pools
 from tests.support.slowness import slowness
@@ -65,9 +73,8 @@ def train(one: FaultyPipeline, given: Sequence[Batch], faults: Sequence[Fault]) 
 # --- exceptions ----------------------------------------------------------------------------------
 
 
-def train_with_exceptions(family: str, microbatches: int) -> list[str]:
-    """What is wrong with training in which each action of each rank fails once."""
-    faults = faults_everywhere(family, dist.get_world_size(), microbatches)
+def train_with_exceptions(family: str, microbatches: int, faults: Sequence[Fault]) -> list[str]:
+    """What is wrong with training in which actions of all ranks fail once."""
     given = batches(len(faults) + 1, microbatches)
     with faulty_pipeline(family, microbatches) as one:
         trained = list(train(one, given, faults))
@@ -96,7 +103,10 @@ GRID += [("1f1b", 4, 2)]
 def test_an_exception_in_any_action_leaves_all_ranks_at_the_same_batch(
     pools: Pools, family: str, ranks: int, microbatches: int
 ) -> None:
-    problems = pools(ranks).run(train_with_exceptions, family, microbatches, seconds=1200)
+    faults = faults_of_each_kind(family, ranks, microbatches, everywhere=True)
+    if is_full():
+        faults = faults_everywhere(family, ranks, microbatches)
+    problems = pools(ranks).run(train_with_exceptions, family, microbatches, faults, seconds=1200)
     assert problems == [[]] * ranks
 
 

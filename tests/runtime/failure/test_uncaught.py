@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from penstock import StepFailedError
+from penstock import PipelineError, StepFailedError
 from penstock.runtime.failure import uncaught
 from penstock.runtime.failure.process_names import local_pid, process_name
 from penstock.runtime.failure.watch import Ended
@@ -91,6 +91,25 @@ def test_the_original_error_is_given_to_torchrun(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     printed(failure(), 1, watch(), monkeypatch, capsys)
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: broken"
+
+
+def test_other_errors_of_penstock_are_printed_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    uncaught.install(watch)
+    with pytest.raises(PipelineError) as caught:
+        raise PipelineError("the ranks do not agree:\n  schedule: ...")
+    sys.excepthook(PipelineError, caught.value, caught.tb)
+    message, schedule, place = capsys.readouterr().err.splitlines()
+    assert (message, schedule) == (
+        "[rank2]: PipelineError: the ranks do not agree:",
+        "[rank2]:   schedule: ...",
+    )
+    assert place.startswith(f"[rank2]:   called at {__file__}, line ")
 
 
 def test_other_errors_are_printed_as_before(

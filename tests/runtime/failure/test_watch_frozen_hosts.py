@@ -18,10 +18,11 @@ from penstock.errors import PipelineError
 from penstock.runtime import Pipeline
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.faults import Fault, faulty_pipeline
+from tests.support.grids import small
 from tests.support.pool import Pool
 from tests.support.slowness import slowness
 
-TIMEOUT = 6
+TIMEOUT = 4
 
 
 def survivors(pool: Pool, victim: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -39,6 +40,7 @@ def stop_in_a_step(fault: Fault) -> list[CallOutcome]:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
+@small(lambda victim: victim == 0)  # which hosts the store
 def test_a_stopped_rank_is_named_by_all_and_no_call_hangs(failing_pool: Pool, victim: int) -> None:
     results = survivors(failing_pool, victim, stop_in_a_step, Fault(victim, f"{victim}F2", "stop"))
     reports = {failed.text for failed, _ in results}

@@ -19,7 +19,7 @@ from tests.support.slowness import slowness
 @small(lambda runtime, fault: (runtime, fault) in {("penstock", "stop"), ("torch with lists", "skip")})
 def test_the_culprit_of_a_hang_is_named(pools: Pools, tmp_path: Path, runtime: str, fault: str) -> None:
     lost = (CULPRIT,) if fault == "stop" else ()
-    answers = pools(RANKS).run(hang, runtime, fault, str(tmp_path), 6 * min(slowness(), 3), lost=lost)
+    answers = pools(RANKS).run(hang, runtime, fault, str(tmp_path), 4 * min(slowness(), 3), lost=lost)
     assert all(answer != "no error" for rank, answer in enumerate(answers) if rank not in lost), answers
     (pipeline,) = read_evidence(tmp_path, None).pipelines
     found = diagnose(pipeline)

@@ -6,12 +6,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import mse_loss
 
 from penstock import build
@@ -73,6 +76,46 @@ def test_a_signal_to_one_blocked_rank_writes_the_states_of_all_and_harms_nothing
     assert found.culprit is not None
     assert (found.culprit.kind, found.culprit.ranks) == ("computing", (1,))
     assert "its main thread is in forward (" in found.culprit.message
+
+
+def write_own_state(folder: str) -> None:
+    path, end = Path(folder) / f"rank{dist.get_rank()}.json", time.monotonic() + 120
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    dist.barrier()
+
+
+def evaluated(folder: str) -> None:
+    """Two steps and three evals, then the state of this rank is asked for."""
+    pipeline = Pipeline([nn.Linear(4, 4)], SCHEDULE, loss=mse_loss, state_dir=folder)
+    for _ in range(2):
+        pipeline.step(BATCH, target=BATCH)
+        pipeline.eval(BATCH, target=BATCH)
+    pipeline.eval(BATCH, target=BATCH)
+    write_own_state(folder)
+
+
+def evaluated_by_torch(folder: str) -> None:
+    """The same on torch's runtime."""
+    rank = dist.get_rank()
+    stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 2, loss_fn=mse_loss)
+    record_state(schedule, folder)
+    args: Any = (BATCH,) if rank == 0 else ()
+    kwargs: Any = {"target": BATCH, "losses": []} if rank else {}
+    for call in (schedule.step, schedule.eval, schedule.step, schedule.eval, schedule.eval):
+        call(*args, **kwargs)
+    write_own_state(folder)
+
+
+@pytest.mark.parametrize("run", [evaluated, evaluated_by_torch])
+def test_evals_are_no_steps_of_a_state(pools: Pools, tmp_path: Path, run: Callable[[str], None]) -> None:
+    pools(2).run(run, str(tmp_path))
+    (pipeline,) = read_evidence(tmp_path, None).pipelines
+    for state in diagnose(pipeline, SCHEDULE).states.values():
+        assert (state.mode, state.step, state.call) == ("outside", 2, 5)
 
 
 def refused(folder: str) -> str:

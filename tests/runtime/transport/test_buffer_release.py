@@ -12,7 +12,7 @@ from penstock.ir.action import Kind
 from penstock.ir.messages import Messages
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication
-from penstock.runtime.transport.buffer_release import bounded_release_points, release_points
+from penstock.runtime.transport.buffer_release import release_points
 from tests.support.random_schedules import random_valid
 
 FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev", "zb-h2")
@@ -104,13 +104,22 @@ def test_the_number_of_pending_sends_does_not_grow_with_the_microbatches() -> No
     assert most_pending(64) == most_pending(16)
 
 
-def test_bounded_release_points_limit_the_pending_sends_of_each_channel() -> None:
+def test_limits_bound_the_pending_sends_of_each_channel() -> None:
     schedule = penstock.lower(penstock.build("gpipe", ranks=2, microbatches=32))
     for rank in range(2):
-        bounded = bounded_release_points(schedule, rank, 3)
-        release_at = {send: position for position, sends in bounded.at.items() for send in sends}
+        points = release_points(schedule, rank, 3)
+        release_at = {send: position for position, sends in points.at.items() for send in sends}
+        for position, sends in points.limits.items():
+            for send in sends:
+                assert release_at.get(send, len(schedule.ranks[rank])) >= position
+                release_at[send] = position
         pending = [0] * (len(schedule.ranks[rank]) + 1)
-        for send in (*release_at, *bounded.at_end):
+        for send in {*release_at, *points.at_end}:
             pending[send] += 1
             pending[release_at.get(send, -1)] -= 1
         assert np.cumsum(pending[:-1]).max() == 3
+
+
+def test_limits_leave_the_known_release_points_as_they_are() -> None:
+    schedule = penstock.lower(penstock.build("gpipe", ranks=2, microbatches=32))
+    assert release_points(schedule, 0, 3)._replace(limits={}) == release_points(schedule, 0)

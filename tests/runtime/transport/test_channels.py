@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 from penstock import Schedule, build
 from penstock.errors import PenstockError
 from penstock.runtime import Pipeline
+from penstock.runtime.pytree import flatten
+from penstock.runtime.transport.buffer_pool import BufferPool
+from penstock.runtime.transport.channels import SendChannel
 from tests.support.models import TASKS, WIDTH, Task, made, squared
 from tests.support.pool import Pools
 from tests.support.reference import TIMEOUT, Case, Outcome, problems_of, run_cases, train_in_pipeline
@@ -39,6 +43,42 @@ def schedules() -> list[Schedule]:
 def test_stages_can_pass(pools: Pools, name: str) -> None:
     cases = [Case(schedule, name) for schedule in schedules()]
     assert not problems_of(cases, pools(2).run(run_cases, cases, run_values))
+
+
+# --- pending sends -------------------------------------------------------------------------------
+
+
+class Recorded:
+    """Replaces a communicator; a wait for a message of it is recorded."""
+
+    single_group = True
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+
+    def tag(self, _channel: int, slot: int, lane: int) -> int:
+        return 4 * slot + lane
+
+    def send(self, _tensor: Tensor, _peer: int, _channel: int, tag: int) -> Any:
+        return SimpleNamespace(wait=lambda: self.waited.append(tag // 4))
+
+    def send_host(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        return self.send(tensor, peer, 0, tag)
+
+
+@pytest.mark.parametrize(("numbers", "waits"), [(4, False), (2**20, True)])
+def test_only_long_messages_are_limited(numbers: int, *, waits: bool) -> None:
+    communicator: Any = Recorded()
+    channel = SendChannel(communicator, BufferPool(torch.device("cpu")), 0, 1, 3, "stage 0")
+    for microbatch in range(2):
+        channel.send(microbatch, *flatten(torch.zeros(numbers)))
+    channel.limit(0)
+    assert (0 in communicator.waited) is waits
+    channel.release(0)
+    assert 0 in communicator.waited
+    before = len(communicator.waited)
+    channel.release(0)
+    assert len(communicator.waited) == before
 
 
 # --- what users keep -----------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.errors import PipelineError
-from penstock.runtime.backward.deferred_gradients import DeferredGradients
+from penstock.runtime.backward.deferred_gradients import DeferredGradients, accumulator_is_held
 from penstock.runtime.backward.deferred_layer import DeferralState, DeferredLayer, LayerMode
 from penstock.runtime.backward.layer_rules import rule_of
 
@@ -36,9 +36,10 @@ __all__ = ["Deferral", "LayerMode"]
 
 
 class Deferral:
-    """Defers the weight gradients of one stage."""
+    """Defers the weight gradients of one stage. With `fusion`, W adds products to `.grad` directly."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, fusion: bool = False) -> None:
+        self._fusion = fusion
         self._state = DeferralState()
         self._deferred: list[DeferredLayer] = []
         self.compiled: tuple[str, ...] = ()
@@ -48,6 +49,8 @@ class Deferral:
         """The layers whose weight gradients are deferred, unless their weights or inputs do not allow it."""
         self._patched: list[DeferredLayer] = []
         self._entered = 0
+        self._held: frozenset[int] = frozenset()
+        """The ids of weights whose accumulators may have hooks, which W then calls."""
 
     @property
     def mode(self) -> LayerMode:
@@ -81,6 +84,7 @@ class Deferral:
             self._patched = [each for each in self._deferred if "forward" not in each.layer.__dict__]
             for each in self._patched:
                 each.layer.__dict__["forward"] = each.forward
+            self._held = frozenset(id(leaf) for leaf in self._leaves() if accumulator_is_held(leaf))
         self._entered += 1
         try:
             yield
@@ -97,9 +101,9 @@ class Deferral:
         """I: a backward in here defers its weight gradients into the queue that this gives."""
         if self._state.pending is not None:
             raise PipelineError("another backward of this stage is deferring its weight gradients")
-        self._state.pending = gradients = DeferredGradients()
         try:
             with self.installed():
+                self._state.pending = gradients = DeferredGradients(fusion=self._fusion, held=self._held)
                 yield gradients
         finally:
             self._state.pending = None
@@ -111,8 +115,12 @@ class Deferral:
         of deferred layers, so a weight that appears there itself is used elsewhere, and its hooks would fire
         twice, in I and in W. Gives the weights newly found.
         """
+        return self._state.aliases.exclude_shared(self._leaves(), roots)
+
+    def _leaves(self) -> Iterator[Tensor]:
+        """The weights of deferred layers that have gradients."""
         weights = (weight for layer in self.layers for weight in layer.parameters(recurse=False))
-        return self._state.aliases.exclude_shared(weights, roots)
+        return (weight for weight in weights if weight.requires_grad)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -94,7 +94,7 @@ class _LayerNode(torch.autograd.Function):
         if y.dtype != x.dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
             x = x.to(y.dtype)
         ctx.deferred = deferred
-        ctx.leaves = leaves
+        ctx.leaves = tuple(leaves)
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
         return y.detach() if y._is_view() else y  # noqa: SLF001 -- autograd forbids in-place changes of a view
@@ -109,10 +109,13 @@ class _LayerNode(torch.autograd.Function):
                 "a split backward cannot be differentiated: remove create_graph=True, or use a schedule with a "
                 "full backward, such as 1f1b"
             )
-        x, *weights = ctx.saved_tensors
-        leaves = tuple([leaf if wanted else None for leaf, wanted in zip(ctx.leaves, needed[3:])])
-        job = DeferredGradient(deferred.rule, deferred.layer, x, tuple(weights), gradient, leaves)
-        input_gradient = job.rule.input_gradient(job.layer, x, job.weights, gradient) if needed[0] else None
+        saved, rule, layer = ctx.saved_tensors, deferred.rule, deferred.layer
+        x, weights = saved[0], saved[1:]
+        leaves = ctx.leaves
+        if False in needed[3:]:
+            leaves = tuple([leaf if wanted else None for leaf, wanted in zip(leaves, needed[3:])])
+        job = DeferredGradient(rule, layer, x, weights, gradient, leaves)
+        input_gradient = rule.input_gradient(layer, x, weights, gradient) if needed[0] else None
         pending = deferred.state.pending
         if pending is None:
             return (input_gradient, None, None, *job.compute())

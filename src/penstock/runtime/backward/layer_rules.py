@@ -33,6 +33,9 @@ class LayerRule(Protocol[Layer_contra]):
     All three run without gradient recording. `x` and the gradient have the dtype that the forward computed in,
     which under autocast is not that of the weights. A weight that the layer does not have is None. In a sharded
     module, `weight_gradients` sees the shapes of the weights, but their values are already released.
+
+    For gradient accumulation fusion, a rule may also have `add_weight_gradients(layer, x, gradient, totals)`,
+    which adds the gradients to the totals: None for unwanted weights, and of the dtype of the gradient.
     """
 
     @property
@@ -110,7 +113,11 @@ class _LinearRule:
         return y + bias if is_dtensor(y) else y.add_(bias)
 
     def input_gradient(self, layer: nn.Linear, x: Tensor, weights: Tensors, gradient: Tensor) -> Tensor:
-        weight = _first(weights).to(gradient.dtype)
+        weight = _first(weights)
+        if weight.dtype != gradient.dtype:
+            weight = weight.to(gradient.dtype)
+        if x.dim() > 2 and type(gradient) is Tensor and gradient.is_contiguous():
+            return gradient @ weight  # the same product; fewer views
         flat = gradient.reshape(-1, layer.out_features)
         if x.dim() == 2 and _column_major(x):
             return (weight.t() @ flat.t()).t()
@@ -128,6 +135,13 @@ class _LinearRule:
         if wanted[1]:
             bias_gradient = flat.sum(0)
         return weight_gradient, bias_gradient
+
+    def add_weight_gradients(self, layer: nn.Linear, x: Tensor, gradient: Tensor, totals: Tensors) -> None:
+        flat = gradient.reshape(-1, layer.out_features)
+        if totals[0] is not None:
+            totals[0].addmm_(flat.t(), x.reshape(-1, layer.in_features))
+        if totals[1] is not None:
+            totals[1].add_(flat.sum(0))
 
 
 class _ConvolutionRule:

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["LAYERS", "Batches", "cross_entropy", "gpt", "model_and_batch"]
+__all__ = ["DEMO_ROWS", "LAYERS", "Batches", "cross_entropy", "gpt", "model_and_batch"]
 
 WIDTH, HEADS, LAYERS, LENGTH = 256, 4, 8, 64
 ROWS = 4
-"""Sequences per microbatch."""
+"""Sequences per microbatch, unless given."""
+DEMO_ROWS = 8
+"""Sequences per microbatch of the demo: enough that a step is long compared with the overhead of actions."""
 
 
 class Embedding(nn.Module):
@@ -76,8 +78,8 @@ def _text() -> tuple[Tensor, list[str]]:
 class Batches:
     """Batches of random parts of the text; a fixed seed makes them the same in every process."""
 
-    def __init__(self, microbatches: int) -> None:
-        self._count = ROWS * microbatches
+    def __init__(self, microbatches: int, rows: int = ROWS) -> None:
+        self._count = rows * microbatches
         self._generator = torch.Generator().manual_seed(1)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
@@ -90,4 +92,4 @@ class Batches:
 
 def model_and_batch() -> tuple[nn.Module, object, Tensor, Tensor]:
     """The model, the loss and a batch for the current number of ranks, for verification."""
-    return gpt(), cross_entropy, *Batches(2 * dist.get_world_size())()
+    return gpt(), cross_entropy, *Batches(dist.get_world_size(), DEMO_ROWS)()

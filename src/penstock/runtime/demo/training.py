@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import even_layout
-from penstock.runtime.demo.gpt import LAYERS, Batches, cross_entropy, gpt
+from penstock.runtime.demo.gpt import DEMO_ROWS, LAYERS, Batches, cross_entropy, gpt
 from penstock.runtime.models import split
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.training_log import TrainingLog
@@ -37,11 +37,11 @@ class Step:
 class _Training:
     """The state of a rank between calls."""
 
-    def __init__(self, ranks: int, log: Path) -> None:
+    def __init__(self, ranks: int, log: Path, microbatches: int, rows: int) -> None:
         self.stages = split(gpt(), layout=even_layout(LAYERS, ranks))
         own_stage = self.stages[dist.get_rank()]
         self.optimizer = torch.optim.AdamW(own_stage.parameters(), lr=1e-3)
-        self.batches = Batches(2 * ranks)
+        self.batches = Batches(microbatches, rows)
         self.exit_stack = ExitStack()
         self.log = self.exit_stack.enter_context(TrainingLog(jsonl=log, every=0))
         self.pipelines: dict[str, Pipeline] = {}
@@ -72,9 +72,9 @@ class _Training:
 _current: list[_Training] = []
 
 
-def begin(ranks: int, log: Path) -> None:
-    """Create the model and its optimizer."""
-    _current[:] = [_Training(ranks, log)]
+def begin(ranks: int, log: Path, microbatches: int, rows: int = DEMO_ROWS) -> None:
+    """Create the model and its optimizer; `rows`: sequences per microbatch."""
+    _current[:] = [_Training(ranks, log, microbatches, rows)]
 
 
 def train(schedule: Schedule) -> Step:

@@ -28,6 +28,8 @@ class ExecutionContext(NamedTuple):
     replication: ReplicaGroup
     check_call: Callable[[int], None]
     """Checks that another rank makes the same call."""
+    posts_ahead: bool = False
+    """Whether the next receive of a channel is posted before the wait for the one before it."""
 
 
 class ActionRule(NamedTuple):

@@ -40,6 +40,7 @@ class ExecutionConfig:
     functions: Mapping[Kind, CustomFunction]
     replication: ReplicaGroup
     check_finite: bool
+    gradient_accumulation_fusion: bool
     mesh: DeviceMesh | None = None
     """The mesh of the pipeline, if it was given as one: DTensors may be on other slices of its root mesh."""
     state_dir: Path | None = None

@@ -56,7 +56,9 @@ class Connection:
         self.waiting_for = ""
         """What this rank waits for before its first or after its last action, for error messages."""
         self.step = 0
-        """The number of the current or last step or eval: one more than were completed before it."""
+        """The number of the current or last call of step or eval: one more than were completed before it."""
+        self.steps = 0
+        """The number of the current or last step; an eval has that of the step before it."""
         self.call = ""
         """Its name for messages, in which only steps are counted."""
         self._failed = False
@@ -129,6 +131,7 @@ class Connection:
             shards=config.replication.shards.get(index),
             is_replicated=config.replication.count > 1,
             check_finite=config.check_finite,
+            gradient_accumulation_fusion=config.gradient_accumulation_fusion,
         )
 
     def _compiled(self) -> dict[str, Program]:
@@ -140,6 +143,7 @@ class Connection:
             config.functions,
             config.replication,
             self.calls.check,
+            self.communicator is not None and self.communicator.single_group,
         )
         verified = config.verified
         evaluated = replace(verified, schedule=forward_only(verified.schedule))
@@ -150,14 +154,15 @@ class Connection:
 
     def set_completed(self, calls: int, steps: int) -> None:
         """The number of calls of step and eval, and of steps, that were completed before the next one."""
-        self.step, self.call = calls, f"step {steps}"
+        self.step, self.steps, self.call = calls, steps, f"step {steps}"
 
     # --- a step ------------------------------------------------------------------------------------
 
-    def begin(self, mode: str, step: int, call: str) -> Program:
-        """Start a step or eval; gives the program to run."""
+    def begin(self, mode: str, calls: int, steps: int) -> Program:
+        """Start a step or eval, of this number among all calls and among steps; gives the program to run."""
         self._channels.set_mode(training=mode == "step")
-        self.mode, self.step, self.call, self.waiting_for = mode, step, call, ""
+        self.call = f"step {steps}" if mode == "step" else f"the eval after step {steps}"
+        self.mode, self.step, self.steps, self.waiting_for = mode, calls, steps, ""
         program = self.programs[mode]
         program.begin()
         if self._failed:  # read after the step is set, as `stop_waiting` reads the step after it has set this
@@ -237,6 +242,8 @@ class Connection:
             return self.waiting_for or self.losses.awaited
         part = call.subject if call.type is not CallType.ACTION else program.steps[call.position].parts[0]
         assert part is not None, "every wait has a subject"
+        if call.type is CallType.POST:
+            return ""
         if part.kind.is_send:
             return f"{part} to be received by rank {hosts[part.other_end]}"
         if call.type is CallType.ACTION:

@@ -89,9 +89,9 @@ class LossExchange:
             self._send(finished, [self._source])
             self._wait_for(self._source, "the losses from")
         else:
+            self._add_own(self._message, weights)
             for rank in list(self._pending):
                 self._wait_for(rank, "the end of the step on")
-            self._add_own(self._message, weights)
             self._add_others()
             self._meet()
             if self.abort_requested:

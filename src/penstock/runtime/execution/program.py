@@ -1,9 +1,10 @@
 """The compiled list of one rank: bound calls in order, and the progress through them.
 
-A step is one loop over the calls, without decisions. An action becomes waits for the messages that it needs,
-releases of send buffers, and the call that runs it:
+A step is one loop over the calls, without decisions. An action becomes the call that runs it, after waits for
+the messages that it needs. What can be done while a rank waits, it does before the wait: it posts the next
+receive and releases the buffers of sends.
 
-    2F1   receive.wait(1)   send.release(0)   stage.forward(1)
+    2F1   receive.post(2)   send.release(0)   receive.wait(1)   stage.forward(1)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ Mark = TypeVar("Mark")
 class CallType(Enum):
     """The purpose of a call."""
 
+    POST = "post a receive"
     WAIT = "wait for a message"
     RELEASE = "wait for a send and release its buffers"
     ACTION = "run an action"
@@ -39,7 +41,7 @@ class Call(NamedTuple):
     type: CallType
     run: Callable[[], None]
     subject: Action | None = None
-    """The receive that is waited for, or the send that is released."""
+    """The receive that is posted or waited for, or the send that is released."""
 
 
 @dataclass

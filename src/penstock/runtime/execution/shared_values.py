@@ -56,7 +56,7 @@ class SharedInputs:
     @property
     def held_bytes(self) -> int:
         """Bytes of the messages that one of the stages has still to use."""
-        return sum(len(buffer.message) for value, _ in self._values.values() for buffer in value.buffers)
+        return sum(buffer.nbytes for value, _ in self._values.values() for buffer in value.buffers)
 
     def take(self, consumer: int, microbatch: int) -> FlatValue:
         """The value for one of the stages, which owns it."""

@@ -50,7 +50,8 @@ class Stage:
         pool: BufferPool,
     ) -> None:
         self.index, self.module = index, module
-        self.deferral = Deferral(module) if config.split_microbatches else None
+        fusion = config.gradient_accumulation_fusion
+        self.deferral = Deferral(module, fusion=fusion) if config.split_microbatches else None
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._config, self._activations, self._pool = config, activations, pool

@@ -41,6 +41,8 @@ class StageConfig:
     is_replicated: bool
     """Whether other ranks train the same stage on other data."""
     check_finite: bool
+    gradient_accumulation_fusion: bool
+    """Whether W adds products to `.grad` without a temporary tensor."""
 
 
 def microbatches_with(kind: Kind, schedule: Schedule, stage: int) -> frozenset[int]:

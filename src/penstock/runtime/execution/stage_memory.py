@@ -150,7 +150,7 @@ class StageMemory:
 
 def _bytes_of(buffers: tuple[Buffer, ...], tensors: Iterable[Tensor], others: set[int]) -> int:
     """The bytes of buffers, and of the storages of tensors that are not among the others."""
-    found = {_storage_of(buffer.storage): len(buffer.message) for buffer in buffers}
+    found = {_storage_of(buffer.storage): buffer.nbytes for buffer in buffers}
     for tensor in tensors:
         if (storage := _storage_of(tensor)) not in others:
             found.setdefault(storage, local(tensor).untyped_storage().nbytes())

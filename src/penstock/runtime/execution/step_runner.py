@@ -57,7 +57,7 @@ class StepRunner:
         if self._connection is not None:
             return self._connection
         state = self._state
-        state.is_connecting, state.completed = True, self._completed
+        state.is_connecting, state.completed = True, (self._completed, self.completed_steps)
         try:
             connection = self._new_connection()
         except BaseException as error:
@@ -140,9 +140,7 @@ class StepRunner:
     ) -> StepResult:
         self.activations.reset()
         self.pool.peak = 0
-        done = self.completed_steps
-        name = f"step {done + 1}" if mode == "step" else f"the eval after step {done}"
-        program = connection.begin(mode, self._completed + 1, name)
+        program = connection.begin(mode, self._completed + 1, self.completed_steps + (mode == "step"))
         try:
             reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
             self._announce(connection, f"{mode}()", {"gradients": reduced, "loss scale": scale})

@@ -12,6 +12,7 @@ from penstock.errors import PipelineError, StepFailedError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.execution.program import Program
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
+from penstock.runtime.failure.tracebacks import traceback_of
 from penstock.runtime.transport.process_groups import rank_name
 from penstock.runtime.transport.stores import first_line
 from penstock.runtime.transport.transport_errors import TransportError
@@ -25,7 +26,7 @@ def failure_cause(error: BaseException, program: Program, rank: int, status: Ran
     position = program.position
     current = program.steps[position] if position >= 0 else None
     part = current.parts[program.progress.part] if current is not None else None
-    kind, message, details = "exception", _last_line(error), _traceback(error)
+    kind, message, details = "exception", _last_line(error), traceback_of(error)
     if isinstance(error, KeyboardInterrupt):
         kind, message, details = "interrupted", "KeyboardInterrupt", ""
     elif isinstance(error, TransportError):
@@ -46,13 +47,6 @@ def _last_line(error: BaseException) -> str:
         return "".join(traceback.format_exception_only(error)).strip()
     except Exception:  # noqa: BLE001 -- __str__ of an exception may raise anything
         return type(error).__name__
-
-
-def _traceback(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception:  # noqa: BLE001 -- __str__ of an exception may raise anything
-        return "".join(traceback.format_tb(error.__traceback__))
 
 
 def failure_report(

@@ -1,7 +1,8 @@
-"""What an uncaught failure of a step prints, and in which order the ranks exit.
+"""What an uncaught failure of a step and other errors of Penstock print, and in which order the ranks exit.
 
 The rank that reported the failure prints the report, with the original traceback once. Every other rank prints
-one line and exits after that rank, because a launcher takes the process that ends first for the root cause.
+one line and exits after that rank, because a launcher takes the process that ends first for the root cause. Of
+another error of Penstock each rank prints the message and the line of the user's program, without a traceback.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from penstock.errors import StepFailedError
+from penstock.errors import PenstockError, StepFailedError
 from penstock.runtime.failure.process_names import local_pid
+from penstock.runtime.failure.tracebacks import from_users_code, is_own_file
 from penstock.runtime.failure.watch import JobWatch
 
 __all__ = ["install", "report_uncaught"]
@@ -28,18 +29,19 @@ _EXIT_SECONDS = 15.0
 """How long a rank waits for the exit of the one that reports."""
 _LAUNCHER_SECONDS = 0.5
 """torchrun looks for processes that ended five times in this time."""
-_PACKAGE = str(Path(__file__).parents[2])
 
 WatchOfProcess = Callable[[], JobWatch | None]
 
 
 def install(watch_of_process: WatchOfProcess) -> None:
-    """From now on print uncaught failures of steps this way; everything else as before."""
+    """From now on print uncaught errors of Penstock this way; everything else as before."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if isinstance(error, StepFailedError) and error.reporter is not None and dist.is_initialized():
             report_uncaught(error, frames, watch_of_process())
+        elif isinstance(error, PenstockError) and dist.is_initialized():
+            _report(f"{kind.__name__}: {error}", error, frames)
         else:
             before(kind, error, frames)
 
@@ -50,9 +52,7 @@ def report_uncaught(error: StepFailedError, frames: TracebackType | None, watch:
     """Print the failure: in full on the rank that reported it, else as one line, and wait for that rank."""
     rank = dist.get_rank()
     if error.reporter == rank:
-        _print(rank, [*error.report.splitlines(), *_called_at(frames)])
-        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            _record(error)
+        _report(error.report, error.__cause__ or error, frames)
         return
     first, *others = error.report.splitlines()
     reason = f": {others[0].strip()}" if others else ""
@@ -61,23 +61,30 @@ def report_uncaught(error: StepFailedError, frames: TracebackType | None, watch:
         _wait_for_exit(watch, error.reporter)
 
 
+def _report(text: str, error: BaseException, frames: TracebackType | None) -> None:
+    """Print an error in full, and give it to torchrun, whose summary shows it."""
+    _print(dist.get_rank(), [*text.splitlines(), *_called_at(frames)])
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        _record(error)
+
+
 def _print(rank: int, lines: list[str]) -> None:
     sys.stderr.write("".join(f"[rank{rank}]: {line}\n" for line in lines))
     sys.stderr.flush()
 
 
-def _record(error: StepFailedError) -> None:
-    """Give the original error to torchrun, whose summary shows it."""
+def _record(error: BaseException) -> None:
     with suppress(OSError):
         try:
-            raise error.__cause__ or error  # noqa: TRY301 -- it is formatted as the current exception
+            raise error  # noqa: TRY301 -- it is formatted as the current exception
         except BaseException as raised:  # noqa: BLE001 -- which has any type
+            raised.__traceback__ = from_users_code(raised.__traceback__)
             get_error_handler().record_exception(raised)
 
 
 def _called_at(frames: TracebackType | None) -> list[str]:
     """The line of the user's program that made the call."""
-    own = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(_PACKAGE)]
+    own = [frame for frame in traceback.extract_tb(frames) if not is_own_file(frame.filename)]
     return [f"  called at {own[-1].filename}, line {own[-1].lineno}"] if own else []
 
 

@@ -38,6 +38,13 @@ class _Conv1DRule:
         weight_gradient = x.view(-1, x.shape[-1]).t() @ flat if wanted[0] else None
         return weight_gradient, flat.sum(0) if wanted[1] else None
 
+    def add_weight_gradients(self, _layer: nn.Module, x: Tensor, gradient: Tensor, totals: Tensors) -> None:
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        if totals[0] is not None:
+            totals[0].addmm_(x.view(-1, x.shape[-1]).t(), flat)
+        if totals[1] is not None:
+            totals[1].add_(flat.sum(0))
+
 
 def register_conv1d() -> None:
     """Register the rule, if transformers is loaded."""

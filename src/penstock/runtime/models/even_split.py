@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.fx import GraphModule
 
 from penstock.errors import PartitionError
 from penstock.planning.layout import even_layout
 from penstock.runtime.models.decoders import Decoder, is_pretrained
 from penstock.runtime.models.partition import split
+from penstock.runtime.models.traced import modules_in_order
 
 __all__ = ["split_evenly"]
 
@@ -15,11 +17,12 @@ __all__ = ["split_evenly"]
 def split_evenly(model: nn.Module, stages: int) -> dict[int, nn.Module]:
     """The stages of a model by number; see `split` for the models it supports.
 
-    An `nn.Sequential` is split between the modules that it runs, also inside nested containers.
+    An `nn.Sequential` is split between the modules that it runs, also inside nested containers, and a traced
+    module between the modules that it calls.
     """
     if is_pretrained(model):
         return split(model, layout=even_layout(Decoder(model).layers, stages))
-    names = _leaf_names(model)
+    names = modules_in_order(model) if isinstance(model, GraphModule) else _leaf_names(model)
     if names and stages > len(names):
         raise PartitionError(
             f"{stages} stages need at least {stages} modules, but the model runs {len(names)} in sequence: use "

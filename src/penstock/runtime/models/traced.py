@@ -66,6 +66,12 @@ def _starts(model: GraphModule, names: Sequence[str]) -> list[int]:
     return [first[name] for name in known]
 
 
+def modules_in_order(model: GraphModule) -> list[str]:
+    """The names of the innermost modules that a traced module runs, in the order of their first operations."""
+    stacks = (_modules_of(node) for node in _computing(model.graph))
+    return list(dict.fromkeys(stack[-1] for stack in stacks if stack))
+
+
 def _computing(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op in _COMPUTES]
 

@@ -23,7 +23,8 @@ class PipelineState:
     def __init__(self, config: ExecutionConfig) -> None:
         self._nothing = RankState(tuple(config.members), config.members[config.rank], config.schedule)
         self._connection: weakref.ref[Connection] | None = None
-        self.completed = 0
+        self.completed = (0, 0)
+        """Calls of step and eval, and steps."""
         self.is_connecting = False
         self._writes = config.state_dir is not None
         if config.state_dir is not None:
@@ -56,9 +57,12 @@ class PipelineState:
         connection = None if self._connection is None else self._connection()
         if connection is None or self.is_connecting:
             mode = "connecting" if self.is_connecting else "outside"
-            return replace(self._nothing, mode=mode, step=self.completed)
-        mode, step = connection.mode, connection.step
-        base = replace(self._nothing, mode=mode, step=step, lost=_lost(connection))
+            calls, steps = self.completed
+            return replace(self._nothing, mode=mode, step=steps, call=calls)
+        mode = connection.mode
+        base = replace(
+            self._nothing, mode=mode, step=connection.steps, call=connection.step, lost=_lost(connection)
+        )
         program = connection.programs.get(mode)
         if program is None:
             return replace(base, waiting_for=connection.waiting_for if mode != "outside" else "")
@@ -67,7 +71,7 @@ class PipelineState:
         if call is None:
             position = len(program.steps) if program.finished else -1
             return replace(base, position=position, waiting_for=connection.awaited(program))
-        awaits = "" if call.type is CallType.ACTION else str(call.subject)
+        awaits = "" if call.type in (CallType.POST, CallType.ACTION) else str(call.subject)
         return replace(base, position=call.position, awaits=awaits)
 
     def ask_others(self) -> None:

@@ -158,10 +158,12 @@ class _Recorder:
             self._state = replace(self._state, position=position)
 
     def _run(self, original: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        """One step of torch's runtime."""
+        """One step of torch's runtime, or one eval: a step whose backward is switched off."""
         self._track(schedule)
         self._messages.clear()
-        self._state = replace(self._state, mode="step", step=self._state.step + 1, position=-1)
+        mode = "eval" if schedule._loss_fn is not None and not schedule._has_backward else "step"
+        step, call = self._state.step + (mode == "step"), self._state.call + 1
+        self._state = replace(self._state, mode=mode, step=step, call=call, position=-1)
         try:
             return original(*args, **kwargs)
         except BaseException as error:

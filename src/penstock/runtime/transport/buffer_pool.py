@@ -17,13 +17,14 @@ _KEPT_STEPS = 2  # a buffer that is unused for so many steps is freed
 
 
 class Buffer:
-    """A byte tensor; `message` is the part that the current message uses."""
+    """A byte tensor; `message` is the part that the current message uses, of length `nbytes`."""
 
-    __slots__ = ("_flag", "_own", "_views", "last_step", "message", "storage")
+    __slots__ = ("_flag", "_own", "_views", "capacity", "last_step", "message", "nbytes", "storage")
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.storage = torch.empty(capacity, dtype=torch.uint8, device=device)
         self.message = self.storage
+        self.capacity = self.nbytes = capacity  # `len` of a tensor takes microseconds
         self.last_step = 0
         self._views: dict[MessageSpec, list[Tensor]] = {}
         # on a CPU the flag is written and read in place; on other devices it is a message of its own
@@ -43,8 +44,8 @@ class Buffer:
 
     def resized(self, nbytes: int) -> Buffer:
         """The same buffer for a message of this length. Requires that there are no external references."""
-        if len(self.message) != nbytes:
-            self.message = self.storage[:nbytes]
+        if self.nbytes != nbytes:
+            self.message, self.nbytes = self.storage[:nbytes], nbytes
             self._own = self._reference_count()
         return self
 
@@ -95,7 +96,7 @@ class BufferPool:
         if buffer.external_references == 0:
             if buffer.flag:
                 buffer.flag = 0
-            self._free[len(buffer.storage)].append(buffer)
+            self._free[buffer.capacity].append(buffer)
 
     def end_step(self) -> None:
         """Free buffers that were not used for some steps, so that changing shapes do not fill the memory."""

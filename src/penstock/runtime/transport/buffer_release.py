@@ -19,7 +19,7 @@ from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 
-__all__ = ["ReleasePoints", "bounded_release_points", "release_points"]
+__all__ = ["ReleasePoints", "release_points"]
 
 
 class ReleasePoints(NamedTuple):
@@ -29,10 +29,16 @@ class ReleasePoints(NamedTuple):
     """Per position: the sends known to be received once the action there has its inputs."""
     at_end: list[int]
     """Sends that no later message proves to be received."""
+    limits: dict[int, list[int]]
+    """Per send: the earlier sends that it waits for before they are known to be received, if they are long."""
 
 
-def release_points(schedule: Schedule, rank: int) -> ReleasePoints:
-    """The release points of a valid, lowered schedule."""
+def release_points(schedule: Schedule, rank: int, most_pending: int | None = None) -> ReleasePoints:
+    """The release points of a valid, lowered schedule.
+
+    With `most_pending`, a send waits for the oldest one if so many of its channel are pending. Such a wait
+    cannot deadlock only if the schedule is safe when every send blocks until it is received.
+    """
     table = schedule.table
     messages = schedule.messages
     there = messages.used
@@ -41,7 +47,7 @@ def release_points(schedule: Schedule, rank: int) -> ReleasePoints:
     known = _vector_clocks(schedule, sends, consumers, rank)
     positions = np.array(sorted(known), dtype=np.int64)
     clocks = np.array([known[slot] for slot in sorted(known)]).reshape(len(known), schedule.num_ranks)
-    result = ReleasePoints({}, [])
+    result = ReleasePoints({}, [], {})
     for send, consumer in sorted(zip(sends.tolist(), consumers.tolist())):
         if table.rank[send] != rank:
             continue
@@ -51,29 +57,25 @@ def release_points(schedule: Schedule, rank: int) -> ReleasePoints:
             result.at.setdefault(int(positions[found]) - first, []).append(send - first)
         else:
             result.at_end.append(send - first)
-    return result
+    if most_pending is None:
+        return result
+    return result._replace(limits=_limits(schedule, rank, result, most_pending))
 
 
-def bounded_release_points(schedule: Schedule, rank: int, most_pending: int) -> ReleasePoints:
-    """The release points with at most so many pending sends per channel: the next send waits for the oldest.
-
-    Such a wait cannot deadlock only if the schedule is safe when every send blocks until it is received.
-    """
-    known = release_points(schedule, rank)
+def _limits(schedule: Schedule, rank: int, known: ReleasePoints, most_pending: int) -> dict[int, list[int]]:
+    """Per send: the oldest one of the same channel, if there are this many of it that may be pending."""
     steps = schedule.ranks[rank]
     release_at = {send: position for position, sends in known.at.items() for send in sends}
     pending: dict[tuple[Kind, int, int], list[int]] = {}
+    limits: dict[int, list[int]] = {}
     for send in sorted([*release_at, *known.at_end]):
         (action,) = steps[send].parts
         queue = pending.setdefault((action.kind, action.stage, action.other_end), [])
         queue[:] = [earlier for earlier in queue if release_at.get(earlier, send) >= send]
         if len(queue) == most_pending:
-            release_at[queue.pop(0)] = send
+            limits[send] = [queue.pop(0)]
         queue.append(send)
-    result = ReleasePoints({}, [send for send in known.at_end if send not in release_at])
-    for send, position in release_at.items():
-        result.at.setdefault(position, []).append(send)
-    return result
+    return limits
 
 
 def _vector_clocks(schedule: Schedule, sends: Ints, consumers: Ints, rank: int) -> dict[int, Ints]:

@@ -32,8 +32,10 @@ from penstock.runtime.transport.message_spec import (
 )
 from penstock.runtime.transport.transport_errors import wait
 
-__all__ = ["FlatValue", "ReceiveChannel", "SendChannel"]
+__all__ = ["UNLIMITED_BYTES", "FlatValue", "ReceiveChannel", "SendChannel"]
 
+UNLIMITED_BYTES = 2**20
+"""As long as the pending messages of a channel are shorter in total, no send waits for an earlier one."""
 
 _Sent: TypeAlias = tuple[dist.Work, Buffer | Tensor]
 """A pending message and the memory that must stay until it is sent."""
@@ -79,6 +81,10 @@ class _Channel:
 class SendChannel(_Channel):
     """The sending end."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._pending_bytes = 0
+
     def send(self, microbatch: int, leaves: Leaves, structure: Structure) -> None:
         """Send the value of this microbatch; returns at once."""
         spec = self.specs[self.offset + microbatch]
@@ -90,6 +96,7 @@ class SendChannel(_Channel):
             check_sendable(leaves, self.name)
             sent = self._send_with_spec(message_spec(spec_key(leaves, structure)), leaves, microbatch)
         self._pending[microbatch] = sent
+        self._pending_bytes += sum(memory.nbytes for _, memory in sent if isinstance(memory, Buffer))
 
     def _post(self, buffer: Buffer, microbatch: int, flag: int) -> list[_Sent]:
         tags = self._tags[self.offset + microbatch]
@@ -116,11 +123,17 @@ class SendChannel(_Channel):
         return [*flagged, (announced, header), (sent, buffer)]
 
     def release(self, microbatch: int) -> None:
-        """Wait until the message is received, and return its buffers to the pool."""
-        for work, memory in self._pending.pop(microbatch):
+        """Wait until the message is received, and return its buffers to the pool, unless that is done."""
+        for work, memory in self._pending.pop(microbatch, ()):
             wait(work)
             if isinstance(memory, Buffer):
+                self._pending_bytes -= memory.nbytes
                 self.pool.release(memory)
+
+    def limit(self, microbatch: int) -> None:
+        """The same if the pending messages of this channel are long, so that their memory is bounded."""
+        if self._pending_bytes > UNLIMITED_BYTES:
+            self.release(microbatch)
 
 
 class ReceiveChannel(_Channel):
@@ -130,15 +143,29 @@ class ReceiveChannel(_Channel):
         super().__init__(*arguments)
         self._meshes = meshes
         self._received: dict[int, tuple[MessageSpec, Buffer]] = {}
+        self._ahead: set[int] = set()
+        """The microbatches whose receive is posted before its place in the list."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the messages that are expected, or received and not taken."""
-        buffers = (each[1] for each in (*self._pending.values(), *self._received.values()))
-        return sum(len(buffer.message) for buffer in buffers)
+        """Bytes of the messages that the list expects, or that are received and not taken."""
+        expected = [each[1] for microbatch, each in self._pending.items() if microbatch not in self._ahead]
+        received = [buffer for _, buffer in self._received.values()]
+        return sum(buffer.nbytes for buffer in expected + received)
+
+    def post_ahead(self, microbatch: int) -> None:
+        """Post a receive before its place in the list, so that its message need not wait for it."""
+        self._ahead.add(microbatch)
+        self._post(microbatch)
 
     def post(self, microbatch: int) -> None:
-        """Post the receive of this microbatch's value; returns at once."""
+        """Post the receive of this microbatch's value, unless that is done; returns at once."""
+        if microbatch in self._ahead:
+            self._ahead.remove(microbatch)
+        else:
+            self._post(microbatch)
+
+    def _post(self, microbatch: int) -> None:
         spec, tags = self.specs[self.offset + microbatch], self._tags[self.offset + microbatch]
         buffer = self.pool.acquire(HEADER_BYTES if spec is None else spec.nbytes)
         work = self.communicator.receive(buffer.message, self.peer, self.number, tags[Lane.MESSAGE])

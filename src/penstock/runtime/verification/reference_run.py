@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from penstock.errors import PipelineError
+from penstock.ir.graph import StageGraph
 from penstock.runtime.execution.batcher import Batcher
 from penstock.runtime.verification.user_model import Source, UserModel, load_user_model
 
@@ -23,9 +24,9 @@ _FLOOR = 1e-3  # as a share of the largest value of all tensors: errors are rela
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def train_reference(source: Source, steps: int, stages: int, microbatches: int, file: Path) -> None:
+def train_reference(source: Source, steps: int, graph: StageGraph, microbatches: int, file: Path) -> None:
     """On rank 0: train without a pipeline and write losses, norms, gradients and parameters to a file."""
-    user_model = load_user_model(source, stages)
+    user_model = load_user_model(source, graph)
     if dist.get_rank():
         return
     fingerprint, modules = user_model.fingerprint, user_model.modules

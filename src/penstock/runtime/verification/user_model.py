@@ -7,7 +7,7 @@ import random
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import signature
@@ -20,9 +20,12 @@ from torch import Tensor, nn
 
 from penstock.arguments import printable
 from penstock.errors import PipelineError
+from penstock.ir.graph import StageGraph
+from penstock.runtime.data_parallel.wrappers import split_metadata
 from penstock.runtime.models.decoders import is_pretrained
 from penstock.runtime.models.even_split import split_evenly
 from penstock.runtime.pytree import flatten
+from penstock.runtime.setup import losses_by_sink
 
 __all__ = ["Source", "UserModel", "load_user_model"]
 
@@ -38,7 +41,10 @@ class UserModel:
     """A model or its stages, the loss, and one batch: the arguments of the model, and the target."""
 
     model: nn.Module | tuple[nn.Module, ...]
-    loss: Callable[..., Tensor]
+    graph: StageGraph
+    """Which stage feeds which."""
+    losses: dict[int, Callable[..., Tensor]]
+    """The loss of each stage that feeds no other."""
     args: tuple[Any, ...]
     target: Any
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -48,36 +54,49 @@ class UserModel:
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: object) -> Tensor:
         """The loss for these arguments, computed without a pipeline."""
         try:
-            loss = self.loss(self._output(args, kwargs), target)
+            outputs = self._outputs(args, kwargs)
+            losses = [self.losses[sink](output, target) for sink, output in outputs.items()]
         except Exception as error:
             raise PipelineError(
                 f"in one process, without a pipeline, the model or the loss raised {_one_line(error)}"
             ) from error
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            actual = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
-            raise PipelineError(f"the loss must be a tensor with one number, but it has {actual}")
+        for each in losses:
+            if not isinstance(each, Tensor) or each.numel() != 1:
+                tensor = isinstance(each, Tensor)
+                actual = f"shape {list(each.shape)}" if tensor else f"type {type(each).__name__}"
+                raise PipelineError(f"the loss must be a tensor with one number, but it has {actual}")
+        loss = torch.stack([each.reshape(()) for each in losses]).sum() if losses[1:] else losses[0]
         if not loss.requires_grad:
             raise PipelineError("the loss depends on no trained parameter, so there is no gradient")
         return loss
 
-    def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The output of the model; stages run one after the other, as in a pipeline."""
+    def _outputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+        """The outputs by sink; stages run one after the other, called as in a pipeline."""
         if isinstance(self.model, nn.Module):
             output = self.model(*args, **kwargs)
-            return output.logits if is_pretrained(self.model) else output
-        output = args
-        for stage in self.model:
-            output = stage(*(output if type(output) is tuple else (output,)), **kwargs)
-        return output
+            return dict.fromkeys(self.losses, output.logits if is_pretrained(self.model) else output)
+        sources, values = self.graph.sources, dict[int, Any]()
+        given = {sources[0]: args} if len(sources) == 1 else dict(zip(sources, map(_as_arguments, args)))
+        for stage in self.graph.forward_order:
+            inputs = (values[other] for other in self.graph.inputs(stage))
+            arguments = given.get(stage) or [each for value in inputs for each in _as_arguments(value)]
+            values[stage] = self.model[stage](*arguments, **kwargs)
+        return {sink: values[sink] for sink in self.graph.sinks}
 
-    def stages(self, count: int) -> dict[int, nn.Module]:
-        """The stages of a pipeline with so many."""
+    def stages(self, graph: StageGraph) -> dict[int, nn.Module]:
+        """The stages of a pipeline."""
         if isinstance(self.model, nn.Module):
-            return split_evenly(self.model, count)
-        if len(self.model) != count:
+            if not graph.is_chain:
+                raise PipelineError(
+                    "the stages of the schedule are not a chain, so the model cannot be divided over them: let "
+                    "the function return stages, one module for each stage, instead of a model"
+                )
+            return split_evenly(self.model, graph.num_stages)
+        if len(self.model) != graph.num_stages:
             raise PipelineError(
-                f"the function returns {len(self.model)} stages, but the schedule has {count}: change the "
-                "ranks or the stages per rank, or give the function the parameter `stages`: this number"
+                f"the function returns {len(self.model)} stages, but the schedule has {graph.num_stages}: "
+                "change the ranks or the stages per rank, or give the function the parameter `stages`: this "
+                "number"
             )
         return dict(enumerate(self.model))
 
@@ -91,9 +110,12 @@ class UserModel:
         model = self.model
         if not isinstance(model, nn.Module):
             model = nn.ModuleDict({str(stage): module for stage, module in enumerate(model)})
-        return nn.ModuleDict(
-            {"model": model} | ({"loss": self.loss} if isinstance(self.loss, nn.Module) else {})
-        )
+        return nn.ModuleDict({"model": model} | self.loss_modules(*self.losses))
+
+    def loss_modules(self, *sinks: int) -> dict[str, nn.Module]:
+        """The losses of these sinks that are modules, named `loss`, or `loss 3` if there are several."""
+        found = {sink: loss for sink in sinks if isinstance(loss := self.losses.get(sink), nn.Module)}
+        return {f"loss {sink}" if len(self.losses) > 1 else "loss": loss for sink, loss in found.items()}
 
     @property
     def rows(self) -> int | None:
@@ -114,14 +136,15 @@ class UserModel:
         return flatten((self.args, self.kwargs, self.target))[0]
 
 
-def load_user_model(source: Source, stages: int) -> UserModel:
-    """Call the function with fixed random seeds, for so many stages if it asks, and check what it returns."""
+def load_user_model(source: Source, graph: StageGraph) -> UserModel:
+    """Call the function with fixed random seeds, for these stages if it asks, and check what it returns."""
     function, name = _find_function(source)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 -- the global generator, which a user's function may use
     torch.manual_seed(0)
     try:
-        returned = function(stages=stages) if "stages" in signature(function).parameters else function()
+        asks = "stages" in signature(function).parameters
+        returned = function(stages=graph.num_stages) if asks else function()
     except Exception as error:
         raise PipelineError(f"{name}() raised {_one_line(error)}") from error
     if isinstance(returned, tuple) and len(returned) == 4:
@@ -133,17 +156,32 @@ def load_user_model(source: Source, stages: int) -> UserModel:
         )
     if problems := _name_problems(returned) or _problems(returned):
         raise PipelineError(f"{name}() must return {_RETURNS}, or a dict of them: " + "; ".join(problems))
-    return _user_model(returned)
+    return _user_model(returned, graph)
 
 
-def _user_model(parts: dict[str, Any]) -> UserModel:
+def _user_model(parts: dict[str, Any], graph: StageGraph) -> UserModel:
     model, inputs = parts.get("model", parts.get("stages")), parts.get("inputs", ())
     args, kwargs = inputs if isinstance(inputs, tuple) else (inputs,), dict(parts.get("kwargs") or {})
     if not isinstance(model, nn.Module):
         model = tuple(_listed_stages(model))
-    elif is_pretrained(model) and not args and "input_ids" in kwargs:
-        args = (kwargs.pop("input_ids"),)  # of the first stage only
-    return UserModel(model, parts["loss"], args, parts.get("target"), kwargs, parts.get("tokens"))
+        graph = _graph_of(model, graph)
+    else:
+        graph = StageGraph.chain(graph.num_stages)
+        if is_pretrained(model) and not args and "input_ids" in kwargs:
+            args = (kwargs.pop("input_ids"),)  # of the first stage only
+    losses = losses_by_sink(parts["loss"], graph)
+    return UserModel(model, graph, losses, args, parts.get("target"), kwargs, parts.get("tokens"))
+
+
+def _graph_of(stages: Sequence[nn.Module], graph: StageGraph) -> StageGraph:
+    """The graph that `split` found, or else that of the schedule if it is for as many stages."""
+    found = (split_metadata(stage, "stage_graph") for stage in stages)
+    own: StageGraph | None = next((each for each in found if each is not None), None)
+    return own or (graph if graph.num_stages == len(stages) else StageGraph.chain(len(stages)))
+
+
+def _as_arguments(value: Any) -> tuple[Any, ...]:
+    return value if type(value) is tuple else (value,)
 
 
 def _listed_stages(stages: Any) -> list[Any]:
@@ -184,7 +222,7 @@ def _problems(parts: dict[str, Any]) -> list[str]:
         )
     if parts.get("tokens") is not None and not callable(parts["tokens"]):
         problems.append("tokens must be a function that counts the tokens of a target")
-    if not callable(loss):
+    if not all(map(callable, loss.values() if isinstance(loss, Mapping) else [loss])):
         problems.append(
             "the loss must be a function of output and target that returns one number, but is a "
             f"{type(loss).__name__}"

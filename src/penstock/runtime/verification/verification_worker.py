@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.errors import BatchError
 from penstock.ir.schedule import Schedule
+from penstock.runtime.data_parallel.wrappers import split_metadata
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.verification.reference_run import (
     Reference,
@@ -60,7 +61,7 @@ def train_in_pipeline(source: Source, schedule: Schedule, steps: int, file: Path
     group = _first_ranks(schedule.num_ranks)
     if group is None:
         return None
-    user_model = load_user_model(source, schedule.num_stages)
+    user_model = load_user_model(source, schedule.graph)
     reference = Reference(file)
     reference.check_same_model(user_model, group)
     _check_equal_microbatches(user_model, schedule)
@@ -91,10 +92,14 @@ def train_in_pipeline(source: Source, schedule: Schedule, steps: int, file: Path
 
 
 def _pipeline(user_model: UserModel, schedule: Schedule, group: dist.ProcessGroup) -> Pipeline:
+    stages = user_model.stages(schedule.graph)
+    own = split_metadata(stages[0], "stage_graph")
+    if schedule.graph.is_chain and own is not None and not own.is_chain:  # a family, and a traced module
+        schedule = schedule.over(own)
     return Pipeline(
-        user_model.stages(schedule.num_stages),
+        stages,
         schedule,
-        loss=user_model.loss,
+        loss=user_model.losses,
         tokens=user_model.tokens,
         group=group,
     )
@@ -111,15 +116,11 @@ def _check_equal_microbatches(user_model: UserModel, schedule: Schedule) -> None
 
 
 def _modules_by_stage(pipeline: Pipeline, user_model: UserModel) -> dict[int, nn.ModuleDict]:
-    """The modules of this rank with the names that the reference uses; the loss belongs to the last stage."""
-    modules = {
-        stage: nn.ModuleDict({"model": user_model.named(stage, module)})
+    """The modules of this rank and of its losses, with the names that the reference uses."""
+    return {
+        stage: nn.ModuleDict({"model": user_model.named(stage, module)} | user_model.loss_modules(stage))
         for stage, module in pipeline.modules.items()
     }
-    last = pipeline.schedule.num_stages - 1
-    if last in modules and isinstance(user_model.loss, nn.Module):
-        modules[last]["loss"] = user_model.loss
-    return modules
 
 
 def _parameters(modules: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Parameter]]:
