@@ -99,7 +99,7 @@ def test_the_problems_of_all_files_are_listed_and_capped(tmp_path: Path) -> None
     assert "and 10 more problems" in text
 
 
-STATE = RankState((0, 1), 1, SCHEDULE, step=3, position=4, awaits="1RECV_F1", lost={0: "gone"}, job="a")
+STATE = RankState((0, 1), 1, SCHEDULE, step=3, call=5, position=4, awaits="1RECV_F1", lost={0: "gone"}, job="a")
 
 
 def write_state(folder: Path, state: RankState, **changes: Any) -> None:
@@ -118,7 +118,7 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"version": 2}, "version: expected 1"),
+        ({"version": 1}, "version: expected 2"),
         ({"position": "x"}, "position: expected a number"),
         ({"members": [0]}, "members: expected the 2 ranks of the schedule"),
         ({"world_rank": 5}, "and world_rank among them"),

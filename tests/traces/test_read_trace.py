@@ -201,7 +201,7 @@ def test_traces_without_what_is_needed_are_refused(tmp_path: Path, change: Any, 
 
 def test_files_that_are_not_of_one_pipeline_are_refused(tmp_path: Path) -> None:
     paths = write_kineto_files(tmp_path, simulated())
-    with pytest.raises(TraceError, match=r"stage 0 is also in .*: give the files of one pipeline only"):
+    with pytest.raises(TraceError, match=r"stage 0 is also in .*: give all files of each pipeline, each once"):
         read_trace([paths[0], paths[0], paths[1]])
     with pytest.raises(TraceError, match="no file has stage 0, 2: give one file for each rank"):
         read_trace(paths[1:])

@@ -38,6 +38,11 @@ class ClockAlignment:
     """By how much some message arrives before it was sent even so; 0 if all are in order."""
     shared_clock: bool = False
     """Whether all ranks are on one host, so that there is nothing to align."""
+    drift: tuple[float, ...] = ()
+    """Per rank, in seconds per second: how much faster its clock runs than rank 0's, where that is certain.
+
+    The offsets are then those of the first step.
+    """
 
 
 def align_clocks(bounds: Floats, hosts: Sequence[str]) -> ClockAlignment:

@@ -179,7 +179,7 @@ def _stack(state: RankState) -> str:
 
 
 def _behind(state: RankState, wait: Wait) -> Finding:
-    where = _outside(state) if not state.runs else f"it is in step {state.step}"
+    where = _outside(state) if not state.runs else f"it is in {state.name}"
     text = f"rank {wait.rank} waits for {wait.message}, and {where}{_stack(state)}"
     return Finding("never-arrived", (state.rank,), text)
 

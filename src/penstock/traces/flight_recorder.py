@@ -50,8 +50,6 @@ class FlightRecord:
     operations: tuple[Operation, ...]
     collective: str
     """The name of the first collective that is not completed; empty if there is none."""
-    first_number: int
-    """The number of the first recorded operation of any kind: above 0, earlier ones are overwritten."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The process groups of its sends and receives."""
     source: str = ""
@@ -78,9 +76,8 @@ def load_flight_record(document: Mapping[str, Any], world_rank: int, source: str
             reader.read_entry(entry, f"entries[{index}]")
     if reader.problems:
         raise FormatError(source, reader.problems)
-    first = entries[0]["record_id"] if entries else 0
     groups = tuple(sorted(reader.used_groups))
-    return FlightRecord(world_rank, tuple(reader.operations), reader.collective, first, groups, source)
+    return FlightRecord(world_rank, tuple(reader.operations), reader.collective, groups, source)
 
 
 class _Reader:

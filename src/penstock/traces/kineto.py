@@ -23,6 +23,7 @@ from penstock.arguments import printable
 from penstock.errors import ActionError, TraceError
 from penstock.ir.action import Action, Kind, Step, parse_action
 from penstock.traces.recorded import RankTrace, Recorded
+from penstock.traces.replicas import pipeline_group
 from penstock.traces.unlabelled import Operators
 
 __all__ = ["KinetoRank"]
@@ -138,7 +139,8 @@ class KinetoRank:
         """The actions of this rank; `header` has the other entries of the file."""
         if self.problems:
             raise TraceError(self.problems)
-        found = RankTrace(self.name, _rank(header), str(header.get("host_name") or ""))
+        group = pipeline_group(header.get("distributedInfo"))
+        found = RankTrace(self.name, _rank(header), str(header.get("host_name") or ""), group)
         base = header.get("baseTimeNanoseconds", 0)
         if isinstance(base, bool) or not isinstance(base, int) or not 0 <= base <= _LATEST * 1000:
             problem = f"baseTimeNanoseconds must be a number of nanoseconds (given {printable(repr(base))})"

@@ -40,6 +40,10 @@ class MeasuredRun:
     clocks: ClockAlignment
     sources: tuple[str, ...]
     """The file of each rank."""
+    replica: int = 0
+    """The number of this pipeline among those of the job."""
+    replicas: tuple[float, ...] = ()
+    """The median makespan of each pipeline, if the files had several."""
 
     @property
     def timeline(self) -> Timeline:

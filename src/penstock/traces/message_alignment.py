@@ -239,8 +239,11 @@ def _same_steps(states: Sequence[RankState], unknown: set[int]) -> list[RankStat
         found[state.rank] = replace(state, step=step)
         left.sort(key=lambda each: not any(_shared(each, other) for other in found.values()))
     lowest = min((state.step for state in found.values()), default=0)
+    numbers = {rank: state.step - lowest for rank, state in found.items()}
     return [
-        replace(found[state.rank], step=found[state.rank].step - lowest) if state.rank in found else state
+        replace(found[state.rank], step=numbers[state.rank], call=numbers[state.rank])
+        if state.rank in found
+        else state
         for state in states
     ]
 

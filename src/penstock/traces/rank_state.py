@@ -1,7 +1,7 @@
 """The state of one rank of a pipeline, and its file: the schedule it runs, where it is, and what it waits for.
 
-{"format": "penstock-rank-state", "version": 1, "runtime": "penstock", "members": [0, 1], "world_rank": 1,
- "mode": "step", "step": 12, "position": 7, "awaits": "1RECV_F2", "schedule": {...}, ...}
+{"format": "penstock-rank-state", "version": 2, "runtime": "penstock", "members": [0, 1], "world_rank": 1,
+ "mode": "step", "step": 12, "call": 14, "position": 7, "awaits": "1RECV_F2", "schedule": {...}, ...}
 
 A rank writes it when a step fails, when it makes no progress, or on a signal; `penstock diagnose` reads it.
 """
@@ -23,7 +23,7 @@ from penstock.ir.schedule import Schedule
 __all__ = ["STATE_FORMAT", "RankState", "dump_state", "excerpt", "load_state", "state_file_name"]
 
 STATE_FORMAT = "penstock-rank-state"
-_VERSION = 1
+_VERSION = 2
 _LONGEST = 10_000  # characters of a text
 _CONTEXT = 3  # steps shown before and after the current one
 
@@ -40,7 +40,9 @@ class RankState:
     mode: str = "step"
     """`step`, `eval`, `connecting`, the name of a collective, or `outside` if it runs none of them."""
     step: int = 0
-    """The number of its current or last step or eval."""
+    """The number of its current or last step; an eval has that of the step before it."""
+    call: int = 0
+    """The number of its current or last call of step and eval: by it ranks are ahead of each other."""
     position: int = -1
     """Its step in its list: -1 before the first, the length of the list after the last."""
     awaits: str = ""
@@ -84,6 +86,11 @@ class RankState:
     def runs(self) -> bool:
         """Whether it is inside a step or eval."""
         return self.mode in ("step", "eval")
+
+    @property
+    def name(self) -> str:
+        """What it is inside, in words."""
+        return f"the eval after step {self.step}" if self.mode == "eval" else f"step {self.step}"
 
     @property
     def action(self) -> str:
@@ -130,7 +137,7 @@ def load_state(document: Mapping[str, Any], source: str) -> RankState:
         if key in document and not accepts(document[key])
     ]
     if document.get("version") != _VERSION:
-        problems.insert(0, f"version: expected {_VERSION}, the only version so far")
+        problems.insert(0, f"version: expected {_VERSION}")
     if problems:
         raise FormatError(source, problems)
     schedule = reads(json.dumps(document.get("schedule")), "json", source=f"{source}: schedule")
@@ -175,15 +182,14 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "world_rank": _NUMBER,
     "mode": _TEXT,
     "step": _NUMBER,
+    "call": _NUMBER,
     "position": (lambda x: _is_number(x, -1), "a number of at least -1"),
     "awaits": _TEXT,
     "waiting_for": _TEXT,
     "error": _TEXT,
     "is_origin": (lambda x: isinstance(x, bool), "true or false"),
     "lost": (
-        lambda x: (
-            isinstance(x, dict) and all(k.isdecimal() and len(k) < 9 and _is_text(v) for k, v in x.items())
-        ),
+        lambda x: isinstance(x, dict) and all(_is_rank(k) and _is_text(v) for k, v in x.items()),
         "texts by world rank",
     ),
     "messages": (_is_table, "lists of texts by action"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import cast
 
@@ -16,28 +17,27 @@ from penstock.errors import ScheduleError, TraceError
 from penstock.ir.action import Kind
 from penstock.ir.graph import StageGraph
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Floats, Ints
+from penstock.ir.table import Ints
 from penstock.simulation.measured import measured_timeline
-from penstock.traces.clock_alignment import ClockAlignment, align_clocks
 from penstock.traces.event_stream import EventStream
 from penstock.traces.kineto import KinetoRank
 from penstock.traces.measured_run import MeasuredRun, median_step
 from penstock.traces.penstock_trace import PenstockTrace, is_penstock_trace
-from penstock.traces.recorded import RankTrace, Recorded
+from penstock.traces.recorded import RankTrace
+from penstock.traces.replicas import pipelines
+from penstock.traces.step_clocks import Rows, align_steps, sent_messages
 from penstock.traces.steps import matched_steps, renumbered
 from penstock.traces.trace_files import OnRead, TraceSource, name_of, open_chunks
 from penstock.validation import validate
 
 __all__ = ["read_trace"]
 
-_Rows = list[list[Recorded]]
-"""The actions of one step, per rank."""
-
 
 def read_trace(
     sources: TraceSource | Iterable[TraceSource],
     *,
     step: int | None = None,
+    replica: int | None = None,
     graph: StageGraph | None = None,
     on_read: OnRead | None = None,
 ) -> MeasuredRun:
@@ -45,8 +45,10 @@ def read_trace(
 
     A source is a path or an open file, of text or of bytes, plain or compressed with gzip. The steps may run on
     torch.distributed.pipelining or on Penstock's runtime. `step` is the number of a complete step from 0; by
-    default the one of median makespan is chosen. `graph` is the stage graph, a chain unless given. `on_read` is
-    called with the number of bytes read since its last call. Raises `TraceError` with all problems.
+    default the one of median makespan is chosen. `replica` is the number of a pipeline from 0, in the order of
+    ranks, if the files are of several data-parallel replicas; by default the slowest is chosen. `graph` is the
+    stage graph, a chain unless given. `on_read` is called with the number of bytes read since its last call.
+    Raises `TraceError` with all problems.
     """
     many = _as_list(sources)
     if not many:
@@ -61,7 +63,24 @@ def read_trace(
     if problems:
         raise TraceError(problems)
     one_file = len(many) == 1 and len(traces) > 1
-    return _assemble(renumbered(_in_order(traces)), None if one_file else step, graph)
+    found = [renumbered(each) for each in pipelines(_in_order(traces))]
+    return _chosen_replica(found, replica, None if one_file else step, graph)
+
+
+def _chosen_replica(
+    found: Sequence[list[RankTrace]], replica: int | None, step: int | None, graph: StageGraph | None
+) -> MeasuredRun:
+    """The run of one pipeline; of several the slowest unless one is asked for."""
+    count = len(found)
+    if replica is not None and not 0 <= replica < count:
+        have = f"the traces have {count} pipelines, 0 to {count - 1}" if count > 1 else "there is one pipeline"
+        raise TraceError([f"there is no replica {replica}: {have}"])
+    if count == 1:
+        return _assemble(found[0], step, graph)
+    runs = [_assemble(each, step, graph) for each in found]
+    seconds = tuple(run.timelines[run.median_step].makespan for run in runs)
+    chosen = seconds.index(max(seconds)) if replica is None else replica
+    return replace(runs[chosen], replica=chosen, replicas=seconds)
 
 
 def _as_list(sources: TraceSource | Iterable[TraceSource]) -> list[TraceSource]:
@@ -104,10 +123,9 @@ def _assemble(traces: list[RankTrace], step: int | None, graph: StageGraph | Non
         )
     schedules = [_schedule(rows, graph) for rows in steps]
     times = [_nanoseconds(rows) for rows in steps]
-    clocks = _clocks(schedules, times, steps, [trace.host for trace in traces])
+    clocks, times = align_steps(schedules, times, steps, [trace.host for trace in traces])
     starts, seconds = [], []
-    for schedule, own, rows in zip(schedules, times, steps):
-        aligned = own - np.round(np.array(clocks.offsets) * 1e9).astype(np.int64)[schedule.table.rank][:, None]
+    for schedule, aligned, rows in zip(schedules, times, steps):
         _move_starts(schedule, aligned, rows)
         starts.append(_origin(schedule, aligned))
         seconds.append(np.maximum(aligned - starts[-1], 0) / 1e9)
@@ -124,7 +142,8 @@ def _require_one_pipeline(traces: Sequence[RankTrace]) -> None:
     for trace in traces:
         stages = {part.stage for each in trace.recorded for part in each.step.parts}
         problems += [
-            f"{trace.source}: stage {stage} is also in {owner[stage]}: give the files of one pipeline only"
+            f"{trace.source}: stage {stage} is also in {owner[stage]}: "
+            "give all files of each pipeline, each once"
             for stage in sorted(stages & owner.keys())
         ]
         owner |= dict.fromkeys(stages, trace.source)
@@ -136,7 +155,7 @@ def _require_one_pipeline(traces: Sequence[RankTrace]) -> None:
         raise TraceError(problems)
 
 
-def _schedule(rows: _Rows, graph: StageGraph | None) -> Schedule:
+def _schedule(rows: Rows, graph: StageGraph | None) -> Schedule:
     try:
         schedule = Schedule([[each.step for each in row] for row in rows], name="measured", graph=graph)
         compute = schedule.only((Kind.F, Kind.I, Kind.W, Kind.B))
@@ -148,7 +167,7 @@ def _schedule(rows: _Rows, graph: StageGraph | None) -> Schedule:
     return schedule
 
 
-def _nanoseconds(rows: _Rows) -> Ints:
+def _nanoseconds(rows: Rows) -> Ints:
     return np.array([(each.start, each.end) for row in rows for each in row], dtype=np.int64).reshape(-1, 2)
 
 
@@ -160,43 +179,10 @@ def _origin(schedule: Schedule, times: Ints) -> int:
     return int(times[table.slot_bounds[table.part_rank[first]], 0])
 
 
-# --- clocks ------------------------------------------------------------------------------------------
-
-
-def _sent(schedule: Schedule, times: Ints) -> tuple[Ints, Ints, Ints]:
-    """Messages with both ends: their numbers, when they were sent, and the slots that use them."""
-    messages, slot = schedule.messages, schedule.table.slot
-    number = np.flatnonzero((messages.producer >= 0) & (messages.consumer >= 0))
-    send, producer = messages.send[number], messages.producer[number]
-    sent = np.maximum(times[slot[producer], 1], np.where(send >= 0, times[slot[send], 0], 0))
-    return number, sent, slot[messages.consumer[number]]
-
-
-def _clocks(
-    schedules: Sequence[Schedule],
-    times: Sequence[Ints],
-    steps: Sequence[list[list[Recorded]]],
-    hosts: list[str],
-) -> ClockAlignment:
-    """Offsets from all messages of all steps.
-
-    The second part of an overlapped pair waits somewhere inside of it, so only its end is after the message.
-    """
-    ranks = len(hosts)
-    bounds: Floats = np.full((ranks, ranks), np.inf)
-    for schedule, own, rows in zip(schedules, times, steps):
-        number, sent, consumer = _sent(schedule, own)
-        exact = np.array([each.exact and len(each.step.parts) == 1 for row in rows for each in row])[consumer]
-        received = np.where(exact, own[consumer, 0], own[consumer, 1])
-        ends = schedule.messages.source[number], schedule.messages.target[number]
-        np.minimum.at(bounds, ends, (received - sent) / 1e9)
-    return align_clocks(bounds, hosts)
-
-
-def _move_starts(schedule: Schedule, times: Ints, rows: _Rows) -> None:
+def _move_starts(schedule: Schedule, times: Ints, rows: Rows) -> None:
     """A step whose recorded start may include a wait starts when its last message was sent, at the earliest."""
     exact = np.array([each.exact for row in rows for each in row])
-    _, sent, consumer = _sent(schedule, times)
+    _, sent, consumer = sent_messages(schedule, times)
     earliest = times[:, 0].copy()
     np.maximum.at(earliest, consumer, sent)
     times[:, 0] = np.where(exact, times[:, 0], np.minimum(earliest, times[:, 1]))

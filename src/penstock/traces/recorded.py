@@ -30,6 +30,8 @@ class RankTrace:
     """The rank in the job, if the file says so."""
     host: str
     """The machine: ranks of one machine have one clock. Empty if unknown."""
+    pipeline: tuple[int, ...] = ()
+    """The ranks of its pipeline, if the file names its process groups."""
     recorded: list[Recorded] = field(default_factory=list)
     single_stage: bool = False
     """Whether its actions name no stage: then each rank has one, in the order of the ranks."""

@@ -79,9 +79,9 @@ def _where(state: RankState, peer: RankState | None, counterpart: Action) -> tup
     position = next(
         number for number, step in enumerate(peer.schedule.ranks[peer.rank]) if counterpart in step.parts
     )
-    if peer.step < state.step or (peer.step == state.step and peer.mode == "connecting"):
+    if peer.call < state.call or (peer.call == state.call and peer.mode == "connecting"):
         return "behind", position
-    if peer.step > state.step or not peer.runs:
+    if peer.call > state.call or not peer.runs:
         return "passed", position
     if peer.position == position:
         return "there", position
