@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
+from selenium.webdriver import Chrome
 
-from tests.support.browser import ONE_F, ZBV, Browser, start_chromium
+from tests.support.browser import ONE_F, ZBV, Browser
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    driver = start_chromium(tmp_path_factory.mktemp("profile"))
-    yield Browser(driver, tmp_path_factory.mktemp("pages"))
-    driver.quit()
+def chromium(driver: Chrome, tmp_path_factory: pytest.TempPathFactory) -> Browser:
+    return Browser(driver, tmp_path_factory.mktemp("pages"))
 
 
 @pytest.fixture

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree as ET
 
-from penstock.planning import Plan, plan
+from penstock import Costs
+from penstock.cost.units import Units
+from penstock.planning import Model, Plan, plan
 from penstock.view.frontier import frontier_picture, frontier_text
+from penstock.view.frontier_html import frontier_html
 from penstock.view.svg import svg_of
 from tests.support.planning_models import decoder
 
@@ -35,6 +41,13 @@ def test_the_fastest_is_at_the_bottom_and_the_smallest_at_the_left() -> None:
     assert any(row.startswith(smallest) for row in rows)
 
 
+def test_numbers_that_would_touch_give_way_to_the_better_one() -> None:
+    places = [SimpleNamespace(seconds=1.0, memory=0.5 if i == 11 else i / 3e3) for i in range(12)]
+    made: Any = SimpleNamespace(options=places, frontier=places, units=Units())
+    bottom = frontier_text(made, 80).plain.splitlines()[-3]
+    assert bottom.split("│")[1].split() == ["1", "12"]
+
+
 def test_one_option_alone_can_be_drawn() -> None:
     made = plan(decoder(1), ranks=1, samples=1, seconds=0)
     assert len(made.options) == 1
@@ -56,3 +69,15 @@ def test_the_picture_names_the_frontier_the_limit_and_the_bound() -> None:
         element.text
         for element in ET.fromstring(svg_of(frontier_picture(planned(None)))).iter()  # noqa: S314
     ]
+
+
+def test_relative_costs_are_drawn_in_units_and_activations() -> None:
+    stages = Costs(forward=(1, 1, 1, 2), time_unit="units", memory_unit="activations")
+    made = plan(Model.of_stages(stages), ranks=2, samples=4, seconds=0)
+    drawn = frontier_text(made, 80).plain + svg_of(frontier_picture(made)) + frontier_html(made)
+    assert "time, units" in frontier_text(made, 80).plain
+    assert "time per step in units" in drawn
+    assert "peak memory of any rank in activations" in drawn
+    assert f"<td>{made.best.seconds:g} units</td>" in drawn
+    for real in (r"\d s\b", r"\d m?s,", r"\d (B|KiB)\b"):
+        assert not re.search(real, drawn)

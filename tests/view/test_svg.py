@@ -281,3 +281,11 @@ def test_arrows_follow_the_edges_of_a_stage_graph() -> None:
         assert Counter(mark.style for mark in shafts) == {"edge-activation": 5, "edge-gradient": 5}
         assert "activation of microbatch 0" in svg([shown])
     assert "edge" not in svg([timeline("1f1b")])
+
+
+def test_boxes_have_numbers_at_8_ranks_and_32_microbatches_and_the_legend_says_whether() -> None:
+    for ranks, microbatches, numbered in ((8, 32, True), (32, 256, False)):
+        drawn = parsed(penstock.simulate(penstock.build("zbv", ranks=ranks, microbatches=microbatches)))
+        words = [element.text or "" for element in drawn.iter(f"{SVG}text")]
+        assert ("number in a box: microbatch" in words) == numbered
+        assert ("31" in words) == numbered

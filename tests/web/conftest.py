@@ -1,25 +1,24 @@
-"""The playground in a browser, one of each per module."""
+"""The playground in a browser; every module has a playground of its own, so what a page stores ends with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from selenium.webdriver import Chrome
 
-from tests.support.browser import start_chromium
 from tests.support.page import Page
 from tests.support.playground import running
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def opened(driver: Chrome, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     folder = tmp_path_factory.mktemp("downloads")
+    settings = {"behavior": "allow", "downloadPath": str(folder)}
+    driver.execute_cdp_cmd("Browser.setDownloadBehavior", settings)
     with running() as playground:
-        driver = start_chromium(tmp_path_factory.mktemp("profile"))
-        settings = {"behavior": "allow", "downloadPath": str(folder)}
-        driver.execute_cdp_cmd("Browser.setDownloadBehavior", settings)
         yield Page(driver, folder, playground)
-        driver.quit()
+        driver.get("about:blank")  # a page would ask a server that is gone
 
 
 @pytest.fixture

@@ -43,7 +43,11 @@ def findings(page: Page) -> list[str]:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("view", VIEWS)
-@small(lambda view, theme: (view, theme) in {("compare", "light"), ("lesson", "dark")})
+@small(
+    lambda view, theme, any_size: (
+        (view, theme, any_size) in {("compare", "light", "desktop"), ("lesson", "dark", "phone")}
+    )
+)
 def test_nothing_serious_is_found(any_size: Page, view: str, theme: str) -> None:
     page = any_size
     page.driver.set_script_timeout(120)

@@ -15,6 +15,7 @@ from penstock.cli import app
 from penstock.cost.costs import Costs
 from penstock.errors import FormatError
 from penstock.web.api import REQUESTS, catalogue
+from penstock.web.frontier import pareto
 from tests.support.grids import examples
 
 FAMILIES = ("gpipe", "1f1b", "zb-h1", "zbv", "interleaved-1f1b", "v-half", "dualpipev")
@@ -139,6 +140,17 @@ def test_twice_the_memory_makes_room() -> None:
     roomy = ask("compare", schedules=schedules, memory_limit=2, what_if={"kind": "memory", "factor": 2})
     assert not tight["schedules"][0]["row"]["fits"]
     assert roomy["schedules"][0]["row"]["fits"]
+
+
+def test_the_pareto_chart_is_bounded_in_time_and_tells_what_is_left_out() -> None:
+    reports: list[dict[str, Any]] = []
+    whole = pareto(BASIC, reports.append)
+    assert whole["left_out"] == []
+    assert whole["tried"] == whole["of"] > 20
+    part = pareto(BASIC, seconds=0)
+    assert len(part["points"]) == part["tried"] == 1
+    assert part["tried"] + len(part["left_out"]) == part["of"] == whole["of"]
+    assert part["left_out"][-1].startswith(("gis, group", "interleaved"))  # plain families come first
 
 
 def test_no_pareto_point_is_dominated_by_another() -> None:

@@ -161,4 +161,4 @@ def test_a_search_that_is_stopped_keeps_the_best(play: Playground) -> None:
 
 def test_a_search_that_cannot_be_answered_says_why(play: Playground) -> None:
     (line,) = lines_of(play, {"ranks": 3, "microbatches": 4, "seconds": 1e9})
-    assert "seconds: from 0 to 120" in line["error"]["error"]
+    assert "seconds: from 0 to 120" in line["error"]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+import penstock
 from tests.support.browser import BROWSER, DRIVER
+from tests.support.grids import small
 from tests.support.page import Page
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium is not installed")
@@ -30,6 +32,7 @@ def test_schedules_are_drawn_on_one_axis_beside_their_table(any_size: Page) -> N
     assert page.ask("document.documentElement.scrollWidth") <= page.ask("innerWidth")
 
 
+@small(lambda any_size: any_size == "desktop")
 def test_sizes_families_and_costs_change_the_answer(any_size: Page) -> None:
     page = any_size
     page.go()
@@ -108,6 +111,7 @@ def test_critical_paths_are_compared(page: Page) -> None:
     assert "less B" in text
 
 
+@small(lambda any_size: any_size == "desktop")
 def test_what_if_a_rank_is_slow(any_size: Page) -> None:
     page = any_size
     page.go("#schedules=1f1b")
@@ -118,6 +122,64 @@ def test_what_if_a_rank_is_slow(any_size: Page) -> None:
     assert "whatif" not in page.ask("location.hash")
 
 
+WHAT_IF = "section[aria-label='What if']"
+
+
+def test_what_if_a_link_is_slow(page: Page) -> None:
+    page.go("#schedules=1f1b&latency_seconds=0.5")
+    page.tap("#whatif-slow-link")
+    page.type("#whatif-index", 1)
+    page.type("#whatif-factor", 4)
+    assert "whatif=slow-link:1:4" in page.ask("location.hash")
+    schedule = penstock.build("1f1b", ranks=4, microbatches=8)
+    before, after = (
+        penstock.simulate(schedule, penstock.Costs(latency=each)).makespan for each in (0.5, (0.5, 2.0, 0.5))
+    )
+    assert after > before
+    told = f"the link from stage 1 to the next takes 4 times as long: 1f1b {before:g} units → {after:g} units."
+    assert f"If {told}" in page.text(WHAT_IF)
+    assert makespans(page)[0].startswith(f"{after:g} units")
+    page.type("#whatif-index", 3)  # four stages have three links
+    assert "it has links 0 to 2 (given link 3)" in page.text("#table .failed")
+
+
+def test_what_if_microbatches_are_larger(page: Page) -> None:
+    page.go("#schedules=1f1b")
+    page.tap("#whatif-larger-microbatch")
+    told = "If microbatches are 2 times as large, and so many fewer: 1f1b 33 units → 42 units."
+    assert told in page.text(WHAT_IF)
+    assert "m=4" in page.text("#table tbody th")
+    page.type("#whatif-factor", 4)
+    assert "1f1b 33 units → 60 units." in page.text(WHAT_IF)
+
+
+def test_what_if_there_is_more_memory(page: Page) -> None:
+    page.go("#schedules=gpipe,1f1b")
+    page.tap("#whatif-memory")
+    assert "If 2 times the memory: set a memory limit first." in page.text(WHAT_IF)
+    page.type("#limit", 3)
+    told = "If 2 times the memory: the fastest that fits is 1f1b (33 units); it was none of these."
+    assert told in page.text(WHAT_IF)
+    assert ["over the limit" in row for row in page.texts("#table tbody tr")] == [True, False]
+    page.type("#whatif-factor", 3)
+    assert "over the limit" not in page.text("#table")
+
+
+def test_a_bar_is_changed_with_the_keyboard(page: Page) -> None:
+    page.go("#schedules=1f1b&microbatches=4")
+    before = makespans(page)
+    page.driver.execute_script("document.querySelector('.weight:nth-child(3)').focus()")
+    page.press(Keys.ARROW_UP, Keys.PAGE_UP)
+    page.until(lambda: "weights=1,1,2.25,1" in page.ask("location.hash"))
+    page.quiet()
+    assert makespans(page) != before
+    page.press(Keys.HOME)
+    page.until(lambda: "weights" not in page.ask("location.hash"))
+    page.quiet()
+    assert makespans(page) == before
+
+
+@small(lambda any_size: any_size == "desktop")
 def test_a_point_of_the_pareto_chart_draws_its_schedule(any_size: Page) -> None:
     page = any_size
     page.go("#schedules=1f1b&pareto=1")
@@ -126,6 +188,7 @@ def test_a_point_of_the_pareto_chart_draws_its_schedule(any_size: Page) -> None:
     assert page.texts(".panel h2") == ["1f1b", "v-half"]
 
 
+@small(lambda any_size: any_size == "desktop")
 def test_files_and_lines_are_taken_away(any_size: Page) -> None:
     page = any_size
     page.go("#schedules=zb-h1&latency_seconds=0.25")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 import penstock
 from tests.support.browser import BROWSER, DRIVER
+from tests.support.grids import small
 from tests.support.kineto_files import write_kineto_files
 from tests.support.page import Page
 
@@ -47,6 +50,18 @@ def test_a_step_is_dragged_along_its_rank_and_the_verdict_follows(any_size: Page
     page.until(lambda: steps(page).startswith("0F0 0F1"))
 
 
+def test_a_step_is_dragged_with_shift_to_swap_and_off_its_rank_to_remove_it(page: Page) -> None:
+    open_small(page)
+    x, y = page.reveal(0)
+    page.drag((x, y), (page.place(2)[0], y), shift=True)  # 0F0 and 0B0
+    assert steps(page).startswith("0B0 0F1 0F0 0B1 |")
+    page.tap("#undo")
+    x, y = page.reveal(1)
+    page.drag((x, y), (x, y - 90))
+    assert steps(page).startswith("0F0 0B0 0B1 |")
+    assert page.text("#verdict").startswith("Unfinished")
+
+
 def test_a_deadlock_is_told_in_words_and_drawn(page: Page) -> None:
     open_small(page)
     _, y = page.reveal(4)
@@ -82,6 +97,7 @@ def test_steps_are_swapped_moved_and_removed_with_the_keyboard(page: Page) -> No
     assert steps(page) == "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"
 
 
+@small(lambda any_size: any_size == "desktop")
 def test_a_schedule_is_built_from_nothing_with_what_could_run_next(any_size: Page) -> None:
     page = any_size
     open_small(page)
@@ -127,22 +143,51 @@ def test_a_csv_file_is_opened_and_junk_is_explained(
 
 DROP = """
 const data = new DataTransfer();
-data.items.add(new File([arguments[0]], "dropped.csv", { type: "text/csv" }));
+for (const [name, text] of arguments[0]) data.items.add(new File([text], name, { type: "text/csv" }));
 for (const kind of ["dragenter", "dragover", "drop"]) {
   document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true }));
 }
 """
 
 
+def csv(family: str) -> str:
+    return "\n".join(",".join(map(str, row)) for row in penstock.build(family, ranks=2, microbatches=3).ranks)
+
+
 def test_a_file_that_is_dropped_in_the_editor_is_edited(page: Page) -> None:
     open_small(page)
-    text = "\n".join(",".join(map(str, row)) for row in penstock.build("gpipe", ranks=2, microbatches=3).ranks)
-    page.driver.execute_script(DROP, text)
+    page.driver.execute_script(DROP, [["dropped.csv", csv("gpipe")]])
     page.until(lambda: "Edit dropped" in page.text("#mode-panel"))
     page.until(lambda: "gpipe" in page.text("#verdict"))
     assert page.ask("document.getElementById('drop').hidden")
 
 
+def test_of_several_files_each_bad_one_has_its_message_and_the_good_ones_are_drawn(page: Page) -> None:
+    page.go("#schedules=1f1b&ranks=2&microbatches=3")
+    texts = {"bad.csv": "0F0,what\n", "good.csv": csv("gpipe"), "notes.txt": "", "fine.csv": csv("zb-h1")}
+    page.driver.execute_script(DROP, list(texts.items()))
+    page.until(lambda: page.texts(".panel h2") == ["1f1b", "good", "fine"])
+    page.until(lambda: "notes.txt: a schedule is a .csv or .json file" in page.text("#message"))
+    page.quiet()
+    assert "bad.csv: " in page.text("#message")
+    assert "is not an action" in page.text("#message")
+    assert page.noise() != []  # the browser logs the refusal
+    page.type("#microbatches", 4)  # something else is done
+    assert page.text("#message") == ""
+
+
+def test_a_search_opened_by_its_address_tells_its_progress_in_the_units_of_its_costs(page: Page) -> None:
+    page.go("#ranks=5&microbatches=24&stages=2&limit=3.5&mode=search")
+    assert "within 3.5 activations per rank" in page.text("#search-question")
+    page.type("#search-seconds", 100)
+    page.tap("#search-start")
+    status = page.until(lambda: "best" in page.text("#search-status") and page.text("#search-status"))
+    assert re.search(r"best [0-9.]+ units, bound [0-9.]+ units", status), status
+    page.tap("#search-stop")
+    page.until(lambda: page.texts("#certificate"))
+
+
+@small(lambda any_size: any_size == "desktop")
 def test_a_search_converges_and_its_result_is_kept(any_size: Page) -> None:
     page = any_size
     page.go("#ranks=3&microbatches=4&limit=3&mode=search")
@@ -165,6 +210,7 @@ def test_a_search_is_stopped_and_the_best_is_kept(page: Page) -> None:
     assert page.texts(".panel h2") != []
 
 
+@small(lambda any_size: any_size == "desktop")
 def test_traces_are_dropped_and_drawn_over_the_prediction(
     any_size: Page, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

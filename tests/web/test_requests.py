@@ -28,7 +28,7 @@ def test_random_requests_get_an_answer_or_a_message(seed: int) -> None:
             raise AssertionError(f"{name} {json.dumps(document)}") from error
         json.dumps(answer, allow_nan=False)
         answered += 1
-    assert 10 < answered < 45
+    assert 5 < answered < 45  # both happen
 
 
 BASIC = {"family": "1f1b", "ranks": 4, "microbatches": 8}

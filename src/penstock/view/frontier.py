@@ -1,6 +1,6 @@
 """Plots the options of a plan by memory and time; Pareto-optimal ones have their number in the ranking.
 
-seconds
+time, s
  13.27 │1                  ·
  13.02 │          ·
  12.75 │                          2        3
@@ -10,17 +10,18 @@ seconds
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import floor, log10
+from math import floor
 from typing import Protocol
 
 from rich.text import Text
 
-from penstock.cost.units import bytes_text
+from penstock.cost.units import Scale, Units
 from penstock.ir.action import Kind
 from penstock.view.kinds import style_of
-from penstock.view.marks import Box, Group, Label, Line, Mark, Picture, Style
+from penstock.view.marks import Box, Group, Label, Line, Mark, Picture, Style, text_width
 from penstock.view.palette import GREY, PALE, styles
 from penstock.view.scales import round_step
 
@@ -51,6 +52,10 @@ class PlottedPlan(Protocol):
         """What the seconds are."""
 
     @property
+    def units(self) -> Units:
+        """Of times and sizes."""
+
+    @property
     def memory_limit(self) -> float | None:
         """Bytes per rank."""
 
@@ -76,26 +81,40 @@ def frontier_text(plan: PlottedPlan, width: int = 80) -> Text:
     """A plot `width` characters wide; numbers are places in the ranking, dots are dominated options."""
     low, high = _range([option.seconds for option in plan.options])
     left, right = _range([option.memory for option in plan.options])
-    labels = [f"{high - row * (high - low) / (_ROWS - 1):.5g}" for row in range(_ROWS)]
-    margin = max(map(len, ("seconds", *labels))) + 1
+    scale = plan.units.time_scale(high)
+    labels = [scale.number(high - row * (high - low) / (_ROWS - 1)) for row in range(_ROWS)]
+    title = f"time, {scale.name}"
+    margin = max(map(len, (title, *labels))) + 1
     columns = min(max(width - margin - 2, 20), 70)
     canvas: list[list[str]] = [[" "] * columns for _ in range(_ROWS)]
     for place, option in reversed(list(enumerate(plan.options, 1))):
         row = round((high - option.seconds) / (high - low) * (_ROWS - 1)) if high > low else _ROWS - 1
         sign = str(place) if option in plan.frontier else "·"
         column = round((option.memory - left) / (right - left) * (columns - 1)) if right > left else 0
-        for shift, letter in enumerate(sign):
-            canvas[row][min(column, columns - len(sign)) + shift] = letter
-    lines = [Text("seconds".rjust(margin - 1))]
+        _put(canvas[row], min(column, columns - len(sign)), sign)
+    lines = [Text(title.rjust(margin - 1))]
     for row, letters in enumerate(canvas):
         label = labels[row] if row % 5 == 0 else ""
         text = Text(f"{label:>{margin - 1}} │")
         text.append("".join(letters).rstrip(), style="bold")
         lines.append(text)
-    ends = (bytes_text(left), bytes_text(right) if right > left else "")
+    ends = (plan.units.memory(left), plan.units.memory(right) if right > left else "")
     lines.append(Text(" " * margin + "└" + "─" * columns))
     lines.append(Text(" " * (margin + 1) + f"{ends[0]}{ends[1]:>{columns - len(ends[0])}}".rstrip()))
     return Text("\n").join(lines)
+
+
+def _put(row: list[str], start: int, sign: str) -> None:
+    """Write a sign; worse options that it touches become dots, because digits side by side are one number."""
+    end = start + len(sign)
+    touched = [
+        each for each in re.finditer(r"\d+", "".join(row)) if each.start() <= end and each.end() >= start
+    ]
+    if sign == "·" and any(each.start() <= start < each.end() for each in touched):
+        return
+    for each in touched if sign != "·" else ():
+        row[each.start() : each.end()] = "·".ljust(each.end() - each.start())
+    row[start:end] = sign
 
 
 def _range(values: list[float]) -> tuple[float, float]:
@@ -110,8 +129,11 @@ _MAX_NAMES = 16
 _BLUE = style_of(Kind.F).colour
 
 
-def frontier_picture(plan: PlottedPlan) -> Picture:
-    """The same plot as marks, with the memory limit and the lower bound where they are in range."""
+def frontier_picture(plan: PlottedPlan, *, names: bool = True) -> Picture:
+    """The same plot as marks, with the memory limit and the lower bound where they are in range.
+
+    `names`: with the options behind the numbers, to the right of the plot.
+    """
     own = {
         "point": Style(_BLUE),
         "dominated": Style(PALE, GREY, 0.5),
@@ -121,14 +143,17 @@ def frontier_picture(plan: PlottedPlan) -> Picture:
         "note": Style(GREY, size=10),
     }
     title, plot = plan.title, _Plot(plan)
+    named = list(_names(plan)) if names else []
+    room = max((text_width(label.text, 10) for label in named), default=0.0)
+    width = max(_RIGHT, _LEFT + text_width(title, 13)) + 16 if not named else max(_WIDTH, _RIGHT + 32 + room)
     groups = [
         Group("title", [Label("name", _LEFT, 24, title)]),
         Group("axes", list(plot.axes())),
         Group("frontier", list(plot.staircase())),
         Group("options", list(plot.points())),
-        Group("names", list(_names(plan))),
+        Group("names", [*named]),
     ]
-    return Picture(title, _WIDTH, _HEIGHT, {**styles(1), **own}, groups)
+    return Picture(title, round(width), _HEIGHT, {**styles(1), **own}, groups)
 
 
 def option_points(plan: PlottedPlan) -> list[tuple[PlottedOption, float, float]]:
@@ -155,17 +180,18 @@ class _Plot:
         return _BOTTOM - (seconds - self.low) / (self.high - self.low) * (_BOTTOM - _TOP)
 
     def axes(self) -> Iterator[Mark]:
-        for seconds in _ticks(self.low, self.high, 1.0):
+        units = self.plan.units
+        times, sizes = units.time_scale(self.high), units.memory_scale(self.right)
+        for seconds in _ticks(self.low, self.high, times):
             yield Line("grid", _LEFT, self.y(seconds), _RIGHT, self.y(seconds))
-            yield Label("seconds", _LEFT - 6, self.y(seconds) + 3, f"{seconds:.6g} s")
-        unit = 1024.0 ** max(min(floor(log10(max(self.right, 1)) / log10(1024)), 4), 0)
-        for memory in _ticks(self.left, self.right, unit):
+            yield Label("seconds", _LEFT - 6, self.y(seconds) + 3, times.number(seconds))
+        for memory in _ticks(self.left, self.right, sizes):
             yield Line("axis", self.x(memory), _BOTTOM, self.x(memory), _BOTTOM + 4)
-            yield Label("tick", self.x(memory), _BOTTOM + 16, bytes_text(memory))
+            yield Label("tick", self.x(memory), _BOTTOM + 16, sizes.number(memory))
         yield Line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM)
         yield Line("axis", _LEFT, _TOP, _LEFT, _BOTTOM)
-        yield Label("key", _LEFT, _TOP - 8, f"time per step ({self.plan.time_name})")
-        yield Label("key", _LEFT, _BOTTOM + 34, "peak memory of any rank")
+        yield Label("key", _LEFT, _TOP - 8, f"time per step in {times.name} ({self.plan.time_name})")
+        yield Label("key", _LEFT, _BOTTOM + 34, f"peak memory of any rank in {sizes.name}")
         yield Line("at-peak", _LEFT, self.y(self.plan.bound), _RIGHT, self.y(self.plan.bound))
         yield Label("note", _LEFT + 4, self.y(self.plan.bound) - 4, "lower bound")
         if self.limit is not None:
@@ -195,11 +221,11 @@ class _Plot:
         return round(self.x(option.memory), 2), round(self.y(option.seconds), 2)
 
 
-def _names(plan: PlottedPlan) -> Iterator[Mark]:
+def _names(plan: PlottedPlan) -> Iterator[Label]:
     """The options behind the numbers."""
     for line, option in enumerate(plan.frontier[:_MAX_NAMES]):
         place = plan.options.index(option) + 1
-        facts = f"{place}  {option}: {option.seconds:.4g} s, {bytes_text(option.memory)}"
+        facts = f"{place}  {option}: {plan.units.time(option.seconds, 4)}, {plan.units.memory(option.memory)}"
         yield Label("key", _RIGHT + 16, _TOP + 8 + 17 * line, facts)
     if len(plan.frontier) > _MAX_NAMES:
         rest = f"and {len(plan.frontier) - _MAX_NAMES} more"
@@ -212,8 +238,8 @@ def _widened(low: float, high: float) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _ticks(low: float, high: float, unit: float) -> list[float]:
+def _ticks(low: float, high: float, scale: Scale) -> list[float]:
     """About five round multiples of the unit."""
-    step = round_step((high - low) / unit / 6) * unit
+    step = round_step((high - low) / scale.size / 6) * scale.size
     first = floor(low / step) + 1
     return [n * step for n in range(first, floor(high / step) + 1)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from penstock.cost.units import bytes_text, seconds_text
 from penstock.view.frontier import PlottedPlan, frontier_picture, option_points
 from penstock.view.svg import svg_of
 
@@ -16,7 +15,9 @@ __all__ = ["frontier_html"]
 
 _STYLE = """
 body { font: 14px/1.5 Helvetica, Arial, sans-serif; margin: 2em auto; max-width: 960px; padding: 0 1em; }
-svg { max-width: 100%; height: auto; }
+h1 { font-size: 1.5em; }
+.plot { overflow-x: auto; }
+svg { max-width: 100%; min-width: 520px; height: auto; }
 svg a rect { fill: transparent; }
 svg a:hover rect, svg a:focus rect { stroke: #d55e00; stroke-width: 2; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
@@ -24,25 +25,29 @@ th, td { text-align: right; padding: 2px 8px; border-bottom: 1px solid #8884; }
 th:nth-child(2), td:nth-child(2) { text-align: left; }
 tr.frontier { font-weight: bold; }
 tr:target, tr:hover { background: #0072b222; }
-@media (prefers-color-scheme: dark) { body { background: #1b1b1b; color: #ddd; } }
+@media (prefers-color-scheme: dark) {
+  body { background: #1b1b1b; color: #ddd; }
+  svg { filter: invert(.894) hue-rotate(180deg); }
+}
 """
 
 
 def frontier_html(plan: PlottedPlan) -> str:
     """The page."""
-    title, bound = _text(plan.title), seconds_text(plan.bound)
-    picture = svg_of(frontier_picture(plan)).rstrip().removesuffix("</svg>")
+    title, bound = _text(plan.title), plan.units.time(plan.bound, 4)
+    picture = svg_of(frontier_picture(plan, names=False)).rstrip().removesuffix("</svg>")
     head = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>'
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     lines = [
         head,
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>",
-        picture,
+        f'<div class="plot">{picture}',
         *_links(plan),
-        "</svg>",
+        "</svg></div>",
         f"<p>Time per step ({_text(plan.time_name)}); lower bound {bound}; bold: the frontier.</p>",
-        "<table>\n<thead><tr><th></th><th>plan</th><th>seconds</th><th>slower</th><th>memory</th></tr></thead>",
+        "<table>\n<thead><tr><th></th><th>plan</th><th>time</th><th>slower</th><th>memory</th></tr></thead>",
         "<tbody>",
         *_rows(plan),
         "</tbody>\n</table>\n</body>\n</html>",
@@ -53,7 +58,7 @@ def frontier_html(plan: PlottedPlan) -> str:
 def _links(plan: PlottedPlan) -> Iterator[str]:
     """A place to hover and click for each point."""
     for place, (option, x, y) in enumerate(option_points(plan), 1):
-        facts = f"{place}  {option}: {seconds_text(option.seconds)}, {bytes_text(option.memory)}"
+        facts = f"{place}  {option}: {plan.units.time(option.seconds, 4)}, {plan.units.memory(option.memory)}"
         box = f'x="{x - 6:g}" y="{y - 6:g}" width="12" height="12"'
         yield f'<a href="#plan-{place}"><rect {box}><title>{_text(facts)}</title></rect></a>'
 
@@ -63,7 +68,13 @@ def _rows(plan: PlottedPlan) -> Iterator[str]:
     for place, option in enumerate(plan.options, 1):
         slower = f"{option.seconds / best - 1:.1%}" if best else ""
         kind = ' class="frontier"' if option in plan.frontier else ""
-        cells = (str(place), str(option), f"{option.seconds:.4g}", slower, bytes_text(option.memory))
+        cells = (
+            str(place),
+            str(option),
+            plan.units.time(option.seconds, 4),
+            slower,
+            plan.units.memory(option.memory),
+        )
         yield f'<tr id="plan-{place}"{kind}>' + "".join(f"<td>{_text(each)}</td>" for each in cells) + "</tr>"
 
 

@@ -28,9 +28,10 @@ import numpy as np
 from penstock.cost.prices import all_to_all_seconds, exposed_all_to_all
 from penstock.cost.units import Units
 from penstock.ir.action import Kind
-from penstock.ir.table import Bools, Ints
-from penstock.simulation.attribution import Gap, critical_path, gaps
-from penstock.simulation.timeline import Event, Memory, Timeline
+from penstock.ir.table import Bools, Floats, Ints
+from penstock.simulation.attribution import critical_path, gaps
+from penstock.simulation.gaps import REASONS, Gaps
+from penstock.simulation.timeline import Memory, Timeline
 from penstock.view.kinds import KIND_STYLES
 from penstock.view.legend import NUMBER, STAGES
 from penstock.view.palette import PALEST
@@ -130,9 +131,13 @@ def _safe_json(data: Record) -> str:
     return text
 
 
-def _numbers(values: Sequence[float]) -> list[float]:
+def _numbers(values: Floats) -> list[float]:
     """The same numbers, integers without `.0`."""
-    return [int(value) if float(value).is_integer() else value for value in values]
+    whole = values == np.floor(values)
+    if whole.all():
+        integers: list[float] = values.astype(np.int64).tolist()
+        return integers
+    return [int(value) if value.is_integer() else value for value in values.tolist()]
 
 
 # --- one timeline ----------------------------------------------------------------------------------
@@ -143,6 +148,7 @@ def _record(timeline: Timeline, *, explained: bool = True) -> Record:
     schedule.table.require_handled(KIND_STYLES, "view.html")
     shown = _shown(timeline)
     number = np.where(shown, np.cumsum(shown) - 1, -1)
+    found = gaps(timeline) if explained else Gaps.none(timeline)
     return {
         "name": schedule.name,
         "sizes_text": sizes_text(schedule) + cost_text(timeline),
@@ -161,7 +167,7 @@ def _record(timeline: Timeline, *, explained: bool = True) -> Record:
         "further_uses": _further_uses(timeline, number),
         "needs": _needs(timeline, number),
         "path": _path(timeline, number) if explained else [],
-        "gaps": _gaps(gaps(timeline) if explained else (), timeline, number),
+        "gaps": _gaps(found, number),
         "memory": [_memory(memory) for memory in timeline.memory] if explained else [],
     }
 
@@ -182,13 +188,13 @@ def _steps(timeline: Timeline, shown: Bools) -> Record:
         column[columns.slot[first]] = per_part[first]
     kind[columns.slot[second]] = Kind.OVERLAP_F_B.number
     streams = [prices(columns, timeline.costs) for prices in (all_to_all_seconds, exposed_all_to_all)]
-    all_to_all, exposed = (_numbers(each[shown].tolist()) if streams[0].any() else [] for each in streams)
+    all_to_all, exposed = (_numbers(each[shown]) if streams[0].any() else [] for each in streams)
     return {
         "kind": kind[shown].tolist(),
         "stage": stage[shown].tolist(),
         "microbatch": microbatch[shown].tolist(),
-        "start": _numbers(timeline.start[shown].tolist()),
-        "end": _numbers(timeline.end[shown].tolist()),
+        "start": _numbers(timeline.start[shown]),
+        "end": _numbers(timeline.end[shown]),
         "all_to_all": all_to_all,
         "exposed": exposed,
     }
@@ -220,19 +226,16 @@ def _messages(timeline: Timeline, number: Ints) -> Record:
         "microbatch": columns["microbatch"].tolist(),
         "producer": number[columns["producer"]].tolist(),
         "consumer": number[columns["consumer"]].tolist(),
-        "begin": _numbers(columns["begin"].tolist()),
-        "arrival": _numbers(columns["arrival"].tolist()),
-        "size": _numbers(columns["size"].tolist()),
+        "begin": _numbers(columns["begin"]),
+        "arrival": _numbers(columns["arrival"]),
+        "size": _numbers(columns["size"]),
     }
 
 
 def _further_uses(timeline: Timeline, number: Ints) -> Record:
     """Values that crossed once for several stages of a rank: their uses after the first."""
-    index = {id(message): i for i, message in enumerate(timeline.messages)}
-    return {
-        "message": [index[id(message)] for message, _ in timeline.further_uses],
-        "consumer": [int(number[slot]) for _, slot in timeline.further_uses],
-    }
+    message, slot = timeline.further_uses
+    return {"message": message.tolist(), "consumer": number[slot].tolist()}
 
 
 def _needs(timeline: Timeline, number: Ints) -> Record:
@@ -253,24 +256,17 @@ def _path(timeline: Timeline, number: Ints) -> list[int]:
     return [n for event in critical_path(timeline) if (n := int(number[event.slot])) >= 0]
 
 
-def _gaps(found: Sequence[Gap], timeline: Timeline, number: Ints) -> Record:
-    columns = timeline.message_columns
-    keys = zip(*(columns[name].tolist() for name in ("kind", "edge", "microbatch")))
-    index = {key: i for i, key in enumerate(keys)}
-    waits = [(m.kind == "gradient", m.edge, m.microbatch) if (m := gap.message) else None for gap in found]
+def _gaps(found: Gaps, number: Ints) -> Record:
+    drawn = np.append(number, -1)
     return {
-        "rank": [gap.rank for gap in found],
-        "start": _numbers([gap.start for gap in found]),
-        "end": _numbers([gap.end for gap in found]),
-        "reason": [gap.reason for gap in found],
-        "before": [_number(gap.before, number) for gap in found],
-        "blame": [_number(gap.blame, number) for gap in found],
-        "message": [-1 if key is None else index[key] for key in waits],
+        "rank": found.rank.tolist(),
+        "start": _numbers(found.start),
+        "end": _numbers(found.end),
+        "reason": [REASONS[reason] for reason in found.reason.tolist()],
+        "before": drawn[found.before].tolist(),
+        "blame": drawn[found.blame].tolist(),
+        "message": found.message.tolist(),
     }
-
-
-def _number(event: Event | None, number: Ints) -> int:
-    return -1 if event is None else int(number[event.slot])
 
 
 def _memory(memory: Memory) -> Record:
@@ -279,6 +275,6 @@ def _memory(memory: Memory) -> Record:
     return {
         "fixed": memory.fixed,
         "peak": memory.peak,
-        "times": _numbers(memory.times[changes].tolist()),
-        "total": _numbers(memory.total[changes].tolist()),
+        "times": _numbers(memory.times[changes]),
+        "total": _numbers(memory.total[changes]),
     }

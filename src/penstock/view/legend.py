@@ -27,6 +27,8 @@ class Legend(NamedTuple):
     memory: list[str]
     edges: bool = False
     """Whether the edges of a stage graph are drawn."""
+    numbers: bool = False
+    """Whether boxes have their microbatch."""
     all_to_all: bool = False
     """Whether any step has all-to-all that no compute hides."""
 
@@ -58,7 +60,7 @@ def _entries(shown: Legend) -> Iterator[tuple[list[Box], str]]:
     if kinds and shown.stages_per_rank > 1:
         tints = [Box(box_style(kinds[0], n), 12 * n, 0, 12, 11) for n in range(shown.stages_per_rank)]
         yield tints, STAGES
-    if kinds:
+    if shown.numbers:
         yield [], NUMBER
     yield from _marks(shown)
 

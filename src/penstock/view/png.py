@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # Pillow is an extra
     from PIL.ImageDraw import ImageDraw
     from PIL.ImageFont import FreeTypeFont, ImageFont
 
-__all__ = ["png", "png_of"]
+__all__ = ["png", "png_of", "require_pillow"]
 
 SCALE = 2
 MAX_PIXELS = 100_000_000
@@ -34,15 +34,22 @@ def png(timelines: Sequence[Timeline]) -> bytes:
     return png_of(picture(timelines))
 
 
-def png_of(drawn: Picture) -> bytes:
-    """Any picture as the bytes of a PNG file."""
+def require_pillow() -> None:
+    """Raise if Pillow is not installed, which is an extra."""
     try:
-        from PIL import Image, ImageDraw  # noqa: PLC0415 -- an extra
+        import PIL.Image  # noqa: F401, PLC0415 -- an extra
     except ImportError:
         raise MissingExtraError(
             f"PNG pictures are drawn by Pillow, which is not installed: {install_command('view')} "
             "(SVG pictures need nothing)"
         ) from None
+
+
+def png_of(drawn: Picture) -> bytes:
+    """Any picture as the bytes of a PNG file."""
+    require_pillow()
+    from PIL import Image, ImageDraw  # noqa: PLC0415 -- an extra
+
     scale = SCALE if drawn.width * drawn.height * SCALE**2 <= MAX_PIXELS else 1
     image = Image.new("RGB", (drawn.width * scale, drawn.height * scale), "#ffffff")
     canvas = _Canvas(ImageDraw.Draw(image), drawn, scale)

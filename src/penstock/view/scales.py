@@ -32,7 +32,7 @@ __all__ = [
 
 # sizes in pixels
 MARGIN, LEFT = 14, 64
-NARROWEST, WIDEST = 440, 2200  # the time axis
+NARROWEST, WIDEST = 440, 2700  # the time axis
 TITLE, ROW, TICKS, LINK, STRIP, GAP = 26, 22, 6, 4, 16, 8  # LINK: one direction of the host link
 
 
@@ -99,7 +99,8 @@ class Scales:
         used = [part for part in MEMORY if any(np.any(getattr(memory, part)) for memory in memories)]
         edges = any(not t.schedule.graph.is_chain and t.messages for t in self.timelines)
         exposed = any(any(t.exposed_all_to_all) for t in self.timelines)
-        return Legend(self.kinds, max(map(len, hosted)), pairs, used, edges, exposed)
+        numbers = any(map(self.is_numbered, self.timelines))
+        return Legend(self.kinds, max(map(len, hosted)), pairs, used, edges, numbers, exposed)
 
     @cached_property
     def _units(self) -> Units:

@@ -56,12 +56,13 @@ def comparison_notes(rows: Sequence[Comparison], *, unit_costs: bool) -> list[st
     `unit_costs`: without given costs, so that the stages of a rank share its unit costs.
     """
     notes = ["p: ranks, v: stages per rank, m: microbatches"]
+    per_microbatch = " per rank and microbatch" * (len({(row.ranks, row.microbatches) for row in rows}) > 1)
     if any(row.memory_unit == "activations" for row in rows):
         notes[0] += "; memory in activations" + " of a rank" * unit_costs
     if unit_costs:
         notes.append("times in units: F, I and W of a rank take 1, B 2")
         if any(row.stages != row.ranks for row in rows):
-            notes[-1] += "; its v stages share that, so all rows do the same work"
+            notes[-1] += "; its v stages share that, so all rows do the same work" + per_microbatch
     elif any(row.time_unit == "units" for row in rows):
         notes.append("times in units")
     return [*notes, *_differences(rows)]
@@ -108,12 +109,13 @@ def family_table(result: SearchResult) -> Table:
 
 def plan_table(made: Plan, top: int) -> Table:
     """The first options of a plan."""
-    table = Table(box=None, pad_edge=False)
+    table, units = Table(box=None, pad_edge=False), made.units
     jitter = made.request.jitter
     time = "time" if jitter is None else f"p{made.request.quantile * 100:g}"
     table.add_column("", justify="right")
     table.add_column("schedule")
-    for name in ("v", "placement", "m", "mbs", time, "samples/s", "bubble", "memory", "gap"):
+    rate = "samples/s" if units.seconds else "samples/unit"
+    for name in ("v", "placement", "m", "mbs", time, rate, "bubble", "memory", "gap"):
         table.add_column(name, justify="right")
     for place, option in enumerate(made.options[:top], 1):
         configuration = option.configuration
@@ -124,10 +126,10 @@ def plan_table(made: Plan, top: int) -> Table:
             configuration.style,
             str(configuration.microbatches),
             str(configuration.samples),
-            seconds_text(option.seconds),
+            units.time(option.seconds, 4),
             f"{option.samples_per_second:.4g}",
             f"{option.timeline.bubble(made.request.objective):.1%}",
-            bytes_text(option.memory),
+            units.memory(option.memory),
             f"{option.gap:.1%}",
         )
     return table

@@ -8,14 +8,18 @@ from penstock.arguments import plural, printable, some
 from penstock.ir.schedule import Schedule
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["cost_text", "sizes_text", "title_text"]
+__all__ = ["cost_text", "sizes_text", "stage_unit_text", "title_text"]
 
 
 def sizes_text(schedule: Schedule) -> str:
     """Ranks, microbatches and stages per rank."""
+    stages = plural(_stages_per_rank(schedule), "stage")
+    return f"{_ranks(schedule.num_ranks, schedule.microbatches)}, {stages} per rank"
+
+
+def _stages_per_rank(schedule: Schedule) -> str:
     counts = sorted({len(stages) for stages in schedule.placement.stages_of_rank})
-    stages = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{_ranks(schedule.num_ranks, schedule.microbatches)}, {plural(stages, 'stage')} per rank"
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 def cost_text(timeline: Timeline) -> str:
@@ -24,6 +28,13 @@ def cost_text(timeline: Timeline) -> str:
     if costs.units.seconds or isinstance(costs.forward, tuple) or costs.forward == 1:
         return ""
     return f", F of a stage takes {costs.units.time(costs.forward)}"
+
+
+def stage_unit_text(schedule: Schedule) -> str:
+    """What unit costs of each stage mean where ranks have several: more work than with one stage per rank."""
+    if schedule.num_stages == schedule.num_ranks:
+        return ""
+    return f"units are per stage, a rank has {_stages_per_rank(schedule)}: penstock compare gives equal work"
 
 
 def title_text(timelines: Sequence[Timeline]) -> str:

@@ -13,10 +13,10 @@ from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.view.html import page_data
-from penstock.web.request import Question, parse_question
+from penstock.web.request import Question, expect, parse_costs, parse_question
 from penstock.web.what_if import WhatIf
 
-__all__ = ["compare", "robustness", "row_of", "timeline_of"]
+__all__ = ["compare", "robustness", "row_of", "timeline_of", "units"]
 
 
 def timeline_of(question: Question, index: int) -> Timeline:
@@ -57,6 +57,12 @@ def compare(document: object) -> dict[str, Any]:
         "memory_limit": limit,
         "what_if": None if change is None else str(change),
     }
+
+
+def units(document: object) -> dict[str, Any]:
+    """The units of times and sizes at these costs, as in a row."""
+    given = parse_costs(expect(document, {"costs": (dict,)}).get("costs") or {}).units
+    return {"row": {"time_unit": given.time_name, "memory_unit": given.memory_name}}
 
 
 def _entry(question: Question, index: int, change: WhatIf | None) -> tuple[dict[str, Any], Timeline]:

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.cost.presets import presets
 from penstock.families import families
 from penstock.validation import SendModel
-from penstock.web.answers import compare, robustness
+from penstock.web.answers import compare, robustness, units
 from penstock.web.edit import edit, stamp
 from penstock.web.exports import export
 from penstock.web.frontier import pareto
@@ -22,6 +22,7 @@ REQUESTS: dict[str, Callable[[object], dict[str, Any]]] = {
     "edit": edit,
     "stamp": stamp,
     "robustness": robustness,
+    "units": units,
     "pareto": pareto,
     "export": export,
     "trace": measured,

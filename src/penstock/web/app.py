@@ -43,7 +43,6 @@ def create_app(
         yield
         workers.close()
 
-    names = [*REQUESTS, "search"]
     routes = [Route("/", _file("index.html")), Route("/api/catalogue", _catalogue(read_only=read_only))]
     routes += [Route(f"/page/{name}", _file(name)) for name in page_files() if name != "index.html"]
     routes += [
@@ -52,10 +51,13 @@ def create_app(
     ]
     routes += [
         Route(f"/api/{name}", _endpoint(name, workers, read_only=read_only), methods=["POST"])
-        for name in names
-        if name != "search"
+        for name in REQUESTS
+        if name != "pareto"
     ]
-    routes.append(Route("/api/search", _search(workers, read_only=read_only), methods=["POST"]))
+    routes += [
+        Route("/api/pareto", _pareto(workers, read_only=read_only), methods=["POST"]),
+        Route("/api/search", _search(workers, read_only=read_only), methods=["POST"]),
+    ]
     middleware = [Middleware(AccessMiddleware, access=access or Access())]
     return Starlette(routes=routes, lifespan=lifespan, middleware=middleware)
 
@@ -104,8 +106,8 @@ class _Refused(Exception):  # noqa: N818 -- an answer
         self.response = _error(status, message)
 
 
-async def _document(request: Request, limit: Limit) -> Any:  # noqa: ANN401 -- JSON
-    """The body as JSON, if it is not too large."""
+async def _document(request: Request, limit: Limit, *, read_only: bool = False) -> Any:  # noqa: ANN401 -- JSON
+    """The body as JSON, if it is not too large, and with `read_only` only if it has no files."""
     if request.headers.get("content-type", "").split(";")[0] != "application/json":
         raise _Refused(415, "send application/json")
     body = bytearray()
@@ -114,9 +116,12 @@ async def _document(request: Request, limit: Limit) -> Any:  # noqa: ANN401 -- J
         if len(body) > limit.body:
             raise _Refused(413, f"a request can have at most {limit.body:,} bytes")
     try:
-        return json.loads(bytes(body), parse_constant=_no_constant)
+        document = json.loads(bytes(body), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise _Refused(400, "the request is not valid JSON") from None
+    if read_only:
+        _check_read_only(document)
+    return document
 
 
 def _no_constant(name: str) -> None:
@@ -138,9 +143,7 @@ def _endpoint(name: str, pool: WorkerPool, *, read_only: bool) -> Callable[[Requ
 
     async def serve(request: Request) -> Response:
         try:
-            document = await _document(request, limit)
-            if read_only:
-                _check_read_only(document)
+            document = await _document(request, limit, read_only=read_only)
         except _Refused as refused:
             return refused.response
         answering = asyncio.ensure_future(pool.ask(name, document))
@@ -186,6 +189,23 @@ async def _until_disconnected(request: Request) -> None:
             return
 
 
+def _pareto(pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitable[Response]]:
+    """A stream of lines of JSON: the points so far, and at the end all of them."""
+
+    async def serve(request: Request) -> Response:
+        try:
+            document = await _document(request, LIMITS["pareto"], read_only=read_only)
+        except _Refused as refused:
+            return refused.response
+        return _streamed(_lines(pool, "pareto", document))
+
+    return serve
+
+
+def _streamed(lines: AsyncIterator[str]) -> Response:
+    return StreamingResponse(lines, media_type="application/x-ndjson")
+
+
 def _search(pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitable[Response]]:
     """A stream of lines of JSON; closing it early, or `{"stop": id}`, ends the search."""
     running: dict[str, asyncio.Event] = {}
@@ -202,26 +222,38 @@ def _search(pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitab
                 stop.set()
             return Response("{}", media_type="application/json")
         key = str(document.pop("id", "")) if isinstance(document, dict) else ""
-        return StreamingResponse(_lines(pool, document, key, running), media_type="application/x-ndjson")
+        return _streamed(_lines(pool, "search", document, running, key))
 
     return serve
 
 
+def _error_line(message: str) -> str:
+    return json.dumps({"error": message}) + "\n"
+
+
 async def _lines(
-    pool: WorkerPool, document: object, key: str, running: dict[str, asyncio.Event]
+    pool: WorkerPool,
+    name: str,
+    document: object,
+    running: dict[str, asyncio.Event] | None = None,
+    key: str = "",
 ) -> AsyncIterator[str]:
-    stop = running[key] = asyncio.Event()
-    stream = pool.stream("search", document, stop)
+    """The replies of a worker; with `running`, setting the event of `key` there stops it."""
+    stop: asyncio.Event | None = None
+    if running is not None:
+        stop = running[key] = asyncio.Event()
+    stream = pool.stream(name, document, stop)
     try:
         async for reply in stream:
-            text = (
-                reply.text if reply.kind in ("result", "progress") else json.dumps({"error": _message(reply)})
-            )
-            yield f'{{"{reply.kind if reply.kind in ("result", "progress") else "error"}":{text}}}\n'
+            if reply.kind in ("result", "progress"):
+                yield f'{{"{reply.kind}":{reply.text}}}\n'
+            else:
+                yield _error_line(_message(reply))
     except TooLong:
-        yield json.dumps({"error": {"error": "the search took too long"}}) + "\n"
+        yield _error_line(f"this takes more than {LIMITS[name].seconds:g} s here; make it smaller")
     except Busy:
-        yield json.dumps({"error": {"error": "too many requests at once; try again"}}) + "\n"
+        yield _error_line("too many requests at once; try again")
     finally:
-        running.pop(key, None)
+        if running is not None:
+            running.pop(key, None)
         await stream.aclose()  # type: ignore[attr-defined]  # an async generator

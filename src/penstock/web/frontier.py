@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.errors import PenstockError
@@ -12,16 +13,54 @@ from penstock.web.request import Question, parse_question
 
 __all__ = ["pareto"]
 
-_LEFT_OUT = ("forward-only",)
+_NOT_SHOWN = ("forward-only",)
+_MOST_SECONDS = 8.0
+_REPORT_SECONDS = 0.3
+
+OnPoints = Callable[[dict[str, Any]], None]
 
 
-def pareto(document: object) -> dict[str, Any]:
-    """One point for each family, group and technique that can be built at the sizes of the first schedule."""
+def pareto(
+    document: object, on_points: OnPoints | None = None, seconds: float = _MOST_SECONDS
+) -> dict[str, Any]:
+    """One point for each family, group and technique that can be built at the sizes of the first schedule.
+
+    `on_points` is called now and then with the answer so far. After so many seconds the rest is left out; plain
+    families come first.
+    """
     question = parse_question(document)
-    points = list(_points(question))
+    first = question.schedule(0)
+    sources = _sources(first.num_ranks, first.microbatches)
+    points: list[dict[str, Any]] = []
+    began = reported = time.monotonic()
+    for number, source in enumerate(sources):
+        now = time.monotonic()
+        if points and now - began > seconds:
+            return _answer(points, number, sources)
+        if on_points is not None and points and now - reported > _REPORT_SECONDS:
+            on_points(_answer(points, number, sources))
+            reported = now
+        try:
+            points.append(_point(question, source))
+        except PenstockError:  # a family that does not exist at these sizes
+            continue
+    return _answer(points, len(sources), sources)
+
+
+def _answer(points: list[dict[str, Any]], tried: int, sources: list[dict[str, Any]]) -> dict[str, Any]:
     for point in points:
         point["optimal"] = not any(_dominates(other, point) for other in points)
-    return {"points": sorted(points, key=lambda point: (point["makespan"], point["peak_memory"]))}
+    return {
+        "points": sorted(points, key=lambda point: (point["makespan"], point["peak_memory"])),
+        "tried": tried,
+        "of": len(sources),
+        "left_out": [_name(source) for source in sources[tried:]],
+    }
+
+
+def _name(source: dict[str, Any]) -> str:
+    extras = [f"{key} {source[key]}" for key in ("group", "recompute") if key in source]
+    return ", ".join([source["family"], *extras])
 
 
 def _dominates(other: dict[str, Any], point: dict[str, Any]) -> bool:
@@ -31,24 +70,23 @@ def _dominates(other: dict[str, Any], point: dict[str, Any]) -> bool:
     )
 
 
-def _points(question: Question) -> Iterator[dict[str, Any]]:
-    first = question.schedule(0)
-    for family in families().values():
-        if family.name in _LEFT_OUT:
-            continue
-        for source in _sources(family, first.num_ranks, first.microbatches):
-            try:
-                point = _point(question, source)
-            except PenstockError:  # a family that does not exist at these sizes
-                continue
-            yield point
+def _sources(ranks: int, microbatches: int) -> list[dict[str, Any]]:
+    """All families as they are, then with recomputation, then in other groups."""
+    found = [
+        source
+        for family in families().values()
+        if family.name not in _NOT_SHOWN
+        for source in _sources_of(family, ranks, microbatches)
+    ]
+    return sorted(found, key=lambda source: ("group" in source, "recompute" in source))
 
 
-def _sources(family: Family, ranks: int, microbatches: int) -> Iterator[dict[str, Any]]:
+def _sources_of(family: Family, ranks: int, microbatches: int) -> Iterator[dict[str, Any]]:
     sizes = {"family": family.name, "ranks": ranks, "microbatches": microbatches}
     groups = family.typical_groups(ranks, microbatches) if family.smallest_group else []
-    for group in dict.fromkeys([None, *groups[1:]]):
-        yield sizes | ({} if group is None else {"group": group})
+    yield sizes
+    for group in dict.fromkeys(groups[1:]):
+        yield sizes | {"group": group}
     if not groups:
         yield sizes | {"recompute": "all"}
 

@@ -16,6 +16,7 @@ from penstock.search import Progress
 from penstock.search import search as run_search
 from penstock.view.html import page_data
 from penstock.web.answers import row_of
+from penstock.web.replies import send_reply
 from penstock.web.request import SOURCE, costs_of_model, expect, parse_costs, parse_weights
 
 __all__ = ["live_search"]
@@ -136,7 +137,7 @@ class _Interrupts:
             "fraction": now.fraction,
         }
         finite = {key: value for key, value in record.items() if value not in (float("inf"), float("-inf"))}
-        self.connection.send_bytes(json.dumps(["progress", json.dumps(finite)]).encode())
+        send_reply(self.connection, "progress", json.dumps(finite))
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()

@@ -31,7 +31,6 @@ __all__ = [
 SOURCE = "request"
 _FAMILY_KEYS = {"family", "ranks", "microbatches", "stages_per_rank", "group", "recompute", "offload", "name"}
 _TEXT_KEYS = {"csv", "json", "name", "recompute", "offload"}
-_STEP_KEYS = {"steps", "stage_to_rank", "microbatches", "name"}
 
 
 def expect(document: object, keys: Mapping[str, tuple[type, ...]], required: Sequence[str] = ()) -> Any:  # noqa: ANN401

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from penstock.cost.costs import Cost, Costs
+from penstock.cost.costs import Costs
+from penstock.cost.values import Cost
 from penstock.errors import FormatError
 from penstock.ir.schedule import Schedule
 from penstock.web.request import SOURCE, Question, build_schedule, expect

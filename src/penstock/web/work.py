@@ -14,8 +14,10 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.web.api import REQUESTS
+from penstock.web.frontier import pareto
 from penstock.web.limits import LIMITS, Limit
 from penstock.web.live_search import live_search
+from penstock.web.replies import send_reply
 
 __all__ = ["serve_requests"]
 
@@ -31,8 +33,7 @@ def serve_requests(connection: Connection) -> None:
             return
         if name == "stop":  # of a search that had ended already
             continue
-        kind, text = _answer(connection, name, document)
-        connection.send_bytes(json.dumps([kind, text]).encode())
+        send_reply(connection, *_answer(connection, name, document))
 
 
 def _end_with_parent() -> None:
@@ -50,15 +51,21 @@ def _answer(connection: Connection, name: str, document: object) -> tuple[str, s
         _limit_memory(limit.memory)
         if name == "search":
             result: Any = live_search(document, connection)
+        elif name == "pareto":
+            result = pareto(document, lambda found: send_reply(connection, "progress", _dumps(found)))
         else:
             result = REQUESTS[name](document)
-        return "result", json.dumps(result, separators=(",", ":"), allow_nan=False)
+        return "result", _dumps(result)
     except PenstockError as error:
         return "error", str(error)
     except (MemoryError, RecursionError):
         return "memory", ""
     except Exception:  # noqa: BLE001 -- the server answers, and prints it
         return "failure", traceback.format_exc()
+
+
+def _dumps(record: object) -> str:
+    return json.dumps(record, separators=(",", ":"), allow_nan=False)
 
 
 def _limit_memory(more: int) -> None:

@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from penstock.web.limits import LIMITS, Limit
+from penstock.web.replies import Reply
 from penstock.web.work import serve_requests
 
 __all__ = ["Busy", "Reply", "TooLong", "WorkerPool"]
@@ -33,15 +34,6 @@ class Busy(Exception):  # noqa: N818 -- a state, not an error of the user
 
 class TooLong(Exception):  # noqa: N818 -- as above
     """A request reached its deadline."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A part of the answer of a worker: JSON text, or an error of the request."""
-
-    kind: str
-    """`result`, `progress`, `error` (of the user), `memory`, `failure` (ours)."""
-    text: str
 
 
 @dataclass(eq=False)
@@ -72,7 +64,7 @@ class WorkerPool:
         method = "forkserver" if sys.platform != "win32" else "spawn"
         self._context = multiprocessing.get_context(method)
         if method == "forkserver":
-            self._context.set_forkserver_preload(["penstock.web.work"])
+            self._context.set_forkserver_preload(["penstock.web.preload"])
         for _ in range(self.size):
             self._free.put_nowait(self._new())
 
@@ -129,8 +121,7 @@ class WorkerPool:
                 waited = [task for task in (reading, stopping) if task is not None]
                 done, _ = await asyncio.wait(waited, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
                 if reading in done:
-                    kind, text = json.loads(reading.result())
-                    return Reply(kind, text)
+                    return Reply.of_bytes(reading.result())
                 if not done:
                     raise TooLong
                 worker.connection.send_bytes(b'["stop", null]')

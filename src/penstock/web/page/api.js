@@ -63,8 +63,20 @@ export async function catalogue() {
   return response.json();
 }
 
-// Sends a request whose answer is a stream of lines, and calls `onLine` with each.
-export async function stream(name, document, onLine, signal) {
+// Sends a request whose answer is a stream of lines, and calls `onLine` with each. Unless it is `shown` elsewhere, it counts as under way.
+export async function stream(name, document, onLine, { signal, shown = false }) {
+  count(shown ? 0 : 1);
+  try {
+    await lines(name, document, onLine, signal);
+  } catch (error) {
+    if (error.name === "AbortError" || error instanceof Refused) throw error;
+    throw new Refused("The server does not answer. Is penstock play still running?");
+  } finally {
+    setTimeout(() => count(shown ? 0 : -1));
+  }
+}
+
+async function lines(name, document, onLine, signal) {
   const response = await fetch(`api/${name}`, {
     method: "POST", body: JSON.stringify(document), headers: { "Content-Type": "application/json" }, signal,
   });

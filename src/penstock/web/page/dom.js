@@ -31,11 +31,15 @@ export function svg(tag, attributes = {}, ...children) {
   return made;
 }
 
-// Shows an error message above everything, or hides it.
-export function complain(text) {
+const messages = new Map();
+
+// Shows an error message above everything, one for each thing it is about, or hides that one.
+export function complain(text, about = "answer") {
+  if (text) messages.set(about, text);
+  else messages.delete(about);
   const box = $("message");
-  box.hidden = !text;
-  box.textContent = text ?? "";
+  box.hidden = !messages.size;
+  box.textContent = [...messages.values()].join("\n");
 }
 
 // Returns the width of a chart in its own units, so that its text has the size of the page's.

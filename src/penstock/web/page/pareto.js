@@ -1,12 +1,12 @@
 // The Pareto chart: memory against time of every family; a click on a point draws its schedule.
 
 import { chartWidth, h, svg } from "./dom.js";
-import { Refused, ask } from "./api.js";
+import { Refused, stream } from "./api.js";
 import { memory, time } from "./format.js";
 import { question, store, update } from "./state.js";
 
 const HEIGHT = 330, LEFT = 74, BOTTOM = 44, TOP = 16, RIGHT = 18;
-let known = { key: "", points: null };
+let known = { key: "", answer: null, error: null, control: null, body: null };
 
 // Creates the box of the chart, with the chart if it is asked for.
 export function paretoBox(state, catalogue) {
@@ -18,20 +18,49 @@ export function paretoBox(state, catalogue) {
     !state.pareto && h("p", { class: "quiet" }, "Every family at these sizes and costs, with and without recomputation: which are worth their memory?"), body);
 }
 
-async function load(state, catalogue, body) {
+// Draws the chart into `body`, again with every part of the answer; one that is under way goes on.
+function load(state, catalogue, body) {
   const entry = state.schedules.find((each) => !each.startsWith("@")) ?? "1f1b";
   const asked = question(state, catalogue, [entry]), key = JSON.stringify(asked);
-  if (known.key === key && known.points) return body.replaceChildren(chart(known.points, state));
-  body.replaceChildren(h("p", { class: "quiet" }, "Simulating all families…"));
-  try {
-    const answer = await ask("pareto", asked);
-    if (answer === null) return;
-    known = { key, points: merged(answer.points) };
-    body.replaceChildren(chart(known.points, store.state));
-  } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    body.replaceChildren(h("p", {}, error.message));
+  if (known.key !== key) {
+    known.control?.abort();
+    known = { key, answer: null, error: null, control: new AbortController(), body };
+    follow(known, asked);
   }
+  known.body = body;
+  render(known);
+}
+
+async function follow(mine, asked) {
+  try {
+    await stream("pareto", asked, (line) => {
+      mine.error = line.error ?? null;
+      mine.answer = line.progress ?? line.result ?? mine.answer;
+      mine.complete = Boolean(line.result);
+      render(mine);
+    }, { signal: mine.control.signal });
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    if (!(error instanceof Refused)) throw error;
+    mine.error = error.message;
+    render(mine);
+  }
+  if (mine.error) mine.key = ""; // asked again the next time
+}
+
+function render({ answer, error, body, complete }) {
+  const parts = answer ? [chart(merged(answer.points), store.state)] : [];
+  const note = error ?? noteOf(answer, complete);
+  body.replaceChildren(...parts, ...(note ? [h("p", { class: "quiet", id: "pareto-note", role: "status" }, note)] : []));
+}
+
+// Tells how far it is, or what is left out.
+function noteOf(answer, complete) {
+  if (!answer) return "Simulating all families…";
+  if (!complete) return `Simulating all families: ${answer.tried} of ${answer.of}…`;
+  if (!answer.left_out.length) return "";
+  const named = answer.left_out.slice(0, 6).join("; ");
+  return `${answer.tried} of ${answer.of} schedules are shown. The others take too long here: ${named}${answer.left_out.length > 6 ? "; …" : ""}. With fewer microbatches all are shown.`;
 }
 
 // Joins points at one place: several families can have the same order.

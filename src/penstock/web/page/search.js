@@ -9,7 +9,7 @@ import { freshName, store, update } from "./state.js";
 import { showTable } from "./table.js";
 
 const HEIGHT = 220, LEFT = 66, BOTTOM = 28, TOP = 14;
-let catalogue = null, run = null, settings = { seconds: 10, objective: "makespan", placement: "any", fused: false };
+let catalogue = null, run = null, described = null, settings = { seconds: 10, objective: "makespan", placement: "any", fused: false };
 
 export function start(offered) {
   catalogue = offered;
@@ -34,7 +34,10 @@ export function leave() {
 }
 
 function panel(state) {
-  if ($("search-form")) return describe(state);
+  if ($("search-form")) {
+    described = describe(state);
+    return;
+  }
   const number = (id, label, key, options) => [h("label", { for: id }, label), h("input", { type: "number", id, value: settings[key], ...options, onchange: (e) => { settings[key] = Number(e.target.value); } })];
   const choice = (id, label, key, values) => [h("label", { for: id }, label), h("select", { id, onchange: (e) => { settings[key] = e.target.value; } }, values.map((value) => h("option", { value, selected: value === settings[key] }, value)))];
   $("mode-panel").replaceChildren(h("div", { class: "card-box" }, h("h2", {}, "Search for the best schedule"), h("p", { class: "quiet", id: "search-question" }),
@@ -44,14 +47,22 @@ function panel(state) {
     h("div", { class: "row" }, h("button", { type: "button", class: "primary", id: "search-start", onclick: begin }, "Start"), h("button", { type: "button", id: "search-stop", onclick: stop, disabled: true }, "Stop and keep the best"),
       h("span", { id: "search-status", role: "status", class: "quiet" })),
     h("div", { id: "search-chart", class: "chart" }), h("div", { id: "search-result" })));
-  describe(state);
+  described = describe(state);
   if (catalogue.read_only) {
     $("search-start").disabled = true;
     $("search-status").textContent = "This playground is read-only: it runs no searches.";
   }
 }
 
-function describe(state) {
+// Describes the question in the units of its costs, which the server knows.
+async function describe(state) {
+  try {
+    if (await ask("units", { costs: state.costs }) === null || !$("search-question")) return;
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    return complain(error.message);
+  }
+  complain(null);
   const limit = state.limit === null ? "without a memory limit" : `within ${memory(state.limit)} per rank`;
   $("search-question").textContent = `${state.ranks} ranks, ${state.stages ?? 1} ${(state.stages ?? 1) > 1 ? "stages" : "stage"} per rank, ${state.microbatches} microbatches, ${limit}, at the costs of the settings. No schedule is faster than the bound: when both meet, the result is proved optimal.`;
 }
@@ -68,10 +79,12 @@ async function begin() {
   $("search-result").replaceChildren();
   $("search-status").textContent = "Starting…";
   try {
-    await stream("search", request, (line) => { if (run === mine) take(mine, line); }, control.signal);
+    await described;
+    await stream("search", request, (line) => { if (run === mine) take(mine, line); }, { signal: control.signal, shown: true });
   } catch (error) {
     if (error.name === "AbortError") return;
-    complain(error instanceof Refused ? error.message : "The search was interrupted.");
+    if (!(error instanceof Refused)) throw error;
+    complain(error.message);
   } finally {
     if (run === mine && $("search-start")) buttons(false);
   }
@@ -89,7 +102,7 @@ async function stop() {
 
 function take(mine, line) {
   if (line.error) {
-    complain(line.error.error ?? line.error);
+    complain(line.error);
     $("search-status").textContent = "";
     return;
   }

@@ -3,8 +3,9 @@
 import { showTrace } from "./trace.js";
 import { $, complain, h } from "./dom.js";
 import { Refused, ask } from "./api.js";
-import { freshName, question, store, update } from "./state.js";
+import { freshName, question, store, subscribe, update } from "./state.js";
 
+let taking = false;
 const MOST = 8 * 1024 * 1024, MOST_TRACES = 45 * 1024 * 1024;
 
 // Accepts files on the whole page, and adds a button for those who do not drag.
@@ -16,6 +17,7 @@ export function start(catalogue) {
   } });
   const button = h("button", { type: "button", id: "open-file", class: "wide", onclick: () => input.click() }, "Open a file…");
   if (!catalogue.read_only) $("controls").firstChild.append(button, h("label", { for: "file", class: "sr" }, "Schedule file"), input);
+  subscribe(() => { if (!taking) complain(null, "files"); }); // what is done next is about something else
   let depth = 0;
   const over = (shown) => { $("drop").hidden = !shown; };
   addEventListener("dragenter", (event) => { if (event.dataTransfer?.types.includes("Files")) { depth++; over(true); } });
@@ -29,17 +31,22 @@ export function start(catalogue) {
   });
 }
 
-// Reads files one after the other.
+// Reads files one after the other; each that is refused has a line of the message.
 async function take(files, catalogue) {
-  if (catalogue.read_only) return complain("This playground is read-only: it takes no files.");
-  try {
-    const traces = [], schedules = [];
-    for (const file of files) ((await isTrace(file)) ? traces : schedules).push(file);
-    for (const file of schedules) await takeSchedule(file, catalogue);
-    if (traces.length) await takeTraces(traces);
-  } catch (error) {
+  if (catalogue.read_only) return complain("This playground is read-only: it takes no files.", "files");
+  const traces = [], schedules = [], refused = [];
+  const attempt = (work) => work.catch((error) => {
     if (!(error instanceof Refused)) throw error;
-    complain(error.message);
+    refused.push(error.message);
+  });
+  taking = true;
+  try {
+    for (const file of [...files]) ((await isTrace(file)) ? traces : schedules).push(file);
+    for (const file of schedules) await attempt(takeSchedule(file, catalogue));
+    if (traces.length) await attempt(takeTraces(traces));
+  } finally {
+    taking = false;
+    complain(refused.join("\n"), "files");
   }
 }
 
@@ -81,7 +88,6 @@ async function takeSchedule(file, catalogue) {
   if (answer === null) return;
   if (!answer.steps) throw new Refused(`${file.name}: this schedule has too many steps for the page; use penstock show.`);
   const own = { ...store.state.own, [name]: { stage_to_rank: answer.stage_to_rank, microbatches: answer.microbatches, steps: answer.steps } };
-  complain(null);
   if (store.state.mode === "edit" || !answer.verdict.valid) update({ mode: "edit", own, edit: name });
   else update({ mode: "compare", own, schedules: [...store.state.schedules, `@${name}`].slice(-8) });
 }
