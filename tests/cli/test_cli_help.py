@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import penstock
-from penstock.cli import app
-from tests.support.command_line import SLOW_COMMANDS, Run, run_process, write_example_files
+from penstock.cli.commands import SUMMARIES, load_command
+from tests.support.command_line import SLOW_COMMANDS, Run, write_example_files
 
-COMMANDS: dict[str, Any] = {str(command.name): command.callback for command in app.registered_commands}
 EXAMPLES = [
     line.strip()
-    for callback in COMMANDS.values()
-    for line in str(callback.__doc__).partition("Examples:")[2].splitlines()
+    for command in SUMMARIES
+    for line in str(load_command(command).help).partition("Examples:")[2].splitlines()
     if line.strip()
 ]
 
@@ -24,7 +22,7 @@ EXAMPLES = [
 # --- help ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", SUMMARIES)
 def test_the_help_of_every_command_has_its_examples_one_per_line(
     command: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,11 +42,18 @@ def test_the_examples_in_the_help_run(line: str, run: Run, tmp_path: Path) -> No
     assert (result.code, result.err) == (0, "")
 
 
-def test_help_starts_with_usage_and_names_every_command_and_a_first_example(tmp_path: Path) -> None:
-    result = run_process("--help", cwd=tmp_path)
+def test_flags_have_no_type_in_the_help(run: Run) -> None:
+    for arguments in (["--help"], ["simulate", "--help"]):
+        shown = run(*arguments).out
+        assert "<int>" in shown or len(arguments) == 1
+        assert "bool" not in shown
+
+
+def test_help_starts_with_usage_and_names_every_command_and_a_first_example(run: Run) -> None:
+    result = run("--help")
     assert (result.code, result.err) == (0, "")
     assert result.out.split()[:2] == ["Usage:", "penstock"]
-    assert all(command in result.out for command in COMMANDS)
+    assert all(command in result.out for command in SUMMARIES)
     assert "penstock show 1f1b --ranks 4 --microbatches 8" in result.out
 
 
@@ -82,7 +87,7 @@ def ask_to_complete(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     ("line", "expected"),
     [
         ("penstock si", {"simulate"}),
-        ("penstock ", set(COMMANDS)),
+        ("penstock ", set(SUMMARIES)),
         ("penstock show zb", {"zb-h1", "zb-h2", "zbv"}),
         ("penstock compare 1f1b ea", {"eager-1f1b"}),
         ("penstock simulate 1f1b --mic", {"--microbatches"}),

@@ -79,3 +79,9 @@ def test_with_costs_rows_that_do_more_work_are_named(run: Run) -> None:
     assert "makespan, s" in printed
     assert "2.31 MiB" in printed
     assert "zbv computes 2 times as much as 1f1b (m=24), so their times are not comparable" in printed
+
+
+def test_rows_of_other_sizes_are_not_said_to_do_the_same_work(run: Run, tmp_path: Path) -> None:
+    penstock.build("1f1b", ranks=2, microbatches=2).write(tmp_path / "a.csv")
+    printed = run("compare", "a.csv", "zbv", "-p", 4, "-m", 8).out
+    assert "so all rows do the same work per rank and microbatch" in printed

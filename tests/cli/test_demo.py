@@ -27,7 +27,7 @@ def test_it_prints_every_part_and_writes_its_report(
         ("_MEASURED", 2),
         ("_SEARCH_SECONDS", 1.0),
     ):
-        monkeypatch.setattr(sys.modules["penstock.cli.demo"], name, number)  # the function hides its module
+        monkeypatch.setattr(f"penstock.cli.demo.{name}", number)
     result = run("demo", "-p", 2, "-o", "out.html")
     assert (result.code, result.err) == (0, "")  # no progress in a pipe
     assert "of the first 2 steps match those of one process" in result.out

@@ -40,7 +40,7 @@ def test_without_torch_it_works_and_says_so(run: Run, monkeypatch: pytest.Monkey
 
 def test_every_line_has_a_verdict_and_a_failure_ends_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [Check("torch", "ok", "2.13.0"), Check("exchange", "fail", "no way")]
-    monkeypatch.setattr(sys.modules["penstock.cli.doctor"], "torch_checks", lambda: given)
+    monkeypatch.setattr("penstock.cli.doctor.torch_checks", lambda: given)
     result = run("doctor")
     assert result.code == 1
     assert {line.split()[0] for line in result.out.splitlines()} <= {"ok", "warn", "fail"}

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.command_line import Run
+from tests.support.model_configs import CONFIGS
 
 
 def test_flags_are_printed_and_files_written(run: Run, tmp_path: Path) -> None:
@@ -24,18 +27,35 @@ def test_flags_are_printed_and_files_written(run: Run, tmp_path: Path) -> None:
     assert "--num-layers 6\n" in again.out
 
 
-def test_a_model_config_has_the_number_of_layers(run: Run, tmp_path: Path) -> None:
-    configs = Path(__file__).parents[2] / "examples" / "configs"
-    llama = run(
-        "export", "torchtitan", "zb-h1", "-p", 4, "-m", 8, "--model", configs / "llama-3-8b.json", "-o", "out"
-    )
+@pytest.mark.parametrize("model", [CONFIGS / "llama-3-8b.json", "llama-3-8b", "llama3-8b"])
+def test_a_model_has_the_number_of_layers(run: Run, tmp_path: Path, model: object) -> None:
+    llama = run("export", "torchtitan", "zb-h1", "-p", 4, "-m", 8, "--model", model, "-o", "out")
     assert llama.code == 0
-    assert '"layers.31", "norm", "output"' in (tmp_path / "out" / "torchtitan.toml").read_text()
-    sizes = ("-p", 16, "-m", 32, "-v", 2, "--model", configs / "deepseek-v3.json")
+    written = (tmp_path / "out" / "torchtitan.toml").read_text()
+    assert '["tok_embeddings", "layers.0", ' in written
+    assert '"layers.31", "norm", "output"' in written
+
+
+def test_prediction_layers_are_given_to_the_trainer_that_has_them(run: Run) -> None:
+    titan = run("export", "torchtitan", "1f1b", "-p", 4, "-m", 8, "--model", "deepseek-v3")
+    assert "# torchtitan's models have no MTP layers: left out of deepseek-v3" in titan.out
+    sizes = ("-p", 16, "-m", 32, "-v", 2, "--model", "deepseek-v3")
     deepseek = ("export", "megatron", "interleaved-1f1b", *sizes)
     assert "--mtp-num-layers 1\n" in run(*deepseek).out
     assert "'Et*3|(tt|)*29,m|L'" in run(*deepseek, "--layout", "Et*3|(tt|)*29,m|L").out
     assert "--layers is 3, but" in run(*deepseek, "--layers", 3).message
+
+
+def test_an_unknown_model_is_told_the_known_names(run: Run) -> None:
+    for given in (
+        ("export", "torchtitan", "1f1b", "-p", 2, "-m", 4, "--model", "lama-3-8b"),
+        ("estimate", "lama-3-8b"),
+        ("plan", "lama-3-8b", "--devices", 8, "--batch", 8),
+    ):
+        result = run(*given)
+        assert (result.code, result.out) == (2, ""), result
+        assert "no known model; give a config.json, or one of deepseek-v3, gpt2, " in result.message
+        assert "did you mean llama-3-8b?" in result.message
 
 
 def test_mistakes_are_explained(run: Run, tmp_path: Path) -> None:

@@ -99,3 +99,28 @@ def test_json_on_stdout_stays_json_when_a_file_is_written(run: Run) -> None:
     result = run("search", "-p", 2, "-m", 2, "--moves", 0, "-o", "a.csv", "--json")
     assert result.json["time_unit"] == "units"
     assert result.err == "wrote a.csv\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "1f1b", "--jitter", "5%"], "--jitter must be a number (given 5%)"),
+        (["simulate", "1f1b", "--ranks", "four"], "--ranks must be an integer (given four)"),
+        (["plan", "x.json", "--top", "0"], "--top must be greater than or equal to 1 (given 0)"),
+        (
+            ["export", "megatronn", "1f1b"],
+            "TRAINER is one of torchtitan, megatron (given megatronn); did you mean megatron?",
+        ),
+        (
+            ["plan", "x.json", "--divices", "3"],
+            "no such option: --divices; did you mean --devices? (see penstock plan --help)",
+        ),
+        (["simulate"], "missing argument 'NAME|FILE' (see penstock simulate --help)"),
+        (["doctr"], "no such command 'doctr'; did you mean 'doctor'? (see penstock --help)"),
+        (["show", "1f1b", "zbv"], "got unexpected extra argument(s) (zbv) (see penstock show --help)"),
+        (["show", "1f1b"], "1f1b needs --ranks and --microbatches, e.g. 1f1b --ranks 4 --microbatches 8"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], message: str, run: Run) -> None:
+    result = run(*arguments)
+    assert (result.code, result.out, result.err) == (2, "", f"penstock: {message}\n")

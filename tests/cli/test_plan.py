@@ -57,7 +57,7 @@ def test_it_prints_a_ranking_a_plot_and_the_best_plan(run: Run, model: Path) -> 
     ]
     assert lines[1].split()[0] == "1"
     assert lines[4].endswith("more: --top " + lines[4].rsplit(" ", 1)[-1])
-    assert "seconds" in lines[6]
+    assert lines[6].strip() == "time, s"
     assert "time: makespan plus 500 ms of optimizer step" in result.out
     assert "layout E" in result.out
     assert "lower bound over all combinations: " in result.out
@@ -102,12 +102,14 @@ def test_options_override_the_file(run: Run, model: Path) -> None:
         "period",
         "--seconds",
         0,
+        "-v",
+        1,
         "--json",
     )
     result = run("plan", model, *arguments).json
     assert (result["ranks"], result["memory_limit"], result["samples"]) == (4, 1000, 4)
     assert result["objective"] == "period"
-    jittered = run("plan", model, "--jitter", 0.05, "--batch", 2, "--seconds", 0)
+    jittered = run("plan", model, "--jitter", 0.05, "--batch", 2, "-v", 1, "--seconds", 0)
     assert "p95" in jittered.out.splitlines()[0]
 
 
@@ -116,11 +118,11 @@ def test_options_override_the_file(run: Run, model: Path) -> None:
 )
 @small(lambda text: text == "1.5GiB")
 def test_memory_is_in_bytes_or_has_a_unit(run: Run, model: Path, text: str, count: float) -> None:
-    assert run("plan", model, "--memory", text, "--seconds", 0, "--json").json["memory_limit"] == count
+    assert run("plan", model, "--memory", text, "-v", 1, "--seconds", 0, "--json").json["memory_limit"] == count
 
 
 def test_the_best_plan_is_written_with_its_costs_and_layout(run: Run, model: Path, tmp_path: Path) -> None:
-    result = run("plan", model, "--seconds", 0, "--write", "best")
+    result = run("plan", model, "-v", 2, "--seconds", 0, "--write", "best")
     assert "wrote best/schedule.json, best/costs.toml, best/plan.json" in result.out
     written = json.loads((tmp_path / "best" / "plan.json").read_text())
     schedule = penstock.read(tmp_path / "best" / "schedule.json")
@@ -137,7 +139,7 @@ def test_an_interrupt_keeps_the_best_plan(run: Run, model: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     monkeypatch.setattr(planner, "search", stopped)
-    result = run("plan", model)
+    result = run("plan", model, "-v", 1)
     assert result.code == 0
     assert "interrupted: this is the best plan found so far" in result.out
     assert "best: " in result.out
@@ -145,12 +147,13 @@ def test_an_interrupt_keeps_the_best_plan(run: Run, model: Path, monkeypatch: py
 
 def test_the_frontier_is_drawn(run: Run, model: Path, tmp_path: Path) -> None:
     for name, begin in (("a.svg", b"<svg"), ("a.png", b"\x89PNG")):
-        assert run("plan", model, "--seconds", 0, "-o", name).code == 0
+        assert run("plan", model, "-v", 1, "--seconds", 0, "-o", name).code == 0
         assert (tmp_path / name).read_bytes().startswith(begin)
 
 
 def test_wrong_usage_exits_with_2(run: Run, model: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"layers": [{"forward": 1}]}')
+    (tmp_path / "model.yaml").write_text("layers: []")
     for arguments, expected in (
         (
             (model, "-o", "best.csv"),
@@ -171,7 +174,7 @@ def test_wrong_usage_exits_with_2(run: Run, model: Path, tmp_path: Path) -> None
 
 def test_the_stages_of_a_profile_are_planned_as_layers(run: Run, tmp_path: Path) -> None:
     Costs(forward=(1, 2, 2, 1), backward=(2, 4, 4, 2), latency=(0.1, 0.0, 0.1)).write(tmp_path / "costs.toml")
-    result = run("plan", "costs.toml", "-p", 2, "--batch", 8, "--seconds", 0)
+    result = run("plan", "costs.toml", "-p", 2, "--batch", 4, "-v", 1, "--seconds", 0)
     assert result.code == 0
     assert "layers per stage [" in result.out
     missing = run("plan", "costs.toml", "--seconds", 0)
@@ -189,3 +192,12 @@ def test_techniques_are_offered_with_their_price(run: Run, tmp_path: Path) -> No
     record = run(*arguments, "--techniques", "recompute", "--json").json
     assert record["ranked"][0]["technique"].startswith("recompute")
     assert "--techniques are recompute, offload (given x)" in run(*arguments, "--techniques", "x").message
+
+
+def test_relative_costs_are_planned_in_units_and_activations(run: Run, tmp_path: Path) -> None:
+    Costs(forward=(1, 1, 1, 2), time_unit="units", memory_unit="activations").write(tmp_path / "stages.toml")
+    printed = run("plan", "stages.toml", "-p", 2, "--batch", 4, "--seconds", 0, "--explain").out
+    assert "samples/unit" in printed
+    assert " units" in printed
+    assert " activations" in printed
+    assert not re.search(r"\d (s|ms|B|KiB)\b", printed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from xml.etree.ElementTree import fromstring
 
@@ -31,6 +32,9 @@ def test_it_prints_a_ranking_a_plot_and_the_reasons(run: Run, config: Path) -> N
     assert "small: 8 h100" in Path("frontier.svg").read_text()
     keys = json.loads(Path("best/plan.json").read_text())
     assert keys["tp"] * keys["pp"] * keys["dp"] == 8
+    assert f", layout {keys['layout']}\n" in result.out
+    command = result.out.splitlines()[-1].removeprefix("flags for a trainer: penstock ")
+    assert "--parallelism.pipeline_parallel_degree" in run(*shlex.split(command)).out
     again = run("simulate", "best/schedule.json", "--costs", "best/costs.toml", "--json").json
     assert again["makespan"] == pytest.approx(keys["makespan"], rel=0.05)
 
@@ -42,9 +46,18 @@ def test_json_has_every_option(run: Run, config: Path) -> None:
     assert all(each["seconds"] >= record["bound"] for each in record["ranked"])
 
 
+def test_the_schedules_that_a_trainer_runs_are_the_only_ones(run: Run, config: Path) -> None:
+    record = run("plan", config, *JOB, "--schedules", "1f1b,interleaved-1f1b", "--write", "best", "--json").json
+    assert {each["schedule"] for each in record["ranked"]} <= {"1f1b", "interleaved-1f1b"}
+    best = json.loads(Path("best/plan.json").read_text())
+    exported = run("export", "megatron", "best/schedule.json", "--layout", best["layout"])
+    assert f"--pipeline-model-parallel-size {best['pp']}\n" in exported.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([*JOB, "--schedules", "1f1b,zvb"], "(given zvb); did you mean zbv?"),
         ([], "a model config needs --devices and --batch, e.g. penstock plan"),
         ([*JOB, "-v", 2], "--stages-per-rank: only with a model file"),
         ([*JOB, "--jitter", 3], "--jitter"),

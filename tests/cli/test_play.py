@@ -15,6 +15,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.support.command_line import Run
+from tests.support.grids import small
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def children_of(pid: int) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+@small(lambda ending: ending is signal.SIGINT)
 def test_it_serves_on_loopback_and_ends_with_all_its_processes(
     server: subprocess.Popen[str], ending: signal.Signals
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,19 @@ def test_mistakes_are_explained(
     result = run("read-trace", *arguments)
     assert message in result.message
     assert (result.code, result.out) == (code, "")
+
+
+def job_of(first: int, rank: int) -> dict[str, int]:
+    return {"rank": first + rank}
+
+
+def test_of_several_replicas_one_is_shown(run: Run, tmp_path: Path) -> None:
+    paths = []
+    for replica in range(2):
+        costs = penstock.Costs(forward=0.1 + 0.01 * replica, backward=0.2, latency=0.01)
+        timeline = penstock.simulate(penstock.build("1f1b", ranks=2, microbatches=4), costs)
+        paths += write_kineto_files(tmp_path, timeline, job=partial(job_of, 2 * replica))
+    assert "replica 1, the slowest, is shown" in run("read-trace", *paths, "--search", 0).out
+    record = run("read-trace", *paths, "--replica", 0, "--search", 0, "--json").json
+    assert record["replica"] == 0
+    assert record["replicas"][0] < record["replicas"][1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 import penstock
 from penstock import Costs, simulate
+from penstock.cost.units import Units
 from penstock.search import Progress
 from tests.support.command_line import Run
 
@@ -56,9 +56,10 @@ def test_objective_placement_fused_backward_and_jitter_are_options(run: Run) -> 
     ("arguments", "expected", "code"),
     [
         (["--memory", "lots"], "--memory is a number of bytes, e.g. 80e9, 80GB or 74.5GiB (given lots)", 2),
+        (["--memory", "1GB"], "--memory has the unit GB, but memory is counted in activations", 2),
         (
             ["--memory", "0.5"],
-            "no schedule fits the memory limit of 0.5 per rank: rank 0 needs 1; rank 1 needs 1",
+            "no schedule fits the memory limit of 0.5 activations per rank: rank 0 needs 1 activation; rank 1",
             2,
         ),
         (["--live", "0"], "--live must be an integer of at least 1 (given 0)", 2),
@@ -86,10 +87,10 @@ def test_memory_may_have_a_unit(run: Run, tmp_path: Path, text: str, size: float
 
 def test_ctrl_c_keeps_and_writes_the_best(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def pressed_while_moving() -> Iterator[Callable[[Progress], None]]:
+    def pressed_while_moving(_: Units) -> Iterator[Callable[[Progress], None]]:
         yield lambda now: signal.raise_signal(signal.SIGINT) if now.phase == "annealing" else None
 
-    monkeypatch.setattr(sys.modules["penstock.cli.search"], "search_progress", pressed_while_moving)
+    monkeypatch.setattr("penstock.cli.search.search_progress", pressed_while_moving)
     result = run("search", "-p", 8, "-m", 24, "-v", 2, "--live", 13, "--seconds", 600, "-o", "best.json")
     assert (result.code, result.err) == (0, "")
     assert "interrupted: this is the best schedule found so far" in result.out

@@ -34,6 +34,13 @@ def test_a_family_is_shown_over_time_with_its_numbers(run: Run) -> None:
     assert (result.code, result.out, result.err) == (0, PICTURE, "")
 
 
+@pytest.mark.parametrize(("command", "word"), [("show", "units are"), ("simulate", "units    ")])
+def test_units_of_several_stages_per_rank_are_said_to_be_per_stage(run: Run, command: str, word: str) -> None:
+    note = f"{word} per stage, a rank has 2: penstock compare gives equal work"
+    assert note in run(command, "zbv", "-p", 2, "-m", 2).out.splitlines()
+    assert "per stage" not in run(command, "1f1b", "-p", 2, "-m", 2).out
+
+
 def test_a_lowered_schedule_is_shown_as_lists(run: Run) -> None:
     result = run(*SMALL, "--lowered")
     assert result.code == 0
@@ -156,8 +163,8 @@ def test_with_costs_the_timeline_is_scaled_to_the_width(run: Run) -> None:
             ["1f1b", "-p", 0, "-m", -1],
             "--ranks must be a whole number of at least 1 (given 0); --microbatches must",
         ),
-        (["1f1b", "-p", "two", "-m", 2], "'--ranks'"),
-        (["1f1b", "-p", 2, "-m", 2, "-f", "xml"], "'--format'"),
+        (["1f1b", "-p", "two", "-m", 2], "--ranks must be an integer (given two)"),
+        (["1f1b", "-p", 2, "-m", 2, "-f", "xml"], "--format is one of grid, csv, json"),
         (
             ["1f1b", "-p", 2, "-m", 2, "-o", "x.csv", "-f", "json"],
             "--format json does not match the file x.csv",

@@ -9,6 +9,7 @@ import pytest
 
 import penstock
 from tests.support.command_line import Run
+from tests.support.grids import small
 from tests.support.verified_models import MODELS
 
 
@@ -92,12 +93,10 @@ def test_another_number_of_stages_than_the_schedule_has_is_rejected(verify: Run)
     assert "zbv: the function returns 2 stages, but the schedule has 4" in result.out
 
 
-def test_a_decoder_takes_its_arguments_by_name(verify: Run) -> None:
-    assert verify("models:named_llama", "1f1b").code == 0
-
-
-def test_a_decoder_of_transformers_made_from_a_config_is_equal(verify: Run) -> None:
-    result = verify("models:llama", "1f1b", "zbv")
+@pytest.mark.parametrize("function", ["named_llama", "llama"])
+@small(lambda function: function == "named_llama")  # every rank loads transformers
+def test_a_decoder_of_transformers_is_equal_with_arguments_by_name_or_place(verify: Run, function: str) -> None:
+    result = verify(f"models:{function}", "1f1b", "zbv")
     assert result.code == 0
     assert "model.layers." in result.out
 
@@ -129,14 +128,32 @@ def test_schedules_that_cannot_run_are_reported_with_the_reason(verify: Run) -> 
     assert "8 stages need at least 8 modules, but the model runs 6 in sequence" in some.out
 
 
-def test_a_schedule_over_another_graph_than_a_chain_is_rejected(verify: Run, tmp_path: Path) -> None:
+def test_stages_over_a_graph_are_equal_with_several_sources_and_sinks(verify: Run, tmp_path: Path) -> None:
+    graph = penstock.StageGraph.parse("0>1,1>2,0>2,1>3")
+    penstock.build("1f1b", graph=graph, ranks=2, microbatches=4).write(tmp_path / "heads.json")
+    (row,) = verify("models:two_heads", "heads.json", "--json").json["schedules"]
+    assert row["equal"], row
+    assert verify("models:two_sources", "gpipe", "--graph", "0>2,1>2", "-p", 1, "-m", 4).code == 0
+
+
+def test_stages_of_a_traced_module_keep_their_graph_with_every_family(verify: Run) -> None:
+    result = verify("models:traced", "1f1b", "zbv", "--json", "-v", 2)
+    assert [row["equal"] for row in result.json["schedules"]] == [False, True]
+    assert "returns 4 stages, but the schedule has 2" in result.json["schedules"][0]["rejected"]
+
+
+def test_a_traced_module_is_divided_evenly_over_the_stages(verify: Run) -> None:
+    rows = verify("models:traced_model", "1f1b", "zbv", "--json").json["schedules"]
+    assert [(row["stages"], row["equal"]) for row in rows] == [(2, True), (4, True)]
+    assert rows[1]["worst_gradient"]["name"].partition(".")[0] in {"down", "middle", "up", "head"}
+
+
+def test_a_model_cannot_be_divided_over_another_graph_than_a_chain(verify: Run, tmp_path: Path) -> None:
     graph = penstock.StageGraph(3, ((0, 1), (1, 2), (0, 2)))
     penstock.build("1f1b", graph=graph, ranks=2, microbatches=4).write(tmp_path / "skip.json")
     result = verify("models:right", "skip.json")
     assert result.code == 2
-    assert "which splits a model by layers, needs stages in a chain 0 -> 1 -> ... -> 2" in " ".join(
-        result.out.split()
-    )
+    assert "return stages, one module for each stage, instead of a model" in " ".join(result.out.split())
 
 
 def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> None:

@@ -13,23 +13,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from penstock import __version__
-from penstock.cli.check import check
-from penstock.cli.compare import compare
-from penstock.cli.demo import demo
-from penstock.cli.diagnose import diagnose
-from penstock.cli.doctor import doctor
-from penstock.cli.estimate import estimate
-from penstock.cli.export import export
-from penstock.cli.list import list_families
+from penstock.cli.commands import SUMMARIES, LazyGroup
 from penstock.cli.option_names import with_options
-from penstock.cli.plan import plan
-from penstock.cli.play import play
-from penstock.cli.read_trace import read_trace
-from penstock.cli.search import search
-from penstock.cli.show import show
-from penstock.cli.simulate import simulate
-from penstock.cli.trace import trace
-from penstock.cli.verify_grads import verify_grads
+from penstock.cli.usage_errors import UsageError, usage_message
 from penstock.errors import (
     BuildError,
     CostsError,
@@ -45,28 +31,21 @@ __all__ = ["app", "command", "main"]
 
 app = typer.Typer(
     name="penstock",
+    cls=LazyGroup,
     help="Pipeline-parallel training schedules: build, validate, simulate, show, search and run them.",
     epilog="Start with: penstock show 1f1b --ranks 4 --microbatches 8",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command("list")(list_families)
-app.command("show")(show)
-app.command("check")(check)
-app.command("simulate")(simulate)
-app.command("compare")(compare)
-app.command("search")(search)
-app.command("estimate")(estimate)
-app.command("plan")(plan)
-app.command("play")(play)
-app.command("trace")(trace)
-app.command("read-trace")(read_trace)
-app.command("export")(export)
-app.command("verify-grads")(verify_grads)
-app.command("diagnose")(diagnose)
-app.command("demo")(demo)
-app.command("doctor")(doctor)
+
+
+def _not_loaded() -> None:
+    """Stands for a command in the list of all, where only its one-line help is needed."""
+
+
+for _name, _summary in SUMMARIES.items():
+    app.command(_name, help=_summary)(_not_loaded)
 
 
 def _print_version(requested: bool) -> None:  # noqa: FBT001 -- the signature typer calls
@@ -97,7 +76,13 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot encode
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
+    except UsageError as error:
+        if type(error).__name__ != "NoArgsIsHelpError":  # the help is printed
+            _fail(usage_message(error), 2)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)  # Ctrl-C
     except (FormatError, ScheduleError, TraceError) as error:
         _fail(str(error), 1)
     except (BuildError, CostsError, PlanError, SearchError) as error:  # about arguments, by their Python names

@@ -8,16 +8,11 @@ from typing import Annotated, TypeAlias
 import typer
 
 from penstock.arguments import plural
-from penstock.cli.inputs import Lowering, Sizes, schedule_from
+from penstock.cli.inputs import GraphSizes, Lowering, schedule_from
 from penstock.cli.options import (
     SEND_MODELS,
     AsJson,
-    FamilyStages,
-    GraphOption,
-    Group,
     Lowered,
-    Microbatches,
-    Ranks,
     ScheduleSource,
     parse_send_model,
 )
@@ -42,18 +37,12 @@ StrictestSendModel: TypeAlias = Annotated[
 def check(
     schedule: ScheduleSource,
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: FamilyStages = None,
-    group: Group = None,
-    graph: GraphOption = None,
+    sizes: GraphSizes,
     lowered: Lowered = False,
     send_model: StrictestSendModel = SendModel.RENDEZVOUS,
     as_json: AsJson = False,
 ) -> None:
-    """Check a schedule, a file or a family: every rule, and deadlock under every send model.
-
-    Exit code 0: valid. 1: invalid, or not a schedule. 2: no such file, or wrong usage.
+    """Exit code 0: valid. 1: invalid, or not a schedule. 2: no such file, or wrong usage.
 
     Examples:
       penstock check mine.csv
@@ -61,7 +50,6 @@ def check(
       penstock check deferred.csv --send-model edge-streams
       penstock check zbv -p 4 -m 8 --lowered
     """
-    sizes = Sizes(ranks, microbatches, stages_per_rank, group, graph)
     try:
         checked = schedule_from(schedule, sizes, Lowering(lowered))
     except FormatError as error:

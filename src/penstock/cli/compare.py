@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from penstock.cli.inputs import Sizes, costs_from, for_send_model, schedules_from
+from penstock.cli.inputs import GraphSizes, costs_from, for_send_model, schedules_from
 from penstock.cli.options import (
     AsJson,
     CostsSource,
@@ -71,10 +71,8 @@ def compare(
     output: PictureFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare schedules: makespan, span, period, bubble, memory, communication, gap to the lower bound.
-
-    Without --costs, all rows do the same work per microbatch: with v stages per rank, a stage costs 1/v of the
-    unit costs. Given costs are per stage, so more stages per rank are more work, and the table says so.
+    """Without --costs, all rows do the same work per microbatch: with v stages per rank, a stage costs 1/v of
+    the unit costs. Given costs are per stage, so more stages per rank are more work, and the table says so.
 
     Examples:
       penstock compare 1f1b zb-h1 zb-h2 -p 8 -m 24 --costs zb-h4096-p8-m24
@@ -89,7 +87,7 @@ def compare(
         for name, family in families().items()
         if name != "forward-only" and (graph is None or family.graph_builder is not None)
     ]
-    sizes = Sizes(ranks, None, stages_per_rank, graph=graph)
+    sizes = GraphSizes(ranks, None, stages_per_rank, graph=graph)
     compared = list(schedules_from(names, sizes, microbatches or [], group or []))
     timelines = _simulate_all(compared, None if costs is None else costs_from(costs), send_model)
     if output is not None and picture is not None:

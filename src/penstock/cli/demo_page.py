@@ -11,6 +11,11 @@ from pathlib import Path
 
 __all__ = ["DemoFacts", "demo_page_head", "machine_text"]
 
+_EXPLANATION = (
+    "1f1b is the usual schedule; found is the order of the same work that the search found at the measured "
+    "costs, within the memory of 1f1b. The bubble is the share of a step in which a process idles; live "
+    "activations are the microbatches that a process holds in memory at once."
+)
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 170, 46, 24
 
 
@@ -39,9 +44,10 @@ def demo_page_head(facts: DemoFacts) -> str:
             f"<p>{_text(facts.reason)}</p>",
             f"<p>{_text(facts.check)}</p>",
             *_table(facts.rows),
+            f"<p>{_EXPLANATION}</p>",
             *_loss_curve(facts.losses),
             f"<p>Machine: {_text(facts.machine)}</p>",
-            "<p>Below, on one time axis: both schedules, as predicted and as measured.</p>",
+            "<p>Below, on one time axis: both schedules, as predicted and as measured; a row is a process.</p>",
             "</section>",
         ]
     )

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from penstock.arguments import listed
-from penstock.cli.inputs import Sizes, schedule_from
-from penstock.cli.options import AsJson, FamilyStages, Group, Microbatches, Ranks
+from penstock.cli.inputs import Sizes, given_schedule_from
+from penstock.cli.options import AsJson
 from penstock.ir.kinds import Kind
 from penstock.records import order_of
 from penstock.traces.diagnosis import Diagnosis
@@ -59,15 +59,10 @@ def diagnose(
     folder: DumpFolder,
     *,
     schedule: ScheduleOption = None,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: FamilyStages = None,
-    group: Group = None,
+    sizes: Sizes,
     as_json: AsJson = False,
 ) -> None:
-    """Find out why a run hangs, from the state files or flight-recorder dumps of its ranks.
-
-    Set PENSTOCK_STATE_DIR when you start the run: each rank then writes its state there when a step fails or
+    """Set PENSTOCK_STATE_DIR when you start the run: each rank then writes its state there when a step fails or
     makes no progress, and on SIGUSR1.
 
     Exit code 0: the files were read. 1: a file is damaged. 2: no such folder, or wrong usage.
@@ -78,10 +73,7 @@ def diagnose(
       penstock diagnose /tmp/nccl_traces --schedule 1f1b -p 4 -m 8
       penstock diagnose states/ --json
     """
-    sizes = Sizes(ranks, microbatches, stages_per_rank, group)
-    if schedule is None and sizes.given:
-        raise typer.BadParameter(f"{' and '.join(sizes.given)} are the sizes of --schedule; give it too")
-    given = None if schedule is None else schedule_from(schedule, sizes)
+    given = given_schedule_from(schedule, sizes)
     evidence = read_evidence(folder, given)
     found = [diagnose_pipeline(pipeline, given) for pipeline in evidence.pipelines]
     if as_json:
@@ -129,9 +121,8 @@ def _where(diagnosis: Diagnosis, rank: int) -> str:
     if not state.runs:
         where = "connecting" if state.mode == "connecting" else f"in {state.mode}"
         return f"{'outside of steps' if state.mode == 'outside' else where}, after step {state.step}"
-    step = f"step {state.step}: " if state.step else ""
-    mode = "eval, " if state.mode == "eval" else ""
-    return f"{mode}{step}{excerpt(state.steps, state.position)}   {_doing(diagnosis, state)}".rstrip()
+    step = f"{state.name}: " if state.step or state.mode == "eval" else ""
+    return f"{step}{excerpt(state.steps, state.position)}   {_doing(diagnosis, state)}".rstrip()
 
 
 def _doing(diagnosis: Diagnosis, state: RankState) -> str:

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from penstock import __version__
 from penstock.arguments import install_command
-from penstock.cli.inputs import Sizes, schedule_from
-from penstock.cli.options import AsJson, FamilyStages, Group, Microbatches, Ranks
+from penstock.cli.inputs import Sizes, given_schedule_from
+from penstock.cli.options import AsJson
 from penstock.cli.rendering import require_suffix
 from penstock.cost.costs import Costs
 from penstock.diagnostics import (
@@ -57,17 +57,12 @@ def doctor(
     *,
     distributed: Distributed = False,
     schedule: ScheduleOption = None,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: FamilyStages = None,
-    group: Group = None,
+    sizes: Sizes,
     output: LinksFile = None,
     timeout: Timeout = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine: Python, torch and its backends, ports, name resolution, clocks, extras.
-
-    One line per check: ok, warn (something is slow or unavailable) or fail. Exit code 1 if a check fails.
+    """One line per check: ok, warn (something is slow or unavailable) or fail. Exit code 1 if a check fails.
     With torch, two processes exchange a tensor; this takes a few seconds, at most two minutes.
 
     With --distributed, under torchrun, all processes of the launch take part: rendezvous, versions, world size
@@ -79,7 +74,6 @@ def doctor(
       torchrun --nproc-per-node 4 -m penstock doctor --distributed
       torchrun --nproc-per-node 4 -m penstock doctor --distributed --schedule mine.csv -o links.toml
     """
-    sizes = Sizes(ranks, microbatches, stages_per_rank, group)
     if distributed:
         _distributed(schedule, sizes, output, timeout, as_json=as_json)
     given = {"--schedule": schedule, "--output": output, **dict.fromkeys(sizes.given, True)}
@@ -98,9 +92,7 @@ def _distributed(
     """Run the checks of a launch in this process of it; only rank 0 prints and writes."""
     if output is not None:
         require_suffix(output, (".toml", ".json"))
-    if source is None and sizes.given:
-        raise typer.BadParameter(f"{' and '.join(sizes.given)} are the sizes of --schedule; give it too")
-    schedule = None if source is None else schedule_from(source, sizes)
+    schedule = given_schedule_from(source, sizes)
     if {check.name: check.verdict for check in extra_checks()}["extra torch"] != "ok":
         raise MissingExtraError(
             "--distributed needs torch, which is not installed: " + install_command("torch")

@@ -105,8 +105,7 @@ def estimate(
     explained: Explained = False,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate FLOPs, seconds and bytes of a model's layers and stages on a device.
-
+    """
     Examples:
       penstock estimate config.json --device h100 --seq 8192
       penstock estimate config.json --seq 8192 --tp 8 --dp 4 --ranks 4 -o costs.toml

@@ -9,6 +9,7 @@ import typer
 
 from penstock.cost.estimate.config_files import read_config
 from penstock.cost.estimate.devices import devices
+from penstock.cost.estimate.known_models import known_models
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.errors import FormatError
 
@@ -32,6 +33,7 @@ __all__ = [
     "SequenceParallel",
     "TensorParallel",
     "ZeroStage",
+    "complete_model",
     "config_from",
 ]
 
@@ -80,8 +82,18 @@ def config_from(source: str) -> ModelConfig:
         raise typer.BadParameter(str(error)) from None
 
 
+def complete_model(prefix: str) -> list[str]:
+    """The names of well-known models that begin so."""
+    return [name for name in known_models() if name.startswith(prefix)]
+
+
 ConfigFile: TypeAlias = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="A model's config.json as Hugging Face writes it.")
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help=f"A model's config.json as Hugging Face writes it, or a name: {', '.join(known_models())}.",
+        autocompletion=complete_model,
+    ),
 ]
 DeviceOption: TypeAlias = Annotated[
     str,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
+from penstock.cli.estimate_options import complete_model, config_from
 from penstock.cli.inputs import Sizes, schedule_from
-from penstock.cli.options import FamilyStages, Group, Microbatches, Ranks, ScheduleSource
-from penstock.cost.estimate.config_files import read_config
+from penstock.cli.options import ScheduleSource
+from penstock.cost.estimate.model_config import ModelConfig
 from penstock.integrations import export_megatron, export_torchtitan
 from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts
 from penstock.planning.layout_text import parse_layout
@@ -32,9 +34,14 @@ Layers: TypeAlias = Annotated[
 LayoutText: TypeAlias = Annotated[
     str | None, typer.Option("--layout", metavar="TEXT", help="The layers of each stage, e.g. 'Et*3|t*4L'.")
 ]
-ModelFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--model", metavar="FILE", help="The model's config.json, which has its number of layers."),
+ModelName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="FILE|NAME",
+        help="The model's config.json, or its name, such as llama-3-8b, for the number of its layers.",
+        autocompletion=complete_model,
+    ),
 ]
 MicrobatchSize: TypeAlias = Annotated[
     int, typer.Option("--microbatch-size", min=1, help="The samples of a microbatch.")
@@ -48,46 +55,47 @@ def export(
     trainer: TrainerName,
     schedule: ScheduleSource,
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: FamilyStages = None,
-    group: Group = None,
+    sizes: Sizes,
     layers: Layers = None,
     layout: LayoutText = None,
-    model: ModelFile = None,
+    model: ModelName = None,
     microbatch_size: MicrobatchSize = 1,
     output: Directory = None,
 ) -> None:
-    """Export a schedule to torchtitan or Megatron: its files, its flags, or why the trainer cannot run it.
-
+    """
     Examples:
       penstock export torchtitan mine.csv --layers 32 -o out
+      penstock export torchtitan mine.csv --model llama-3-8b -o out
       penstock export torchtitan mine.csv --model config.json -o out
       penstock export torchtitan zbv -p 4 -m 8 --layout 'Et*3|(t*4|)*6,t*5L'
       penstock export megatron interleaved-1f1b -p 4 -m 16 -v 2 --group 8 --layers 30
     """
-    chosen = schedule_from(schedule, Sizes(ranks, microbatches, stages_per_rank, group))
-    parts = _layout(layers, layout, model, chosen.num_stages)
+    chosen = schedule_from(schedule, sizes)
+    config = None if model is None else config_from(model)
+    notes = []
+    if trainer is Trainer.torchtitan and config is not None and config.mtp_layers:
+        notes.append(f"torchtitan's models have no MTP layers: left out of {config.name}")
+        config = replace(config, mtp_layers=0)
+    parts = _layout(layers, layout, config, chosen.num_stages)
     if trainer is Trainer.torchtitan:
         made = export_torchtitan(chosen, parts, microbatch_size, str(output or ""))
     else:
         made = export_megatron(chosen, parts, microbatch_size)
     typer.echo("\n".join(made.flags))
-    for note in made.notes:
+    for note in [*made.notes, *notes]:
         typer.echo(f"# {note}")
     if output is not None:
         made.write(output)
         typer.echo(f"# wrote {', '.join(str(output / name) for name in made.files)}")
 
 
-def _layout(layers: int | None, layout: str | None, model: Path | None, stages: int) -> PipelineLayout:
-    if layers is None and layout is None and model is None:
+def _layout(layers: int | None, layout: str | None, config: ModelConfig | None, stages: int) -> PipelineLayout:
+    if layers is None and layout is None and config is None:
         raise typer.BadParameter("give --layers, the number of layers of the model, or --model or --layout")
     predictions = None
-    if model is not None:
-        config = read_config(model)
+    if config is not None:
         if layers not in (None, config.layers):
-            raise typer.BadParameter(f"--layers is {layers}, but {model} has {config.layers} layers")
+            raise typer.BadParameter(f"--layers is {layers}, but {config.name} has {config.layers} layers")
         layers, predictions = config.layers, config.mtp_layers
     if layout is not None:
         return parse_layout(layout, layers, mtp_layers=predictions)

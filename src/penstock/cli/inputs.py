@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import typer
 
 from penstock.arguments import did_you_mean, printable
-from penstock.cli.options import Sharding, parse_stages
+from penstock.cli.options import (
+    CostsSource,
+    FamilyStages,
+    GraphOption,
+    Group,
+    Lowered,
+    MemoryLimit,
+    MemorySize,
+    Microbatches,
+    OffloadOption,
+    Ranks,
+    RecomputeOption,
+    Sharding,
+    ShardingOption,
+    parse_stages,
+)
 from penstock.cost.costs import Costs
 from penstock.cost.presets import preset, presets
 from penstock.errors import FormatError, PlacementError, ScheduleError
@@ -24,10 +39,12 @@ from penstock.search import FitMemory, PlaceSharding
 from penstock.validation import SendModel
 
 __all__ = [
+    "GraphSizes",
     "Lowering",
     "Sizes",
     "costs_from",
     "for_send_model",
+    "given_schedule_from",
     "graph_from",
     "is_file",
     "read_schedule",
@@ -40,33 +57,40 @@ _FIT = "fit"
 """In place of a policy: what the memory limit needs."""
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True)
+class Sizes:
     """The options that a family is built with."""
 
-    ranks: int | None = None
-    microbatches: int | None = None
-    stages_per_rank: str | None = None
-    group: int | None = None
-    graph: str | None = None
+    ranks: Ranks = None
+    microbatches: Microbatches = None
+    stages_per_rank: FamilyStages = None
+    group: Group = None
 
     @property
     def given(self) -> list[str]:
         """The names of the options that are given."""
-        return [f"--{name.replace('_', '-')}" for name, value in self._asdict().items() if value is not None]
+        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
 
 
-class Lowering(NamedTuple):
-    """The options that say how a schedule is lowered."""
+@dataclass(frozen=True)
+class GraphSizes(Sizes):
+    """The options that a family is built with, also over a stage graph that is not a chain."""
 
-    lowered: bool = False
-    sharding: Sharding = Sharding.look_ahead
-    memory: float | None = None
-    costs: str | None = None
-    send_model: SendModel = SendModel.BUFFERED
-    recompute: str | None = None
-    offload: str | None = None
+    graph: GraphOption = None
 
-    def __call__(self, schedule: Schedule) -> Schedule:
+
+@dataclass(frozen=True)
+class Lowering:
+    """The options that say how a schedule is lowered, and its costs, by which some of it is chosen."""
+
+    lowered: Lowered = False
+    sharding: ShardingOption = Sharding.look_ahead
+    memory: MemoryLimit = None
+    recompute: RecomputeOption = None
+    offload: OffloadOption = None
+    costs: CostsSource = None
+
+    def __call__(self, schedule: Schedule, send_model: SendModel = SendModel.BUFFERED) -> Schedule:
         """The schedule with memory actions, and lowered, on demand."""
         given = {"--recompute": self.recompute, "--offload": self.offload}
         makers: dict[str, Callable[..., Pass]] = {"--recompute": Recompute, "--offload": Offload}
@@ -79,14 +103,14 @@ class Lowering(NamedTuple):
             if self.memory is None:
                 raise typer.BadParameter(f"{_FIT} fits the schedule into --memory; give both")
             wanted = (self.recompute == _FIT, self.offload == _FIT)
-            passes.append(FitMemory(self.memory, costs_from(self.costs), *wanted, self.send_model))
-        return self._lowered(lower(schedule, passes) if passes else schedule)
+            passes.append(FitMemory(self.memory, costs_from(self.costs, self.memory), *wanted, send_model))
+        return self._lowered(lower(schedule, passes) if passes else schedule, send_model)
 
     @property
     def _fits_memory(self) -> bool:
         return _FIT in (self.recompute, self.offload)
 
-    def _lowered(self, schedule: Schedule) -> Schedule:
+    def _lowered(self, schedule: Schedule, send_model: SendModel) -> Schedule:
         by_cost = self.sharding is Sharding.cost
         if by_cost and not self.lowered:
             raise typer.BadParameter("--sharding cost places actions that --lowered adds; give both")
@@ -96,7 +120,7 @@ class Lowering(NamedTuple):
             return schedule
         if not by_cost:
             return lower(schedule)
-        place = PlaceSharding(costs_from(self.costs), self.memory, self.send_model)
+        place = PlaceSharding(costs_from(self.costs, self.memory), self.memory, send_model)
         return lower(schedule, [place] if schedule.table.has_communication else [AddCommunication(), place])
 
 
@@ -121,9 +145,13 @@ def is_file(source: str) -> bool:
     return Path(source).suffix != "" or "/" in source
 
 
-def schedule_from(source: str, sizes: Sizes, lowering: Lowering | None = None) -> Schedule:
+def schedule_from(
+    source: str,
+    sizes: Sizes,
+    lowering: Lowering | None = None,
+    send_model: SendModel = SendModel.BUFFERED,
+) -> Schedule:
     """Read a file, which has its own sizes, or build a family, which needs them; lower it on demand."""
-    ranks, microbatches, stages, group, _ = sizes
     if is_file(source):
         if sizes.given:
             raise typer.BadParameter(
@@ -132,19 +160,26 @@ def schedule_from(source: str, sizes: Sizes, lowering: Lowering | None = None) -
         schedule = read_schedule(Path(source))
     else:
         find(source)  # an unknown name is the first error
-        if ranks is None or microbatches is None:
+        if sizes.ranks is None or sizes.microbatches is None:
             missing = [option for option in ("--ranks", "--microbatches") if option not in sizes.given]
             example = f"{source} --ranks 4 --microbatches 8"
             raise typer.BadParameter(f"{source} needs {' and '.join(missing)}, e.g. {example}")
         schedule = build(
             source,
-            ranks=ranks,
-            microbatches=microbatches,
-            stages_per_rank=None if stages is None else parse_stages(stages),
-            graph=graph_from(sizes.graph),
-            group=group,
+            ranks=sizes.ranks,
+            microbatches=sizes.microbatches,
+            stages_per_rank=None if sizes.stages_per_rank is None else parse_stages(sizes.stages_per_rank),
+            graph=graph_from(sizes.graph) if isinstance(sizes, GraphSizes) else None,
+            group=sizes.group,
         )
-    return schedule if lowering is None else lowering(schedule)
+    return schedule if lowering is None else lowering(schedule, send_model)
+
+
+def given_schedule_from(source: str | None, sizes: Sizes) -> Schedule | None:
+    """The schedule of the option --schedule; None without it, which leaves no use for sizes."""
+    if source is None and sizes.given:
+        raise typer.BadParameter(f"{' and '.join(sizes.given)} are the sizes of --schedule; give it too")
+    return None if source is None else schedule_from(source, sizes)
 
 
 def graph_from(source: str | None) -> StageGraph | None:
@@ -186,15 +221,26 @@ def schedules_from(
         own_groups: Sequence[int | None] = groups or [sizes.group]
         stages = sizes.stages_per_rank and most_stages(parse_stages(sizes.stages_per_rank))
         if len(sources) > 1 and family.stages_per_rank not in (None, stages):
-            own = own._replace(stages_per_rank=None)
+            own = replace(own, stages_per_rank=None)
         if len(sources) > 1 and family.smallest_group is None:
             own_groups = [None]
         for m, group in product(counts, own_groups):
-            yield schedule_from(source, own._replace(microbatches=m, group=group))
+            yield schedule_from(source, replace(own, microbatches=m, group=group))
 
 
-def costs_from(source: str | None) -> Costs:
-    """Costs from a file or a preset; unit costs by default."""
+def costs_from(source: str | None, memory: MemorySize | None = None) -> Costs:
+    """Costs from a file or a preset, unit costs by default; bytes can limit only costs in bytes."""
+    costs = _read_costs(source)
+    if memory is not None and memory.unit and not costs.units.bytes:
+        given = "without --costs" if source is None else f"in {printable(source)}"
+        raise typer.BadParameter(
+            f"--memory has the unit {memory.unit}, but memory is counted in activations {given}: give --memory "
+            "as a number of activations, or costs in bytes"
+        )
+    return costs
+
+
+def _read_costs(source: str | None) -> Costs:
     if source is None:
         return Costs()
     if Path(source).suffix.lower() in (".json", ".toml"):
@@ -204,6 +250,10 @@ def costs_from(source: str | None) -> Costs:
             raise typer.BadParameter(str(error)) from None
     if source not in presets():
         known = presets()
+        if files := [path for suffix in (".toml", ".json") if (path := Path(source + suffix)).exists()]:
+            raise typer.BadParameter(
+                f"--costs: there is no preset {printable(source)}; did you mean {files[0]}?"
+            )
         raise typer.BadParameter(
             f"--costs is a .json or .toml file, or a preset (given {printable(source)})"
             f"{did_you_mean(source, known)} (presets: {', '.join(known)})"

@@ -13,8 +13,7 @@ __all__ = ["list_families"]
 
 
 def list_families(*, as_json: AsJson = False) -> None:
-    """List the schedule families.
-
+    """
     Examples:
       penstock list
       penstock list --json

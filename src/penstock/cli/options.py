@@ -22,6 +22,7 @@ __all__ = [
     "JitterShare",
     "Lowered",
     "MemoryLimit",
+    "MemorySize",
     "Microbatches",
     "Objective",
     "ObjectiveOption",
@@ -97,16 +98,23 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-def parse_bytes(text: str) -> float:
+class MemorySize(float):
+    """A memory limit: bytes, or activations where costs are relative; `unit` is what was typed, or empty."""
+
+    unit = ""
+
+
+def parse_bytes(text: str) -> MemorySize:
     """A number of bytes, with or without a unit."""
     number = text.strip().rstrip("BGKMTi")
     unit = text.strip()[len(number) :]
     try:
-        size = float(number) * float(_UNITS[unit])
+        size = MemorySize(float(number) * float(_UNITS[unit]))
     except (ValueError, KeyError):
-        size = -1.0
+        size = MemorySize(-1.0)
     if not 0 <= size < float("inf"):
         raise typer.BadParameter(f"--memory is a number of bytes, e.g. 80e9, 80GB or 74.5GiB (given {text})")
+    size.unit = unit
     return size
 
 
@@ -194,11 +202,11 @@ CostsSource: TypeAlias = Annotated[
     ),
 ]
 MemoryLimit: TypeAlias = Annotated[
-    float | None,
+    MemorySize | None,
     typer.Option(
         "--memory",
         metavar="BYTES",
-        help="Memory limit per rank, e.g. 80e9, 80GB or 74.5GiB.",
+        help="Memory limit per rank, e.g. 80e9, 80GB or 74.5GiB; at unit costs a number of activations.",
         parser=parse_bytes,
     ),
 ]

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, TypeAlias
 
 import typer
 
 from penstock.cli.estimate_options import Precision, Recomputation, config_from
+from penstock.cli.options import Objective
+from penstock.cli.plan_options import PlanArguments
 from penstock.cost.estimate import device, devices, is_config
+from penstock.cost.estimate.known_models import is_model_name
 from penstock.errors import FormatError
 from penstock.formats.files import read_keys
 from penstock.planning.job import JobRequest
 
-__all__ = [
-    "CommonArguments",
-    "DeviceCount",
-    "JobArguments",
-    "JobBudget",
-    "JobContext",
-    "JobDevice",
-    "JobExpert",
-    "JobMicrobatchSize",
-    "JobPrecision",
-    "JobRecompute",
-    "JobSequence",
-    "JobTensor",
-    "JobZero",
-    "is_job",
-    "job_request",
-]
+__all__ = ["JobArguments", "is_job", "job_request"]
 
 _PANEL = "With a model config"
 _CONFIG_KEYS = {"hidden_size", "num_hidden_layers", "n_embd", "n_layer"}
@@ -77,6 +64,15 @@ JobRecompute: TypeAlias = Annotated[
     Recomputation | None,
     typer.Option("--recompute", help="Fix what each layer recomputes.", rich_help_panel=_PANEL),
 ]
+JobSchedules: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--schedules",
+        metavar="LIST",
+        help="Only these families, e.g. 1f1b,interleaved-1f1b, which Megatron runs.",
+        rich_help_panel=_PANEL,
+    ),
+]
 JobBudget: TypeAlias = Annotated[
     float | None,
     typer.Option(
@@ -87,31 +83,34 @@ JobBudget: TypeAlias = Annotated[
 ]
 
 
-class JobArguments(NamedTuple):
+@dataclass(frozen=True)
+class JobArguments:
     """The options for a model config; None is not given."""
 
-    devices: int | None
-    device: str | None
-    sequence: int | None
-    tensor: int | None
-    context: int | None
-    expert: int | None
-    microbatch_size: int | None
-    precision: Precision | None
-    zero: int | None
-    recompute: Recomputation | None
-    budget: float | None
+    devices: DeviceCount = None
+    device: JobDevice = None
+    sequence: JobSequence = None
+    tensor: JobTensor = None
+    context: JobContext = None
+    expert: JobExpert = None
+    microbatch_size: JobMicrobatchSize = None
+    precision: JobPrecision = None
+    zero: JobZero = None
+    recompute: JobRecompute = None
+    schedules: JobSchedules = None
+    budget: JobBudget = None
 
     @property
     def given(self) -> list[str]:
         """The options that were given."""
         names = {"sequence": "seq", "tensor": "tp", "context": "cp", "expert": "ep"}
-        values = self._asdict().items()
-        return [f"--{names.get(k, k).replace('_', '-')}" for k, v in values if v is not None]
+        return [f"--{names.get(k, k).replace('_', '-')}" for k, v in vars(self).items() if v is not None]
 
 
 def is_job(source: str, arguments: JobArguments) -> bool:
-    """Whether a file is a model config; if not, options for one are a usage error."""
+    """Whether a source is a model config, or the name of a model; if not, options for one are a usage error."""
+    if is_model_name(source):
+        return True
     if Path(source).suffix.lower() == ".json":
         try:
             keys = read_keys(source)
@@ -127,24 +126,13 @@ def is_job(source: str, arguments: JobArguments) -> bool:
     return False
 
 
-class CommonArguments(NamedTuple):
-    """The options that model files have too."""
-
-    ranks: int | None
-    memory: float | None
-    batch: int | None
-    jitter: float | None
-    quantile: float
-    seed: int
-    techniques: tuple[str, ...]
-    search: bool
-
-
-def job_request(
-    source: str, arguments: JobArguments, common: CommonArguments, unused: Mapping[str, object]
-) -> JobRequest:
+def job_request(source: str, arguments: JobArguments, common: PlanArguments) -> JobRequest:
     """What to plan for a model config."""
-    if wrong := [name for name, value in unused.items() if value is not None]:
+    given = {
+        "--stages-per-rank": common.stages_per_rank is not None,
+        "--objective": common.objective is not Objective.makespan,
+    }
+    if wrong := [name for name, is_given in given.items() if is_given]:
         raise typer.BadParameter(f"{', '.join(wrong)}: only with a model file, not with a model config")
     config = config_from(source)
     if arguments.devices is None or common.batch is None:
@@ -164,9 +152,10 @@ def job_request(
         pipeline=common.ranks,
         microbatch_size=arguments.microbatch_size,
         recompute=None if arguments.recompute is None else arguments.recompute.value,
+        families=tuple(arguments.schedules.split(",")) if arguments.schedules else (),
         budget=1.0 if arguments.budget is None else arguments.budget,
-        search=common.search,
-        techniques=common.techniques,
+        search=common.seconds > 0,
+        techniques=common.chosen_techniques,
         jitter=common.jitter,
         quantile=common.quantile,
         seed=common.seed,

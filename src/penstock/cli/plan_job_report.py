@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 from rich.console import Console
 
+from penstock.cli.plan_options import PlanOutput
 from penstock.cli.plan_report import print_explanation
 from penstock.cli.progress import job_progress
 from penstock.cli.rendering import say_written
@@ -21,17 +22,7 @@ from penstock.planning.job.explanation import explain_job
 from penstock.view.frontier import PlottedPlan, frontier_picture, frontier_text
 from penstock.view.tables import job_table
 
-__all__ = ["JobOutput", "render_frontier", "report_job"]
-
-
-class JobOutput(NamedTuple):
-    """What to print and write."""
-
-    explained: bool
-    top: int
-    picture: Path | None
-    folder: Path | None
-    as_json: bool
+__all__ = ["render_frontier", "report_job"]
 
 
 def render_frontier(made: PlottedPlan, output: Path) -> bytes:
@@ -50,7 +41,7 @@ def render_frontier(made: PlottedPlan, output: Path) -> bytes:
     return png_of(picture)
 
 
-def report_job(request: JobRequest, output: JobOutput) -> None:
+def report_job(request: JobRequest, output: PlanOutput) -> None:
     """Make a job's plan, with progress on a terminal, and print and write it."""
     with job_progress() as on_progress:
         made = plan_job(request, on_progress)
@@ -75,8 +66,11 @@ def report_job(request: JobRequest, output: JobOutput) -> None:
     for line in _notes(made):
         console.print(line, soft_wrap=True)
     if why is not None:
-        print_explanation(console, why)
+        print_explanation(console, why, made.units)
     say_written(*written)
+    if output.folder is not None:
+        sizes = f"--layout '{made.layout}' --microbatch-size {made.best.layout.microbatch_size}"
+        typer.echo(f"flags for a trainer: penstock export torchtitan {output.folder}/schedule.json {sizes}")
     return None
 
 
@@ -95,7 +89,7 @@ def _notes(made: JobPlan) -> list[str]:
         found.append("interrupted: what was found until then")
     if not all(each.is_exact for each in made.options):
         found.append("*: extended from fewer microbatches, without queues of messages")
-    found.append(f"best: {best}, layers per stage {list(best.counts)}")
+    found.append(f"best: {best}, layout {made.layout}")
     limit = f"{counts['too large']} over the memory limit of {bytes_text(made.request.memory_limit)}"
     simulated = f"{counts['evaluated']} simulated, {counts['pruned']} pruned by their lower bounds"
     found.append(f"{counts['layouts']} layouts; candidates: {simulated}, {limit}")

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cost.units import bytes_text, seconds_text
+from penstock.cost.units import Units
 from penstock.planning import Plan, Rejected
 from penstock.planning.explanation import Explanation
 from penstock.view.frontier import frontier_text
@@ -69,10 +69,10 @@ def print_plan(made: Plan, why: Explanation | None, top: int) -> None:
     for line in _notes(made):
         console.print(line, soft_wrap=True)
     if why is not None:
-        print_explanation(console, why)
+        print_explanation(console, why, made.units)
 
 
-def print_explanation(console: Console, why: Explanation) -> None:
+def print_explanation(console: Console, why: Explanation, units: Units) -> None:
     """Print why the best option wins, and what would help."""
     console.print("\nwhy it wins:")
     for line in why.why:
@@ -81,29 +81,29 @@ def print_explanation(console: Console, why: Explanation) -> None:
     for each in why.what_ifs:
         change = f"{each.gain:.1%} faster" if each.gain >= 0 else f"{-each.gain:.1%} slower"
         console.print(
-            f"  {change:>13}  {each.change}: {seconds_text(each.seconds)} by {each.best}", soft_wrap=True
+            f"  {change:>13}  {each.change}: {units.time(each.seconds, 4)} by {each.best}", soft_wrap=True
         )
 
 
 def _technique_table(made: Plan) -> Table:
     """For each technique, the fastest plan and the one with the least memory."""
-    table = Table(box=None, pad_edge=False)
+    table, units = Table(box=None, pad_edge=False), made.units
     for name in ("technique", "fastest", "memory", "least memory", "time"):
         table.add_column(name, justify="left" if name == "technique" else "right")
     for name, options in made.by_technique.items():
         first, last = options[0], options[-1]
-        cells = (seconds_text(first.seconds), bytes_text(first.memory), bytes_text(last.memory))
-        table.add_row(name, *cells, seconds_text(last.seconds))
+        cells = (units.time(first.seconds, 4), units.memory(first.memory), units.memory(last.memory))
+        table.add_row(name, *cells, units.time(last.seconds, 4))
     return table
 
 
 def _notes(made: Plan) -> list[str]:
     """The best plan in full, and what was left out."""
-    best, request = made.best, made.request
+    best, request, units = made.best, made.request, made.units
     layout = request.model.layout(best.configuration.counts)
     cut = f"layers per stage {list(best.configuration.counts)}" if layout is None else f"layout {layout}"
     extra = best.configuration.costs.optimizer_step
-    with_step = f" plus {seconds_text(extra)} of optimizer step" if extra else ""
+    with_step = f" plus {units.time(extra, 4)} of optimizer step" if extra else ""
     found = [f"time: {request.objective}{with_step}"]
     found.append(f"best: {best}, {cut}")
     if best.technique:
@@ -112,11 +112,11 @@ def _notes(made: Plan) -> list[str]:
         found.append(f"{only} {words}: {made.price(best):.1%} more time than the same order without it")
     if best.found_by:
         found.append(f"found by: {best.found_by}")
-    bound = f"lower bound over all combinations: {seconds_text(made.bound)}; gap <= {made.gap:.1%}"
+    bound = f"lower bound over all combinations: {units.time(made.bound, 4)}; gap <= {made.gap:.1%}"
     found.append(bound if request.jitter is None else f"{bound}, without jitter")
     if made.too_large:
-        limit = "" if request.memory_limit is None else f" of {bytes_text(request.memory_limit)}"
-        some = "; ".join(f"{each} needs {bytes_text(each.memory)}" for each in made.too_large[:3])
+        limit = "" if request.memory_limit is None else f" of {units.memory(request.memory_limit)}"
+        some = "; ".join(f"{each} needs {units.memory(each.memory)}" for each in made.too_large[:3])
         rest = "; ..." if len(made.too_large) > 3 else ""
         found.append(f"over the memory limit{limit}: {len(made.too_large)} ({some}{rest})")
     if made.pruned:

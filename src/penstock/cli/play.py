@@ -28,9 +28,7 @@ def play(
     read_only: ReadOnly = False,
     no_open: NoOpen = False,
 ) -> None:
-    """Open the playground: a page to build, compare, edit, understand, search and export schedules.
-
-    It runs on this machine until Ctrl-C, and needs no internet. Install it with: pip install 'penstock[serve]'
+    """It runs on this machine until Ctrl-C and needs no internet. To install it: pip install 'penstock[serve]'
 
     Examples:
       penstock play

@@ -8,18 +8,19 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from penstock.cost.units import seconds_text
+from penstock.cost.units import Units, seconds_text
 from penstock.search import Progress as SearchProgress
 
 __all__ = ["file_progress", "job_progress", "phase_progress", "search_progress", "spinner"]
 
 
 @contextmanager
-def search_progress() -> Iterator[Callable[[SearchProgress], None]]:
+def search_progress(units: Units) -> Iterator[Callable[[SearchProgress], None]]:
     """A bar with the best value so far, the bound and the gap; yields the function that updates it."""
     with phase_progress() as show:
         yield lambda now: show(
-            f"{now.phase}: best {now.best:g}, bound {now.bound:g}, gap {now.gap:.2%}", now.fraction
+            f"{now.phase}: best {units.time(now.best)}, bound {units.time(now.bound)}, gap {now.gap:.2%}",
+            now.fraction,
         )
 
 

@@ -37,6 +37,12 @@ StepNumber: TypeAlias = Annotated[
     int | None,
     typer.Option("--step", help="Number of the complete step, from 0; by default the one of median makespan."),
 ]
+ReplicaNumber: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--replica", help="Number of the pipeline in files of several, from 0; by default the slowest."
+    ),
+]
 SearchSeconds: TypeAlias = Annotated[
     float, typer.Option("--search", metavar="SECONDS", help="Time limit of the search; 0 for none.")
 ]
@@ -64,6 +70,7 @@ def read_trace(
     files: TraceFiles,
     *,
     step: StepNumber = None,
+    replica: ReplicaNumber = None,
     ranks: PipelineSize = None,
     microbatches: LoggedMicrobatches = None,
     stages_per_rank: VirtualStages = None,
@@ -72,9 +79,7 @@ def read_trace(
     output: Outputs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read the traces of a run: its schedule, its bubbles and their causes, its costs, and what a search saves.
-
-    Traces are of torch.profiler, one per rank, of torch.distributed.pipelining or of Penstock's runtime, or
+    """Traces are of torch.profiler, one per rank, of torch.distributed.pipelining or of Penstock's runtime, or
     what penstock trace wrote. Of a log of Megatron-LM with timers, which need the sizes, costs are derived.
 
     Examples:
@@ -99,7 +104,7 @@ def read_trace(
             "traces have their own sizes; remove --ranks, --microbatches and --stages-per-rank"
         )
     with file_progress("reading", sum(map(size_of, files))) as on_read:
-        run = read_run(files, step=step, graph=graph_from(graph), on_read=on_read)
+        run = read_run(files, step=step, replica=replica, graph=graph_from(graph), on_read=on_read)
     found = _search(run, search)
     if as_json:
         typer.echo(json.dumps(run_record(run, found), indent=2))
@@ -119,7 +124,7 @@ def _search(run: MeasuredRun, seconds: float) -> SearchResult | None:
     """The best order at the measured costs, or none."""
     if not seconds or run.schedule.num_ranks == 1:
         return None
-    with search_progress() as on_progress:
+    with search_progress(run.costs.units) as on_progress:
         return run.search(seconds, on_progress)
 
 

@@ -40,6 +40,8 @@ def print_run(run: MeasuredRun, found: SearchResult | None) -> None:
     steps = f"{len(run.timelines)} complete step{'s' * (len(run.timelines) > 1)}"
     console.print(f"order     {order_of(run.schedule)}", soft_wrap=True)
     console.print(f"steps     {steps}; step {run.step}, {how}, is shown", soft_wrap=True)
+    if run.replicas:
+        console.print(f"replicas  {_replicas(run)}", soft_wrap=True)
     console.print(f"clocks    {_clocks(run.clocks)}\n", soft_wrap=True)
     console.print(terminal(timeline, width), soft_wrap=True)
     period = "" if timeline.period is None else f"; a step every {_ms(timeline.period)} ms"
@@ -56,6 +58,13 @@ def print_run(run: MeasuredRun, found: SearchResult | None) -> None:
     console.print(_stages(run))
 
 
+def _replicas(run: MeasuredRun) -> str:
+    """All pipelines of the job, and which one is shown."""
+    each = ", ".join(_ms(seconds) for seconds in run.replicas)
+    how = "the slowest" if run.replicas[run.replica] == max(run.replicas) else "as given"
+    return f"{len(run.replicas)}, of {each} ms; replica {run.replica}, {how}, is shown"
+
+
 def _clocks(clocks: ClockAlignment) -> str:
     if clocks.shared_clock:
         return "all ranks on one host, one clock"
@@ -64,6 +73,9 @@ def _clocks(clocks: ClockAlignment) -> str:
     text = f"ahead of rank 0 by {offsets} ms, each to within {max(finite) * 1e3:.3g} ms"
     if len(finite) < len(clocks.uncertainty):
         text += "; some ranks have no messages in both directions"
+    if any(clocks.drift):
+        drift = ", ".join(f"{each * 1e6:+.3g}" for each in clocks.drift)
+        text += f"; they drift by {drift} microseconds per second"
     if clocks.residual:
         text += f"; some message still arrives {clocks.residual * 1e3:.3g} ms before it was sent"
     return text

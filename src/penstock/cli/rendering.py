@@ -23,12 +23,14 @@ def render(name: str, timelines: list[Timeline]) -> bytes:
 
 
 def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") -> str:
-    """The suffix of an output file without its dot; a usage error if it is none of these."""
+    """The suffix of an output file without its dot; an error if it is none of these, or cannot be drawn."""
     suffix = output.suffix.lower()
     if suffix not in suffixes:
         *others, last = suffixes
         expected = f"{', '.join(others)} or {last}" if others else last
         raise typer.BadParameter(f"{output} does not end in {expected}{advice}")
+    if suffix == ".png":  # before the work, not after it
+        import_module("penstock.view.png").require_pillow()
     return suffix[1:]
 
 

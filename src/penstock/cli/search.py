@@ -119,9 +119,7 @@ def search(
     output: ScheduleFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search for the best schedule within a memory limit. Ctrl-C stops and keeps the best found so far.
-
-    No schedule of the same work is shorter than the bound, so the gap limits what a better one can gain.
+    """No schedule of the same work is shorter than the bound, so the gap limits what a better one can gain.
 
     Examples:
       penstock search -p 4 -m 8 --live 4 -o best.csv
@@ -136,11 +134,12 @@ def search(
     where = _parse_placement(placement)
     if isinstance(where, Placement) and stages_per_rank is not None:
         raise typer.BadParameter("--placement has the rank of each stage; remove --stages-per-rank")
-    with search_progress() as on_progress:
+    priced = costs_from(costs, memory)
+    with search_progress(priced.units) as on_progress:
         result = run_search(
             ranks=ranks,
             microbatches=microbatches,
-            costs=costs_from(costs),
+            costs=priced,
             stages_per_rank=1 if stages_per_rank is None else parse_stages(stages_per_rank),
             placement=where,
             graph=graph_from(graph),

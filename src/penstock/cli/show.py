@@ -13,22 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.arguments import plural, printable
-from penstock.cli.inputs import Lowering, Sizes, costs_from, is_file, schedule_from
-from penstock.cli.options import (
-    CostsSource,
-    FamilyStages,
-    GraphOption,
-    Group,
-    Lowered,
-    MemoryLimit,
-    Microbatches,
-    OffloadOption,
-    Ranks,
-    RecomputeOption,
-    ScheduleSource,
-    Sharding,
-    ShardingOption,
-)
+from penstock.cli.inputs import GraphSizes, Lowering, costs_from, is_file, schedule_from
+from penstock.cli.options import ScheduleSource
 from penstock.cli.rendering import TIMELINE_FORMATS, render, say_written
 from penstock.formats import dumps, write_bytes
 from penstock.ir.schedule import Schedule
@@ -37,7 +23,7 @@ from penstock.simulation.simulator import simulate
 from penstock.validation import validate
 from penstock.view.grid import grid, unit_time
 from penstock.view.terminal import terminal
-from penstock.view.words import sizes_text
+from penstock.view.words import sizes_text, stage_unit_text
 
 __all__ = ["show"]
 
@@ -70,23 +56,12 @@ OutputFile: TypeAlias = Annotated[
 def show(
     schedule: ScheduleSource,
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: FamilyStages = None,
-    group: Group = None,
-    graph: GraphOption = None,
-    lowered: Lowered = False,
-    sharding: ShardingOption = Sharding.look_ahead,
-    memory: MemoryLimit = None,
-    recompute: RecomputeOption = None,
-    offload: OffloadOption = None,
-    costs: CostsSource = None,
+    sizes: GraphSizes,
+    lowering: Lowering,
     output_format: FormatOption = None,
     output: OutputFile = None,
 ) -> None:
-    """Show a schedule: a family built for the given sizes, or a file.
-
-    With --costs, and in the formats svg, png, html and trace, the schedule is simulated and drawn over time.
+    """With --costs, and in the formats svg, png, html and trace, the schedule is simulated and drawn over time.
 
     Examples:
       penstock show 1f1b --ranks 4 --microbatches 8
@@ -97,16 +72,12 @@ def show(
       penstock show zbv.csv --costs costs.toml -o zbv.html
     """
     chosen = _choose_format(output_format, output)
-    shown = schedule_from(
-        schedule,
-        Sizes(ranks, microbatches, stages_per_rank, group, graph),
-        Lowering(lowered, sharding, memory, costs, recompute=recompute, offload=offload),
-    )
+    shown = schedule_from(schedule, sizes, lowering)
     width = shutil.get_terminal_size().columns
     if chosen is Format.grid and output is None:
-        Console(highlight=False, width=width).print(_grid(shown, costs, width), soft_wrap=True)
+        Console(highlight=False, width=width).print(_grid(shown, lowering.costs, width), soft_wrap=True)
     else:
-        _write(_content(shown, chosen, costs, width), output, shown)
+        _write(_content(shown, chosen, lowering.costs, width), output, shown)
     if not is_file(schedule):
         return
     if errors := validate(shown):
@@ -164,4 +135,5 @@ def _grid(schedule: Schedule, costs: str | None, width: int) -> Text:
         length, busy = max(ends), sum(ends) - sum(starts)
         idle = 1 - busy / (length * schedule.num_ranks)
         footer = f"\n\nmakespan {plural(length, 'unit')} (F, I, W: 1, B: 2, communication: 0), {idle:.1%} idle"
+        footer += f"\n{note}" if (note := stage_unit_text(schedule)) else ""
     return Text.assemble(f"{header}\n\n", grid(schedule, width), footer)

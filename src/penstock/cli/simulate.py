@@ -13,26 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.inputs import Lowering, Sizes, costs_from, for_send_model, schedule_from
-from penstock.cli.options import (
-    AsJson,
-    CostsSource,
-    FamilyStages,
-    GraphOption,
-    Group,
-    JitterShare,
-    Lowered,
-    MemoryLimit,
-    Microbatches,
-    OffloadOption,
-    Ranks,
-    RecomputeOption,
-    ScheduleSource,
-    SendModelOption,
-    Sharding,
-    ShardingOption,
-)
+from penstock.cli.inputs import GraphSizes, Lowering, costs_from, for_send_model, schedule_from
+from penstock.cli.options import AsJson, JitterShare, ScheduleSource, SendModelOption
 from penstock.cli.progress import phase_progress
+from penstock.cost.costs import Costs
 from penstock.records import QUANTILES, collectives_of, simulation_record
 from penstock.simulation.gaps import REASONS, Gaps, gaps
 from penstock.simulation.jitter import simulate_with_jitter
@@ -40,6 +24,7 @@ from penstock.simulation.simulator import simulate as run_simulation
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
 from penstock.view.terminal import terminal
+from penstock.view.words import stage_unit_text
 
 __all__ = ["simulate"]
 
@@ -56,24 +41,14 @@ BlockingReceives: TypeAlias = Annotated[
 def simulate(
     schedule: ScheduleSource,
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: FamilyStages = None,
-    group: Group = None,
-    graph: GraphOption = None,
-    lowered: Lowered = False,
-    sharding: ShardingOption = Sharding.look_ahead,
-    memory: MemoryLimit = None,
-    recompute: RecomputeOption = None,
-    offload: OffloadOption = None,
-    costs: CostsSource = None,
+    sizes: GraphSizes,
+    lowering: Lowering,
     send_model: SendModelOption = SendModel.BUFFERED,
     blocking_receives: BlockingReceives = False,
     jitter: JitterShare = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a schedule: time, bubbles and their causes, peak memory, and the gap to the lower bound.
-
+    """
     Examples:
       penstock simulate 1f1b -p 4 -m 8
       penstock simulate zb-h1 -p 8 -m 24 --costs zb-h4096-p8-m24
@@ -81,12 +56,10 @@ def simulate(
       penstock simulate mine.csv --costs costs.toml --send-model rendezvous --json
     """
     messages: Any = {"send_model": send_model, "blocking_receives": blocking_receives}
-    sizes = Sizes(ranks, microbatches, stages_per_rank, group, graph)
-    passes = Lowering(lowered, sharding, memory, costs, send_model, recompute=recompute, offload=offload)
     with phase_progress() as show:
         show("building", 0.0)
-        simulated = for_send_model(schedule_from(schedule, sizes, passes), **messages)
-        known = costs_from(costs)
+        simulated = for_send_model(schedule_from(schedule, sizes, lowering, send_model), **messages)
+        known = costs_from(lowering.costs)
         show("simulating", 0.2)
         timeline = run_simulation(simulated, known, **messages, with_period=True)
         quantiles = None
@@ -137,6 +110,8 @@ def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None) -
     bound = timeline.bound
     gap = f"gap <= {timeline.gap:.1%} ({bound.name}: {bound.because})"
     console.print(f"bound     {units.time(bound.seconds):<12} {gap}", soft_wrap=True)
+    if timeline.costs == Costs() and (note := stage_unit_text(timeline.schedule)):
+        console.print(f"units     {note.removeprefix('units are ')}", soft_wrap=True)
     if collectives := collectives_of(timeline):
         console.print("sharding  " + ", ".join(f"{count} {name}" for name, count in collectives.items()))
     if quantiles is not None:

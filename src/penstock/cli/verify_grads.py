@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.inputs import Sizes, schedules_from
-from penstock.cli.options import AsJson, FamilyStages, Group, Microbatches, Ranks, complete_family
+from penstock.cli.inputs import GraphSizes, schedules_from
+from penstock.cli.options import AsJson, complete_family
 from penstock.families import families
 from penstock.ir.schedule import Schedule
 
@@ -50,17 +50,12 @@ def verify_grads(
     schedules: ScheduleSources = None,
     *,
     every: AllFamilies = False,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: FamilyStages = None,
-    group: Group = None,
+    sizes: GraphSizes,
     steps: StepCount = 2,
     tolerance: Tolerance = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify gradients: train in one process and in pipelines on the CPUs of this machine, and compare.
-
-    The function returns the model (an nn.Sequential, a decoder of transformers, or a list of stages of your
+    """The function returns the model (an nn.Sequential, a decoder of transformers, or a list of stages of your
     own), the loss, the inputs and the target of one batch; or a dict with these, kwargs and tokens. Exit code
     0: all equal. 1: something differs. 2: nothing could be compared.
 
@@ -69,7 +64,6 @@ def verify_grads(
       penstock verify-grads my_model:parts --all -p 2 -m 8 --steps 3
       penstock verify-grads my_model:parts mine.csv --tolerance 1e-6 --json
     """
-    sizes = Sizes(ranks, microbatches, stages_per_rank, group)
     verified = list(schedules_from(_names(schedules or [], every=every), sizes))
     found = _verify(function, verified, steps, tolerance)
     if as_json:

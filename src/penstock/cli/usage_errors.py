@@ -1,0 +1,48 @@
+"""Wrong usage in one line: an unknown option or command, a missing argument, a value of the wrong kind."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import typer
+
+from penstock.arguments import did_you_mean, printable
+
+__all__ = ["UsageError", "usage_message"]
+
+UsageError: Any = typer.BadParameter.__base__
+"""Click's base class of wrong usage; newer versions of typer have their own copy of click."""
+
+_ONE_OF = re.compile(r"(?:Value error, )?'(.*)' is not one of (.*?)\.?")
+_MUST_BE = re.compile(r"Input should be (.*?)(?:, unable to .*)?")
+
+
+def usage_message(error: Any) -> str:  # noqa: ANN401 -- one of two classes
+    """The message, with the option or argument it is about, the given value, and where to read more."""
+    if isinstance(error, typer.BadParameter):
+        if error.param is None:  # of a command's own checks, complete
+            return str(error.message)
+        if error.message:
+            return _value_message(error)
+    message = str(error.format_message()).replace(". Did", "; did").rstrip(".")
+    if (name := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
+        options = [each for param in error.ctx.command.params for each in param.opts if each.startswith("--")]
+        message = f"no such option: {printable(name)}{did_you_mean(name, options, 0.6)}"
+    path = error.ctx.command_path if error.ctx else "penstock"
+    return f"{message[:1].lower()}{message[1:]} (see {path} --help)"
+
+
+def _value_message(error: Any) -> str:  # noqa: ANN401 -- as above
+    """A value that cannot be converted, or is out of range."""
+    name = max(error.param.opts, key=len) if error.param.param_type_name == "option" else None
+    name = name or error.param.metavar or error.param.name
+    details = error.__cause__.errors()[0] if hasattr(error.__cause__, "errors") else {"msg": error.message}
+    if found := _ONE_OF.fullmatch(details["msg"]):
+        known = found[2].replace("'", "").split(", ")
+        given = f"(given {printable(found[1])}){did_you_mean(found[1], known)}"
+        return f"{name} is one of {', '.join(known)} {given}"
+    if found := _MUST_BE.fullmatch(details["msg"]):
+        wanted = found[1].replace("a valid i", "an i").replace("a valid", "a")
+        return f"{name} must be {wanted} (given {printable(str(details['input']))})"
+    return f"{name}: {error.message}"
