@@ -19,29 +19,28 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
 from benchmarks import modules
 from benchmarks.processes import on_ranks
+from benchmarks.rounds import half_split, profiled_rounds
 from penstock import Schedule
 from penstock.cost.estimate import Estimate, Setting, config_of_keys, device, estimate
 from penstock.planning.estimated import even_blocks, fitted_device, stage_costs, with_measured_links
 from penstock.planning.layout import even_layout
-from penstock.runtime import Pipeline, register_layer, split
+from penstock.runtime import register_layer, split
 from penstock.runtime.demo import gpt as demo
 from penstock.simulation.calibration import KindError, calibrate, errors_by_kind, measured_jitter
 from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.timeline import Timeline
 
 MICROBATCHES, MEASURED, CONTROL = 8, "half-split 1f1b", "measured again"
-PREDICTED = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
+PREDICTED = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
 SLEEP = 0.010
 """Seconds of F, I and W of a sleeping block."""
 KEYS = {
@@ -75,12 +74,7 @@ class Prediction(NamedTuple):
 
 def schedules(ranks: int) -> dict[str, Schedule]:
     """The measured schedule, the same again, and those that are predicted."""
-    plain = penstock.build("1f1b", ranks=ranks, microbatches=MICROBATCHES)
-    text = "\n".join(" ".join(map(str, row)) for row in plain.ranks)
-    for stage in range(ranks):
-        for m in range(1, MICROBATCHES, 2):
-            text = text.replace(f"{stage}B{m}", f"{stage}I{m} {stage}W{m}")
-    half = Schedule.parse(text, name=MEASURED)
+    half = half_split("1f1b", ranks, MICROBATCHES)
     others = {name: penstock.build(name, ranks=ranks, microbatches=MICROBATCHES) for name in PREDICTED}
     return {MEASURED: half, **others, CONTROL: half}
 
@@ -127,29 +121,9 @@ PARTS: dict[str, tuple[int, Any, Any, Any]] = {
 
 
 def measured(part: str, rounds: int) -> dict[str, list[Timeline]]:
-    """The timelines of each schedule, without the first two rounds."""
+    """The timelines of each schedule."""
     ranks, stages_of, batches_of, loss = PARTS[part]
-    found: dict[str, list[Timeline]] = {name: [] for name in schedules(ranks)}
-    batches = batches_of()
-    with ExitStack() as stack:
-        pipelines = {}
-        for name, schedule in schedules(ranks).items():
-            stages = stages_of(schedule)
-            own = [stages[stage] for stage in schedule.placement.stages_of_rank[dist.get_rank()]]
-            pipelines[name] = stack.enter_context(Pipeline(own, schedule, loss=loss))
-            stack.enter_context(pipelines[name].profile())
-        names = list(pipelines)
-        for number in range(rounds + 2):
-            first = number % len(names)  # so that no schedule always runs after the same one
-            for name in names[first:] + names[:first]:
-                pipeline, (batch, target) = pipelines[name], batches()
-                step = pipeline.step(batch, target=target)
-                for parameter in pipeline.parameters():
-                    parameter.grad = None
-                assert step.timeline is not None
-                if number >= 2:
-                    found[name].append(step.timeline)
-    return found
+    return profiled_rounds(schedules(ranks), stages_of, batches_of(), loss, rounds)
 
 
 # --- predictions ------------------------------------------------------------------------------------

@@ -1,9 +1,7 @@
-"""Stages for benchmarks: some sleep, some do almost nothing, some compute; and the cost of split backward."""
+"""Stages for benchmarks: some sleep, some do almost nothing, some compute."""
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -11,11 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from penstock.runtime.backward.deferral import Deferral
+__all__ = [
+    "Block",
+    "Scale",
+    "Sleeping",
+    "SleepingForTorch",
+    "SleepingRule",
+    "sleep",
+    "stage_seconds",
+]
 
-__all__ = ["Block", "Scale", "Sleeping", "SleepingForTorch", "SleepingRule", "measure_split"]
+sleep: Callable[[float], None] = time.sleep
+"""How stages sleep; replaced where their sleeps are recorded."""
 
 
 class Sleeping(nn.Module):
@@ -33,7 +39,7 @@ class Sleeping(nn.Module):
 class _SleepingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, duration: float) -> Tensor:
-        time.sleep(duration)
+        sleep(duration)
         ctx.duration = duration
         ctx.save_for_backward(x, weight)
         return x * weight
@@ -41,7 +47,7 @@ class _SleepingFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        time.sleep(2 * ctx.duration)
+        sleep(2 * ctx.duration)
         return gradient * weight, (gradient * x).sum(0), None
 
 
@@ -51,18 +57,32 @@ class SleepingRule:
     weights = ("weight",)
 
     def forward(self, layer: Sleeping, x: Tensor, *weights: Tensor | None) -> Tensor:
-        time.sleep(layer.duration)
+        sleep(layer.duration)
         return x * weights[0]  # type: ignore[operator]
 
     def input_gradient(self, layer: Sleeping, _x: Tensor, weights: Any, gradient: Tensor) -> Tensor:
-        time.sleep(layer.duration)
+        sleep(layer.duration)
         return gradient.mul(weights[0])
 
     def weight_gradients(
         self, layer: Sleeping, x: Tensor, _weights: Any, gradient: Tensor, _wanted: Any
     ) -> tuple[Tensor]:
-        time.sleep(layer.duration)
+        sleep(layer.duration)
         return ((gradient * x).sum(0),)
+
+
+def stage_seconds(duration: float) -> tuple[float, float]:
+    """F and B of a `Sleeping` stage without a pipeline: its sleeps, which end late, and plain autograd."""
+    stage, taken = Sleeping(duration), []
+    for _ in range(15):
+        x = torch.zeros(1, 4, requires_grad=True)
+        begin = time.perf_counter()
+        output = stage(x)
+        middle = time.perf_counter()
+        torch.autograd.backward(output, x)
+        taken.append((middle - begin, time.perf_counter() - middle))
+    forward, backward = zip(*taken)
+    return statistics.median(forward), statistics.median(backward)
 
 
 class SleepingForTorch(nn.Module):
@@ -74,7 +94,7 @@ class SleepingForTorch(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.duration)
+        sleep(self.duration)
         x = _SleepInBackward.apply(x, self.duration)  # type: ignore[no-untyped-call]
         weight: Tensor = _SleepInBackward.apply(self.weight, self.duration)  # type: ignore[no-untyped-call]
         return x * weight
@@ -88,7 +108,7 @@ class _SleepInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.duration)
+        sleep(ctx.duration)
         return gradient, None
 
 
@@ -123,90 +143,3 @@ class Block(nn.Module):
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         update: Tensor = self.down(nn.functional.gelu(self.up(self.norms[1](x))))
         return x + update
-
-
-def measure_split(print_row: Callable[..., None]) -> None:
-    """Measure (I + W) / B: Penstock defers weight gradients, torch partitions the autograd graph."""
-    torch.set_num_threads(1)
-    print("split (one process)\n  (I + W) / B of two transformer blocks, 4 x 64 tokens")
-    print_row("width", "penstock", "torch")
-    for width in (128, 256, 512):
-        torch.manual_seed(0)
-        module = nn.Sequential(Block(width), Block(width))
-        x = torch.randn(4, 64, width, requires_grad=True)
-        gradient = torch.randn(4, 64, width)
-        backwards = (_full, _deferred, _partitioned)
-        times = [[backward(module, x, gradient) for backward in backwards] for _ in range(25)][5:]
-        full, deferred, partitioned = (statistics.median(column) for column in zip(*times))
-        print_row(width, deferred / full, partitioned / full)
-    peaks = (_in_a_process(_peak_memory, run) for run in (_run_deferred, _run_partitioned))
-    print_row("MiB, 8 microbatches", *peaks)
-
-
-def _in_a_process(measure: Callable[..., float], *args: Any) -> float:
-    """Measure in a new process, because the peak memory is that of the whole process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measure, args)
-
-
-def _peak_memory(run: Callable[..., None]) -> float:
-    """MiB that F, I and then W of 8 microbatches need at width 512, beyond the peak of one microbatch."""
-    torch.set_num_threads(1)
-    module = nn.Sequential(Block(512), Block(512))
-    peaks = []
-    for count in (1, 8):
-        run(
-            module, [torch.randn(4, 64, 512, requires_grad=True) for _ in range(count)], torch.randn(4, 64, 512)
-        )
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    return peaks[1] - peaks[0]
-
-
-def _run_deferred(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> None:
-    deferral = Deferral(module)
-    deferred = []
-    with deferral.installed():
-        outputs = [module(x) for x in inputs]
-        inputs.clear()
-        while outputs:
-            with deferral.deferring() as jobs:
-                torch.autograd.backward(outputs.pop(0), gradient)
-            deferred.append(jobs)
-        for jobs in deferred:
-            jobs.run()
-
-
-def _run_partitioned(module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> None:
-    outputs = [module(x) for x in inputs]
-    groups = []
-    while outputs:
-        parts = stage_backward_input([outputs.pop(0)], [gradient], [inputs.pop(0)], module.parameters())
-        groups.append(parts[1])
-    while groups:
-        stage_backward_weight(module.parameters(), groups.pop(0))
-
-
-def _full(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
-    output = module(x)
-    start = time.perf_counter()
-    output.backward(gradient)
-    return time.perf_counter() - start
-
-
-def _deferred(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
-    deferral = Deferral(module)
-    with deferral.installed():
-        output = module(x)
-        start = time.perf_counter()
-        with deferral.deferring() as jobs:
-            output.backward(gradient)
-        jobs.run()
-        return time.perf_counter() - start
-
-
-def _partitioned(module: nn.Module, x: Tensor, gradient: Tensor) -> float:
-    output = module(x)
-    start = time.perf_counter()
-    _, groups = stage_backward_input([output], [gradient], [x], module.parameters())
-    stage_backward_weight(module.parameters(), groups)
-    return time.perf_counter() - start

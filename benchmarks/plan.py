@@ -1,7 +1,7 @@
 """Build, lower, validate and simulate large schedules; torch builds, lowers and dry-runs the same ones.
 
-    python -m benchmarks.plan            about two minutes; needs the extra `torch`
-    python -m benchmarks.plan scale      only the largest schedule, without torch; half a minute
+    python -m benchmarks.plan                  about two minutes; needs the extra `torch`
+    python -m benchmarks.plan planning scale   only these; without torch: rates, start, scale
 
 Both run in this process one after the other, several times; the tables have the CPU seconds of the fastest run
 of each, which other processes on the machine disturb least. torch validates less (counts and the order per
@@ -11,6 +11,7 @@ simulates costs and memory. Its compiled loops are loaded before; what that take
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import resource
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import penstock
 from penstock import loops
+from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import Simulator
 
 
@@ -61,12 +63,14 @@ COSTS = penstock.Costs(forward=10, backward_input=11, backward_weight=9, latency
 
 
 def fastest(call: Callable[[], object], times: int) -> float:
-    """Return the CPU seconds of the fastest run."""
-    best = float("inf")
+    """Return the CPU seconds of the fastest of so many runs; none starts after 10 s."""
+    best, began = float("inf"), time.process_time()
     for _ in range(times):
         start = time.process_time()
         call()
         best = min(best, time.process_time() - start)
+        if time.process_time() - began > 10:
+            break
     return best
 
 
@@ -120,6 +124,17 @@ def print_rate() -> None:
     again = fastest(simulator.run, 200)
     rates = f"{1 / fresh:,.0f} new, {1 / again:,.0f} repeated"
     print(f"simulations per second, p=8 m=32, {schedule.num_steps} steps: {rates}")
+
+
+def print_builds_and_jitter() -> None:
+    """Print the time of families that are built by a loop, and of many runs with jitter."""
+    for name in ("v-half", "v-min"):
+        build = fastest(lambda: penstock.build(name, ranks=256, microbatches=512), 3)  # noqa: B023 -- called at once
+        print(f"build {name}, p=256 m=512: {build:.2f} s")
+    for ranks, microbatches, runs in ((8, 32, 1000), (64, 512, 200)):
+        schedule = penstock.build("1f1b", ranks=ranks, microbatches=microbatches)
+        seconds = fastest(lambda: simulate_with_jitter(schedule, runs=runs), 3)  # noqa: B023 -- called at once
+        print(f"{runs:,} runs of 1f1b with jitter, p={ranks} m={microbatches}: {seconds:.2f} s")
 
 
 def in_a_new_process(call: str) -> Any:
@@ -176,17 +191,29 @@ def print_cold_start() -> None:
         print(f"    {text:<40}{seconds:6.2f}")
 
 
+PARTS: dict[str, tuple[Callable[[], None], ...]] = {
+    "planning": (print_planning,),
+    "simulation": (print_simulation,),
+    "rates": (print_rate, print_builds_and_jitter),
+    "start": (print_cold_start,),
+    "scale": (print_scale,),
+}
+"""What can be measured by itself."""
+
+
 def main() -> None:
-    """Print the tables: planning, simulation, cold start, the largest schedule."""
+    """Print the tables: planning, simulation, rates, cold start, the largest schedule; or the given ones."""
     logging.disable(logging.WARNING)
-    if sys.argv[1:] != ["scale"]:
-        loops.COMPILE_AFTER = 0
-        simulated(INSTANCES[0])  # loads the compiled loops
-        print_planning()
-        print_simulation()
-        print_rate()
-        print_cold_start()
-    print_scale()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
+    parts = parser.parse_args().parts or list(PARTS)
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"a part is one of {', '.join(PARTS)} (given {unknown[0]})")
+    loops.COMPILE_AFTER = 0
+    simulated(INSTANCES[0])  # loads the compiled loops
+    for part in parts:
+        for show in PARTS[part]:
+            show()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Prediction error of step times: simulated at calibrated costs, compared with measured steps.
+"""Prediction error of step times: costs from one profiled schedule, simulated for all others, and measured.
 
-    python -m benchmarks.predict [sleep-4] [sleep-8] [compute-2]
+    python -m benchmarks.predict [sleep-4] [sleep-8] [compute-2] [family ...] [rounds]
 
-The profiled steps are sorted by duration. Every second step calibrates the costs
-(`penstock.simulation.calibration`), and the prediction is compared with the others, so that load on the machine
-affects both. Times are means. Stages that sleep use no CPU, so that 8 ranks can be measured on fewer cores.
+Two schedules are profiled for costs, one for families with one stage per rank, one for those with two: 1F1B and
+interleaved 1F1B in which every second microbatch has a split backward, so that B, I and W are measured. Every
+family is predicted from one of these profiles, with its jitter.
+In each round every schedule runs once; the measured time is the median of the rounds, 5 unless given, and costs
+are means over the same rounds. Stages that sleep use no CPU, so that 8 ranks can be measured on fewer cores.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,73 +24,112 @@ from torch import nn
 import penstock
 from benchmarks import modules
 from benchmarks.processes import on_ranks
-from penstock.runtime import Pipeline, register_layer
-from penstock.simulation.calibration import calibrate
-from penstock.simulation.timeline import Timeline
+from benchmarks.rounds import half_split, profiled_rounds
+from penstock import Schedule, Timeline
+from penstock.ir.kinds import Kind
+from penstock.runtime import register_layer
+from penstock.simulation.calibration import calibrate, measured_jitter
+from penstock.simulation.jitter import simulate_with_jitter
 
 FAMILIES = [name for name in penstock.families() if name != "forward-only"]
+PROFILED = {1: "1f1b", 2: "interleaved-1f1b"}
+"""By stages per rank."""
+MICROBATCHES, ROUNDS, LIMIT = 8, 5, 5
 SLEEP = 0.010
 WIDTH = 256
 
 
-def profiled(schedule: penstock.Schedule, stages: list[nn.Module], shape: tuple[int, ...]) -> list[Timeline]:
-    """Profile steps, shortest first, without the first two, in which shapes are exchanged."""
-    x, y = (
-        torch.randn(shape, requires_grad=True),
-        torch.randn(shape),
-    )  # so that stage 0 computes an input gradient too
-    with Pipeline(stages, schedule, loss=nn.functional.mse_loss) as pipeline, pipeline.profile() as profile:
-        for _ in range(14):
-            pipeline.step(x, target=y)
-            for parameter in pipeline.parameters():
-                parameter.grad = None
-    return sorted(profile.timelines[2:], key=lambda step: step.makespan)
+def predicted(schedule: Schedule, profile: Sequence[Timeline]) -> float:
+    """Mean seconds of a step at the costs, and with the jitter, of another schedule's profile."""
+    costs, jitter = calibrate(profile), min(measured_jitter(profile), 1.0)
+    return simulate_with_jitter(schedule, costs, jitter=jitter).mean
+
+
+def _forwards(profile: Sequence[Timeline]) -> Iterator[str]:
+    """The median F of microbatches with B, which are even, and of those with I and W."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for event in (event for step in profile for event in step.events):
+        (action, *_) = event.step.parts
+        if action.kind is Kind.F and action.microbatch is not None:
+            found[action.microbatch % 2].append(event.end - event.start)
+    for name, seconds in zip(("with B", "with I, W"), found):
+        yield f"{name} {1e3 * statistics.median(seconds):.2f} ms"
+
+
+class Request(NamedTuple):
+    """What to measure."""
+
+    families: list[str]
+    rounds: int
 
 
 def compare(
-    make: Callable[[int], nn.Module], m: int, rows: tuple[int, ...], print_row: Callable[..., None]
+    request: Request, stage: Callable[[int], nn.Module], shape: tuple[int, ...], print_row: Callable[..., None]
 ) -> None:
-    print_row("schedule", "predicted ms", "measured ms", "error %")
+    """`stage` makes one of as many stages as given; `shape` is that of a batch."""
+    ranks = dist.get_world_size()
+    schedules = {
+        each: penstock.build(each, ranks=ranks, microbatches=MICROBATCHES) for each in request.families
+    }
+    counts = {schedule.num_stages // ranks for schedule in schedules.values()}
+    profiled = {count: half_split(PROFILED[count], ranks, MICROBATCHES) for count in counts}
+    x = torch.randn(shape, requires_grad=True)  # so that stage 0 computes an input gradient too
+    y = torch.randn(shape)
+    steps = profiled_rounds(
+        schedules | {each.name: each for each in profiled.values()},
+        lambda schedule: [stage(schedule.num_stages) for _ in range(schedule.num_stages)],
+        lambda: (x, y),
+        nn.functional.mse_loss,
+        request.rounds,
+    )
+    print_row("schedule", "predicted ms", "measured ms", "error %", "shortest ms", "longest ms")
     errors = []
-    for name in FAMILIES:
-        schedule = penstock.build(name, ranks=dist.get_world_size(), microbatches=m)
-        own = schedule.placement.stages_of_rank[dist.get_rank()]
-        steps = profiled(schedule, [make(schedule.num_stages) for _ in own], (m * rows[0], *rows[1:]))
-        predicted = penstock.simulate(steps[0].schedule, calibrate(steps[::2])).makespan
-        measured = statistics.fmean(step.makespan for step in steps[1::2])
-        errors.append(100 * (predicted / measured - 1))
-        print_row(name, predicted * 1e3, measured * 1e3, errors[-1])
-    print_row("largest error", "", "", max(errors, key=abs))
+    for name, own in steps.items():
+        lowered = own[0].schedule
+        profile = steps[profiled[lowered.num_stages // ranks].name]
+        seconds, times = predicted(lowered, profile), [step.makespan for step in own]
+        measured, error = statistics.median(times), 100 * (seconds / statistics.median(times) - 1)
+        print_row(
+            name, *(1e3 * each for each in (seconds, measured)), error, 1e3 * min(times), 1e3 * max(times)
+        )
+        if name in schedules:
+            errors.append(error)
+    for each in profiled.values():
+        print_row(f"F in {each.name}", *_forwards(steps[each.name]))
+    within = sum(abs(error) <= LIMIT for error in errors)
+    print_row(f"within {LIMIT} %", f"{within} of {len(errors)}", "largest", max(errors, key=abs))
 
 
-def sleeping(print_row: Callable[..., None]) -> None:
+def sleeping(request: Request, print_row: Callable[..., None]) -> None:
     """F = I = W = 10 ms."""
-    compare(lambda _: modules.Sleeping(SLEEP), 8, (1, 4), print_row)
+    compare(request, lambda _: modules.Sleeping(SLEEP), (MICROBATCHES, 4), print_row)
 
 
-def computing(print_row: Callable[..., None]) -> None:
+def computing(request: Request, print_row: Callable[..., None]) -> None:
     """Eight transformer blocks of width 256, one thread per rank."""
 
-    def make(stages: int) -> nn.Module:
+    def stage(stages: int) -> nn.Module:
         return nn.Sequential(*(modules.Block(WIDTH) for _ in range(8 // stages)))
 
-    compare(make, 8, (2, 64, WIDTH), print_row)
+    compare(request, stage, (2 * MICROBATCHES, 64, WIDTH), print_row)
 
 
 PARTS = {"sleep-4": (sleeping, 4), "sleep-8": (sleeping, 8), "compute-2": (computing, 2)}
 
 
-def run_part(part: str, print_row: Callable[..., None]) -> None:
+def run_part(part: str, request: Request, print_row: Callable[..., None]) -> None:
     ctypes.CDLL(None).prctl(29, 1)  # PR_SET_TIMERSLACK: sleeps end on time, not up to 50 us later
     register_layer(modules.Sleeping, modules.SleepingRule())
-    PARTS[part][0](print_row)
+    PARTS[part][0](request, print_row)
 
 
 def main() -> None:
-    for part in sys.argv[1:] or PARTS:
+    families = [each for each in sys.argv[1:] if each in FAMILIES] or FAMILIES
+    rounds = [int(each) for each in sys.argv[1:] if each.isdigit()] or [ROUNDS]
+    for part in [each for each in sys.argv[1:] if each in PARTS] or PARTS:
         function, ranks = PARTS[part]
         print(f"{part} ({ranks} ranks)\n  {function.__doc__}")
-        on_ranks(ranks, run_part, part)
+        on_ranks(ranks, run_part, part, Request(families, rounds[0]))
 
 
 if __name__ == "__main__":

@@ -25,15 +25,15 @@ def _process(rank: int, ranks: int, port: int, measure: Callable[..., None], arg
     torch.manual_seed(0)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo")
-    measure(*args, print_row if rank == 0 else lambda *_: None)
+    measure(*args, print_row if rank == 0 else lambda *_, **__: None)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def print_row(*cells: Any) -> None:
-    """Print one row of a table."""
-    print("  " + "  ".join(_cell(cell) for cell in cells), flush=True)
+def print_row(*cells: Any, width: int = 16) -> None:
+    """Print one row of a table, with numbers of this width."""
+    print("  " + "  ".join(_cell(cell, width) for cell in cells), flush=True)
 
 
-def _cell(cell: Any) -> str:
-    return f"{cell:>16.3f}" if isinstance(cell, float) else f"{cell!s:>24}"
+def _cell(cell: Any, width: int) -> str:
+    return f"{cell:>{width}.3f}" if isinstance(cell, float) else f"{cell!s:>{width if width < 16 else 24}}"

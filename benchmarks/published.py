@@ -13,15 +13,12 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import penstock
 from penstock.cost.estimate import ModelConfig, Setting, config_of_keys, device, estimate, read_config
 from penstock.cost.estimate.devices import Attainable
 from penstock.ir.placement import Placement
 from penstock.planning.estimated import even_blocks, stage_costs
-
-CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
 
 VOCABULARIES = (32, 64, 128, 256)
 """In units of 1024 tokens."""
@@ -178,7 +175,7 @@ def print_shares() -> None:
 def llama(replicas: int) -> Job:
     """Llama 3 405B: 16 million tokens per step, one layer per stage, 8 stages per rank."""
     setting = Setting(sequence=8192, tensor_parallel=8, data_parallel=replicas, zero=2)
-    config = read_config(CONFIGS / "llama-3-405b.json")
+    config = read_config("llama-3-405b")
     return Job(config, setting, "h100", 16, 2048 // replicas, 8, counts=(1,) * 128)
 
 
@@ -202,7 +199,7 @@ def nemotron(replicas: int) -> Job:
 def titan(family: str, stages_per_rank: int) -> Job:
     """torchtitan, Llama 3 405B on 512 devices; 16 microbatches are assumed."""
     setting = Setting(sequence=8192, tensor_parallel=8, data_parallel=8, zero=2, recompute="full")
-    config = read_config(CONFIGS / "llama-3-405b.json")
+    config = read_config("llama-3-405b")
     return Job(config, setting, "h100", 8, 16, stages_per_rank, family)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import penstock
 from benchmarks import modules
 from benchmarks.processes import on_ranks, print_row
+from benchmarks.split_backward import measure_split
 from penstock.runtime import Pipeline, register_layer
 from penstock.runtime.execution import connection
 from penstock.runtime.execution.loss_exchange import LossExchange
@@ -91,20 +92,41 @@ def seconds(*runners: Callable[[], Any], steps: int = STEPS) -> list[float]:
 
 
 def sleeping(print_row: Callable[..., None]) -> None:
-    """F = I = W = 10 ms: overhead of a step over the simulated makespan."""
+    """F, I and W sleep 10 ms: overhead of a step over the simulated makespan.
+
+    `of sleeps`: simulated with 10 ms. `of stages`: with the measured time of a stage without a pipeline.
+    """
     m, duration = 8, 0.010
-    print_row("schedule", "simulated s", "penstock s", "overhead", "torch s", "overhead", "torch / penstock")
+    alone = stage_seconds(duration)
+    print_row("a stage's F, B in ms", *(1e3 * seconds for seconds in alone))
+    columns = "penstock s", "of sleeps", "of stages", "torch s", "of sleeps", "of stages", "torch / penstock"
+    print_row("schedule", "simulated s", *columns)
     for name in TORCH_SCHEDULES:
         schedule = schedule_of(name, dist.get_world_size(), m)
-        costs = penstock.Costs(forward=duration, backward_input=duration, backward_weight=duration)
-        ideal = penstock.simulate(schedule, costs).makespan
+        both = costs_of(duration, 2 * duration), costs_of(*alone)
+        ideal, own = (penstock.simulate(schedule, costs).makespan for costs in both)
         x = torch.zeros(m, 4, requires_grad=True)  # so that stage 0 computes an input gradient too
         y = torch.zeros(m, 4)
         ours, theirs = seconds(
             penstock_step(schedule, lambda _: modules.Sleeping(duration), x, y),
             torch_step(name, schedule, lambda _: modules.SleepingForTorch(duration), x, y),
         )
-        print_row(name, ideal, ours, ours / ideal - 1, theirs, theirs / ideal - 1, theirs / ours)
+        overheads = ([taken, taken / ideal - 1, taken / own - 1] for taken in (ours, theirs))
+        print_row(name, ideal, *next(overheads), *next(overheads), theirs / ours)
+
+
+def stage_seconds(duration: float) -> tuple[float, float]:
+    """F and B of a stage that sleeps, without a pipeline: means over the ranks, which all run one."""
+    dist.barrier()
+    times = torch.tensor(modules.stage_seconds(duration), dtype=torch.float64)
+    dist.all_reduce(times)
+    forward, backward = (times / dist.get_world_size()).tolist()
+    return forward, backward
+
+
+def costs_of(forward: float, backward: float) -> penstock.Costs:
+    """I and W take half of B each."""
+    return penstock.Costs(forward=forward, backward_input=backward / 2, backward_weight=backward / 2)
 
 
 class EarlyReturn(LossExchange):
@@ -238,16 +260,21 @@ PARTS = {
 }
 
 
-def run_part(part: str, print_row: Callable[..., None]) -> None:
-    ctypes.CDLL(None).prctl(29, 1)  # PR_SET_TIMERSLACK: sleeps end on time, not up to 50 us later
+def prepare_sleeps() -> None:
+    """Let sleeps of this process end on time, and split the backward of stages that sleep."""
+    ctypes.CDLL(None).prctl(29, 1)  # PR_SET_TIMERSLACK: not up to 50 us later
     register_layer(modules.Sleeping, modules.SleepingRule())
+
+
+def run_part(part: str, print_row: Callable[..., None]) -> None:
+    prepare_sleeps()
     PARTS[part][0](print_row)
 
 
 def main() -> None:
     for part in sys.argv[1:] or [*PARTS, "split"]:
         if part == "split":
-            modules.measure_split(print_row)
+            measure_split(print_row)
             continue
         function, ranks = PARTS[part]
         print(f"{part} ({ranks} ranks)\n  {function.__doc__}")
