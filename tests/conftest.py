@@ -1,4 +1,4 @@
-"""What all tests share: pools of processes, the cases that `make test` leaves out, and the order of modules."""
+"""What all tests share: pools of processes, a browser, the cases that `make test` runs, the order of files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import inspect
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-if TYPE_CHECKING:  # tests without torch do not wait for it
+if TYPE_CHECKING:  # tests without torch or a browser do not wait for them
+    from selenium.webdriver import Chrome
+
     from tests.support.pool import Pool, Pools
 
 
@@ -28,7 +31,7 @@ settings.load_profile("small")  # a busy machine is no failure; `--hypothesis-pr
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases that only `make test-all` runs, and begin with the modules that start processes."""
+    """Mark cases that only `make test-all` runs, and put the files in the order in which they run."""
     for item in items:
         parameters = (
             item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
@@ -37,13 +40,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             keep = mark.args[0]
             if not keep(**{name: parameters[name] for name in inspect.signature(keep).parameters}):
                 item.add_marker("full")
-    items.sort(key=lambda item: "runtime" not in item.path.parts)  # so that no worker is the last by far
+    place = _order_of_files(list(dict.fromkeys(item.path for item in items)))
+    items.sort(key=lambda item: place[item.path])
 
 
-def pytest_collection_finish() -> None:
+_WAITING = {"pipelining", "runtime", "test_troubleshooting.py"}
+_LONG = {"failure", "integrations", "test_docs.py", "test_examples.py", "test_troubleshooting.py", "web"}
+_COMPUTING = {"cli", "planning", "search", "view"}
+
+
+def _parts(file: Path) -> set[str]:
+    return set(file.relative_to(Path(__file__).parent).parts)
+
+
+def _order_of_files(files: list[Path]) -> dict[Path, float]:
+    """Files whose tests wait for ranks in turn with those that compute; the many short ones are the last.
+
+    So cores have work while ranks wait, and no worker ends long after the others.
+    """
+    waiting = [file for file in files if _WAITING & _parts(file)]
+    computing = [file for file in files if file not in waiting and (_COMPUTING | _LONG) & _parts(file)]
+    place = dict.fromkeys(files, 1.0)
+    for turns in (waiting, computing):
+        turns.sort(key=lambda file: not _LONG & _parts(file))
+        place |= {file: number / len(turns) for number, file in enumerate(turns)}
+    return place
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Collect garbage from now on, but leave out what the modules hold: that would take most of the time."""
     gc.freeze()
     gc.enable()
+    if any(_WAITING & _parts(item.path) for item in session.items):
+        from penstock.runtime.local_ranks import start_fork_server  # noqa: PLC0415
+        from tests.support import pool  # noqa: F401, PLC0415 -- says what to load
+
+        start_fork_server()  # before the playground, for which it would load too little
 
 
 @pytest.fixture(scope="module")  # threads of gloo wake up a hundred times a second, also in idle ranks
@@ -69,3 +101,21 @@ def failing_pool() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def started_chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    """A browser that takes longer to start than most tests of pages."""
+    from tests.support.browser import start_chromium  # noqa: PLC0415
+
+    driver = start_chromium(tmp_path_factory.mktemp("profile"))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def driver(started_chromium: Chrome) -> Chrome:
+    """The browser without what tests of other modules have set."""
+    started_chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    started_chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    return started_chromium

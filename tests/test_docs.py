@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 import penstock
 import penstock.runtime
-from penstock.cli import app, main
+from penstock.cli import main
+from penstock.cli.commands import SUMMARIES, load_command
 from penstock.families import registry
 from tests.support.command_line import SLOW_COMMANDS
 from tests.support.grids import small
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-CLI_COMMANDS: dict[str, Any] = vars(get_command(app))["commands"]
+CLI_COMMANDS: dict[str, Any] = {name: load_command(name) for name in SUMMARIES}
 FILES = {".csv", ".json", ".toml"}
 FOR_READERS = {"", "diff", "error", "output"}
 """Pictures, diffs, machine-dependent output, and messages, which test_troubleshooting.py tests."""

@@ -19,6 +19,7 @@ from typing import Any
 import penstock
 from penstock.lowering import DeferReceives
 from tests.support.kineto_files import write_kineto_files
+from tests.support.model_configs import CONFIGS
 
 __all__ = [
     "COLOUR_VARIABLES",
@@ -115,8 +116,7 @@ def write_example_files(directory: Path) -> None:
         small.write(directory / name)
     penstock.build("zbv", ranks=4, microbatches=8).write(directory / "zbv.csv")
     DeferReceives(past_sends=True)(penstock.lower(small)).write(directory / "deferred.csv")
-    (directory / "costs.toml").write_text("forward_seconds = 2\n")
+    (directory / "costs.toml").write_text("forward_seconds = 2\nactivation_bytes = 1e6\n")
     write_kineto_files(directory, penstock.simulate(small, penstock.Costs(latency=0.01)))
     (directory / "megatron.log").write_text(MEGATRON_LOG)
-    config = Path(__file__).parents[2] / "examples" / "configs" / "llama-3-8b.json"
-    (directory / "config.json").write_text(config.read_text())
+    (directory / "config.json").write_text((CONFIGS / "llama-3-8b.json").read_text())

@@ -22,6 +22,7 @@ from tests.support.composed_model import (
     MAX_NORM,
     Block,
     Composed,
+    SingleProcess,
     batch_of,
     count_tokens,
     loss,
@@ -29,7 +30,7 @@ from tests.support.composed_model import (
     train_single_process,
 )
 from tests.support.meshes import mesh_of_ranks
-from tests.support.reference import Outcome, differences
+from tests.support.reference import Outcome, differences, from_rank_0
 
 
 def mesh_of(case: Composed) -> DeviceMesh:
@@ -129,7 +130,8 @@ def states(pipeline: Pipeline) -> Iterator[tuple[str, Tensor]]:
 
 def train_composed(case: Composed) -> Outcome:
     """Train the case on this rank, and compare with one process."""
-    wanted, outcome = train_single_process(case), Outcome()
+    wanted: SingleProcess = from_rank_0(train_single_process, case)
+    outcome = Outcome()
     pipeline, mesh = pipeline_of(case)
     names = {"head.words.weight": "embed.weight"} if case.tied else {}
     with closing(pipeline):

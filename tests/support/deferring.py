@@ -30,14 +30,18 @@ def plainly(module: nn.Module, inputs: Inputs) -> None:
         output.backward(upstream(output))
 
 
-def split(module: nn.Module, inputs: Inputs) -> None:
-    deferral = Deferral(module)
+def split(module: nn.Module, inputs: Inputs, *, fusion: bool = False) -> None:
+    deferral = Deferral(module, fusion=fusion)
     for x in inputs:
         with deferral.installed():
             output = module(x)
         with deferral.deferring() as deferred:
             output.backward(upstream(output))
         deferred.run()
+
+
+def split_with_fusion(module: nn.Module, inputs: Inputs) -> None:
+    split(module, inputs, fusion=True)
 
 
 def whole(module: nn.Module, inputs: Inputs) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import pytest
 from hypothesis import settings
 
-__all__ = ["examples", "small", "thinned"]
+__all__ = ["examples", "is_full", "repetitions", "small", "thinned"]
 
 T = TypeVar("T")
 
@@ -25,15 +26,25 @@ def small(keep: Callable[..., bool]) -> pytest.MarkDecorator:
     return pytest.mark.small.with_args(keep)
 
 
+_SHARE = float(os.environ.get("EXAMPLES", "1"))
+"""Of all random examples, in `make test-all`."""
+
+
 def examples(count: int) -> int:
-    """`count` random examples in `make test-all`, a tenth of them in `make test`."""
-    return count if _is_full() else count // 10
+    """`count` random examples in `make test-all`, or a share of them, and a tenth of them in `make test`."""
+    return max(count // 10, round(count * _SHARE)) if is_full() else count // 10
 
 
-def thinned(cases: Iterable[T], step: int) -> list[T]:
-    """All cases of a loop in `make test-all`, each `step`-th of them in `make test`."""
-    return list(cases) if _is_full() else list(cases)[::step]
+def thinned(cases: Iterable[T], step: int, first: int = 0) -> list[T]:
+    """All cases of a loop in `make test-all`, each `step`-th of them from `first` in `make test`."""
+    return list(cases) if is_full() else list(cases)[first::step]
 
 
-def _is_full() -> bool:
+def repetitions(full: int, few: int) -> int:
+    """How often `make test-all` and `make test` repeat what promises the same each time; ranks must be told."""
+    return full if is_full() else few
+
+
+def is_full() -> bool:
+    """Whether this is `make test-all`."""
     return settings.get_current_profile_name() == "full"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,13 @@ def write_kineto_files(
     ahead: Sequence[float] = (),
     hosts: Sequence[str] = (),
     compressed: bool = False,
+    drift: Sequence[float] = (),
+    job: Callable[[int], dict[str, Any]] = lambda rank: {"rank": rank},
 ) -> list[Path]:
-    """One file per rank with so many steps; clocks are ahead by some seconds."""
+    """One file per rank with so many steps; clocks are ahead by some seconds, and drift by seconds per second.
+
+    `job` gives the rank in the job, and what else the file says about it.
+    """
     paths = []
     for rank in range(timeline.schedule.num_ranks):
         offset = ahead[rank] if ahead else 0.0
@@ -55,14 +60,18 @@ def write_kineto_files(
             for step in range(steps)
             for event in kineto_events(timeline, rank, offset + step * (timeline.makespan * 1.25))
         ]
+        for event in events if drift else ():
+            event["ts"] = START + (event["ts"] - START) * (1 + drift[rank])
+            event["dur"] *= 1 + drift[rank]
+        info = job(rank)
         content = {
             "schemaVersion": 1,
-            "distributedInfo": {"backend": "gloo", "rank": rank, "world_size": timeline.schedule.num_ranks},
+            "distributedInfo": {"backend": "gloo", "world_size": timeline.schedule.num_ranks, **info},
             "host_name": hosts[rank] if hosts else "node0",
             "traceEvents": [{"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}}, *events],
             "traceName": f"rank{rank}.json",
         }
-        path = directory / f"rank{rank}.json{'.gz' * compressed}"
+        path = directory / f"rank{info['rank']}.json{'.gz' * compressed}"
         text = json.dumps(content, indent=1).encode()
         path.write_bytes(gzip.compress(text) if compressed else text)
         paths.append(path)

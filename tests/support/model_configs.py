@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ from penstock.cost.estimate import ModelConfig, config_of_keys, read_config
 
 __all__ = ["CONFIGS", "config", "gpt_config", "gpt_keys"]
 
-CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+CONFIGS = Path(str(files("penstock.cost.estimate") / "models"))
 
 
 def config(name: str) -> ModelConfig:
     """A committed config."""
-    return read_config(CONFIGS / f"{name}.json")
+    return read_config(name)
 
 
 def gpt_keys(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from selenium.common.exceptions import StaleElementReferenceException
-from selenium.webdriver import Chrome
+from selenium.webdriver import ActionChains, Chrome
 from selenium.webdriver.common.actions.action_builder import ActionBuilder
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -107,10 +107,15 @@ class Page(Browser):
         self.settle()
         return self.place(step, panel)
 
-    def drag(self, start: tuple[int, int], end: tuple[int, int]) -> None:
+    def drag(self, start: tuple[int, int], end: tuple[int, int], *, shift: bool = False) -> None:
+        """Press at the start, move to the end and let go, with Shift held if asked."""
+        if shift:
+            ActionChains(self.driver).key_down(Keys.SHIFT).perform()
         actions = ActionBuilder(self.driver, duration=20)
         pointer: Any = actions.pointer_action  # selenium leaves its methods untyped
         pointer.move_to_location(*start).pointer_down().move_to_location((start[0] + end[0]) // 2, end[1])
         pointer.move_to_location(*end).pointer_up()
         actions.perform()
+        if shift:
+            ActionChains(self.driver).key_up(Keys.SHIFT).perform()
         self.quiet()

@@ -27,6 +27,7 @@ __all__ = [
     "differences",
     "forward",
     "forwards_in_order",
+    "from_rank_0",
     "run_cases",
     "split_plainly",
     "train_plainly",
@@ -125,7 +126,6 @@ def optimizer_of(name: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
     return SGD(trained, lr=0.1, momentum=0.9) if name == "sgd" else AdamW(trained, lr=0.01)
 
 
-@cache
 def train_plainly(task: str, optimizer: str, dtype: torch.dtype, steps: int, stages: int, m: int) -> Trained:
     """The whole training in this process."""
     made, result = TASKS[task].stages(stages, dtype), Trained()
@@ -140,6 +140,14 @@ def train_plainly(task: str, optimizer: str, dtype: torch.dtype, steps: int, sta
         optimizing.zero_grad()
     result.states = [{name: value.clone() for name, value in stage.state_dict().items()} for stage in made]
     return result
+
+
+@cache
+def from_rank_0(compute: Callable[..., Any], *args: Any) -> Any:
+    """What rank 0 computes, on all ranks, which call this in the same order."""
+    found = [compute(*args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 # --- comparing -------------------------------------------------------------------------------------
@@ -203,7 +211,8 @@ def train_in_pipeline(case: Case, functions: Mapping[Kind | str, CustomFunction]
     m, exact = schedule.microbatches, backwards_in_order(schedule)
     if task.bits == "never" or (task.bits == "fused" and not case.demands_bits and schedule.table.has(Kind.I)):
         exact = False
-    wanted = train_plainly(case.task, case.optimizer, case.dtype, case.steps, schedule.num_stages, m)
+    plain = case.task, case.optimizer, case.dtype, case.steps, schedule.num_stages, m
+    wanted: Trained = from_rank_0(train_plainly, *plain)
     outcome = Outcome()
     made = task.stages(schedule.num_stages, case.dtype)
     group = first_ranks(schedule.num_ranks)

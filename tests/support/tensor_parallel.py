@@ -19,7 +19,15 @@ from penstock import Schedule
 from penstock.runtime import Pipeline
 from tests.support.meshes import mesh_of_ranks
 from tests.support.models import TASKS
-from tests.support.reference import TIMEOUT, Outcome, differences, optimizer_of, train_plainly
+from tests.support.reference import (
+    TIMEOUT,
+    Outcome,
+    Trained,
+    differences,
+    from_rank_0,
+    optimizer_of,
+    train_plainly,
+)
 from tests.support.tensor_models import (
     Crossing,
     Plan,
@@ -96,7 +104,8 @@ def train(case: TensorCase) -> Outcome:
     """Train as the case says on this rank, and compare all that is sharded, put together, with one process."""
     schedule, way = case.schedule, WAYS[case.way]
     task, m = TASKS[way.task], schedule.microbatches
-    wanted = train_plainly(way.task, case.optimizer, case.dtype, case.steps, schedule.num_stages, m * case.dp)
+    plain = way.task, case.optimizer, case.dtype, case.steps, schedule.num_stages, m * case.dp
+    wanted: Trained = from_rank_0(train_plainly, *plain)
     mesh = mesh_of(schedule.num_ranks, case.dp, case.tp)
     outcome = Outcome()
     stages = task.stages(schedule.num_stages, case.dtype)

@@ -37,13 +37,13 @@ def together(trouble: Callable[[], Any]) -> Callable[[], Any]:
 
 @together
 def timeout() -> str:
-    with faulty_pipeline("1f1b", 4, timeout=10) as one:
-        return one.run_with_faults(Fault(1, "1F1", "nap", 15)).text
+    with faulty_pipeline("1f1b", 4, timeout=5) as one:
+        return one.run_with_faults(Fault(1, "1F1", "nap", 8)).text
 
 
 @together
 def one_rank_stays_away() -> str:
-    with faulty_pipeline("1f1b", 4, timeout=10) as one:
+    with faulty_pipeline("1f1b", 4, timeout=5) as one:
         dist.barrier()
         outcome = attempt(one.step).text if dist.get_rank() != 3 else ""
         dist.barrier()
@@ -81,12 +81,24 @@ def wrong_shape() -> str:
         return attempt(lambda: step(made)).text
 
 
+class Huge(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.empty(10**15)[:1]
+
+
+@together
+def out_of_memory() -> str:
+    stages = dict(enumerate([*model(1), Huge(4, 4), *model(2)]))
+    with Pipeline(stages, "1f1b", microbatches=4, loss=mse_loss, timeout=120) as made:
+        return attempt(lambda: step(made)).text
+
+
 @together
 def one_rank_makes_no_pipeline() -> str:
     dist.barrier()
     if dist.get_rank() == 3:
         return ""
-    return attempt(lambda: Pipeline(dict(enumerate(model(4))), "1f1b", microbatches=4, timeout=10)).text
+    return attempt(lambda: Pipeline(dict(enumerate(model(4))), "1f1b", microbatches=4, timeout=5)).text
 
 
 @together
@@ -102,7 +114,7 @@ def tied_weights_drift() -> str:
 
 @together
 def one_rank_clips() -> str:
-    with Pipeline(dict(enumerate(model(4))), "1f1b", microbatches=4, loss=mse_loss, timeout=10) as made:
+    with Pipeline(dict(enumerate(model(4))), "1f1b", microbatches=4, loss=mse_loss, timeout=5) as made:
         step(made)
         outcome = attempt(lambda: made.clip_grad_norm_(1.0)).text if dist.get_rank() == 0 else ""
         dist.barrier()

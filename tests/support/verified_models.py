@@ -105,6 +105,43 @@ def tied(stages):
     parts[-1].weight = parts[0].weight
     return {"stages": parts, "loss": nn.functional.mse_loss, "inputs": torch.randn(8, 6),
             "target": torch.randn(8, 6)}
+
+class Joined(nn.Module):
+    def __init__(self, inputs):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(inputs))
+    def forward(self, *inputs):
+        return sum(layer(x) for layer, x in zip(self.layers, inputs)).tanh()
+
+def two_heads():  # 0 -> 1 -> 2, 0 -> 2, 1 -> 3
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+        def forward(self, output, target):
+            return ((output * self.weight - target) ** 2).mean()
+    return {"stages": [Joined(1), Joined(1), Joined(2), Joined(1)], "inputs": torch.randn(8, 6),
+            "loss": {2: nn.functional.mse_loss, 3: Weighted()}, "target": torch.randn(8, 6)}
+def two_sources():  # 0 -> 2, 1 -> 2
+    return {"stages": [Joined(1), Joined(2), Joined(2)], "loss": nn.functional.mse_loss,
+            "inputs": (torch.randn(8, 6), (torch.randn(8, 6), torch.randn(8, 6))), "target": torch.randn(8, 6)}
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.middle, self.up, self.head = (nn.Linear(6, 6) for _ in range(4))
+    def forward(self, x):
+        skip = self.down(x).relu()
+        return self.head(self.up(self.middle(skip).relu()) + skip)
+def traced():
+    from penstock.runtime import split
+    from torch.fx import symbolic_trace
+    stages = split(symbolic_trace(UNet()), at=["middle", "up", "head"])
+    return {"stages": stages, "loss": nn.functional.mse_loss, "inputs": torch.randn(8, 6),
+            "target": torch.randn(8, 6)}
+def traced_model():
+    from torch.fx import symbolic_trace
+    return symbolic_trace(UNet()), nn.functional.mse_loss, torch.randn(8, 6), torch.randn(8, 6)
 def misnamed(): return {"modle": layers()[0], "los": 1}
 
 def llama():
