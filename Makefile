@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes, which would all compile Penstock again
 # tests of the runtime wait for processes at times, so there are more workers than cores; each loads all modules
-WORKERS ?= 3
+WORKERS ?= 4
 # all tests of a module run in one worker, which starts their processes once
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -q
 
@@ -35,6 +35,7 @@ format: .venv/dev
 bench: .venv/dev
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.runtime
+	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.composition
 	$(BIN)/python -m benchmarks.predict
 	$(BIN)/python -m benchmarks.checkpoints
