@@ -1,4 +1,4 @@
-"""Train a pipeline with the habits of Accelerate: `Accelerator`, `prepare`, `print`, and resuming.
+"""Train a pipeline with Accelerate: `Accelerator`, `prepare`, `print`, and resuming.
 
 torchrun --nproc-per-node 2 examples/accelerate_train.py
 

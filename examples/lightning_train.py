@@ -1,4 +1,4 @@
-"""Train a pipeline with the habits of Lightning: a module, a data module, a callback and `Trainer.fit`.
+"""Train a pipeline with Lightning: a module, a data module, a callback and `Trainer.fit`.
 
 torchrun --nproc-per-node 2 examples/lightning_train.py
 

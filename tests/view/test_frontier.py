@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -10,8 +11,9 @@ from xml.etree import ElementTree as ET
 from penstock import Costs
 from penstock.cost.units import Units
 from penstock.planning import Model, Plan, plan
-from penstock.view.frontier import frontier_picture, frontier_text
+from penstock.view.frontier import frontier_picture, frontier_text, option_points
 from penstock.view.frontier_html import frontier_html
+from penstock.view.marks import Label
 from penstock.view.svg import svg_of
 from tests.support.planning_models import decoder
 
@@ -63,12 +65,35 @@ def test_the_picture_names_the_frontier_the_limit_and_the_bound() -> None:
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     for option in made.frontier:
         assert any(str(option) in text for text in texts)
-    assert "limit" in texts
+    assert "memory limit" in texts
     assert "lower bound" in texts
-    assert "limit" not in [
+    assert "memory limit" not in [
         element.text
         for element in ET.fromstring(svg_of(frontier_picture(planned(None)))).iter()  # noqa: S314
     ]
+
+
+def test_numbers_of_the_picture_cover_neither_points_nor_each_other() -> None:
+    crowded = [SimpleNamespace(seconds=1 + i / 100, memory=1 - i / 100) for i in range(12)]
+    options = [*crowded, SimpleNamespace(seconds=9.0, memory=2.0)]
+    made: Any = SimpleNamespace(
+        options=options, frontier=crowded, units=Units(), title="", time_name="", memory_limit=None, bound=0.5
+    )
+    marks = next(group for group in frontier_picture(made, names=False).groups if group.name == "options").marks
+    numbers = [mark for mark in marks if isinstance(mark, Label)]
+    assert numbers[0].text == "1"
+    assert 1 < len(numbers) < 12
+    for one, other in combinations(numbers, 2):
+        assert abs(one.x - other.x) > 5 or abs(one.y - other.y) >= 8
+    for one, (_, x, y) in product(numbers, option_points(made)[:12]):
+        assert abs(one.x - x) > 6 or abs(one.y - 3.5 - y) >= 8
+
+
+def test_the_page_has_one_title_and_explains_its_columns() -> None:
+    page = frontier_html(planned())
+    assert page.count(f">{planned().title}<") == 3  # of the page, its heading, the tooltip of the picture
+    for name in ("slower: than plan 1", "Pareto frontier", "data parallel size"):
+        assert name in page
 
 
 def test_relative_costs_are_drawn_in_units_and_activations() -> None:

@@ -132,7 +132,7 @@ _BLUE = style_of(Kind.F).colour
 def frontier_picture(plan: PlottedPlan, *, names: bool = True) -> Picture:
     """The same plot as marks, with the memory limit and the lower bound where they are in range.
 
-    `names`: with the options behind the numbers, to the right of the plot.
+    `names`: with a title, and with the options behind the numbers to the right of the plot.
     """
     own = {
         "point": Style(_BLUE),
@@ -145,9 +145,9 @@ def frontier_picture(plan: PlottedPlan, *, names: bool = True) -> Picture:
     title, plot = plan.title, _Plot(plan)
     named = list(_names(plan)) if names else []
     room = max((text_width(label.text, 10) for label in named), default=0.0)
-    width = max(_RIGHT, _LEFT + text_width(title, 13)) + 16 if not named else max(_WIDTH, _RIGHT + 32 + room)
+    width = max(_WIDTH, _RIGHT + 32 + room) if named else _RIGHT + 16
     groups = [
-        Group("title", [Label("name", _LEFT, 24, title)]),
+        Group("title", [Label("name", _LEFT, 24, title)] if names else []),
         Group("axes", list(plot.axes())),
         Group("frontier", list(plot.staircase())),
         Group("options", list(plot.points())),
@@ -196,7 +196,7 @@ class _Plot:
         yield Label("note", _LEFT + 4, self.y(self.plan.bound) - 4, "lower bound")
         if self.limit is not None:
             yield Line("limit", self.x(self.limit), _TOP, self.x(self.limit), _BOTTOM)
-            yield Label("seconds", self.x(self.limit) - 4, _TOP + 8, "limit")
+            yield Label("seconds", self.x(self.limit) - 4, _TOP + 8, "memory limit")
 
     def staircase(self) -> Iterator[Mark]:
         """The Pareto frontier as a staircase."""
@@ -214,7 +214,20 @@ class _Plot:
         for option in front:
             x, y = self.at(option)
             yield Box("point", x - 4, y - 4, 8, 8)
-            yield Label("number", x - 10, y + 13, str(self.plan.options.index(option) + 1))
+        yield from self._numbers()
+
+    def _numbers(self) -> Iterator[Label]:
+        """Places of the frontier in the ranking, best first, each where it covers no point and no number."""
+        points = [self.at(option) for option in self.plan.frontier]
+        taken = [(x, y, 4.0) for x, y in points]
+        for option, (x, y) in zip(self.plan.frontier, points):
+            place = str(self.plan.options.index(option) + 1)
+            half = text_width(place, 10) / 2
+            for to_x, to_y in ((x - 5 - half, y + 9), (x + 5 + half, y - 9), (x, y + 12), (x, y - 12)):
+                if not any(abs(to_x - a) < half + b + 1 and abs(to_y - c) < 8 for a, c, b in taken):
+                    taken.append((to_x, to_y, half))
+                    yield Label("number", round(to_x, 2), round(to_y + 3.5, 2), place)
+                    break
 
     def at(self, option: PlottedOption) -> tuple[float, float]:
         """Coordinates of an option."""

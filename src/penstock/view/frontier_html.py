@@ -17,12 +17,13 @@ _STYLE = """
 body { font: 14px/1.5 Helvetica, Arial, sans-serif; margin: 2em auto; max-width: 960px; padding: 0 1em; }
 h1 { font-size: 1.5em; }
 .plot { overflow-x: auto; }
-svg { max-width: 100%; min-width: 520px; height: auto; }
+svg { width: 100%; min-width: 520px; height: auto; }
 svg a rect { fill: transparent; }
 svg a:hover rect, svg a:focus rect { stroke: #d55e00; stroke-width: 2; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 2px 8px; border-bottom: 1px solid #8884; }
-th:nth-child(2), td:nth-child(2) { text-align: left; }
+th, td { white-space: nowrap; }
+th:nth-child(2), td:nth-child(2) { text-align: left; white-space: normal; }
 tr.frontier { font-weight: bold; }
 tr:target, tr:hover { background: #0072b222; }
 @media (prefers-color-scheme: dark) {
@@ -30,6 +31,15 @@ tr:target, tr:hover { background: #0072b222; }
   svg { filter: invert(.894) hue-rotate(180deg); }
 }
 """
+
+_COLUMNS = (
+    "slower: than plan 1; memory: of the rank with the most; bold: on the Pareto frontier, no plan is both "
+    "faster and smaller"
+)
+_LEGEND = (
+    "TP, CP, EP, PP, DP: tensor, context, expert, pipeline and data parallel size; v: stages per rank; "
+    "m: microbatches; mbs: samples per microbatch"
+)
 
 
 def frontier_html(plan: PlottedPlan) -> str:
@@ -46,7 +56,8 @@ def frontier_html(plan: PlottedPlan) -> str:
         f'<div class="plot">{picture}',
         *_links(plan),
         "</svg></div>",
-        f"<p>Time per step ({_text(plan.time_name)}); lower bound {bound}; bold: the frontier.</p>",
+        f"<p>time: of a step ({_text(plan.time_name)}), lower bound {bound}; {_COLUMNS}.</p>",
+        f"<p>{_LEGEND}</p>",
         "<table>\n<thead><tr><th></th><th>plan</th><th>time</th><th>slower</th><th>memory</th></tr></thead>",
         "<tbody>",
         *_rows(plan),
