@@ -64,3 +64,7 @@ def test_mistakes_are_explained(run: Run, tmp_path: Path) -> None:
     assert (result.code, result.out) == (2, "")
     assert "Megatron runs 1f1b, interleaved-1f1b, interleaved-overlap only" in result.err
     assert not (tmp_path / "out").exists()
+    (tmp_path / "mine.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    invalid = run("export", "megatron", "mine.csv", "--layers", 8, "-o", "out")
+    assert (invalid.code, invalid.err.startswith("penstock: mine has 1 violation\nerror[")) == (1, True)
+    assert not (tmp_path / "out").exists()

@@ -75,6 +75,12 @@ def test_stages_are_lists_of_module_names() -> None:
     ]
 
 
+def test_an_invalid_schedule_is_refused_with_the_report_of_the_validator() -> None:
+    broken = penstock.Schedule(["0B0 0F0", "1F0 1B0"], name="mine")
+    with pytest.raises(penstock.ScheduleError, match=r"mine has \d violations?\nerror\["):
+        exported(broken)
+
+
 def test_what_torchtitan_cannot_run_is_refused_with_all_reasons() -> None:
     unequal = penstock.build("interleaved-1f1b", ranks=3, microbatches=6, stages_per_rank=[1, 2, 1])
     message = refusal(unequal, "Et||mL")
@@ -85,7 +91,5 @@ def test_what_torchtitan_cannot_run_is_refused_with_all_reasons() -> None:
     assert message.endswith("or a V with two; nearest is 1f1b")
     recomputed = Recompute()(penstock.build("1f1b", ranks=2, microbatches=4))
     assert "has no actions RECOMPUTE" in refusal(recomputed)
-    broken = penstock.Schedule(["0B0 0F0", "1F0 1B0"], name="mine")
-    assert refusal(broken).startswith("mine has ")
     graph = penstock.StageGraph.parse("0>1,1>2,0>2")
     assert "stages in a chain only" in refusal(penstock.build("1f1b", ranks=3, microbatches=3, graph=graph))
