@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.arguments import listed, printable, some, whole_number
+from penstock.arguments import index_problem, listed, printable, some, whole_number
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
@@ -23,6 +23,11 @@ def test_foreign_text_is_shortened_and_control_characters_are_escaped() -> None:
     assert printable("short") == "short"
     assert len(printable("x" * 1000)) == 60
     assert printable("\x1b[2J\n") == r"'\x1b[2J\n'"
+
+
+def test_a_number_out_of_range_is_told_the_range_and_the_count() -> None:
+    assert index_problem("step", 9, 3, "step") == "step must be from 0 to 2: there are 3 steps (given 9)"
+    assert index_problem("step", -1, 1, "step") == "step must be 0: there is 1 step (given -1)"
 
 
 def test_lists_are_joined_and_long_ones_shortened() -> None:

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from operator import index
 
-__all__ = ["did_you_mean", "install_command", "listed", "plural", "printable", "some", "whole_number"]
+__all__ = [
+    "did_you_mean",
+    "index_problem",
+    "install_command",
+    "listed",
+    "plural",
+    "printable",
+    "some",
+    "whole_number",
+]
 
 
 def whole_number(value: object) -> int | None:
@@ -46,6 +55,12 @@ def some(values: Sequence[object], most: int = 8) -> str:
     """Join the first values with commas, and append the number of the others."""
     more = len(values) - most
     return listed(values[:most]) + (f", and {more} more" if more > 0 else "")
+
+
+def index_problem(name: str, given: int, count: int, noun: str) -> str:
+    """Why a number that counts from 0 is wrong: `step must be from 0 to 2: there are 3 steps (given 9)`."""
+    valid, verb = ("0", "is") if count == 1 else (f"from 0 to {count - 1}", "are")
+    return f"{name} must be {valid}: there {verb} {plural(count, noun)} (given {given})"
 
 
 def install_command(extra: str) -> str:

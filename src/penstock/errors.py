@@ -57,6 +57,9 @@ _SHOWN_PROBLEMS = 20
 class PenstockError(ValueError):
     """The base class of all errors that Penstock raises on purpose."""
 
+    argument: str = ""
+    """Of errors about a schedule or about traces: the argument that does not match them, if they are valid."""
+
 
 class ActionError(PenstockError):
     """A text is not an action; `position` is the index of the first wrong character."""
@@ -104,15 +107,16 @@ class FormatError(PenstockError):
 class TraceError(PenstockError):
     """Traces that cannot be read as one run; `problems` has one sentence per problem, with its location."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: Sequence[str], argument: str = "") -> None:
         lines = list(problems[:_SHOWN_PROBLEMS])
         if len(problems) > _SHOWN_PROBLEMS:
             lines.append(f"and {len(problems) - _SHOWN_PROBLEMS} more problems")
         super().__init__("\n".join(lines))
         self.problems = tuple(problems)
+        self.argument = argument
 
-    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
-        return type(self), (self.problems,)
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], str]]:
+        return type(self), (self.problems, self.argument)
 
 
 class UnhandledKindError(PenstockError):
@@ -129,6 +133,10 @@ class UnhandledKindError(PenstockError):
 
 class ScheduleError(PenstockError):
     """A schedule that cannot be created, lowered or run."""
+
+    def __init__(self, message: str, argument: str = "") -> None:
+        super().__init__(message)
+        self.argument = argument
 
 
 class CostsError(PenstockError):

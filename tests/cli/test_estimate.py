@@ -130,6 +130,14 @@ def test_errors_say_what_would_work(run: Run, arguments: list[str], message: str
     assert message in result.message
 
 
+@pytest.mark.parametrize("command", [("estimate",), ("plan", "--devices", 8, "--batch", 8)])
+def test_a_file_that_is_no_device_is_a_usage_error(run: Run, tmp_path: Path, command: tuple[Any, ...]) -> None:
+    (tmp_path / "mine.toml").write_text("memory_bytes = 8e10\n")
+    result = run(command[0], LLAMA, *command[1:], "--device", "mine.toml")
+    assert (result.code, result.out) == (2, "")
+    assert "mine.toml: mine: missing memory_bandwidth" in result.message
+
+
 def test_a_file_that_is_no_config_is_a_usage_error(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "costs.toml"
     path.write_text("forward_seconds = 1\n")

@@ -46,6 +46,16 @@ def test_prediction_layers_are_given_to_the_trainer_that_has_them(run: Run) -> N
     assert "--layers is 3, but" in run(*deepseek, "--layers", 3).message
 
 
+def test_a_model_that_torchtitan_does_not_have_is_refused_with_those_it_has(run: Run, tmp_path: Path) -> None:
+    result = run("export", "torchtitan", "1f1b", "-p", 4, "-m", 8, "--model", "gpt2", "-o", "out")
+    assert (result.code, result.out) == (2, "")
+    assert "torchtitan 0.2.2 has no gpt2 model" in result.message
+    assert "it runs the model types llama, deepseek_v2, deepseek_v3" in result.message
+    assert not (tmp_path / "out").exists()
+    assert run("export", "torchtitan", "1f1b", "-p", 4, "-m", 8, "--layers", 12).code == 0
+    assert run("export", "megatron", "1f1b", "-p", 4, "-m", 8, "--model", "gpt2").code == 0
+
+
 def test_an_unknown_model_is_told_the_known_names(run: Run) -> None:
     for given in (
         ("export", "torchtitan", "1f1b", "-p", 2, "-m", 4, "--model", "lama-3-8b"),
@@ -63,4 +73,8 @@ def test_mistakes_are_explained(run: Run, tmp_path: Path) -> None:
     result = run("export", "megatron", "zbv", "-p", 2, "-m", 4, "--layers", 8, "-o", "out")
     assert (result.code, result.out) == (2, "")
     assert "Megatron runs 1f1b, interleaved-1f1b, interleaved-overlap only" in result.err
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "mine.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    invalid = run("export", "megatron", "mine.csv", "--layers", 8, "-o", "out")
+    assert (invalid.code, invalid.err.startswith("penstock: mine has 1 violation\nerror[")) == (1, True)
     assert not (tmp_path / "out").exists()

@@ -46,6 +46,17 @@ def test_json_has_every_option(run: Run, config: Path) -> None:
     assert all(each["seconds"] >= record["bound"] for each in record["ranked"])
 
 
+@pytest.mark.parametrize("more", [[], ["--explain"]])
+def test_a_batch_that_excludes_data_parallel_sizes_is_named_once(
+    run: Run, config: Path, more: list[str]
+) -> None:
+    job = ["--devices", 8, "--batch", 9, "--seq", 1024, "--tp", 2, "--recompute", "none", "--seconds", 0]
+    result = run("plan", config, *job, *more)
+    rule = "DP 2, 4 are left out: --batch 9 must be divisible by DP x microbatch size; --batch 8 also allows DP"
+    assert result.out.count(rule) == 1
+    assert run("plan", config, *job, "--json").json["excluded_data_parallel_sizes"] == [2, 4]
+
+
 def test_the_schedules_that_a_trainer_runs_are_the_only_ones(run: Run, config: Path) -> None:
     record = run("plan", config, *JOB, "--schedules", "1f1b,interleaved-1f1b", "--write", "best", "--json").json
     assert {each["schedule"] for each in record["ranked"]} <= {"1f1b", "interleaved-1f1b"}

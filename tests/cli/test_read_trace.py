@@ -95,7 +95,22 @@ def test_timers_of_megatron(run: Run, tmp_path: Path) -> None:
         (["rank0.json.gz", "rank1.json.gz", "-o", "x.pdf"], 2, "x.pdf does not end in .html"),
         (["rank0.json.gz", "rank1.json.gz", "-o", "no/x.csv"], 2, "does not exist"),
         (["rank0.json.gz", "rank1.json.gz", "--search", -1], 2, "--search is a number of seconds"),
-        (["rank0.json.gz", "rank1.json.gz", "--step", 9], 1, "there is no step 9"),
+        (
+            ["rank0.json.gz", "rank1.json.gz", "--step", 9],
+            2,
+            "--step must be from 0 to 2: there are 3 complete steps (given 9)",
+        ),
+        (
+            ["rank0.json.gz", "rank1.json.gz", "--replica", 3],
+            2,
+            "--replica must be 0: there is 1 pipeline (given 3)",
+        ),
+        (
+            ["rank0.json.gz", "rank1.json.gz", "--graph", "0>1,1>2"],
+            2,
+            "--graph must have the 2 stages of the traces",
+        ),
+        (["simulated.json", "--step", 5], 2, "--step must be 0: there is 1 timeline (given 5)"),
         (["rank1.json.gz"], 1, "no file has stage 0"),
         (["missing.json"], 2, "missing.json: No such file"),
         (["empty.json"], 1, "empty.json: character 0: a trace begins with"),
@@ -107,6 +122,7 @@ def test_mistakes_are_explained(
     assert files
     (tmp_path / "train.log").write_text(MEGATRON_LOG)
     (tmp_path / "empty.json").write_text("")
+    run("trace", "1f1b", "-p", 2, "-m", 4, "-o", "simulated.json")
     result = run("read-trace", *arguments)
     assert message in result.message
     assert (result.code, result.out) == (code, "")

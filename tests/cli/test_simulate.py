@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from penstock import Costs, build, lower
 from penstock.lowering import AddCommunication
 from tests.support.command_line import Run
@@ -106,7 +108,44 @@ def test_a_wrong_policy_is_a_usage_error(run: Run) -> None:
         result = run("simulate", "1f1b", "-p", 2, "-m", 2, option, "some")
         assert (result.code, result.out) == (2, "")
         assert f"{option}: unknown policy 'some'; policies are all, every=N" in result.message
-    assert "there is no stage 7" in run("simulate", "1f1b", "-p", 2, "-m", 2, "--recompute", "7").err
+
+
+@pytest.mark.parametrize("command", ["simulate", "show", "trace"])
+@pytest.mark.parametrize("option", ["--recompute", "--offload"])
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("0-9", "stages must be from 0 to 3 (given 0-9)"),
+        ("1,4:every=2", "stages must be from 0 to 3 (given 1,4)"),
+        ("0-999999999", "stages must be from 0 to 3 (given 0-999999999)"),
+        ("3-1", "the stages 3-1 are none; write 1-3"),
+    ],
+)
+def test_stages_that_a_schedule_does_not_have_are_a_usage_error(
+    run: Run, tmp_path: Path, command: str, option: str, given: str, problem: str
+) -> None:
+    result = run(command, "1f1b", "-p", 4, "-m", 8, option, given)
+    assert (result.code, result.out, result.err) == (2, "", f"penstock: {option}: {problem}\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--lowered"], "--lowered: add-sharding: the schedule already has UNSHARD, RESHARD actions; "),
+        (
+            ["--recompute", "fit", "--memory", "4"],
+            "--recompute: fit-memory: the schedule already has RECOMPUTE",
+        ),
+    ],
+)
+def test_an_option_for_what_a_file_has_already_is_a_usage_error(
+    run: Run, options: list[str], problem: str
+) -> None:
+    assert run("show", "1f1b", "-p", 2, "-m", 4, "--recompute", "all", "--lowered", "-o", "low.csv").code == 0
+    result = run("simulate", "low.csv", *options)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"penstock: {problem}")
 
 
 def test_invalid_costs_and_send_models_are_usage_errors(run: Run, tmp_path: Path) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 import penstock
+from penstock.cost.estimate.config_files import ARCHITECTURES
 from penstock.errors import ExportError
 from penstock.formats import reads
 from penstock.integrations import Export, export_torchtitan
+from penstock.integrations.torchtitan_export import MODELS, MODELS_WITHOUT_PIPELINES, VERSION
 from penstock.lowering import Recompute
 from penstock.planning.layout import even_layout
 from penstock.planning.layout_text import parse_layout
+from tests.support.model_configs import config
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -75,6 +82,71 @@ def test_stages_are_lists_of_module_names() -> None:
     ]
 
 
+def installed_models() -> dict[str, bool]:
+    """The models in torchtitan's registry, and whether the `TrainSpec` of each has a pipelining function.
+
+    Its source is read, not imported: importing torchtitan needs triton, and takes ten seconds.
+    """
+    spec = find_spec("torchtitan")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "models"
+    registry = ast.parse((folder / "__init__.py").read_text())
+    names = next(node.value for node in registry.body if isinstance(node, ast.Assign))
+    found = {}
+    for name in ast.literal_eval(names.args[0]):  # type: ignore[attr-defined]
+        tree = ast.parse((folder / name / "__init__.py").read_text())
+        given = [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.keyword) and node.arg == "pipelining_fn"
+        ]
+        found[name] = not isinstance(given[0], ast.Constant)
+    return found
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
+def test_the_models_are_those_of_the_installed_torchtitan() -> None:
+    assert version("torchtitan") == VERSION
+    found = installed_models()
+    assert {"llama3", "qwen3", "flux"} <= found.keys()
+    assert all(found[name] for name in MODELS.values())
+    assert not any(found[name] for name in MODELS_WITHOUT_PIPELINES.values())
+    others = ARCHITECTURES.keys() - MODELS.keys() - MODELS_WITHOUT_PIPELINES.keys()
+    assert not others & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gpt2", "torchtitan 0.2.2 has no gpt2 model, so it cannot run gpt2 in a pipeline"),
+        ("mixtral-8x7b", "torchtitan 0.2.2 has no mixtral model, so it cannot run mixtral-8x7b in a pipeline"),
+        ("qwen3-32b", "torchtitan 0.2.2 has no pipelining_fn for its qwen3, so it cannot run qwen3-32b"),
+    ],
+)
+def test_models_that_torchtitan_does_not_run_in_pipelines_are_refused(name: str, reason: str) -> None:
+    model = config(name)
+    schedule = penstock.build("1f1b", ranks=2, microbatches=4)
+    with pytest.raises(ExportError) as caught:
+        export_torchtitan(schedule, even_layout(model.layers, 2), model=model)
+    assert reason in str(caught.value)
+    assert "it runs the model types llama, deepseek_v2, deepseek_v3" in str(caught.value)
+    assert str(caught.value).endswith(f"give --layers {model.layers} in place of --model")
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3"])
+def test_models_that_torchtitan_runs_in_pipelines_are_accepted(name: str) -> None:
+    model = config(name)
+    schedule = penstock.build("1f1b", ranks=2, microbatches=4)
+    export_torchtitan(schedule, even_layout(model.layers, 2), model=model)
+
+
+def test_an_invalid_schedule_is_refused_with_the_report_of_the_validator() -> None:
+    broken = penstock.Schedule(["0B0 0F0", "1F0 1B0"], name="mine")
+    with pytest.raises(penstock.ScheduleError, match=r"mine has \d violations?\nerror\["):
+        exported(broken)
+
+
 def test_what_torchtitan_cannot_run_is_refused_with_all_reasons() -> None:
     unequal = penstock.build("interleaved-1f1b", ranks=3, microbatches=6, stages_per_rank=[1, 2, 1])
     message = refusal(unequal, "Et||mL")
@@ -85,7 +157,5 @@ def test_what_torchtitan_cannot_run_is_refused_with_all_reasons() -> None:
     assert message.endswith("or a V with two; nearest is 1f1b")
     recomputed = Recompute()(penstock.build("1f1b", ranks=2, microbatches=4))
     assert "has no actions RECOMPUTE" in refusal(recomputed)
-    broken = penstock.Schedule(["0B0 0F0", "1F0 1B0"], name="mine")
-    assert refusal(broken).startswith("mine has ")
     graph = penstock.StageGraph.parse("0>1,1>2,0>2")
     assert "stages in a chain only" in refusal(penstock.build("1f1b", ranks=3, microbatches=3, graph=graph))

@@ -33,6 +33,14 @@ def test_other_text_is_refused_with_the_forms_that_there_are(text: str) -> None:
         parse_policy(text)
 
 
+def test_stages_that_are_none_or_not_there_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="the stages 3-1 are none; write 1-3"):
+        parse_policy("0,3-1")
+    with pytest.raises(ScheduleError, match=r"stages must be from 0 to 3 \(given 0-999999999\)"):
+        parse_policy("0-999999999:every=2", 4)
+    assert parse_policy("0-3", 4) == ((0, 1, 2, 3), Policy())
+
+
 @pytest.mark.parametrize("given", [{"every": 0}, {"every": 1.5}, {"longer": -2}])
 def test_numbers_that_choose_nothing_are_refused(given: dict[str, int]) -> None:
     with pytest.raises(ScheduleError, match="must be a whole number of at least"):

@@ -99,7 +99,7 @@ def test_the_median_step_is_chosen_unless_one_is_given(tmp_path: Path) -> None:
     assert run.step == run.median_step != 1
     assert run.timeline.period == pytest.approx(1.25 * simulated().makespan)
     assert read_trace(paths, step=1).timeline.makespan == pytest.approx(simulated().makespan + 0.1, rel=0.05)
-    with pytest.raises(TraceError, match="there is no step 3: the traces have 3 complete steps, 0 to 2"):
+    with pytest.raises(TraceError, match=r"step must be from 0 to 2: there are 3 complete steps \(given 3\)"):
         read_trace(paths, step=3)
 
 
@@ -121,9 +121,7 @@ def test_a_trace_that_penstock_wrote(tmp_path: Path) -> None:
     path.write_text(trace([expected]))
     assert_same_times(read_trace(path).timeline, expected)
     path.write_text(trace([expected, simulated("zbv", lowered=False)]))
-    with pytest.raises(
-        TraceError, match=r"2 timelines; choose one as the step: 0 \(interleaved-1f1b\), 1 \(zbv\)"
-    ):
+    with pytest.raises(TraceError, match=r"one of the 2 timelines in .*: 0 \(interleaved-1f1b\), 1 \(zbv\)"):
         read_trace(path)
     assert "zbv" in read_trace(path, step=1).recognition.families
 

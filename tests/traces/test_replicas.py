@@ -65,9 +65,9 @@ def test_the_slowest_of_several_pipelines_is_shown_and_all_are_told(
 
 def test_a_replica_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     paths = write(tmp_path, LAYOUTS["a pipeline's ranks are neighbours"])
-    with pytest.raises(TraceError, match="no replica 2: the traces have 2 pipelines, 0 to 1"):
+    with pytest.raises(TraceError, match=r"replica must be from 0 to 1: there are 2 pipelines \(given 2\)"):
         read_trace(paths, replica=2)
-    with pytest.raises(TraceError, match="no replica 1: there is one pipeline"):
+    with pytest.raises(TraceError, match=r"replica must be 0: there is 1 pipeline \(given 1\)"):
         read_trace(paths[:P], replica=1)
 
 

@@ -84,6 +84,8 @@ def main() -> None:
     except typer.Abort:
         sys.exit(130)  # Ctrl-C
     except (FormatError, ScheduleError, TraceError) as error:
+        if error.argument:
+            _fail(with_options(str(error)), 2)
         _fail(str(error), 1)
     except (BuildError, CostsError, PlanError, SearchError) as error:  # about arguments, by their Python names
         _fail(with_options(str(error)), 2)

@@ -30,13 +30,14 @@ from penstock.cli.estimate_options import (
     TensorParallel,
     ZeroStage,
     config_from,
+    device_from,
 )
 from penstock.cli.estimate_report import Stages, print_estimate, record_of
 from penstock.cli.inputs import costs_from
 from penstock.cli.options import AsJson
 from penstock.cli.rendering import require_suffix, say_written
 from penstock.cost.costs import Costs
-from penstock.cost.estimate import Estimate, Setting, device
+from penstock.cost.estimate import Estimate, Setting
 from penstock.cost.estimate import estimate as make_estimate
 from penstock.ir.placement import Placement
 from penstock.planning.estimated import (
@@ -118,7 +119,7 @@ def estimate(
         *(sequence, microbatch_size, tensor, context, expert, data, sequence_parallel),
         *(precision.value, gradient_bytes, zero, recompute.value, attention.value, kernels.value),
     )
-    found = make_estimate(config_from(config), setting, device(device_name))
+    found = make_estimate(config_from(config), setting, device_from(device_name))
     placement = Placement.loop(ranks, stages_per_rank)
     counts = even_blocks(found, placement.num_stages)
     if partition is Partition.balanced:

@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from penstock.cost.estimate.config_files import read_config
-from penstock.cost.estimate.devices import devices
+from penstock.cost.estimate.devices import Device, device, devices
 from penstock.cost.estimate.known_models import known_models
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.errors import FormatError
@@ -35,6 +35,7 @@ __all__ = [
     "ZeroStage",
     "complete_model",
     "config_from",
+    "device_from",
 ]
 
 
@@ -78,6 +79,14 @@ def config_from(source: str) -> ModelConfig:
     """Read a model config; what is wrong with it is a usage error."""
     try:
         return read_config(source)
+    except FormatError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def device_from(source: str) -> Device:
+    """Read a device; what is wrong with its file is a usage error."""
+    try:
+        return device(source)
     except FormatError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -78,7 +78,7 @@ def export(
         config = replace(config, mtp_layers=0)
     parts = _layout(layers, layout, config, chosen.num_stages)
     if trainer is Trainer.torchtitan:
-        made = export_torchtitan(chosen, parts, microbatch_size, str(output or ""))
+        made = export_torchtitan(chosen, parts, microbatch_size, str(output or ""), config)
     else:
         made = export_megatron(chosen, parts, microbatch_size)
     typer.echo("\n".join(made.flags))

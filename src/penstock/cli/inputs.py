@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -95,7 +96,7 @@ class Lowering:
         given = {"--recompute": self.recompute, "--offload": self.offload}
         makers: dict[str, Callable[..., Pass]] = {"--recompute": Recompute, "--offload": Offload}
         passes = [
-            makers[option](*_policy_from(option, text))
+            makers[option](*_policy_from(option, text, schedule.num_stages))
             for option, text in given.items()
             if text not in (None, _FIT)
         ]
@@ -104,7 +105,10 @@ class Lowering:
                 raise typer.BadParameter(f"{_FIT} fits the schedule into --memory; give both")
             wanted = (self.recompute == _FIT, self.offload == _FIT)
             passes.append(FitMemory(self.memory, costs_from(self.costs, self.memory), *wanted, send_model))
-        return self._lowered(lower(schedule, passes) if passes else schedule, send_model)
+        if passes:
+            with _about(" and ".join(option for option, text in given.items() if text is not None)):
+                schedule = lower(schedule, passes)
+        return self._lowered(schedule, send_model)
 
     @property
     def _fits_memory(self) -> bool:
@@ -118,15 +122,27 @@ class Lowering:
             raise typer.BadParameter("--memory limits --sharding cost, or --recompute fit; give both")
         if not self.lowered:
             return schedule
-        if not by_cost:
-            return lower(schedule)
-        place = PlaceSharding(costs_from(self.costs, self.memory), self.memory, send_model)
-        return lower(schedule, [place] if schedule.table.has_communication else [AddCommunication(), place])
+        with _about("--lowered"):
+            if not by_cost:
+                return lower(schedule)
+            place = PlaceSharding(costs_from(self.costs, self.memory), self.memory, send_model)
+            return lower(schedule, [place] if schedule.table.has_communication else [AddCommunication(), place])
 
 
-def _policy_from(option: str, text: str | None) -> tuple[tuple[int, ...] | None, Policy]:
+@contextmanager
+def _about(options: str) -> Iterator[None]:
+    """A pass that does not match a valid schedule is a usage error of these options."""
     try:
-        return parse_policy(text or "")
+        yield
+    except ScheduleError as error:
+        if not error.argument:
+            raise
+        raise typer.BadParameter(f"{options}: {error}") from None
+
+
+def _policy_from(option: str, text: str | None, stages: int) -> tuple[tuple[int, ...] | None, Policy]:
+    try:
+        return parse_policy(text or "", stages)
     except ScheduleError as error:
         raise typer.BadParameter(f"{option}: {error}") from None
 

@@ -10,7 +10,7 @@ _LONG = {"live_limit": "--live", "memory_limit": "--memory", "stages_per_rank": 
 """Names that only arguments have."""
 _SHORT = (
     *("ranks", "microbatches", "moves", "seed", "seconds", "jitter", "quantile", "objective", "placement"),
-    *("graph", "group"),
+    *("graph", "group", "step", "replica"),
 )
 """Names that are arguments where a message says what they must be."""
 _ARGUMENT = re.compile(

@@ -8,10 +8,10 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from penstock.cli.estimate_options import Precision, Recomputation, config_from
+from penstock.cli.estimate_options import Precision, Recomputation, config_from, device_from
 from penstock.cli.options import Objective
 from penstock.cli.plan_options import PlanArguments
-from penstock.cost.estimate import device, devices, is_config
+from penstock.cost.estimate import devices, is_config
 from penstock.cost.estimate.known_models import is_model_name
 from penstock.errors import FormatError
 from penstock.formats.files import read_keys
@@ -141,7 +141,7 @@ def job_request(source: str, arguments: JobArguments, common: PlanArguments) -> 
         example = f"penstock plan {source} --devices 512 --device h100 --batch 1024 --seq 8192"
         raise typer.BadParameter(f"a model config needs {' and '.join(missing)}, e.g. {example}")
     return JobRequest(
-        *(config, device(arguments.device or "h100"), arguments.devices, common.batch),
+        *(config, device_from(arguments.device or "h100"), arguments.devices, common.batch),
         sequence=4096 if arguments.sequence is None else arguments.sequence,
         precision=(arguments.precision or Precision.bf16).value,
         zero=1 if arguments.zero is None else arguments.zero,

@@ -63,7 +63,7 @@ def report_job(request: JobRequest, output: PlanOutput) -> None:
     console.print()
     console.print(frontier_text(made, width), soft_wrap=True)
     console.print()
-    for line in _notes(made):
+    for line in _notes(made, explained=why is not None):
         console.print(line, soft_wrap=True)
     if why is not None:
         print_explanation(console, why, made.units)
@@ -74,8 +74,8 @@ def report_job(request: JobRequest, output: PlanOutput) -> None:
     return None
 
 
-def _notes(made: JobPlan) -> list[str]:
-    """The best option in full, and what was left out."""
+def _notes(made: JobPlan, *, explained: bool) -> list[str]:
+    """The best option in full, and what was left out; an explanation has the excluded sizes itself."""
     best, counts = made.best, made.evaluation.counts
     found = [
         "tokens/s: of each device; m: microbatches of a pipeline; v: stages per rank; time: of a whole step"
@@ -93,6 +93,8 @@ def _notes(made: JobPlan) -> list[str]:
     limit = f"{counts['too large']} over the memory limit of {bytes_text(made.request.memory_limit)}"
     simulated = f"{counts['evaluated']} simulated, {counts['pruned']} pruned by their lower bounds"
     found.append(f"{counts['layouts']} layouts; candidates: {simulated}, {limit}")
+    if made.data_sizes.excluded and not explained:
+        found.append(str(made.data_sizes))
     if counts["not evaluated"]:
         least = f"the next has a lower bound of {seconds_text(made.evaluation.next_bound)}"
         found.append(f"not evaluated: {counts['not evaluated']}; {least}: --budget 4 evaluates more")
@@ -112,6 +114,7 @@ def _record(made: JobPlan, why: Explanation | None) -> dict[str, Any]:
         "quantile": None if request.jitter is None else request.quantile,
         "bound": made.bound,
         "counts": dict(made.evaluation.counts),
+        "excluded_data_parallel_sizes": list(made.data_sizes.excluded),
         "ranked": made.to_rows(),
         "why": None if why is None else list(why.why),
         "what_ifs": None if why is None else [vars(each) for each in why.what_ifs],

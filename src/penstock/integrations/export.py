@@ -12,7 +12,7 @@ from penstock.ir.kinds import MEMORY_KINDS
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import PipelineLayout
 from penstock.recognition import Recognition, recognize
-from penstock.validation import validate
+from penstock.validation import invalid_schedule_error, validate
 
 __all__ = ["Export", "check_layout", "check_schedule", "raise_problems"]
 
@@ -37,7 +37,7 @@ class Export:
 def check_schedule(schedule: Schedule, trainer: str) -> tuple[Recognition, list[str]]:
     """The family of a schedule, and why no other trainer can run it."""
     if violations := validate(schedule):
-        raise ExportError(f"{schedule.name} has {len(violations)} errors, the first: {violations[0].message}")
+        raise invalid_schedule_error(schedule, violations)
     problems = []
     if not schedule.graph.is_chain:
         problems.append(

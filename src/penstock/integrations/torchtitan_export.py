@@ -11,13 +11,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from penstock.arguments import listed
+from penstock.cost.estimate.model_config import ModelConfig
 from penstock.formats import dumps
 from penstock.integrations.export import Export, check_layout, check_schedule, raise_problems
 from penstock.ir.kinds import Kind
+from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import PipelineLayout
 
-__all__ = ["export_torchtitan"]
+__all__ = ["MODELS", "MODELS_WITHOUT_PIPELINES", "VERSION", "export_torchtitan"]
 
 _NAMES = {
     "gpipe": "GPipe",
@@ -30,27 +33,35 @@ _NAMES = {
 }
 """torch's names of families."""
 _SINGLE = {"GPipe", "1F1B"}
+MODELS = {"llama": "llama3", "deepseek_v2": "deepseek_v3", "deepseek_v3": "deepseek_v3"}
+"""torchtitan's model of each `model_type` that it runs in pipelines."""
+MODELS_WITHOUT_PIPELINES = {"qwen3": "qwen3", "qwen3_moe": "qwen3"}
+"""Those of the others that it has: their `TrainSpec` has no `pipelining_fn`."""
+VERSION = "0.2.2"
+"""Of torchtitan, which these are the models of."""
 _CSV = "schedule.csv"
 _TOML = "torchtitan.toml"
 
 
 def export_torchtitan(
-    schedule: Schedule, layout: PipelineLayout, microbatch_size: int = 1, directory: str = ""
+    schedule: Schedule,
+    layout: PipelineLayout,
+    microbatch_size: int = 1,
+    directory: str = "",
+    model: ModelConfig | None = None,
 ) -> Export:
-    """The files for torchtitan, which finds them in `directory`; modules are named as in its Llama models."""
+    """The files for torchtitan, which finds them in `directory`; modules are named as in its Llama models.
+
+    A `model` that torchtitan does not run in pipelines is refused.
+    """
     found, problems = check_schedule(schedule, "torchtitan")
+    problems += [] if model is None else _check_model(model)
     problems += check_layout(schedule, layout, can_be_empty=False)
     if layout.mtp_layers:
         problems.append(f"torchtitan's models have no MTP layers, and the layout {layout} has some (m)")
-    placement = schedule.placement
-    per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
-    is_v = placement.style == "v" and per_rank == 2
-    if rest or not (is_v or placement.style == "loop"):
-        problems.append(
-            f"stages are on the ranks {list(placement.stage_to_rank)}, but torchtitan takes the placement from "
-            "the schedule's name: a loop with equally many stages on each rank, or a V with two; nearest is "
-            + ("1f1b" if not per_rank > 1 else f"interleaved-1f1b with {per_rank} stages per rank")
-        )
+    per_rank = schedule.num_stages // schedule.num_ranks
+    is_v = schedule.placement.style == "v" and per_rank == 2
+    problems += [] if is_v else _check_loop(schedule.placement)
     raise_problems("torchtitan", schedule, problems)
     own = [name for family in found.families if (name := _NAMES.get(family)) is not None]
     named = [name for name in own if (name in _SINGLE) == (per_rank == 1)]
@@ -67,6 +78,31 @@ def export_torchtitan(
     flags = [f"--parallelism.{key}={value}" for key, value in settings.items()]
     flags += [f"--training.{key}={value}" for key, value in batch.items()]
     return Export("torchtitan", files, flags, _notes(schedule, name, is_named=bool(named)))
+
+
+def _check_loop(placement: Placement) -> list[str]:
+    """Why a placement is not the loop that torchtitan derives from a name."""
+    per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
+    if not rest and placement.style == "loop":
+        return []
+    problem = (
+        f"stages are on the ranks {list(placement.stage_to_rank)}, but torchtitan takes the placement from "
+        "the schedule's name: a loop with equally many stages on each rank, or a V with two; nearest is "
+    )
+    return [problem + ("1f1b" if per_rank == 1 else f"interleaved-1f1b with {per_rank} stages per rank")]
+
+
+def _check_model(model: ModelConfig) -> list[str]:
+    """Why torchtitan does not run a model in pipelines."""
+    if not model.architecture or model.architecture in MODELS:
+        return []
+    known = MODELS_WITHOUT_PIPELINES.get(model.architecture)
+    reason = f"has no {model.architecture} model" if known is None else f"has no pipelining_fn for its {known}"
+    problem = (
+        f"torchtitan {VERSION} {reason}, so it cannot run {model.name} in a pipeline: it runs the model types "
+        f"{listed(MODELS)}; for a TrainSpec of your own give --layers {model.layers} in place of --model"
+    )
+    return [problem]
 
 
 def _notes(schedule: Schedule, name: str, *, is_named: bool) -> list[str]:

@@ -57,5 +57,6 @@ def require_absent(schedule: Schedule, name: str, *kinds: Kind) -> None:
     if schedule.table.has(*kinds):
         present = ", ".join(kind.value for kind in kinds if schedule.table.has(kind))
         raise ScheduleError(
-            f"{name}: the schedule already has {present} actions; lower the compute schedule it was made from"
+            f"{name}: the schedule already has {present} actions; lower the compute schedule it was made from",
+            argument="passes",
         )

@@ -41,13 +41,18 @@ class Policy:
                 )
 
 
+_NUMBER = "[0-9]{1,9}"
+_STAGES = f"{_NUMBER}(?:-{_NUMBER})?"
 _TEXT = re.compile(
-    r"(?:(?P<stages>\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(?::|$))?(?:(?P<all>all)|(?P<rule>every|longer)=(?P<n>\d+))?"
+    rf"(?:(?P<stages>{_STAGES}(?:,{_STAGES})*)(?::|$))?(?:(?P<all>all)|(?P<rule>every|longer)=(?P<n>{_NUMBER}))?"
 )
 
 
-def parse_policy(text: str) -> tuple[tuple[int, ...] | None, Policy]:
-    """The stages, None for all, and the policy of a text such as `0-2:every=2`."""
+def parse_policy(text: str, num_stages: int | None = None) -> tuple[tuple[int, ...] | None, Policy]:
+    """The stages, None for all, and the policy of a text such as `0-2:every=2`.
+
+    With `num_stages`, stages that a schedule with so many does not have are refused.
+    """
     match = _TEXT.fullmatch(text)
     if match is None or not text or text.endswith(":"):
         forms = "all, every=N, longer=N, or stages such as 0-2 or 0,3:every=2"
@@ -56,6 +61,14 @@ def parse_policy(text: str) -> tuple[tuple[int, ...] | None, Policy]:
     if match["stages"] is None:
         return None, policy
     ends = [[int(n) for n in part.split("-")] for part in match["stages"].split(",")]
+    for first, last in ((each[0], each[-1]) for each in ends):
+        if first > last:
+            raise ScheduleError(f"the stages {first}-{last} are none; write {last}-{first}", argument="stages")
+        if num_stages is not None and last >= num_stages:
+            raise ScheduleError(
+                f"stages must be from 0 to {num_stages - 1} (given {printable(match['stages'])})",
+                argument="stages",
+            )
     return tuple(dict.fromkeys(s for each in ends for s in range(each[0], each[-1] + 1))), policy
 
 
@@ -65,7 +78,8 @@ def chosen(table: ActionTable, name: str, stages: Iterable[int] | None, policy: 
     is_chosen = np.zeros((count, table.microbatches), dtype=np.bool_)
     for stage in range(count) if stages is None else stages:
         if not 0 <= stage < count:
-            raise ScheduleError(f"{name}: there is no stage {stage}: the schedule has stages 0 to {count - 1}")
+            problem = f"{name}: there is no stage {stage}: the schedule has stages 0 to {count - 1}"
+            raise ScheduleError(problem, argument="stages")
         is_chosen[stage, :: policy.every] = True
     steps, use = steps_of(table), first_uses(table)
     there = (table.forward >= 0) & (use >= 0)

@@ -24,6 +24,8 @@ from penstock.runtime.execution.custom_function import Custom
 from penstock.runtime.execution.grad_scaler import GradScaler
 from penstock.runtime.execution.result import StepResult
 from penstock.runtime.execution.splitters import REPLICATE, Splitter, register_splitter
+from penstock.runtime.failure import uncaught
+from penstock.runtime.failure.job import current_watch
 from penstock.runtime.local_ranks import LocalRanks
 from penstock.runtime.models import materialize, split
 from penstock.runtime.pipeline import Pipeline
@@ -54,3 +56,5 @@ __all__ = [
     "split",
     "verify_gradients",
 ]
+
+uncaught.install(current_watch)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.arguments import listed
+from penstock.arguments import listed, plural
 from penstock.errors import BuildError, PipelineError
 from penstock.families import build
 from penstock.formats import read
@@ -149,9 +149,13 @@ def _built(
     try:
         return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=count)
     except BuildError as error:
+        per_rank = default.num_stages // ranks
+        modules = plural(len(stages), "module is", "modules are")
+        given = f"{modules} given, {count} for each rank" if whole_model else f"{modules} given for this rank"
+        advice = f"split the model into {default.num_stages}" if whole_model else f"give {per_rank}"
         raise PipelineError(
-            f"{name} on {ranks} ranks has {default.num_stages} stages, but {len(stages)} modules are given, "
-            f"{count} for each rank: split the model into {default.num_stages}, or use another family ({error})"
+            f"{name} on {ranks} ranks has {default.num_stages} stages, {per_rank} for each rank, but "
+            f"{given}: {advice}, or use another family ({error})"
         ) from error
 
 

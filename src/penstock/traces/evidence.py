@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.arguments import some
-from penstock.errors import FormatError
+from penstock.errors import FormatError, ScheduleError
 from penstock.formats.restricted_pickle import PickleRefusedError, unpickle_plain
 from penstock.ir.schedule import Schedule
 from penstock.traces.flight_recorder import FlightRecord, is_flight_record, load_flight_record
@@ -76,7 +76,8 @@ def read_evidence(folder: Path, schedule: Schedule | None) -> Evidence:
         )
         return Evidence(_pipelines(states, notes), tuple(notes))
     if schedule is None:
-        raise FormatError(str(folder), ["a flight record has no schedule: give that of the run as --schedule"])
+        problem = f"{folder}: a flight record has no schedule: give that of the run as --schedule"
+        raise ScheduleError(problem, argument="schedule")
     aligned = align_records(records, schedule)
     return Evidence(
         tuple(PipelineEvidence(each.states[0].members, each.states, each.differences) for each in aligned),

@@ -88,7 +88,8 @@ def _pipelines(records: Sequence[FlightRecord], size: int) -> list[tuple[int, ..
     if bad := [ranks for ranks in connected if len(ranks) != size]:
         raise ScheduleError(
             f"the flight records have messages between world ranks {listed(sorted(bad[0]))}, and the schedule "
-            f"has {size} ranks: give the schedule of this run as --schedule"
+            f"has {size} ranks: give the schedule of this run as --schedule",
+            argument="schedule",
         )
     return [tuple(sorted(ranks)) for ranks in connected]
 

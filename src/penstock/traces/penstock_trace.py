@@ -10,7 +10,7 @@ import re
 from math import isfinite
 from typing import Any
 
-from penstock.arguments import printable
+from penstock.arguments import index_problem, printable
 from penstock.errors import ActionError, TraceError
 from penstock.ir.action import parse_action
 from penstock.traces.recorded import RankTrace, Recorded
@@ -85,10 +85,11 @@ class PenstockTrace:
             raise TraceError([f"{self.name}: no process is named rank 0, rank 1, ..."])
         if len(names) > 1 and timeline is None:
             shown = ", ".join(f"{number} ({printable(name)})" for number, name in enumerate(names))
-            raise TraceError([f"{self.name}: {len(names)} timelines; choose one as the step: {shown}"])
-        if len(names) > 1 and timeline is not None and not 0 <= timeline < len(names):
-            raise TraceError([f"{self.name}: no timeline {timeline}; there are 0 to {len(names) - 1}"])
-        chosen = names[timeline or 0] if len(names) > 1 else names[0]
+            problem = f"step must be the number of one of the {len(names)} timelines in {self.name}: {shown}"
+            raise TraceError([problem], argument="step")
+        if timeline is not None and not 0 <= timeline < len(names):
+            raise TraceError([index_problem("step", timeline, len(names), "timeline")], argument="step")
+        chosen = names[timeline or 0]
         found = [trace for trace in self._ranks.values() if trace.timeline == chosen]
         for trace in found:
             trace.recorded.sort(key=lambda each: (each.start, each.end))

@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from penstock.arguments import some
+from penstock.arguments import index_problem, plural, some
 from penstock.cost.costs import Costs
 from penstock.errors import ScheduleError, TraceError
 from penstock.ir.action import Kind
@@ -53,18 +53,12 @@ def read_trace(
     many = _as_list(sources)
     if not many:
         raise TraceError(["no trace is given: give one file for each rank"])
-    traces: list[RankTrace] = []
-    problems: list[str] = []
-    for source in many:
-        try:
-            traces += _read_file(source, step if len(many) == 1 else None, on_read)
-        except TraceError as error:  # noqa: PERF203 -- all problems at once
-            problems += error.problems
-    if problems:
-        raise TraceError(problems)
-    one_file = len(many) == 1 and len(traces) > 1
+    if len(many) == 1:
+        traces, step = _read_file(many[0], step, on_read)
+    else:
+        traces = _read_files(many, on_read)
     found = [renumbered(each) for each in pipelines(_in_order(traces))]
-    return _chosen_replica(found, replica, None if one_file else step, graph)
+    return _chosen_replica(found, replica, step, graph)
 
 
 def _chosen_replica(
@@ -73,8 +67,8 @@ def _chosen_replica(
     """The run of one pipeline; of several the slowest unless one is asked for."""
     count = len(found)
     if replica is not None and not 0 <= replica < count:
-        have = f"the traces have {count} pipelines, 0 to {count - 1}" if count > 1 else "there is one pipeline"
-        raise TraceError([f"there is no replica {replica}: {have}"])
+        problem = index_problem("replica", replica, count, "pipeline")
+        raise TraceError([problem], argument="replica")
     if count == 1:
         return _assemble(found[0], step, graph)
     runs = [_assemble(each, step, graph) for each in found]
@@ -89,7 +83,24 @@ def _as_list(sources: TraceSource | Iterable[TraceSource]) -> list[TraceSource]:
     return list(sources)
 
 
-def _read_file(source: TraceSource, step: int | None, on_read: OnRead | None) -> list[RankTrace]:
+def _read_files(sources: Sequence[TraceSource], on_read: OnRead | None) -> list[RankTrace]:
+    """The ranks of all files, or all problems of all files."""
+    traces: list[RankTrace] = []
+    problems: list[str] = []
+    for source in sources:
+        try:
+            traces += _read_file(source, None, on_read)[0]
+        except TraceError as error:  # noqa: PERF203 -- all problems at once
+            problems += error.problems
+    if problems:
+        raise TraceError(problems)
+    return traces
+
+
+def _read_file(
+    source: TraceSource, step: int | None, on_read: OnRead | None
+) -> tuple[list[RankTrace], int | None]:
+    """The ranks in a file, and the step to choose; in a file of Penstock's that is a timeline, chosen here."""
     name = name_of(source)
     with open_chunks(source, on_read) as chunks:
         stream = EventStream(chunks, name)
@@ -100,7 +111,9 @@ def _read_file(source: TraceSource, step: int | None, on_read: OnRead | None) ->
             rank.add(event, stream.number)
     if rank is None:
         raise TraceError([f"{name}: no trace events; a trace has a list traceEvents"])
-    return rank.traces(step) if isinstance(rank, PenstockTrace) else [rank.trace(stream.header)]
+    if isinstance(rank, PenstockTrace):
+        return rank.traces(step), None
+    return [rank.trace(stream.header)], step
 
 
 def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
@@ -118,9 +131,7 @@ def _assemble(traces: list[RankTrace], step: int | None, graph: StageGraph | Non
     _require_one_pipeline(traces)
     steps = matched_steps(traces)
     if step is not None and not 0 <= step < len(steps):
-        raise TraceError(
-            [f"there is no step {step}: the traces have {len(steps)} complete steps, 0 to {len(steps) - 1}"]
-        )
+        raise TraceError([index_problem("step", step, len(steps), "complete step")], argument="step")
     schedules = [_schedule(rows, graph) for rows in steps]
     times = [_nanoseconds(rows) for rows in steps]
     clocks, times = align_steps(schedules, times, steps, [trace.host for trace in traces])
@@ -156,6 +167,10 @@ def _require_one_pipeline(traces: Sequence[RankTrace]) -> None:
 
 
 def _schedule(rows: Rows, graph: StageGraph | None) -> Schedule:
+    stages = len({part.stage for row in rows for each in row for part in each.step.parts})
+    if graph is not None and graph.num_stages != stages:
+        problem = f"graph must have the {plural(stages, 'stage')} of the traces (given {graph.num_stages})"
+        raise TraceError([problem], argument="graph")
     try:
         schedule = Schedule([[each.step for each in row] for row in rows], name="measured", graph=graph)
         compute = schedule.only((Kind.F, Kind.I, Kind.W, Kind.B))

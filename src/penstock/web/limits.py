@@ -23,7 +23,7 @@ class Limit(NamedTuple):
     body: int = 8 * 1024 * 1024
     """Bytes."""
     memory: int = 3 * 1024**3
-    """Bytes of address space that the worker may add."""
+    """Bytes of writable memory that the worker may add to what it has when the request begins."""
 
 
 LIMITS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -105,10 +106,14 @@ def certificate(record: dict[str, Any]) -> str:
 
 
 class _Interrupts:
-    """Turns a message on the pipe into the interrupt that ends a search; gives the callback of its progress."""
+    """Turns a message on the pipe into the interrupt that ends a search; gives the callback of its progress.
+
+    The interrupt waits for the first report of progress: before it, the search has no order to end with.
+    """
 
     def __init__(self, connection: Connection | None) -> None:
-        self.connection, self.ended, self.stop_sent = connection, threading.Event(), False
+        self.connection = connection
+        self.reported, self.ended = threading.Event(), threading.Event()
 
     def __enter__(self) -> Any:  # noqa: ANN401 -- a callback
         if self.connection is None:
@@ -123,6 +128,8 @@ class _Interrupts:
         while not self.ended.is_set():
             if self.connection.poll(0.05):
                 self.connection.recv_bytes()
+                while not (self.ended.is_set() or self.reported.wait(0.05)):
+                    pass
                 if not self.ended.is_set():
                     signal.raise_signal(signal.SIGINT)
                 return
@@ -138,9 +145,11 @@ class _Interrupts:
         }
         finite = {key: value for key, value in record.items() if value not in (float("inf"), float("-inf"))}
         send_reply(self.connection, "progress", json.dumps(finite))
+        self.reported.set()
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
         if self.connection is not None:
-            self._thread.join()
+            with suppress(KeyboardInterrupt):  # of a search that has ended
+                self._thread.join()
             signal.signal(signal.SIGINT, self._before)

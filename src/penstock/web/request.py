@@ -206,7 +206,8 @@ def _from_steps(source: Mapping[str, Any]) -> Schedule:
 
 def _with_memory_actions(schedule: Schedule, source: Mapping[str, Any]) -> Schedule:
     makers = {"recompute": Recompute, "offload": Offload}
-    passes = [make(*parse_policy(source[key])) for key, make in makers.items() if source.get(key)]
+    stages = schedule.num_stages
+    passes = [make(*parse_policy(source[key], stages)) for key, make in makers.items() if source.get(key)]
     return lower(schedule, passes) if passes else schedule
 
 

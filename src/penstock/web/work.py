@@ -19,7 +19,7 @@ from penstock.web.limits import LIMITS, Limit
 from penstock.web.live_search import live_search
 from penstock.web.replies import send_reply
 
-__all__ = ["serve_requests"]
+__all__ = ["limit_memory", "serve_requests"]
 
 
 def serve_requests(connection: Connection) -> None:
@@ -48,7 +48,7 @@ def _end_with_parent() -> None:
 def _answer(connection: Connection, name: str, document: object) -> tuple[str, str]:
     limit = LIMITS.get(name, Limit())
     try:
-        _limit_memory(limit.memory)
+        limit_memory(limit.memory)
         if name == "search":
             result: Any = live_search(document, connection)
         elif name == "pareto":
@@ -58,6 +58,8 @@ def _answer(connection: Connection, name: str, document: object) -> tuple[str, s
         return "result", _dumps(result)
     except PenstockError as error:
         return "error", str(error)
+    except KeyboardInterrupt:  # the user's stop
+        return "error", "stopped before a schedule was found"
     except (MemoryError, RecursionError):
         return "memory", ""
     except Exception:  # noqa: BLE001 -- the server answers, and prints it
@@ -68,14 +70,18 @@ def _dumps(record: object) -> str:
     return json.dumps(record, separators=(",", ":"), allow_nan=False)
 
 
-def _limit_memory(more: int) -> None:
-    """Let this process use so many bytes of address space in addition to what it has."""
+def limit_memory(more: int) -> None:
+    """Let this process use so many bytes of writable memory in addition to what it has.
+
+    Address space is not limited: threads, of which a search has one for each core, and libraries reserve much
+    more of it than they use.
+    """
     if sys.platform != "linux":
         return
     import resource  # noqa: PLC0415 -- not on every platform
 
     with suppress(ValueError, OSError):
-        pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115, PTH123 -- one line of the kernel
+        pages = int(open("/proc/self/statm").read().split()[5])  # noqa: SIM115, PTH123 -- one line of the kernel
         limit = pages * os.sysconf("SC_PAGE_SIZE") + more
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

@@ -13,6 +13,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -25,7 +26,13 @@ from penstock.web.limits import LIMITS, Limit
 from penstock.web.replies import Reply
 from penstock.web.work import serve_requests
 
-__all__ = ["Busy", "Reply", "TooLong", "WorkerPool"]
+__all__ = ["Busy", "Reply", "TooLong", "WorkerPool", "exit_reply"]
+
+
+_EXIT_SECONDS = 5.0
+"""How long the exit code of a worker that ended is waited for."""
+_OUT_OF_MEMORY = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS) if os.name == "posix" else ()
+"""Signals of the system's memory killer, and of machine code that gets no memory."""
 
 
 class Busy(Exception):  # noqa: N818 -- a state, not an error of the user
@@ -127,7 +134,8 @@ class WorkerPool:
                 worker.connection.send_bytes(b'["stop", null]')
                 stopping = None
         except EOFError:
-            return Reply("memory", "")
+            await _in_thread(worker.process.join, _EXIT_SECONDS)
+            return exit_reply(worker.process.exitcode)
         finally:
             if stopping is not None:
                 stopping.cancel()
@@ -153,6 +161,14 @@ class WorkerPool:
             self._all.discard(worker)
             worker = self._new()
         self._free.put_nowait(worker)
+
+
+def exit_reply(code: int | None) -> Reply:
+    """The reply for a worker that ended without one: it had no memory, if its signal says so, or a fault."""
+    if code is not None and -code in _OUT_OF_MEMORY:
+        return Reply("memory", "")
+    how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+    return Reply("failure", f"a worker process of the playground ended with {how}\n")
 
 
 async def _in_thread(function: Any, *arguments: Any) -> Any:  # noqa: ANN401 -- passed on

@@ -138,6 +138,7 @@ def wrong_cuts() -> dict[str, str]:
         "cut elsewhere": error_of(lambda: Pipeline(cut_elsewhere(), SCHEDULE, **given)),
         "loop for a V": error_of(lambda: Pipeline(loop_for_a_v(), zbv, **given)),
         "too few stages": error_of(lambda: Pipeline(split(layers(), at=["2"]), "zbv", microbatches=4, **given)),
+        "too many modules": error_of(lambda: Pipeline([layers(), layers()], "1f1b", microbatches=4, **given)),
         "its own replicas": error_of(lambda: Pipeline([layers()], SCHEDULE, replicas=mesh, **given)),
         "right": error_of(lambda: Pipeline([split(layers(), at=["1"])[rank]], SCHEDULE, **given)),
     }
@@ -150,7 +151,14 @@ def test_a_model_that_ranks_split_differently_is_rejected(pools: Pools) -> None:
         )
         assert "split of the model: rank 0: 2 parameters, 0.weight to 0.bias | 6" in messages["cut elsewhere"]
         assert f"stage {rank + 2} of the model is given as stage {3 - rank}" in messages["loop for a V"]
-        assert "zbv on 2 ranks has 4 stages, but 2 modules are given" in messages["too few stages"]
+        assert (
+            "zbv on 2 ranks has 4 stages, 2 for each rank, but 2 modules are given, 1 for each rank: split the "
+            "model into 4" in messages["too few stages"]
+        )
+        assert (
+            "1f1b on 2 ranks has 2 stages, 1 for each rank, but 2 modules are given for this rank: give 1, or"
+            in messages["too many modules"]
+        )
         assert "ranks of this pipeline" in messages["its own replicas"]
         assert not messages["right"]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import penstock
 from penstock import PipelineError, StepFailedError
+from penstock.runtime import setup
 from penstock.runtime.failure import uncaught
 from penstock.runtime.failure.process_names import local_pid, process_name
 from penstock.runtime.failure.watch import Ended
@@ -112,6 +116,58 @@ def test_other_errors_of_penstock_are_printed_without_a_traceback(
     assert place.startswith(f"[rank2]:   called at {__file__}, line ")
 
 
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Installed in a process of torchrun that has no process group yet; calls it with an error of Penstock."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    uncaught.install(watch)
+
+    def fail() -> None:
+        with pytest.raises(PipelineError) as caught:
+            setup.check_options(-7, None, average=True)
+        sys.excepthook(PipelineError, caught.value, caught.tb)
+
+    return fail
+
+
+def test_an_error_before_the_first_connection_has_a_message_and_the_users_line(
+    hook: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook()
+    message, place = capsys.readouterr().err.splitlines()
+    assert message == "[rank3]: PipelineError: timeout= must be a number of seconds above 0 (given -7)"
+    assert place.startswith(f"[rank3]:   called at {__file__}, line ")
+
+
+def test_the_rank_is_printed_once_if_torchs_hook_adds_it_too(
+    hook: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", collected := io.StringIO())
+    hook()
+    assert collected.getvalue().startswith("PipelineError: ")
+    assert "[rank3]" not in collected.getvalue()
+
+
+def test_a_process_that_is_no_rank_prints_the_traceback(
+    hook: Callable[[], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK")
+    hook()
+    assert "Traceback (most recent call last):" in capsys.readouterr().err
+
+
+def test_torchruns_summary_gets_the_users_frames_only(
+    hook: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    hook()
+    stack = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    assert __file__ in stack
+    assert str(Path(penstock.__file__).parent) not in stack
+
+
 def test_other_errors_are_printed_as_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +175,20 @@ def test_other_errors_are_printed_as_before(
     uncaught.install(watch)
     sys.excepthook(ValueError, ValueError("other"), None)
     assert "ValueError: other" in capsys.readouterr().err
+
+
+def torchrun(program: str, processes: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program, `train.py` in the folder, in so many processes."""
+    (folder / "train.py").write_text(program)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(  # noqa: S603 -- our own program
+        [sys.executable, *launch, "train.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 PROGRAM = """
@@ -138,19 +208,36 @@ pipeline.step(torch.randn(8, 4), target=torch.randn(8, 4))
 """
 
 
+WRONG_RANKS = """
+import torch.distributed as dist
+from torch import nn
+import penstock
+from penstock.runtime import Pipeline
+dist.init_process_group("gloo")
+schedule = penstock.build("1f1b", ranks=4, microbatches=4)
+Pipeline([nn.Linear(4, 4)], schedule, loss=nn.functional.mse_loss)
+"""
+
+
+@pytest.mark.full
+def test_under_torchrun_a_wrong_pipeline_is_two_lines_per_rank(tmp_path: Path) -> None:
+    done = torchrun(WRONG_RANKS, 2, tmp_path)
+    assert done.returncode != 0
+    own = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
+    for rank in {line[5] for line in own}:  # torchrun may end one before it prints
+        assert [line for line in own if line[5] == rank] == [
+            f"[rank{rank}]: PipelineError: the schedule 1f1b is for 4 ranks, but the process group has 2",
+            f"[rank{rank}]:   called at {tmp_path}/train.py, line 8",
+        ]
+    assert own
+    summary = done.stderr.partition("Root Cause")[2]
+    assert "PipelineError: the schedule 1f1b is for 4 ranks" in summary
+    assert "penstock/runtime" not in done.stderr
+
+
 @pytest.mark.full
 def test_torchrun_names_the_rank_that_failed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "3",
-        "train.py",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
+    done = torchrun(PROGRAM, 3, tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("[rank1]:     Traceback (most recent call last):") == 1
     for rank in (0, 2):

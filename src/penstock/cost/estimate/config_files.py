@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
@@ -51,7 +52,7 @@ def config_of_keys(document: object, name: str = "model", source: str = "<config
     if config.attention.heads % config.attention.kv_heads:
         counts = f"{config.attention.heads} heads and {config.attention.kv_heads} key-value heads"
         raise FormatError(source, [f"{counts}: the first must be a multiple of the second"])
-    return config
+    return replace(config, architecture=kind)
 
 
 def _unknown(kind: object) -> str:

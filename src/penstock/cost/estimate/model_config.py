@@ -74,6 +74,8 @@ class ModelConfig:
     biases: bool = False
     """Of the feed-forward."""
     dropout: bool = False
+    architecture: str = ""
+    """The `model_type` of its config; empty if it has none."""
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer has a dense feed-forward."""

@@ -79,6 +79,8 @@ def _why(plan: JobPlan) -> list[str]:
             f"the fastest with 10 % less memory, {small}, needs {bytes_text(small.memory)} and takes "
             f"{small.seconds / best.seconds - 1:.1%} longer"
         )
+    if plan.data_sizes.excluded:
+        lines.append(str(plan.data_sizes))
     return lines
 
 

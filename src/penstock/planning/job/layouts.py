@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.cost.estimate.setting import Setting
 from penstock.planning.job.request import JobRequest
 
-__all__ = ["JobLayout", "job_layouts"]
+__all__ = ["JobLayout", "divides_batch", "job_layouts", "parallel_sizes"]
 
 _MICROBATCH_SIZES = (1, 2, 4, 8)
 _RECOMPUTATION = ("none", "pointwise", "latent", "full")
@@ -52,20 +52,30 @@ class JobLayout:
 
 def job_layouts(request: JobRequest) -> Iterator[JobLayout]:
     """Every layout that divides devices, batch, heads, experts and sequence."""
-    for tensor, context, pipeline in _sizes(request):
-        data = request.devices // (tensor * context * pipeline)
-        if request.batch % data:
-            continue
-        samples = request.batch // data
+    for tensor, context, pipeline, data in parallel_sizes(request):
         for size in _chosen(request.microbatch_size, _MICROBATCH_SIZES):
-            if samples % size:
+            if not divides_batch(request.batch, data, size):
                 continue
+            samples = request.batch // data
             for expert in _expert_sizes(request, tensor * context * data):
                 for recompute in _levels(request):
                     yield JobLayout(tensor, context, expert, pipeline, data, size, samples // size, recompute)
 
 
-def _sizes(request: JobRequest) -> Iterator[tuple[int, int, int]]:
+def divides_batch(batch: int, data: int, microbatch_size: int) -> bool:
+    """Whether each data parallel replica gets a number of whole microbatches."""
+    return not batch % (data * microbatch_size)
+
+
+def parallel_sizes(request: JobRequest) -> Iterator[tuple[int, int, int, int]]:
+    """Tensor, context, pipeline and data parallel sizes that the devices and the model allow, for any batch."""
+    for tensor, context, pipeline in _model_sizes(request):
+        data = request.devices // (tensor * context * pipeline)
+        if _expert_sizes(request, tensor * context * data):
+            yield tensor, context, pipeline, data
+
+
+def _model_sizes(request: JobRequest) -> Iterator[tuple[int, int, int]]:
     config, devices = request.config, request.devices
     tensors = [
         t

@@ -16,6 +16,7 @@ from penstock.cost.units import Units, bytes_text, seconds_text
 from penstock.display import Displayed
 from penstock.errors import PlanError
 from penstock.planning.estimated import estimated_model, stage_costs
+from penstock.planning.job.data_sizes import DataSizes, data_sizes
 from penstock.planning.job.evaluation import JobEvaluation, OnJobProgress
 from penstock.planning.job.layouts import job_layouts
 from penstock.planning.job.options import JobOption
@@ -65,6 +66,11 @@ class JobPlan(Displayed):
     def bound(self) -> float:
         """Lower bound on the makespan of any candidate that may fit."""
         return self.evaluation.bound
+
+    @cached_property
+    def data_sizes(self) -> DataSizes:
+        """The data parallel sizes that the batch allows, and those that it excludes."""
+        return data_sizes(self.request)
 
     @property
     def memory_limit(self) -> float | None:

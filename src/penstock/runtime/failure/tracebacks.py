@@ -1,4 +1,4 @@
-"""The traceback of a failed step: without the frames of Penstock that lead to the user's code."""
+"""Tracebacks of failures: without the frames of Penstock that lead to the user's code, or follow it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 from penstock.errors import PenstockError
 
-__all__ = ["from_users_code", "is_own_file", "traceback_of"]
+__all__ = ["from_users_code", "only_users_code", "traceback_of", "users_line"]
 
 _PENSTOCK = str(Path(__file__).parents[2]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
-def is_own_file(name: str) -> bool:
+def _is_own_file(name: str) -> bool:
     """Whether a file of code is Penstock's."""
     return name.startswith(_PENSTOCK)
 
@@ -27,9 +27,30 @@ def is_own_file(name: str) -> bool:
 def from_users_code(frames: TracebackType | None) -> TracebackType | None:
     """The traceback from the first frame on that is not Penstock's; all of it if there is none."""
     first = frames
-    while first is not None and is_own_file(first.tb_frame.f_code.co_filename):
+    while first is not None and _is_own_file(first.tb_frame.f_code.co_filename):
         first = first.tb_next
     return first or frames
+
+
+def only_users_code(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame of the user's code to the last; all of it if there is none."""
+    entries, each = [], frames
+    while each is not None:
+        entries.append(each)
+        each = each.tb_next
+    of_user = [i for i, frame in enumerate(traceback.extract_tb(frames)) if _is_users_frame(frame)]
+    if not of_user:
+        return frames
+    last: TracebackType | None = None
+    for entry in reversed(entries[of_user[0] : of_user[-1] + 1]):
+        last = TracebackType(last, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return last
+
+
+def users_line(frames: TracebackType | None) -> str:
+    """File and line of the user's program that made the call; empty if there is none."""
+    of_user = [frame for frame in traceback.extract_tb(frames) if _is_users_frame(frame)]
+    return f"{of_user[-1].filename}, line {of_user[-1].lineno}" if of_user else ""
 
 
 def traceback_of(error: BaseException) -> str:
@@ -49,4 +70,4 @@ def _is_users_frame(frame: traceback.FrameSummary) -> bool:
     """Whether the code of a frame is neither Penstock's nor torch's nor of the standard library."""
     if frame.filename.startswith(_STANDARD):
         return "site-packages" in frame.filename
-    return not is_own_file(frame.filename) and not frame.filename.startswith((_TORCH, "<"))
+    return not _is_own_file(frame.filename) and not frame.filename.startswith((_TORCH, "<"))

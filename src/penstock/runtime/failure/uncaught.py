@@ -2,15 +2,16 @@
 
 The rank that reported the failure prints the report, with the original traceback once. Every other rank prints
 one line and exits after that rank, because a launcher takes the process that ends first for the root cause. Of
-another error of Penstock each rank prints the message and the line of the user's program, without a traceback.
+another error of Penstock, from the import of the runtime on, each rank of a job prints the message and the line
+of the user's program, without a traceback: it cannot know whether the others have the same error.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -20,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from penstock.errors import PenstockError, StepFailedError
 from penstock.runtime.failure.process_names import local_pid
-from penstock.runtime.failure.tracebacks import from_users_code, is_own_file
+from penstock.runtime.failure.tracebacks import from_users_code, only_users_code, users_line
 from penstock.runtime.failure.watch import JobWatch
 
 __all__ = ["install", "report_uncaught"]
@@ -40,8 +41,8 @@ def install(watch_of_process: WatchOfProcess) -> None:
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if isinstance(error, StepFailedError) and error.reporter is not None and dist.is_initialized():
             report_uncaught(error, frames, watch_of_process())
-        elif isinstance(error, PenstockError) and dist.is_initialized():
-            _report(f"{kind.__name__}: {error}", error, frames)
+        elif isinstance(error, PenstockError) and (rank := _rank_of_process()) is not None:
+            _report(rank, f"{kind.__name__}: {error}", error, frames)
         else:
             before(kind, error, frames)
 
@@ -52,7 +53,7 @@ def report_uncaught(error: StepFailedError, frames: TracebackType | None, watch:
     """Print the failure: in full on the rank that reported it, else as one line, and wait for that rank."""
     rank = dist.get_rank()
     if error.reporter == rank:
-        _report(error.report, error.__cause__ or error, frames)
+        _report(rank, error.report, error.__cause__ or error, frames)
         return
     first, *others = error.report.splitlines()
     reason = f": {others[0].strip()}" if others else ""
@@ -61,15 +62,26 @@ def report_uncaught(error: StepFailedError, frames: TracebackType | None, watch:
         _wait_for_exit(watch, error.reporter)
 
 
-def _report(text: str, error: BaseException, frames: TracebackType | None) -> None:
+def _report(rank: int, text: str, error: BaseException, frames: TracebackType | None) -> None:
     """Print an error in full, and give it to torchrun, whose summary shows it."""
-    _print(dist.get_rank(), [*text.splitlines(), *_called_at(frames)])
+    place = users_line(frames)
+    _print(rank, [*text.splitlines(), *([f"  called at {place}"] if place else [])])
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         _record(error)
 
 
+def _rank_of_process() -> int | None:
+    """The rank in the job, also before it has a process group; None if this process is none of a job."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    given = os.environ.get("RANK", "")
+    return int(given) if given.isdecimal() else None
+
+
 def _print(rank: int, lines: list[str]) -> None:
-    sys.stderr.write("".join(f"[rank{rank}]: {line}\n" for line in lines))
+    """Print lines with the rank; torch's hook, if it called this one, collects them and adds it itself."""
+    prefix = "" if isinstance(sys.stderr, io.StringIO) else f"[rank{rank}]: "
+    sys.stderr.write("".join(f"{prefix}{line}\n" for line in lines))
     sys.stderr.flush()
 
 
@@ -78,14 +90,12 @@ def _record(error: BaseException) -> None:
         try:
             raise error  # noqa: TRY301 -- it is formatted as the current exception
         except BaseException as raised:  # noqa: BLE001 -- which has any type
-            raised.__traceback__ = from_users_code(raised.__traceback__)
+            if isinstance(raised, PenstockError):  # its message is complete
+                raised.__traceback__ = only_users_code(raised.__traceback__)
+                raised.__cause__, raised.__suppress_context__ = None, True
+            else:
+                raised.__traceback__ = from_users_code(raised.__traceback__)
             get_error_handler().record_exception(raised)
-
-
-def _called_at(frames: TracebackType | None) -> list[str]:
-    """The line of the user's program that made the call."""
-    own = [frame for frame in traceback.extract_tb(frames) if not is_own_file(frame.filename)]
-    return [f"  called at {own[-1].filename}, line {own[-1].lineno}"] if own else []
 
 
 def _wait_for_exit(watch: JobWatch, reporter: int) -> None:
