@@ -32,8 +32,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from penstock.bounds.bound import Bound, worst
 from penstock.bounds.memory_bounds import residency, warm_up_and_drain
 from penstock.bounds.workload import Workload
@@ -70,9 +68,7 @@ def bounds_of(
 
 def _counts(schedule: Schedule, kind: Kind) -> tuple[int, ...]:
     """Per stage: how many microbatches have an action of this kind; empty if there are none."""
-    table = schedule.table
-    stages = table.stage[table.of_kind(kind)]
-    return tuple(np.bincount(stages, minlength=schedule.num_stages).tolist()) if stages.size else ()
+    return tuple(schedule.table.count_by_stage(kind).tolist()) if schedule.table.has(kind) else ()
 
 
 def bounds(work: Workload, memory_limit: float | None = None, objective: str = "makespan") -> list[Bound]:

@@ -156,7 +156,7 @@ class StageGraph:
                 f"the schedule's stage graph has {len(self.edges)} edges that are not one"
             )
 
-    def carriers(self, hosts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def carriers(self, rank_of_stage: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Per edge: the edge whose message brings its activation, given the rank of each stage.
 
         A value that several stages of a rank use crosses once, on the edge to the first of them in the order of
@@ -169,8 +169,8 @@ class StageGraph:
         first: dict[tuple[int, int], int] = {}
         for number in sorted(found.tolist(), key=lambda number: position[self.edges[number][1]]):
             source, target = self.edges[number]
-            if hosts[source] != hosts[target]:
-                found[number] = first.setdefault((source, int(hosts[target])), number)
+            if rank_of_stage[source] != rank_of_stage[target]:
+                found[number] = first.setdefault((source, int(rank_of_stage[target])), number)
         return found
 
     # --- messages ----------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ def technique_of(schedule: Schedule) -> str:
     for name, kind in TECHNIQUES.items():
         if not schedule.table.has(kind):
             continue
-        stages = schedule.table.stage[schedule.table.of_kind(kind)]
-        counts = np.bincount(stages, minlength=schedule.num_stages)
+        counts = schedule.table.count_by_stage(kind)
         if set(counts.tolist()) <= {0, schedule.microbatches}:
             texts.append(f"{name} {_stages_text(np.flatnonzero(counts).tolist(), schedule.num_stages)}")
         else:

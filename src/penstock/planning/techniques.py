@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-
 from penstock.bounds import Bound
 from penstock.cost.live_activations import live_activations
 from penstock.families import build, families
@@ -89,8 +87,7 @@ def memory_of(schedule: Schedule, configuration: Configuration) -> float | None:
 def bound_of(schedule: Schedule, configuration: Configuration, request: PlanRequest) -> Bound:
     """For every order of the work of this schedule."""
     table = schedule.table
-    again = np.bincount(table.stage[table.of_kind(Kind.RECOMPUTE)], minlength=schedule.num_stages)
-    counts = None if table.has(Kind.OFFLOAD) else tuple(again.tolist())
+    counts = None if table.has(Kind.OFFLOAD) else tuple(table.count_by_stage(Kind.RECOMPUTE).tolist())
     return configuration.bound(request, split=table.has(Kind.I), paired=table.has_pairs, recomputed=counts)
 
 

@@ -253,9 +253,7 @@ def _per_slot(schedule: Schedule, rank: int, held: Bools) -> Bools:
     """Per stage and slot of a rank: what is held in the compute step at or after the slot."""
     table = schedule.table
     first, last = table.slot_bounds[rank : rank + 2]
-    computes = np.zeros(last - first, dtype=np.int64)
-    parts = slice(*table.part_bounds[rank : rank + 2])
-    computes[table.slot[parts][table.is_compute[parts]] - first] = 1
+    computes = table.is_compute_slot[first:last].astype(np.int64)
     index = np.cumsum(computes) - computes
     ended = np.hstack((held, np.zeros((len(held), 1), dtype=np.bool_)))
     return ended[:, index]

@@ -57,8 +57,7 @@ def problems_to_order(problems: Sequence[Problem], *, recompute: bool) -> dict[s
 
 def _same_work(problem: Problem, schedule: Schedule) -> Schedule:
     """The schedule; fused backwards if they may not be split, and no pairs that save only a launch."""
-    has_pairs = schedule.num_steps < len(schedule.table.slot)
-    if problem.split and (problem.can_pair or not has_pairs):
+    if problem.split and (problem.can_pair or not schedule.table.has_pairs):
         return schedule
     return problem.fused_schedule(problem.order_of(schedule), schedule.name)
 

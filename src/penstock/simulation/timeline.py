@@ -63,13 +63,10 @@ class Timeline(Displayed, TimedMessages):
 
     # --- times -------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def is_compute(self) -> Bools:
-        """Per slot: whether it is F, I, W, B or an overlapped pair."""
-        table = self.schedule.table
-        found = np.zeros(self.schedule.num_steps, dtype=np.bool_)
-        found[table.slot[table.is_compute]] = True
-        return found
+        """Per slot: whether it occupies the compute stream."""
+        return self.schedule.table.is_compute_slot
 
     @cached_property
     def makespan(self) -> float:

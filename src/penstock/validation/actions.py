@@ -36,7 +36,7 @@ def known_ids(table: ActionTable) -> Iterator[Violation]:
 
 def right_rank(table: ActionTable) -> Iterator[Violation]:
     """A stage's actions are on its own rank."""
-    for part in np.flatnonzero(table.known & ~table.sound).tolist():
+    for part in np.flatnonzero(table.in_range & ~table.well_placed).tolist():
         rank, _, action = part_at(table, part)
         host = table.placement.stage_to_rank[action.stage]
         yield violation_at(
@@ -52,7 +52,7 @@ def no_duplicates(table: ActionTable) -> Iterator[Violation]:
     """Nothing is done twice; only UNSHARD and RESHARD may be repeated."""
     if all(kind.spec.repeatable or _each_is_first(table, kind) for kind in table.kinds):
         return
-    once = table.sound & ~table.of_kind(*(kind for kind in Kind if kind.spec.repeatable))
+    once = table.well_placed & ~table.of_kind(*(kind for kind in Kind if kind.spec.repeatable))
     cells = table.placement.num_stages * table.microbatches
     key = (table.port * len(Kind) + table.kind) * cells + table.cell
     counts = np.bincount(key[once], minlength=1)
@@ -71,9 +71,9 @@ def no_duplicates(table: ActionTable) -> Iterator[Violation]:
 
 
 def _each_is_first(table: ActionTable, kind: Kind) -> bool:
-    """Whether every sound part of a kind is the first of its stage, or edge, and microbatch."""
+    """Whether every well-placed part of a kind is the first of its stage, or edge, and microbatch."""
     first = table.message_at(kind) if kind.is_communication else table.at(kind)
-    return np.count_nonzero(first >= 0) == table.num_sound_parts(kind)
+    return np.count_nonzero(first >= 0) == table.num_well_placed_parts(kind)
 
 
 def complete(table: ActionTable) -> Iterator[Violation]:
@@ -124,11 +124,11 @@ def _complete_backward(table: ActionTable) -> Iterator[Violation]:
 
 def _present(table: ActionTable, kind: Kind) -> Bools:
     """Per stage and microbatch: whether there is one, on the right rank or not."""
-    if table.all_sound:
+    if table.all_well_placed:
         there: Bools = table.at(kind) >= 0
         return there
     found = np.zeros(table.placement.num_stages * table.microbatches, dtype=np.bool_)
-    found[table.cell[table.of_kind(kind) & table.known]] = True
+    found[table.cell[table.of_kind(kind) & table.in_range]] = True
     return found.reshape(-1, table.microbatches)
 
 

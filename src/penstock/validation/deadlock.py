@@ -130,8 +130,8 @@ def _data_graph(table: ActionTable) -> list[Waits]:
 def _sends_graph(messages: Messages) -> list[Waits]:
     """`buffered`: a step waits for the sends of what it needs."""
     table = messages.table
-    there = np.flatnonzero(messages.paired & (messages.consumer >= 0))
-    send, consumer = table.slot[messages.send[there]], table.slot[messages.consumer[there]]
+    used = np.flatnonzero(messages.used)
+    send, consumer = table.slot[messages.send[used]], table.slot[messages.consumer[used]]
     return [_lists(table), Waits(send, consumer, send, consumer, "it needs what this sends")]
 
 
