@@ -33,7 +33,9 @@ import numpy as np
 
 from penstock.bounds.bound import Bound, worst
 from penstock.bounds.workload import Jobs, Window, Workload
+from penstock.cost.effects import held_bytes
 from penstock.cost.memory import activation_bytes, fixed_bytes_of
+from penstock.ir.kinds import Kind
 from penstock.ir.table import Floats
 
 __all__ = ["busy_and_idle", "drains", "least_needed", "residency", "warm_up_and_drain"]
@@ -44,16 +46,15 @@ _ROUNDING = 1e-9
 def _least_held(work: Workload) -> Floats:
     """Per stage: the least bytes that a microbatch holds between its F and its backward."""
     costs, n = work.costs, work.placement.num_stages
-    full = activation_bytes(costs, n).full
     recomputed, offloaded = (
         (np.array(counts or (0,) * n) > 0) | may
         for counts, may in ((work.recomputed, work.may_recompute), (work.offloaded, work.may_offload))
     )
-    kept, moved, moved_kept = (
-        np.array(costs.resolved(name, n)) for name in ("checkpoint", "offloadable", "offloadable_checkpoint")
+    without, with_recompute = (
+        np.where(offloaded, held_bytes(costs, n, (*again, Kind.OFFLOAD)), held_bytes(costs, n, again))
+        for again in ((), (Kind.RECOMPUTE,))
     )
-    least = np.where(offloaded, full - moved, full)
-    return np.where(recomputed, np.minimum(least, np.where(offloaded, kept - moved_kept, kept)), least)
+    return np.where(recomputed, np.minimum(without, with_recompute), without)
 
 
 def least_needed(work: Workload) -> list[float]:

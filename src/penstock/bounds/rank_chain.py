@@ -15,7 +15,8 @@ import numpy as np
 
 from penstock.bounds.memory_bounds import drains
 from penstock.bounds.workload import Window, Workload
-from penstock.cost.memory import activation_bytes
+from penstock.cost.memory import stage_bytes
+from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.table import Floats, Ints
 
 __all__ = ["RankChain"]
@@ -116,11 +117,12 @@ class RankChain:
     @cached_property
     def changes(self) -> Floats:
         """Per token and rank: bytes taken, or freed."""
-        size = activation_bytes(self.work.costs, self.work.placement.num_stages)
+        sizes = stage_bytes(self.work.costs, self.work.placement.num_stages, MemoryLine.ACTIVATIONS)
         found = np.zeros((len(self.tokens), len(self.ranks)))
         for token, (kind, s) in enumerate(self.tokens):
-            full, kept = float(size.full[s]), float(size.after_input_gradient[s]) if s in self.deferred else 0.0
-            found[token, self.rank[token]] = {"F": full, "I": kept - full, "W": -kept}[kind]
+            # a W that takes no time is a part of I
+            kinds = (Kind.I, Kind.W) if kind == "I" and s not in self.deferred else (Kind(kind),)
+            found[token, self.rank[token]] = sum(float(sizes[each.number, s]) for each in kinds)
         return found
 
     @cached_property

@@ -21,12 +21,14 @@ import numpy as np
 from penstock.arguments import printable
 from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
+from penstock.cost.memory import exceeds
 from penstock.errors import SearchError
 from penstock.ir.columns import kinds_in, microbatches_in, stages_in
 from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import Offload, Pass, Policy, Recompute
 from penstock.lowering.passes import require_absent
+from penstock.search.request import check_memory_limit
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
@@ -36,7 +38,6 @@ __all__ = ["FitMemory", "without_memory_actions"]
 _EVERY, _LONGER, _AHEAD = (1, 2, 3), (1, 2, 4, 8, 16), (0, 1, 2, 4)
 _SIMULATED_STEPS = 400_000  # of all attempts to leave one out together, and five times as many of policies
 _FEWEST_POLICIES = 24
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,7 @@ class FitMemory(Pass):
     name: ClassVar[str] = "fit-memory"
 
     def __post_init__(self) -> None:
-        limit = self.memory_limit
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
-            given = printable(repr(limit))
-            raise SearchError(f"memory_limit must be a number of bytes, at least 0 (given {given})")
+        check_memory_limit(self.memory_limit)
         if not (self.recompute or self.offload):
             raise SearchError("fit-memory needs recompute=True or offload=True")
         if self.objective not in OBJECTIVES:
@@ -120,8 +118,8 @@ class _Fitting:
     @cached_property
     def _stages(self) -> list[tuple[int, ...] | None]:
         """All stages, and those of the ranks that hold too much."""
-        own = self._schedule.placement.stages_of_rank
-        over = [rank for rank, peak in enumerate(self._plain.peak_memory) if self._exceeds(peak)]
+        own, limit = self._schedule.placement.stages_of_rank, self._options.memory_limit
+        over = [rank for rank, peak in enumerate(self._plain.peak_memory) if exceeds(peak, limit)]
         return [None, tuple(sorted(stage for rank in over for stage in own[rank]))]
 
     def _simple(self) -> Iterator[Schedule]:
@@ -185,11 +183,8 @@ class _Fitting:
         value = getattr(timeline, self._options.objective)
         return float(f"{value:.12g}"), int(timeline.schedule.table.of_kind(*MEMORY_KINDS).sum())
 
-    def _exceeds(self, peak: float) -> bool:
-        return peak > self._options.memory_limit * (1 + _ROUNDING)
-
     def _fits(self, timeline: Timeline) -> bool:
-        return not any(map(self._exceeds, timeline.peak_memory))
+        return not exceeds(max(timeline.peak_memory), self._options.memory_limit)
 
     def _does_not_fit(self, least: Timeline) -> SearchError:
         peak, rank = max((peak, -rank) for rank, peak in enumerate(least.peak_memory))

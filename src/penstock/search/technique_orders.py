@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from penstock.bounds import Workload, least_needed
+from penstock.cost.effects import held_bytes
+from penstock.cost.memory import exceeds
+from penstock.cost.recomputed import recomputed_costs
 from penstock.errors import SearchError
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.search.fit_memory import FitMemory, without_memory_actions
 from penstock.search.problem import Problem
@@ -26,7 +28,7 @@ def require_least(problems: Sequence[Problem], fit: FitMemory) -> None:
     """Raise if no placement has a schedule that fits, whatever is recomputed or offloaded."""
     works = (free_choice(problem, fit) for problem in problems)
     needs = [max((need, -rank) for rank, need in enumerate(least_needed(work))) for work in works]
-    if all(need > fit.memory_limit * (1 + 1e-9) for need, _ in needs):
+    if all(exceeds(need, fit.memory_limit) for need, _ in needs):
         (need, rank), units = min(needs), fit.costs.units
         raise SearchError(
             f"no schedule fits the memory limit of {units.memory(fit.memory_limit)} per rank: rank {-rank} "
@@ -73,19 +75,6 @@ def _recomputed(problem: Problem) -> Problem | None:
     The rest of one activation at a time is left free. None if no memory remains.
     """
     costs, n = problem.costs, problem.placement.num_stages
-    full, kept = np.array(costs.per_stage("activation", n)), np.array(costs.per_stage("checkpoint", n))
-    again = np.array(costs.resolved("recompute", n)) + costs.launch_overhead
+    full, kept = held_bytes(costs, n), held_bytes(costs, n, (Kind.RECOMPUTE,))
     limit = float(problem.memory_limit or 0) - float((full - kept).max())
-    if limit <= 0:
-        return None
-    halves, whole = (np.array(costs.resolved(name, n)) + again for name in ("backward_input", "backward"))
-    changed = replace(
-        costs,
-        checkpoint=0,
-        backward_input=tuple(halves.tolist()),
-        backward=tuple(whole.tolist()),
-        activation=tuple(kept.tolist()),
-        activation_freed_by_input=0,
-        offloadable=None,
-    )
-    return replace(problem, costs=changed, memory_limit=limit)
+    return replace(problem, costs=recomputed_costs(costs, n), memory_limit=limit) if limit > 0 else None

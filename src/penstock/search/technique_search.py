@@ -25,6 +25,7 @@ from time import perf_counter
 import numpy as np
 
 from penstock.bounds import Bound, bounds
+from penstock.cost.memory import exceeds
 from penstock.errors import ScheduleError, SearchError
 from penstock.ir.kinds import MEMORY_KINDS
 from penstock.ir.schedule import Schedule
@@ -43,7 +44,6 @@ from penstock.validation import validate
 
 __all__ = ["run_with_techniques"]
 
-_ROUNDING = 1e-9
 _MOVES_OF_ONE = 200
 """Moves of the compiled kernel that a simulated move counts as."""
 _KEPT = 6
@@ -241,7 +241,7 @@ class TechniqueSearch:
         self.kept = sorted([*self.kept, choice], key=lambda each: each.score)[:_KEPT]
 
     def _fits(self, timeline: Timeline) -> bool:
-        return max(timeline.peak_memory) <= self.fit.memory_limit * (1 + _ROUNDING)
+        return not exceeds(max(timeline.peak_memory), self.fit.memory_limit)
 
     def _value(self, timeline: Timeline) -> float:
         value: float = getattr(timeline, self.fit.objective)

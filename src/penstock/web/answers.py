@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from penstock.cost.memory import exceeds
 from penstock.errors import PenstockError
 from penstock.ir.schedule import Schedule
 from penstock.records import QUANTILES
@@ -32,7 +33,7 @@ def row_of(timeline: Timeline, memory_limit: float | None) -> dict[str, Any]:
     return asdict(comparison_of(timeline)) | {
         "because": timeline.bound.because,
         "peak_memory_by_rank": timeline.peak_memory,
-        "fits": memory_limit is None or peak <= memory_limit * (1 + 1e-9),
+        "fits": memory_limit is None or not exceeds(peak, memory_limit),
     }
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from penstock.cost.memory import exceeds
 from penstock.errors import PenstockError
 from penstock.families import Family, families
 from penstock.simulation.simulator import simulate
@@ -104,6 +105,5 @@ def _point(question: Question, source: dict[str, Any]) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "peak_memory": max(timeline.peak_memory),
         "bubble": timeline.bubble_rate,
-        "fits": question.memory_limit is None
-        or max(timeline.peak_memory) <= question.memory_limit * (1 + 1e-9),
+        "fits": question.memory_limit is None or not exceeds(max(timeline.peak_memory), question.memory_limit),
     }

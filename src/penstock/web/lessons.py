@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.arguments import listed, printable
 from penstock.cost.costs import Costs
+from penstock.cost.memory import exceeds
 from penstock.errors import FormatError
 from penstock.formats.files import read_keys
 from penstock.ir.placement import Placement
@@ -134,7 +135,7 @@ def _verdict(lesson: Lesson, schedule: Schedule) -> dict[str, Any]:
     timeline = simulate(schedule, lesson.costs)
     makespan, peak, units = timeline.makespan, max(timeline.peak_memory), lesson.costs.units
     found = {"makespan": makespan, "peak_memory": peak}
-    if lesson.memory_limit is not None and peak > lesson.memory_limit * (1 + _ROUNDING):
+    if lesson.memory_limit is not None and exceeds(peak, lesson.memory_limit):
         rank = timeline.peak_memory.index(peak)
         over = f"Rank {rank} holds {units.memory(peak)}, the limit is {lesson.memory_limit:g}."
         return found | {"solved": False, "message": over}
