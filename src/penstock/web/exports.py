@@ -96,8 +96,6 @@ def _value(value: object) -> str:
 
 
 def _python(question: Question, source: Mapping[str, Any], schedule: Schedule, costs: Costs) -> str:
-    names = dict(zip(costs.to_keys(), _argument_names(costs)))
-    arguments = ", ".join(f"{names[key]}={value!r}" for key, value in costs.to_keys().items())
     if "family" in source:
         sizes = [f"ranks={source['ranks']}", f"microbatches={source['microbatches']}"]
         sizes += [f"{key}={source[key]!r}" for key in ("stages_per_rank", "group") if source.get(key)]
@@ -113,16 +111,10 @@ def _python(question: Question, source: Mapping[str, Any], schedule: Schedule, c
     if question.lowered or not question.send_model.is_buffered:
         lines.append("schedule = penstock.lower(schedule)")
     model = "" if question.send_model.is_buffered else f", send_model={str(question.send_model)!r}"
-    lines.append(f"timeline = penstock.simulate(schedule, penstock.Costs({arguments}){model})")
+    lines.append(f"timeline = penstock.simulate(schedule, penstock.{costs!r}{model})")
     return (
         "\n".join([*lines, "print(timeline.makespan, timeline.bubble_rate, max(timeline.peak_memory))"]) + "\n"
     )
-
-
-def _argument_names(costs: Costs) -> list[str]:
-    """The names of the costs in the order of `to_keys`."""
-    units = ("_bytes_per_second", "_seconds", "_bytes")
-    return [next((key.removesuffix(u) for u in units if key.endswith(u)), key) for key in costs.to_keys()]
 
 
 def _torchtitan(schedule: Schedule, layers: int) -> dict[str, Any]:
