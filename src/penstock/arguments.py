@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from operator import index
 
-__all__ = ["did_you_mean", "install_command", "listed", "plural", "printable", "some", "whole_number"]
+__all__ = [
+    "did_you_mean",
+    "install_command",
+    "listed",
+    "number_ranges",
+    "plural",
+    "printable",
+    "some",
+    "whole_number",
+]
 
 
 def whole_number(value: object) -> int | None:
@@ -46,6 +55,18 @@ def some(values: Sequence[object], most: int = 8) -> str:
     """Join the first values with commas, and append the number of the others."""
     more = len(values) - most
     return listed(values[:most]) + (f", and {more} more" if more > 0 else "")
+
+
+def number_ranges(numbers: Iterable[int], separator: str = ", ", most: int = 8) -> str:
+    """Whole numbers in ascending order, consecutive ones as first and last: `0-3, 5, 7-8`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    shown = separator.join("-".join(map(str, each)) for each in ranges[:most])
+    return shown + f", ... ({len(ranges)} ranges)" * (len(ranges) > most)
 
 
 def install_command(extra: str) -> str:

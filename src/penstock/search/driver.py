@@ -28,15 +28,15 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.search import exact
 from penstock.search.annealing import anneal
+from penstock.search.budget import Budget, Jitter
 from penstock.search.placement_search import PlacementSearch
 from penstock.search.problem import Problem
 from penstock.search.result import OnProgress, Progress, SearchResult
 from penstock.search.seeds import list_scheduled
 from penstock.search.steady_state import repeat_steady_state
-from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import simulate
 
-__all__ = ["Budget", "Jitter", "run"]
+__all__ = ["run"]
 
 _FEW_MICROBATCHES_SECONDS = 10.0
 """Limit of the search with few microbatches whose steady state is repeated."""
@@ -44,23 +44,6 @@ _FEW_RANKS_PART = 0.25
 """Of the time that is left after a first annealing, for bounds from a few ranks; states per move otherwise."""
 _RANKED_UNDER_JITTER = 6
 """Orders per placement that are simulated with jitter."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Seconds, or a number of moves, with which the same seed gives the same result."""
-
-    seconds: float
-    moves: int | None
-    seed: int
-
-
-@dataclass(frozen=True)
-class Jitter:
-    """Rank schedules by a quantile of their makespan when the duration of steps varies by `share`."""
-
-    share: float
-    quantile: float
 
 
 def run(
@@ -131,9 +114,7 @@ class _Driver:
     @property
     def fraction(self) -> float:
         """Of the budget that is used."""
-        if self.budget.moves is not None:
-            return min(self.moves_made / self.budget.moves, 1.0) if self.budget.moves else 1.0
-        return min(self.seconds / self.budget.seconds, 1.0) if self.budget.seconds else 1.0
+        return self.budget.fraction(self.seconds, self.moves_made)
 
     @property
     def is_optimal(self) -> bool:
@@ -184,13 +165,7 @@ class _Driver:
         few = search.problem.with_few_microbatches()
         if few is None:
             return
-        seconds, moves = self.budget.seconds, self.budget.moves
-        part = 0.4 / len(self.searches)
-        budget = Budget(
-            min(part * seconds, _FEW_MICROBATCHES_SECONDS),
-            None if moves is None else int(part * moves),
-            self.budget.seed,
-        )
+        budget = self.budget.part(0.4 / len(self.searches), _FEW_MICROBATCHES_SECONDS)
         small = _Driver(
             [few], self.costs, budget, None, lambda _: self._report("search with few microbatches"), self.rng
         )
@@ -280,11 +255,8 @@ class _Driver:
         choices = sorted(self._choices(), key=lambda choice: choice.value)
         if self.jitter is None:
             return choices[0], None
-        spreads = [
-            simulate_with_jitter(each.schedule, self.costs, jitter=self.jitter.share, seed=self.budget.seed)
-            for each in choices
-        ]
-        quantile, best = min((spread.quantile(self.jitter.quantile), i) for i, spread in enumerate(spreads))
+        schedules = [each.schedule for each in choices]
+        best, quantile = self.jitter.best(schedules, self.costs, self.budget.seed)
         return choices[best], quantile
 
     def _choices(self) -> list[_Choice]:

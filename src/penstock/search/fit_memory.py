@@ -29,6 +29,7 @@ from penstock.ir.schedule import Schedule
 from penstock.lowering import Offload, Pass, Policy, Recompute
 from penstock.lowering.passes import require_absent
 from penstock.search.request import check_memory_limit
+from penstock.search.result import rounded
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
@@ -180,8 +181,8 @@ class _Fitting:
 
     def _score(self, timeline: Timeline) -> tuple[float, int]:
         """The objective without the noise of its last digits, and the number of memory actions."""
-        value = getattr(timeline, self._options.objective)
-        return float(f"{value:.12g}"), int(timeline.schedule.table.of_kind(*MEMORY_KINDS).sum())
+        actions = int(timeline.schedule.table.of_kind(*MEMORY_KINDS).sum())
+        return rounded(timeline.length(self._options.objective)), actions
 
     def _fits(self, timeline: Timeline) -> bool:
         return not exceeds(max(timeline.peak_memory), self._options.memory_limit)

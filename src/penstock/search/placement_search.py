@@ -91,8 +91,7 @@ class PlacementSearch:
 
     def value_of(self, timeline: Timeline) -> float:
         """The objective of a timeline."""
-        value: float = getattr(timeline, self.problem.objective)
-        return value
+        return timeline.length(self.problem.objective)
 
     # --- starting orders ---------------------------------------------------------------------------
 

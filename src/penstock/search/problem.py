@@ -208,8 +208,7 @@ class Problem:
 
     def _simulated(self, schedule: Schedule) -> float:
         timeline = simulate(schedule, self.costs, with_period=self.objective == "period")
-        value: float = getattr(timeline, self.objective)
-        return value
+        return timeline.length(self.objective)
 
     def fused_schedule(self, order: Ints, name: str, more: AbstractSet[int] = frozenset()) -> Schedule:
         """The schedule of an order; on the stages `more`, every I directly followed by a W becomes one B."""

@@ -29,6 +29,7 @@ from penstock.lowering.passes import require_absent
 from penstock.lowering.reduction import last_backwards, with_reductions
 from penstock.lowering.sharding import with_sharding
 from penstock.search.request import check_memory_limit
+from penstock.search.result import rounded
 from penstock.search.sharding_plan import RankSteps, plan_rank
 from penstock.simulation.simulator import Simulator, simulate
 from penstock.simulation.timeline import Timeline
@@ -88,7 +89,7 @@ class _Placed:
     @cached_property
     def score(self) -> tuple[float, int]:
         """The makespan without the noise of its last digits, and the number of gathers."""
-        return float(f"{self.timeline.makespan:.12g}"), int(self.schedule.table.of_kind(Kind.UNSHARD).sum())
+        return rounded(self.timeline.makespan), int(self.schedule.table.of_kind(Kind.UNSHARD).sum())
 
 
 class _Placement:

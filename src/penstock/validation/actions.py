@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
+from penstock.arguments import number_ranges
 from penstock.ir.kinds import Kind
 from penstock.ir.table import ActionTable, Bools, Ints
 from penstock.validation.violation import Violation, part_at, violation_at
@@ -137,22 +138,7 @@ def _per_stage(table: ActionTable, faulty: Bools, code: str, what: str, suggesti
         numbers = np.flatnonzero(faulty[stage]).tolist()
         noun = "microbatch" if len(numbers) == 1 else "microbatches"
         rank = table.placement.stage_to_rank[stage]
-        yield Violation(code, f"stage {stage} {what} {noun} {ranges(numbers)}", suggestion, rank)
-
-
-_MOST_RUNS = 8
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """`0-3, 5, 7-8`: whole numbers in ascending order, runs as first and last."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1][1:] = [n]
-        else:
-            runs.append([n])
-    shown = ", ".join("-".join(map(str, run)) for run in runs[:_MOST_RUNS])
-    return shown + f", ... ({len(runs)} such runs)" * (len(runs) > _MOST_RUNS)
+        yield Violation(code, f"stage {stage} {what} {noun} {number_ranges(numbers)}", suggestion, rank)
 
 
 _ORDER = {
