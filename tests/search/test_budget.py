@@ -1,4 +1,4 @@
-"""Promises of budgets: shares of seconds or of moves, and the schedule with the lowest quantile under jitter."""
+"""Promises of budgets: shares of seconds or of moves, and ranks of schedules under jitter."""
 
 from __future__ import annotations
 

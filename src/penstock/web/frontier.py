@@ -14,7 +14,6 @@ from penstock.web.request import Question, parse_question
 
 __all__ = ["pareto"]
 
-_NOT_SHOWN = ("forward-only",)
 _MOST_SECONDS = 8.0
 _REPORT_SECONDS = 0.3
 
@@ -76,7 +75,7 @@ def _sources(ranks: int, microbatches: int) -> list[dict[str, Any]]:
     found = [
         source
         for family in families().values()
-        if family.name not in _NOT_SHOWN
+        if family.trains
         for source in _sources_of(family, ranks, microbatches)
     ]
     return sorted(found, key=lambda source: ("group" in source, "recompute" in source))
