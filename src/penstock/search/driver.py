@@ -10,7 +10,6 @@ The result is never worse than a family that fits and that there was time to eva
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,6 +25,7 @@ from penstock.compilation import COMPILED
 from penstock.cost.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+from penstock.processes import usable_cores
 from penstock.search import exact
 from penstock.search.annealing import anneal
 from penstock.search.budget import Budget, Jitter
@@ -62,11 +62,6 @@ def _compile() -> None:
     order = next(list_scheduled(problem, lambda: False)).order
     if problem.fits(order):
         anneal(problem.arrays, order, 0, 1, 1.0, 1.0, 0, np.zeros(1, np.int64))
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Choice(NamedTuple):
@@ -139,7 +134,7 @@ class _Driver:
             part = (number + 1) / len(self.searches)
             search.add_seeds(partial(self._is_late, 0.5 * part), partial(self._is_late, part))
             self._report("families and list scheduling")
-        with ThreadPoolExecutor(_cores() if COMPILED else 1) as pool:
+        with ThreadPoolExecutor(usable_cores() if COMPILED else 1) as pool:
             try:
                 self._optimize(pool)
             finally:
@@ -219,7 +214,7 @@ class _Driver:
         self._report("exact solver")
         counted = self.budget.moves is not None
         seconds = part * (self.budget.moves or 0) / 20_000 if counted else part * self.budget.seconds
-        effort = exact.Effort(seconds, counted, 1 if counted else _cores(), self.budget.seed)
+        effort = exact.Effort(seconds, counted, 1 if counted else usable_cores(), self.budget.seed)
         if seconds > 0:
             search.solve(effort, self.stop)
         if counted and self.budget.moves:
