@@ -32,7 +32,7 @@ class RankChain:
     limit: float
     """Bytes per rank."""
     ranks: tuple[int, ...]
-    alone: bool = False
+    own_span: bool = False
     """Whether to count from the first start to the last end of the rank, which is then the only one."""
 
     @cached_property
@@ -75,7 +75,7 @@ class RankChain:
     @cached_property
     def window(self) -> Window:
         """Heads and tails."""
-        return self.work.window(self.ranks[0] if self.alone else None)
+        return self.work.window(self.ranks[0] if self.own_span else None)
 
     @cached_property
     def seconds(self) -> Floats:
@@ -108,7 +108,7 @@ class RankChain:
         found = []
         for q, rank in enumerate(self.ranks):
             least = float(self.tails[self.of_rank(q)].min())
-            each = zip(self.of_rank(q, "F"), drains(self.work, rank, self.limit, alone=self.alone))
+            each = zip(self.of_rank(q, "F"), drains(self.work, rank, self.limit, own_span=self.own_span))
             found.append([(-1, least), *((token, drain) for token, drain in each if drain > least)])
         return found
 

@@ -52,7 +52,7 @@ class StageGraph:
             for source, target in edges
             if not (0 <= source < self.num_stages and 0 <= target < self.num_stages)
         ]
-        problems += [f"edge {edge[0]} -> {edge[1]} is given twice" for edge in sorted(_repeated(edges))]
+        problems += [f"duplicate edge {edge[0]} -> {edge[1]}" for edge in sorted(_repeated(edges))]
         if problems:
             raise PlacementError("; ".join(problems[:8]))
         try:

@@ -11,10 +11,10 @@ from penstock.ir.kinds import Kind
 from penstock.ir.table import ActionTable, Bools, Ints
 from penstock.validation.violation import Violation, part_at, violation_at
 
-__all__ = ["complete", "known_ids", "no_duplicates", "order_on_rank", "right_rank"]
+__all__ = ["complete", "ids_in_range", "no_duplicates", "on_rank_of_stage", "order_on_rank"]
 
 
-def known_ids(table: ActionTable) -> Iterator[Violation]:
+def ids_in_range(table: ActionTable) -> Iterator[Violation]:
     """Stages and microbatches exist."""
     stages, microbatches = table.placement.num_stages, table.microbatches
     for part in np.flatnonzero(table.stage >= stages).tolist():
@@ -35,22 +35,22 @@ def known_ids(table: ActionTable) -> Iterator[Violation]:
         )
 
 
-def right_rank(table: ActionTable) -> Iterator[Violation]:
+def on_rank_of_stage(table: ActionTable) -> Iterator[Violation]:
     """A stage's actions are on its own rank."""
     for part in np.flatnonzero(table.in_range & ~table.well_placed).tolist():
         rank, _, action = part_at(table, part)
-        host = table.placement.stage_to_rank[action.stage]
+        own = table.placement.stage_to_rank[action.stage]
         yield violation_at(
             table,
             part,
             "wrong-rank",
-            f"stage {action.stage} is on rank {host}, not on rank {rank}",
-            f"move it to rank {host}, or change the placement",
+            f"stage {action.stage} is on rank {own}, not on rank {rank}",
+            f"move it to rank {own}, or change the placement",
         )
 
 
 def no_duplicates(table: ActionTable) -> Iterator[Violation]:
-    """Nothing is done twice; only UNSHARD and RESHARD may be repeated."""
+    """No action is repeated, except for UNSHARD and RESHARD."""
     if all(kind.spec.repeatable or _each_is_first(table, kind) for kind in table.kinds):
         return
     once = table.well_placed & ~table.of_kind(*(kind for kind in Kind if kind.spec.repeatable))
@@ -66,7 +66,7 @@ def no_duplicates(table: ActionTable) -> Iterator[Violation]:
                 table,
                 part,
                 "duplicate-action",
-                f"{action} appears twice on this rank: first at step {step}",
+                f"duplicate action: {action} is already at step {step}",
                 "remove one of the two, or correct its number",
             )
 
@@ -124,10 +124,10 @@ def _complete_backward(table: ActionTable) -> Iterator[Violation]:
 
 
 def _present(table: ActionTable, kind: Kind) -> Bools:
-    """Per stage and microbatch: whether there is one, on the right rank or not."""
+    """Per stage and microbatch: whether there is one, on whatever rank."""
     if table.all_well_placed:
-        there: Bools = table.at(kind) >= 0
-        return there
+        present: Bools = table.at(kind) >= 0
+        return present
     found = np.zeros(table.placement.num_stages * table.microbatches, dtype=np.bool_)
     found[table.cell[table.of_kind(kind) & table.in_range]] = True
     return found.reshape(-1, table.microbatches)
