@@ -116,7 +116,7 @@ class _TimelineTrace:
     def entries(self) -> Iterator[Entry]:
         """Events, the arrows between them, and counters."""
         for gap in gaps(self.timeline):
-            span = self.steps[gap.before.slot] if gap.before is not None else None
+            span = self.steps[gap.next_step.slot] if gap.next_step is not None else None
             if span is not None and _ns(gap.end) > _ns(gap.start):
                 span.args.update(_gap_arguments(gap))
         self._add_all_to_all()
@@ -202,10 +202,10 @@ def _arguments(step: Step) -> Entry:
 
 def _gap_arguments(gap: Gap) -> Entry:
     args: Entry = {"waited_us": _us(_ns(gap.end) - _ns(gap.start)), "reason": gap.reason}
-    if gap.message is not None and gap.blame is not None:
+    if gap.message is not None and gap.cause is not None:
         m = gap.message
         what = f"{m.kind} of stage {m.stage}, microbatch {m.microbatch}"
-        args["waits_for"] = f"{what} ({gap.blame.step}, rank {m.source})"
+        args["waits_for"] = f"{what} ({gap.cause.step}, rank {m.source})"
     return args
 
 

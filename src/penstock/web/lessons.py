@@ -24,7 +24,7 @@ from penstock.validation import validate
 __all__ = ["Lesson", "judge", "lesson_catalogue", "lessons"]
 
 _ROUNDING = 1e-9
-_MOST_STEPS = 200  # of an attempt; the longest lesson has 36
+_MAX_STEPS = 200  # of an attempt; the longest lesson has 36
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ def _attempt(document: object) -> tuple[Lesson, Schedule]:
         problems.append("steps: expected a list of steps for each rank")
     elif not all(isinstance(step, str) for row in rows for step in row):
         problems.append("steps: a step is a text such as 0F0")
-    elif sum(map(len, rows)) > _MOST_STEPS:
-        problems.append(f"steps: at most {_MOST_STEPS} (given {sum(map(len, rows))})")
+    elif sum(map(len, rows)) > _MAX_STEPS:
+        problems.append(f"steps: at most {_MAX_STEPS} (given {sum(map(len, rows))})")
     if problems or lesson is None or rows is None:
         raise FormatError("request", problems)
     start = lesson.start

@@ -21,8 +21,8 @@ from penstock.web.request import SOURCE, costs_of_model, expect, parse_costs, pa
 
 __all__ = ["live_search"]
 
-_MOST_SECONDS = 120.0
-_MOST_WORK = 4096
+_MAX_SECONDS = 120.0
+_MAX_WORK = 4096
 """Stages times microbatches."""
 _KEYS: dict[str, tuple[type, ...]] = {
     "ranks": (int,),
@@ -50,11 +50,11 @@ def live_search(document: object, connection: Connection | None = None) -> dict[
     seconds, stages = float(given.get("seconds") or 10.0), given.get("stages_per_rank") or 1
     work = given["ranks"] * stages * given["microbatches"]
     problems = []
-    if not 0 < seconds <= _MOST_SECONDS:
-        problems.append(f"seconds: from 0 to {_MOST_SECONDS:g} on this page (given {seconds:g})")
-    if work > _MOST_WORK:
+    if not 0 < seconds <= _MAX_SECONDS:
+        problems.append(f"seconds: from 0 to {_MAX_SECONDS:g} on this page (given {seconds:g})")
+    if work > _MAX_WORK:
         problems.append(
-            f"stages times microbatches: at most {_MOST_WORK} in a search on this page (given {work})"
+            f"stages times microbatches: at most {_MAX_WORK} in a search on this page (given {work})"
         )
     if problems:
         raise FormatError(SOURCE, problems)
@@ -108,7 +108,7 @@ class _Interrupts:
     """Turns a message on the pipe into the interrupt that ends a search; gives the callback of its progress."""
 
     def __init__(self, connection: Connection | None) -> None:
-        self.connection, self.ended, self.stop_sent = connection, threading.Event(), False
+        self.connection, self.ended = connection, threading.Event()
 
     def __enter__(self) -> Any:  # noqa: ANN401 -- a callback
         if self.connection is None:

@@ -18,7 +18,7 @@ from penstock.web.unfinished import lay_out
 
 __all__ = ["ready_steps"]
 
-_MOST_STEPS = 4000
+_MAX_STEPS = 4000
 
 
 def ready_steps(schedule: Schedule, costs: Costs, *, split: bool | None = None) -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ def ready_steps(schedule: Schedule, costs: Costs, *, split: bool | None = None) 
 
     Backwards are I and W, or B, as in the schedule or as `split` says; both are offered if it has neither yet.
     """
-    if schedule.num_steps > _MOST_STEPS:
+    if schedule.num_steps > _MAX_STEPS:
         return []
     backwards = _backwards(schedule) if split is None else ("I" if split else "B",)
     timeline = lay_out(schedule, costs).timeline

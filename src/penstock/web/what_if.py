@@ -9,7 +9,7 @@ from typing import Any
 from penstock.cost.costs import Costs
 from penstock.errors import FormatError
 from penstock.ir.schedule import Schedule
-from penstock.web.request import SOURCE, Question, build_schedule, expect
+from penstock.web.request import SOURCE, DrawRequest, build_schedule, expect
 
 __all__ = ["WhatIf"]
 
@@ -51,16 +51,16 @@ class WhatIf:
             "memory": f"{self.factor:g} times the memory",
         }[self.kind]
 
-    def schedule(self, question: Question, index: int, given: Schedule) -> Schedule:
+    def schedule(self, request: DrawRequest, index: int, given: Schedule) -> Schedule:
         """The schedule after the change: larger microbatches are fewer."""
-        source = question.schedules[index]
+        source = request.schedules[index]
         if self.kind != "larger-microbatch" or "family" not in source:
             return given
         fewer = max(1, round(given.microbatches / self.factor))
         group = source.get("group")
         changed = {**source, "microbatches": fewer, "group": None if group is None else min(group, fewer)}
         return (
-            replace(question, schedules=[changed]).schedule(0) if changed != source else build_schedule(changed)
+            replace(request, schedules=[changed]).schedule(0) if changed != source else build_schedule(changed)
         )
 
     def costs(self, costs: Costs, schedule: Schedule) -> Costs:
