@@ -212,12 +212,12 @@ class _Driver:
 
     def _solve(self, search: PlacementSearch, part: float) -> None:
         self._report("exact solver")
-        counted = self.budget.moves is not None
-        seconds = part * (self.budget.moves or 0) / 20_000 if counted else part * self.budget.seconds
-        effort = exact.Effort(seconds, counted, 1 if counted else usable_cores(), self.budget.seed)
+        deterministic = self.budget.moves is not None
+        seconds = part * (self.budget.moves or 0) / 20_000 if deterministic else part * self.budget.seconds
+        effort = exact.Effort(seconds, deterministic, 1 if deterministic else usable_cores(), self.budget.seed)
         if seconds > 0:
             search.solve(effort, self.stop)
-        if counted and self.budget.moves:
+        if deterministic and self.budget.moves:
             self.moves_made += int(part * self.budget.moves)
         self._report("exact solver")
 

@@ -66,6 +66,11 @@ class FitMemory(Pass):
             given = printable(repr(self.objective))
             raise SearchError(f"objective must be one of {', '.join(OBJECTIVES)} (given {given})")
 
+    @property
+    def techniques(self) -> str:
+        """What it may add, in words."""
+        return " and ".join(name for name in ("recompute", "offload") if getattr(self, name))
+
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with what it needs to fit."""
         require_absent(schedule, self.name, *MEMORY_KINDS)
@@ -112,7 +117,7 @@ class _Fitting:
             fitting += filter(self._fits, candidates[-1:])
         if not fitting:
             raise self._does_not_fit(min([self._plain, *candidates], key=lambda each: max(each.peak_memory)))
-        return self._with_less(min(fitting, key=self._score))
+        return self._without_needless(min(fitting, key=self._score))
 
     # --- candidates --------------------------------------------------------------------------------
 
@@ -150,7 +155,7 @@ class _Fitting:
 
     # --- single microbatches -----------------------------------------------------------------------
 
-    def _with_less(self, best: Timeline) -> Timeline:
+    def _without_needless(self, best: Timeline) -> Timeline:
         """Leave out one pair after the other as long as the rest fits and is no slower."""
         left = max(_SIMULATED_STEPS // best.schedule.num_steps, 1)
         for pair in self._pairs(best.schedule)[:left]:
@@ -189,11 +194,11 @@ class _Fitting:
 
     def _does_not_fit(self, least: Timeline) -> SearchError:
         peak, rank = max((peak, -rank) for rank, peak in enumerate(least.peak_memory))
-        allowed = [name for name in ("recompute", "offload") if getattr(self._options, name)]
+        options, units = self._options, self._options.costs.units
         return SearchError(
-            f"fit-memory: no policy of {' and '.join(allowed)} fits the memory limit of "
-            f"{self._options.memory_limit:g} per rank; the least that was found is {peak:g}, on rank {-rank}: "
-            "give more memory, another family, or more stages per rank"
+            f"fit-memory: no policy of {options.techniques} fits the memory limit of "
+            f"{units.memory(options.memory_limit)} per rank; the least that was found is "
+            f"{units.memory(peak)}, on rank {-rank}: give more memory, another family, or more stages per rank"
         )
 
 

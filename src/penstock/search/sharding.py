@@ -223,13 +223,13 @@ class _Placement:
         return not exceeds(max(placed.timeline.peak_memory), self._limit)
 
     def _does_not_fit(self, tightest: _Placed) -> SearchError:
-        peaks = tightest.timeline.peak_memory
-        over = [f"rank {r} needs {peak:g}" for r, peak in enumerate(peaks) if exceeds(peak, self._limit)]
+        peaks, units = enumerate(tightest.timeline.peak_memory), self._options.costs.units
+        over = [f"rank {rank} needs {units.memory(peak)}" for rank, peak in peaks if exceeds(peak, self._limit)]
         more = f", and {len(over) - 4} more" if len(over) > 4 else ""
         return SearchError(
-            f"no placement of UNSHARD and RESHARD fits the memory limit of {self._limit:g} bytes per rank: "
-            f"{'; '.join(over[:4])}{more}, even if only the stage in use is unsharded; raise the limit, or "
-            "choose a schedule that holds fewer activations"
+            "no placement of UNSHARD and RESHARD fits the memory limit of "
+            f"{units.memory(self._limit)} per rank: {'; '.join(over[:4])}{more}, even if only the "
+            "stage in use is unsharded; raise the limit, or choose a schedule that holds fewer activations"
         )
 
 

@@ -16,17 +16,17 @@ from penstock.search.fit_memory import FitMemory, without_memory_actions
 from penstock.search.problem import Problem
 from penstock.search.seeds import family_schedules, offloading_families, serial
 
-__all__ = ["free_choice", "plain_orders", "problems_to_order", "require_least"]
+__all__ = ["plain_orders", "problems_to_order", "relaxed_workload", "require_feasible"]
 
 
-def free_choice(problem: Problem, fit: FitMemory) -> Workload:
-    """The work that every choice of techniques has in common."""
+def relaxed_workload(problem: Problem, fit: FitMemory) -> Workload:
+    """The work of which every choice of techniques is one case, for lower bounds."""
     return replace(problem.work, may_recompute=fit.recompute, may_offload=fit.offload)
 
 
-def require_least(problems: Sequence[Problem], fit: FitMemory) -> None:
+def require_feasible(problems: Sequence[Problem], fit: FitMemory) -> None:
     """Raise if no placement has a schedule that fits, whatever is recomputed or offloaded."""
-    works = (free_choice(problem, fit) for problem in problems)
+    works = (relaxed_workload(problem, fit) for problem in problems)
     needs = [max((need, -rank) for rank, need in enumerate(least_needed(work))) for work in works]
     if all(exceeds(need, fit.memory_limit) for need, _ in needs):
         (need, rank), units = min(needs), fit.costs.units

@@ -37,7 +37,7 @@ from penstock.search.problem import Problem
 from penstock.search.result import OnProgress, Progress, SearchResult, gap_of, rounded
 from penstock.search.seeds import offloading_families
 from penstock.search.technique_moves import TechniqueMoves
-from penstock.search.technique_orders import free_choice, plain_orders, problems_to_order, require_least
+from penstock.search.technique_orders import plain_orders, problems_to_order, relaxed_workload, require_feasible
 from penstock.simulation.simulator import Simulator, simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import validate
@@ -110,7 +110,7 @@ class TechniqueSearch:
     def bound(self) -> Bound:
         """For every order and every choice of techniques."""
         fit = self.fit
-        works = (free_choice(problem, fit) for problem in self.problems)
+        works = (relaxed_workload(problem, fit) for problem in self.problems)
         return min(bounds(work, fit.memory_limit, fit.objective)[0] for work in works)
 
     def _report(self, phase: str) -> None:
@@ -268,10 +268,10 @@ class TechniqueSearch:
         )
 
     def _does_not_fit(self) -> SearchError:
-        names = [name for name in ("recompute", "offload") if getattr(self.fit, name)]
+        limit = self.fit.costs.units.memory(self.fit.memory_limit)
         return SearchError(
-            f"no schedule was found with {' and '.join(names)} within the memory limit of "
-            f"{self.fit.memory_limit:g} per rank: give more memory, a faster host link, or more ranks"
+            f"no schedule was found with {self.fit.techniques} within the memory limit of {limit} per rank: "
+            "give more memory, a faster host link, or more ranks"
         )
 
 
@@ -283,5 +283,5 @@ def run_with_techniques(
     on_progress: OnProgress,
 ) -> SearchResult:
     """Search all problems; raise if even the least that a technique leaves exceeds the limit on a rank."""
-    require_least(problems, fit)
+    require_feasible(problems, fit)
     return TechniqueSearch(problems, fit, budget, jitter, on_progress).run()

@@ -137,7 +137,7 @@ def _verdict(lesson: Lesson, schedule: Schedule) -> dict[str, Any]:
     found = {"makespan": makespan, "peak_memory": peak}
     if lesson.memory_limit is not None and exceeds(peak, lesson.memory_limit):
         rank = timeline.peak_memory.index(peak)
-        over = f"Rank {rank} holds {units.memory(peak)}, the limit is {lesson.memory_limit:g}."
+        over = f"Rank {rank} holds {units.memory(peak)}, the limit is {units.memory(lesson.memory_limit)}."
         return found | {"solved": False, "message": over}
     if makespan > lesson.par * (1 + _ROUNDING):
         longer = f"{units.time(makespan)}: {units.time(makespan - lesson.par)} above par."
