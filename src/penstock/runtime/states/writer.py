@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from penstock.errors import PipelineError
 from penstock.formats import write_text
+from penstock.runtime.failure.process_names import process_name
 from penstock.traces.rank_state import RankState, dump_state, state_file_name
 
 __all__ = ["STATE_DIR", "StateSource", "flush_states", "register_states", "request_states", "state_folder"]
@@ -175,7 +176,7 @@ def _write(state: RankState, folder: Path, number: int, reason: str) -> Path:
     known = replace(
         state,
         pipeline=number,
-        process=f"pid {os.getpid()} on {socket.gethostname()}",
+        process=process_name(),
         job="/".join(os.environ.get(name, "") for name in _JOB),
         reason=reason,
         written_at=time.time(),
