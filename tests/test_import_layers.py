@@ -18,7 +18,7 @@ SOURCE = Path(penstock.__file__).parent
 
 # from the bottom up: a package imports packages of lower layers, never of its own
 LAYERS = (
-    {"errors", "arguments", "callable_package", "compilation", "loops"},
+    {"errors", "arguments", "callable_package", "compilation", "loops", "processes"},
     {"diagnostics"},
     {"display"},
     {"ir"},

@@ -11,6 +11,7 @@ __all__ = [
     "index_problem",
     "install_command",
     "listed",
+    "number_ranges",
     "plural",
     "printable",
     "some",
@@ -61,6 +62,18 @@ def index_problem(name: str, given: int, count: int, noun: str) -> str:
     """Why a number that counts from 0 is wrong: `step must be from 0 to 2: there are 3 steps (given 9)`."""
     valid, verb = ("0", "is") if count == 1 else (f"from 0 to {count - 1}", "are")
     return f"{name} must be {valid}: there {verb} {plural(count, noun)} (given {given})"
+
+
+def number_ranges(numbers: Iterable[int], separator: str = ", ", most: int = 8) -> str:
+    """Whole numbers in ascending order, consecutive ones as first and last: `0-3, 5, 7-8`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    shown = separator.join("-".join(map(str, each)) for each in ranges[:most])
+    return shown + f", ... ({len(ranges)} ranges)" * (len(ranges) > most)
 
 
 def install_command(extra: str) -> str:

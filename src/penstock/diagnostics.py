@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from penstock.arguments import install_command
+from penstock.processes import free_port, usable_cores
 
 __all__ = [
     "EXTRAS",
@@ -108,7 +109,7 @@ def machine_checks() -> list[Check]:
 
 
 def _cores() -> Check:
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = usable_cores()
     if count > 1:
         return Check("cores", "ok", str(count))
     return Check("cores", "warn", "1: ranks on this machine share it, so measured times are not meaningful")
@@ -228,9 +229,7 @@ def _with_timeout(seconds: float, function: Callable[[], T]) -> T | None:
 
 def torch_checks(seconds: int = TORCH_TIMEOUT_SECONDS) -> list[Check]:
     """Checks of torch in two processes, so that a crash or hang of torch does not affect this one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     started = [
         subprocess.Popen(  # noqa: S603 -- our own module
             [sys.executable, "-m", "penstock.runtime.torch_checks", str(rank), str(port), str(seconds // 2)],

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.errors import BuildError
 from penstock.families import Family, build, families
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 from penstock.lowering import SplitBackward
@@ -73,7 +73,7 @@ def recognize(schedule: Schedule) -> Recognition:
     actions = sum(map(len, rows))
     equal: list[str] = []
     nearest: tuple[int, str, Schedule] | None = None
-    for name, built in _candidates(_compute_only(schedule)):
+    for name, built in _candidates(schedule.only(PASS_KINDS)):
         differing = sum(map(_differing, rows, _normal_form(built)))
         if not differing:
             equal.append(name)
@@ -88,18 +88,13 @@ def recognize(schedule: Schedule) -> Recognition:
     return Recognition((), sizes, name, min(differing, actions), actions, first)
 
 
-def _compute_only(schedule: Schedule) -> Schedule:
-    """The schedule with F, I, W and B only."""
-    return schedule.only((Kind.F, Kind.I, Kind.W, Kind.B))
-
-
 def _stages_per_rank(schedule: Schedule) -> int | list[int]:
     counts = [len(own) for own in schedule.placement.stages_of_rank]
     return counts[0] if len(set(counts)) == 1 else counts
 
 
 def _normal_form(schedule: Schedule) -> list[Ints]:
-    return list(SplitBackward()(_compute_only(schedule)).table.rows)
+    return list(SplitBackward()(schedule.only(PASS_KINDS)).table.rows)
 
 
 def _differing(row: Ints, other: Ints) -> int:

@@ -31,7 +31,7 @@ __all__ = [
 
 QUANTILES = (5, 50, 95)
 """Percentiles of the makespan under jitter."""
-_MOST_RECOGNIZED = 100_000
+_MAX_RECOGNIZED = 100_000
 """Actions; families with a search of their own take seconds to build beyond it."""
 
 
@@ -63,8 +63,8 @@ def collectives_of(timeline: Timeline) -> dict[str, int]:
 
 def order_of(schedule: Schedule) -> Recognition | str:
     """Which family's order this is, or why that is not said."""
-    if len(schedule.table.code) > _MOST_RECOGNIZED:
-        return f"not compared with families: more than {_MOST_RECOGNIZED:,} actions"
+    if len(schedule.table.code) > _MAX_RECOGNIZED:
+        return f"not compared with families: more than {_MAX_RECOGNIZED:,} actions"
     return recognize(schedule)
 
 

@@ -66,7 +66,7 @@ def little_memory(rng: random.Random) -> Problem:
 def test_no_bound_exceeds_a_proved_optimum() -> None:
     pytest.importorskip("ortools", reason="the exact solver is an extra")
     rng, count = random.Random(6), examples(100)
-    effort = Effort(seconds=3, counted=True, workers=1, seed=0)
+    effort = Effort(seconds=3, deterministic=True, workers=1, seed=0)
     proved = 0
     for _ in range(count):
         problem = little_memory(rng)

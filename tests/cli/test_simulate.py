@@ -60,7 +60,7 @@ def test_sharding_is_placed_by_cost_within_the_memory_limit(run: Run, tmp_path: 
     assert run("simulate", "sends.csv", "--lowered", "--sharding", "cost", "--json").json["collectives"]
     refused = run("simulate", *sizes, "--sharding", "cost", "--memory", 4)
     assert refused.code == 2
-    assert "the memory limit of 4 bytes per rank: rank 0 needs 11; rank 1 needs 9" in refused.message
+    assert "the memory limit of 4 B per rank: rank 0 needs 11 B; rank 1 needs 9 B" in refused.message
 
 
 def test_options_of_sharding_need_each_other(run: Run) -> None:

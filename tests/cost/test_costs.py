@@ -210,3 +210,16 @@ def test_the_repr_has_only_what_is_given_and_makes_the_same_costs() -> None:
     assert repr(costs) == "Costs(forward=(1, 2), latency=0.5, time_unit='units')"
     assert eval(repr(costs)) == costs  # noqa: S307 -- our own text
     assert repr(Costs()) == "Costs()"
+
+
+def test_larger_microbatches_have_more_work_and_activations_but_the_same_weights_and_links() -> None:
+    costs = Costs(backward=(3, 4), activation=5, activation_message=6, parameters=7, latency=8, unshard=9)
+    larger = costs.with_larger_microbatches(2)
+    assert (larger.forward, larger.backward, larger.activation, larger.activation_message) == (
+        2,
+        (6, 8),
+        10,
+        12,
+    )
+    assert (larger.parameters, larger.latency, larger.unshard, larger.recompute) == (7, 8, 9, None)
+    assert larger.units == costs.units

@@ -43,7 +43,7 @@ def test_edges_are_sorted_and_inputs_and_outputs_follow() -> None:
     ("edges", "reason"),
     [
         (((0, 3),), "edge 0 -> 3: stages are 0 to 2"),
-        (((0, 1), (0, 1)), "edge 0 -> 1 is given twice"),
+        (((0, 1), (0, 1)), "duplicate edge 0 -> 1"),
         (((0, 1), (1, 2), (2, 0)), "in a cycle: .*0 -> .*1"),
         (((1, 1),), "in a cycle: 1 -> 1"),
         (((0, "a"),), "two stage numbers"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -16,7 +17,7 @@ from penstock.runtime import Pipeline
 from tests.support.faults import Fault, faulty_pipeline, schedule_of
 from tests.support.grids import repetitions, small
 from tests.support.pool import Pool
-from tests.support.resources import children, descriptors, live_tensors, monitor_threads, resident
+from tests.support.resources import children, live_tensors, new_threads, resident, settled_descriptors
 
 WARM_UP, STEPS = 30, repetitions(60, 26)
 """At least twice as many as there are shapes that change."""
@@ -59,7 +60,7 @@ def run_long(
     for begin, end in ((0, warm_up), (warm_up, warm_up + steps)):
         for number in range(begin, end):
             one(number)
-        found.append((live_tensors(), descriptors(), resident()))
+        found.append((live_tensors(), settled_descriptors(), resident()))
     pipeline.close()
     before, after = found
     return before, after
@@ -84,7 +85,7 @@ def test_steps_leave_nothing_behind(leaking_pool: Pool, family: str, way: str) -
 # --- pipelines ----------------------------------------------------------------------------------------
 
 
-def construct_often(end: str, times: int) -> tuple[int, int, int, list[str], int]:
+def construct_often(end: str, times: int) -> tuple[int, int, list[str], list[str], int]:
     """Descriptors before and after, threads and processes left, and the growth of memory."""
     x, y = torch.randn(2, 8, 4)
 
@@ -96,18 +97,17 @@ def construct_often(end: str, times: int) -> tuple[int, int, int, list[str], int
 
     for _ in range(3):
         once()
-    monitor_threads()
-    before, memory = descriptors(), resident()
+    before, memory, threads = settled_descriptors(), resident(), threading.enumerate()
     for _ in range(times):
         once()
-    threads = monitor_threads()
-    return before, descriptors(), threads, children(), resident() - memory
+    left = new_threads(threads)
+    return before, settled_descriptors(), left, children(), resident() - memory
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_a_pipeline_that_is_closed_or_deleted_leaves_nothing_behind(leaking_pool: Pool, end: str) -> None:
     for before, after, threads, processes, growth in leaking_pool.run(construct_often, end, TIMES):
-        assert threads == 0
+        assert threads == []
         assert processes == []
         assert after <= before + 3  # the store closes its ends a little later
         assert growth < SLACK
@@ -128,11 +128,11 @@ def grown(once: Callable[[], None], times: int) -> tuple[int, int, int, int]:
     for _ in range(3):
         once()
     time.sleep(0.5)  # for threads to end
-    before = descriptors(), live_tensors()
+    before = settled_descriptors(), live_tensors()
     for _ in range(times):
         once()
     time.sleep(0.5)
-    return before[0], descriptors(), before[1], live_tensors()
+    return before[0], settled_descriptors(), before[1], live_tensors()
 
 
 def test_failed_steps_leave_nothing_behind(leaking_pool: Pool) -> None:
@@ -159,12 +159,17 @@ def test_a_pipeline_that_is_closed_and_used_again_leaves_nothing_behind(leaking_
         assert tensors_after <= tensors
 
 
-def watch_after_failure() -> int:
-    with faulty_pipeline("1f1b", 4) as one:
-        one.run_with_faults(Fault(1, "1F2"))
+def threads_after_failure() -> list[str]:
+    def once() -> None:
+        with faulty_pipeline("1f1b", 4) as one:
+            one.run_with_faults(Fault(1, "1F2"))
+
+    once()  # what is created once for all pipelines
+    before = threading.enumerate()
+    once()
     gc.collect()
-    return monitor_threads()
+    return new_threads(before)
 
 
 def test_a_failed_step_leaves_no_thread_behind(leaking_pool: Pool) -> None:
-    assert leaking_pool.run(watch_after_failure) == [0, 0]
+    assert leaking_pool.run(threads_after_failure) == [[], []]

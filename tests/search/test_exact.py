@@ -26,7 +26,7 @@ from tests.support.search_instances import (
 )
 
 pytest.importorskip("ortools", reason="the exact solver is an extra")
-EFFORT = Effort(seconds=60, counted=True, workers=2, seed=0)
+EFFORT = Effort(seconds=60, deterministic=True, workers=2, seed=0)
 
 
 @pytest.mark.parametrize(("p", "m", "limit"), OPTIMA)
@@ -53,7 +53,7 @@ def test_no_bound_exceeds_an_optimum_of_unequal_stages(objective: str) -> None:
         problem = random_problem(rng, objective, most_ranks=3, most_microbatches=4)
         work = Workload(problem.placement, problem.microbatches, problem.costs, split=problem.split)
         greatest = bounds(work, problem.memory_limit, objective)[0].seconds
-        effort = Effort(seconds=0.1, counted=True, workers=1, seed=0)
+        effort = Effort(seconds=0.1, deterministic=True, workers=1, seed=0)
         found = solve(problem, serial(problem).order, 0.0, effort, Event())
         assert found.order is not None
         value = problem.value(found.order)
@@ -64,7 +64,7 @@ def test_no_bound_exceeds_an_optimum_of_unequal_stages(objective: str) -> None:
 @pytest.mark.parametrize("what", ["queues", "pairs", "graphs"])
 def test_the_best_of_all_orders_is_found_and_proved(what: str) -> None:
     rng = random.Random(what)
-    effort = Effort(seconds=20, counted=True, workers=1, seed=0)
+    effort = Effort(seconds=20, deterministic=True, workers=1, seed=0)
     for _ in range(examples(100)):
         problem = {"pairs": tiny_expert_problem, "graphs": tiny_graph_problem}.get(what, tiny_problem)(rng)
         if what == "queues":
@@ -86,7 +86,7 @@ def test_seconds_that_are_fractions_have_a_common_unit() -> None:
 
 def test_the_same_seed_and_count_give_the_same_order() -> None:
     problem = Problem(Placement.v(2), 4, UNITS, 10)
-    effort = Effort(seconds=0.1, counted=True, workers=1, seed=3)
+    effort = Effort(seconds=0.1, deterministic=True, workers=1, seed=3)
     first, second = (solve(problem, serial(problem).order, 0.0, effort, Event()) for _ in range(2))
     assert first.bound == second.bound
     assert first.order is not None

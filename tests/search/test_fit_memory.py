@@ -80,7 +80,7 @@ def test_only_what_is_allowed_is_added() -> None:
 
 
 def test_the_error_names_the_least_memory_that_was_found() -> None:
-    with pytest.raises(SearchError, match=r"memory limit of 5 per rank; the least that was found is 1\d"):
+    with pytest.raises(SearchError, match=r"memory limit of 5 B per rank; the least that was found is 1\d B"):
         FitMemory(5, COSTS)(build("1f1b", ranks=2, microbatches=2))
     with pytest.raises(penstock.ScheduleError, match="already has RECOMPUTE actions"):
         FitMemory(5, COSTS)(Recompute()(build("1f1b", ranks=2, microbatches=2)))

@@ -48,7 +48,7 @@ def randomly_joined(problem: Problem, order: Ints, rng: random.Random) -> Ints:
     base = rng.choice(variants[-2:]) if problem.can_pair else variants[0]
     chosen = np.array([rng.random() < 0.7 for _ in order])
     is_weight = (base & TOKEN) % 3 == WEIGHT_GRAD
-    can_join = is_weight & (problem.can_pair | (problem.whole[(base & TOKEN) // 3] >= 0))
+    can_join = is_weight & (problem.can_pair | (problem.fused_seconds[(base & TOKEN) // 3] >= 0))
     return np.where(chosen, base, np.where(can_join, base | SEPARATE, base & ~PAIRED))
 
 
@@ -81,7 +81,7 @@ def test_a_rerun_from_a_change_equals_a_full_run(objective: str, pairs: bool) ->
             moved = order.copy()
             moved[at], moved[other] = order[other], order[at]
             token = moved[at] & TOKEN
-            if token % 3 == WEIGHT_GRAD and (problem.can_pair or problem.whole[token // 3] >= 0):
+            if token % 3 == WEIGHT_GRAD and (problem.can_pair or problem.fused_seconds[token // 3] >= 0):
                 moved[at] |= rng.choice((0, SEPARATE))
             elif token % 3 == INPUT_GRAD and problem.can_pair:
                 moved[at] ^= rng.choice((0, PAIRED))

@@ -256,7 +256,7 @@ def test_what_cannot_fit_is_refused_with_rank_bytes_and_limit() -> None:
     with pytest.raises(SearchError) as raised:
         PlaceSharding(costs, memory_limit=26)(schedule)
     assert str(raised.value) == (
-        "no placement of UNSHARD and RESHARD fits the memory limit of 26 bytes per rank: rank 1 needs 33, even "
+        "no placement of UNSHARD and RESHARD fits the memory limit of 26 B per rank: rank 1 needs 33 B, even "
         "if only the stage in use is unsharded; raise the limit, or choose a schedule that holds fewer "
         "activations"
     )

@@ -31,16 +31,16 @@ def test_waiting_for_a_value_in_transfer_is_attributed_to_the_link() -> None:
     timeline = simulate(Schedule.parse("0F0 0F1 | 1F0 1F1"), Costs(bandwidth=1, activation_message=10))
     late = [gap for gap in gaps(timeline) if gap.rank == 1][1]
     assert (late.reason, late.start, late.end) == ("link", 12, 21)
-    assert late.blame is not None
-    assert str(late.blame.step) == "0F1"
+    assert late.cause is not None
+    assert str(late.cause.step) == "0F1"
 
 
 def test_a_receive_that_blocks_other_work_is_named() -> None:
     text = "0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2F0 2RECV_F1 2F1 | 1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1"
     timeline = simulate(Schedule.parse(text), blocking_receives=True)
     held = next(gap for gap in gaps(timeline) if gap.reason == "blocked receive")
-    assert held.before is not None
-    assert str(held.before.step) == "0F1"
+    assert held.next_step is not None
+    assert str(held.next_step.step) == "0F1"
     assert held.message is not None
     assert (held.message.stage, held.message.microbatch) == (1, 0)
 
@@ -49,8 +49,8 @@ def test_a_send_that_blocks_its_rank_is_named_with_the_receiver() -> None:
     text = "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 | 1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2"
     timeline = simulate(Schedule.parse(text), Costs(forward=(1, 100)), send_model="rendezvous")
     held = next(gap for gap in gaps(timeline) if gap.reason == "blocked send")
-    assert held.blame is not None
-    assert (held.blame.rank, str(held.blame.step)) == (1, "1RECV_F1")
+    assert held.cause is not None
+    assert (held.cause.rank, str(held.cause.step)) == (1, "1RECV_F1")
 
 
 def test_the_critical_path_follows_the_channel_not_what_waits_behind_it() -> None:

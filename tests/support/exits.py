@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from penstock.processes import free_port
 from penstock.runtime import Pipeline
 
 RANKS = 2
@@ -43,9 +43,7 @@ def train(rank: int, port: int) -> Pipeline:
 
 def run_once(delay: float) -> tuple[list[int], Pipeline | None]:
     """Fork all ranks; the exit codes in the parent process, the pipeline in the others."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     children = []
     for rank in range(RANKS):
         if (child := os.fork()) == 0:

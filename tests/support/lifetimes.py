@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from tests.support.resources import settled
+from tests.support.resources import descriptors, settled, threads
 
 __all__ = ["NOTHING", "Left", "Loss", "left_behind", "references"]
 
@@ -54,7 +53,7 @@ def left_behind(uses: Mapping[str, Callable[[], Mapping[str, weakref.ref[Any]]]]
     next(iter(uses.values()))()  # what is created once and for all
     gc.collect()
     dist.barrier()
-    threads, descriptors = _threads(), _descriptors()
+    threads_before, descriptors_before = threads(), descriptors()
     gc.disable()
     try:
         alive = [
@@ -64,19 +63,11 @@ def left_behind(uses: Mapping[str, Callable[[], Mapping[str, weakref.ref[Any]]]]
             if reference() is not None
         ]
         dist.barrier()
-        threads_left = settled(lambda: max(0, _threads() - threads))
-        descriptors_left = settled(lambda: max(0, _descriptors() - descriptors))
+        threads_left = settled(lambda: max(0, threads() - threads_before))
+        descriptors_left = settled(lambda: max(0, descriptors() - descriptors_before))
         return Left(alive, _tensors_in_cycles(), threads_left, descriptors_left)
     finally:
         gc.enable()
-
-
-def _threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def _descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _tensors_in_cycles() -> int:

@@ -6,18 +6,37 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["children", "descriptors", "live_tensors", "monitor_threads", "resident", "settled"]
+__all__ = [
+    "children",
+    "descriptors",
+    "live_tensors",
+    "new_threads",
+    "resident",
+    "settled",
+    "settled_descriptors",
+    "threads",
+]
 
 
-def monitor_threads() -> int:
-    """How many threads of failure monitors are alive, after those that end had time to."""
-    return settled(lambda: sum(thread.name == "penstock-failure-monitor" for thread in threading.enumerate()))
+def threads() -> int:
+    """How many threads this process has, those of libraries included."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def new_threads(before: Collection[threading.Thread]) -> list[str]:
+    """The names of Python threads that are not in this list, after those that end had time to."""
+
+    def found() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread not in before]
+
+    settled(lambda: len(found()))
+    return found()
 
 
 def settled(count: Callable[[], int], seconds: float = 2) -> int:
@@ -29,11 +48,16 @@ def settled(count: Callable[[], int], seconds: float = 2) -> int:
 
 
 def descriptors() -> int:
-    """How many files and sockets this process has open, after all ranks had time to close theirs."""
+    """How many files and sockets this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def settled_descriptors() -> int:
+    """The same after all ranks had time to close theirs."""
     gc.collect()
     dist.barrier()
     time.sleep(0.3)
-    return len(list(Path("/proc/self/fd").iterdir()))
+    return descriptors()
 
 
 def resident() -> int:

@@ -13,7 +13,7 @@ from penstock import Costs, build, lower, simulate
 from tests.support.kineto_files import kineto_events
 
 MEGABYTES = 200
-MOST_GROWTH = 64 << 20
+MAX_GROWTH = 64 << 20
 
 READ = """
 import resource, sys, penstock, penstock.recognition
@@ -46,4 +46,4 @@ def test_200_megabytes_are_read_in_bounded_memory(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 -- our own code
     growth, family, steps = done.stdout.split()
     assert (family, steps) == ("1f1b", "1")
-    assert int(growth) < MOST_GROWTH
+    assert int(growth) < MAX_GROWTH

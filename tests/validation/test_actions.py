@@ -15,4 +15,4 @@ def test_work_of_swapped_ranks_is_on_the_wrong_rank_and_nothing_raises() -> None
 def test_missing_microbatches_are_named_in_one_short_line() -> None:
     schedule = Schedule.parse(" ".join(f"0F{k}" for k in range(0, 100, 2)), Placement.loop(1), 100)
     (violation,) = penstock.validate(schedule)
-    assert violation.message.endswith("microbatches 1, 3, 5, 7, 9, 11, 13, 15, ... (50 such runs)")
+    assert violation.message.endswith("microbatches 1, 3, 5, 7, 9, 11, 13, 15, ... (50 ranges)")

@@ -10,7 +10,7 @@ from penstock.validation import report
 def test_the_report_shows_the_first_violations_of_a_code_and_counts_the_rest() -> None:
     schedule = Schedule.parse(" ".join(["0F0"] * 31))
     text = report(schedule, penstock.validate(schedule))
-    assert text.count("appears twice") == 20
+    assert text.count("duplicate action: ") == 20
     assert text.endswith("error[duplicate-action]: 10 more of these")
 
 

@@ -200,7 +200,7 @@ def test_gaps_and_the_critical_path_are_those_of_attribution() -> None:
     assert idle["reason"] == [gap.reason for gap in gaps(t)]
     assert idle["start"] == [gap.start for gap in gaps(t)]
     names = [action[step] if step >= 0 else None for step in idle["before"]]
-    assert names == [str(gap.before.step) if gap.before else None for gap in gaps(t)]
+    assert names == [str(gap.next_step.step) if gap.next_step else None for gap in gaps(t)]
     shown = [e for e in critical_path(t) if not e.step.kind.is_communication]
     assert [action[step] for step in found["path"]] == [str(event.step) for event in shown]
 

@@ -19,7 +19,7 @@ from penstock import Costs, MissingExtraError, Schedule
 from penstock.display import Displayed
 from penstock.simulation.comparison import compare
 from penstock.view.marks import Area
-from penstock.view.notebook import MOST_STEPS
+from penstock.view.notebook import MAX_STEPS
 from penstock.view.scales import ROW
 from penstock.view.summary import SummaryScales, summary
 
@@ -122,7 +122,7 @@ def test_an_invalid_schedule_shows_its_steps_and_what_is_wrong() -> None:
 @pytest.mark.parametrize(("ranks", "microbatches"), [(16, 80), (200, 400)])
 def test_a_large_schedule_is_a_small_summary_that_says_so(ranks: int, microbatches: int) -> None:
     timeline = penstock.simulate(penstock.build("1f1b", ranks=ranks, microbatches=microbatches))
-    assert timeline.schedule.num_steps > MOST_STEPS
+    assert timeline.schedule.num_steps > MAX_STEPS
     html = timeline._repr_html_()
     assert len(html) < 300_000
     assert f"Summary: {timeline.schedule.num_steps:,} steps" in Tags(html).text
@@ -130,12 +130,12 @@ def test_a_large_schedule_is_a_small_summary_that_says_so(ranks: int, microbatch
 
 
 def test_a_schedule_of_the_largest_size_is_drawn_step_by_step() -> None:
-    timeline = penstock.simulate(penstock.build("1f1b", ranks=4, microbatches=MOST_STEPS // 8))
+    timeline = penstock.simulate(penstock.build("1f1b", ranks=4, microbatches=MAX_STEPS // 8))
     html = timeline._repr_html_()
     assert len(html) < 300_000
     (picture,) = pictures(html)
     boxes = [box for box in picture.iter("{http://www.w3.org/2000/svg}rect") if box.get("x")]
-    assert len(boxes) >= MOST_STEPS
+    assert len(boxes) >= MAX_STEPS
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev"])

@@ -156,7 +156,7 @@ def test_arrows_follow_the_edges_of_a_stage_graph() -> None:
 def test_a_gap_is_explained_by_the_step_after_it() -> None:
     shown = timeline("1f1b")
     explained = [entry["args"] for entry in of("X", entries(shown)) if "reason" in entry["args"]]
-    wanted = [gap for gap in gaps(shown) if gap.before is not None]
+    wanted = [gap for gap in gaps(shown) if gap.next_step is not None]
     assert Counter(args["reason"] for args in explained) == Counter(gap.reason for gap in wanted)
     assert sum(args["waited_us"] for args in explained) == sum(gap.length for gap in wanted) * 1e6
     assert any(args["waits_for"] == "gradient of stage 1, microbatch 0 (1B0, rank 1)" for args in explained)

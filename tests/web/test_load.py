@@ -19,7 +19,7 @@ from tests.support.random_requests import random_body
 
 AT_ONCE = 50
 ANSWERS = {200, 400, 413, 415, 422, 503}
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Resident memory that all processes together may gain; each has loaded numpy and Penstock before."""
 
 
@@ -67,7 +67,7 @@ def test_fifty_requests_at_once_all_get_an_answer_in_bounded_memory(play: Playgr
             record = json.loads(line)
             assert "internal error" not in json.dumps(record), (name, body, record)
             assert status == 200 or record["error"]
-    assert most - before < MOST_BYTES
+    assert most - before < MAX_BYTES
     statuses = [status for status, _, _ in answers]
     assert 10 <= statuses.count(200) <= AT_ONCE - 10  # neither only valid nor only junk
 

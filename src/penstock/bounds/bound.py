@@ -9,6 +9,8 @@ from penstock.bounds.workload import Workload
 
 __all__ = ["Bound", "worst"]
 
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, order=True)
 class Bound:
@@ -17,6 +19,11 @@ class Bound:
     seconds: float
     name: str
     because: str
+
+    def gap(self, seconds: float) -> float:
+        """How much longer than the bound this is, as a share of the bound; 0 is a proof of optimality."""
+        gap = seconds / self.seconds - 1 if self.seconds else 0.0
+        return 0.0 if abs(gap) < _ROUNDING else gap
 
 
 def worst(work: Workload, of: Callable[[int], float]) -> tuple[float, int]:

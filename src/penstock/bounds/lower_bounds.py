@@ -32,8 +32,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from penstock.bounds.bound import Bound, worst
 from penstock.bounds.memory_bounds import residency, warm_up_and_drain
 from penstock.bounds.workload import Workload
@@ -45,7 +43,7 @@ __all__ = ["OBJECTIVES", "bounds", "bounds_of", "preemptive"]
 
 OBJECTIVES = ("makespan", "span", "period")
 """What to minimize (defined in `penstock.simulation.timeline`)."""
-_OBSERVED = 8
+_BUSIEST = 8
 """Ranks with the most work that are considered in the span of every other rank."""
 
 
@@ -70,55 +68,53 @@ def bounds_of(
 
 def _counts(schedule: Schedule, kind: Kind) -> tuple[int, ...]:
     """Per stage: how many microbatches have an action of this kind; empty if there are none."""
-    table = schedule.table
-    stages = table.stage[table.of_kind(kind)]
-    return tuple(np.bincount(stages, minlength=schedule.num_stages).tolist()) if stages.size else ()
+    return tuple(schedule.table.count_by_stage(kind).tolist()) if schedule.table.has(kind) else ()
 
 
 def bounds(work: Workload, memory_limit: float | None = None, objective: str = "makespan") -> list[Bound]:
     """All five, greatest first; the last two only with a memory limit per rank."""
-    alone = objective != "makespan"
-    found = [_one_machine(work, alone=alone), _load(work, alone=alone)]
-    if not alone:
+    own_span = objective != "makespan"
+    found = [_one_machine(work, own_span=own_span), _load(work, own_span=own_span)]
+    if not own_span:
         found.append(_critical_path(work))
     if memory_limit is not None and work.trains:
-        found += [bound(work, memory_limit, alone=alone) for bound in (residency, warm_up_and_drain)]
+        found += [bound(work, memory_limit, own_span=own_span) for bound in (residency, warm_up_and_drain)]
     if objective == "period":
         found = [replace(bound, seconds=bound.seconds + work.costs.optimizer_step) for bound in found]
     return sorted(found, key=lambda bound: -bound.seconds)  # of equal ones, the simplest comes first
 
 
-def _load(work: Workload, *, alone: bool) -> Bound:
+def _load(work: Workload, *, own_span: bool) -> Bound:
     def of(rank: int) -> float:
         return max(
             min(job[0] for job in jobs) + sum(job[1] for job in jobs) + min(job[2] for job in jobs)
-            for jobs in work.machines(rank, work.window(rank if alone else None))
+            for jobs in work.machines(rank, work.window(rank if own_span else None))
         )
 
     seconds, rank = worst(work, of)
-    waits = "does all its work" if alone else "waits for its first input and does all its work"
+    waits = "does all its work" if own_span else "waits for its first input and does all its work"
     return Bound(seconds, "load", f"rank {rank} {waits}")
 
 
-def _one_machine(work: Workload, *, alone: bool) -> Bound:
-    if alone:
-        return _one_machine_seen(work)
+def _one_machine(work: Workload, *, own_span: bool) -> Bound:
+    if own_span:
+        return _one_machine_in_spans(work)
     seconds, rank = worst(work, lambda rank: max(map(preemptive, work.machines(rank))))
     return Bound(seconds, "one-machine", f"the work of rank {rank} alone, in its best order, takes as long")
 
 
-def _one_machine_seen(work: Workload) -> Bound:
+def _one_machine_in_spans(work: Workload) -> Bound:
     """Between the first start and the last end of a rank is its own work, and F and I of others."""
     ranks = range(work.placement.num_ranks)
     deepest = [own[-1] for own in work.placement.stages_of_rank]
-    busiest = sorted(ranks, key=lambda rank: (work.seconds_of(rank), deepest[rank]), reverse=True)[:_OBSERVED]
+    busiest = sorted(ranks, key=lambda rank: (work.seconds_of(rank), deepest[rank]), reverse=True)[:_BUSIEST]
     found = Bound(0.0, "one-machine", "there is no work")
-    for observer in ranks:
-        window = work.window(observer)
-        for rank in dict.fromkeys((observer, *(() if work.paired else busiest))):
+    for spanned in ranks:
+        window = work.window(spanned)
+        for rank in dict.fromkeys((spanned, *(() if work.paired else busiest))):
             seconds = max(map(preemptive, work.machines(rank, window)))
             if seconds > found.seconds * (1 + 1e-12):
-                within = "alone" if rank == observer else f"from the first to the last step of rank {observer}"
+                within = "alone" if rank == spanned else f"from the first to the last step of rank {spanned}"
                 because = f"the work of rank {rank} {within}, in its best order, takes as long"
                 found = Bound(seconds, "one-machine", because)
     return found

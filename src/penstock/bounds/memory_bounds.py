@@ -33,7 +33,9 @@ import numpy as np
 
 from penstock.bounds.bound import Bound, worst
 from penstock.bounds.workload import Jobs, Window, Workload
+from penstock.cost.effects import held_bytes
 from penstock.cost.memory import activation_bytes, fixed_bytes_of
+from penstock.ir.kinds import Kind
 from penstock.ir.table import Floats
 
 __all__ = ["busy_and_idle", "drains", "least_needed", "residency", "warm_up_and_drain"]
@@ -44,16 +46,15 @@ _ROUNDING = 1e-9
 def _least_held(work: Workload) -> Floats:
     """Per stage: the least bytes that a microbatch holds between its F and its backward."""
     costs, n = work.costs, work.placement.num_stages
-    full = activation_bytes(costs, n).full
     recomputed, offloaded = (
         (np.array(counts or (0,) * n) > 0) | may
         for counts, may in ((work.recomputed, work.may_recompute), (work.offloaded, work.may_offload))
     )
-    kept, moved, moved_kept = (
-        np.array(costs.resolved(name, n)) for name in ("checkpoint", "offloadable", "offloadable_checkpoint")
+    without, with_recompute = (
+        np.where(offloaded, held_bytes(costs, n, (*again, Kind.OFFLOAD)), held_bytes(costs, n, again))
+        for again in ((), (Kind.RECOMPUTE,))
     )
-    least = np.where(offloaded, full - moved, full)
-    return np.where(recomputed, np.minimum(least, np.where(offloaded, kept - moved_kept, kept)), least)
+    return np.where(recomputed, np.minimum(without, with_recompute), without)
 
 
 def least_needed(work: Workload) -> list[float]:
@@ -71,7 +72,7 @@ def least_needed(work: Workload) -> list[float]:
     return found
 
 
-def residency(work: Workload, limit: float, *, alone: bool) -> Bound:
+def residency(work: Workload, limit: float, *, own_span: bool) -> Bound:
     """Each activation is held until its backward."""
     size, least = activation_bytes(work.costs, work.placement.num_stages), _least_held(work)
 
@@ -82,7 +83,7 @@ def residency(work: Workload, limit: float, *, alone: bool) -> Bound:
             life * least[s] + work.weight_gradient[s] * size.after_input_gradient[s] for life, s in lives
         )
         room = work.activation_room(rank, limit)
-        head = 0.0 if alone else work.first_head(rank)
+        head = 0.0 if own_span else work.first_head(rank)
         return head + (work.microbatches * float(byte_seconds) / room if room else 0.0)
 
     seconds, rank = worst(work, of)
@@ -92,21 +93,21 @@ def residency(work: Workload, limit: float, *, alone: bool) -> Bound:
     return Bound(seconds, "residency", because)
 
 
-def warm_up_and_drain(work: Workload, limit: float, *, alone: bool) -> Bound:
+def warm_up_and_drain(work: Workload, limit: float, *, own_span: bool) -> Bound:
     """A rank idles while its first and its last gradients are computed elsewhere."""
-    seconds, rank = worst(work, lambda rank: busy_and_idle(work, rank, limit, alone=alone))
+    seconds, rank = worst(work, lambda rank: busy_and_idle(work, rank, limit, own_span=own_span))
     because = f"rank {rank} lacks work while its first and its last gradients are computed elsewhere"
     return Bound(seconds, "warm-up and drain", because)
 
 
-def busy_and_idle(work: Workload, rank: int, limit: float, *, alone: bool) -> float:
+def busy_and_idle(work: Workload, rank: int, limit: float, *, own_span: bool) -> float:
     """The seconds of all work of a rank, and of what it idles at least in its warm-up and its drain."""
-    return _Rank(work, rank, limit, alone).seconds
+    return _Rank(work, rank, limit, own_span).seconds
 
 
-def drains(work: Workload, rank: int, limit: float, *, alone: bool) -> list[float]:
+def drains(work: Workload, rank: int, limit: float, *, own_span: bool) -> list[float]:
     """Per stage of a rank: the seconds that it idles at least after its last F of that and earlier stages."""
-    each = _Rank(work, rank, limit, alone)
+    each = _Rank(work, rank, limit, own_span)
     return [each.drain(cut) for cut in each.cuts]
 
 
@@ -127,7 +128,7 @@ class _Rank:
     work: Workload
     rank: int
     limit: float
-    alone: bool
+    own_span: bool
     """Whether to count from the rank's own first start to its own last end."""
 
     @property
@@ -137,7 +138,7 @@ class _Rank:
 
     @cached_property
     def window(self) -> Window:
-        return self.work.window(self.rank if self.alone else None)
+        return self.work.window(self.rank if self.own_span else None)
 
     def _seconds_of(self, jobs: Jobs) -> float:
         before, after = [(0, min(job[0] for job in jobs))], [(0, min(job[2] for job in jobs))]

@@ -15,7 +15,8 @@ import numpy as np
 
 from penstock.bounds.memory_bounds import drains
 from penstock.bounds.workload import Window, Workload
-from penstock.cost.memory import activation_bytes
+from penstock.cost.memory import stage_bytes
+from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.table import Floats, Ints
 
 __all__ = ["RankChain"]
@@ -31,7 +32,7 @@ class RankChain:
     limit: float
     """Bytes per rank."""
     ranks: tuple[int, ...]
-    alone: bool = False
+    own_span: bool = False
     """Whether to count from the first start to the last end of the rank, which is then the only one."""
 
     @cached_property
@@ -74,7 +75,7 @@ class RankChain:
     @cached_property
     def window(self) -> Window:
         """Heads and tails."""
-        return self.work.window(self.ranks[0] if self.alone else None)
+        return self.work.window(self.ranks[0] if self.own_span else None)
 
     @cached_property
     def seconds(self) -> Floats:
@@ -107,7 +108,7 @@ class RankChain:
         found = []
         for q, rank in enumerate(self.ranks):
             least = float(self.tails[self.of_rank(q)].min())
-            each = zip(self.of_rank(q, "F"), drains(self.work, rank, self.limit, alone=self.alone))
+            each = zip(self.of_rank(q, "F"), drains(self.work, rank, self.limit, own_span=self.own_span))
             found.append([(-1, least), *((token, drain) for token, drain in each if drain > least)])
         return found
 
@@ -116,11 +117,12 @@ class RankChain:
     @cached_property
     def changes(self) -> Floats:
         """Per token and rank: bytes taken, or freed."""
-        size = activation_bytes(self.work.costs, self.work.placement.num_stages)
+        sizes = stage_bytes(self.work.costs, self.work.placement.num_stages, MemoryLine.ACTIVATIONS)
         found = np.zeros((len(self.tokens), len(self.ranks)))
         for token, (kind, s) in enumerate(self.tokens):
-            full, kept = float(size.full[s]), float(size.after_input_gradient[s]) if s in self.deferred else 0.0
-            found[token, self.rank[token]] = {"F": full, "I": kept - full, "W": -kept}[kind]
+            # a W that takes no time is a part of I
+            kinds = (Kind.I, Kind.W) if kind == "I" and s not in self.deferred else (Kind(kind),)
+            found[token, self.rank[token]] = sum(float(sizes[each.number, s]) for each in kinds)
         return found
 
     @cached_property

@@ -44,7 +44,7 @@ class RankBounds:
         return self.limit is not None and plain and work.stage_graph.is_chain
 
     @cached_property
-    def alone(self) -> bool:
+    def own_span(self) -> bool:
         """Whether each rank's own span counts: a period is at least a span and the optimizer step."""
         return self.objective != "makespan"
 
@@ -56,7 +56,7 @@ class RankBounds:
         besides = self.work.costs.optimizer_step if self.objective == "period" else 0.0
         for width in _WIDTHS if self.applies else ():
             chosen: tuple[int, ...] = ()
-            while len(chosen) < (1 if self.alone else self.work.placement.num_ranks):
+            while len(chosen) < (1 if self.own_span else self.work.placement.num_ranks):
                 found = []
                 for ranks in self._larger(chosen):
                     if used(self.states) >= 1:
@@ -77,7 +77,7 @@ class RankBounds:
     def _ranks(self) -> list[int]:
         assert self.limit is not None
         seconds = [
-            busy_and_idle(self.work, rank, self.limit, alone=self.alone)
+            busy_and_idle(self.work, rank, self.limit, own_span=self.own_span)
             for rank in range(self.work.placement.num_ranks)
         ]
         return sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
@@ -91,7 +91,7 @@ class RankBounds:
             self.states += states
             return used(self.states) >= until
 
-        return RankOrders(RankChain(self.work, self.limit, ranks, self.alone), width).least(best, is_over)
+        return RankOrders(RankChain(self.work, self.limit, ranks, self.own_span), width).least(best, is_over)
 
 
 def _names(ranks: tuple[int, ...]) -> str:

@@ -1,10 +1,13 @@
-"""Checks of one cost: a number, or a list of numbers, from 0 to the largest plausible one."""
+"""Checks of costs: each is a number, or a list of numbers, from 0 to the largest plausible one."""
 
 from __future__ import annotations
 
-from penstock.arguments import printable
+from collections.abc import Iterator, Mapping
 
-__all__ = ["problem_of"]
+from penstock.arguments import printable
+from penstock.cost.values import Cost, as_tuple
+
+__all__ = ["part_problems", "problem_of", "speed_problems"]
 
 _MOST = 1e18  # the largest plausible number of seconds or bytes
 
@@ -28,3 +31,21 @@ def problem_of(value: object, *, many: bool, optional: bool) -> str | None:
         if not 0 <= number <= _MOST:
             return f"it must be from 0 to {_MOST:g} (given {_shown(number)})"
     return None
+
+
+def speed_problems(speeds: Mapping[str, Cost | None]) -> Iterator[str]:
+    """What is wrong with bandwidths that are given."""
+    for name, speed in speeds.items():
+        if speed is not None and min(as_tuple(speed)) <= 0:
+            yield f"{name}: it must be more than 0"
+
+
+def part_problems(activation: Cost, parts: Mapping[str, Cost | None]) -> Iterator[str]:
+    """What is wrong with parts of the activation, which cannot be larger than it."""
+    whole = as_tuple(activation)
+    for name, given in parts.items():
+        part = whole if given is None else as_tuple(given)
+        stages = max(len(part), len(whole))
+        both = (each * stages if len(each) == 1 else each for each in (part, whole))
+        if any(p > w for p, w in zip(*both)):
+            yield f"{name}: it cannot be more than activation"

@@ -15,7 +15,7 @@ In a file, JSON or TOML, the keys are the names below with the unit behind them:
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from os import PathLike
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.arguments import did_you_mean, listed, plural, printable
-from penstock.cost.checks import problem_of
+from penstock.cost.checks import part_problems, problem_of, speed_problems
 from penstock.cost.units import Units
-from penstock.cost.values import Cost, as_tuple, times
+from penstock.cost.values import Cost, times
 from penstock.errors import CostsError, FormatError
 from penstock.formats.file_kinds import COSTS, kind_of_file
 from penstock.formats.files import read_keys, require_extension, write_text
@@ -40,6 +40,7 @@ _DEFAULTS = {
 }
 """What is not given is the sum of these."""
 
+_ACTIVATION_PARTS = ("activation_freed_by_input", "checkpoint", "offloadable")
 _NO_FILE = "<costs>"
 _UNITS = {"time_unit": ("seconds", "units"), "memory_unit": ("bytes", "activations")}
 _TIMED = frozenset(("forward", "backward_input", "backward_weight"))
@@ -47,23 +48,28 @@ _SIZED = frozenset(("activation", "parameters", "gradients", "optimizer_state", 
 """Times are seconds, and sizes are bytes, if any of these is given."""
 
 
-def _cost(default: float | None, unit: str, per: str) -> Any:  # noqa: ANN401 -- a dataclass field
-    return field(default=default, metadata={"unit": unit, "per": per})
+def _cost(default: float | None, unit: str, per: str, *, grows: bool = False) -> Any:  # noqa: ANN401 -- a field
+    """A cost; `grows` if it grows with the samples of a microbatch."""
+    return field(default=default, metadata={"unit": unit, "per": per, "grows": grows})
+
+
+def _text(default: str | None, **options: Any) -> Any:  # noqa: ANN401 -- a field
+    return field(default=default, metadata={"unit": "", "per": "model", "grows": False}, **options)
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds and bytes. What is not given costs nothing, except that F, I and W take one second."""
 
-    forward: Cost = _cost(1, "seconds", "stage")
-    backward_input: Cost = _cost(1, "seconds", "stage")
-    backward_weight: Cost = _cost(1, "seconds", "stage")
-    backward: Cost | None = _cost(None, "seconds", "stage")
+    forward: Cost = _cost(1, "seconds", "stage", grows=True)
+    backward_input: Cost = _cost(1, "seconds", "stage", grows=True)
+    backward_weight: Cost = _cost(1, "seconds", "stage", grows=True)
+    backward: Cost | None = _cost(None, "seconds", "stage", grows=True)
     """Full backward; the sum of both halves unless given."""
-    forward_all_to_all: Cost = _cost(0, "seconds", "stage")
+    forward_all_to_all: Cost = _cost(0, "seconds", "stage", grows=True)
     """All-to-all of F (dispatch and combine of experts), on a second stream: `penstock.cost.prices`."""
-    backward_input_all_to_all: Cost = _cost(0, "seconds", "stage")
-    backward_weight_all_to_all: Cost = _cost(0, "seconds", "stage")
+    backward_input_all_to_all: Cost = _cost(0, "seconds", "stage", grows=True)
+    backward_weight_all_to_all: Cost = _cost(0, "seconds", "stage", grows=True)
     """B has those of I and of W."""
     overlap: float | None = _cost(None, "seconds", "step")
     """An overlapped pair, whatever its stages; unless given, `overlap_factor` applies."""
@@ -74,8 +80,8 @@ class Costs:
     latency: Cost = _cost(0, "seconds", "edge")
     bandwidth: Cost | None = _cost(None, "bytes_per_second", "edge")
     """Bytes per second of a channel; unless given, a message takes its latency only."""
-    activation_message: Cost = _cost(0, "bytes", "edge")
-    gradient_message: Cost = _cost(0, "bytes", "edge")
+    activation_message: Cost = _cost(0, "bytes", "edge", grows=True)
+    gradient_message: Cost = _cost(0, "bytes", "edge", grows=True)
     unshard: Cost = _cost(0, "seconds", "stage")
     reshard: Cost = _cost(0, "seconds", "stage")
     reduce_grad: Cost = _cost(0, "seconds", "stage")
@@ -84,26 +90,26 @@ class Costs:
     parameters: Cost = _cost(0, "bytes", "stage")
     gradients: Cost = _cost(0, "bytes", "stage")
     optimizer_state: Cost = _cost(0, "bytes", "stage")
-    activation: Cost = _cost(1, "bytes", "stage")
+    activation: Cost = _cost(1, "bytes", "stage", grows=True)
     """Held from the start of F to the end of B, or of W."""
-    activation_freed_by_input: Cost = _cost(0, "bytes", "stage")
+    activation_freed_by_input: Cost = _cost(0, "bytes", "stage", grows=True)
     """The part of `activation` that I frees at its end."""
     unsharded_parameters: Cost = _cost(0, "bytes", "stage")
     """Held from UNSHARD to RESHARD, in addition to `parameters`."""
-    recompute: Cost | None = _cost(None, "seconds", "stage")
+    recompute: Cost | None = _cost(None, "seconds", "stage", grows=True)
     """RECOMPUTE; as long as F unless given. It repeats the all-to-all of F."""
-    checkpoint: Cost = _cost(0, "bytes", "stage")
+    checkpoint: Cost = _cost(0, "bytes", "stage", grows=True)
     """The part of `activation` that F keeps for RECOMPUTE, which needs it."""
-    offloadable: Cost | None = _cost(None, "bytes", "stage")
+    offloadable: Cost | None = _cost(None, "bytes", "stage", grows=True)
     """The part of `activation` that OFFLOAD moves to the host; all of it unless given."""
     host_latency: Cost = _cost(0, "seconds", "rank")
     host_bandwidth: Cost | None = _cost(None, "bytes_per_second", "rank")
     """Of the link to the host, in each direction; unless given, a copy takes its latency only."""
-    time_unit: Any = field(default=None, metadata={"unit": "", "per": "model"})
+    time_unit: Any = _text(None)
     """`seconds` or `units`; unless given, it follows from F, I and W."""
-    memory_unit: Any = field(default=None, metadata={"unit": "", "per": "model"})
+    memory_unit: Any = _text(None)
     """`bytes` or `activations`; unless given, it follows from what is held."""
-    source: Any = field(default="", compare=False, repr=False, metadata={"unit": "", "per": "model"})
+    source: Any = _text("", compare=False, repr=False)
     """The file that they are from, for messages."""
 
     def __post_init__(self) -> None:
@@ -118,7 +124,9 @@ class Costs:
         if not problems and not 0 <= self.overlap_factor <= 1:
             problems.append(f"overlap_factor: it must be from 0 to 1 (given {self.overlap_factor})")
         if not problems:
-            problems = [*self._slow_links(), *self._large_parts()]
+            speeds = {name: getattr(self, name) for name in ("bandwidth", "host_bandwidth")}
+            parts = {name: getattr(self, name) for name in _ACTIVATION_PARTS}
+            problems = [*speed_problems(speeds), *part_problems(self.activation, parts)]
         if problems:
             raise CostsError("; ".join(problems))
 
@@ -143,22 +151,6 @@ class Costs:
             timed if self.time_unit is None else self.time_unit == "seconds",
             sized if self.memory_unit is None else self.memory_unit == "bytes",
         )
-
-    def _slow_links(self) -> Iterator[str]:
-        for name in ("bandwidth", "host_bandwidth"):
-            speed = getattr(self, name)
-            if speed is not None and min(as_tuple(speed)) <= 0:
-                yield f"{name}: it must be more than 0"
-
-    def _large_parts(self) -> Iterator[str]:
-        """Parts of the activation that are larger than it."""
-        for name in ("activation_freed_by_input", "checkpoint", "offloadable"):
-            part, whole = getattr(self, name), as_tuple(self.activation)
-            part = whole if part is None else as_tuple(part)
-            stages = max(len(part), len(whole))
-            both = (each * stages if len(each) == 1 else each for each in (part, whole))
-            if any(p > w for p, w in zip(*both)):
-                yield f"{name}: it cannot be more than activation"
 
     def check_lengths(self, graph: StageGraph, num_ranks: int) -> None:
         """Raise for lists that do not have one entry for each stage, edge or rank."""
@@ -219,9 +211,16 @@ class Costs:
 
     def shared_by(self, stages: float) -> Costs:
         """The costs of each of so many equal stages that together are one stage of these costs."""
-        per_stage = [f.name for f in fields(self) if f.metadata["per"] == "stage"]
-        parts: dict[str, Any] = {name: times(getattr(self, name), 1 / stages) for name in per_stage}
-        return replace(self, **parts, time_unit=self.units.time_name, memory_unit=self.units.memory_name)
+        return self._times([f.name for f in fields(self) if f.metadata["per"] == "stage"], 1 / stages)
+
+    def with_larger_microbatches(self, factor: float) -> Costs:
+        """The costs of microbatches with `factor` times as many samples."""
+        return self._times([f.name for f in fields(self) if f.metadata["grows"]], factor)
+
+    def _times(self, names: Iterable[str], factor: float) -> Costs:
+        """The costs with some of them multiplied, in the same units."""
+        changed: dict[str, Any] = {name: times(getattr(self, name), factor) for name in names}
+        return replace(self, **changed, time_unit=self.units.time_name, memory_unit=self.units.memory_name)
 
     # --- files -------------------------------------------------------------------------------------
 

@@ -9,21 +9,45 @@ A microbatch that a stage recomputes, or offloads, is held in part between F and
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Mapping
+
 import numpy as np
 
 from penstock.cost.costs import Costs
 from penstock.ir.kinds import Kind, MemoryEffect, MemoryLine, Moment
 from penstock.ir.table import ActionTable, Floats, Ints
 
-__all__ = ["changed_bytes", "effect_bytes"]
+__all__ = ["changed_bytes", "effect_bytes", "held_bytes"]
 
 
 def effect_bytes(costs: Costs, num_stages: int, effect: MemoryEffect) -> Floats:
     """Per stage: bytes that an action with this effect takes (above 0) or frees."""
+    return _sum(costs, num_stages, effect.bytes)
+
+
+def _sum(costs: Costs, num_stages: int, factors: Mapping[str, int]) -> Floats:
+    """Per stage: the sum of these fields of `Costs`, each times its factor."""
     found = np.zeros(num_stages)
-    for name, factor in effect.bytes.items():
-        found += factor * np.array(costs.resolved(name, num_stages))
+    for name, factor in factors.items():
+        if factor:
+            found += factor * np.array(costs.resolved(name, num_stages))
     return found
+
+
+def held_bytes(costs: Costs, num_stages: int, techniques: Collection[Kind] = ()) -> Floats:
+    """Per stage: bytes that a microbatch holds between its F and its backward.
+
+    `techniques` are RECOMPUTE and OFFLOAD if the microbatch has such actions; copies are taken to have ended.
+    """
+    factors: Counter[str] = Counter()
+    for kind in (Kind.F, *techniques):
+        for effect in kind.spec.memory:
+            changed = Kind(effect.of or kind.value)
+            is_before = changed is Kind.F or (changed is Kind.OFFLOAD and changed in techniques)
+            if effect.line is MemoryLine.ACTIVATIONS and is_before:
+                factors.update(effect.bytes)
+    return _sum(costs, num_stages, factors)
 
 
 def changed_bytes(table: ActionTable, costs: Costs, line: MemoryLine, moment: Moment) -> tuple[Ints, Floats]:

@@ -15,7 +15,8 @@ before it has taken it. A forward-only schedule keeps no activation after F.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,8 @@ __all__ = [
     "ActivationBytes",
     "Memory",
     "activation_bytes",
+    "counting_activations",
+    "exceeds",
     "fixed_bytes",
     "fixed_bytes_of",
     "memory_over_time",
@@ -39,6 +42,18 @@ __all__ = [
 ]
 
 _FIXED = ("parameters", "gradients", "optimizer_state")
+_ROUNDING = 1e-9
+
+
+def exceeds(peak: float, limit: float) -> bool:
+    """Whether a peak is above a memory limit by more than rounding."""
+    return peak > limit * (1 + _ROUNDING)
+
+
+def counting_activations(costs: Costs) -> Costs:
+    """The same seconds; of memory, each activation of a stage and microbatch counts 1, all else nothing."""
+    nothing: dict[str, Any] = dict.fromkeys((*_FIXED, "activation_freed_by_input", "checkpoint"), 0)
+    return replace(costs, **nothing, activation=1, offloadable=None)
 
 
 def fixed_bytes_of(costs: Costs, stages: Sequence[int], num_stages: int) -> float:

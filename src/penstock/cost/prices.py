@@ -125,9 +125,7 @@ def step_seconds(table: ActionTable, costs: Costs) -> Floats:
         total = np.delete(total, second)
         total[table.slot[second]] = pair_seconds(costs, first, last)
     if costs.launch_overhead:
-        compute = np.zeros(len(table.rank), dtype=np.bool_)
-        compute[table.slot[table.is_compute]] = True
-        total[compute] += costs.launch_overhead
+        total[table.is_compute_slot] += costs.launch_overhead
     return total
 
 

@@ -86,6 +86,7 @@ def interleaved_zero_bubble(
     "inference: the forwards of interleaved 1F1B",
     default_stages_per_rank=1,
     smallest_group=lambda _: 1,
+    trains=False,
 )
 def forward_only(ranks: int, microbatches: int, stages_per_rank: int, *, group: int | None = None) -> Schedule:
     """Run group after group through all local stages; no activation is kept."""

@@ -40,6 +40,8 @@ class Family:
     """`graph_builder(graph, placement, microbatches)` returns a schedule; None if the family needs a chain."""
     smallest_group: Callable[[int], int] | None = field(default=None, repr=False)
     """The smallest `group` for a number of ranks; None if the family has no groups."""
+    trains: bool = True
+    """Whether its schedules have backwards."""
 
     def group_range(self, ranks: int, microbatches: int) -> range:
         """The values that `group` can have: from the smallest to all microbatches; empty without groups."""
@@ -67,11 +69,13 @@ def register(
     aliases: Sequence[str] = (),
     graph_builder: GraphBuilder | None = None,
     smallest_group: Callable[[int], int] | None = None,
+    trains: bool = True,
 ) -> Callable[[Builder], Builder]:
     """Register a function that takes ranks, microbatches and stages_per_rank and returns a `Schedule`.
 
     With `graph_builder`, a function of graph, placement and microbatches, the family accepts any stage graph.
     With `smallest_group`, a function of the number of ranks, it also takes the keyword `group`, an int or None.
+    `trains=False` is for schedules without backwards, which are no candidates for training.
     A package registers its families on installation with an entry point in the group `penstock.families` that
     names the module which registers them.
     """
@@ -82,6 +86,7 @@ def register(
             aliases=tuple(aliases),
             graph_builder=graph_builder,
             smallest_group=smallest_group,
+            trains=trains,
         )
         keys = [_key(each) for each in (name, *aliases)]
         if owners := sorted({_BY_KEY[key].name for key in keys if key in _BY_KEY}):
@@ -208,11 +213,7 @@ def _group_problems(family: Family, ranks: int, microbatches: int, group: int) -
         return []
     given = f"given {number}, with {ranks} ranks and {microbatches} microbatches"
     text = f"group of {family.name} must be from {allowed[0]} to {allowed[-1]}, the microbatches ({given})"
-    smaller = [
-        f.name
-        for f in families().values()
-        if number in f.group_range(ranks, microbatches) and f.name != "forward-only"
-    ]
+    smaller = [f.name for f in families().values() if number in f.group_range(ranks, microbatches) and f.trains]
     return [f"{text}; {', '.join(smaller)} can have {number}" if smaller else text]
 
 

@@ -16,17 +16,15 @@ import re
 from collections.abc import Iterator
 from itertools import count
 
-from penstock.arguments import printable
 from penstock.errors import FormatError, PlacementError, ScheduleError
 from penstock.formats.step_texts import parse_row, schedule_of, steps_of
-from penstock.ir.graph import Edge, StageGraph
+from penstock.ir.graph import Edge, StageGraph, parse_edge
 from penstock.ir.schedule import Schedule
 
 __all__ = ["dumps", "loads"]
 
 _EDGES = "edges"
 _SEPARATORS = re.compile(r"[;\s|]+")
-_EDGE = re.compile(r"([0-9]{1,8})>([0-9]{1,8})")
 
 
 def dumps(schedule: Schedule) -> str:
@@ -84,13 +82,11 @@ def _hint(rows: list[list[str]]) -> list[str]:
 def _parse_edges(row: list[str], problems: list[str]) -> Iterator[Edge]:
     """The edges of the first row; append its errors to `problems`."""
     for column, cell in enumerate(row[1:], 2):
-        if match := _EDGE.fullmatch(cell):
-            yield int(match[1]), int(match[2])
-        elif cell:
-            shown = printable(repr(cell))
-            problems.append(
-                f"row 1, column {column}: {shown} is not an edge; write 0>2 for stage 0 that feeds 2"
-            )
+        if cell:
+            try:
+                yield parse_edge(cell)
+            except PlacementError as error:
+                problems.append(f"row 1, column {column}: {error}")
 
 
 def _cells(text: str, source: str) -> list[list[str]]:

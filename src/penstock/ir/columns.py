@@ -184,8 +184,17 @@ class ActionColumns:
 
     @cached_property
     def is_compute(self) -> Bools:
-        """Per part: whether it occupies the compute stream: F, I, W or B."""
+        """Per part: whether it occupies the compute stream: F, I, W, B or RECOMPUTE."""
         return self.of_kind(*(kind for kind in Kind if kind.is_compute))
+
+    @cached_property
+    def is_compute_slot(self) -> Bools:
+        """Per slot: whether it occupies the compute stream; an overlapped pair does."""
+        if not self.has_pairs:
+            return self.is_compute
+        found = np.zeros(len(self.rank), dtype=np.bool_)
+        found[self.slot[self.is_compute]] = True
+        return found
 
     @cached_property
     def is_communication(self) -> Bools:
@@ -193,26 +202,26 @@ class ActionColumns:
         return self.of_kind(*(kind for kind in Kind if kind.is_communication))
 
     @cached_property
-    def hosts(self) -> Ints:
+    def rank_of_stage(self) -> Ints:
         """Per stage: its rank."""
         return np.array(self.placement.stage_to_rank, dtype=np.int64)
 
     @cached_property
-    def known(self) -> Bools:
+    def in_range(self) -> Bools:
         """Per part: whether its stage and microbatch exist."""
         return (self.stage < self.placement.num_stages) & (self.microbatch < self.microbatches)
 
     @cached_property
-    def sound(self) -> Bools:
-        """Per part: whether its stage and microbatch exist and its stage lives on this rank."""
-        host = self.hosts[self.stage if self.known.all() else np.where(self.known, self.stage, 0)]
-        sound: Bools = self.known & (host == self.part_rank)
-        return sound
+    def well_placed(self) -> Bools:
+        """Per part: whether its stage and microbatch exist, and it is on the rank of its stage."""
+        stage = self.stage if self.in_range.all() else np.where(self.in_range, self.stage, 0)
+        well_placed: Bools = self.in_range & (self.rank_of_stage[stage] == self.part_rank)
+        return well_placed
 
     @cached_property
-    def all_sound(self) -> bool:
-        """Whether every part is `sound`."""
-        return bool(self.sound.all())
+    def all_well_placed(self) -> bool:
+        """Whether every part is `well_placed`."""
+        return bool(self.well_placed.all())
 
     def of_kind(self, *kinds: Kind) -> Bools:
         """Per part: whether it is of one of these kinds."""
@@ -236,22 +245,26 @@ class ActionColumns:
         """The kinds that there are."""
         return [kind for kind in Kind if self._count[kind.number]]
 
-    def require_handled(self, kinds: Collection[Kind], room: str) -> None:
+    def require_handled(self, kinds: Collection[Kind], component: str) -> None:
         """Raise `UnhandledKindError` if there are parts of other kinds than these."""
-        require_handled(self.kinds, kinds, room)
+        require_handled(self.kinds, kinds, component)
 
-    def sound_parts(self, kind: Kind) -> Ints:
-        """The sound parts of this kind in ascending order."""
+    def count_by_stage(self, kind: Kind) -> Ints:
+        """Per stage: how many parts of this kind there are."""
+        return np.bincount(self.stage[self.of_kind(kind)], minlength=self.placement.num_stages)
+
+    def well_placed_parts(self, kind: Kind) -> Ints:
+        """The well-placed parts of this kind in ascending order."""
         found = self.of_kind(kind)
-        return np.flatnonzero(found if self.all_sound else found & self.sound)
+        return np.flatnonzero(found if self.all_well_placed else found & self.well_placed)
 
-    def num_sound_parts(self, kind: Kind) -> int:
-        """How many sound parts of this kind there are."""
-        return int(self._count[kind.number]) if self.all_sound else len(self.sound_parts(kind))
+    def num_well_placed_parts(self, kind: Kind) -> int:
+        """How many well-placed parts of this kind there are."""
+        return int(self._count[kind.number]) if self.all_well_placed else len(self.well_placed_parts(kind))
 
     @cached_property
     def only_compute(self) -> bool:
-        """Whether there are only F, I, W, B and overlapped pairs."""
+        """Whether every step occupies the compute stream."""
         return all(kind.is_compute for kind in self.kinds)
 
     @cached_property

@@ -115,23 +115,23 @@ def _loop(  # noqa: C901, PLR0912 -- calls would take most of its time
         while i < stop:
             d = one[i]
             if d >= 0:
-                there = ends[d]
-                if there < 0:
+                arrival = ends[d]
+                if arrival < 0:
                     missing = d
                     break
-                there += lag[i]
-                if there > now:  # noqa: PLR1730 -- max() would double the time of this loop
-                    now = there
+                arrival += lag[i]
+                if arrival > now:  # noqa: PLR1730 -- max() would double the time of this loop
+                    now = arrival
             elif d <= _SEVERAL:
                 latest = now
                 for j in range(group_bounds[_SEVERAL - d], group_bounds[_SEVERAL - d + 1]):
-                    there = ends[group_producer[j]]
-                    if there < 0:
+                    arrival = ends[group_producer[j]]
+                    if arrival < 0:
                         missing = group_producer[j]
                         break
-                    there += group_lag[j]
-                    if there > latest:  # noqa: PLR1730
-                        latest = there
+                    arrival += group_lag[j]
+                    if arrival > latest:  # noqa: PLR1730
+                        latest = arrival
                 if missing >= 0:
                     break
                 now = latest

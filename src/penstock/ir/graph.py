@@ -11,6 +11,7 @@ Everything that asks "what does this stage need, whom does it feed" asks the gra
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,13 +25,15 @@ from penstock.errors import PlacementError, ScheduleError
 from penstock.ir.action import chain_neighbour
 from penstock.ir.kinds import Kind
 
-__all__ = ["MAX_PORTS", "Edge", "StageGraph"]
+__all__ = ["MAX_PORTS", "Edge", "StageGraph", "parse_edge"]
 
 Edge = tuple[int, int]
 """The stage that feeds, and the stage that is fed."""
 
 MAX_PORTS = 31
 """The most edges of one stage in one direction, beside its neighbour in the chain."""
+
+_EDGE = re.compile(r"([0-9]{1,9})>([0-9]{1,9})")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class StageGraph:
             for source, target in edges
             if not (0 <= source < self.num_stages and 0 <= target < self.num_stages)
         ]
-        problems += [f"edge {edge[0]} -> {edge[1]} is given twice" for edge in sorted(_repeated(edges))]
+        problems += [f"duplicate edge {edge[0]} -> {edge[1]}" for edge in sorted(_repeated(edges))]
         if problems:
             raise PlacementError("; ".join(problems[:8]))
         try:
@@ -65,13 +68,7 @@ class StageGraph:
     @classmethod
     def parse(cls, text: str) -> StageGraph:
         """From the text of its edges, as in CSV files: `StageGraph.parse("0>1,1>2,0>2")`."""
-        edges: list[Edge] = []
-        for each in text.split(","):
-            source, arrow, target = each.strip().partition(">")
-            if not (arrow and source.isdecimal() and target.isdecimal()):
-                given = printable(repr(each.strip()))
-                raise PlacementError(f"{given} is not an edge; write 0>2 for stage 0 that feeds 2")
-            edges.append((int(source), int(target)))
+        edges = [parse_edge(each.strip()) for each in text.split(",")]
         most = max(stage for edge in edges for stage in edge)
         if most > 2 * len(edges):
             raise PlacementError(f"stage {most} of {len(edges)} edges: some stages have no edge")
@@ -156,7 +153,7 @@ class StageGraph:
                 f"the schedule's stage graph has {len(self.edges)} edges that are not one"
             )
 
-    def carriers(self, hosts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def carriers(self, rank_of_stage: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Per edge: the edge whose message brings its activation, given the rank of each stage.
 
         A value that several stages of a rank use crosses once, on the edge to the first of them in the order of
@@ -169,8 +166,8 @@ class StageGraph:
         first: dict[tuple[int, int], int] = {}
         for number in sorted(found.tolist(), key=lambda number: position[self.edges[number][1]]):
             source, target = self.edges[number]
-            if hosts[source] != hosts[target]:
-                found[number] = first.setdefault((source, int(hosts[target])), number)
+            if rank_of_stage[source] != rank_of_stage[target]:
+                found[number] = first.setdefault((source, int(rank_of_stage[target])), number)
         return found
 
     # --- messages ----------------------------------------------------------------------------------
@@ -219,6 +216,15 @@ class StageGraph:
             stage, other = (source, target) if towards_output else (target, source)
             found[stage, self.port(kind, stage, other)] = i
         return found
+
+
+def parse_edge(text: str) -> Edge:
+    """Read the text of one edge: `0>2`."""
+    match = _EDGE.fullmatch(text)
+    if match is None:
+        given = printable(repr(text))
+        raise PlacementError(f"{given} is not an edge; write 0>2 for stage 0 that feeds 2")
+    return int(match[1]), int(match[2])
 
 
 def _whole(number: object) -> int:

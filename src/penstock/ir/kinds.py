@@ -18,6 +18,7 @@ from penstock.errors import UnhandledKindError
 __all__ = [
     "KIND_SPECS",
     "MEMORY_KINDS",
+    "PASS_KINDS",
     "Dependency",
     "Kind",
     "KindSpec",
@@ -270,6 +271,9 @@ class Kind(Enum):
         same = (kind for kind in Kind if kind.is_communication and kind.spec.value == self.spec.value)
         return next(kind for kind in same if kind.is_send != self.is_send)
 
+
+PASS_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
+"""The forward and backward passes: what every schedule orders."""
 
 MEMORY_KINDS = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
 """The kinds that change what is held between a forward and its backward."""

@@ -80,8 +80,8 @@ class Messages:
             producer=producer,
             consumer=consumer,
             last_consumer=last_consumer,
-            source=_for_each(table.hosts[np.where(is_gradient, uses[edge], makes[edge])], m),
-            target=_for_each(table.hosts[np.where(is_gradient, makes[edge], uses[edge])], m),
+            source=_for_each(table.rank_of_stage[np.where(is_gradient, uses[edge], makes[edge])], m),
+            target=_for_each(table.rank_of_stage[np.where(is_gradient, makes[edge], uses[edge])], m),
         )
 
     @cached_property
@@ -99,6 +99,11 @@ class Messages:
     def used(self) -> Bools:
         """Which of them are sent, received and used."""
         return self.paired & (self.consumer >= 0)
+
+    @cached_property
+    def consumed(self) -> Bools:
+        """Which of them are computed and used, whether or not there are SEND and RECV."""
+        return (self.producer >= 0) & (self.consumer >= 0)
 
     @cached_property
     def further_uses(self) -> tuple[Ints, Ints]:
@@ -135,9 +140,9 @@ class Messages:
     @cached_property
     def in_lists(self) -> tuple[Ints, Ints]:
         """The SEND and RECV parts of all messages that have both, in ascending order, and their messages."""
-        there = np.flatnonzero(self.paired)
+        paired = np.flatnonzero(self.paired)
         message = np.full(len(self.table.code), -1, dtype=np.int64)
-        message[self.send[there]] = message[self.receive[there]] = there
+        message[self.send[paired]] = message[self.receive[paired]] = paired
         parts = np.flatnonzero(message >= 0)
         return parts, message[parts]
 

@@ -41,11 +41,11 @@ class ActionTable(ActionColumns):
 
     @cached_property
     def cell(self) -> Ints:
-        """Per part: stage * microbatches + microbatch, meaningful where `sound`."""
+        """Per part: stage * microbatches + microbatch, meaningful where `well_placed`."""
         return self.stage * self.microbatches + self.microbatch
 
     def edges_of(self, kind: Kind, parts: Ints) -> Ints:
-        """Per sound message of this kind: the number of the edge it travels on, -1 if there is no such edge."""
+        """Per well-placed message of this kind: the number of its edge, -1 if there is no such edge."""
         edges, stage = self.graph.edges_by_port(kind), self.stage[parts]
         port = self.code[parts] >> PORT_SHIFT
         if not port.any():
@@ -60,16 +60,16 @@ class ActionTable(ActionColumns):
         return {}
 
     def at(self, kind: Kind) -> Ints:
-        """Per stage and microbatch: the first sound part of this kind, -1 where there is none."""
+        """Per stage and microbatch: the first well-placed part of this kind, -1 where there is none."""
         if kind not in self._found:
-            parts = self.sound_parts(kind)[::-1]
+            parts = self.well_placed_parts(kind)[::-1]
             self._found[kind] = self._first(parts, self.cell[parts], self.placement.num_stages)
         return self._found[kind]
 
     def message_at(self, kind: Kind) -> Ints:
-        """Per edge and microbatch: the first sound SEND or RECV of this kind, -1 where there is none."""
+        """Per edge and microbatch: the first well-placed SEND or RECV of this kind, -1 where there is none."""
         if kind not in self._found:
-            parts = self.sound_parts(kind)[::-1]
+            parts = self.well_placed_parts(kind)[::-1]
             edge = self.edges_of(kind, parts)
             if (edge < 0).any():
                 parts, edge = parts[edge >= 0], edge[edge >= 0]
@@ -107,13 +107,13 @@ class ActionTable(ActionColumns):
     def crosses_ranks(self) -> Bools:
         """Per edge: whether its two stages are on different ranks, so that values have to be sent."""
         source, target = self.graph.ends
-        apart: Bools = self.hosts[source] != self.hosts[target]
+        apart: Bools = self.rank_of_stage[source] != self.rank_of_stage[target]
         return apart
 
     @cached_property
     def carrier(self) -> Ints:
         """Per edge: the edge whose message brings its activation; see `StageGraph.carriers`."""
-        return self.graph.carriers(self.hosts)
+        return self.graph.carriers(self.rank_of_stage)
 
     @cached_property
     def _consumers(self) -> dict[Dependency, tuple[str, ...]]:
@@ -152,8 +152,8 @@ class ActionTable(ActionColumns):
         """The slots of OFFLOAD and RELOAD, and for each one of the slots on its rank that waits for its end."""
         found: list[tuple[Ints, Ints]] = []
         for _, producer, consumer in self.within_stage:
-            there = (producer >= 0) & (consumer >= 0)
-            made, used = producer[there], consumer[there]
+            both = (producer >= 0) & (consumer >= 0)
+            made, used = producer[both], consumer[both]
             copies = self.of_kind(*(kind for kind in Kind if kind.is_host_copy))[made]
             found.append((self.slot[made[copies]], self.slot[used[copies]]))
         nothing = np.empty(0, dtype=np.int64)
@@ -173,7 +173,7 @@ class ActionTable(ActionColumns):
             np.concatenate([getattr(need, side)[edges] for need in self.between_stages], axis=None)
             for side in ("producer", "consumer")
         )
-        there = (producer >= 0) & (consumer >= 0)
-        if not there.all():
-            producer, consumer = producer[there], consumer[there]
+        both = (producer >= 0) & (consumer >= 0)
+        if not both.all():
+            producer, consumer = producer[both], consumer[both]
         return self.slots_of(producer), self.slots_of(consumer)

@@ -90,8 +90,7 @@ def chosen(table: ActionTable, name: str, stages: Iterable[int] | None, policy: 
 
 def steps_of(table: ActionTable) -> Ints:
     """Per slot: how many compute steps come before it, through all ranks."""
-    computes = np.zeros(len(table.rank) + 1, dtype=np.int64)
-    computes[table.slot[table.is_compute]] = 1
+    computes: Ints = np.append(table.is_compute_slot, 0).astype(np.int64)
     return np.cumsum(computes) - computes
 
 

@@ -39,4 +39,4 @@ def with_reductions(schedule: Schedule, after: Ints) -> Schedule:
     """The schedule with the REDUCE_GRAD of each stage directly after this slot of its rank; none for -1."""
     table, stages = schedule.table, np.flatnonzero(after >= 0)
     next_part = np.searchsorted(table.slot, after[stages], side="right")
-    return insert(schedule, next_part, table.hosts[stages], codes_of(Kind.REDUCE_GRAD, stages))
+    return insert(schedule, next_part, table.rank_of_stage[stages], codes_of(Kind.REDUCE_GRAD, stages))

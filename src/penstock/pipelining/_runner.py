@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.ir.action import Action, Kind, Overlap, Step
+from penstock.ir.kinds import PASS_KINDS
 from penstock.ir.schedule import Schedule
 from penstock.pipelining._fixed_settings import check_unchanged, settings_of
 from penstock.pipelining._orders import action_of
@@ -43,7 +44,6 @@ from penstock.runtime.execution.splitters import Splitter, Value
 
 Functions: TypeAlias = Mapping[Kind, _CustomFunctionProtocol]
 _NO_TARGET = object()
-_COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 def _merger(owner: _PipelineSchedule) -> Value:
@@ -195,7 +195,7 @@ class Runner:
         function(action_of(custom.action), self._context)
         for part in parts:
             del self._pending[part]
-        missing = [part for part in parts if part.kind in _COMPUTE and part not in self._driven]
+        missing = [part for part in parts if part.kind in PASS_KINDS and part not in self._driven]
         if missing:
             raise PipelineError(
                 f"the function or method for {custom.action} did not run {listed(missing)}: let it call the "

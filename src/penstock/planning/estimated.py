@@ -14,6 +14,7 @@ from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.estimate import Estimate
 from penstock.cost.estimate.operations import Passes
 from penstock.cost.estimate.roofline import link_of
+from penstock.cost.values import as_tuple
 from penstock.errors import EstimateError, PlanError
 from penstock.ir.placement import Placement
 from penstock.planning.candidates import candidate_partitions
@@ -67,8 +68,7 @@ def balanced_layers(found: Estimate, placement: Placement) -> LayerCounts:
 def stage_costs(found: Estimate, placement: Placement, counts: Sequence[int]) -> Costs:
     """Costs of stages with these numbers of layers.
 
-    The optimizer step is that of the rank where it takes longest, with the gather of new weights. A stage that
-    is recomputed as a whole keeps the input of its first layer.
+    The optimizer step is that of the rank where it takes longest, with the gather of new weights.
     """
     costs = estimated_model(found, placement.num_ranks).costs(counts, 1)
     ends = list(pairwise([0, *accumulate(counts)]))
@@ -77,12 +77,9 @@ def stage_costs(found: Estimate, placement: Placement, counts: Sequence[int]) ->
         layers = [layer for stage in own for layer in found.layers[slice(*ends[stage])]]
         update = found.update_seconds(sum(layer.weights.updated for layer in layers))
         steps.append(update + found.gather_seconds(found.layers[slice(*ends[own[0]])]))
-    inputs = (found.layers[first - 1].operations.message if first else 0.0 for first, _ in ends)
-    held = costs.per_stage("activation", len(ends))
     return replace(
         costs,
         optimizer_step=max(steps),
-        checkpoint=tuple(map(min, inputs, held)),
         host_bandwidth=found.device.host_link * found.device.attainable.links,
     )
 
@@ -140,6 +137,6 @@ def with_measured_links(costs: Costs, measured: Costs) -> Costs:
     given: dict[str, Any] = {name: getattr(measured, name) for name in names if getattr(measured, name)}
     latency, bandwidth = measured.latency, measured.bandwidth
     if latency or bandwidth is not None:
-        given["latency"] = fmean(latency) if isinstance(latency, tuple) else latency
-        given["bandwidth"] = min(bandwidth) if isinstance(bandwidth, tuple) else bandwidth
+        given["latency"] = fmean(as_tuple(latency))
+        given["bandwidth"] = None if bandwidth is None else min(as_tuple(bandwidth))
     return replace(costs, **given)

@@ -186,7 +186,7 @@ def training_schedules(ranks: int, microbatches: int, stages_per_rank: StagesPer
     """The schedules of all training families, with a few groups; of equal ones that of the most specific."""
     seen: set[tuple[tuple[int, ...], bytes]] = set()
     most = most_stages(stages_per_rank)
-    matching = [each for each in families().values() if each.stages_per_rank in (None, most)]
+    matching = [each for each in families().values() if each.trains and each.stages_per_rank in (None, most)]
     for family in sorted(matching, key=lambda family: family.stages_per_rank is None):
         groups = family.typical_groups(ranks, microbatches) if most > 1 else []
         for group in (None, *groups):

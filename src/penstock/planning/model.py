@@ -16,8 +16,9 @@ from typing import Any
 
 from penstock.arguments import printable
 from penstock.cost.costs import Costs
-from penstock.cost.prices import ALL_TO_ALL, action_seconds
+from penstock.cost.prices import action_seconds
 from penstock.cost.units import Units
+from penstock.cost.values import Cost, as_tuple
 from penstock.errors import PlanError
 from penstock.ir.kinds import Kind
 from penstock.planning.layout import PipelineLayout, layout_of_counts
@@ -32,11 +33,7 @@ KINDS = ("layer", "embedding", "mtp", "head")
 UNITS = {f.name: "_".join(filter(None, (f.name, f.metadata["unit"]))) for f in fields(Costs)}
 STAGE_COSTS = [f.name for f in fields(Costs) if f.metadata["per"] == "stage"]
 MESSAGES = ["activation_message", "gradient_message"]
-_SAMPLE_COSTS = {
-    *("forward", "backward_input", "backward_weight", "backward", *ALL_TO_ALL),
-    *("activation", "activation_freed_by_input", *MESSAGES),
-    *("recompute", "checkpoint", "offloadable"),
-}
+_SAMPLE_COSTS = {f.name for f in fields(Costs) if f.metadata["grows"]}
 _OPTIONAL = [f.name for f in fields(Costs) if f.metadata["per"] == "stage" and f.default is None]
 STEP_COSTS = ["launch_overhead", "optimizer_step", "overlap_factor"]
 LINK_COSTS = ["latency", "bandwidth"]
@@ -142,17 +139,20 @@ class Model:
                 sizes = costs.per_edge(message, stages - 1)
                 own[message] = sizes[stage] if stage < len(sizes) else 0.0
             layers.append(Layer(f"stage {stage}", Costs(**own)))
-        latency, bandwidth = (getattr(costs, entry) for entry in LINK_COSTS)
         common = Costs(
-            latency=max(latency) if isinstance(latency, tuple) else latency,
-            bandwidth=min(bandwidth) if isinstance(bandwidth, tuple) else bandwidth,
-            host_latency=max(latencies) if isinstance(latencies := costs.host_latency, tuple) else latencies,
-            host_bandwidth=min(speeds) if isinstance(speeds := costs.host_bandwidth, tuple) else speeds,
+            latency=max(as_tuple(costs.latency)),
+            bandwidth=_slowest(costs.bandwidth),
+            host_latency=max(as_tuple(costs.host_latency)),
+            host_bandwidth=_slowest(costs.host_bandwidth),
             **{entry: getattr(costs, entry) for entry in STEP_COSTS},
             time_unit=costs.units.time_name,
             memory_unit=costs.units.memory_name,
         )
         return cls(tuple(layers), common, name=name, are_stages=True)
+
+
+def _slowest(speed: Cost | None) -> float | None:
+    return None if speed is None else min(as_tuple(speed))
 
 
 def _of(layer: Layer, name: str) -> float:

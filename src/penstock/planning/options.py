@@ -15,8 +15,6 @@ from penstock.simulation.timeline import Timeline
 
 __all__ = ["Option", "Rejected", "frontier"]
 
-_ROUNDING = 1e-9
-
 
 @dataclass(frozen=True, eq=False)
 class Option:
@@ -48,8 +46,7 @@ class Option:
     @property
     def gap(self) -> float:
         """The excess over the bound, as a share of the bound."""
-        gap = self.seconds_without_jitter / self.bound.seconds - 1 if self.bound.seconds else 0.0
-        return 0.0 if abs(gap) < _ROUNDING else gap
+        return self.bound.gap(self.seconds_without_jitter)
 
     @property
     def samples_per_second(self) -> float:

@@ -87,5 +87,5 @@ class PlanRequest:
 
     def seconds_of(self, timeline: Timeline) -> float:
         """The objective, optimizer step included, without jitter."""
-        seconds: float = getattr(timeline, self.objective)
+        seconds = timeline.length(self.objective)
         return seconds if self.objective == "period" else seconds + timeline.costs.optimizer_step

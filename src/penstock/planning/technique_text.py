@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import numpy as np
 
+from penstock.arguments import number_ranges
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 
@@ -27,8 +27,7 @@ def technique_of(schedule: Schedule) -> str:
     for name, kind in TECHNIQUES.items():
         if not schedule.table.has(kind):
             continue
-        stages = schedule.table.stage[schedule.table.of_kind(kind)]
-        counts = np.bincount(stages, minlength=schedule.num_stages)
+        counts = schedule.table.count_by_stage(kind)
         if set(counts.tolist()) <= {0, schedule.microbatches}:
             texts.append(f"{name} {_stages_text(np.flatnonzero(counts).tolist(), schedule.num_stages)}")
         else:
@@ -39,8 +38,5 @@ def technique_of(schedule: Schedule) -> str:
 def _stages_text(stages: Sequence[int], num_stages: int) -> str:
     if len(stages) == num_stages:
         return "all stages"
-    runs = [
-        [stage for _, stage in run] for _, run in groupby(enumerate(stages), lambda pair: pair[1] - pair[0])
-    ]
-    ends = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"stage{'s' * (len(stages) > 1)} {ends}"
+    ranges = number_ranges(stages, ",", most=num_stages)
+    return f"stage{'s' * (len(stages) > 1)} {ranges}"

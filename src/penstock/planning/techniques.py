@@ -14,11 +14,9 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-
 from penstock.bounds import Bound
 from penstock.cost.live_activations import live_activations
-from penstock.families import build, families
+from penstock.families import matching
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import Offload, Recompute
@@ -65,18 +63,9 @@ def variants(candidate: Candidate, request: PlanRequest) -> Iterator[Schedule]:
 
 
 def offloading_schedules(configuration: Configuration) -> Iterator[Schedule]:
-    """The families that offload by themselves, on this placement."""
-    placement, counts = configuration.placement, configuration.stages_per_rank
-    for family in families().values():
-        if isinstance(counts, int) and family.stages_per_rank in (None, counts):
-            made = build(
-                family.name,
-                ranks=placement.num_ranks,
-                microbatches=configuration.microbatches,
-                stages_per_rank=counts,
-            )
-            if made.table.has(Kind.OFFLOAD) and made.placement == placement:
-                yield made
+    """The families that offload by themselves, with equally many stages on each rank."""
+    if isinstance(configuration.stages_per_rank, int):
+        yield from matching.offloading_schedules(configuration.placement, configuration.microbatches)
 
 
 def memory_of(schedule: Schedule, configuration: Configuration) -> float | None:
@@ -89,8 +78,7 @@ def memory_of(schedule: Schedule, configuration: Configuration) -> float | None:
 def bound_of(schedule: Schedule, configuration: Configuration, request: PlanRequest) -> Bound:
     """For every order of the work of this schedule."""
     table = schedule.table
-    again = np.bincount(table.stage[table.of_kind(Kind.RECOMPUTE)], minlength=schedule.num_stages)
-    counts = None if table.has(Kind.OFFLOAD) else tuple(again.tolist())
+    counts = None if table.has(Kind.OFFLOAD) else tuple(table.count_by_stage(Kind.RECOMPUTE).tolist())
     return configuration.bound(request, split=table.has(Kind.I), paired=table.has_pairs, recomputed=counts)
 
 

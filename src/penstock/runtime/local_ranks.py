@@ -14,7 +14,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ import torch.distributed as dist
 
 from penstock.arguments import printable, whole_number
 from penstock.errors import PenstockError, PipelineError
+from penstock.processes import end_with_parent, free_port
 
 __all__ = ["Failure", "LocalRanks", "start_fork_server"]
 
@@ -127,9 +127,7 @@ class LocalRanks:
             return
         self.stop()
         start_fork_server()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(self.count):
             own_end, child_end = self._context.Pipe()
             self._pipes.append(own_end)
@@ -184,7 +182,7 @@ def _ignore_sigint() -> Iterator[None]:
 def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
     """Join the process group, then run the functions that arrive through the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(1,), daemon=True).start()
     os.dup2(2, 1)  # stdout belongs to the parent process
     torch.set_num_threads(1)
     gc.freeze()  # modules are no garbage: collections take much less time without them
@@ -197,13 +195,6 @@ def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
             result = _call(pipe)
             sys.stdout.flush()
             _send(pipe, result)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _call(pipe: Connection) -> Any:

@@ -41,6 +41,7 @@ from penstock.runtime.execution.splitters import Splitter
 from penstock.runtime.execution.step_inputs import StepInputBuilder
 from penstock.runtime.execution.step_runner import StepRunner
 from penstock.runtime.execution.verified_schedule import verify_schedule
+from penstock.runtime.schedule_argument import resolve_schedule
 from penstock.runtime.states.writer import state_folder
 from penstock.runtime.transport.process_groups import Group, group_timeout, members_of, process_group
 from penstock.runtime.transport.transport_errors import TransportError, transport_errors
@@ -101,7 +102,7 @@ class Pipeline:
         ranks = process_group(group, "group=", "pp")
         members, self.rank = members_of(ranks)
         """This rank's number in the pipeline."""
-        verified = verify_schedule(setup.resolve_schedule(schedule, stages, len(members), microbatches))
+        verified = verify_schedule(resolve_schedule(schedule, stages, len(members), microbatches))
         self.schedule = verified.schedule
         """The schedule that runs, with all its communication."""
         losses = setup.losses_by_sink(loss, self.schedule.graph)

@@ -1,20 +1,16 @@
-"""Checks the arguments of `Pipeline` before anything is connected: schedule, stages, ranks, functions."""
+"""Checks the arguments of `Pipeline` before anything is connected: stages, losses, replicas, functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from os import PathLike
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.arguments import listed, plural
-from penstock.errors import BuildError, PipelineError
-from penstock.families import build
-from penstock.formats import read
+from penstock.arguments import listed
+from penstock.errors import PipelineError
 from penstock.ir.action import Kind
 from penstock.ir.graph import StageGraph
 from penstock.ir.schedule import Schedule
@@ -34,7 +30,6 @@ __all__ = [
     "functions_by_kind",
     "losses_by_sink",
     "rank_model",
-    "resolve_schedule",
 ]
 
 
@@ -76,87 +71,6 @@ def rank_model(
     shards = fsdp_shards_by_stage(trained)
     ties = TiedWeights(tied, modules, shards, schedule, rank)
     return RankModel(modules, trained, device, ties, ReplicaGroup(trained, shards, replicas, schedule, rank))
-
-
-def resolve_schedule(
-    schedule: Schedule | str | PathLike[str],
-    stages: Sequence[nn.Module] | Mapping[int, nn.Module],
-    ranks: int,
-    microbatches: int | None,
-) -> Schedule:
-    """The schedule of a `schedule=` argument: itself, read from a file, or built; raises if it does not fit."""
-    if isinstance(stages, nn.Module):
-        raise PipelineError(
-            "`stages` is one module: give a list with a module for each stage of this rank, as [module], or "
-            "the result of split()"
-        )
-    if not isinstance(schedule, Schedule | str | PathLike):
-        raise PipelineError(
-            "a schedule is the name of a family, a .csv or .json file or a Schedule "
-            f"(given {type(schedule).__name__})"
-        )
-    if isinstance(schedule, str) and Path(schedule).suffix not in (".csv", ".json"):
-        if microbatches is None:
-            raise PipelineError(f'"{schedule}" is the name of a family: give microbatches= as well')
-        built = _built(schedule, stages, ranks, microbatches)
-        graph = _split_graph(stages, built)
-        schedule = built if graph is None else built.over(graph)
-    elif not isinstance(schedule, Schedule):
-        schedule = read(schedule)
-    if schedule.num_ranks != ranks:
-        raise PipelineError(
-            f"the schedule {schedule.name} is for {schedule.num_ranks} ranks, but the process group has {ranks}"
-        )
-    if microbatches is not None and schedule.microbatches != microbatches:
-        raise PipelineError(
-            f"the schedule {schedule.name} is for {schedule.microbatches} microbatches, but microbatches="
-            f"{microbatches} is given"
-        )
-    graph = _split_graph(stages, schedule)
-    if graph is not None and schedule.graph != graph:
-        edges = ", ".join(f"{source} -> {target}" for source, target in graph.edges)
-        raise PipelineError(
-            f"the stages feed each other as {edges}, but the schedule {schedule.name} is over another graph: "
-            "use schedule.over(stages[0].stage_graph), or build it with graph=stages[0].stage_graph"
-        )
-    return schedule
-
-
-def _split_graph(
-    stages: Sequence[nn.Module] | Mapping[int, nn.Module], schedule: Schedule
-) -> StageGraph | None:
-    """The stage graph that `split` found, if it is for as many stages as the schedule has."""
-    modules = stages.values() if isinstance(stages, Mapping) else stages
-    found = (split_metadata(module, "stage_graph") for module in modules if isinstance(module, nn.Module))
-    graph: StageGraph | None = next((each for each in found if each is not None), None)
-    return graph if graph is not None and graph.num_stages == schedule.num_stages else None
-
-
-def _built(
-    name: str, stages: Sequence[nn.Module] | Mapping[int, nn.Module], ranks: int, microbatches: int
-) -> Schedule:
-    """The schedule of a family, with the number of stages per rank that `stages` has."""
-    whole_model = isinstance(stages, Mapping) and sorted(stages) == list(range(len(stages)))
-    count, rest = divmod(len(stages), ranks) if whole_model and len(stages) >= ranks else (len(stages), 0)
-    if rest:
-        raise PipelineError(
-            f"{len(stages)} stages cannot be divided evenly over {ranks} ranks: "
-            f"give {count * ranks} or {(count + 1) * ranks}, or a Schedule with its own placement"
-        )
-    default = build(name, ranks=ranks, microbatches=microbatches)
-    if default.num_stages == count * ranks:
-        return default
-    try:
-        return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=count)
-    except BuildError as error:
-        per_rank = default.num_stages // ranks
-        modules = plural(len(stages), "module is", "modules are")
-        given = f"{modules} given, {count} for each rank" if whole_model else f"{modules} given for this rank"
-        advice = f"split the model into {default.num_stages}" if whole_model else f"give {per_rank}"
-        raise PipelineError(
-            f"{name} on {ranks} ranks has {default.num_stages} stages, {per_rank} for each rank, but "
-            f"{given}: {advice}, or use another family ({error})"
-        ) from error
 
 
 def _modules_of_rank(

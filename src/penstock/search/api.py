@@ -7,6 +7,7 @@ from penstock.cost.memory import activation_bytes, fixed_bytes
 from penstock.errors import SearchError
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement, StagesPerRank
+from penstock.search.budget import Budget, Jitter
 from penstock.search.fit_memory import FitMemory
 from penstock.search.request import SearchRequest
 from penstock.search.result import OnProgress, SearchResult
@@ -65,7 +66,7 @@ def search(
     else:
         _require_memory(placements, counted, limit)
 
-    from penstock.search.driver import Budget, Jitter, run  # noqa: PLC0415
+    from penstock.search.driver import run  # noqa: PLC0415
     from penstock.search.problem import Problem  # noqa: PLC0415 -- compiled code takes a second to load
 
     problems = [

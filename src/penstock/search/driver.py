@@ -10,7 +10,6 @@ The result is never worse than a family that fits and that there was time to eva
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,17 +25,18 @@ from penstock.compilation import COMPILED
 from penstock.cost.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+from penstock.processes import usable_cores
 from penstock.search import exact
 from penstock.search.annealing import anneal
+from penstock.search.budget import Budget, Jitter
 from penstock.search.placement_search import PlacementSearch
 from penstock.search.problem import Problem
 from penstock.search.result import OnProgress, Progress, SearchResult
 from penstock.search.seeds import list_scheduled
 from penstock.search.steady_state import repeat_steady_state
-from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import simulate
 
-__all__ = ["Budget", "Jitter", "run"]
+__all__ = ["run"]
 
 _FEW_MICROBATCHES_SECONDS = 10.0
 """Limit of the search with few microbatches whose steady state is repeated."""
@@ -44,23 +44,6 @@ _FEW_RANKS_PART = 0.25
 """Of the time that is left after a first annealing, for bounds from a few ranks; states per move otherwise."""
 _RANKED_UNDER_JITTER = 6
 """Orders per placement that are simulated with jitter."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Seconds, or a number of moves, with which the same seed gives the same result."""
-
-    seconds: float
-    moves: int | None
-    seed: int
-
-
-@dataclass(frozen=True)
-class Jitter:
-    """Rank schedules by a quantile of their makespan when the duration of steps varies by `share`."""
-
-    share: float
-    quantile: float
 
 
 def run(
@@ -79,11 +62,6 @@ def _compile() -> None:
     order = next(list_scheduled(problem, lambda: False)).order
     if problem.fits(order):
         anneal(problem.arrays, order, 0, 1, 1.0, 1.0, 0, np.zeros(1, np.int64))
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Choice(NamedTuple):
@@ -131,9 +109,7 @@ class _Driver:
     @property
     def fraction(self) -> float:
         """Of the budget that is used."""
-        if self.budget.moves is not None:
-            return min(self.moves_made / self.budget.moves, 1.0) if self.budget.moves else 1.0
-        return min(self.seconds / self.budget.seconds, 1.0) if self.budget.seconds else 1.0
+        return self.budget.fraction(self.seconds, self.moves_made)
 
     @property
     def is_optimal(self) -> bool:
@@ -158,7 +134,7 @@ class _Driver:
             part = (number + 1) / len(self.searches)
             search.add_seeds(partial(self._is_late, 0.5 * part), partial(self._is_late, part))
             self._report("families and list scheduling")
-        with ThreadPoolExecutor(_cores() if COMPILED else 1) as pool:
+        with ThreadPoolExecutor(usable_cores() if COMPILED else 1) as pool:
             try:
                 self._optimize(pool)
             finally:
@@ -184,13 +160,7 @@ class _Driver:
         few = search.problem.with_few_microbatches()
         if few is None:
             return
-        seconds, moves = self.budget.seconds, self.budget.moves
-        part = 0.4 / len(self.searches)
-        budget = Budget(
-            min(part * seconds, _FEW_MICROBATCHES_SECONDS),
-            None if moves is None else int(part * moves),
-            self.budget.seed,
-        )
+        budget = self.budget.part(0.4 / len(self.searches), _FEW_MICROBATCHES_SECONDS)
         small = _Driver(
             [few], self.costs, budget, None, lambda _: self._report("search with few microbatches"), self.rng
         )
@@ -242,12 +212,12 @@ class _Driver:
 
     def _solve(self, search: PlacementSearch, part: float) -> None:
         self._report("exact solver")
-        counted = self.budget.moves is not None
-        seconds = part * (self.budget.moves or 0) / 20_000 if counted else part * self.budget.seconds
-        effort = exact.Effort(seconds, counted, 1 if counted else _cores(), self.budget.seed)
+        deterministic = self.budget.moves is not None
+        seconds = part * (self.budget.moves or 0) / 20_000 if deterministic else part * self.budget.seconds
+        effort = exact.Effort(seconds, deterministic, 1 if deterministic else usable_cores(), self.budget.seed)
         if seconds > 0:
             search.solve(effort, self.stop)
-        if counted and self.budget.moves:
+        if deterministic and self.budget.moves:
             self.moves_made += int(part * self.budget.moves)
         self._report("exact solver")
 
@@ -280,11 +250,8 @@ class _Driver:
         choices = sorted(self._choices(), key=lambda choice: choice.value)
         if self.jitter is None:
             return choices[0], None
-        spreads = [
-            simulate_with_jitter(each.schedule, self.costs, jitter=self.jitter.share, seed=self.budget.seed)
-            for each in choices
-        ]
-        quantile, best = min((spread.quantile(self.jitter.quantile), i) for i, spread in enumerate(spreads))
+        schedules = [each.schedule for each in choices]
+        best, quantile = self.jitter.best(schedules, self.costs, self.budget.seed)
         return choices[best], quantile
 
     def _choices(self) -> list[_Choice]:

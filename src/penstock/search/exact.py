@@ -33,10 +33,10 @@ class ExactResult:
 
 @dataclass(frozen=True)
 class Effort:
-    """Budget of the solver: seconds of wall time, or of deterministic time if `counted`."""
+    """Budget of the solver: seconds of wall time, or of deterministic time if `deterministic`."""
 
     seconds: float
-    counted: bool
+    deterministic: bool
     workers: int
     seed: int
 
@@ -77,7 +77,7 @@ def _solver(cp_model: Any, effort: Effort) -> Any:
     solver.parameters.random_seed = effort.seed
     solver.parameters.catch_sigint_signal = False
     solver.parameters.num_workers = effort.workers
-    if effort.counted:
+    if effort.deterministic:
         solver.parameters.max_deterministic_time = effort.seconds
     else:
         solver.parameters.max_time_in_seconds = effort.seconds

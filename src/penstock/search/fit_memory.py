@@ -21,12 +21,15 @@ import numpy as np
 from penstock.arguments import printable
 from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
+from penstock.cost.memory import exceeds
 from penstock.errors import SearchError
 from penstock.ir.columns import kinds_in, microbatches_in, stages_in
 from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import Offload, Pass, Policy, Recompute
 from penstock.lowering.passes import require_absent
+from penstock.search.request import check_memory_limit
+from penstock.search.result import rounded
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
@@ -36,7 +39,6 @@ __all__ = ["FitMemory", "without_memory_actions"]
 _EVERY, _LONGER, _AHEAD = (1, 2, 3), (1, 2, 4, 8, 16), (0, 1, 2, 4)
 _SIMULATED_STEPS = 400_000  # of all attempts to leave one out together, and five times as many of policies
 _FEWEST_POLICIES = 24
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,17 @@ class FitMemory(Pass):
     name: ClassVar[str] = "fit-memory"
 
     def __post_init__(self) -> None:
-        limit = self.memory_limit
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
-            given = printable(repr(limit))
-            raise SearchError(f"memory_limit must be a number of bytes, at least 0 (given {given})")
+        check_memory_limit(self.memory_limit)
         if not (self.recompute or self.offload):
             raise SearchError("fit-memory needs recompute=True or offload=True")
         if self.objective not in OBJECTIVES:
             given = printable(repr(self.objective))
             raise SearchError(f"objective must be one of {', '.join(OBJECTIVES)} (given {given})")
+
+    @property
+    def techniques(self) -> str:
+        """What it may add, in words."""
+        return " and ".join(name for name in ("recompute", "offload") if getattr(self, name))
 
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with what it needs to fit."""
@@ -113,15 +117,15 @@ class _Fitting:
             fitting += filter(self._fits, candidates[-1:])
         if not fitting:
             raise self._does_not_fit(min([self._plain, *candidates], key=lambda each: max(each.peak_memory)))
-        return self._with_less(min(fitting, key=self._score))
+        return self._without_needless(min(fitting, key=self._score))
 
     # --- candidates --------------------------------------------------------------------------------
 
     @cached_property
     def _stages(self) -> list[tuple[int, ...] | None]:
         """All stages, and those of the ranks that hold too much."""
-        own = self._schedule.placement.stages_of_rank
-        over = [rank for rank, peak in enumerate(self._plain.peak_memory) if self._exceeds(peak)]
+        own, limit = self._schedule.placement.stages_of_rank, self._options.memory_limit
+        over = [rank for rank, peak in enumerate(self._plain.peak_memory) if exceeds(peak, limit)]
         return [None, tuple(sorted(stage for rank in over for stage in own[rank]))]
 
     def _simple(self) -> Iterator[Schedule]:
@@ -151,7 +155,7 @@ class _Fitting:
 
     # --- single microbatches -----------------------------------------------------------------------
 
-    def _with_less(self, best: Timeline) -> Timeline:
+    def _without_needless(self, best: Timeline) -> Timeline:
         """Leave out one pair after the other as long as the rest fits and is no slower."""
         left = max(_SIMULATED_STEPS // best.schedule.num_steps, 1)
         for pair in self._pairs(best.schedule)[:left]:
@@ -182,22 +186,19 @@ class _Fitting:
 
     def _score(self, timeline: Timeline) -> tuple[float, int]:
         """The objective without the noise of its last digits, and the number of memory actions."""
-        value = getattr(timeline, self._options.objective)
-        return float(f"{value:.12g}"), int(timeline.schedule.table.of_kind(*MEMORY_KINDS).sum())
-
-    def _exceeds(self, peak: float) -> bool:
-        return peak > self._options.memory_limit * (1 + _ROUNDING)
+        actions = int(timeline.schedule.table.of_kind(*MEMORY_KINDS).sum())
+        return rounded(timeline.length(self._options.objective)), actions
 
     def _fits(self, timeline: Timeline) -> bool:
-        return not any(map(self._exceeds, timeline.peak_memory))
+        return not exceeds(max(timeline.peak_memory), self._options.memory_limit)
 
     def _does_not_fit(self, least: Timeline) -> SearchError:
         peak, rank = max((peak, -rank) for rank, peak in enumerate(least.peak_memory))
-        allowed = [name for name in ("recompute", "offload") if getattr(self._options, name)]
+        options, units = self._options, self._options.costs.units
         return SearchError(
-            f"fit-memory: no policy of {' and '.join(allowed)} fits the memory limit of "
-            f"{self._options.memory_limit:g} per rank; the least that was found is {peak:g}, on rank {-rank}: "
-            "give more memory, another family, or more stages per rank"
+            f"fit-memory: no policy of {options.techniques} fits the memory limit of "
+            f"{units.memory(options.memory_limit)} per rank; the least that was found is "
+            f"{units.memory(peak)}, on rank {-rank}: give more memory, another family, or more stages per rank"
         )
 
 

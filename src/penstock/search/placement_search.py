@@ -91,8 +91,7 @@ class PlacementSearch:
 
     def value_of(self, timeline: Timeline) -> float:
         """The objective of a timeline."""
-        value: float = getattr(timeline, self.problem.objective)
-        return value
+        return timeline.length(self.problem.objective)
 
     # --- starting orders ---------------------------------------------------------------------------
 
@@ -126,10 +125,9 @@ class PlacementSearch:
 
     def _is_comparable(self, schedule: Schedule) -> bool:
         """Whether all steps of a family can be in an order: W, and pairs that save more than a launch."""
-        single = _is_single(schedule) or not self.problem.costs.launch_overhead
-        return (self.problem.split or not schedule.table.has(Kind.I, Kind.W)) and (
-            self.problem.can_pair or single
-        )
+        table, problem = schedule.table, self.problem
+        can_have_pairs = problem.can_pair or not problem.costs.launch_overhead
+        return (problem.split or not table.has(Kind.I, Kind.W)) and (can_have_pairs or not table.has_pairs)
 
     def add_start(self, name: str, order: Ints) -> None:
         """Add an order and its variants, those that fit and do not deadlock."""
@@ -220,8 +218,3 @@ class PlacementSearch:
             value = self.problem.value(found.order)
             if value < self.kept[0].value:
                 self.keep(Candidate(value, found.order, "exact solver"))
-
-
-def _is_single(schedule: Schedule) -> bool:
-    """Whether no step is an overlapped pair."""
-    return schedule.num_steps == len(schedule.table.slot)

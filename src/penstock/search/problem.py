@@ -74,24 +74,24 @@ class Problem:
     @cached_property
     def arrays(self) -> ProblemArrays:
         """The problem as arrays."""
-        hosts, kinds = self.placement.stage_to_rank, 3 if self.split else 2
+        kinds = 3 if self.split else 2
         sizes = [len(own) * kinds * self.microbatches for own in self.placement.stages_of_rank]
         messages = message_arrays(self.stage_graph, self.placement, self.costs, FORWARD, INPUT_GRAD)
         return ProblemArrays(
             rank_bounds=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))),
-            rank_of_stage=np.array(hosts, dtype=np.int64),
+            rank_of_stage=np.array(self.placement.stage_to_rank, dtype=np.int64),
             microbatches=self.microbatches,
             kinds=kinds,
             seconds=self._seconds(),
-            fused_seconds=self.whole,
-            can_fuse=bool((self.whole >= 0).any()) or (self.can_pair and self.split),
+            fused_seconds=self.fused_seconds,
+            can_fuse=bool((self.fused_seconds >= 0).any()) or (self.can_pair and self.split),
             pair_seconds=np.zeros((0, 0, 2)) if self._pair_prices is None else self._pair_prices,
             can_pair=self.can_pair,
             stage_order=np.array(self.stage_graph.forward_order, dtype=np.int64),
             messages=messages,
             num_channels=self.placement.num_ranks**2,
             has_queues=bool(messages.seconds.any()),
-            memory_change=self._held(),
+            memory_change=self._memory_change(),
             memory_limits=self._limits(),
             optimizer_step=float(self.costs.optimizer_step),
         )
@@ -122,18 +122,18 @@ class Problem:
         return self._by_token(seconds + float(self.costs.launch_overhead))
 
     @cached_property
-    def whole(self) -> Floats:
+    def fused_seconds(self) -> Floats:
         """Per stage: seconds of B where I and W take longer, -1 elsewhere."""
         seconds = action_seconds(self.costs, self.placement.num_stages)
         i, w, b = (seconds[kind.number] for kind in (Kind.I, Kind.W, Kind.B))
-        whole, halves = b + self.costs.launch_overhead, i + w + 2 * self.costs.launch_overhead
-        pays = (whole < halves * (1 - 1e-12)) & self.split
-        return np.where(pays, whole, -1.0)
+        fused, split = b + self.costs.launch_overhead, i + w + 2 * self.costs.launch_overhead
+        pays = (fused < split * (1 - 1e-12)) & self.split
+        return np.where(pays, fused, -1.0)
 
     @cached_property
     def fused_stages(self) -> frozenset[int]:
         """The stages whose B takes less time than I and W."""
-        return frozenset(np.flatnonzero(self.whole >= 0).tolist())
+        return frozenset(np.flatnonzero(self.fused_seconds >= 0).tolist())
 
     @cached_property
     def _pair_prices(self) -> Floats | None:
@@ -144,11 +144,11 @@ class Problem:
         """Whether a pair of F and I, or F and B, can take less than its parts."""
         return self._pair_prices is not None
 
-    def _held(self) -> Floats:
-        held = stage_bytes(self.costs, self.placement.num_stages, MemoryLine.ACTIVATIONS)
+    def _memory_change(self) -> Floats:
+        change = stage_bytes(self.costs, self.placement.num_stages, MemoryLine.ACTIVATIONS)
         if not self.split:
-            held[Kind.W.number] = 0.0
-        return self._by_token(held)
+            change[Kind.W.number] = 0.0
+        return self._by_token(change)
 
     def _limits(self) -> Floats:
         """Per rank: bytes left for activations, with a tolerance for rounding."""
@@ -174,12 +174,12 @@ class Problem:
         taken = table.of_kind(*(kind for kind in _TOKEN_KIND if self.split or kind is not Kind.W))
         kind, stage = table.kind[taken], table.stage[taken]
         is_second = np.append(False, table.slot[1:] == table.slot[:-1])[taken]  # of a pair
-        is_separate = (kind == Kind.W.number) & ((self.whole[stage] >= 0) | self.can_pair)
+        is_separate = (kind == Kind.W.number) & ((self.fused_seconds[stage] >= 0) | self.can_pair)
         flags = np.where(is_separate, SEPARATE, 0) | np.where(is_second & self.can_pair, PAIRED, 0)
-        is_whole = (kind == Kind.B.number) & self.split  # it becomes I and W
-        order = np.repeat((3 * stage + _TOKENS[kind]) | flags, 1 + is_whole)
-        weights = np.flatnonzero(is_whole) + np.cumsum(is_whole)[is_whole]
-        order[weights] = 3 * stage[is_whole] + WEIGHT_GRAD
+        is_fused = (kind == Kind.B.number) & self.split  # it becomes I and W
+        order = np.repeat((3 * stage + _TOKENS[kind]) | flags, 1 + is_fused)
+        weights = np.flatnonzero(is_fused) + np.cumsum(is_fused)[is_fused]
+        order[weights] = 3 * stage[is_fused] + WEIGHT_GRAD
         return order
 
     def variants(self, order: Ints) -> list[Ints]:
@@ -190,7 +190,7 @@ class Problem:
         found = [order]
         if self.fused_stages:
             joined = order & TOKEN
-            can_join = (joined % 3 == WEIGHT_GRAD) & (self.whole[joined // 3] >= 0)
+            can_join = (joined % 3 == WEIGHT_GRAD) & (self.fused_seconds[joined // 3] >= 0)
             found += [joined, np.where(can_join, joined | SEPARATE, joined)]
         return [*found, *(pair_variants(order, self.arrays.rank_bounds) if self.can_pair else ())]
 
@@ -208,8 +208,7 @@ class Problem:
 
     def _simulated(self, schedule: Schedule) -> float:
         timeline = simulate(schedule, self.costs, with_period=self.objective == "period")
-        value: float = getattr(timeline, self.objective)
-        return value
+        return timeline.length(self.objective)
 
     def fused_schedule(self, order: Ints, name: str, more: AbstractSet[int] = frozenset()) -> Schedule:
         """The schedule of an order; on the stages `more`, every I directly followed by a W becomes one B."""

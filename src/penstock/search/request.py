@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import cast
 
 from penstock.arguments import printable, whole_number
 from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
+from penstock.cost.memory import counting_activations
 from penstock.errors import PenstockError, SearchError
 from penstock.families.depth_order import topological_placement
 from penstock.families.registry import MAX_WORK
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement, StagesPerRank, problems_of_counts
 
-__all__ = ["SearchRequest"]
+__all__ = ["SearchRequest", "check_memory_limit"]
 
 _PLACEMENTS = ("any", "loop", "v")
 _MAX_NUMBER = 1e18  # seconds or bytes
@@ -136,15 +137,15 @@ class SearchRequest:
         """The memory limit, and the costs that it applies to: with `live_limit` an activation counts 1."""
         costs = self.costs or Costs()
         if self.live_limit is not None:
-            counted = replace(
-                costs,
-                **dict.fromkeys(("activation_freed_by_input", "checkpoint"), 0),
-                **dict.fromkeys(("parameters", "gradients", "optimizer_state"), 0),
-                activation=1,
-                offloadable=None,
-            )
-            return counted, min(int(self.live_limit), MAX_WORK)
+            return counting_activations(costs), min(int(self.live_limit), MAX_WORK)
         return costs, None if self.memory_limit is None else float(self.memory_limit)
+
+
+def check_memory_limit(limit: object) -> None:
+    """Raise `SearchError` unless this is a number of bytes."""
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
+        given = printable(repr(limit))
+        raise SearchError(f"memory_limit must be a number of bytes, at least 0 (given {given})")
 
 
 def _is_within(most: float, value: object) -> bool:

@@ -12,7 +12,7 @@ from penstock.display import Displayed
 from penstock.ir.schedule import Schedule
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["OnProgress", "Progress", "SearchResult", "gap_of"]
+__all__ = ["OnProgress", "Progress", "SearchResult", "gap_of", "rounded"]
 
 _ROUNDING = 1e-9
 
@@ -23,6 +23,11 @@ def gap_of(value: float, bound: float) -> float:
         return math.inf if value else 0.0
     gap = value / bound - 1
     return 0.0 if gap < _ROUNDING else gap
+
+
+def rounded(value: float) -> float:
+    """The value without the noise of its last digits, to compare objectives."""
+    return float(f"{value:.12g}")
 
 
 @dataclass(frozen=True)

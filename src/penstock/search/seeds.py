@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.families import build, families
+from penstock.families.matching import offloading_schedules, schedule_on, training_families
 from penstock.ir.action import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -51,42 +52,23 @@ def family_builders(problem: Problem) -> dict[str, Callable[[], Schedule | None]
     if not graph.is_chain:
         over_graphs = {name: family.graph_builder for name, family in families().items()}
         return {name: partial(each, graph, placement, m) for name, each in over_graphs.items() if each}
-    most = max(len(own) for own in placement.stages_of_rank)
     found: dict[str, Callable[[], Schedule | None]] = {
-        name: partial(_plain_family, problem, name)
-        for name, family in families().items()
-        if name != "forward-only" and family.stages_per_rank in (None, most)
+        family.name: partial(_plain_family, problem, family.name) for family in training_families(placement)
     }
     if placement.style == "v" and len(placement.stages_of_rank[0]) == 2:
         found["zbv-greedy"] = partial(_zbv_greedy, problem)
     return found
 
 
-def _family(problem: Problem, name: str) -> Schedule | None:
-    placement = problem.placement
-    counts = [len(own) for own in placement.stages_of_rank]
-    try:
-        schedule = build(
-            name, ranks=placement.num_ranks, microbatches=problem.microbatches, stages_per_rank=counts
-        )
-    except PenstockError:  # the family does not support these counts
-        return None
-    return schedule if schedule.placement == placement else None
-
-
 def _plain_family(problem: Problem, name: str) -> Schedule | None:
-    schedule = _family(problem, name)
+    schedule = schedule_on(name, problem.placement, problem.microbatches)
     return None if schedule is None or schedule.table.has(Kind.OFFLOAD) else schedule
 
 
 def offloading_families(problem: Problem) -> Iterator[Schedule]:
     """The families that have this placement and offload activations."""
-    most = max(len(own) for own in problem.placement.stages_of_rank)
-    for name, family in families().items():
-        if problem.stage_graph.is_chain and name != "forward-only" and family.stages_per_rank in (None, most):
-            schedule = _family(problem, name)
-            if schedule is not None and schedule.table.has(Kind.OFFLOAD):
-                yield schedule
+    if problem.stage_graph.is_chain:
+        yield from offloading_schedules(problem.placement, problem.microbatches)
 
 
 def _zbv_greedy(problem: Problem) -> Schedule | None:
@@ -106,7 +88,7 @@ def grouped_schedules(problem: Problem) -> Iterator[Schedule]:
     if max(counts) == 1 or not is_loop:
         return
     for name, family in families().items():
-        if name != "forward-only":
+        if family.trains:
             for group in family.typical_groups(ranks, m):
                 yield build(name, ranks=ranks, microbatches=m, stages_per_rank=counts, group=group)
 

@@ -18,9 +18,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.arguments import printable
 from penstock.cost.costs import Costs
-from penstock.cost.memory import Memory, memory_over_time
+from penstock.cost.memory import Memory, exceeds, memory_over_time
 from penstock.errors import SearchError
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
@@ -29,6 +28,8 @@ from penstock.lowering import AddGradReduction, AddSharding, Pass
 from penstock.lowering.passes import require_absent
 from penstock.lowering.reduction import last_backwards, with_reductions
 from penstock.lowering.sharding import with_sharding
+from penstock.search.request import check_memory_limit
+from penstock.search.result import rounded
 from penstock.search.sharding_plan import RankSteps, plan_rank
 from penstock.simulation.simulator import Simulator, simulate
 from penstock.simulation.timeline import Timeline
@@ -40,7 +41,6 @@ _COLLECTIVES = tuple(kind for kind in Kind if kind.is_collective)
 _LEADS = (0.0, 1.0, 2.0, 4.0)  # in times of the gather's seconds
 _REPAIRS = 8
 _MIXTURES, _SIMULATED_STEPS = 64, 400_000  # of all mixtures together
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,8 @@ class PlaceSharding(Pass):
     name: ClassVar[str] = "place-sharding"
 
     def __post_init__(self) -> None:
-        limit = self.memory_limit
-        if limit is not None and (
-            isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0
-        ):
-            given = printable(repr(limit))
-            raise SearchError(f"memory_limit must be a number of bytes, at least 0 (given {given})")
+        if self.memory_limit is not None:
+            check_memory_limit(self.memory_limit)
 
     def __call__(self, schedule: Schedule) -> Schedule:
         """The schedule with its collectives."""
@@ -93,7 +89,7 @@ class _Placed:
     @cached_property
     def score(self) -> tuple[float, int]:
         """The makespan without the noise of its last digits, and the number of gathers."""
-        return float(f"{self.timeline.makespan:.12g}"), int(self.schedule.table.of_kind(Kind.UNSHARD).sum())
+        return rounded(self.timeline.makespan), int(self.schedule.table.of_kind(Kind.UNSHARD).sum())
 
 
 class _Placement:
@@ -159,7 +155,7 @@ class _Placement:
         choices = [_Choice(lead)] * self._schedule.num_ranks
         for repair in range(_REPAIRS + 1):
             placed = self._built(choices)
-            over = [rank for rank, peak in enumerate(placed.timeline.peak_memory) if self._exceeds(peak)]
+            over = [rank for rank, peak in enumerate(placed.timeline.peak_memory) if exceeds(peak, self._limit)]
             if not over:
                 return choices, placed
             for rank in over:
@@ -223,20 +219,17 @@ class _Placement:
 
     # --- the limit ---------------------------------------------------------------------------------
 
-    def _exceeds(self, peak: float) -> bool:
-        return peak > self._limit * (1 + _ROUNDING)
-
     def _fits(self, placed: _Placed) -> bool:
-        return not any(map(self._exceeds, placed.timeline.peak_memory))
+        return not exceeds(max(placed.timeline.peak_memory), self._limit)
 
     def _does_not_fit(self, tightest: _Placed) -> SearchError:
-        peaks = tightest.timeline.peak_memory
-        over = [f"rank {r} needs {peak:g}" for r, peak in enumerate(peaks) if self._exceeds(peak)]
+        peaks, units = enumerate(tightest.timeline.peak_memory), self._options.costs.units
+        over = [f"rank {rank} needs {units.memory(peak)}" for rank, peak in peaks if exceeds(peak, self._limit)]
         more = f", and {len(over) - 4} more" if len(over) > 4 else ""
         return SearchError(
-            f"no placement of UNSHARD and RESHARD fits the memory limit of {self._limit:g} bytes per rank: "
-            f"{'; '.join(over[:4])}{more}, even if only the stage in use is unsharded; raise the limit, or "
-            "choose a schedule that holds fewer activations"
+            "no placement of UNSHARD and RESHARD fits the memory limit of "
+            f"{units.memory(self._limit)} per rank: {'; '.join(over[:4])}{more}, even if only the "
+            "stage in use is unsharded; raise the limit, or choose a schedule that holds fewer activations"
         )
 
 
@@ -253,9 +246,7 @@ def _per_slot(schedule: Schedule, rank: int, held: Bools) -> Bools:
     """Per stage and slot of a rank: what is held in the compute step at or after the slot."""
     table = schedule.table
     first, last = table.slot_bounds[rank : rank + 2]
-    computes = np.zeros(last - first, dtype=np.int64)
-    parts = slice(*table.part_bounds[rank : rank + 2])
-    computes[table.slot[parts][table.is_compute[parts]] - first] = 1
+    computes = table.is_compute_slot[first:last].astype(np.int64)
     index = np.cumsum(computes) - computes
     ended = np.hstack((held, np.zeros((len(held), 1), dtype=np.bool_)))
     return ended[:, index]

@@ -5,28 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from penstock.bounds import Workload, least_needed
+from penstock.cost.effects import held_bytes
+from penstock.cost.memory import exceeds
+from penstock.cost.recomputed import recomputed_costs
 from penstock.errors import SearchError
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.search.fit_memory import FitMemory, without_memory_actions
 from penstock.search.problem import Problem
 from penstock.search.seeds import family_schedules, offloading_families, serial
 
-__all__ = ["free_choice", "plain_orders", "problems_to_order", "require_least"]
+__all__ = ["plain_orders", "problems_to_order", "relaxed_workload", "require_feasible"]
 
 
-def free_choice(problem: Problem, fit: FitMemory) -> Workload:
-    """The work that every choice of techniques has in common."""
+def relaxed_workload(problem: Problem, fit: FitMemory) -> Workload:
+    """The work of which every choice of techniques is one case, for lower bounds."""
     return replace(problem.work, may_recompute=fit.recompute, may_offload=fit.offload)
 
 
-def require_least(problems: Sequence[Problem], fit: FitMemory) -> None:
+def require_feasible(problems: Sequence[Problem], fit: FitMemory) -> None:
     """Raise if no placement has a schedule that fits, whatever is recomputed or offloaded."""
-    works = (free_choice(problem, fit) for problem in problems)
+    works = (relaxed_workload(problem, fit) for problem in problems)
     needs = [max((need, -rank) for rank, need in enumerate(least_needed(work))) for work in works]
-    if all(need > fit.memory_limit * (1 + 1e-9) for need, _ in needs):
+    if all(exceeds(need, fit.memory_limit) for need, _ in needs):
         (need, rank), units = min(needs), fit.costs.units
         raise SearchError(
             f"no schedule fits the memory limit of {units.memory(fit.memory_limit)} per rank: rank {-rank} "
@@ -57,8 +59,7 @@ def problems_to_order(problems: Sequence[Problem], *, recompute: bool) -> dict[s
 
 def _same_work(problem: Problem, schedule: Schedule) -> Schedule:
     """The schedule; fused backwards if they may not be split, and no pairs that save only a launch."""
-    has_pairs = schedule.num_steps < len(schedule.table.slot)
-    if problem.split and (problem.can_pair or not has_pairs):
+    if problem.split and (problem.can_pair or not schedule.table.has_pairs):
         return schedule
     return problem.fused_schedule(problem.order_of(schedule), schedule.name)
 
@@ -74,19 +75,6 @@ def _recomputed(problem: Problem) -> Problem | None:
     The rest of one activation at a time is left free. None if no memory remains.
     """
     costs, n = problem.costs, problem.placement.num_stages
-    full, kept = np.array(costs.per_stage("activation", n)), np.array(costs.per_stage("checkpoint", n))
-    again = np.array(costs.resolved("recompute", n)) + costs.launch_overhead
+    full, kept = held_bytes(costs, n), held_bytes(costs, n, (Kind.RECOMPUTE,))
     limit = float(problem.memory_limit or 0) - float((full - kept).max())
-    if limit <= 0:
-        return None
-    halves, whole = (np.array(costs.resolved(name, n)) + again for name in ("backward_input", "backward"))
-    changed = replace(
-        costs,
-        checkpoint=0,
-        backward_input=tuple(halves.tolist()),
-        backward=tuple(whole.tolist()),
-        activation=tuple(kept.tolist()),
-        activation_freed_by_input=0,
-        offloadable=None,
-    )
-    return replace(problem, costs=changed, memory_limit=limit)
+    return replace(problem, costs=recomputed_costs(costs, n), memory_limit=limit) if limit > 0 else None

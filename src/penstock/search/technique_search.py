@@ -25,26 +25,26 @@ from time import perf_counter
 import numpy as np
 
 from penstock.bounds import Bound, bounds
+from penstock.cost.memory import exceeds
 from penstock.errors import ScheduleError, SearchError
 from penstock.ir.kinds import MEMORY_KINDS
 from penstock.ir.schedule import Schedule
 from penstock.search import exact
-from penstock.search.driver import Budget, Jitter, run
+from penstock.search.budget import Budget, Jitter
+from penstock.search.driver import run
 from penstock.search.fit_memory import FitMemory
 from penstock.search.problem import Problem
-from penstock.search.result import OnProgress, Progress, SearchResult, gap_of
+from penstock.search.result import OnProgress, Progress, SearchResult, gap_of, rounded
 from penstock.search.seeds import offloading_families
 from penstock.search.technique_moves import TechniqueMoves
-from penstock.search.technique_orders import free_choice, plain_orders, problems_to_order, require_least
-from penstock.simulation.jitter import simulate_with_jitter
+from penstock.search.technique_orders import plain_orders, problems_to_order, relaxed_workload, require_feasible
 from penstock.simulation.simulator import Simulator, simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import validate
 
 __all__ = ["run_with_techniques"]
 
-_ROUNDING = 1e-9
-_MOVES_OF_ONE = 200
+_KERNEL_MOVES = 200
 """Moves of the compiled kernel that a simulated move counts as."""
 _KEPT = 6
 _SHARE_OF_POLICIES = 0.8
@@ -64,7 +64,7 @@ class _Choice:
     @property
     def score(self) -> tuple[float, int]:
         actions = int(self.timeline.schedule.table.of_kind(*MEMORY_KINDS).sum())
-        return float(f"{self.value:.12g}"), actions
+        return rounded(self.value), actions
 
 
 @dataclass(eq=False)
@@ -104,16 +104,13 @@ class TechniqueSearch:
     @property
     def fraction(self) -> float:
         """Of the budget that is used."""
-        if self.budget.moves is not None:
-            return min(self.moves_made / self.budget.moves, 1.0) if self.budget.moves else 1.0
-        used = perf_counter() - self.started
-        return min(used / self.budget.seconds, 1.0) if self.budget.seconds else 1.0
+        return self.budget.fraction(perf_counter() - self.started, self.moves_made)
 
     @cached_property
     def bound(self) -> Bound:
         """For every order and every choice of techniques."""
         fit = self.fit
-        works = (free_choice(problem, fit) for problem in self.problems)
+        works = (relaxed_workload(problem, fit) for problem in self.problems)
         return min(bounds(work, fit.memory_limit, fit.objective)[0] for work in works)
 
     def _report(self, phase: str) -> None:
@@ -139,12 +136,10 @@ class TechniqueSearch:
             if not problems or self._is_done or self._is_late():
                 continue
             self._report(f"orders {what}")
-            part = _SHARE_OF_ORDERS / 3
-            moves = None if self.budget.moves is None else int(part * self.budget.moves)
-            budget = Budget(part * self.budget.seconds, moves, self.budget.seed)
+            budget = self.budget.part(_SHARE_OF_ORDERS / 3)
             found = run(problems, problems[0].costs, budget, None, lambda _: None)
             self.runs += found.runs
-            self.moves_made += moves or 0
+            self.moves_made += budget.moves or 0
             yield found.schedule.renamed(f"order searched {what}")
 
     @property
@@ -155,13 +150,13 @@ class TechniqueSearch:
 
     def _fit_all(self, schedules: list[Schedule]) -> None:
         """The simplest policies for every order; then all policies, for the best orders first."""
-        promise: dict[Schedule, float] = {}
+        values: dict[Schedule, float] = {}
         for schedule in schedules:
             timeline = self.fit.fitted_simply(schedule)
-            promise[schedule] = math.inf if timeline is None else self._value(timeline)
+            values[schedule] = math.inf if timeline is None else self._value(timeline)
             if timeline is not None:
                 self._keep(timeline, self._name(timeline.schedule))
-        for schedule in sorted(schedules, key=lambda each: promise[each]):
+        for schedule in sorted(schedules, key=lambda each: values[each]):
             if self._is_done:
                 break
             if self.kept and self._is_late():
@@ -205,7 +200,7 @@ class TechniqueSearch:
         made = TechniqueMoves(start.timeline.schedule, rng, recompute=fit.recompute, offload=fit.offload)
         temperature = rng.choice((0.0, 0.003, 0.01)) * start.value
         for _ in range(moves):
-            self.moves_made += _MOVES_OF_ONE
+            self.moves_made += _KERNEL_MOVES
             if self.fraction >= 1:
                 return
             changed = made.changed(now.timeline.schedule)
@@ -241,26 +236,19 @@ class TechniqueSearch:
         self.kept = sorted([*self.kept, choice], key=lambda each: each.score)[:_KEPT]
 
     def _fits(self, timeline: Timeline) -> bool:
-        return max(timeline.peak_memory) <= self.fit.memory_limit * (1 + _ROUNDING)
+        return not exceeds(max(timeline.peak_memory), self.fit.memory_limit)
 
     def _value(self, timeline: Timeline) -> float:
-        value: float = getattr(timeline, self.fit.objective)
-        return value
+        return timeline.length(self.fit.objective)
 
     # --- result ------------------------------------------------------------------------------------
 
     def _result(self) -> SearchResult:
         best, quantile = self.kept[0], None
         if self.jitter is not None:
-            share, q, seed = self.jitter.share, self.jitter.quantile, self.budget.seed
-            spreads = [
-                simulate_with_jitter(each.timeline.schedule, self.fit.costs, jitter=share, seed=seed).quantile(
-                    q
-                )
-                for each in self.kept
-            ]
-            quantile, place = min((spread, i) for i, spread in enumerate(spreads))
-            best = self.kept[place]
+            schedules = [each.timeline.schedule for each in self.kept]
+            position, quantile = self.jitter.best(schedules, self.fit.costs, self.budget.seed)
+            best = self.kept[position]
         schedule = best.timeline.schedule.renamed("searched")
         return SearchResult(
             schedule=schedule,
@@ -280,10 +268,10 @@ class TechniqueSearch:
         )
 
     def _does_not_fit(self) -> SearchError:
-        names = [name for name in ("recompute", "offload") if getattr(self.fit, name)]
+        limit = self.fit.costs.units.memory(self.fit.memory_limit)
         return SearchError(
-            f"no schedule was found with {' and '.join(names)} within the memory limit of "
-            f"{self.fit.memory_limit:g} per rank: give more memory, a faster host link, or more ranks"
+            f"no schedule was found with {self.fit.techniques} within the memory limit of {limit} per rank: "
+            "give more memory, a faster host link, or more ranks"
         )
 
 
@@ -295,5 +283,5 @@ def run_with_techniques(
     on_progress: OnProgress,
 ) -> SearchResult:
     """Search all problems; raise if even the least that a technique leaves exceeds the limit on a rank."""
-    require_least(problems, fit)
+    require_feasible(problems, fit)
     return TechniqueSearch(problems, fit, budget, jitter, on_progress).run()

@@ -117,11 +117,13 @@ class _Pass:
             instance.microbatches,
         )
         self.rows: list[list[int]] = [[] for _ in range(self.p)]
-        stages = range(2 * self.p)
-        edges = [(s, t) for s, t in StageGraph.chain(2 * self.p).edges if self._rank(s) != self._rank(t)]
-        self.sources: dict[
-            Kind, dict[int, int]
-        ] = {  # the stage of another rank that a step gets its input from
+        placement = Placement.v(self.p, 2)
+        self.rank_of = rank_of = placement.stage_to_rank
+        self.stages_of = placement.stages_of_rank  # a and b of each rank
+        stages = range(placement.num_stages)
+        edges = [(s, t) for s, t in StageGraph.chain(placement.num_stages).edges if rank_of[s] != rank_of[t]]
+        # the stage of another rank that a step gets its input from
+        self.sources: dict[Kind, dict[int, int]] = {
             Kind.F: {t: s for s, t in edges},
             Kind.I: dict(edges),
             Kind.W: {},
@@ -138,10 +140,10 @@ class _Pass:
         for _ in range(2 * self.m):
             up = [r for r in range(self.p) if self._goes_up(r)]
             for r in reversed(up):
-                self._take_filled(Kind.I, r, eager=True)
+                self._take_filled(Kind.I, self.stages_of[r][0], eager=True)
             for r in range(self.p):
                 if r not in up:
-                    self._take_filled(Kind.I, 2 * self.p - 1 - r, eager=eager_input)
+                    self._take_filled(Kind.I, self.stages_of[r][1], eager=eager_input)
             for r in range(self.p):
                 stage = self._next_forward(r)
                 if stage is not None:
@@ -152,41 +154,41 @@ class _Pass:
 
     def _fill(self) -> None:
         f, size = self.instance.seconds[Kind.F], self.instance.memory[Kind.F]
-        for r in range(self.p):
-            self._take(Kind.F, r)
-        for r in reversed(range(self.p)):
-            due = self._arrival(Kind.F, 2 * self.p - 1 - r) or 0.0
+        for a, _ in self.stages_of:
+            self._take(Kind.F, a)
+        for r, (a, b) in reversed(list(enumerate(self.stages_of))):
+            due = self._arrival(Kind.F, b) or 0.0
             while (
                 self.clock[r] + f <= due
                 and self.held[r] + (2 + 2 * r) * size <= self.instance.limit
-                and self._count(Kind.F, r) < self.m - r
+                and self._count(Kind.F, a) < self.m - r
             ):
-                for above in range(r + 1):
+                for above, _ in self.stages_of[: r + 1]:
                     self._take(Kind.F, above)
-            self._take(Kind.F, 2 * self.p - 1 - r)
+            self._take(Kind.F, b)
 
     def _level(self) -> None:
         on_b = False  # alternates across ranks
         for r in range(1, self.p):
-            b = 2 * self.p - 1 - r
-            above_a, above_b = self._count(Kind.F, r - 1), self._count(Kind.F, b + 1)
+            a, b = self.stages_of[r]
+            above_a, above_b = (self._count(Kind.F, stage) for stage in self.stages_of[r - 1])
             while (
-                self._count(Kind.F, r) + self._count(Kind.F, b) < above_a + above_b
+                self._count(Kind.F, a) + self._count(Kind.F, b) < above_a + above_b
                 or self._count(Kind.F, b) <= above_b < self.m
             ):
-                for below in reversed(range(r, self.p)):
-                    stage = 2 * self.p - 1 - below if on_b else below
-                    if self._count(Kind.F, stage) < self.m:
-                        self._take(Kind.F, stage)
+                for stages in reversed(self.stages_of[r:]):
+                    if self._count(Kind.F, stages[on_b]) < self.m:
+                        self._take(Kind.F, stages[on_b])
                 on_b = not on_b
 
     def _goes_up(self, r: int) -> bool:
         """Whether this round's input gradient on rank r is I(a), not I(b)."""
-        done_a, done_b = self._count(Kind.I, r), self._count(Kind.I, 2 * self.p - 1 - r)
-        return done_a < done_b and (done_b == self.m or self._arrival(Kind.I, r) is not None)
+        a, b = self.stages_of[r]
+        done_a, done_b = self._count(Kind.I, a), self._count(Kind.I, b)
+        return done_a < done_b and (done_b == self.m or self._arrival(Kind.I, a) is not None)
 
     def _next_forward(self, r: int) -> int | None:
-        a, b = r, 2 * self.p - 1 - r
+        a, b = self.stages_of[r]
         done_a, done_b = self._count(Kind.F, a), self._count(Kind.F, b)
         if done_b == self.m:
             return None
@@ -198,7 +200,7 @@ class _Pass:
 
     def _take_filled(self, kind: Kind, stage: int, *, eager: bool) -> None:
         """Take a step, and before it W that release memory, fit into the wait, or limit the idle time."""
-        r = self._rank(stage)
+        r = self.rank_of[stage]
         pending, w = self.deferred[r], self.instance.seconds[Kind.W]
         while pending and self.held[r] + self.instance.memory[kind] > self.instance.limit:
             self._take_weight(r)
@@ -213,7 +215,7 @@ class _Pass:
         self._take(Kind.W, self.deferred[r].popleft())
 
     def _take(self, kind: Kind, stage: int) -> None:
-        r, microbatch, arrival = self._rank(stage), self._count(kind, stage), self._arrival(kind, stage)
+        r, microbatch, arrival = self.rank_of[stage], self._count(kind, stage), self._arrival(kind, stage)
         assert arrival is not None
         assert microbatch < self.m
         self.held[r] += self.instance.memory[kind]
@@ -234,9 +236,6 @@ class _Pass:
             return 0.0
         ends, microbatch = self.ends[kind, source], self._count(kind, stage)
         return ends[microbatch] + self.instance.hop if microbatch < len(ends) else None
-
-    def _rank(self, stage: int) -> int:
-        return min(stage, 2 * self.p - 1 - stage)
 
     def _count(self, kind: Kind, stage: int) -> int:
         return len(self.ends[kind, stage])

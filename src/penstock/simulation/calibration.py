@@ -77,7 +77,7 @@ def _samples(timelines: Sequence[Timeline]) -> Samples:
         table = timeline.schedule.table
         at = table.of_kind(Kind.I)
         split = set(zip(table.stage[at].tolist(), table.microbatch[at].tolist()))
-        for action, seconds in _measured(timeline):
+        for action, seconds in _single_actions(timeline):
             of_split = action.kind is Kind.F and (action.stage, action.microbatch) in split
             found.setdefault((action.kind, action.stage, of_split), []).append(seconds)
     return found
@@ -206,20 +206,20 @@ class KindError:
 
 def errors_by_kind(predicted: Timeline, measured: Sequence[Timeline]) -> list[KindError]:
     """For F, I, W and B where they exist, and for the whole step."""
-    expected = list(_measured(predicted))
-    happened = [each for timeline in measured for each in _measured(timeline)]
+    simulated = list(_single_actions(predicted))
+    recorded = [each for timeline in measured for each in _single_actions(timeline)]
     overhead = predicted.costs.launch_overhead
     found = []
     for kind in _COMPUTE:
-        theirs = [seconds for action, seconds in happened if action.kind is kind]
-        ours = [seconds - overhead for action, seconds in expected if action.kind is kind]
-        if ours and theirs:
-            found.append(KindError(kind.value, fmean(ours), fmean(theirs)))
+        expected = [seconds - overhead for action, seconds in simulated if action.kind is kind]
+        actual = [seconds for action, seconds in recorded if action.kind is kind]
+        if expected and actual:
+            found.append(KindError(kind.value, fmean(expected), fmean(actual)))
     steps = fmean(timeline.makespan for timeline in measured)
     return [*found, KindError("step", predicted.makespan, steps)]
 
 
-def _measured(timeline: Timeline) -> Iterator[tuple[Action, float]]:
+def _single_actions(timeline: Timeline) -> Iterator[tuple[Action, float]]:
     """Compute that ran by itself, not in an overlapped pair, and its seconds."""
     for event in timeline.events:
         parts = event.step.parts

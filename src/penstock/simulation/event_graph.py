@@ -103,7 +103,7 @@ def _run(
     stack: Any,
     cursor: Any,
 ) -> None:
-    """Depth-first: an event that waits for a new one is put aside on the stack until that one is done."""
+    """Depth-first: an event that waits for a new one stays on the stack until that one is done."""
     for root in range(len(state)):
         if state[root] != _NEW:
             continue
@@ -128,9 +128,9 @@ def _run(
                 continue
             now = floor[event]
             for j in range(bounds[event], stop):
-                there = end[producer[j]] + lag[j]
-                if there > now:  # noqa: PLR1730 -- max() would double the time of this loop
-                    now = there
+                arrival = end[producer[j]] + lag[j]
+                if arrival > now:  # noqa: PLR1730 -- max() would double the time of this loop
+                    now = arrival
             start[event] = now
             end[event] = now + durations[event]
             state[event] = _DONE

@@ -18,7 +18,7 @@ from penstock.simulation.timeline import Event, Message, Timeline
 __all__ = ["REASONS", "Gap", "Gaps", "gaps"]
 
 _ROUNDING = 1e-12
-_CHUNK = 20_000  # gaps that are put into words together
+_CHUNK = 20_000  # gaps whose texts are made together
 REASONS = (
     *("warm-up", *VALUES, "link", "blocked receive", "blocked send"),
     *("unshard", "reload", "drain", "overhead"),
@@ -37,12 +37,12 @@ class Gap:
     end: float
     reason: str
     """One of `REASONS`."""
-    before: Event | None
-    """The step after the gap."""
+    next_step: Event | None
+    """The step after the gap; None at the end of a rank's list."""
     message: Message | None
     """The message that step waits for, if any."""
-    blame: Event | None
-    """The step whose end the gap waits for."""
+    cause: Event | None
+    """The step whose end it waits for."""
 
     @property
     def length(self) -> float:
@@ -57,29 +57,29 @@ class Gap:
         return self._words(f"{scale.number(self.start, 4)} to {scale.text(self.end, 4)}")
 
     def _words(self, when: str) -> str:
-        message, before, blame = self.message, self.before, self.blame
+        message = self.message
         awaited = None if message is None else (message.kind, message.stage, message.microbatch, message.source)
-        steps = "" if before is None else str(before.step), "" if blame is None else str(blame.step)
-        return _text(self.rank, when, self.reason, *steps, awaited)
+        step, cause = ("" if each is None else str(each.step) for each in (self.next_step, self.cause))
+        return _text(self.rank, when, self.reason, step, cause, awaited)
 
 
 def _text(
     rank: int,
     when: str,
     reason: str,
-    before: str,
-    blame: str,
+    step: str,
+    cause: str,
     message: tuple[str, int, int, int] | None,
 ) -> str:
     """A gap in words; `message` is its kind, stage, microbatch and sender."""
     where = f"rank {rank}, {when}: {reason}"
-    if not blame:
+    if not cause:
         return where
     if message is None:
-        return f"{where}: {before} waits for {blame}"
+        return f"{where}: {step} waits for {cause}"
     kind, stage, microbatch, source = message
     what = f"{kind} of stage {stage}, microbatch {microbatch}"
-    return f"{where}: {before} waits for the {what} ({blame}, rank {source})"
+    return f"{where}: {step} waits for the {what} ({cause}, rank {source})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,12 +92,12 @@ class Gaps(Sequence[Gap]):
     end: Floats
     reason: Ints
     """Its number in `REASONS`."""
-    before: Ints
+    next_slot: Ints
     """The slot after the gap, -1 without one."""
     message: Ints
     """The number in `Timeline.message_columns` of what that slot waits for, -1 without one."""
-    blame: Ints
-    """The slot whose end the gap waits for, -1 without one."""
+    cause: Ints
+    """The slot whose end it waits for, -1 without one."""
 
     @classmethod
     def none(cls, timeline: Timeline) -> Gaps:
@@ -115,15 +115,15 @@ class Gaps(Sequence[Gap]):
     def __getitem__(self, index: int | slice) -> Gap | Sequence[Gap]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        before, message, blame = (int(column[index]) for column in (self.before, self.message, self.blame))
+        slot, message, cause = (int(column[index]) for column in (self.next_slot, self.message, self.cause))
         return Gap(
             int(self.rank[index]),
             float(self.start[index]),
             float(self.end[index]),
             REASONS[self.reason[index]],
-            None if before < 0 else self.timeline.event(before),
+            None if slot < 0 else self.timeline.event(slot),
             None if message < 0 else self.timeline.message(message),
-            None if blame < 0 else self.timeline.event(blame),
+            None if cause < 0 else self.timeline.event(cause),
         )
 
     @property
@@ -147,16 +147,16 @@ class Gaps(Sequence[Gap]):
 
     def _records(self, chosen: slice) -> Iterator[dict[str, Any]]:
         schedule, columns = self.timeline.schedule, self.timeline.message_columns
-        steps = [schedule.texts_of_slots(column[chosen]) for column in (self.before, self.blame)]
+        steps = [schedule.texts_of_slots(column[chosen]) for column in (self.next_slot, self.cause)]
         message = self.message[chosen]
         names = ("kind", "stage", "microbatch", "source")
         awaited = zip(*(np.append(columns[name], 0)[message].tolist() for name in names))
         rows = zip(*(column[chosen].tolist() for column in (self.rank, self.start, self.end, self.reason)))
-        for (rank, start, end, reason), before, blame, has_message, (is_gradient, *rest) in zip(
+        for (rank, start, end, reason), step, cause, has_message, (is_gradient, *rest) in zip(
             rows, *steps, (message >= 0).tolist(), awaited
         ):
             value = (VALUES[is_gradient], *rest) if has_message else None
-            why = _text(rank, f"{start:g} to {end:g}", REASONS[reason], before, blame, value)
+            why = _text(rank, f"{start:g} to {end:g}", REASONS[reason], step, cause, value)
             yield {"rank": rank, "start": start, "end": end, "reason": REASONS[reason], "why": why}
 
 
@@ -167,15 +167,15 @@ def gaps(timeline: Timeline) -> Gaps:
     late = timeline.latest_inputs[slot]
     columns = timeline.message_columns
     arrival = np.append(columns["arrival"], -np.inf)[late]
-    blame = np.append(columns["producer"], -1)[late]
-    done = np.append(timeline.end, 0.0)[blame]
+    cause = np.append(columns["producer"], -1)[late]
+    done = np.append(timeline.end, 0.0)[cause]
     in_transfer = arrival - np.maximum(done, now) > done - now
     value = _VALUE + np.append(columns["kind"], False)[late]
     reason: Ints = np.where(warm_up, _WARM_UP, np.where(in_transfer, _LINK, value))
-    found = Gaps(timeline, rank, now, start, reason, slot, late, blame)
+    found = Gaps(timeline, rank, now, start, reason, slot, late, cause)
     for i in np.flatnonzero((late < 0) | (arrival < start)).tolist():
         other = _other_reason(timeline, int(slot[i]), float(now[i]))
-        found.reason[i], found.message[i], found.blame[i] = other
+        found.reason[i], found.message[i], found.cause[i] = other
     return _with_drains(found)
 
 
@@ -205,19 +205,19 @@ def _with_drains(found: Gaps) -> Gaps:
         (found.start, ends[ranks]),
         (found.end, np.full(len(ranks), timeline.makespan)),
         (found.reason, np.full(len(ranks), _DRAIN)),
-        *((column, none) for column in (found.before, found.message, found.blame)),
+        *((column, none) for column in (found.next_slot, found.message, found.cause)),
     )
     return Gaps(timeline, *(np.concatenate(pair)[order] for pair in columns))
 
 
 def _other_reason(timeline: Timeline, slot: int, now: float) -> tuple[int, int, int]:
-    """Reason, message and blamed slot of a gap that does not end with the arrival of an input."""
+    """Reason, message and cause of a gap that does not end with the arrival of an input."""
     blocking = _blocking_message(timeline, slot)
     if blocking >= 0:
         columns = timeline.message_columns
         sends = columns["source"][blocking] == timeline.schedule.table.rank[slot]
-        blame = columns["received" if sends else "producer"][blocking]
-        return _SEND if sends else _RECEIVE, blocking, int(blame)
+        cause = columns["received" if sends else "producer"][blocking]
+        return _SEND if sends else _RECEIVE, blocking, int(cause)
     copies, waiting = timeline.schedule.table.host_copy_waits
     own = copies[waiting == slot]
     copy = next((int(copy) for copy in own if timeline.end[copy] == timeline.start[slot]), -1)

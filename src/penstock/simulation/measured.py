@@ -37,7 +37,7 @@ def _transfers(schedule: Schedule, times: Floats, links: Costs) -> tuple[Floats 
     arrives when its consumer starts; else after the latency, but before its use.
     """
     messages, slot = schedule.messages, schedule.table.slot
-    used = np.flatnonzero((messages.producer >= 0) & (messages.consumer >= 0))
+    used = np.flatnonzero(messages.consumed)
     if not used.size:
         return None, None
     has_send = messages.send[used] >= 0
@@ -56,9 +56,7 @@ def _transfers(schedule: Schedule, times: Floats, links: Costs) -> tuple[Floats 
 def _idle_since(schedule: Schedule, times: Floats) -> Floats:
     """Per slot: when the last compute of the rank before it ended; 0 before the first."""
     table = schedule.table
-    compute = np.zeros(len(table.rank), dtype=np.bool_)
-    compute[table.slot[table.is_compute]] = True
-    ends = np.where(compute, times[:, 1], 0.0)
+    ends = np.where(table.is_compute_slot, times[:, 1], 0.0)
     found = np.zeros(len(ends))
     for first, last in pairwise(table.slot_bounds.tolist()):
         found[first + 1 : last] = np.maximum.accumulate(ends[first:last])[:-1]

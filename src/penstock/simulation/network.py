@@ -81,21 +81,23 @@ class Network:
         self.table = table = messages.table
         table.require_handled(_ROLES, "simulation.network")
         self.messages, self.numbers = messages, np.flatnonzero(messages.paired)
-        there = self.numbers
-        self.send, self.receive = table.slots_of(messages.send[there]), table.slots_of(messages.receive[there])
-        self.transfer, self.latency = transfer[there], latency[there]
+        paired = self.numbers
+        self.send, self.receive = (table.slots_of(end[paired]) for end in (messages.send, messages.receive))
+        self.transfer, self.latency = transfer[paired], latency[paired]
         self.buffered, self.sends_block = send_model.is_buffered, send_model.blocks_rank
         self.receives_block = blocking_receives or send_model.blocks_rank
         # a slot is of one kind; the first part represents an overlapped pair
         self.first_part = np.searchsorted(table.slot, np.arange(len(table.rank)))
         self.role = np.array([_ROLES.get(kind, -1) for kind in Kind])[table.kind[self.first_part]]
-        streams = send_model.streams(messages.source[there], messages.target[there], table.placement.num_ranks)
+        streams = send_model.streams(
+            messages.source[paired], messages.target[paired], table.placement.num_ranks
+        )
         known, numbers = np.unique(np.concatenate(streams), return_inverse=True)
         self.streams = numbers.reshape(2, -1)
         """Per message: the streams that it queues in at its sender and at its receiver."""
         self.num_streams, ranks = len(known), table.placement.num_ranks
         self.first_slot, self.first_message = ranks, ranks + len(table.rank)
-        self.num_events = self.first_message + len(there)
+        self.num_events = self.first_message + len(paired)
         self.graph = EventGraph.of(self.num_events, list(self._waits()))
 
     def _waits(self) -> Iterator[Waits]:

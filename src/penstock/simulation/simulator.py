@@ -29,14 +29,14 @@ from penstock.errors import CostsError, ScheduleError
 from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Bools, Floats
+from penstock.ir.table import Bools, Floats, Ints
 from penstock.lowering import AddCommunication
 from penstock.simulation.event_graph import EventGraph, Waits
 from penstock.simulation.network import Network, RunTimes
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel, invalid_schedule_error, validate
 
-__all__ = ["Simulator", "simulate"]
+__all__ = ["Simulator", "message_waits", "simulate"]
 
 _WARM_UP, _MEASURED = 4, 4  # iterations before, and in, the mean that is the period
 
@@ -88,18 +88,13 @@ class Simulator:
         """The schedule that runs: the given one, or the same with SEND and RECV."""
         self.durations: Floats = step_seconds(self.executed.table, costs)
         """Per slot of `executed`."""
-        messages = self.executed.messages
-        transfer, latency = message_seconds(messages, costs)
         self._network: Network | None = None
         if followed:
-            self._network = Network(messages, transfer, latency, model, blocking_receives=blocking_receives)
+            messages = self.executed.messages
+            seconds = message_seconds(messages, costs)
+            self._network = Network(messages, *seconds, model, blocking_receives=blocking_receives)
             return
-        table = schedule.table
-        source = messages.send if table.has_communication else messages.producer
-        there = (source >= 0) & (messages.consumer >= 0)
-        self._producer = table.slots_of(source[there])
-        self._consumer = table.slots_of(messages.consumer[there])
-        self._lag = latency[there]
+        self._producer, self._consumer, self._lag = message_waits(schedule, costs)
         self._inputs = Inputs.of(schedule.num_steps, self._producer, self._consumer, self._lag)
 
     @classmethod
@@ -167,8 +162,8 @@ class Simulator:
         table = self.executed.table
         begun = np.concatenate(([0.0], ends))[:-1]
         first = table.slot_bounds[:-1]
-        there = first < table.slot_bounds[1:]
-        begun[first[there]] = np.array(starts, dtype=np.float64)[there]
+        has_steps = first < table.slot_bounds[1:]
+        begun[first[has_steps]] = np.array(starts, dtype=np.float64)[has_steps]
         np.maximum.at(begun, self._consumer, ends[self._producer] + self._lag)
         return begun
 
@@ -188,14 +183,14 @@ class Simulator:
     def period(self, first: RunTimes) -> float:
         """What one more iteration takes in the steady state, optimizer step included."""
         run, ends = first, self._last_ends(first)
-        laps = []
+        makespans = []
         for _ in range(_WARM_UP + _MEASURED):
-            laps.append(max(ends))
+            makespans.append(max(ends))
             run = self.run([end + self.costs.optimizer_step for end in ends], stream_free=run.stream_free)
             before, ends = ends, self._last_ends(run)
             if self._network is None and len({end - last for end, last in zip(ends, before)}) == 1:
                 return ends[0] - before[0]  # all ranks are later by the same time, and so in every iteration
-        return (max(ends) - laps[_WARM_UP]) / _MEASURED
+        return (max(ends) - makespans[_WARM_UP]) / _MEASURED
 
     def _last_ends(self, run: RunTimes) -> list[float]:
         bounds = self.executed.table.slot_bounds.tolist()
@@ -208,16 +203,25 @@ class Simulator:
         if not stuck.size:
             return run
         table = self.executed.table
-        heads = {int(table.rank[slot]): int(slot) for slot in stuck[::-1]}  # the first of each rank stays
+        first = {int(table.rank[slot]): int(slot) for slot in stuck[::-1]}  # of each rank, the first stays
         where = [
             f"rank {rank} at step {slot - int(table.slot_bounds[rank])}, "
             f"{self.executed.ranks[rank][slot - int(table.slot_bounds[rank])]}"
-            for rank, slot in sorted(heads.items())
+            for rank, slot in sorted(first.items())
         ]
         raise ScheduleError(
             f"with blocking receives the ranks wait for each other: {'; '.join(where)}; defer the receives "
             "(DeferReceives), or simulate receives that block only where the message is used"
         )
+
+
+def message_waits(schedule: Schedule, costs: Costs) -> tuple[Ints, Ints, Floats]:
+    """Per message, where these cost latency only: the slots that send and use it, and its latency."""
+    table, messages = schedule.table, schedule.messages
+    source = messages.send if table.has_communication else messages.producer
+    known = (source >= 0) & (messages.consumer >= 0)
+    _, latency = message_seconds(messages, costs)
+    return table.slots_of(source[known]), table.slots_of(messages.consumer[known]), latency[known]
 
 
 def _no_messages_error(schedule: Schedule, model: SendModel) -> ScheduleError:

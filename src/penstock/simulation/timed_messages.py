@@ -61,7 +61,7 @@ class TimedMessages:
     def message_columns(self) -> dict[str, Any]:
         """The fields of all messages as arrays; `kind` is whether it is a gradient."""
         messages, slot = self.schedule.messages, self.schedule.table.slots_of
-        number = np.flatnonzero((messages.producer >= 0) & (messages.consumer >= 0))
+        number = np.flatnonzero(messages.consumed)
         producer, consumer = slot(messages.producer[number]), slot(messages.consumer[number])
         send, receive = slot(messages.send[number]), slot(messages.receive[number])
         sent, received = np.where(send >= 0, send, producer), np.where(receive >= 0, receive, consumer)
@@ -95,11 +95,10 @@ class TimedMessages:
     def further_uses(self) -> tuple[Ints, Ints]:
         """Uses of messages after the first one, by other stages of the same rank: number and slot of each."""
         messages, slot = self.schedule.messages, self.schedule.table.slot
-        used = (messages.producer >= 0) & (messages.consumer >= 0)
         number, part = messages.further_uses
-        there = used[number]
-        index: Ints = np.cumsum(used) - 1
-        return index[number[there]], slot[part[there]]
+        consumed = messages.consumed[number]
+        index: Ints = np.cumsum(messages.consumed) - 1
+        return index[number[consumed]], slot[part[consumed]]
 
     @property
     def uses(self) -> tuple[tuple[Message, int], ...]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bounds import Bound, bounds_of
+from penstock.bounds import OBJECTIVES, Bound, bounds_of
 from penstock.cost.memory import Memory, memory_over_time
 from penstock.cost.prices import exposed_all_to_all
 from penstock.display import Displayed
@@ -28,8 +28,6 @@ from penstock.ir.table import Bools
 from penstock.simulation.timed_messages import Message, TimedMessages
 
 __all__ = ["Event", "Memory", "Message", "Timeline"]
-
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,10 @@ class Timeline(Displayed, TimedMessages):
 
     # --- times -------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def is_compute(self) -> Bools:
-        """Per slot: whether it is F, I, W, B or an overlapped pair."""
-        table = self.schedule.table
-        found = np.zeros(self.schedule.num_steps, dtype=np.bool_)
-        found[table.slot[table.is_compute]] = True
-        return found
+        """Per slot: whether it occupies the compute stream."""
+        return self.schedule.table.is_compute_slot
 
     @cached_property
     def makespan(self) -> float:
@@ -108,16 +103,21 @@ class Timeline(Displayed, TimedMessages):
         seconds = exposed_all_to_all(self.schedule.table, self.costs)
         return tuple(np.bincount(self.schedule.table.rank, seconds, self.schedule.num_ranks).tolist())
 
-    def bubble(self, by: str = "makespan") -> float:
-        """The share of `makespan`, `span` or `period` in which a rank does not compute, on average."""
-        if by not in ("makespan", "span", "period"):
-            raise CostsError(f"a bubble is by makespan, span or period (given {by!r})")
-        whole: float | None = getattr(self, by)
-        if whole is None:
+    def length(self, by: str = "makespan") -> float:
+        """The `makespan`, `span` or `period`."""
+        if by not in OBJECTIVES:
+            raise CostsError(f"the length of a timeline is its makespan, span or period (given {by!r})")
+        seconds: float | None = getattr(self, by)
+        if seconds is None:
             raise CostsError(
                 "the period of this timeline is unknown: simulate(..., with_period=True), or profile two or "
                 "more consecutive steps"
             )
+        return seconds
+
+    def bubble(self, by: str = "makespan") -> float:
+        """The share of `makespan`, `span` or `period` in which a rank does not compute, on average."""
+        whole = self.length(by)
         return 1 - sum(self.busy) / len(self.busy) / whole if whole else 0.0
 
     @property
@@ -133,8 +133,7 @@ class Timeline(Displayed, TimedMessages):
     @property
     def gap(self) -> float:
         """How much longer than the bound, as a share of it; 0 is a proof that nothing is faster."""
-        gap = self.makespan / self.bound.seconds - 1 if self.bound.seconds else 0.0
-        return 0.0 if abs(gap) < _ROUNDING else gap
+        return self.bound.gap(self.makespan)
 
     # --- steps -------------------------------------------------------------------------------------
 

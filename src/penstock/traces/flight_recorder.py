@@ -22,7 +22,7 @@ __all__ = ["FlightRecord", "Operation", "is_flight_record", "load_flight_record"
 _NAME = re.compile(r"\w+:(?:(send) (\d{1,8})->(\d{1,8})|(recv) (\d{1,8})<-(\d{1,8})|[\w ]+)", re.ASCII)
 _STATES = ("scheduled", "started", "completed")
 _DEEPEST = 16  # dimensions of a tensor
-_MOST_PROBLEMS = 100
+_MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def load_flight_record(document: Mapping[str, Any], world_rank: int, source: str
         reader.problems.append("entries: expected a list of operations")
         entries = []
     for index, entry in enumerate(entries):
-        if len(reader.problems) < _MOST_PROBLEMS:
+        if len(reader.problems) < _MAX_PROBLEMS:
             reader.read_entry(entry, f"entries[{index}]")
     if reader.problems:
         raise FormatError(source, reader.problems)

@@ -28,7 +28,7 @@ from penstock.traces.unlabelled import Operators
 
 __all__ = ["KinetoRank"]
 
-_MOST_PROBLEMS = 1000
+_MAX_PROBLEMS = 1000
 _LATEST = 3e15
 """Microseconds, about a hundred years: sums of three such times are 64-bit nanoseconds."""
 _SINGLE = re.compile(r"(Forward|Backward) (0|[1-9][0-9]{0,7})", re.ASCII)
@@ -130,7 +130,7 @@ class KinetoRank:
     def _problem(self, number: int, problem: str, name: object = None) -> None:
         shown = f" ({printable(str(name))})" if name is not None else ""
         self.problems.append(f"{self.name}: event {number}{shown}: {problem}")
-        if len(self.problems) >= _MOST_PROBLEMS:
+        if len(self.problems) >= _MAX_PROBLEMS:
             raise TraceError(self.problems)
 
     # --- result ----------------------------------------------------------------------------------------

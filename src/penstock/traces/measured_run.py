@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cost.costs import Costs
 from penstock.errors import ScheduleError
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import PASS_KINDS
 from penstock.ir.schedule import Schedule
 from penstock.recognition import Recognition, recognize
 from penstock.simulation.calibration import calibrate
@@ -81,7 +81,7 @@ class MeasuredRun:
         try:
             return simulate(self.schedule, self.costs, with_period=True)
         except ScheduleError:  # messages or sharding that our rules refuse; compute is valid
-            compute = self.schedule.only((Kind.F, Kind.I, Kind.W, Kind.B))
+            compute = self.schedule.only(PASS_KINDS)
             return simulate(compute, self.costs, with_period=True)
 
     @cached_property

@@ -38,7 +38,7 @@ HEADER = "times across ranks (ms):"
 _NAME = re.compile(r"  ([a-z][a-z0-9-]*):", re.ASCII)
 _RANK = re.compile(r"     rank +([0-9]{1,7}): (\S+)", re.ASCII)
 _STEP, _FORWARD, _BACKWARD = "forward-backward", "forward-compute", "backward-compute"
-_MOST_PROBLEMS = 1000
+_MAX_PROBLEMS = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ class _Parser:
             self._problems.append(
                 f"{self._name}: line {number}: not a number of milliseconds: {printable(text)}"
             )
-            if len(self._problems) >= _MOST_PROBLEMS:
+            if len(self._problems) >= _MAX_PROBLEMS:
                 raise TraceError(self._problems)
             return
         times = self._sums.setdefault(self._timer, {})

@@ -27,7 +27,7 @@ from penstock.traces.rank_state import RankState
 
 __all__ = ["AlignedRecords", "align_records"]
 
-_MOST_TENSORS = 8  # of a message
+_MAX_TENSORS = 8  # of a message
 
 
 class _Message(NamedTuple):
@@ -141,7 +141,7 @@ def _fit(record: FlightRecord, messages: Sequence[_Message]) -> _Fit:
     """The place where most operations at the end of the record fit the list, repeated step by step."""
     found = np.array([_code(operation) for operation in record.operations], dtype=np.int64)[::-1]
     best = _Fit(0, at_start=False, last=0, tensors=1)
-    for tensors in range(1, _MOST_TENSORS + 1):
+    for tensors in range(1, _MAX_TENSORS + 1):
         pattern = np.repeat(np.array([message.code for message in messages], dtype=np.int64), tensors)
         if not len(pattern) or not len(found):
             break

@@ -33,19 +33,21 @@ def messages_at_use(schedule: Schedule) -> Schedule:
 
 
 def _with_messages(step: Step, schedule: Schedule, rank: int) -> Iterator[Step]:
-    hosts, last = schedule.placement.stage_to_rank, schedule.num_stages - 1
+    graph, rank_of = schedule.graph, schedule.placement.stage_to_rank
 
-    def crosses(other: int) -> bool:
-        return 0 <= other <= last and hosts[other] != rank
+    def messages(kind: Kind, part: Action, stages: tuple[int, ...]) -> Iterator[Action]:
+        for other in stages:
+            if rank_of[other] != rank:
+                yield Action(kind, part.stage, part.microbatch, other)
 
     for part in step.parts:
-        if part.kind is Kind.F and crosses(part.stage - 1):
-            yield Action(Kind.RECV_F, part.stage, part.microbatch)
-        if part.kind in (Kind.B, Kind.I) and crosses(part.stage + 1):
-            yield Action(Kind.RECV_B, part.stage, part.microbatch)
+        if part.kind is Kind.F:
+            yield from messages(Kind.RECV_F, part, graph.inputs(part.stage))
+        if part.kind in (Kind.B, Kind.I):
+            yield from messages(Kind.RECV_B, part, graph.outputs(part.stage))
     yield step
     for part in step.parts:
-        if part.kind is Kind.F and crosses(part.stage + 1):
-            yield Action(Kind.SEND_F, part.stage, part.microbatch)
-        if part.kind in (Kind.B, Kind.I) and crosses(part.stage - 1):
-            yield Action(Kind.SEND_B, part.stage, part.microbatch)
+        if part.kind is Kind.F:
+            yield from messages(Kind.SEND_F, part, graph.outputs(part.stage))
+        if part.kind in (Kind.B, Kind.I):
+            yield from messages(Kind.SEND_B, part, graph.inputs(part.stage))

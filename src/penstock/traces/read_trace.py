@@ -14,8 +14,8 @@ import numpy as np
 from penstock.arguments import index_problem, plural, some
 from penstock.cost.costs import Costs
 from penstock.errors import ScheduleError, TraceError
-from penstock.ir.action import Kind
 from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import PASS_KINDS
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 from penstock.simulation.measured import measured_timeline
@@ -173,7 +173,7 @@ def _schedule(rows: Rows, graph: StageGraph | None) -> Schedule:
         raise TraceError([problem], argument="graph")
     try:
         schedule = Schedule([[each.step for each in row] for row in rows], name="measured", graph=graph)
-        compute = schedule.only((Kind.F, Kind.I, Kind.W, Kind.B))
+        compute = schedule.only(PASS_KINDS)
     except ScheduleError as error:
         raise TraceError([f"the traces are not of one run: {error}"]) from None
     if violations := validate(compute):

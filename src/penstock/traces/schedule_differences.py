@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.traces.message_orders import message_orders
 from penstock.traces.rank_state import RankState
 
 __all__ = ["ScheduleDifference", "difference_of", "reference_of"]
-
-_COMPUTE = (Kind.F, Kind.I, Kind.W, Kind.B)
 
 
 class ScheduleDifference(NamedTuple):
@@ -67,12 +65,12 @@ def _like(schedule: Schedule, other: Schedule) -> Schedule:
     if other.table.has_communication:
         orders = message_orders(schedule)
         return min(orders, key=lambda order: sum(a != b for a, b in zip(order.ranks, _plain(other).ranks)))
-    return schedule.only(_COMPUTE)
+    return schedule.only(PASS_KINDS)
 
 
 def _plain(schedule: Schedule) -> Schedule:
     """Only computation and messages."""
-    return schedule.only([kind for kind in Kind if kind.is_communication or kind in _COMPUTE])
+    return schedule.only([kind for kind in Kind if kind.is_communication or kind in PASS_KINDS])
 
 
 def _is_same(schedule: Schedule, other: Schedule) -> bool:
@@ -81,7 +79,7 @@ def _is_same(schedule: Schedule, other: Schedule) -> bool:
         return False
     if schedule.table.has_communication and other.table.has_communication:
         return _plain(schedule) == _plain(other)
-    return schedule.only(_COMPUTE) == other.only(_COMPUTE)
+    return schedule.only(PASS_KINDS) == other.only(PASS_KINDS)
 
 
 def _sizes(schedule: Schedule) -> str:

@@ -67,7 +67,7 @@ def drift_of(offsets: Floats, at: Floats) -> Floats:
 def sent_messages(schedule: Schedule, times: Ints) -> tuple[Ints, Ints, Ints]:
     """Messages with both ends: their numbers, when they were sent, and the slots that use them."""
     messages, slot = schedule.messages, schedule.table.slot
-    number = np.flatnonzero((messages.producer >= 0) & (messages.consumer >= 0))
+    number = np.flatnonzero(messages.consumed)
     send, producer = messages.send[number], messages.producer[number]
     sent = np.maximum(times[slot[producer], 1], np.where(send >= 0, times[slot[send], 0], 0))
     return number, sent, slot[messages.consumer[number]]

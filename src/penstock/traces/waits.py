@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import ActionError
-from penstock.ir.action import Action, Kind, parse_action
+from penstock.ir.action import Action, parse_action
 from penstock.ir.schedule import Schedule
 from penstock.traces.rank_state import RankState
 
@@ -16,13 +16,6 @@ __all__ = ["Peer", "Wait", "find_waits"]
 Peer = Literal["missing", "behind", "on its way", "there", "passed", "not in its list"]
 """Where the rank at the other end is: it has no state, it has not begun the step, it has not reached the other
 end of the message, it is at it, it is past it, or its list does not have it."""
-
-_OTHER_KIND = {
-    Kind.SEND_F: Kind.RECV_F,
-    Kind.RECV_F: Kind.SEND_F,
-    Kind.SEND_B: Kind.RECV_B,
-    Kind.RECV_B: Kind.SEND_B,
-}
 
 
 @dataclass(frozen=True)
@@ -59,13 +52,13 @@ def _wait(state: RankState, states: Mapping[int, RankState], schedule: Schedule)
         message = parse_action(state.awaits)
     except ActionError:
         return None
-    if not isinstance(message, Action) or message.kind not in _OTHER_KIND:
+    if not isinstance(message, Action) or message.kind.peer is None:
         return None
     hosts = schedule.placement.stage_to_rank
     if not 0 <= message.other_end < len(hosts):
         return None
     peer = hosts[message.other_end]
-    counterpart = Action(_OTHER_KIND[message.kind], message.other_end, message.microbatch, message.stage)
+    counterpart = Action(message.kind.peer, message.other_end, message.microbatch, message.stage)
     where, position = _where(state, states.get(peer), counterpart)
     return Wait(state.rank, state.awaits, peer, str(counterpart), position, where)
 

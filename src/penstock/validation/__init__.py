@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule, require_schedule
-from penstock.validation.actions import complete, known_ids, no_duplicates, order_on_rank, right_rank
+from penstock.validation.actions import complete, ids_in_range, no_duplicates, on_rank_of_stage, order_on_rank
 from penstock.validation.communication import channel_order, delivered_in_time, sent_and_received
 from penstock.validation.deadlock import no_deadlock
 from penstock.validation.memory import held_when_offloaded, needed_by_a_backward, reloaded_once
@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 _RULES_ON_ACTIONS = (
-    known_ids,
-    right_rank,
+    ids_in_range,
+    on_rank_of_stage,
     no_duplicates,
     complete,
     order_on_rank,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
+from penstock.arguments import number_ranges
 from penstock.ir.kinds import Kind
 from penstock.ir.table import ActionTable, Bools, Ints
 from penstock.validation.violation import Violation, part_at, violation_at
 
-__all__ = ["complete", "known_ids", "no_duplicates", "order_on_rank", "right_rank"]
+__all__ = ["complete", "ids_in_range", "no_duplicates", "on_rank_of_stage", "order_on_rank"]
 
 
-def known_ids(table: ActionTable) -> Iterator[Violation]:
+def ids_in_range(table: ActionTable) -> Iterator[Violation]:
     """Stages and microbatches exist."""
     stages, microbatches = table.placement.num_stages, table.microbatches
     for part in np.flatnonzero(table.stage >= stages).tolist():
@@ -34,25 +35,25 @@ def known_ids(table: ActionTable) -> Iterator[Violation]:
         )
 
 
-def right_rank(table: ActionTable) -> Iterator[Violation]:
+def on_rank_of_stage(table: ActionTable) -> Iterator[Violation]:
     """A stage's actions are on its own rank."""
-    for part in np.flatnonzero(table.known & ~table.sound).tolist():
+    for part in np.flatnonzero(table.in_range & ~table.well_placed).tolist():
         rank, _, action = part_at(table, part)
-        host = table.placement.stage_to_rank[action.stage]
+        own = table.placement.stage_to_rank[action.stage]
         yield violation_at(
             table,
             part,
             "wrong-rank",
-            f"stage {action.stage} is on rank {host}, not on rank {rank}",
-            f"move it to rank {host}, or change the placement",
+            f"stage {action.stage} is on rank {own}, not on rank {rank}",
+            f"move it to rank {own}, or change the placement",
         )
 
 
 def no_duplicates(table: ActionTable) -> Iterator[Violation]:
-    """Nothing is done twice; only UNSHARD and RESHARD may be repeated."""
+    """No action is repeated, except for UNSHARD and RESHARD."""
     if all(kind.spec.repeatable or _each_is_first(table, kind) for kind in table.kinds):
         return
-    once = table.sound & ~table.of_kind(*(kind for kind in Kind if kind.spec.repeatable))
+    once = table.well_placed & ~table.of_kind(*(kind for kind in Kind if kind.spec.repeatable))
     cells = table.placement.num_stages * table.microbatches
     key = (table.port * len(Kind) + table.kind) * cells + table.cell
     counts = np.bincount(key[once], minlength=1)
@@ -65,15 +66,15 @@ def no_duplicates(table: ActionTable) -> Iterator[Violation]:
                 table,
                 part,
                 "duplicate-action",
-                f"{action} appears twice on this rank: first at step {step}",
+                f"duplicate action: {action} is already at step {step}",
                 "remove one of the two, or correct its number",
             )
 
 
 def _each_is_first(table: ActionTable, kind: Kind) -> bool:
-    """Whether every sound part of a kind is the first of its stage, or edge, and microbatch."""
+    """Whether every well-placed part of a kind is the first of its stage, or edge, and microbatch."""
     first = table.message_at(kind) if kind.is_communication else table.at(kind)
-    return np.count_nonzero(first >= 0) == table.num_sound_parts(kind)
+    return np.count_nonzero(first >= 0) == table.num_well_placed_parts(kind)
 
 
 def complete(table: ActionTable) -> Iterator[Violation]:
@@ -123,12 +124,12 @@ def _complete_backward(table: ActionTable) -> Iterator[Violation]:
 
 
 def _present(table: ActionTable, kind: Kind) -> Bools:
-    """Per stage and microbatch: whether there is one, on the right rank or not."""
-    if table.all_sound:
-        there: Bools = table.at(kind) >= 0
-        return there
+    """Per stage and microbatch: whether there is one, on whatever rank."""
+    if table.all_well_placed:
+        present: Bools = table.at(kind) >= 0
+        return present
     found = np.zeros(table.placement.num_stages * table.microbatches, dtype=np.bool_)
-    found[table.cell[table.of_kind(kind) & table.known]] = True
+    found[table.cell[table.of_kind(kind) & table.in_range]] = True
     return found.reshape(-1, table.microbatches)
 
 
@@ -137,22 +138,7 @@ def _per_stage(table: ActionTable, faulty: Bools, code: str, what: str, suggesti
         numbers = np.flatnonzero(faulty[stage]).tolist()
         noun = "microbatch" if len(numbers) == 1 else "microbatches"
         rank = table.placement.stage_to_rank[stage]
-        yield Violation(code, f"stage {stage} {what} {noun} {ranges(numbers)}", suggestion, rank)
-
-
-_MOST_RUNS = 8
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """`0-3, 5, 7-8`: whole numbers in ascending order, runs as first and last."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1][1:] = [n]
-        else:
-            runs.append([n])
-    shown = ", ".join("-".join(map(str, run)) for run in runs[:_MOST_RUNS])
-    return shown + f", ... ({len(runs)} such runs)" * (len(runs) > _MOST_RUNS)
+        yield Violation(code, f"stage {stage} {what} {noun} {number_ranges(numbers)}", suggestion, rank)
 
 
 _ORDER = {

@@ -52,7 +52,7 @@ def _needless(messages: Messages) -> Iterator[Violation]:
     expected = np.zeros(len(table.code), dtype=np.bool_)
     for parts in (messages.send, messages.receive):
         expected[parts[parts >= 0]] = True
-    others = np.flatnonzero(table.is_communication & table.sound & ~expected)
+    others = np.flatnonzero(table.is_communication & table.well_placed & ~expected)
     if others.size:
         others = others[~np.isin(table.code[others], table.code[expected])]  # those are duplicates
     for part in others.tolist():

@@ -51,7 +51,7 @@ def no_deadlock(messages: Messages, strictest: SendModel = SendModel.RENDEZVOUS)
         if not _data_flows(table) and (cycle := _find_cycle(num_nodes, _data_graph(table))):
             yield _violation(table, SendModel.BUFFERED, cycle)
         return
-    if messages.in_order and _all_meet(messages):
+    if messages.in_order and _passes_rendezvous(messages):
         return
     if cycle := _find_cycle(num_nodes, _sends_graph(messages)):
         yield _violation(table, SendModel.BUFFERED, cycle)
@@ -74,22 +74,22 @@ def _data_flows(table: ActionTable) -> bool:
     return not run_dataflow(table, inputs, 1, [0] * table.placement.num_ranks).stuck
 
 
-def _all_meet(messages: Messages) -> bool:
+def _passes_rendezvous(messages: Messages) -> bool:
     """Under `rendezvous`: whether every message is reached by both of its ranks.
 
-    Only messages can block a rank, so each rank walks over its messages: the first to reach one waits there,
-    the second goes on and wakes the first.
+    Only messages can block a rank, so each rank goes through its messages: the first to reach one waits there,
+    the second continues and wakes the first.
     """
     parts, message = messages.in_lists
     position = np.searchsorted(parts, messages.table.part_bounds)
     stops, waiting = position[1:], np.full(len(messages.send), -1, dtype=np.int64)
-    ready, met = np.arange(len(stops)), np.zeros(1, dtype=np.int64)
-    _MEET.run(len(parts), (message, stops), (position[:-1].copy(), ready, waiting, met))
-    return 2 * int(met[0]) == len(parts)
+    ready, completed = np.arange(len(stops)), np.zeros(1, dtype=np.int64)
+    _RENDEZVOUS.run(len(parts), (message, stops), (position[:-1].copy(), ready, waiting, completed))
+    return 2 * int(completed[0]) == len(parts)
 
 
-def _meet(message_at: Any, stops: Any, position: Any, ready: Any, waiting: Any, met: Any) -> None:
-    """Count the messages at which both ranks meet; `waiting` is the rank at a message, or -1."""
+def _rendezvous(message_at: Any, stops: Any, position: Any, ready: Any, waiting: Any, completed: Any) -> None:
+    """Count the messages that both ranks reach; `waiting` is the rank at a message, or -1."""
     top, count = len(ready), 0
     while top > 0:
         top -= 1
@@ -106,16 +106,16 @@ def _meet(message_at: Any, stops: Any, position: Any, ready: Any, waiting: Any, 
             ready[top] = other
             top += 1
         position[rank] = i
-    met[0] = count
+    completed[0] = count
 
 
-_MEET = Loop(_meet)
+_RENDEZVOUS = Loop(_rendezvous)
 
 
 # --- the slow path, which finds the cycle; for schedules that are known to be invalid -----------------
 
 
-def _lists(table: ActionTable) -> Waits:
+def _list_waits(table: ActionTable) -> Waits:
     """Every step waits for the one before it on its rank."""
     slots = np.arange(max(len(table.rank) - 1, 0))
     slots = slots[table.rank[:-1] == table.rank[1:]]
@@ -124,28 +124,28 @@ def _lists(table: ActionTable) -> Waits:
 
 def _data_graph(table: ActionTable) -> list[Waits]:
     producer, consumer = table.crossings
-    return [_lists(table), Waits(producer, consumer, producer, consumer, "it needs the result of this")]
+    return [_list_waits(table), Waits(producer, consumer, producer, consumer, "it needs the result of this")]
 
 
 def _sends_graph(messages: Messages) -> list[Waits]:
     """`buffered`: a step waits for the sends of what it needs."""
     table = messages.table
-    there = np.flatnonzero(messages.paired & (messages.consumer >= 0))
-    send, consumer = table.slot[messages.send[there]], table.slot[messages.consumer[there]]
-    return [_lists(table), Waits(send, consumer, send, consumer, "it needs what this sends")]
+    used = np.flatnonzero(messages.used)
+    send, consumer = table.slot[messages.send[used]], table.slot[messages.consumer[used]]
+    return [_list_waits(table), Waits(send, consumer, send, consumer, "it needs what this sends")]
 
 
 def _stream_graph(messages: Messages, model: SendModel) -> list[Waits]:
     """A step waits for its messages, a message for both ends and for those ahead of it in its streams."""
     table = messages.table
-    there = np.flatnonzero(messages.paired)
-    node = len(table.rank) + there
-    send, receive = table.slot[messages.send[there]], table.slot[messages.receive[there]]
-    consumer = table.slots_of(messages.consumer[there])
+    paired = np.flatnonzero(messages.paired)
+    node = len(table.rank) + paired
+    send, receive = table.slot[messages.send[paired]], table.slot[messages.receive[paired]]
+    consumer = table.slots_of(messages.consumer[paired])
     used = consumer > receive  # a use before the receive is another violation
     slot, moved = np.concatenate((send, receive)), np.concatenate((node, node))
     stream = np.concatenate(
-        model.streams(messages.source[there], messages.target[there], table.placement.num_ranks)
+        model.streams(messages.source[paired], messages.target[paired], table.placement.num_ranks)
     )
     order = np.lexsort((slot, stream))
     slot, moved, stream = slot[order], moved[order], stream[order]
@@ -153,7 +153,7 @@ def _stream_graph(messages: Messages, model: SendModel) -> list[Waits]:
     of_pair = model is SendModel.PAIR_STREAMS
     ahead = f"it is ahead of it in the {'stream of the two ranks' if of_pair else 'one stream of the rank'}"
     return [
-        _lists(table),
+        _list_waits(table),
         Waits(send, node, send, receive, "a receive completes only with its send"),
         Waits(receive, node, receive, send, "a send completes only with its receive"),
         Waits(node[used], consumer[used], receive[used], consumer[used], "it needs what this receives"),
@@ -175,14 +175,14 @@ def _find_cycle(num_nodes: int, graph: list[Waits]) -> list[tuple[int, int, str]
         arriving[a].append(e)
     missing = [len(edges) for edges in arriving]
     free = [n for n, count in enumerate(missing) if not count]
-    for n in free:  # grows while it is walked
+    for n in free:  # grows during the loop
         for e in leaving[n]:
             missing[after[e]] -= 1
             if not missing[after[e]]:
                 free.append(after[e])
     if len(free) == num_nodes:
         return []
-    # walk against the waits; a rank's own list comes first in `arriving`, which leads to where it is stuck
+    # follow the waits back; a rank's own list comes first in `arriving`, which leads to where it is stuck
     stuck = [[e for e in edges if missing[before[e]]] if missing[n] else [] for n, edges in enumerate(arriving)]
     node = next(n for n, edges in enumerate(stuck) if edges)
     path: list[int] = []
@@ -192,19 +192,20 @@ def _find_cycle(num_nodes: int, graph: list[Waits]) -> list[tuple[int, int, str]
         path.append(stuck[node][0])
         node = before[path[-1]]
     cycle = [e for e in path[seen[node] :] if why[e] != _LIST]
-    for e in cycle[:_TRIES]:
-        shorter = [e for e in _path_back(after[e], before, after, stuck, why) if why[e] != _LIST]
+    for e in cycle[:_MAX_STARTS]:
+        shorter = [e for e in _cycle_through(after[e], before, after, stuck, why) if why[e] != _LIST]
         cycle = min(cycle, shorter, key=len)
     return [(waiter[e], awaited[e], why[e]) for e in cycle]
 
 
-_TRIES = 8
+_MAX_STARTS = 8
+"""Waits of the first cycle from which shorter ones are searched."""
 
 
-def _path_back(
+def _cycle_through(
     start: int, before: list[int], after: list[int], stuck: list[list[int]], why: list[str]
 ) -> list[int]:
-    """The path against the waits from a node back to it that leaves a list least often."""
+    """The cycle of waits through a node that leaves a rank's list least often."""
     came_by: dict[int, int] = {}
     queue = deque([(start, -1)])
     while queue:

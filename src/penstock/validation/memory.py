@@ -22,7 +22,7 @@ def needed_by_a_backward(table: ActionTable) -> Iterator[Violation]:
         return
     for kind in MEMORY_KINDS:
         code = "needless-recompute" if kind is Kind.RECOMPUTE else "needless-offload"
-        for part in np.flatnonzero(table.of_kind(kind) & table.sound).tolist():
+        for part in np.flatnonzero(table.of_kind(kind) & table.well_placed).tolist():
             message = "no backward uses the activation: the schedule has forwards only"
             yield violation_at(table, part, code, message, "remove it, or add the backwards")
 

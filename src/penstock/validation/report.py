@@ -12,8 +12,8 @@ from penstock.validation.violation import Violation, slot_at
 
 __all__ = ["invalid_schedule_error", "report"]
 
-_AROUND = 4
-_MOST_PER_CODE = 20
+_CONTEXT_STEPS = 4
+_MAX_PER_CODE = 20
 
 
 def report(schedule: Schedule, violations: Sequence[Violation]) -> str:
@@ -23,10 +23,10 @@ def report(schedule: Schedule, violations: Sequence[Violation]) -> str:
     lines: list[str] = []
     for violation in violations:
         shown[violation.code] += 1
-        if shown[violation.code] <= _MOST_PER_CODE:
+        if shown[violation.code] <= _MAX_PER_CODE:
             lines += [str(violation), *_excerpt(schedule, violation)]
         elif shown[violation.code] == counts[violation.code]:
-            lines.append(f"error[{violation.code}]: {counts[violation.code] - _MOST_PER_CODE} more of these")
+            lines.append(f"error[{violation.code}]: {counts[violation.code] - _MAX_PER_CODE} more of these")
     return "\n".join(lines)
 
 
@@ -52,10 +52,10 @@ def _excerpt(schedule: Schedule, violation: Violation) -> list[str]:
 
 def _line(schedule: Schedule, rank: int, steps: set[int]) -> str:
     first, last = schedule.table.slot_bounds[rank : rank + 2].tolist()
-    begin, end = max(min(steps) - _AROUND, 0), min(max(steps) + _AROUND + 1, last - first)
+    begin, end = max(min(steps) - _CONTEXT_STEPS, 0), min(max(steps) + _CONTEXT_STEPS + 1, last - first)
     words: list[str] = []
     for step in range(begin, end):
-        far = min(abs(step - mark) for mark in steps) > _AROUND
+        far = min(abs(step - mark) for mark in steps) > _CONTEXT_STEPS
         text = "..." if far else str(slot_at(schedule.table, first + step)[2])
         if not (far and words[-1:] == ["..."]):
             words.append(f"[{text}]" if step in steps else text)

@@ -17,7 +17,9 @@ def unsharded_when_used(table: ActionTable) -> Iterator[Violation]:
     """A stage computes only between UNSHARD and RESHARD, and every UNSHARD and RESHARD is needed."""
     if not table.has(Kind.UNSHARD, Kind.RESHARD):
         return
-    relevant = np.flatnonzero(table.sound & (table.is_compute | table.of_kind(Kind.UNSHARD, Kind.RESHARD)))
+    relevant = np.flatnonzero(
+        table.well_placed & (table.is_compute | table.of_kind(Kind.UNSHARD, Kind.RESHARD))
+    )
     if not relevant.size:
         return
     stage = table.stage[relevant]
@@ -52,7 +54,7 @@ def reduced_once(table: ActionTable) -> Iterator[Violation]:
     if not table.has(Kind.REDUCE_GRAD):
         return
     last = np.full(table.placement.num_stages, -1, dtype=np.int64)
-    backwards = np.flatnonzero(table.of_kind(Kind.B, Kind.W) & table.sound)
+    backwards = np.flatnonzero(table.of_kind(Kind.B, Kind.W) & table.well_placed)
     last[table.stage[backwards]] = backwards
     reduced = table.at(Kind.REDUCE_GRAD)[:, 0]
     for stage, (end, reduce) in enumerate(zip(last.tolist(), reduced.tolist())):

@@ -12,9 +12,9 @@ from penstock.validation.violation import Violation
 
 __all__ = ["suggested_move"]
 
-_TRIES = 16
-_TRIES_OF_LARGE = 2
-_LARGE = 20_000
+_MAX_MOVES = 16
+_MAX_MOVES_OF_LARGE = 2
+_LARGE_STEPS = 20_000
 
 
 class _Move(NamedTuple):
@@ -29,10 +29,10 @@ def suggested_move(
     schedule: Schedule, deadlock: Violation, violations_of: Callable[[Schedule], list[Violation]]
 ) -> str:
     """What to suggest: a single move that makes the schedule valid, or at least breaks nothing else."""
-    tries = _TRIES_OF_LARGE if schedule.num_steps > _LARGE else _TRIES
+    most = _MAX_MOVES_OF_LARGE if schedule.num_steps > _LARGE_STEPS else _MAX_MOVES
     had = {violation.code for violation in violations_of(schedule)}
     helpful = None
-    for _, move in zip(range(tries), _moves(deadlock)):
+    for _, move in zip(range(most), _moves(deadlock)):
         codes = {violation.code for violation in violations_of(_moved(schedule, move))}
         if codes == had - {"deadlock"}:
             return move.text

@@ -1,7 +1,7 @@
 """What notebooks show of each value: HTML with a picture, a table, or both.
 
 A picture is an `<img>` with its SVG inside, so that the styles of several outputs do not mix; it scrolls where
-it is wider than the page. Above `MOST_STEPS` steps it is a summary, and says so.
+it is wider than the page. Above `MAX_STEPS` steps it is a summary, and says so.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from penstock.view.tables import (
     result_lines,
 )
 
-__all__ = ["MOST_STEPS", "notebook_html"]
+__all__ = ["MAX_STEPS", "notebook_html"]
 
-MOST_STEPS = 2000
+MAX_STEPS = 2000
 """Pictures with more steps than this are summaries."""
 
-_MOST_PANELS = 6
-_MOST_OPTIONS = 10
-_MOST_CHARACTERS = 20_000  # of a grid or a report
+_MAX_PANELS = 6
+_MAX_OPTIONS = 10
+_MAX_CHARACTERS = 20_000  # of a grid or a report
 
 
 @singledispatch
@@ -68,7 +68,7 @@ def _(value: Schedule) -> str:
     try:
         timeline = simulate(value)
     except PenstockError:
-        drawn = _text(str(grid(value, 100)) if value.num_steps <= MOST_STEPS else repr(value))
+        drawn = _text(str(grid(value, 100)) if value.num_steps <= MAX_STEPS else repr(value))
         return drawn + notebook_html(validate(value))
     return _timelines([timeline]) + _line("at unit costs: F, I and W take 1, B takes 2, messages nothing")
 
@@ -100,16 +100,16 @@ def _(value: SearchResult) -> str:
 
 @notebook_html.register
 def _(value: Plan) -> str:
-    return _plan(value, plan_table(value, _MOST_OPTIONS))
+    return _plan(value, plan_table(value, _MAX_OPTIONS))
 
 
 @notebook_html.register
 def _(value: JobPlan) -> str:
-    return _plan(value, job_table(value, _MOST_OPTIONS))
+    return _plan(value, job_table(value, _MAX_OPTIONS))
 
 
 def _plan(value: PlottedPlan, table: Table) -> str:
-    more = len(value.options) - _MOST_OPTIONS
+    more = len(value.options) - _MAX_OPTIONS
     rest = _line(f"and {more} more: .to_rows() has all") if more > 0 else ""
     return _line(value.title) + _table(table) + rest + _image(frontier_picture(value))
 
@@ -121,10 +121,10 @@ def _timelines(timelines: Sequence[Timeline]) -> str:
     """A picture of each step, or a summary with a statement."""
     if not timelines:
         return ""
-    if len(timelines) > _MOST_PANELS:
+    if len(timelines) > _MAX_PANELS:
         return _line(f"no picture of {len(timelines)} schedules: .timelines has each of them")
     steps = sum(_drawn_steps(timeline) for timeline in timelines)
-    if steps <= MOST_STEPS:
+    if steps <= MAX_STEPS:
         return _image(picture(timelines))
     statement = (
         f"Summary: {steps:,} steps are too many to draw each. Each column is a short time; its colours are the "
@@ -169,5 +169,5 @@ def _line(text: str) -> str:
 
 def _text(text: str) -> str:
     """Monospaced text, of limited length."""
-    shown = text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "\n..."
+    shown = text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "\n..."
     return f'<pre style="line-height:1.2">{escape(shown)}</pre>'

@@ -27,7 +27,7 @@ import numpy as np
 
 from penstock.arguments import listed
 from penstock.cost.prices import all_to_all_seconds, exposed_all_to_all
-from penstock.ir.action import Action, Kind, Step, chain_neighbour
+from penstock.ir.action import Action, Kind, Step
 from penstock.simulation.attribution import Gap, gaps
 from penstock.simulation.timeline import Event, Message, Timeline
 from penstock.view.kinds import style_of
@@ -116,7 +116,7 @@ class _TimelineTrace:
     def entries(self) -> Iterator[Entry]:
         """Events, the arrows between them, and counters."""
         for gap in gaps(self.timeline):
-            span = self.steps[gap.before.slot] if gap.before is not None else None
+            span = self.steps[gap.next_step.slot] if gap.next_step is not None else None
             if span is not None and _ns(gap.end) > _ns(gap.start):
                 span.args.update(_gap_arguments(gap))
         self._add_all_to_all()
@@ -172,16 +172,10 @@ def _step(event: Event) -> _Span | None:
 
 
 def _message(timeline: Timeline, message: Message, *, leaving: bool) -> _Span:
-    forward = message.kind == "activation"
     here, peer = (message.source, message.target) if leaving else (message.target, message.source)
-    makes, uses = timeline.schedule.graph.edges[message.edge][:: 1 if forward else -1]
+    makes, uses = timeline.schedule.graph.edges[message.edge][:: 1 if message.kind == "activation" else -1]
     stage, other = (makes, uses) if leaving else (uses, makes)
-    kind = {
-        (True, True): Kind.SEND_F,
-        (True, False): Kind.SEND_B,
-        (False, True): Kind.RECV_F,
-        (False, False): Kind.RECV_B,
-    }[leaving, forward]
+    kind = next(kind for kind in Kind if kind.spec.value == message.kind and kind.is_send == leaving)
     args = {
         "kind": kind.value,
         "stage": stage,
@@ -192,8 +186,7 @@ def _message(timeline: Timeline, message: Message, *, leaving: bool) -> _Span:
     }
     thread = f"{'to' if leaving else 'from'} rank {peer}"
     times = (_ns(message.begin), _ns(message.arrival))
-    off_chain = other if other != chain_neighbour(kind, stage) else None
-    text = str(Action(kind, stage, message.microbatch, off_chain))
+    text = str(Action(kind, stage, message.microbatch, other))
     return _Span(here, thread, *times, text, "communication", args)
 
 
@@ -209,10 +202,10 @@ def _arguments(step: Step) -> Entry:
 
 def _gap_arguments(gap: Gap) -> Entry:
     args: Entry = {"waited_us": _us(_ns(gap.end) - _ns(gap.start)), "reason": gap.reason}
-    if gap.message is not None and gap.blame is not None:
+    if gap.message is not None and gap.cause is not None:
         m = gap.message
         what = f"{m.kind} of stage {m.stage}, microbatch {m.microbatch}"
-        args["waits_for"] = f"{what} ({gap.blame.step}, rank {m.source})"
+        args["waits_for"] = f"{what} ({gap.cause.step}, rank {m.source})"
     return args
 
 

@@ -94,7 +94,7 @@ class Scales:
     def legend(self) -> Legend:
         """What the legend explains."""
         hosted = [stages for t in self.timelines for stages in t.schedule.placement.stages_of_rank]
-        pairs = any(len(t.schedule.table.slot) > t.schedule.num_steps for t in self.timelines)
+        pairs = any(t.schedule.table.has_pairs for t in self.timelines)
         memories = [memory for t in self.timelines for memory in t.memory]
         used = [part for part in MEMORY if any(np.any(getattr(memory, part)) for memory in memories)]
         edges = any(not t.schedule.graph.is_chain and t.messages for t in self.timelines)

@@ -25,7 +25,7 @@ from penstock.view.scales import GAP, LEFT, ROW, TITLE, Scales
 __all__ = ["summary"]
 
 _WIDTH, _COLUMN = 720, 4  # pixels: the time axis, and what one share is computed over
-_MOST_ROWS = 32
+_MAX_ROWS = 32
 
 
 def summary(timelines: Sequence[Timeline]) -> Picture:
@@ -59,7 +59,7 @@ class SummaryScales(Scales):
 def _rows(timeline: Timeline) -> list[range]:
     """The ranks of each row: one, or as many as are needed for a limited number of rows."""
     ranks = timeline.schedule.num_ranks
-    each = -(-ranks // _MOST_ROWS)
+    each = -(-ranks // _MAX_ROWS)
     return [range(first, min(first + each, ranks)) for first in range(0, ranks, each)]
 
 

@@ -26,7 +26,7 @@ from penstock.view.scales import round_step
 
 __all__ = ["terminal"]
 
-_MOST_LINES = 100
+_MAX_LINES = 100
 """Lines of all panels together; beyond, steps have no names."""
 _SHORT = 0.25
 """Steps shorter than this share of the median have their name only where it fits."""
@@ -39,7 +39,7 @@ def terminal(timeline: Timeline, width: int = 80) -> Text:
     rows = [_steps(timeline, rank) for rank in range(timeline.schedule.num_ranks)]
     needed = _columns_needed(timeline, rows)
     scale = timeline.costs.units.time_scale(timeline.makespan)
-    if ceil(needed / columns) * (len(rows) + 2) > max(_MOST_LINES, len(rows) + 2):
+    if ceil(needed / columns) * (len(rows) + 2) > max(_MAX_LINES, len(rows) + 2):
         per_letter = timeline.makespan / columns
         cells = [_without_names(row, per_letter, columns) for row in rows]
         note = f"\n\neach letter is {scale.text(per_letter, 3)}; every step: penstock show -o FILE.html"
@@ -90,7 +90,7 @@ def _length(timeline: Timeline, needed: int, columns: int) -> int:
         return columns
     units = times / lengths[lengths > 0].min()
     steps = round(float(units.max()))
-    if steps > _MOST_LINES * columns or not np.allclose(units, np.round(units), rtol=0, atol=1e-6):
+    if steps > _MAX_LINES * columns or not np.allclose(units, np.round(units), rtol=0, atol=1e-6):
         return max(needed, columns)
     return steps * max(ceil(needed / steps), columns // steps, 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from penstock.cost.memory import exceeds
 from penstock.errors import PenstockError
 from penstock.ir.schedule import Schedule
 from penstock.records import QUANTILES
@@ -13,17 +14,17 @@ from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.view.html import page_data
-from penstock.web.request import Question, expect, parse_costs, parse_question
+from penstock.web.request import DrawRequest, expect, parse_costs, parse_request
 from penstock.web.what_if import WhatIf
 
 __all__ = ["compare", "robustness", "row_of", "timeline_of", "units"]
 
 
-def timeline_of(question: Question, index: int) -> Timeline:
-    """One simulated schedule of a question, with its period."""
-    schedule = question.schedule(index)
-    costs = question.costs_for(schedule)
-    return simulate(schedule, costs, send_model=question.send_model, with_period=True)
+def timeline_of(request: DrawRequest, index: int) -> Timeline:
+    """One simulated schedule of a request, with its period."""
+    schedule = request.schedule(index)
+    costs = request.costs_for(schedule)
+    return simulate(schedule, costs, send_model=request.send_model, with_period=True)
 
 
 def row_of(timeline: Timeline, memory_limit: float | None) -> dict[str, Any]:
@@ -32,25 +33,25 @@ def row_of(timeline: Timeline, memory_limit: float | None) -> dict[str, Any]:
     return asdict(comparison_of(timeline)) | {
         "because": timeline.bound.because,
         "peak_memory_by_rank": timeline.peak_memory,
-        "fits": memory_limit is None or peak <= memory_limit * (1 + 1e-9),
+        "fits": memory_limit is None or not exceeds(peak, memory_limit),
     }
 
 
 def compare(document: object) -> dict[str, Any]:
     """Draw several schedules on one time axis; one that cannot be built has an error instead of a row."""
-    question = parse_question(document, {"what_if": (dict,)})
-    change = WhatIf.parse(question.extra["what_if"])
+    request = parse_request(document, {"what_if": (dict,)})
+    change = WhatIf.parse(request.extra["what_if"])
     timelines: list[Timeline] = []
     entries: list[dict[str, Any]] = []
-    for index in range(len(question.schedules)):
+    for index in range(len(request.schedules)):
         try:
-            entry, timeline = _entry(question, index, change)
+            entry, timeline = _entry(request, index, change)
         except PenstockError as error:
             entries.append({"error": str(error)})
             continue
         entries.append({"panel": len(timelines), **entry})
         timelines.append(timeline)
-    limit = question.memory_limit if change is None else change.memory(question.memory_limit)
+    limit = request.memory_limit if change is None else change.memory(request.memory_limit)
     return {
         "schedules": entries,
         "data": page_data(timelines),
@@ -65,20 +66,20 @@ def units(document: object) -> dict[str, Any]:
     return {"row": {"time_unit": given.time_name, "memory_unit": given.memory_name}}
 
 
-def _entry(question: Question, index: int, change: WhatIf | None) -> tuple[dict[str, Any], Timeline]:
-    timeline = timeline_of(question, index)
+def _entry(request: DrawRequest, index: int, change: WhatIf | None) -> tuple[dict[str, Any], Timeline]:
+    timeline = timeline_of(request, index)
     before = None
     if change is not None:
-        before = row_of(timeline, question.memory_limit)
-        changed = change.schedule(question, index, timeline.schedule)
+        before = row_of(timeline, request.memory_limit)
+        changed = change.schedule(request, index, timeline.schedule)
         units = timeline.costs.units
         costs = replace(
-            change.costs(question.costs_for(changed), changed),
+            change.costs(request.costs_for(changed), changed),
             time_unit=units.time_name,
             memory_unit=units.memory_name,
         )
-        timeline = simulate(changed, costs, send_model=question.send_model, with_period=True)
-    limit = question.memory_limit if change is None else change.memory(question.memory_limit)
+        timeline = simulate(changed, costs, send_model=request.send_model, with_period=True)
+    limit = request.memory_limit if change is None else change.memory(request.memory_limit)
     entry = {
         "row": row_of(timeline, limit),
         "before": before,
@@ -90,29 +91,29 @@ def _entry(question: Question, index: int, change: WhatIf | None) -> tuple[dict[
     return entry, timeline
 
 
-_MOST_EDITED = 4000
+_MAX_EDITED = 4000
 """Steps of a schedule that is sent as texts too, to be edited."""
 
 
 def steps_of(schedule: Schedule) -> list[list[str]] | None:
     """The texts of all steps, unless there are too many to edit."""
-    if schedule.num_steps > _MOST_EDITED:
+    if schedule.num_steps > _MAX_EDITED:
         return None
     return [[str(step) for step in row] for row in schedule.ranks]
 
 
 def robustness(document: object) -> dict[str, Any]:
     """Quantiles of the makespan of each schedule when every step varies by `jitter`."""
-    question = parse_question(document)
+    request = parse_request(document)
     found: list[dict[str, float] | None] = []
-    for index in range(len(question.schedules)):
+    for index in range(len(request.schedules)):
         try:
-            schedule = question.schedule(index)
+            schedule = request.schedule(index)
             runs = simulate_with_jitter(
                 schedule,
-                question.costs_for(schedule),
-                jitter=question.jitter or 0.0,
-                send_model=question.send_model,
+                request.costs_for(schedule),
+                jitter=request.jitter or 0.0,
+                send_model=request.send_model,
             )
         except PenstockError:
             found.append(None)  # `compare` says why

@@ -14,7 +14,7 @@ from penstock.validation import SendModel, validate
 from penstock.view.html import page_data
 from penstock.web.answers import row_of, steps_of, timeline_of
 from penstock.web.ready_steps import ready_steps
-from penstock.web.request import SOURCE, Question, parse_question
+from penstock.web.request import SOURCE, DrawRequest, parse_request
 from penstock.web.unfinished import lay_out
 
 __all__ = ["edit", "stamp"]
@@ -24,11 +24,11 @@ _SHOWN_VIOLATIONS = 8
 
 def edit(document: object) -> dict[str, Any]:
     """The verdict on one schedule, and what to draw of it, valid or not."""
-    question = parse_question(document, {"split": (bool,)})
-    schedule = question.schedule(0)
-    costs = question.costs_for(schedule)
+    request = parse_request(document, {"split": (bool,)})
+    schedule = request.schedule(0)
+    costs = request.costs_for(schedule)
     costs.check_lengths(schedule.graph, schedule.num_ranks)
-    violations = validate(schedule, max(question.send_model, SendModel.RENDEZVOUS))
+    violations = validate(schedule, max(request.send_model, SendModel.RENDEZVOUS))
     verdict = check_record(schedule, violations)
     count = len(verdict["violations"])
     verdict |= {"violations": verdict["violations"][:_SHOWN_VIOLATIONS], "count": count}
@@ -38,16 +38,16 @@ def edit(document: object) -> dict[str, Any]:
         "stage_to_rank": schedule.placement.stage_to_rank,
         "microbatches": schedule.microbatches,
         "steps": steps_of(schedule),
-        "ready": ready_steps(schedule, costs, split=question.extra["split"]),
+        "ready": ready_steps(schedule, costs, split=request.extra["split"]),
         "costs": costs.to_keys(),
-        **_drawing(question, schedule, costs, valid=not violations),
+        **_drawing(request, schedule, costs, valid=not violations),
     }
 
 
-def _drawing(question: Question, schedule: Schedule, costs: Costs, *, valid: bool) -> dict[str, Any]:
+def _drawing(request: DrawRequest, schedule: Schedule, costs: Costs, *, valid: bool) -> dict[str, Any]:
     if valid:
-        timeline = simulate(schedule, costs, send_model=question.send_model, with_period=True)
-        return {"data": page_data([timeline]), "row": row_of(timeline, question.memory_limit), "blocked": []}
+        timeline = simulate(schedule, costs, send_model=request.send_model, with_period=True)
+        return {"data": page_data([timeline]), "row": row_of(timeline, request.memory_limit), "blocked": []}
     found = lay_out(schedule, costs)
     data = page_data([found.timeline], explained=False)
     return {
@@ -64,9 +64,9 @@ def stamp(document: object) -> dict[str, Any]:
     The steps of that microbatch, at their times, are the building block; each rank does what is stamped in
     order of time.
     """
-    question = parse_question(document, {"microbatch": (int,), "interval": (int, float)})
-    timeline = timeline_of(question, 0)
-    chosen, interval = question.extra["microbatch"] or 0, question.extra["interval"] or 0
+    request = parse_request(document, {"microbatch": (int,), "interval": (int, float)})
+    timeline = timeline_of(request, 0)
+    chosen, interval = request.extra["microbatch"] or 0, request.extra["interval"] or 0
     schedule = timeline.schedule
     if not 0 <= chosen < schedule.microbatches or not 0 < interval <= 1e18:
         rule = f"microbatch: from 0 to {schedule.microbatches - 1}; interval: above 0 and at most 1e18"

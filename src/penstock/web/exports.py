@@ -16,7 +16,7 @@ from penstock.integrations import export_torchtitan
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import even_layout
 from penstock.web.answers import timeline_of
-from penstock.web.request import SOURCE, Question, parse_question
+from penstock.web.request import SOURCE, DrawRequest, parse_request
 
 __all__ = ["export"]
 
@@ -27,20 +27,20 @@ _FILES = {"csv": "text/csv", "json": "application/json"}
 
 def export(document: object) -> dict[str, Any]:
     """One format: a file of the schedules, or `lines`, the commands that make the same."""
-    question = parse_question(document, {"format": (str,), "layers": (int,)})
-    wanted = question.extra["format"]
+    request = parse_request(document, {"format": (str,), "layers": (int,)})
+    wanted = request.extra["format"]
     if wanted == "lines":
-        return _lines(question, question.extra["layers"])
+        return _lines(request, request.extra["layers"])
     if wanted in _PICTURES:
-        return _picture(question, wanted)
+        return _picture(request, wanted)
     if wanted in _FILES:
-        schedule = question.schedule(0)
+        schedule = request.schedule(0)
         return _file(f"{_stem(schedule)}.{wanted}", _FILES[wanted], dumps(schedule, wanted).encode())
     raise FormatError(SOURCE, [f"format: one of {', '.join((*_FILES, *_PICTURES, 'lines'))} (given {wanted})"])
 
 
-def _picture(question: Question, wanted: str) -> dict[str, Any]:
-    timelines = [timeline_of(question, index) for index in range(len(question.schedules))]
+def _picture(request: DrawRequest, wanted: str) -> dict[str, Any]:
+    timelines = [timeline_of(request, index) for index in range(len(request.schedules))]
     view = getattr(import_module(f"penstock.view.{_VIEWS.get(wanted, wanted)}"), wanted)
     content = view(timelines)
     suffix = "trace.json" if wanted == "trace" else wanted
@@ -60,21 +60,23 @@ def _stem(schedule: Schedule) -> str:
 # --- lines -----------------------------------------------------------------------------------------
 
 
-def _lines(question: Question, layers: int | None) -> dict[str, Any]:
+def _lines(request: DrawRequest, layers: int | None) -> dict[str, Any]:
     """The command, the Python and the torchtitan flags of the first schedule, and the cost file they need."""
-    schedule = question.schedule(0)
-    costs = question.costs_for(schedule)
-    source = question.schedules[0]
+    schedule = request.schedule(0)
+    costs = request.costs_for(schedule)
+    source = request.schedules[0]
     keys = costs.to_keys()
     return {
-        "command": _command(question, source, schedule, keys),
-        "python": _python(question, source, schedule, costs),
+        "command": _command(request, source, schedule, keys),
+        "python": _python(request, source, schedule, costs),
         "costs": "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()),
         "torchtitan": _torchtitan(schedule, layers or schedule.num_stages),
     }
 
 
-def _command(question: Question, source: Mapping[str, Any], schedule: Schedule, keys: Mapping[str, Any]) -> str:
+def _command(
+    request: DrawRequest, source: Mapping[str, Any], schedule: Schedule, keys: Mapping[str, Any]
+) -> str:
     words = ["penstock", "simulate"]
     if "family" in source:
         words += [source["family"], "-p", source["ranks"], "-m", source["microbatches"]]
@@ -84,10 +86,10 @@ def _command(question: Question, source: Mapping[str, Any], schedule: Schedule, 
         words.append(f"{_stem(schedule)}.csv")
     for key in ("recompute", "offload"):
         words += [f"--{key}", source[key]] if source.get(key) else []
-    words += ["--lowered"] if question.lowered else []
+    words += ["--lowered"] if request.lowered else []
     words += ["--costs", "costs.toml"] if keys else []
-    words += [] if question.send_model.is_buffered else ["--send-model", str(question.send_model)]
-    words += ["--jitter", f"{question.jitter:g}"] if question.jitter else []
+    words += [] if request.send_model.is_buffered else ["--send-model", str(request.send_model)]
+    words += ["--jitter", f"{request.jitter:g}"] if request.jitter else []
     return shlex.join(map(str, words))
 
 
@@ -95,9 +97,7 @@ def _value(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _python(question: Question, source: Mapping[str, Any], schedule: Schedule, costs: Costs) -> str:
-    names = dict(zip(costs.to_keys(), _argument_names(costs)))
-    arguments = ", ".join(f"{names[key]}={value!r}" for key, value in costs.to_keys().items())
+def _python(request: DrawRequest, source: Mapping[str, Any], schedule: Schedule, costs: Costs) -> str:
     if "family" in source:
         sizes = [f"ranks={source['ranks']}", f"microbatches={source['microbatches']}"]
         sizes += [f"{key}={source[key]!r}" for key in ("stages_per_rank", "group") if source.get(key)]
@@ -110,19 +110,13 @@ def _python(question: Question, source: Mapping[str, Any], schedule: Schedule, c
         if source.get(key):
             lines.insert(1, f"from penstock.lowering import {name}, parse_policy")
             lines.append(f"schedule = penstock.lower(schedule, [{name}(*parse_policy({source[key]!r}))])")
-    if question.lowered or not question.send_model.is_buffered:
+    if request.lowered or not request.send_model.is_buffered:
         lines.append("schedule = penstock.lower(schedule)")
-    model = "" if question.send_model.is_buffered else f", send_model={str(question.send_model)!r}"
-    lines.append(f"timeline = penstock.simulate(schedule, penstock.Costs({arguments}){model})")
+    model = "" if request.send_model.is_buffered else f", send_model={str(request.send_model)!r}"
+    lines.append(f"timeline = penstock.simulate(schedule, penstock.{costs!r}{model})")
     return (
         "\n".join([*lines, "print(timeline.makespan, timeline.bubble_rate, max(timeline.peak_memory))"]) + "\n"
     )
-
-
-def _argument_names(costs: Costs) -> list[str]:
-    """The names of the costs in the order of `to_keys`."""
-    units = ("_bytes_per_second", "_seconds", "_bytes")
-    return [next((key.removesuffix(u) for u in units if key.endswith(u)), key) for key in costs.to_keys()]
 
 
 def _torchtitan(schedule: Schedule, layers: int) -> dict[str, Any]:

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+from penstock.cost.memory import exceeds
 from penstock.errors import PenstockError
 from penstock.families import Family, families
 from penstock.simulation.simulator import simulate
-from penstock.web.request import Question, parse_question
+from penstock.web.request import DrawRequest, parse_request
 
 __all__ = ["pareto"]
 
-_NOT_SHOWN = ("forward-only",)
-_MOST_SECONDS = 8.0
+_MAX_SECONDS = 8.0
 _REPORT_SECONDS = 0.3
 
 OnPoints = Callable[[dict[str, Any]], None]
 
 
 def pareto(
-    document: object, on_points: OnPoints | None = None, seconds: float = _MOST_SECONDS
+    document: object, on_points: OnPoints | None = None, seconds: float = _MAX_SECONDS
 ) -> dict[str, Any]:
     """One point for each family, group and technique that can be built at the sizes of the first schedule.
 
     `on_points` is called now and then with the answer so far. After so many seconds the rest is left out; plain
     families come first.
     """
-    question = parse_question(document)
-    first = question.schedule(0)
+    request = parse_request(document)
+    first = request.schedule(0)
     sources = _sources(first.num_ranks, first.microbatches)
     points: list[dict[str, Any]] = []
     began = reported = time.monotonic()
@@ -41,7 +42,7 @@ def pareto(
             on_points(_answer(points, number, sources))
             reported = now
         try:
-            points.append(_point(question, source))
+            points.append(_point(request, source))
         except PenstockError:  # a family that does not exist at these sizes
             continue
     return _answer(points, len(sources), sources)
@@ -75,7 +76,7 @@ def _sources(ranks: int, microbatches: int) -> list[dict[str, Any]]:
     found = [
         source
         for family in families().values()
-        if family.name not in _NOT_SHOWN
+        if family.trains
         for source in _sources_of(family, ranks, microbatches)
     ]
     return sorted(found, key=lambda source: ("group" in source, "recompute" in source))
@@ -91,12 +92,10 @@ def _sources_of(family: Family, ranks: int, microbatches: int) -> Iterator[dict[
         yield sizes | {"recompute": "all"}
 
 
-def _point(question: Question, source: dict[str, Any]) -> dict[str, Any]:
-    asked = Question(
-        [source], question.costs, question.weights, question.same_model, question.send_model, question.lowered
-    )
-    schedule = asked.schedule(0)
-    timeline = simulate(schedule, asked.costs_for(schedule), send_model=asked.send_model)
+def _point(request: DrawRequest, source: dict[str, Any]) -> dict[str, Any]:
+    one = replace(request, schedules=[source])
+    schedule = one.schedule(0)
+    timeline = simulate(schedule, one.costs_for(schedule), send_model=one.send_model)
     extras = ["recompute"] if "recompute" in source else []
     return {
         "schedule": source,
@@ -104,6 +103,5 @@ def _point(question: Question, source: dict[str, Any]) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "peak_memory": max(timeline.peak_memory),
         "bubble": timeline.bubble_rate,
-        "fits": question.memory_limit is None
-        or max(timeline.peak_memory) <= question.memory_limit * (1 + 1e-9),
+        "fits": request.memory_limit is None or not exceeds(max(timeline.peak_memory), request.memory_limit),
     }

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.arguments import listed, printable
 from penstock.cost.costs import Costs
+from penstock.cost.memory import exceeds
 from penstock.errors import FormatError
 from penstock.formats.files import read_keys
 from penstock.ir.placement import Placement
@@ -23,7 +24,7 @@ from penstock.validation import validate
 __all__ = ["Lesson", "judge", "lesson_catalogue", "lessons"]
 
 _ROUNDING = 1e-9
-_MOST_STEPS = 200  # of an attempt; the longest lesson has 36
+_MAX_STEPS = 200  # of an attempt; the longest lesson has 36
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ def _attempt(document: object) -> tuple[Lesson, Schedule]:
         problems.append("steps: expected a list of steps for each rank")
     elif not all(isinstance(step, str) for row in rows for step in row):
         problems.append("steps: a step is a text such as 0F0")
-    elif sum(map(len, rows)) > _MOST_STEPS:
-        problems.append(f"steps: at most {_MOST_STEPS} (given {sum(map(len, rows))})")
+    elif sum(map(len, rows)) > _MAX_STEPS:
+        problems.append(f"steps: at most {_MAX_STEPS} (given {sum(map(len, rows))})")
     if problems or lesson is None or rows is None:
         raise FormatError("request", problems)
     start = lesson.start
@@ -134,9 +135,9 @@ def _verdict(lesson: Lesson, schedule: Schedule) -> dict[str, Any]:
     timeline = simulate(schedule, lesson.costs)
     makespan, peak, units = timeline.makespan, max(timeline.peak_memory), lesson.costs.units
     found = {"makespan": makespan, "peak_memory": peak}
-    if lesson.memory_limit is not None and peak > lesson.memory_limit * (1 + _ROUNDING):
+    if lesson.memory_limit is not None and exceeds(peak, lesson.memory_limit):
         rank = timeline.peak_memory.index(peak)
-        over = f"Rank {rank} holds {units.memory(peak)}, the limit is {lesson.memory_limit:g}."
+        over = f"Rank {rank} holds {units.memory(peak)}, the limit is {units.memory(lesson.memory_limit)}."
         return found | {"solved": False, "message": over}
     if makespan > lesson.par * (1 + _ROUNDING):
         longer = f"{units.time(makespan)}: {units.time(makespan - lesson.par)} above par."

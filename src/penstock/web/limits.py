@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["LIMITS", "MOST_BODY", "MOST_SCHEDULES", "MOST_STEPS", "MOST_WORK", "Limit"]
+__all__ = ["LIMITS", "MAX_BODY", "MAX_SCHEDULES", "MAX_STEPS", "MAX_WORK", "Limit"]
 
-MOST_SCHEDULES = 8
+MAX_SCHEDULES = 8
 """In one request."""
-MOST_WORK = 1 << 15
+MAX_WORK = 1 << 15
 """Stages times microbatches of a schedule: 32 ranks with 2 stages each and 512 microbatches."""
-MOST_STEPS = 8 * MOST_WORK
+MAX_STEPS = 8 * MAX_WORK
 """Of a schedule, messages and collectives included."""
-MOST_BODY = 64 * 1024 * 1024
+MAX_BODY = 64 * 1024 * 1024
 """Bytes of a request; traces are large."""
 
 
@@ -29,11 +29,10 @@ class Limit(NamedTuple):
 LIMITS = {
     "compare": Limit(),
     "edit": Limit(10.0),
-    "what-if": Limit(20.0),
     "robustness": Limit(30.0),
     "pareto": Limit(30.0),
     "export": Limit(30.0),
     "search": Limit(150.0, memory=6 * 1024**3),
-    "trace": Limit(60.0, body=MOST_BODY),
+    "trace": Limit(60.0, body=MAX_BODY),
 }
 """By the name of the request."""

@@ -22,8 +22,8 @@ from penstock.web.request import SOURCE, costs_of_model, expect, parse_costs, pa
 
 __all__ = ["live_search"]
 
-_MOST_SECONDS = 120.0
-_MOST_WORK = 4096
+_MAX_SECONDS = 120.0
+_MAX_WORK = 4096
 """Stages times microbatches."""
 _KEYS: dict[str, tuple[type, ...]] = {
     "ranks": (int,),
@@ -51,11 +51,11 @@ def live_search(document: object, connection: Connection | None = None) -> dict[
     seconds, stages = float(given.get("seconds") or 10.0), given.get("stages_per_rank") or 1
     work = given["ranks"] * stages * given["microbatches"]
     problems = []
-    if not 0 < seconds <= _MOST_SECONDS:
-        problems.append(f"seconds: from 0 to {_MOST_SECONDS:g} on this page (given {seconds:g})")
-    if work > _MOST_WORK:
+    if not 0 < seconds <= _MAX_SECONDS:
+        problems.append(f"seconds: from 0 to {_MAX_SECONDS:g} on this page (given {seconds:g})")
+    if work > _MAX_WORK:
         problems.append(
-            f"stages times microbatches: at most {_MOST_WORK} in a search on this page (given {work})"
+            f"stages times microbatches: at most {_MAX_WORK} in a search on this page (given {work})"
         )
     if problems:
         raise FormatError(SOURCE, problems)

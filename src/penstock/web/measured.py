@@ -20,7 +20,7 @@ from penstock.web.request import SOURCE, expect
 
 __all__ = ["measured"]
 
-_MOST_FILES = 64
+_MAX_FILES = 64
 
 
 class _NamedBytes(BytesIO):
@@ -49,8 +49,8 @@ def measured(document: object) -> dict[str, Any]:
 
 def _files(entries: Sequence[Any]) -> list[_NamedBytes]:
     """The uploaded files: names, and contents in base64."""
-    if not 1 <= len(entries) <= _MOST_FILES:
-        raise FormatError(SOURCE, [f"files: from 1 to {_MOST_FILES} (given {len(entries)})"])
+    if not 1 <= len(entries) <= _MAX_FILES:
+        raise FormatError(SOURCE, [f"files: from 1 to {_MAX_FILES} (given {len(entries)})"])
     found = []
     for entry in entries:
         given = expect(entry, {"name": (str,), "base64": (str,)}, ["name", "base64"])

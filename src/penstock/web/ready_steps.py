@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from penstock.cost.costs import Costs
-from penstock.ir.kinds import Kind
+from penstock.cost.prices import edge_prices
+from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import PASS_KINDS, Kind, StageRelation
+from penstock.ir.messages import VALUES
 from penstock.ir.schedule import Schedule
 from penstock.web.unfinished import lay_out
 
 __all__ = ["ready_steps"]
 
-_MOST_STEPS = 4000
+_MAX_STEPS = 4000
 
 
 def ready_steps(schedule: Schedule, costs: Costs, *, split: bool | None = None) -> list[dict[str, Any]]:
@@ -21,7 +26,7 @@ def ready_steps(schedule: Schedule, costs: Costs, *, split: bool | None = None) 
 
     Backwards are I and W, or B, as in the schedule or as `split` says; both are offered if it has neither yet.
     """
-    if schedule.num_steps > _MOST_STEPS:
+    if schedule.num_steps > _MAX_STEPS:
         return []
     backwards = _backwards(schedule) if split is None else ("I" if split else "B",)
     timeline = lay_out(schedule, costs).timeline
@@ -34,15 +39,23 @@ def ready_steps(schedule: Schedule, costs: Costs, *, split: bool | None = None) 
     ends |= {(half, stage, k): end for stage, k, end in whole for half in "IW"}
     bounds = schedule.table.slot_bounds.tolist()
     free = [float(timeline.end[a:b].max(initial=0)) for a, b in pairwise(bounds)]
-    latency = costs.per_edge("latency", len(schedule.graph.edges))
+    seconds = _message_seconds(schedule, costs)
     found = []
     for kind, stage, k, inputs in _next_steps(schedule, ends, backwards):
         rank = schedule.placement.stage_to_rank[stage]
-        arrivals = [
-            ends[need] + (latency[_edge(schedule, need[1], stage)] if _crosses(schedule, need[1], stage) else 0)
-            for need in inputs
-        ]
+        arrivals = [ends[need] + seconds.get((need[1], stage), 0.0) for need in inputs]
         found.append({"rank": rank, "text": f"{stage}{kind}{k}", "start": max([free[rank], *arrivals])})
+    return found
+
+
+def _message_seconds(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], float]:
+    """By the stages that make and use a value: seconds of the message, if they are on different ranks."""
+    found = {}
+    for value in VALUES:
+        prices = edge_prices(costs, schedule.graph, value).total.tolist()
+        for number in np.flatnonzero(schedule.table.crosses_ranks).tolist():
+            source, target = schedule.graph.edges[number]
+            found[(source, target) if value == "activation" else (target, source)] = prices[number]
     return found
 
 
@@ -56,29 +69,25 @@ def _next_steps(
     schedule: Schedule, ends: dict[tuple[str, int, int], float], backwards: tuple[str, ...]
 ) -> Iterator[tuple[str, int, int, list[tuple[str, int, int]]]]:
     """Of each stage and kind, the first microbatch that is missing, if what it needs is there."""
-    graph = schedule.graph
+    kinds = ("F", *backwards, *(("W",) if "I" in backwards else ()))
     for stage in range(schedule.num_stages):
-        needs = {"F": [("F", other) for other in graph.inputs(stage)]}
-        for kind in backwards:
-            needs[kind] = [("F", stage), *(("I", other) for other in graph.outputs(stage))]
-        if "I" in backwards:
-            needs["W"] = [("I", stage)]
-        for kind, inputs in needs.items():
+        for kind in kinds:
             done = {"B": "I"}.get(kind, kind)
             for k in range(schedule.microbatches):
                 if (done, stage, k) in ends:
                     continue
-                wanted = [(name, other, k) for name, other in inputs]
+                wanted = [(name, other, k) for name, other in _needs(schedule.graph, Kind(kind), stage)]
                 if all(need in ends for need in wanted):
                     yield kind, stage, k, wanted
                 break
 
 
-def _crosses(schedule: Schedule, stage: int, other: int) -> bool:
-    placed = schedule.placement.stage_to_rank
-    return placed[stage] != placed[other]
-
-
-def _edge(schedule: Schedule, stage: int, other: int) -> int:
-    number = schedule.graph.number
-    return number[stage, other] if (stage, other) in number else number[other, stage]
+def _needs(graph: StageGraph, kind: Kind, stage: int) -> list[tuple[str, int]]:
+    """The passes that an action of this kind needs, and their stages; I stands for B too."""
+    stages = {
+        StageRelation.SAME: (stage,),
+        StageRelation.INPUTS: graph.inputs(stage),
+        StageRelation.OUTPUTS: graph.outputs(stage),
+    }
+    passes = [need for need in kind.spec.needs if Kind(need.kinds[0]) in PASS_KINDS]
+    return [(need.kinds[0], other) for need in passes for other in stages[need.stages]]

@@ -16,15 +16,15 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, Offload, Recompute, lower, parse_policy
 from penstock.validation import SendModel
-from penstock.web.limits import MOST_SCHEDULES, MOST_STEPS, MOST_WORK
+from penstock.web.limits import MAX_SCHEDULES, MAX_STEPS, MAX_WORK
 
 __all__ = [
-    "Question",
+    "DrawRequest",
     "build_schedule",
     "costs_of_model",
     "expect",
     "parse_costs",
-    "parse_question",
+    "parse_request",
     "parse_weights",
 ]
 
@@ -54,8 +54,8 @@ def expect(document: object, keys: Mapping[str, tuple[type, ...]], required: Seq
 
 
 @dataclass(frozen=True)
-class Question:
-    """Schedules to draw under one cost model."""
+class DrawRequest:
+    """Schedules to draw at one set of costs, and the options of the drawing."""
 
     schedules: Sequence[Mapping[str, Any]]
     costs: Costs
@@ -86,7 +86,7 @@ class Question:
         return costs_of_model(self.costs, *sizes, self.weights, divide=self.same_model)
 
 
-_QUESTION_KEYS: dict[str, tuple[type, ...]] = {
+_REQUEST_KEYS: dict[str, tuple[type, ...]] = {
     "schedules": (list,),
     "costs": (dict,),
     "weights": (list,),
@@ -98,18 +98,14 @@ _QUESTION_KEYS: dict[str, tuple[type, ...]] = {
 }
 
 
-def parse_question(document: object, extra: Mapping[str, tuple[type, ...]] | None = None) -> Question:
-    """The question of a request; `extra` are the keys of one kind of request."""
+def parse_request(document: object, extra: Mapping[str, tuple[type, ...]] | None = None) -> DrawRequest:
+    """Parse the body of a request; `extra` are the keys of one kind of request."""
     more = extra or {}
-    given = expect(document, _QUESTION_KEYS | dict(more), ["schedules"])
+    given = expect(document, _REQUEST_KEYS | dict(more), ["schedules"])
     schedules = given["schedules"]
-    if (
-        not schedules
-        or len(schedules) > MOST_SCHEDULES
-        or not all(isinstance(each, dict) for each in schedules)
-    ):
+    if not schedules or len(schedules) > MAX_SCHEDULES or not all(isinstance(each, dict) for each in schedules):
         raise FormatError(
-            SOURCE, [f"schedules: expected 1 to {MOST_SCHEDULES} objects (given {len(schedules)})"]
+            SOURCE, [f"schedules: expected 1 to {MAX_SCHEDULES} objects (given {len(schedules)})"]
         )
     limit, jitter = given.get("memory_limit"), given.get("jitter")
     problems = []
@@ -119,7 +115,7 @@ def parse_question(document: object, extra: Mapping[str, tuple[type, ...]] | Non
         problems.append(f"jitter: it must be a share from 0 to 1 (given {jitter})")
     if problems:
         raise FormatError(SOURCE, problems)
-    return Question(
+    return DrawRequest(
         schedules,
         parse_costs(given.get("costs") or {}),
         parse_weights(given.get("weights") or []),
@@ -142,8 +138,8 @@ def parse_costs(document: Mapping[str, Any]) -> Costs:
 def parse_weights(values: Sequence[Any]) -> tuple[float, ...]:
     """The relative work of equal parts of the model."""
     wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, int | float) or not 0 < v <= 1e6]
-    if len(values) > MOST_WORK:
-        raise FormatError(SOURCE, [f"weights: at most {MOST_WORK:,} (given {len(values):,})"])
+    if len(values) > MAX_WORK:
+        raise FormatError(SOURCE, [f"weights: at most {MAX_WORK:,} (given {len(values):,})"])
     if wrong:
         numbers = "weights: expected numbers above 0 and at most 1e6"
         raise FormatError(SOURCE, [f"{numbers} (given {printable(repr(wrong[0]))})"])
@@ -212,16 +208,16 @@ def _with_memory_actions(schedule: Schedule, source: Mapping[str, Any]) -> Sched
 
 
 def _check_work(stages: int, microbatches: int) -> None:
-    if stages * microbatches > MOST_WORK:
+    if stages * microbatches > MAX_WORK:
         given = f"given {stages} stages, {microbatches} microbatches"
-        problem = f"stages times microbatches can be at most {MOST_WORK:,} on this page ({given})"
+        problem = f"stages times microbatches can be at most {MAX_WORK:,} on this page ({given})"
         raise FormatError(SOURCE, [f"{problem}; the command line has no such limit"])
 
 
 def _check_steps(count: int) -> None:
-    if count > MOST_STEPS:
+    if count > MAX_STEPS:
         raise FormatError(
-            SOURCE, [f"a schedule can have at most {MOST_STEPS:,} steps on this page (given {count:,})"]
+            SOURCE, [f"a schedule can have at most {MAX_STEPS:,} steps on this page (given {count:,})"]
         )
 
 

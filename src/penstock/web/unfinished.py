@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost.costs import Costs
-from penstock.cost.prices import message_seconds, step_seconds
+from penstock.cost.prices import step_seconds
 from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Bools
+from penstock.simulation.simulator import message_waits
 from penstock.simulation.timeline import Timeline
 
 __all__ = ["Unfinished", "lay_out"]
@@ -33,13 +34,9 @@ class Unfinished:
 
 def lay_out(schedule: Schedule, costs: Costs) -> Unfinished:
     """Run the schedule; whenever all ranks are stuck, drop the waits of the steps they are stuck at."""
-    table, messages = schedule.table, schedule.messages
+    table = schedule.table
     durations = step_seconds(table, costs).tolist()
-    _, latency = message_seconds(messages, costs)
-    source = messages.send if table.has_communication else messages.producer
-    there = (source >= 0) & (messages.consumer >= 0)
-    producer, consumer = table.slot[source[there]], table.slot[messages.consumer[there]]
-    lag = latency[there]
+    producer, consumer, lag = message_waits(schedule, costs)
     starts = [0.0] * schedule.num_ranks
     blocked: list[int] = []
     reached: Bools | None = None
@@ -49,9 +46,9 @@ def lay_out(schedule: Schedule, costs: Costs) -> Unfinished:
         reached = run.ends >= 0 if reached is None else reached
         if not run.stuck:
             break
-        heads = np.array(sorted(run.stuck.values()), dtype=np.int64)
-        blocked += heads.tolist()
-        kept = ~(np.isin(consumer, heads) & (run.ends[producer] < 0))
+        stuck = np.array(sorted(run.stuck.values()), dtype=np.int64)
+        blocked += stuck.tolist()
+        kept = ~(np.isin(consumer, stuck) & (run.ends[producer] < 0))
         producer, consumer, lag = producer[kept], consumer[kept], lag[kept]
     begun = run.ends - np.array(durations, dtype=np.float64)
     return Unfinished(Timeline(schedule, costs, begun, run.ends), tuple(blocked), reached)

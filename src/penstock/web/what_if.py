@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from penstock.cost.costs import Costs
-from penstock.cost.values import Cost
 from penstock.errors import FormatError
 from penstock.ir.schedule import Schedule
-from penstock.web.request import SOURCE, Question, build_schedule, expect
+from penstock.web.request import SOURCE, DrawRequest, build_schedule, expect
 
 __all__ = ["WhatIf"]
 
@@ -52,16 +51,16 @@ class WhatIf:
             "memory": f"{self.factor:g} times the memory",
         }[self.kind]
 
-    def schedule(self, question: Question, index: int, given: Schedule) -> Schedule:
+    def schedule(self, request: DrawRequest, index: int, given: Schedule) -> Schedule:
         """The schedule after the change: larger microbatches are fewer."""
-        source = question.schedules[index]
+        source = request.schedules[index]
         if self.kind != "larger-microbatch" or "family" not in source:
             return given
         fewer = max(1, round(given.microbatches / self.factor))
         group = source.get("group")
         changed = {**source, "microbatches": fewer, "group": None if group is None else min(group, fewer)}
         return (
-            replace(question, schedules=[changed]).schedule(0) if changed != source else build_schedule(changed)
+            replace(request, schedules=[changed]).schedule(0) if changed != source else build_schedule(changed)
         )
 
     def costs(self, costs: Costs, schedule: Schedule) -> Costs:
@@ -78,28 +77,12 @@ class WhatIf:
             slow = _multiplied(costs, {"edge": edges}, unit="seconds")
             return _multiplied(slow, {"edge": [1 / f for f in edges]}, unit="bytes_per_second")
         if self.kind == "larger-microbatch":
-            return self._larger(costs)
+            return costs.with_larger_microbatches(self.factor)
         return costs
-
-    def _larger(self, costs: Costs) -> Costs:
-        """Seconds of compute and bytes of activations and messages grow; parameters and latencies do not."""
-        grown = {
-            *("forward", "backward_input", "backward_weight", "backward", "recompute"),
-            *("forward_all_to_all", "backward_input_all_to_all", "backward_weight_all_to_all"),
-            *("activation", "activation_freed_by_input", "checkpoint", "offloadable"),
-            *("activation_message", "gradient_message"),
-        }
-        return replace(costs, **{name: _times(getattr(costs, name), self.factor) for name in grown})
 
     def memory(self, limit: float | None) -> float | None:
         """The memory limit after the change."""
         return limit * self.factor if limit is not None and self.kind == "memory" else limit
-
-
-def _times(value: Cost | None, factor: float) -> Any:  # noqa: ANN401 -- a value of a cost
-    if value is None:
-        return None
-    return tuple(each * factor for each in value) if isinstance(value, tuple) else value * factor
 
 
 def _multiplied(costs: Costs, factors: Mapping[str, list[float]], *, unit: str) -> Costs:

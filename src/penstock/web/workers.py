@@ -24,7 +24,7 @@ from typing import Any
 
 from penstock.web.limits import LIMITS, Limit
 from penstock.web.replies import Reply
-from penstock.web.work import serve_requests
+from penstock.web.worker import serve_requests
 
 __all__ = ["Busy", "Reply", "TooLong", "WorkerPool", "exit_reply"]
 

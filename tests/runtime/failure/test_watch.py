@@ -57,7 +57,7 @@ def chain(count: int) -> tuple[list[JobWatch], list[str]]:
     return watches, addresses
 
 
-def test_a_message_for_all_is_passed_on_once_and_so_is_the_end_of_a_process() -> None:
+def test_a_broadcast_is_forwarded_once_and_so_is_the_end_of_a_process() -> None:
     watches, addresses = chain(4)
     recorders = [Recorder(watch) for watch in watches]
     watches[1].link(addresses[3])  # a second way

@@ -36,7 +36,7 @@ def test_all_names_at_which_no_stage_can_begin_are_reported_at_once() -> None:
     assert "'model.layers.2.mlp'" in message
     message = error_of(whole, at=["model.layers.3", "model.layers.1", "model.layers.1"])
     assert "in the order of the model: 'model.layers.1', 'model.layers.3'" in message
-    assert "'model.layers.1' is named twice" in message
+    assert "'model.layers.1' is a duplicate" in message
 
 
 def tiny(name: str, **changes: Any) -> Any:

@@ -56,7 +56,7 @@ def test_names_out_of_order_are_reported_with_the_right_order() -> None:
 
 
 def test_duplicates_are_rejected_also_under_two_names() -> None:
-    assert "'head' is named twice" in error_of(model(), ["head", "head"])
+    assert "'head' is a duplicate" in error_of(model(), ["head", "head"])
     assert "'layers.0' begins where 'layers' begins" in error_of(model(), ["layers", "layers.0"])
 
 
@@ -83,7 +83,14 @@ def test_all_problems_are_reported_at_once() -> None:
     whole = model()
     whole.register_forward_hook(lambda *_: None)
     message = error_of(whole, ["head", "nowhere", "embed", "head", "layers.0", "embed.x"])
-    for problem in ("'nowhere'", "'embed.x'", "very first", "named twice", "order of the model", "has hooks"):
+    for problem in (
+        "'nowhere'",
+        "'embed.x'",
+        "very first",
+        "is a duplicate",
+        "order of the model",
+        "has hooks",
+    ):
         assert problem in message
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["named_parameters", "owners", "prefixes", "split_metadata"]
+from penstock.ir.graph import StageGraph
+
+__all__ = ["named_parameters", "owners", "prefixes", "split_graph", "split_metadata"]
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
 
@@ -48,3 +50,9 @@ def split_metadata(module: nn.Module, name: str) -> Any:
         inside = (part._modules[each] for each in ("module", *_WRAPPED) if each in part._modules)  # noqa: SLF001
         part = next(inside, None)
     return None
+
+
+def split_graph(stages: Iterable[object]) -> StageGraph | None:
+    """The stage graph that `split` found for the model of these stages; None for stages made otherwise."""
+    found = (split_metadata(stage, "stage_graph") for stage in stages if isinstance(stage, nn.Module))
+    return next((graph for graph in found if graph is not None), None)

@@ -1,4 +1,4 @@
-"""When a rank was last heard: measures the silence of the others, without the time it was suspended itself."""
+"""Heartbeats of other ranks: how long each is silent, without the time this process was suspended itself."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ class Heartbeats:
     """The times of the last heartbeats; one thread at a time uses it."""
 
     def __init__(self) -> None:
-        self._heard: dict[int, float] = {}
-        self._looked = time.monotonic()
+        self._last: dict[int, float] = {}
+        self._measured = time.monotonic()
         self._announced: set[int] = set()
 
-    def look(self, due: float) -> float:
-        """Measure silences until now, when what has arrived is read; it was to be read by `due`."""
+    def measure(self, due: float) -> float:
+        """Measure silences until now; heartbeats are read next, and were to be read by `due`."""
         now = time.monotonic()
-        if now > max(self._looked, due) + _LATE_SECONDS:
-            self._heard = {rank: heard + now - self._looked for rank, heard in self._heard.items()}
-        self._looked = now
+        if now > max(self._measured, due) + _LATE_SECONDS:
+            self._last = {rank: last + now - self._measured for rank, last in self._last.items()}
+        self._measured = now
         return now
 
-    def hear(self, rank: int) -> None:
-        """A rank has sent something."""
-        self._heard[rank] = time.monotonic()
+    def received(self, rank: int) -> None:
+        """A message or heartbeat of a rank has arrived."""
+        self._last[rank] = time.monotonic()
 
-    def learn(self, rank: int, seconds: float) -> None:
-        """Another rank says that it has heard nothing from this one for so long; 0 if it hears it again."""
-        self._heard[rank] = time.monotonic() - seconds
+    def reported(self, rank: int, seconds: float) -> None:
+        """Another rank reports that it has received nothing from this one for so long; 0 if it has again."""
+        self._last[rank] = time.monotonic() - seconds
         if not seconds:
-            del self._heard[rank]
+            del self._last[rank]
 
     def silence(self, rank: int) -> float:
         """Seconds since the last heartbeat; 0 if nothing is known of the rank."""
-        return max(0.0, self._looked - self._heard.get(rank, self._looked))
+        return max(0.0, self._measured - self._last.get(rank, self._measured))
 
-    def news(self, ranks: Iterable[int], timeout: float) -> dict[int, float]:
-        """The ranks that have become silent since the last call, and 0 for those that are heard again."""
+    def changes(self, ranks: Iterable[int], timeout: float) -> dict[int, float]:
+        """The ranks that have become silent since the last call, and 0 for those that are silent no more."""
         found = {}
         for rank in ranks:
             seconds = self.silence(rank)

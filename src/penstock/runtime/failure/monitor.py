@@ -129,9 +129,9 @@ class FailureMonitor:
         return self.cause
 
     def missed_cause(self) -> FailureCause | None:
-        """The failure of another pipeline in the same step, told before this rank began it."""
-        told_at, message = self.watch.last_cause
-        if time.monotonic() > told_at + _MISSED_SECONDS or self._status().step != message["cause"]["step"]:
+        """The failure of another pipeline in the same step, received before this rank began it."""
+        received_at, message = self.watch.last_cause
+        if time.monotonic() > received_at + _MISSED_SECONDS or self._status().step != message["cause"]["step"]:
             return None
         cause = _cause_in(message)
         if self.watch.rank not in cause.members:
@@ -184,7 +184,7 @@ class FailureMonitor:
         return cause
 
     def stop(self) -> None:
-        """Take no more notice of failures."""
+        """Receive no more failures."""
         self.watch.remove_listener(self)
         if self.watch.active is self:
             self.watch.active = None
@@ -236,20 +236,20 @@ class FailureMonitor:
         world_rank = self.members[cause.rank] if cause.world_rank < 0 else cause.world_rank
         return replace(cause, members=self.members, world_rank=world_rank, reporter=self.watch.rank)
 
-    def _about(self, world_rank: int, kind: str, process: str, message: str) -> FailureCause:
+    def _cause_of(self, world_rank: int, kind: str, process: str, message: str) -> FailureCause:
         rank = self.members.index(world_rank) if world_rank in self.members else -1
         status = self._status()
-        about = FailureCause(rank, kind, status.step, "", None, None, message, "", process)
-        return self._completed(replace(about, world_rank=world_rank, call=status.call))
+        cause = FailureCause(rank, kind, status.step, "", None, None, message, "", process)
+        return self._completed(replace(cause, world_rank=world_rank, call=status.call))
 
     def _end_cause(self, ended: Ended) -> FailureCause:
-        return self._about(ended.rank, "lost", ended.process, str(ended))
+        return self._cause_of(ended.rank, "lost", ended.process, str(ended))
 
     def _silence_cause(self, world_rank: int, message: str) -> FailureCause:
         process = self.watch.processes.get(world_rank, "unknown")
         silence = self.watch.describe_silence(world_rank)
         text = f"{silence}: it is stopped, or its host or the network fails"
-        return self._about(world_rank, "timeout", process, f"{text}; {message}" if message else text)
+        return self._cause_of(world_rank, "timeout", process, f"{text}; {message}" if message else text)
 
     def _fail(self, cause: FailureCause, ranks: Sequence[int] | None) -> None:
         """Send this cause to these ranks, by default to all of the job, unless one is known."""

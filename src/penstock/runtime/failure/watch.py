@@ -2,8 +2,8 @@
 
 The watches are connected to each other directly; the job's store is needed only to exchange their addresses, so
 they work while its host does not answer. Each sends a heartbeat every second. If a process ends, its links
-end, and its neighbours tell all others, as they do if it is silent. A message to all is passed on from link to
-link:
+end, and its neighbours report that to all others, as they do if it is silent. A broadcast is forwarded from
+link to link:
 
     0 --- 1   every rank has links to the ranks of its pipelines, and to those that differ by 1, 2, 4, 8 ... in
     |  X  |   the world, so that a message reaches all ranks in few hops even if some of them have ended
@@ -75,13 +75,13 @@ class JobWatch:
         self.failed_at = -math.inf
         """When a failure of a step became known here."""
         self.last_cause: tuple[float, dict[str, Any]] = (-math.inf, {})
-        """When the last failure of another rank was told here, and what it was."""
+        """When the last failure of another rank was received, and its message."""
         self.active: Listener | None = None
         """The listener whose step was the last to begin."""
         self._key, self._listener = key, listener
         self._heartbeats = Heartbeats()
         self._links: dict[socket.socket, Link] = {}
-        self._passed_on: set[str] = set()
+        self._forwarded: set[str] = set()
         self._count = 0
         self._lock = threading.RLock()
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -97,12 +97,12 @@ class JobWatch:
     # --- for other threads -------------------------------------------------------------------------
 
     def add_listener(self, listener: Listener) -> None:
-        """Tell this listener of all events, as long as it exists."""
+        """Send all events to this listener, as long as it exists."""
         with self._lock:
             self._listeners.add(listener)
 
     def remove_listener(self, listener: Listener) -> None:
-        """Tell it no more."""
+        """Send it no more events."""
         with self._lock:
             self._listeners.discard(listener)
 
@@ -121,7 +121,7 @@ class JobWatch:
         with self._lock:
             if ranks is None:
                 self._count += 1
-                self._pass_on(message | {"id": f"{self.rank}/{self._count}"})
+                self._forward(message | {"id": f"{self.rank}/{self._count}"})
             else:
                 wanted = set(ranks)
                 for link in self._links.values():
@@ -141,12 +141,12 @@ class JobWatch:
         return f"no heartbeat from its process ({process}) for {self.silence(rank):.0f} s"
 
     def close(self, reason: str) -> None:
-        """Tell all ranks that this process ends, and stop."""
+        """Send all ranks that this process ends, and stop."""
         with self._lock:
             if self._stopped:
                 return
             self._stopped = True
-            self._pass_on(_end_message(Ended(self.rank, self.process, reason)))
+            self._forward(_end_message(Ended(self.rank, self.process, reason)))
             self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_SECONDS)
@@ -165,7 +165,7 @@ class JobWatch:
         while not self._stopped:
             ready = self._selector.select(max(0.0, beat - time.monotonic()))
             with self._lock:
-                now = self._heartbeats.look(beat)
+                now = self._heartbeats.measure(beat)
             for key, _ in ready:
                 self._handle(key.fileobj)
             if now >= beat:
@@ -189,7 +189,7 @@ class JobWatch:
         with self._lock:
             for link in self._links.values():
                 link.send(None)
-            silences = self._heartbeats.news(self.linked() - set(self.ended), self.timeout)
+            silences = self._heartbeats.changes(self.linked() - set(self.ended), self.timeout)
             for rank, seconds in silences.items():  # the ranks without a link to it do not know
                 about = {"rank": rank, "process": self.processes[rank], "seconds": seconds}
                 self.send({"type": "silence", **about})
@@ -211,7 +211,7 @@ class JobWatch:
         messages = link.receive()
         if link.rank is not None:
             with self._lock:
-                self._heartbeats.hear(link.rank)
+                self._heartbeats.received(link.rank)
         try:
             for message in messages:
                 self._receive(message, link)
@@ -229,30 +229,30 @@ class JobWatch:
             with self._lock:
                 link.rank = int(message["rank"])
                 self.processes[link.rank] = str(message["process"])
-                self._heartbeats.hear(link.rank)
+                self._heartbeats.received(link.rank)
                 for ended in self.ended.values():
                     link.send(_end_message(ended))
             return
         with self._lock:
-            if "id" in message and not self._pass_on(message, link):
+            if "id" in message and not self._forward(message, link):
                 return
         if message["type"] == "aborted":
             self.aborted_by = int(message["rank"])
         elif message["type"] == "end":
             self._end(Ended(message["rank"], message["process"], message["reason"]))
         elif message["type"] == "silence":
-            self._learn_silence(message["rank"], message["process"], message["seconds"])
+            self._on_silence(message["rank"], message["process"], message["seconds"])
         else:
             if message["type"] == "cause":
                 self.last_cause = time.monotonic(), message
             for listener in self._current_listeners():
                 listener.on_message(message)
 
-    def _learn_silence(self, rank: int, process: str, seconds: float) -> None:
+    def _on_silence(self, rank: int, process: str, seconds: float) -> None:
         with self._lock:
             if rank != self.rank and rank not in self.linked():
                 self.processes[rank] = process
-                self._heartbeats.learn(rank, seconds)
+                self._heartbeats.reported(rank, seconds)
 
     def _drop(self, link: Link) -> None:
         with self._lock:
@@ -262,7 +262,7 @@ class JobWatch:
             if link.rank is None or link.rank in self.ended or self._stopped:
                 return
             ended = Ended(link.rank, self.processes[link.rank], "")
-            self._pass_on(_end_message(ended))
+            self._forward(_end_message(ended))
         self._end(ended)
 
     def _end(self, ended: Ended) -> None:
@@ -279,11 +279,11 @@ class JobWatch:
             self._links[link.connection] = link
             self._wake()
 
-    def _pass_on(self, message: dict[str, Any], source: Link | None = None) -> bool:
-        """Send a message for all to all links but its source; false if that was done before."""
-        if message["id"] in self._passed_on:
+    def _forward(self, message: dict[str, Any], source: Link | None = None) -> bool:
+        """Send a broadcast over all links but its source; false if that was done before."""
+        if message["id"] in self._forwarded:
             return False
-        self._passed_on.add(message["id"])
+        self._forwarded.add(message["id"])
         for link in self._links.values():
             if link is not source and link.rank is not None:
                 link.send(message)

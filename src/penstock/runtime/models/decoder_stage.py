@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from penstock.errors import PipelineError
 from penstock.planning.layout import StageLayout
 
-__all__ = ["Identity", "Zero", "has_hooks", "shallow_copy", "stage_class"]
+__all__ = ["Identity", "Zero", "stage_class"]
 
 _UNSUPPORTED_ARGUMENTS = {
     "input_ids": "pass the ids as the first positional argument",
@@ -93,20 +92,3 @@ def stage_class(model_class: type[nn.Module]) -> type[nn.Module]:
 def _uninitialized_stage(model_class: type[nn.Module]) -> nn.Module:
     cls = stage_class(model_class)
     return cls.__new__(cls)
-
-
-_CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)]
-_HOOKS = [name for name in _CONTAINERS if name.endswith("hooks")]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether the module itself has a hook."""
-    return any(vars(module)[hooks] for hooks in _HOOKS)
-
-
-def shallow_copy(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """A copy of the class `cls` with the same children and attributes, whose children can be replaced."""
-    copied = cls.__new__(cls)
-    vars(copied).update(vars(module))
-    vars(copied).update({name: copy.copy(vars(module)[name]) for name in _CONTAINERS})
-    return copied

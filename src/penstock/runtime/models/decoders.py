@@ -30,7 +30,8 @@ from penstock.arguments import printable
 from penstock.errors import PartitionError
 from penstock.planning.layout import PipelineLayout, StageLayout
 from penstock.runtime.models.conv1d_rule import register_conv1d
-from penstock.runtime.models.decoder_stage import Identity, Zero, has_hooks, shallow_copy, stage_class
+from penstock.runtime.models.decoder_stage import Identity, Zero, stage_class
+from penstock.runtime.models.module_containers import has_hooks, shallow_copy
 from penstock.runtime.models.stage_starts import Start
 
 __all__ = ["Decoder", "is_pretrained"]

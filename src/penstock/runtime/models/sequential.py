@@ -22,20 +22,10 @@ from penstock.arguments import printable, some
 from penstock.errors import PartitionError
 from penstock.planning.layout import PipelineLayout
 from penstock.planning.layout_text import parse_layout
+from penstock.runtime.models.module_containers import has_hooks
 from penstock.runtime.models.stage_starts import Start, order_problems, unknown_name
 
-__all__ = ["has_hooks", "split_sequential"]
-
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+__all__ = ["split_sequential"]
 
 
 def split_sequential(
@@ -215,11 +205,6 @@ def _container_problems(model: nn.Module, starts: Sequence[Start]) -> list[str]:
                 "no stage: move them into one of its children"
             )
     return problems
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether the module itself has hooks."""
-    return any(vars(module).get(hooks) for hooks in _HOOKS)
 
 
 def _has_own_state(container: nn.Module) -> bool:

@@ -38,7 +38,7 @@ def order_problems(starts: Sequence[tuple[str, Start]]) -> list[str]:
     seen: dict[Start, str] = {}
     for name, start in starts:
         if start in seen:
-            both = "is named twice" if seen[start] == name else f"begins where {seen[start]!r} begins"
+            both = "is a duplicate" if seen[start] == name else f"begins where {seen[start]!r} begins"
             problems.append(f"{name!r} {both}, so a stage would be empty: leave one out")
         seen.setdefault(start, name)
     seen.pop((), None)

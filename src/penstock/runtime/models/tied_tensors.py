@@ -14,10 +14,11 @@ _SHOWN = 8
 
 
 def record_tied_weights(stages: Mapping[int, nn.Module]) -> None:
-    """Set the attributes `tied` and `cut` on every stage.
+    """Set the attributes `tied` and `split_stage` on every stage.
 
     `tied` has, for each weight that several stages hold, its name by stage. The tuple is the same in every
-    stage, in the order of the first stages. `cut` is the number of the stage and a description of all stages.
+    stage, in the order of the first stages. `split_stage` is the number of the stage and a description of all
+    stages.
     """
     _check_buffers(stages)
     names: dict[int, dict[int, str]] = {}

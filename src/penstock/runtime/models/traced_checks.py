@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import TreeSpec
 
 from penstock.errors import PartitionError
-from penstock.runtime.models.sequential import has_hooks
+from penstock.runtime.models.module_containers import has_hooks
 
 __all__ = ["check_module", "check_mutations", "output_of"]
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from penstock.errors import PipelineError
 from penstock.formats import write_text
+from penstock.runtime.failure.process_names import process_name
 from penstock.traces.rank_state import RankState, dump_state, state_file_name
 
 __all__ = ["STATE_DIR", "StateSource", "flush_states", "register_states", "request_states", "state_folder"]
@@ -33,8 +34,8 @@ STATE_DIR = "PENSTOCK_STATE_DIR"
 _SIGNAL = "PENSTOCK_STATE_SIGNAL"
 _AFTER = "PENSTOCK_STATE_AFTER"
 _BEAT_SECONDS = 1.0
-_MOST_CALLS = 30
-_MOST_CHARACTERS = 4000
+_MAX_CALLS = 30
+_MAX_CHARACTERS = 4000
 _FLUSH_SECONDS = 5.0
 
 
@@ -175,12 +176,12 @@ def _write(state: RankState, folder: Path, number: int, reason: str) -> Path:
     known = replace(
         state,
         pipeline=number,
-        process=f"pid {os.getpid()} on {socket.gethostname()}",
+        process=process_name(),
         job="/".join(os.environ.get(name, "") for name in _JOB),
         reason=reason,
         written_at=time.time(),
         stacks=_stacks(),
-        error=state.error[:_MOST_CHARACTERS],
+        error=state.error[:_MAX_CHARACTERS],
     )
     file = folder / state_file_name(known)
     write_text(dump_state(known), file)
@@ -198,7 +199,7 @@ def _stacks() -> dict[str, tuple[str, ...]]:
     for thread in threading.enumerate():
         if thread.ident in frames and thread is not threading.current_thread():
             stack = traceback.extract_stack(frames[thread.ident])
-            calls = reversed(stack[-_MOST_CALLS:])
+            calls = reversed(stack[-_MAX_CALLS:])
             found[thread.name] = tuple(f"{call.name} ({call.filename}:{call.lineno})" for call in calls)
     return found
 

@@ -30,7 +30,7 @@ from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.local_ranks import LocalRanks
 from penstock.runtime.verification.reference_run import train_reference
-from penstock.runtime.verification.user_model import Source
+from penstock.runtime.verification.user_function import Source
 from penstock.runtime.verification.verification_worker import (
     Deviation,
     RankErrors,

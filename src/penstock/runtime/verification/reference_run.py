@@ -16,7 +16,8 @@ from torch.nn.utils import get_total_norm
 from penstock.errors import PipelineError
 from penstock.ir.graph import StageGraph
 from penstock.runtime.execution.batcher import Batcher
-from penstock.runtime.verification.user_model import Source, UserModel, load_user_model
+from penstock.runtime.verification.user_function import Source
+from penstock.runtime.verification.user_model import UserModel, load_user_model
 
 __all__ = ["Reference", "named_parameters", "optimizer_for", "relative_error", "train_reference"]
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from inspect import signature
-from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +16,14 @@ from torch import Tensor, nn
 from penstock.arguments import printable
 from penstock.errors import PipelineError
 from penstock.ir.graph import StageGraph
-from penstock.runtime.data_parallel.wrappers import split_metadata
+from penstock.runtime.data_parallel.wrappers import split_graph
 from penstock.runtime.models.decoders import is_pretrained
 from penstock.runtime.models.even_split import split_evenly
 from penstock.runtime.pytree import flatten
 from penstock.runtime.setup import losses_by_sink
+from penstock.runtime.verification.user_function import Source, find_function, one_line
 
-__all__ = ["Source", "UserModel", "load_user_model"]
-
-Source: TypeAlias = str | Callable[..., Any]
-"""A top-level function of a module, or its path as in `package.module:function`."""
+__all__ = ["UserModel", "load_user_model"]
 
 _RETURNS = "(model, loss, inputs, target)"
 _NAMES = ("model", "stages", "loss", "inputs", "kwargs", "target", "tokens")
@@ -58,7 +51,7 @@ class UserModel:
             losses = [self.losses[sink](output, target) for sink, output in outputs.items()]
         except Exception as error:
             raise PipelineError(
-                f"in one process, without a pipeline, the model or the loss raised {_one_line(error)}"
+                f"in one process, without a pipeline, the model or the loss raised {one_line(error)}"
             ) from error
         for each in losses:
             if not isinstance(each, Tensor) or each.numel() != 1:
@@ -138,7 +131,7 @@ class UserModel:
 
 def load_user_model(source: Source, graph: StageGraph) -> UserModel:
     """Call the function with fixed random seeds, for these stages if it asks, and check what it returns."""
-    function, name = _find_function(source)
+    function, name = find_function(source)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 -- the global generator, which a user's function may use
     torch.manual_seed(0)
@@ -146,7 +139,7 @@ def load_user_model(source: Source, graph: StageGraph) -> UserModel:
         asks = "stages" in signature(function).parameters
         returned = function(stages=graph.num_stages) if asks else function()
     except Exception as error:
-        raise PipelineError(f"{name}() raised {_one_line(error)}") from error
+        raise PipelineError(f"{name}() raised {one_line(error)}") from error
     if isinstance(returned, tuple) and len(returned) == 4:
         returned = dict(zip(("model", "loss", "inputs", "target"), returned))
     if not isinstance(returned, dict):
@@ -175,9 +168,8 @@ def _user_model(parts: dict[str, Any], graph: StageGraph) -> UserModel:
 
 def _graph_of(stages: Sequence[nn.Module], graph: StageGraph) -> StageGraph:
     """The graph that `split` found, or else that of the schedule if it is for as many stages."""
-    found = (split_metadata(stage, "stage_graph") for stage in stages)
-    own: StageGraph | None = next((each for each in found if each is not None), None)
-    return own or (graph if graph.num_stages == len(stages) else StageGraph.chain(len(stages)))
+    of_schedule = graph if graph.num_stages == len(stages) else StageGraph.chain(len(stages))
+    return split_graph(stages) or of_schedule
 
 
 def _as_arguments(value: Any) -> tuple[Any, ...]:
@@ -230,50 +222,3 @@ def _problems(parts: dict[str, Any]) -> list[str]:
     if isinstance(inputs, list):
         problems.append("the inputs must be a tensor or a tuple of the model's arguments, but are a list")
     return problems
-
-
-def _find_function(source: Source) -> tuple[Callable[..., Any], str]:
-    """The function, and its name for messages."""
-    if not isinstance(source, str):
-        return source, source.__name__
-    path, colon, name = source.partition(":")
-    if not (path and colon and name) or "/" in path or path.endswith(".py"):
-        guess = path.removesuffix(".py").replace("/", ".").strip(".") or "module"
-        raise PipelineError(
-            f"{printable(source)} is not of the form module:function: write {guess}:{name or 'function'}"
-        )
-    module = _import(path)
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = [
-            each
-            for each, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", None) == path and each[0] != "_"
-        ]
-        problem = f"{path} has no function {printable(name)}"
-        if hasattr(module, name):
-            problem = f"{path}.{name} is not a function"
-        raise PipelineError(f"{problem}; the functions of {path} are: {', '.join(functions[:8]) or 'none'}")
-    return function, source
-
-
-def _import(path: str) -> ModuleType:
-    if (directory := os.getcwd()) not in sys.path:  # noqa: PTH109 -- as `python -m` does
-        sys.path.insert(0, directory)
-    try:
-        return import_module(path)
-    except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and (path == missing or path.startswith(f"{missing}.")):
-            raise PipelineError(
-                f"there is no module {printable(path)} in {directory} or in the installed packages"
-            ) from None
-        raise PipelineError(f"importing {printable(path)} raised {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    """An error of the user's code in one line, with the file and line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename[0] != "<"]
-    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own[1:] else ""
-    return printable(f"{type(error).__name__}: {error}", 300) + place

@@ -22,7 +22,8 @@ from penstock.runtime.verification.reference_run import (
     optimizer_for,
     relative_error,
 )
-from penstock.runtime.verification.user_model import Source, UserModel, load_user_model
+from penstock.runtime.verification.user_function import Source
+from penstock.runtime.verification.user_model import UserModel, load_user_model
 
 __all__ = ["Deviation", "RankErrors", "train_in_pipeline", "worst"]
 

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from penstock.errors import PenstockError
+from penstock.processes import end_with_parent
 from penstock.web.api import REQUESTS
 from penstock.web.frontier import pareto
 from penstock.web.limits import LIMITS, Limit
@@ -25,7 +26,7 @@ __all__ = ["limit_memory", "serve_requests"]
 def serve_requests(connection: Connection) -> None:
     """Answer until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the server ends this process
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(0,), daemon=True).start()
     while True:
         try:
             name, document = json.loads(connection.recv_bytes())
@@ -34,15 +35,6 @@ def serve_requests(connection: Connection) -> None:
         if name == "stop":  # of a search that had ended already
             continue
         send_reply(connection, *_answer(connection, name, document))
-
-
-def _end_with_parent() -> None:
-    """Exit when the server does, however it ends."""
-    from multiprocessing import parent_process  # noqa: PLC0415 -- in the child only
-
-    if (parent := parent_process()) is not None:
-        parent.join()
-        os._exit(0)
 
 
 def _answer(connection: Connection, name: str, document: object) -> tuple[str, str]:

@@ -1,0 +1,46 @@
+"""The budget of a search, and the rank of its schedules under jitter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from penstock.cost.costs import Costs
+from penstock.ir.schedule import Schedule
+from penstock.simulation.jitter import simulate_with_jitter
+
+__all__ = ["Budget", "Jitter"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds, or a number of moves, with which the same seed gives the same result."""
+
+    seconds: float
+    moves: int | None
+    seed: int
+
+    def fraction(self, seconds: float, moves: int) -> float:
+        """The share of the budget that so many seconds, or moves, have used."""
+        used, whole = (seconds, self.seconds) if self.moves is None else (moves, self.moves)
+        return min(used / whole, 1.0) if whole else 1.0
+
+    def part(self, share: float, max_seconds: float = inf) -> Budget:
+        """A share of the budget."""
+        moves = None if self.moves is None else int(share * self.moves)
+        return Budget(min(share * self.seconds, max_seconds), moves, self.seed)
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """Rank schedules by a quantile of their makespan when the duration of steps varies by `share`."""
+
+    share: float
+    quantile: float
+
+    def best(self, schedules: Sequence[Schedule], costs: Costs, seed: int) -> tuple[int, float]:
+        """The position of the schedule with the lowest quantile, and the quantile."""
+        spreads = [simulate_with_jitter(each, costs, jitter=self.share, seed=seed) for each in schedules]
+        quantile, position = min((each.quantile(self.quantile), i) for i, each in enumerate(spreads))
+        return position, quantile

@@ -1,0 +1,33 @@
+"""Promises of budgets: shares of seconds or of moves, and ranks of schedules under jitter."""
+
+from __future__ import annotations
+
+import penstock
+from penstock import Costs
+from penstock.search.budget import Budget, Jitter
+from penstock.simulation.jitter import simulate_with_jitter
+
+
+def test_a_budget_of_moves_does_not_look_at_the_clock() -> None:
+    budget = Budget(10.0, 200, seed=1)
+    assert [budget.fraction(1e9, moves) for moves in (0, 50, 200, 300)] == [0.0, 0.25, 1.0, 1.0]
+    assert Budget(10.0, 0, seed=1).fraction(0.0, 0) == 1.0
+
+
+def test_a_budget_of_seconds_does_not_count_moves() -> None:
+    budget = Budget(10.0, None, seed=1)
+    assert [budget.fraction(seconds, 10**9) for seconds in (0.0, 2.5, 20.0)] == [0.0, 0.25, 1.0]
+    assert Budget(0.0, None, seed=1).fraction(0.0, 0) == 1.0
+
+
+def test_a_part_of_a_budget_has_the_same_seed() -> None:
+    assert Budget(10.0, 200, seed=7).part(0.25) == Budget(2.5, 50, seed=7)
+    assert Budget(100.0, None, seed=7).part(0.5, max_seconds=10.0) == Budget(10.0, None, seed=7)
+
+
+def test_the_best_schedule_under_jitter_has_the_lowest_quantile() -> None:
+    names = ("gpipe", "1f1b", "zb-h1")
+    schedules = [penstock.build(name, ranks=4, microbatches=8) for name in names]
+    quantiles = [simulate_with_jitter(each, Costs(), jitter=0.2, seed=3).quantile(0.9) for each in schedules]
+    position, quantile = Jitter(0.2, 0.9).best(schedules, Costs(), seed=3)
+    assert (position, quantile) == (quantiles.index(min(quantiles)), min(quantiles))
