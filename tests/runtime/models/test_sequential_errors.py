@@ -83,7 +83,14 @@ def test_all_problems_are_reported_at_once() -> None:
     whole = model()
     whole.register_forward_hook(lambda *_: None)
     message = error_of(whole, ["head", "nowhere", "embed", "head", "layers.0", "embed.x"])
-    for problem in ("'nowhere'", "'embed.x'", "very first", "is a duplicate", "order of the model", "has hooks"):
+    for problem in (
+        "'nowhere'",
+        "'embed.x'",
+        "very first",
+        "is a duplicate",
+        "order of the model",
+        "has hooks",
+    ):
         assert problem in message
 
 
