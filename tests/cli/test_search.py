@@ -14,6 +14,7 @@ from penstock import Costs, simulate
 from penstock.cost.units import Units
 from penstock.search import Progress
 from tests.support.command_line import Run
+from tests.support.schedule_rows import rows_of
 
 
 def test_it_draws_the_best_schedule_and_prints_its_gap(run: Run) -> None:
@@ -36,7 +37,7 @@ def test_it_writes_the_schedule_and_prints_json(run: Run, tmp_path: Path) -> Non
     assert timeline.makespan == result["value"] >= result["bound"]
     assert max(timeline.peak_memory) == result["peak_memory"] <= 12
     assert result["value"] <= min(result["families"].values())
-    assert [[str(step) for step in row] for row in schedule.ranks] == result["schedule"]
+    assert rows_of(schedule) == result["schedule"]
     again = run(*arguments, "--json").json
     assert again["schedule"] == result["schedule"]
 

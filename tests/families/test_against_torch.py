@@ -25,16 +25,13 @@ pytest.importorskip("torch", reason="this file compares with torch")
 
 from tests.oracles import torch_schedules as torch
 from tests.support.grids import small
+from tests.support.schedule_rows import rows_of
 
 RANKS = range(1, 9)
 STAGES_PER_RANK = range(1, 4)
 MICROBATCHES = (*range(1, 10), 12, 16, 17, 24)
 SINGLE = ("GPipe", "1F1B")
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
-
-def rows_of(schedule: Schedule) -> torch.Rows:
-    return [[str(step) for step in row] for row in schedule.ranks]
 
 
 def reshards_sorted(rows: torch.Rows) -> torch.Rows:

@@ -9,7 +9,9 @@ import pytest
 import penstock
 from penstock import BuildError, Costs, Schedule, simulate
 from penstock.formats import dumps, reads
+from tests.oracles.megatron_orders import interleaved
 from tests.support.grids import small, thinned
+from tests.support.schedule_rows import rows_of
 
 TRAINING = ("interleaved-1f1b", "interleaved-zero-bubble")
 
@@ -22,10 +24,6 @@ def smallest(name: str, p: int) -> int:
     return p if name == "interleaved-1f1b" else (p + 1) // 2
 
 
-def rows_of(schedule: Schedule) -> list[list[str]]:
-    return [[str(step) for step in row] for row in schedule.ranks]
-
-
 def peak(schedule: Schedule) -> int:
     """Peak live activations of any rank, counted from the text of the actions."""
     found = 0
@@ -35,30 +33,13 @@ def peak(schedule: Schedule) -> int:
     return found
 
 
-def megatron(p: int, m: int, v: int, n: int) -> list[list[str]]:
-    """The interleaved order of Megatron-LM: a table of (microbatch, chunk), warm-up, 1F1B, cool-down."""
-    table = [
-        (k, chunk) for first in range(0, m, n) for chunk in range(v) for k in range(first, min(first + n, m))
-    ]
-    rows = []
-    for rank in range(p):
-        forwards = [f"{chunk * p + rank}F{k}" for k, chunk in table]
-        backwards = [f"{(v - 1 - chunk) * p + rank}B{k}" for k, chunk in table]
-        warmup = min((p - rank - 1) * 2 + (v - 1) * n, m * v)
-        row = forwards[:warmup]
-        for i in range(warmup, m * v):
-            row += [forwards[i], backwards[i - warmup]]
-        rows.append(row + backwards[m * v - warmup :])
-    return rows
-
-
 def test_where_megatron_accepts_the_group_the_order_is_megatrons() -> None:
     compared = 0
     for p, m, v in itertools.product((2, 3, 4), range(2, 15), (1, 2, 3)):
         for n in range(p, m + 1):
             if 0 < m % n < p:
                 continue  # Megatron raises
-            assert rows_of(build("interleaved-1f1b", p, m, v, n)) == megatron(p, m, v, n)
+            assert rows_of(build("interleaved-1f1b", p, m, v, n)) == interleaved(p, m, v, n)
             compared += 1
     assert compared > 150
 

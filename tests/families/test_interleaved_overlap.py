@@ -9,7 +9,9 @@ import pytest
 import penstock
 from penstock import Costs, Schedule, parse_action, simulate
 from penstock.families import find
+from tests.oracles.megatron_orders import interleaved_overlap
 from tests.support.grids import thinned
+from tests.support.schedule_rows import rows_of
 
 EXPERTS = Costs(forward_all_to_all=1, backward_input_all_to_all=1)
 """All-to-all as long as the compute of F and I."""
@@ -23,28 +25,12 @@ def parts_of(schedule: Schedule) -> list[list[str]]:
     return [[str(part) for step in row for part in step.parts] for row in schedule.ranks]
 
 
-def combined(p: int, m: int, v: int, n: int) -> list[list[str]]:
-    """The order of Megatron-LM with overlapped experts: warm-up with one more forward, pairs, cool-down."""
-    table = [
-        (k, chunk) for first in range(0, m, n) for chunk in range(v) for k in range(first, min(first + n, m))
-    ]
-    rows = []
-    for rank in range(p):
-        forwards = [f"{chunk * p + rank}F{k}" for k, chunk in table]
-        backwards = [f"{(v - 1 - chunk) * p + rank}B{k}" for k, chunk in table]
-        warmup = min((p - rank - 1) * 2 + (v - 1) * n + 1, m * v)
-        pairs = zip(forwards[warmup:], backwards)
-        row = forwards[:warmup] + [f"({f};{b})OVERLAP_F_B" for f, b in pairs]
-        rows.append(row + backwards[m * v - warmup :])
-    return rows
-
-
 def test_the_order_is_that_of_interleaved_1f1b_with_one_more_forward() -> None:
     compared = 0
     for p, m, v in itertools.product((1, 2, 3, 4), (1, 2, 4, 7, 12), (1, 2, 3)):
         for n in range(p, m + 1):
             if not 0 < m % n < p:  # Megatron raises
-                assert [[str(step) for step in row] for row in build(p, m, v, n).ranks] == combined(p, m, v, n)
+                assert rows_of(build(p, m, v, n)) == interleaved_overlap(p, m, v, n)
                 compared += 1
     assert compared > 100
 

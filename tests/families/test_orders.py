@@ -16,6 +16,7 @@ from penstock.cli.options import parse_stages
 from penstock.view.grid import grid
 from tests.oracles.naive import MODELS, NaiveValidator
 from tests.support.grids import thinned
+from tests.support.schedule_rows import rows_of
 
 FAMILIES = penstock.families()
 
@@ -59,7 +60,7 @@ def test_every_family_is_valid_for_any_numbers_compute_only_and_lowered(name: st
 def test_every_family_is_valid_for_the_naive_validator(name: str) -> None:
     for ranks, microbatches in thinned(((3, 5), (1, 1), (2, 3), (3, 2)), 2):
         schedule = penstock.lower(penstock.build(name, ranks=ranks, microbatches=microbatches))
-        rows = [[str(step) for step in row] for row in schedule.ranks]
+        rows = rows_of(schedule)
         naive = NaiveValidator(rows, schedule.placement.stage_to_rank, microbatches)
         assert naive.is_valid()
         assert all(naive.runs(model) for model in MODELS)

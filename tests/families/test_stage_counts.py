@@ -12,6 +12,7 @@ import penstock
 from penstock import BuildError, Costs, Placement, Schedule, simulate
 from tests.oracles.best_order import best_value
 from tests.support.grids import small, thinned
+from tests.support.schedule_rows import rows_of
 
 FAMILIES = {
     name: each.stages_per_rank for name, each in penstock.families().items() if each.stages_per_rank != 1
@@ -22,10 +23,6 @@ def build(name: str, counts: Sequence[int] | int, m: int, ranks: int | None = No
     p = len(counts) if isinstance(counts, Sequence) else ranks
     assert p is not None
     return penstock.build(name, ranks=p, microbatches=m, stages_per_rank=counts)
-
-
-def rows_of(schedule: Schedule) -> list[list[str]]:
-    return [[str(step) for step in row] for row in schedule.ranks]
 
 
 def lists(name: str, p: int) -> list[list[int]]:

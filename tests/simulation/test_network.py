@@ -21,6 +21,7 @@ from penstock.validation import SendModel
 from tests.support.grids import examples
 from tests.support.random_costs import random_costs
 from tests.support.random_schedules import random_compute, random_valid, with_memory_actions
+from tests.support.schedule_rows import with_moved_step
 
 
 def test_messages_of_one_channel_follow_each_other() -> None:
@@ -118,11 +119,7 @@ def test_stricter_send_models_are_never_faster(seed: int) -> None:
 @given(seeds)
 def test_the_simulation_gets_stuck_exactly_where_the_validator_says(seed: int) -> None:
     rng = random.Random(seed)
-    schedule = penstock.lower(random_compute(rng))
-    rows = [list(row) for row in schedule.ranks]
-    row = rng.choice(rows)
-    row.insert(rng.randrange(len(row)), row.pop(rng.randrange(len(row))))
-    schedule = Schedule(rows, schedule.placement, schedule.microbatches)
+    schedule = with_moved_step(penstock.lower(random_compute(rng)), rng)
     found = penstock.validate(schedule)
     if {violation.code for violation in found} <= {"deadlock"}:
         stuck = tuple(

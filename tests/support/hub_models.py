@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from tests.support.models import seeded
+from tests.support.models import next_word, seeded
 
 __all__ = [
     "LAYERS",
@@ -18,7 +17,6 @@ __all__ = [
     "gradients_of",
     "layer_names",
     "library",
-    "next_word",
     "trained",
 ]
 
@@ -100,10 +98,6 @@ def batch(rows: int, given: str = "") -> tuple[Tensor, Tensor, dict[str, Any]]:
     if given == "positions":
         named["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     return ids, target, named
-
-
-def next_word(logits: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:

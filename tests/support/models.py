@@ -24,7 +24,19 @@ from tests.support.model_layers import (
     seeded,
 )
 
-__all__ = ["MODELS", "TASKS", "WIDTH", "Batch", "Pair", "Task", "made", "numbers", "seeded", "squared"]
+__all__ = [
+    "MODELS",
+    "TASKS",
+    "WIDTH",
+    "Batch",
+    "Pair",
+    "Task",
+    "made",
+    "next_word",
+    "numbers",
+    "seeded",
+    "squared",
+]
 
 LENGTH = 5
 ROWS = 2  # of each microbatch

@@ -11,6 +11,7 @@ from typing import Any
 from penstock import build, families
 from penstock.web.api import REQUESTS
 from penstock.web.lessons import lessons
+from tests.support.schedule_rows import rows_of
 
 __all__ = ["random_body", "random_request"]
 
@@ -41,7 +42,7 @@ def _schedules(rng: random.Random) -> list[dict[str, Any]]:
     found[0] |= rng.choice(
         [{}, {"recompute": "all"}, {"offload": "0,every:2"}, {"stages_per_rank": 2}, {"group": 4}]
     )
-    rows = [[str(step) for step in row] for row in build("1f1b", ranks=3, microbatches=4).ranks]
+    rows = rows_of(build("1f1b", ranks=3, microbatches=4))
     rng.shuffle(rows[rng.randrange(3)])
     found.append({"steps": rows, "stage_to_rank": [0, 1, 2], "microbatches": 4, "name": "mine"})
     found.append({"csv": rng.choice(["0F0,0B0\n1F0,1B0\n", "0F0,\x00", ",,,\n" * 50, "\ufeff0F0,0B0", "a;b"])})

@@ -14,12 +14,13 @@ from penstock.validation import SendModel
 from tests.oracles.naive import NaiveValidator
 from tests.support.grids import examples
 from tests.support.random_schedules import mutate, random_valid
+from tests.support.schedule_rows import rows_of, with_moved_step
 
 seeds = st.integers(min_value=0, max_value=2**32)
 
 
 def naive(schedule: Schedule) -> NaiveValidator:
-    rows = [[str(step) for step in row] for row in schedule.ranks]
+    rows = rows_of(schedule)
     return NaiveValidator(rows, schedule.placement.stage_to_rank, schedule.microbatches)
 
 
@@ -106,10 +107,7 @@ def test_a_deadlock_is_reported_for_exactly_the_send_models_under_which_the_rank
     rng = random.Random(seed)
     schedule = random_valid(rng)
     for _ in range(rng.randint(1, 4)):
-        rows = [list(row) for row in schedule.ranks]
-        row = rng.choice(rows)
-        row.insert(rng.randrange(len(row)), row.pop(rng.randrange(len(row))))
-        schedule = Schedule(rows, schedule.placement, schedule.microbatches)
+        schedule = with_moved_step(schedule, rng)
     found = penstock.validate(schedule)
     if {violation.code for violation in found} <= {"deadlock"}:
         blocked = tuple(model for model in SendModel if not naive(schedule).runs(model.value))
@@ -138,7 +136,7 @@ def assert_suggestion_helps(schedule: Schedule, violation: penstock.Violation) -
     if move is None:
         assert violation.suggestion == "change the order of one of these ranks"
         return
-    rows = [[str(step) for step in row] for row in schedule.ranks]
+    rows = rows_of(schedule)
     row = rows[int(move[1])]
     row.remove(move[2])
     row.insert(row.index(move[4]) + (move[3] == "after"), move[2])

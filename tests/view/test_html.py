@@ -16,13 +16,7 @@ import penstock
 from penstock import Costs, Kind, Placement, Schedule, StageGraph, Timeline
 from penstock.simulation.attribution import critical_path, gaps
 from penstock.view.html import html
-
-COSTS = Costs(forward=10, backward_input=11, backward_weight=9, latency=1)
-
-
-def timeline(family: str, ranks: int = 4, microbatches: int = 8, *, lowered: bool = True) -> Timeline:
-    built = penstock.build(family, ranks=ranks, microbatches=microbatches)
-    return penstock.simulate(penstock.lower(built) if lowered else built, COSTS)
+from tests.support.timelines import timeline
 
 
 class Page(HTMLParser):

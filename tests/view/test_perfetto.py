@@ -14,19 +14,13 @@ from penstock import Costs, Kind, Placement, Schedule, StageGraph, Timeline
 from penstock.simulation.attribution import gaps
 from penstock.view.perfetto import _us, trace
 from tests.support.grids import small
+from tests.support.timelines import COSTS, timeline
 from tests.support.trace_format import Entry, check, check_arrows, of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-COSTS = Costs(forward=10, backward_input=11, backward_weight=9, latency=1)
 UGLY = Costs(
     forward=0.0103331, backward_input=0.0111117, backward_weight=0.0090909, latency=0.0300001, unshard=0.001
 )
-
-
-def timeline(family: str, ranks: int = 4, microbatches: int = 8, costs: Costs = COSTS) -> Timeline:
-    return penstock.simulate(
-        penstock.lower(penstock.build(family, ranks=ranks, microbatches=microbatches)), costs
-    )
 
 
 def entries(*timelines: Timeline) -> list[Entry]:

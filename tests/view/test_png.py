@@ -9,20 +9,14 @@ import pytest
 from PIL import Image
 
 import penstock
-from penstock import Costs, Kind, MissingExtraError, Timeline
+from penstock import Kind, MissingExtraError, Timeline
 from penstock.view.kinds import style_of
 from penstock.view.marks import Box
 from penstock.view.picture import picture
 from penstock.view.png import SCALE, png
+from tests.support.timelines import COSTS, timeline
 
-COSTS = Costs(forward=10, backward_input=11, backward_weight=9, latency=1)
 WHITE = (255, 255, 255)
-
-
-def timeline(family: str, ranks: int = 4, microbatches: int = 8, costs: Costs = COSTS) -> Timeline:
-    return penstock.simulate(
-        penstock.lower(penstock.build(family, ranks=ranks, microbatches=microbatches)), costs
-    )
 
 
 def opened(*timelines: Timeline) -> Image.Image:

@@ -18,18 +18,12 @@ from penstock.view.palette import PALEST, lightness, tint
 from penstock.view.picture import picture
 from penstock.view.scales import LEFT, WIDEST
 from penstock.view.svg import svg
+from tests.support.timelines import COSTS, timeline
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-COSTS = Costs(forward=10, backward_input=11, backward_weight=9, latency=1)
 COLOURS = [style_of(kind).colour for kind in kinds_on("compute")]
 SVG = "{http://www.w3.org/2000/svg}"
 BOX = re.compile(r"penstock-([FIWB])(\d+)(-narrow)?")
-
-
-def timeline(family: str, ranks: int = 4, microbatches: int = 8, costs: Costs = COSTS) -> Timeline:
-    return penstock.simulate(
-        penstock.lower(penstock.build(family, ranks=ranks, microbatches=microbatches)), costs
-    )
 
 
 def uneven() -> Timeline:

@@ -14,6 +14,7 @@ from penstock.web.api import REQUESTS
 from penstock.web.ready_steps import ready_steps
 from penstock.web.unfinished import lay_out
 from tests.support.grids import examples
+from tests.support.schedule_rows import rows_of
 
 
 def edit(*rows: str, stage_to_rank: tuple[int, ...] = (0, 1), microbatches: int = 2) -> Any:
@@ -78,7 +79,7 @@ def test_a_building_block_is_stamped_for_all_microbatches() -> None:
     source = {"family": "1f1b", "ranks": 3, "microbatches": 6}
     stamped = REQUESTS["stamp"]({"schedules": [source], "microbatch": 0, "interval": 3})
     built = penstock.build("1f1b", ranks=3, microbatches=6)
-    assert stamped["steps"] == [[str(step) for step in row] for row in built.ranks]
+    assert stamped["steps"] == rows_of(built)
 
 
 @pytest.mark.parametrize("wrong", [{"microbatch": 9, "interval": 1}, {"microbatch": 0, "interval": 0}])

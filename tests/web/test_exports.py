@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.formats import reads
 from penstock.web.api import REQUESTS
+from tests.support.schedule_rows import rows_of
 
 SOURCE = {"family": "interleaved-1f1b", "ranks": 4, "microbatches": 8, "group": 6}
 QUESTION: dict[str, Any] = {
@@ -41,7 +42,7 @@ def test_pictures(wanted: str, begins: bytes) -> None:
 def test_files_read_back(wanted: str) -> None:
     read = reads(b64decode(export(wanted)["base64"]).decode(), wanted)
     (entry,) = REQUESTS["compare"](QUESTION)["schedules"]
-    assert [[str(step) for step in row] for row in read.ranks] == entry["steps"]
+    assert rows_of(read) == entry["steps"]
 
 
 def test_the_command_and_the_python_lines_give_the_same_numbers(

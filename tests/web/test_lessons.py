@@ -11,10 +11,11 @@ from itertools import pairwise
 import pytest
 
 import penstock
-from penstock import Placement, Schedule, SearchResult
+from penstock import Placement, SearchResult
 from penstock.errors import PenstockError
 from penstock.web.lessons import Lesson, judge, lesson_catalogue, lessons
 from tests.oracles.best_order import best_value
+from tests.support.schedule_rows import rows_of
 
 KEYS = (
     "warm-up",
@@ -48,10 +49,6 @@ SOLUTIONS = {
     "recompute": "0F0 0F1 0F2 0B0 0B1 0RECOMPUTE2 0B2|1F0 1F1 1B0 1F2 1B1 1B2|2F0 2B0 2F1 2B1 2F2 2B2",
     "overlap": "0F0 0F1 0F2 0B0 0B1 0B2|1F0 (1F1;1B0)OVERLAP_F_B (1F2;1B1)OVERLAP_F_B 1B2",
 }
-
-
-def rows_of(schedule: Schedule) -> list[list[str]]:
-    return [[str(step) for step in row] for row in schedule.ranks]
 
 
 def best(lesson: Lesson, *, split: bool | None = None, recompute: bool | None = None) -> SearchResult:

@@ -20,8 +20,8 @@ from penstock.runtime import Pipeline, export_safetensors, import_safetensors, s
 from penstock.runtime.checkpoints import safetensors_export
 from tests.runtime.checkpoints.test_names import TIES, tied_stages
 from tests.support.checkpointing import Bits, Layout, bits, bits_of_model, named_model, sharded, stages_of
-from tests.support.hub_models import decoder, next_word
-from tests.support.models import WIDTH, squared
+from tests.support.hub_models import decoder
+from tests.support.models import WIDTH, next_word, squared
 from tests.support.pool import Pools
 from tests.support.reference import TIMEOUT
 

@@ -25,9 +25,9 @@ from tests.support.hub_models import (
     gradients_of,
     layer_names,
     library,
-    next_word,
     trained,
 )
+from tests.support.models import next_word
 from tests.support.reference import differences
 
 LAYOUTS = ("Ett|tt|tL", "E|t*5|L", "Et|t|t|t|tL", "Et*5L", "Et*4|tL")

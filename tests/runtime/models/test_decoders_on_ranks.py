@@ -17,7 +17,8 @@ import penstock
 from penstock.planning.layout import even_layout
 from penstock.runtime import Pipeline, materialize, split
 from tests.support.grids import small
-from tests.support.hub_models import LAYERS, MODELS, batch, decoder, gradients_of, next_word, trained
+from tests.support.hub_models import LAYERS, MODELS, batch, decoder, gradients_of, trained
+from tests.support.models import next_word
 from tests.support.pool import Pools
 from tests.support.reference import differences
 
