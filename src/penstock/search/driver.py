@@ -34,6 +34,7 @@ from penstock.search.problem import Problem
 from penstock.search.result import OnProgress, Progress, SearchResult
 from penstock.search.seeds import list_scheduled
 from penstock.search.steady_state import repeat_steady_state
+from penstock.search.zbv_greedy import zbv_greedy
 from penstock.simulation.simulator import simulate
 
 __all__ = ["run"]
@@ -51,6 +52,8 @@ def run(
 ) -> SearchResult:
     """Search all problems and return the best schedule; its timeline is simulated with `costs`."""
     _compile()
+    if any(problem.placement.style == "v" for problem in problems):
+        zbv_greedy(1, 1, Costs())  # compiles it as well
     driver = _Driver(problems, costs, budget, jitter, on_progress, random.Random(budget.seed))  # noqa: S311 -- no secret
     return driver.run()
 
