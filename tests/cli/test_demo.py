@@ -17,6 +17,7 @@ from penstock.cli.demo_verdict import measured_gain
 from tests.support.command_line import Run
 
 
+@pytest.mark.full
 def test_it_prints_every_part_and_writes_its_report(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 import penstock
 from tests.support.command_line import Run
-from tests.support.grids import small
 from tests.support.verified_models import MODELS
 
 
@@ -94,7 +93,7 @@ def test_another_number_of_stages_than_the_schedule_has_is_rejected(verify: Run)
 
 
 @pytest.mark.parametrize("function", ["named_llama", "llama"])
-@small(lambda function: function == "named_llama")  # every rank loads transformers
+@pytest.mark.full  # every rank loads transformers
 def test_a_decoder_of_transformers_is_equal_with_arguments_by_name_or_place(verify: Run, function: str) -> None:
     result = verify(f"models:{function}", "1f1b", "zbv")
     assert result.code == 0

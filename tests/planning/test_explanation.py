@@ -14,6 +14,7 @@ from penstock.planning.partition import even_partition
 from tests.support.planning_models import decoder, stub_search
 
 
+@pytest.mark.full
 def test_changes_are_planned_again_and_the_most_helpful_comes_first() -> None:
     model = replace(decoder(6, latency=1.0, launch_overhead=0.1), samples=8)
     made = plan(model, memory_limit=250, seconds=0, searcher=stub_search)

@@ -14,7 +14,6 @@ from penstock import Costs, PlanError, simulate
 from penstock.planning import Layer, Model, model_of_keys, plan, read_model
 from penstock.planning.technique_text import technique_of
 from penstock.search.fit_memory import without_memory_actions
-from tests.support.grids import small
 from tests.support.planning_models import layer, quick_plan, stub_search
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
@@ -127,7 +126,7 @@ def test_the_page_has_both_models() -> None:
 
 
 @pytest.mark.parametrize(("name", "limit", "cells"), tables())
-@small(lambda name, limit: (name, limit) == ("llama-8b", 26))
+@pytest.mark.full
 def test_the_tables_of_the_page_are_current(name: str, limit: int, cells: list[str]) -> None:
     model = read_model(PAGE.parents[1] / "examples" / "models" / f"{name}.toml")
     made = plan(model, memory_limit=limit * 1e9, stages_per_rank=1, seconds=0, recompute=True, offload=True)

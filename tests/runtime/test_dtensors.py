@@ -79,6 +79,7 @@ def test_the_local_tensor_of_a_dtensor_is_offloaded(pools: Pools) -> None:
     assert pools(2).run(offloaded_pieces) == [(True, True, True)] * 2
 
 
+@pytest.mark.full
 def test_float32_results_are_those_of_one_process(pools: Pools) -> None:
     schedule = build("zb-h1", ranks=2, microbatches=2)
     assert_trains(pools, [TensorCase(schedule, "pieces", dtype=torch.float32, steps=1)])
@@ -93,7 +94,7 @@ def test_float32_results_are_those_of_one_process(pools: Pools) -> None:
     ],
     ids=str,
 )
-@small(lambda case: case.tp == 4)
+@pytest.mark.full
 def test_more_stages_and_sharded_replicas_train_as_one_process(pools: Pools, case: TensorCase) -> None:
     assert_trains(pools, [case])
 

@@ -122,7 +122,7 @@ def test_something_is_found_wherever_anything_fits(p: int, recompute: bool, offl
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 3, 1), (3, 4, 1), (2, 3, 2)])
-@small(lambda p, v: p == 2 and v == 1)
+@pytest.mark.full
 def test_it_is_never_slower_than_a_family_with_a_uniform_policy(p: int, m: int, v: int) -> None:
     families = ["1f1b", "gpipe", "zb-h1", "eager-1f1b"] if v == 1 else ["interleaved-1f1b", "gis", "zbv"]
     passes = [Recompute(), Recompute(policy=Policy(every=2)), Recompute((0,)), Offload(), Offload(ahead=2)]

@@ -24,6 +24,7 @@ def test_it_loads_without_console_messages_and_network_requests(browser: Browser
     assert {url.split("://")[0] for url in browser.requests()} == {"file"}
 
 
+@pytest.mark.full
 def test_every_family_can_be_drawn(chromium: Browser) -> None:
     nothing = np.empty(0)
     empty = Timeline(Schedule([[], []], Placement.loop(2), 1), Costs(), nothing, nothing)

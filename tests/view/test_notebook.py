@@ -69,6 +69,7 @@ def pictures(html: str) -> list[ET.Element]:
     return [ET.fromstring(b64decode(each)) for each in found]  # noqa: S314 -- our own
 
 
+@pytest.mark.full
 def test_a_notebook_shows_each_result() -> None:
     v4: Any = nbformat.v4  # its functions have no types
     notebook = v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in CELLS.values()])

@@ -58,6 +58,7 @@ def test_nothing_serious_is_found(any_size: Page, view: str, theme: str) -> None
     assert findings(page) == []
 
 
+@pytest.mark.full
 def test_the_dialog_of_keys_has_nothing_serious(page: Page) -> None:
     page.driver.set_script_timeout(120)
     page.go()

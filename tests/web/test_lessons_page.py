@@ -138,6 +138,7 @@ def test_every_lesson_is_solved_with_the_pointer(fresh: Page, key: str) -> None:
         ("zero-bubble", [(2, 7)], "#move-split", "17 units: 3 units above par."),
     ],
 )
+@pytest.mark.full
 def test_the_moves_of_a_lesson_are_buttons(
     fresh: Page, key: str, steps: list[tuple[int, int]], button: str, message: str
 ) -> None:
@@ -152,6 +153,7 @@ def test_the_moves_of_a_lesson_are_buttons(
     fresh.wait(f"document.getElementById('lesson-verdict').innerText === {before!r}")
 
 
+@pytest.mark.full
 def test_steps_are_paired_and_taken_apart(fresh: Page) -> None:
     open_lesson(fresh, "overlap")
     fresh.point(fresh.reveal(6 + 1), clicks=1)  # 1B0, before 1F1
@@ -161,6 +163,7 @@ def test_steps_are_paired_and_taken_apart(fresh: Page) -> None:
     assert "OVERLAP" not in fresh.ask(f"decodeURIComponent({ROWS})")
 
 
+@pytest.mark.full
 def test_a_move_that_does_not_apply_says_what_to_select(fresh: Page) -> None:
     open_lesson(fresh, "overlap")
     fresh.tap("#move-pair")
@@ -186,6 +189,7 @@ def test_on_a_phone_a_lesson_is_solved_by_tapping(fresh: Page) -> None:
     fresh.wait("document.querySelector('#lesson h2').innerText.includes('Zero bubble')")
 
 
+@pytest.mark.full
 def test_back_and_forward_go_through_attempts_and_out_of_the_lesson(fresh: Page) -> None:
     open_lesson(fresh, "heavy-last-stage")
     assert verdict(fresh) == "39 units: 9 units above par."
@@ -202,7 +206,7 @@ def test_back_and_forward_go_through_attempts_and_out_of_the_lesson(fresh: Page)
 @pytest.mark.parametrize(
     "kept", ["{", "[]", "null", '{"warm-up": 7, "v": {"steps": [[1]]}, "deadlock": {"steps": [["x"]]}}']
 )
-@small(lambda kept: kept == "{" or "x" in kept)
+@pytest.mark.full
 def test_damaged_progress_does_no_harm(fresh: Page, kept: str) -> None:
     fresh.driver.execute_script("localStorage.setItem('penstock.lessons', arguments[0])", kept)
     fresh.go("#mode=lessons")

@@ -26,7 +26,7 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize(("address", "shown"), ADDRESSES.items())
-@small(lambda address, shown: (address, shown) in list(ADDRESSES.items())[:3])
+@small(lambda address, shown: (address, shown) in list(ADDRESSES.items())[:1])
 def test_a_strange_address_does_no_harm(page: Page, address: str, shown: str) -> None:
     page.driver.get("about:blank")
     page.driver.get(f"{page.playground.url}{address}")

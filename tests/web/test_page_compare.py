@@ -24,6 +24,7 @@ def makespans(page: Page) -> list[str]:
     return page.texts("#table tbody td:nth-child(2)")
 
 
+@small(lambda any_size: any_size == "desktop")
 def test_schedules_are_drawn_on_one_axis_beside_their_table(any_size: Page) -> None:
     page = any_size
     page.go()
@@ -60,6 +61,7 @@ def test_a_bar_is_dragged_to_make_a_stage_heavier(page: Page) -> None:
     assert "weights=1,2.5,1,1" in page.ask("location.hash")
 
 
+@pytest.mark.full
 def test_the_memory_limit_and_jitter_are_shown(page: Page) -> None:
     page.go("#schedules=1f1b,gpipe")
     page.type("#limit", "4")
@@ -90,6 +92,7 @@ def test_a_family_that_cannot_be_built_says_why(page: Page) -> None:
     assert page.texts(".panel h2") == ["1f1b"]
 
 
+@small(lambda any_size: any_size == "desktop")
 def test_a_gap_is_explained_in_a_sentence(any_size: Page) -> None:
     page = any_size
     page.go("#schedules=1f1b&ranks=2&microbatches=2")
@@ -102,6 +105,7 @@ def test_a_gap_is_explained_in_a_sentence(any_size: Page) -> None:
     assert "1B0 on rank 1 must end earlier" in text
 
 
+@pytest.mark.full
 def test_critical_paths_are_compared(page: Page) -> None:
     page.go("#schedules=1f1b,zb-h1")
     page.tap("#critical")
@@ -125,6 +129,7 @@ def test_what_if_a_rank_is_slow(any_size: Page) -> None:
 WHAT_IF = "section[aria-label='What if']"
 
 
+@pytest.mark.full
 def test_what_if_a_link_is_slow(page: Page) -> None:
     page.go("#schedules=1f1b&latency_seconds=0.5")
     page.tap("#whatif-slow-link")
@@ -143,6 +148,7 @@ def test_what_if_a_link_is_slow(page: Page) -> None:
     assert "it has links 0 to 2 (given link 3)" in page.text("#table .failed")
 
 
+@pytest.mark.full
 def test_what_if_microbatches_are_larger(page: Page) -> None:
     page.go("#schedules=1f1b")
     page.tap("#whatif-larger-microbatch")
@@ -153,6 +159,7 @@ def test_what_if_microbatches_are_larger(page: Page) -> None:
     assert "1f1b 33 units → 60 units." in page.text(WHAT_IF)
 
 
+@pytest.mark.full
 def test_what_if_there_is_more_memory(page: Page) -> None:
     page.go("#schedules=gpipe,1f1b")
     page.tap("#whatif-memory")
@@ -165,6 +172,7 @@ def test_what_if_there_is_more_memory(page: Page) -> None:
     assert "over the limit" not in page.text("#table")
 
 
+@pytest.mark.full
 def test_a_bar_is_changed_with_the_keyboard(page: Page) -> None:
     page.go("#schedules=1f1b&microbatches=4")
     before = makespans(page)

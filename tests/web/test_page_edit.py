@@ -33,6 +33,7 @@ def open_small(page: Page) -> None:
     page.wait("document.getElementById('verdict')?.textContent.includes('Valid')")
 
 
+@small(lambda any_size: any_size == "desktop")
 def test_a_step_is_dragged_along_its_rank_and_the_verdict_follows(any_size: Page) -> None:
     page = any_size
     open_small(page)
@@ -50,6 +51,7 @@ def test_a_step_is_dragged_along_its_rank_and_the_verdict_follows(any_size: Page
     page.until(lambda: steps(page).startswith("0F0 0F1"))
 
 
+@pytest.mark.full
 def test_a_step_is_dragged_with_shift_to_swap_and_off_its_rank_to_remove_it(page: Page) -> None:
     open_small(page)
     x, y = page.reveal(0)
@@ -111,6 +113,7 @@ def test_a_schedule_is_built_from_nothing_with_what_could_run_next(any_size: Pag
     assert page.texts(".panel h2") == ["1f1b", "mine"]
 
 
+@pytest.mark.full
 def test_a_building_block_is_stamped(page: Page) -> None:
     page.go("#schedules=gpipe&ranks=3&microbatches=6&mode=edit")
     page.wait("document.getElementById('verdict')?.textContent.includes('gpipe')")
@@ -154,6 +157,7 @@ def csv(family: str) -> str:
     return "\n".join(",".join(map(str, row)) for row in penstock.build(family, ranks=2, microbatches=3).ranks)
 
 
+@pytest.mark.full
 def test_a_file_that_is_dropped_in_the_editor_is_edited(page: Page) -> None:
     open_small(page)
     page.driver.execute_script(DROP, [["dropped.csv", csv("gpipe")]])
@@ -162,6 +166,7 @@ def test_a_file_that_is_dropped_in_the_editor_is_edited(page: Page) -> None:
     assert page.ask("document.getElementById('drop').hidden")
 
 
+@pytest.mark.full
 def test_of_several_files_each_bad_one_has_its_message_and_the_good_ones_are_drawn(page: Page) -> None:
     page.go("#schedules=1f1b&ranks=2&microbatches=3")
     texts = {"bad.csv": "0F0,what\n", "good.csv": csv("gpipe"), "notes.txt": "", "fine.csv": csv("zb-h1")}
@@ -176,6 +181,7 @@ def test_of_several_files_each_bad_one_has_its_message_and_the_good_ones_are_dra
     assert page.text("#message") == ""
 
 
+@pytest.mark.full
 def test_a_search_opened_by_its_address_tells_its_progress_in_the_units_of_its_costs(page: Page) -> None:
     page.go("#ranks=5&microbatches=24&stages=2&limit=3.5&mode=search")
     assert "within 3.5 activations per rank" in page.text("#search-question")
@@ -199,6 +205,7 @@ def test_a_search_converges_and_its_result_is_kept(any_size: Page) -> None:
     page.until(lambda: page.texts(".panel h2")[-1:] == ["found"])
 
 
+@pytest.mark.full
 def test_a_search_is_stopped_and_the_best_is_kept(page: Page) -> None:
     page.go("#ranks=5&microbatches=24&stages=2&limit=3.5&mode=search")
     page.type("#search-seconds", 100)

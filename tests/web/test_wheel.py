@@ -65,6 +65,7 @@ def linked(path: str, text: str) -> set[str]:
     return set()
 
 
+@pytest.mark.full
 def test_every_file_of_the_page_is_in_the_wheel(installed: Path, address: str) -> None:
     files = {path.name for path in (installed / "penstock" / "web" / "page").iterdir()}
     assert files >= NEEDED

@@ -171,7 +171,7 @@ def run_compiled(case: tuple[str, Schedule]) -> Outcome:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@small(lambda backend: backend == "aot_eager")
+@pytest.mark.full
 def test_compiled_stages_train_with_split_backwards(pools: Pools, backend: str) -> None:
     cases = [(backend, build(family, ranks=2, microbatches=3)) for family in ("zbv", "1f1b")]
     assert not problems_of(cases, pools(2).run(run_cases, cases, run_compiled))

@@ -114,6 +114,7 @@ def test_compiled_modules_run_unchanged_and_are_listed() -> None:
     assert deferral.compiled == ("model.1", "model.2")
 
 
+@pytest.mark.full
 def test_the_compiler_is_not_loaded_to_look_for_compiled_modules() -> None:
     program = (
         "import sys, torch, penstock.runtime.backward.deferral as d\n"

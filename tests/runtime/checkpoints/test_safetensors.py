@@ -245,6 +245,7 @@ def decoder_goes_out(directory: Path, theirs: Path) -> None:
         assert bits_of_model(pipeline.modules) == before
 
 
+@pytest.mark.full
 def test_files_are_exchanged_with_transformers(pools: Pools, tmp_path: Path) -> None:
     model = decoder("llama", tied=True)
     model.save_pretrained(tmp_path / "theirs")

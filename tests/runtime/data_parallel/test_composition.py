@@ -140,6 +140,7 @@ def _placed(family: str, stages_per_rank: int, memory_limit: float) -> Schedule:
     return lower(build(family, ranks=2, microbatches=4, stages_per_rank=stages_per_rank), passes)
 
 
+@pytest.mark.full
 def test_sharding_placed_by_cost_gathers_less_and_trains_as_one_process(pools: Pools) -> None:
     """With room for little more than one stage, reductions come after RESHARD and UNSHARD."""
     tight, wide = (Composed(_placed("interleaved-1f1b", 3, limit), "fsdp", 2) for limit in (12, 17))

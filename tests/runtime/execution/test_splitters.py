@@ -144,6 +144,7 @@ def test_a_block_mask_with_an_order_of_its_own_is_not_split() -> None:
         Batcher(2).split_arguments((mask,), {})
 
 
+@pytest.mark.full
 def test_microbatches_do_not_wait_for_the_attention_module() -> None:
     module = "torch.nn.attention.flex_attention"
     loaded = f"import sys, penstock.runtime.execution.batcher; print({module!r} in sys.modules)"

@@ -52,6 +52,7 @@ def test_every_family_trains_as_one_process(pools: Pools, family: str, p: int) -
     assert not problems_of(cases, pools(p).run(run_cases, cases))
 
 
+@pytest.mark.full
 def test_groups_and_unequal_stages_train_as_one_process(pools: Pools) -> None:
     grouped = [
         build(name, ranks=4, microbatches=8, stages_per_rank=2, group=group)
@@ -65,6 +66,7 @@ def test_groups_and_unequal_stages_train_as_one_process(pools: Pools) -> None:
     assert not problems_of(cases, pools(4).run(run_cases, cases))
 
 
+@pytest.mark.full
 def test_interleaved_pairs_train_as_one_process(pools: Pools) -> None:
     def overlap(microbatches: int, stages_per_rank: int | list[int] = 2, group: int | None = None) -> Schedule:
         name = "interleaved-overlap"
@@ -75,6 +77,7 @@ def test_interleaved_pairs_train_as_one_process(pools: Pools) -> None:
     assert not problems_of(cases, pools(4).run(run_cases, cases))
 
 
+@pytest.mark.full
 def test_eight_ranks_train_as_one_process(pools: Pools) -> None:
     cases = [
         Case(build("interleaved-1f1b", ranks=8, microbatches=8), steps=1),

@@ -100,7 +100,7 @@ def test_all_ranks_of_a_mesh_learn_which_rank_failed(
 
 
 @pytest.mark.parametrize("effect", ["raise", "stop"])
-@small(lambda effect: effect == "")
+@pytest.mark.full
 def test_all_ranks_of_three_dimensions_learn_which_rank_failed(pools: Pools, effect: str) -> None:
     lost = () if effect == "raise" else (5,)
     results = pools(8).run(fail_in_a_mesh, "fsdp", 2, 2, 5, effect, lost=lost)

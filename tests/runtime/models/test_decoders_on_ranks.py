@@ -100,6 +100,7 @@ def test_stages_may_have_no_layers(pools: Pools, kind: str) -> None:
     assert not problems_of(pools, cases, stages_per_rank=2)
 
 
+@pytest.mark.full
 def test_each_rank_can_build_its_own_stages(pools: Pools) -> None:
     cases = [Case(kind, "zbv", meta=True) for kind in MODELS]
     assert not problems_of(pools, cases)
