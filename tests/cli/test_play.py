@@ -46,12 +46,12 @@ def test_it_serves_on_loopback_and_ends_with_all_its_processes(
     line = server.stdout.readline()
     found = re.fullmatch(r"playground: (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", line)
     assert found is not None, line
-    with urlopen(found[1], timeout=30) as answer:  # noqa: S310 -- our own address
+    with urlopen(found[1], timeout=120) as answer:  # noqa: S310 -- our own address
         assert answer.status == 200
     workers = children_of(server.pid)
     assert workers
     server.send_signal(ending)
-    _, err = server.communicate(timeout=30)
+    _, err = server.communicate(timeout=120)
     assert "Traceback" not in err
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in workers):

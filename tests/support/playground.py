@@ -32,7 +32,7 @@ class Playground:
         return f"http://127.0.0.1:{self.port}/"
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
 
     def send(
         self, path: str, body: object = None, *, headers: dict[str, str] | None = None

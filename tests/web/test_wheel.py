@@ -51,7 +51,7 @@ def address(installed: Path) -> Iterator[str]:
 
 
 def fetch(address: str, path: str) -> str:
-    with urlopen(f"{address}{path}", timeout=60) as response:  # noqa: S310 -- our own server
+    with urlopen(f"{address}{path}", timeout=300) as response:  # noqa: S310 -- our own server
         text: str = response.read().decode()
     return text
 
@@ -84,8 +84,8 @@ def test_every_file_of_the_page_is_in_the_wheel(installed: Path, address: str) -
 def test_the_server_of_the_wheel_answers(address: str) -> None:
     body = json.dumps({"schedules": [{"family": "1f1b", "ranks": 4, "microbatches": 8}]}).encode()
     request = Request(f"{address}api/compare", body, {"Content-Type": "application/json"})  # noqa: S310
-    with urlopen(request, timeout=60) as response:  # noqa: S310 -- our own server
+    with urlopen(request, timeout=300) as response:  # noqa: S310 -- our own server
         assert json.load(response)["schedules"][0]["row"]["makespan"] == 33
     request = Request(f"{address}api/lessons", b"{}", {"Content-Type": "application/json"})  # noqa: S310
-    with urlopen(request, timeout=60) as response:  # noqa: S310 -- our own server
+    with urlopen(request, timeout=300) as response:  # noqa: S310 -- our own server
         assert len(json.load(response)["lessons"]) == 10
