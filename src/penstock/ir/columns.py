@@ -39,6 +39,7 @@ __all__ = [
     "codes_of",
     "kinds_in",
     "microbatches_in",
+    "stable_order",
     "stages_in",
 ]
 
@@ -71,6 +72,12 @@ def stages_in(codes: Ints) -> Ints:
 def microbatches_in(codes: Ints) -> Ints:
     """The microbatch of each part, 0 where the kind has none."""
     return _bits(codes, MICROBATCH_SHIFT, MICROBATCH_MASK)
+
+
+def stable_order(numbers: Ints, count: int) -> npt.NDArray[np.intp]:
+    """The stable order of numbers below `count`, in linear time if they are few enough."""
+    small = np.int16 if count <= np.iinfo(np.int16).max else np.int64
+    return np.argsort(numbers.astype(small), kind="stable")
 
 
 def _bits(codes: Ints, shift: int, mask: int) -> Ints:
