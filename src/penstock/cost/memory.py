@@ -23,7 +23,7 @@ import numpy as np
 from penstock.cost.costs import Costs
 from penstock.cost.effects import changed_bytes, effect_bytes
 from penstock.cost.prices import message_bytes
-from penstock.ir.columns import SmallInts
+from penstock.ir.arrays import SmallInts
 from penstock.ir.kinds import Kind, MemoryLine, Moment
 from penstock.ir.messages import Messages
 from penstock.ir.placement import Placement

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.arguments import some
 from penstock.errors import ScheduleError
-from penstock.ir.columns import Bools, Ints, kinds_in, microbatches_in, stages_in
+from penstock.ir.arrays import Bools, Ints, kinds_in, microbatches_in, stages_in
 from penstock.ir.encoding import JOINED, decode
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.ir.columns import stable_order
+from penstock.ir.arrays import stable_order
 from penstock.ir.kinds import Kind
 from penstock.ir.table import ActionTable, Bools, Ints
 

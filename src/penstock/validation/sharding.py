@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from penstock.ir.columns import stable_order
+from penstock.ir.arrays import stable_order
 from penstock.ir.kinds import Kind
 from penstock.ir.table import ActionTable
 from penstock.validation.violation import Violation, part_at, violation_at
