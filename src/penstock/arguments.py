@@ -52,10 +52,10 @@ def plural(count: object, noun: str, nouns: str = "") -> str:
     return f"{count} {noun if str(count) == '1' else nouns or noun + 's'}"
 
 
-def some(values: Sequence[object], most: int = 8) -> str:
-    """Join the first values with commas, and append the number of the others."""
+def some(values: Sequence[object], most: int = 8, separator: str = ", ") -> str:
+    """Join the first values, and append the number of the others."""
     more = len(values) - most
-    return listed(values[:most]) + (f", and {more} more" if more > 0 else "")
+    return separator.join(map(str, values[:most])) + (f", and {more} more" if more > 0 else "")
 
 
 def index_problem(name: str, given: int, count: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""Compilation of the kernel by numba, where numba is installed."""
+"""Compilation of loops over arrays by numba, where numba is installed."""
 
 from __future__ import annotations
 

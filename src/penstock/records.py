@@ -62,7 +62,7 @@ def collectives_of(timeline: Timeline) -> dict[str, int]:
 
 
 def order_of(schedule: Schedule) -> Recognition | str:
-    """Which family's order this is, or why that is not said."""
+    """Which family's order this is, or why it was not compared."""
     if len(schedule.table.code) > _MAX_RECOGNIZED:
         return f"not compared with families: more than {_MAX_RECOGNIZED:,} actions"
     return recognize(schedule)

@@ -143,11 +143,6 @@ def test_costs_have_one_entry_for_each_edge() -> None:
         simulate(skip(), Costs(latency=(1, 2)))
 
 
-def test_what_needs_a_chain_says_so() -> None:
-    with pytest.raises(ScheduleError, match=r"search needs stages in a chain 0 -> 1 -> \.\.\. -> 2"):
-        SKIP.require_chain("search")
-
-
 def test_a_file_keeps_the_graph(tmp_path: Path) -> None:
     for schedule in (skip(), penstock.lower(skip())):
         for name in ("skip.csv", "skip.json"):

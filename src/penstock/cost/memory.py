@@ -23,7 +23,7 @@ import numpy as np
 from penstock.cost.costs import Costs
 from penstock.cost.effects import changed_bytes, effect_bytes
 from penstock.cost.prices import message_bytes
-from penstock.ir.columns import SmallInts
+from penstock.ir.arrays import SmallInts
 from penstock.ir.kinds import Kind, MemoryLine, Moment
 from penstock.ir.messages import Messages
 from penstock.ir.placement import Placement
@@ -33,6 +33,7 @@ __all__ = [
     "ActivationBytes",
     "Memory",
     "activation_bytes",
+    "activation_limits",
     "counting_activations",
     "exceeds",
     "fixed_bytes",
@@ -66,6 +67,12 @@ def fixed_bytes(costs: Costs, placement: Placement) -> Floats:
     """Per rank: bytes that its stages hold all the time."""
     own = placement.stages_of_rank
     return np.array([fixed_bytes_of(costs, stages, placement.num_stages) for stages in own])
+
+
+def activation_limits(costs: Costs, placement: Placement, memory_limit: float) -> Floats:
+    """Per rank: bytes that a memory limit leaves for activations, with a tolerance for rounding."""
+    # relative to what is left, not to the limit: a share of large parameters could be many activations
+    return (memory_limit - fixed_bytes(costs, placement)) * (1 + _ROUNDING)
 
 
 def stage_bytes(costs: Costs, num_stages: int, line: MemoryLine) -> Floats:

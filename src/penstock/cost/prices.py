@@ -26,7 +26,7 @@ import numpy as np
 
 from penstock.cost.costs import Costs
 from penstock.cost.effects import changed_bytes
-from penstock.ir.columns import SmallInts
+from penstock.ir.arrays import SmallInts
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine, Moment
 from penstock.ir.messages import VALUES, Messages

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.ir.action import Kind
-from penstock.ir.columns import Bools, kinds_in, microbatches_in, stages_in
+from penstock.ir.arrays import Bools, kinds_in, microbatches_in, stages_in
 from penstock.ir.encoding import JOINED, MICROBATCH_SHIFT, STAGE_SHIFT, code_of
 from penstock.ir.table import Ints
 

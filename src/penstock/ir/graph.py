@@ -145,14 +145,6 @@ class StageGraph:
                     heapq.heappush(ready, fed)
         return tuple(found)
 
-    def require_chain(self, component: str) -> None:
-        """Raise where something handles chains only."""
-        if not self.is_chain:
-            raise ScheduleError(
-                f"{component} needs stages in a chain 0 -> 1 -> ... -> {self.num_stages - 1}; "
-                f"the schedule's stage graph has {len(self.edges)} edges that are not one"
-            )
-
     def carriers(self, rank_of_stage: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Per edge: the edge whose message brings its activation, given the rank of each stage.
 

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.arguments import some
 from penstock.errors import ScheduleError
-from penstock.ir.columns import Bools, Ints, kinds_in, microbatches_in, stages_in
-from penstock.ir.encoding import (
-    JOINED,
-    decode,
-)
+from penstock.ir.arrays import Bools, Ints, kinds_in, microbatches_in, stages_in
+from penstock.ir.encoding import JOINED, decode
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 
@@ -37,10 +35,9 @@ def infer_placement(rows: Sequence[Ints]) -> Placement:
     for each in hosts.tolist():
         filled.append(each if each >= 0 else (filled or [0])[-1])
     if idle := sorted(set(range(num_ranks)) - set(filled)):
-        shown = ", ".join(map(str, idle[:4])) + ", ..." * (len(idle) > 4)
         raise ScheduleError(
-            f"rank {shown}: no stage; every rank must have at least one. A stage is on the rank with most of "
-            "its actions, the lowest of several; to see which are on a wrong rank, give the placement"
+            f"rank {some(idle, 4)}: no stage; every rank must have at least one. A stage is on the rank with "
+            "most of its actions, the lowest of several; to see which are on a wrong rank, give the placement"
         )
     return Placement(tuple(filled))
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock.ir.arrays import stable_order
 from penstock.ir.kinds import Kind
 from penstock.ir.table import ActionTable, Bools, Ints
 
@@ -129,8 +130,7 @@ class Messages:
         """Messages received too early, and for each one that was sent before it and is received after it."""
         ranks, (parts, message) = self.table.placement.num_ranks, self.in_lists
         sent = message[self.send[message] == parts]  # by source, and there in the order of its list
-        small = np.int16 if ranks <= np.iinfo(np.int16).max else np.int64  # sorts in linear time
-        order = sent[np.argsort(self.target[sent].astype(small), kind="stable")]
+        order = sent[stable_order(self.target[sent], ranks)]
         received, source, target = self.receive[order], self.source[order], self.target[order]
         same = (source[1:] == source[:-1]) & (target[1:] == target[:-1])
         late = np.flatnonzero(same & (received[1:] < received[:-1]))

@@ -172,4 +172,5 @@ def _check(**counts: int) -> None:
 
 
 def _some(numbers: Sequence[int]) -> str:
+    """The first numbers; there may be too many to count the rest."""
     return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")

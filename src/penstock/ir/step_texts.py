@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.errors import ActionError
 from penstock.ir.action import Action, parse_action
-from penstock.ir.columns import Ints, microbatches_in
+from penstock.ir.arrays import Ints, microbatches_in
 from penstock.ir.encoding import (
     JOINED,
     KIND_MASK,

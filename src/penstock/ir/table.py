@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.ir.columns import ActionColumns, Bools, Floats, Ints, codes_of, kinds_in
+from penstock.ir.arrays import Bools, Floats, Ints, codes_of, kinds_in
+from penstock.ir.columns import ActionColumns
 from penstock.ir.encoding import PORT_SHIFT
 from penstock.ir.kinds import Dependency, Kind, StageRelation
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.arguments import printable, whole_number
 from penstock.errors import ScheduleError
-from penstock.ir.columns import Bools, Ints
+from penstock.ir.arrays import Bools, Ints
 from penstock.ir.kinds import Kind
 from penstock.ir.table import ActionTable
 

@@ -97,23 +97,15 @@ class Runner:
         self._weight_runners: dict[tuple[int, int | None], Callable[..., None]] = {}
         self.losses: dict[int, Tensor] = {}
         """The losses of the last step by microbatch, on the last stage's rank."""
-        deferring = any(stage.dw_builder is not None for stage in stages)
         overridden = [name for name in KINDS if any(overrides(stage, name) for stage in stages)]
+        self._is_driven = bool(functions or overridden)
+        deferring = any(stage.dw_builder is not None for stage in stages)
         intercepted = [*functions, *((Kind.B, Kind.I, Kind.W) if deferring else ())]
         intercepted += [kind for name in overridden for kind in KINDS[name]]
-        self._is_driven = bool(functions or overridden)
-        hooks = []
-        if self._traced is None:
-            inner = [self._modules[stage.stage_index] for stage in stages if not stage.is_last]
-            hooks = [module.register_forward_hook(_list_to_tuple) for module in inner]
-        else:
-            schedule = schedule.over(self._traced.graph)
-            for index, module in self._modules.items():
-                hooks += self._traced.hooks(index, module)
-        self._remove_hooks = weakref.finalize(self, _remove, hooks)
+        self._remove_hooks = weakref.finalize(self, _remove, self._register_hooks(stages))
         self.pipeline = Pipeline(
             self._modules,
-            schedule,
+            schedule if self._traced is None else schedule.over(self._traced.graph),
             loss=None if owner._loss_fn is None else _weak(self._loss),
             average=owner.scale_grads,
             group=stages[0].group,
@@ -121,6 +113,14 @@ class Runner:
             merge=_merger(owner),
             functions=dict.fromkeys(intercepted, _weak(self._dispatch)),
         )
+
+    def _register_hooks(self, stages: Sequence[_PipelineStageBase]) -> list[RemovableHandle]:
+        """Hooks of the modules that turn outputs into what the next stage takes."""
+        if self._traced is None:
+            inner = [self._modules[stage.stage_index] for stage in stages if not stage.is_last]
+            return [module.register_forward_hook(_list_to_tuple) for module in inner]
+        named = self._modules.items()
+        return [hook for index, module in named for hook in self._traced.hooks(index, module)]
 
     def close(self) -> None:
         """Close the pipeline and remove the hooks."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from penstock.arguments import some
 from penstock.cost.costs import Costs
-from penstock.cost.memory import activation_bytes, fixed_bytes
+from penstock.cost.memory import activation_bytes, activation_limits, fixed_bytes
 from penstock.errors import SearchError
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement, StagesPerRank
@@ -97,14 +98,14 @@ def _require_memory(placements: list[Placement], costs: Costs, limit: float | No
     errors = []
     for placement in placements:
         activation = activation_bytes(costs, placement.num_stages).full
-        for rank, (own, fixed) in enumerate(zip(placement.stages_of_rank, fixed_bytes(costs, placement))):
-            held = sum(activation[s] for s in own)
-            if held > (limit - fixed) * (1 + 1e-9):
-                errors.append(f"rank {rank} needs {costs.units.memory(fixed + held)}")
+        fixed, limits = fixed_bytes(costs, placement), activation_limits(costs, placement, limit)
+        for rank, own in enumerate(placement.stages_of_rank):
+            held = sum(activation[stage] for stage in own)
+            if held > limits[rank]:
+                errors.append(f"rank {rank} needs {costs.units.memory(fixed[rank] + held)}")
     if errors:
         what = "for parameters, gradients, optimizer state and one microbatch of each of its stages"
-        more = f", and {len(errors) - 4} more" if len(errors) > 4 else ""
         raise SearchError(
             f"no schedule fits the memory limit of {costs.units.memory(limit)} per rank: "
-            f"{'; '.join(errors[:4])}{more}, {what}"
+            f"{some(errors, 4, '; ')}, {what}"
         )

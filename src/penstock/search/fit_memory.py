@@ -23,7 +23,7 @@ from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
 from penstock.cost.memory import exceeds
 from penstock.errors import SearchError
-from penstock.ir.columns import kinds_in, microbatches_in, stages_in
+from penstock.ir.arrays import kinds_in, microbatches_in, stages_in
 from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import Offload, Pass, Policy, Recompute

@@ -53,8 +53,8 @@ def message_arrays(
     graph: StageGraph, placement: Placement, costs: Costs, forward: int, backward: int
 ) -> MessageArrays:
     """The messages of a graph; stage s has the tokens 3s + `forward` and 3s + `backward`."""
-    hosts = np.array(placement.stage_to_rank, dtype=np.int64)
-    carrier = graph.carriers(hosts).tolist()
+    rank_of_stage = placement.stage_to_rank
+    carrier = graph.carriers(np.array(rank_of_stage, dtype=np.int64)).tolist()
     found: list[_Message] = []
     needs: list[tuple[int, int, int]] = []  # a token, and the producer and the edge of what it needs
     for value, kind in (("activation", forward), ("gradient", backward)):
@@ -64,9 +64,9 @@ def message_arrays(
             carried = carrier[edge] if value == "activation" else edge
             needs.append((3 * uses + kind, 3 * makes + kind, carried))
             if carried == edge:
-                source, target = int(hosts[makes]), int(hosts[uses])
-                apart = source != target
-                lag, seconds = (prices.total[edge], prices.transfer[edge]) if apart else (0.0, 0.0)
+                source, target = rank_of_stage[makes], rank_of_stage[uses]
+                crosses = source != target
+                lag, seconds = (prices.total[edge], prices.transfer[edge]) if crosses else (0.0, 0.0)
                 channel = source * placement.num_ranks + target
                 found.append(_Message(3 * makes + kind, edge, target, float(lag), float(seconds), channel))
     found.sort()

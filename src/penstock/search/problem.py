@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.bounds import OBJECTIVES, Workload
 from penstock.cost.costs import Costs
-from penstock.cost.memory import fixed_bytes, stage_bytes
+from penstock.cost.memory import activation_limits, fixed_bytes, stage_bytes
 from penstock.cost.prices import action_seconds
 from penstock.errors import ScheduleError
 from penstock.ir.encoding import JOINED, code_of
@@ -151,12 +151,9 @@ class Problem:
         return self._by_token(change)
 
     def _limits(self) -> Floats:
-        """Per rank: bytes left for activations, with a tolerance for rounding."""
-        ranks = self.placement.num_ranks
-        if self.memory_limit is None:
-            return np.full(ranks, np.inf)
-        # relative to what is left, not to the limit: a share of large parameters could be many activations
-        return (self.memory_limit - self.fixed) * (1 + 1e-9)
+        """Per rank: bytes for activations."""
+        limit = np.inf if self.memory_limit is None else self.memory_limit
+        return activation_limits(self.costs, self.placement, limit)
 
     @cached_property
     def fixed(self) -> Floats:

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from penstock.arguments import some
 from penstock.cost.costs import Costs
 from penstock.cost.memory import Memory, exceeds, memory_over_time
 from penstock.errors import SearchError
@@ -225,10 +226,9 @@ class _Placement:
     def _does_not_fit(self, tightest: _Placed) -> SearchError:
         peaks, units = enumerate(tightest.timeline.peak_memory), self._options.costs.units
         over = [f"rank {rank} needs {units.memory(peak)}" for rank, peak in peaks if exceeds(peak, self._limit)]
-        more = f", and {len(over) - 4} more" if len(over) > 4 else ""
         return SearchError(
             "no placement of UNSHARD and RESHARD fits the memory limit of "
-            f"{units.memory(self._limit)} per rank: {'; '.join(over[:4])}{more}, even if only the "
+            f"{units.memory(self._limit)} per rank: {some(over, 4, '; ')}, even if only the "
             "stage in use is unsharded; raise the limit, or choose a schedule that holds fewer activations"
         )
 

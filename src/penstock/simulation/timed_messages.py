@@ -167,11 +167,3 @@ class TimedMessages:
         channel, index = np.unique(columns["source"] * ranks + columns["target"], return_inverse=True)
         total = np.bincount(index, columns["size"], len(channel))
         return {divmod(pair, ranks): size for pair, size in zip(channel.tolist(), total.tolist())}
-
-    @cached_property
-    def communication(self) -> tuple[float, ...]:
-        """Per rank: seconds of all transfers to and from it, added up."""
-        columns = self.message_columns
-        ranks = np.concatenate((columns["source"], columns["target"]))
-        seconds = np.tile(columns["arrival"] - columns["begin"], 2)
-        return tuple(np.bincount(ranks, seconds, self.schedule.num_ranks).tolist())

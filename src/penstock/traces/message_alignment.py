@@ -203,12 +203,6 @@ def _state(
     place = fit.last + 1 if pending is None else first + pending
     step = place // length if pending is not None else (place - 1) // length
     begin = step * length
-    known: dict[str, list[str]] = {}
-    for number, operation in enumerate(tail, first):
-        if begin <= number < begin + length:
-            known.setdefault(str(messages[(number - begin) // fit.tensors].action), []).extend(
-                operation.tensors
-            )
     index = (place - begin) // fit.tensors
     steps = len(order.ranks[members.index(record.world_rank)])
     if pending is None:
@@ -224,9 +218,20 @@ def _state(
         position=position,
         awaits=awaits,
         waiting_for=waiting_for,
-        messages={name: tuple(tensors) for name, tensors in known.items()},
+        messages=_tensors_by_action(tail, first - begin, messages, fit),
         runtime="flight recorder",
     )
+
+
+def _tensors_by_action(
+    operations: Sequence[Operation], first: int, messages: Sequence[_Message], fit: _Fit
+) -> dict[str, tuple[str, ...]]:
+    """The tensors of each action of a step; `first` is the number in the step of the first operation."""
+    known: dict[str, list[str]] = {}
+    for number, operation in enumerate(operations, first):
+        if 0 <= number < len(messages) * fit.tensors:
+            known.setdefault(str(messages[number // fit.tensors].action), []).extend(operation.tensors)
+    return {name: tuple(tensors) for name, tensors in known.items()}
 
 
 def _same_steps(states: Sequence[RankState], unknown: set[int]) -> list[RankState]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from penstock.ir.arrays import stable_order
 from penstock.ir.kinds import Kind
 from penstock.ir.table import ActionTable
 from penstock.validation.violation import Violation, part_at, violation_at
@@ -23,10 +24,7 @@ def unsharded_when_used(table: ActionTable) -> Iterator[Violation]:
     if not relevant.size:
         return
     stage = table.stage[relevant]
-    small = (
-        np.int16 if table.placement.num_stages <= np.iinfo(np.int16).max else np.int64
-    )  # sorts in linear time
-    by_stage = np.argsort(stage.astype(small), kind="stable")
+    by_stage = stable_order(stage, table.placement.num_stages)
     order, stage = relevant[by_stage], stage[by_stage]
     unshard, reshard = (table.kind[order] == k.number for k in (Kind.UNSHARD, Kind.RESHARD))
     switch = unshard | reshard

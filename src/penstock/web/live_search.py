@@ -1,4 +1,4 @@
-"""A search that sends its progress, and ends with the best so far when it is told to stop."""
+"""A search that sends its progress, and ends with the best so far when a message stops it."""
 
 from __future__ import annotations
 
@@ -49,16 +49,7 @@ def live_search(document: object, connection: Connection | None = None) -> dict[
     """The result of `penstock.search`, its timeline to draw, and its certificate in words."""
     given = expect(document, _KEYS, ["ranks", "microbatches"])
     seconds, stages = float(given.get("seconds") or 10.0), given.get("stages_per_rank") or 1
-    work = given["ranks"] * stages * given["microbatches"]
-    problems = []
-    if not 0 < seconds <= _MAX_SECONDS:
-        problems.append(f"seconds: from 0 to {_MAX_SECONDS:g} on this page (given {seconds:g})")
-    if work > _MAX_WORK:
-        problems.append(
-            f"stages times microbatches: at most {_MAX_WORK} in a search on this page (given {work})"
-        )
-    if problems:
-        raise FormatError(SOURCE, problems)
+    _check_limits(seconds, given["ranks"] * stages * given["microbatches"])
     with _Interrupts(connection) as on_progress:
         result = run_search(
             ranks=given["ranks"],
@@ -85,6 +76,18 @@ def live_search(document: object, connection: Connection | None = None) -> dict[
         "costs": result.timeline.costs.to_keys(),
         "row": None if result.timeline.period is None else row_of(result.timeline, given.get("memory_limit")),
     }
+
+
+def _check_limits(seconds: float, work: int) -> None:
+    problems = []
+    if not 0 < seconds <= _MAX_SECONDS:
+        problems.append(f"seconds: from 0 to {_MAX_SECONDS:g} on this page (given {seconds:g})")
+    if work > _MAX_WORK:
+        problems.append(
+            f"stages times microbatches: at most {_MAX_WORK} in a search on this page (given {work})"
+        )
+    if problems:
+        raise FormatError(SOURCE, problems)
 
 
 def _costs(given: dict[str, Any], ranks: int, stages: int) -> Costs:

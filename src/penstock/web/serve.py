@@ -33,8 +33,7 @@ def serve(
             "the playground needs starlette and uvicorn, which are not installed: " + install_command("serve")
         ) from None
     listening = _listen(host, port)
-    name = f"[{host}]" if ":" in host else host
-    url = f"http://{name}:{listening.getsockname()[1]}/"
+    url = _url(host, listening)
     access = Access(loopback=host in LOOPBACK, origins=frozenset(origins))
     app = create_app(access, read_only=read_only)
 
@@ -45,15 +44,18 @@ def serve(
             if browser:
                 webbrowser.open(url)
 
-    config = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=1, h11_max_incomplete_event_size=65536
-    )
+    limits: dict[str, Any] = {"timeout_graceful_shutdown": 1, "h11_max_incomplete_event_size": 65536}
     try:
-        Server(config).run([listening])
+        Server(uvicorn.Config(app, log_level="warning", **limits)).run([listening])
     except KeyboardInterrupt:
         pass
     finally:
         listening.close()
+
+
+def _url(host: str, listening: socket.socket) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listening.getsockname()[1]}/"
 
 
 def _listen(host: str, port: int) -> socket.socket:

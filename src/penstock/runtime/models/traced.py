@@ -25,7 +25,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from penstock.arguments import listed
+from penstock.arguments import listed, some
 from penstock.errors import PartitionError
 from penstock.ir.graph import StageGraph
 from penstock.runtime.models.stage_starts import Start, order_problems, unknown_name
@@ -158,7 +158,7 @@ class _TracedModel:
         held = {name for stage in stages.values() for name in stage.state_dict()}
         if unused := [name for name in self._model.state_dict() if name not in held]:
             raise PartitionError(
-                f"the graph of the traced module does not use {listed(unused[:8])}, so they would belong to no "
+                f"the graph of the traced module does not use {some(unused)}, so they would belong to no "
                 "stage: remove them from the module"
             )
         for stage in stages.values():

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from penstock.arguments import printable
+from penstock.arguments import printable, some
 from penstock.errors import PipelineError
 
 __all__ = ["Source", "find_function", "one_line"]
@@ -40,7 +40,7 @@ def find_function(source: Source) -> tuple[Callable[..., Any], str]:
         problem = f"{path} has no function {printable(name)}"
         if hasattr(module, name):
             problem = f"{path}.{name} is not a function"
-        raise PipelineError(f"{problem}; the functions of {path} are: {', '.join(functions[:8]) or 'none'}")
+        raise PipelineError(f"{problem}; the functions of {path} are: {some(functions) or 'none'}")
     return function, source
 
 

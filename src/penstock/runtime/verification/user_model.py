@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import printable
+from penstock.arguments import printable, some
 from penstock.errors import PipelineError
 from penstock.ir.graph import StageGraph
 from penstock.runtime.data_parallel.wrappers import split_graph
@@ -186,7 +186,7 @@ def _listed_stages(stages: Any) -> list[Any]:
 def _name_problems(parts: dict[str, Any]) -> list[str]:
     problems = []
     if unknown := [printable(str(name)) for name in parts if name not in _NAMES]:
-        problems.append(f"unknown: {', '.join(unknown[:8])}; the names are {', '.join(_NAMES)}")
+        problems.append(f"unknown: {some(unknown)}; the names are {', '.join(_NAMES)}")
     if ("model" in parts) == ("stages" in parts):
         problems.append("it must have either model or stages")
     if "loss" not in parts:
