@@ -191,11 +191,11 @@ class StepRunner:
         loss, microbatch_losses = connection.losses.finish(inputs.weights)
         return StepResult(loss, microbatch_losses, outputs=outputs, timeline=timeline)
 
-    def begin_collective(self, name: str) -> Connection:
+    def begin_collective(self, name: str, options: Mapping[str, object] | None = None) -> Connection:
         """The connection for a collective outside of steps; raises if the ranks make different calls."""
         connection = self.connect()
         try:
-            self._announce(connection, name, {})
+            self._announce(connection, name, options or {})
             connection.calls.check_all()
         except BaseException:
             self.close()
