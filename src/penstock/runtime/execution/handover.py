@@ -52,7 +52,7 @@ class Envelope(NamedTuple):
     overlapping: tuple[int, ...]
     """The positions of tensors whose memory overlaps that of another tensor of the value."""
     rows: tuple[tuple[str, int], ...]
-    """An argument of the first stage that was split and its number of rows, for the last stage to compare."""
+    """Arguments of the first stages that were split, each with its number of rows; other ranks compare it."""
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The positional arguments that the value is: a tuple is several."""

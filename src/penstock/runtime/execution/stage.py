@@ -24,6 +24,7 @@ from penstock.runtime.execution.microbatch_state import (
 from penstock.runtime.execution.module_call import call_module
 from penstock.runtime.execution.shared_values import SharedOutputs
 from penstock.runtime.execution.stage_checks import (
+    Rows,
     check_finite,
     check_gradient_shapes,
     check_rows,
@@ -66,8 +67,8 @@ class Stage:
             source: {} for source in config.inputs
         }
         """By the stage that they are for, and microbatch."""
-        self._rows: tuple[tuple[str, int], ...] = ()
-        """An argument of the first stage that was split and its number of rows."""
+        self._rows: Rows = ()
+        """Those of the microbatch that ran last."""
         self._found_shared = False
         """Whether a forward has shown which weights cannot be deferred."""
 
@@ -170,7 +171,7 @@ class Stage:
         step, config = self._step, self._config
         if config.loss is None or not (step.training or step.targets is not None):
             return
-        check_rows(dict(self._rows), step.target_rows)
+        check_rows(self._rows, step.target_rows)
         loss = checked_loss(config.loss, output, step.targets, microbatch)
         weight = step.weights[microbatch]
         if config.check_finite and weight:
