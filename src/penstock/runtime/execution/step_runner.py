@@ -78,7 +78,8 @@ class StepRunner:
         if connection.communicator is not None:
             try:
                 with connecting(config):
-                    check_agreement(config, self._ties, self._completed, connection.communicator)
+                    options = self._input_builder.loss_options
+                    check_agreement(config, self._ties, self._completed, options, connection.communicator)
                     connection.communicator.connect_subgroups(self._ties.rank_groups)
             except BaseException:
                 connection.close()
