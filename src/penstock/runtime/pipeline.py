@@ -160,7 +160,7 @@ class Pipeline:
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
-            eval_mode(self._config.modules.values()),
+            eval_mode(self._config.evaluated),
             preserved_rng_state(self.device),
         ):
             return self._runner.eval(args, kwargs, target, keep_outputs=return_outputs)

@@ -23,6 +23,7 @@ __all__ = [
     "check_unchanged",
     "copied_leaves",
     "hand_over",
+    "is_plain",
     "overlapping_positions",
     "own_tensors",
     "storage_references",
@@ -112,10 +113,10 @@ def storage_references(tensor: Tensor) -> int:
 
 def _is_only_reference(tensor: Tensor) -> bool:
     memory = tensor if type(tensor) is Tensor else local(tensor)
-    return _is_plain(memory) and storage_references(memory) == 1
+    return is_plain(memory) and storage_references(memory) == 1
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether it is a dense tensor with memory of its own or of its base."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
@@ -131,7 +132,7 @@ def overlapping_positions(leaves: Sequence[Any]) -> tuple[int, ...]:
         return ()
     ranges = []
     for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and _is_plain(leaf) and leaf.numel() and not leaf.is_meta:
+        if isinstance(leaf, Tensor) and is_plain(leaf) and leaf.numel() and not leaf.is_meta:
             start = leaf.data_ptr()
             last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride()))
             ranges.append((start, start + (last + 1) * leaf.element_size(), position))

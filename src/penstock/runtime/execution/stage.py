@@ -102,6 +102,7 @@ class Stage:
                 check_finite(leaves, "its output", self.index)
             if config.gradient_source is None:
                 self._compute_loss(microbatch, output, leaves, state)
+            self.memory.keep_results(kept, self._results(microbatch, leaves))
         output = None
         if config.gradient_source is not None:
             self._hand_on(microbatch, leaves, structure, state)
@@ -126,7 +127,7 @@ class Stage:
         kept = self.memory.pop(microbatch)
         if self.deferral is not None:
             self.deferral.mode = kept.mode
-        with kept.restored(self.module), self.memory.hooks(microbatch):
+        with kept.restored(), self.memory.hooks(microbatch):
             state, output = self._call(microbatch, kept.received)
             state.mode = kept.mode
             leaves, _ = flatten(output)
@@ -134,8 +135,13 @@ class Stage:
                 self._compute_loss(microbatch, output, leaves, state)
             else:
                 self._set_roots(leaves, state)
+        kept.check_results(self._results(microbatch, leaves), self.index, microbatch)
         self._activations.add()
         self._states[microbatch] = state
+
+    def _results(self, microbatch: int, leaves: Leaves) -> list[Tensor]:
+        """What a forward has computed that has a gradient, and its loss."""
+        return [*_differentiable(leaves), *(self.losses[k] for k in self.losses if k == microbatch)]
 
     def _call(self, microbatch: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
         inputs, step = self._config.inputs, self._step
