@@ -113,7 +113,8 @@ def storage_references(tensor: Tensor) -> int:
 
 def _is_only_reference(tensor: Tensor) -> bool:
     memory = tensor if type(tensor) is Tensor else local(tensor)
-    return is_plain(memory) and storage_references(memory) == 1
+    # memory that is not torch's own, as of a numpy array, may have other references
+    return is_plain(memory) and storage_references(memory) == 1 and memory.untyped_storage().resizable()
 
 
 def is_plain(tensor: Tensor) -> bool:
