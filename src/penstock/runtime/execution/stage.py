@@ -109,9 +109,9 @@ class Stage:
         elif step.keep_outputs:
             self.outputs[microbatch] = unflatten(structure, own_tensors(leaves))
         if step.training:
-            if mode is LayerMode.JOINED:
+            if mode is not LayerMode.PLAIN:
                 assert self.deferral is not None, "the backward of this microbatch is split"
-                self.deferral.exclude_shared_weights(state.roots)
+                self.deferral.inspect_graph(state.roots)
                 self._found_shared = True
             if kept is None:
                 self._activations.add()
