@@ -161,7 +161,7 @@ class Pipeline:
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
-            eval_mode(self._config.modules.values()),
+            eval_mode(self._config.evaluated),
             preserved_rng_state(self.device),
         ):
             return self._runner.eval(args, kwargs, target, keep_outputs=return_outputs)
@@ -186,13 +186,16 @@ class Pipeline:
         count once, sharded ones as a whole.
         """
         self.check_gradients_complete()
-        with self._collective("clip_grad_norm_()"):
+        name, largest, power = "clip_grad_norm_()", float(max_norm), float(norm_type)
+        options = {"max_norm": largest, "norm_type": power, "error_if_nonfinite": bool(error_if_nonfinite)}
+        with self._collective(name):
+            communicator = self._runner.begin_collective(name, options).communicator
             return clip_grad_norm(
                 self._config.trained,
                 self._ties.counted_elsewhere,
-                self._runner.begin_collective("clip_grad_norm_()").communicator,
-                float(max_norm),
-                float(norm_type),
+                communicator,
+                largest,
+                power,
                 error_if_nonfinite=error_if_nonfinite,
             )
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
+from penstock import Schedule
+from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral
 from tests.support.deferring import (
     Block,
@@ -23,6 +25,7 @@ from tests.support.deferring import (
     split,
     whole,
 )
+from tests.support.single_rank import WIDTH, schedules, train_both
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
@@ -120,3 +123,31 @@ def test_a_parametrized_weight_is_not_deferred(change: Callable[[nn.Module], nn.
 
 def test_a_weight_norm_gets_the_gradients_of_a_plain_backward() -> None:
     assert_as_plain(parametrizations.weight_norm(nn.Linear(8, 6)), numbers(4, 5, 8).requires_grad_())
+
+
+class UsedLater(nn.Module):
+    """Uses its weight outside of its layer, but not in the first two microbatches; clips its gradient."""
+
+    def __init__(self, *, clips: bool) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        if clips:
+            self.layer.weight.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.layer(x).tanh()
+        return y + self.layer.weight.pow(2).mean() if self.calls > 2 else y
+
+
+@pytest.mark.parametrize("schedule", schedules("zb-h1", "dualpipev"), ids=lambda each: each.name)
+def test_a_weight_that_is_used_outside_its_layer_later_gets_both_parts(schedule: Schedule) -> None:
+    assert not train_both(lambda *_: UsedLater(clips=False), schedule)
+
+
+def test_hooks_that_would_get_two_parts_of_a_gradient_are_rejected() -> None:
+    (plain,) = schedules("gpipe")[:1]
+    assert not train_both(lambda *_: UsedLater(clips=True), plain)
+    for schedule in schedules("zb-h1", "zbv"):
+        with pytest.raises(PipelineError, match=r"layer\.weight has hooks and is used outside of its layer"):
+            train_both(lambda *_: UsedLater(clips=True), schedule)

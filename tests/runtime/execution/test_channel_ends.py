@@ -6,7 +6,12 @@ import torch
 
 from penstock import Placement, StageGraph, build
 from penstock.runtime.dtensors import Meshes
-from penstock.runtime.execution.channel_ends import ChannelEnds, channels_between_ranks, receiving_stage
+from penstock.runtime.execution.channel_ends import (
+    ChannelEnds,
+    channels_between_ranks,
+    peers_of,
+    receiving_stage,
+)
 from penstock.runtime.transport.buffer_pool import BufferPool
 
 
@@ -36,3 +41,11 @@ def test_an_activation_that_several_stages_of_a_rank_use_has_one_channel() -> No
     assert channels_between_ranks(schedule) == [(0, 0, 1), (1, 1, 0), (3, 1, 0), (8, 1, 0), (9, 0, 1)]
     assert [receiving_stage(schedule, 0, stage) for stage in (1, 2, 3)] == [1, 1, 3]
     assert receiving_stage(schedule, 2, 3) == 3
+
+
+def test_calls_are_compared_along_messages_and_between_parts_of_a_graph() -> None:
+    chain = build("1f1b", ranks=3, microbatches=2)
+    assert [peers_of(chain, rank) for rank in range(3)] == [[1], [0, 2], [1]]
+    graph = StageGraph(5, ((1, 4), (0, 2)))
+    parts = build("gpipe", graph=graph, ranks=5, microbatches=1, placement=Placement((0, 1, 2, 3, 4)))
+    assert [peers_of(parts, rank) for rank in range(5)] == [[1, 2, 3], [0, 4], [0], [0], [1]]

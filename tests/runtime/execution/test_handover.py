@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,13 @@ def test_a_tensor_that_is_held_elsewhere_is_copied(held: Callable[[Tensor], Tens
     (handed,) = hand_over(leaves)
     assert handed.data_ptr() != address
     assert (handed.tolist(), handed.grad_fn, handed.requires_grad) == (expected, None, graph is not None)
+
+
+def test_the_memory_of_an_array_is_copied() -> None:
+    kept = np.ones(3)
+    (handed,) = hand_over([torch.from_numpy(kept)])
+    kept += 1
+    assert handed.tolist() == [1, 1, 1]
 
 
 def test_an_object_is_copied_if_it_can_be() -> None:

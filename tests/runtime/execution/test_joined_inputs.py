@@ -43,9 +43,11 @@ def test_overlapping_positions_are_those_of_the_joined_leaves() -> None:
     assert joined.structure.overlapping == (0, 1, 2, 3)
 
 
-def test_rows_are_those_of_an_input_that_has_some() -> None:
-    rows = (("args[0]", 8),)
-    assert joined_inputs([flat(A, 1), flat(B, 1, rows=rows)]).structure.rows == rows
+def test_rows_are_those_of_all_inputs_each_once() -> None:
+    one, other = ("args[0]", 8), ("args[1]", 6)
+    assert joined_inputs([flat(A, 1), flat(B, 1, rows=(one,))]).structure.rows == (one,)
+    values = [flat(A, 1, rows=(one,)), flat(B, 1, rows=(one, other)), flat(C, 1, rows=(other,))]
+    assert joined_inputs(values).structure.rows == (one, other)
 
 
 def test_gradients_of_all_outputs_are_one_list() -> None:

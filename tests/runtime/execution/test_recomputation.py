@@ -113,6 +113,69 @@ def test_a_stage_that_changes_its_input_in_place_cannot_be_recomputed(stage: int
         train(Recompute()(ORDER), *modules)
 
 
+class Counting(nn.Linear):
+    """Multiplies its output by the number of its calls, which is no buffer."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class OwnGenerator(nn.Linear):
+    """Drops elements by random numbers of its own generator."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.random = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(x.shape, generator=self.random)
+
+
+@pytest.mark.parametrize("kind", [Counting, OwnGenerator])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_forward_that_gives_another_result_when_it_is_repeated_is_rejected(
+    kind: type[nn.Linear], stage: int
+) -> None:
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    modules[stage] = kind(4, 4)
+    train(ORDER, *modules)
+    with pytest.raises(PipelineError, match=f"stage {stage}: RECOMPUTE of microbatch 0 gives another result"):
+        train(Recompute()(ORDER), *modules)
+
+
+class AveragedLoss(nn.Module):
+    """A loss that divides by its moving average, which is a buffer."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(output, target)
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * loss.detach()
+        return loss / self.average
+
+
+def test_buffers_of_a_loss_are_those_of_the_first_forward() -> None:
+    found = []
+    for schedule in (ORDER, Recompute()(ORDER)):
+        torch.manual_seed(0)
+        modules, loss, x = {0: nn.Linear(4, 4), 1: nn.Linear(4, 4)}, AveragedLoss(), torch.randn(8, 4)
+        with closing(Pipeline(modules, schedule, loss=loss)) as pipeline:
+            result = pipeline.step(x, target=x)
+            average = loss.average
+            pipeline.eval(x, target=x)
+            assert (loss.average is average, loss.training) == (True, True)
+        found.append((result.loss, loss.average, modules[0].weight.grad))
+    assert all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in zip(*found))
+
+
 def test_evaluation_leaves_recomputation_out() -> None:
     modules = {0: Noisy(), 1: Noisy()}
     with closing(Pipeline(modules, Recompute()(ORDER), loss=nn.functional.mse_loss)) as pipeline:

@@ -33,6 +33,6 @@ def test_rows_are_collected_by_path_and_compared() -> None:
     sizes: dict[str, int] = {}
     assert not split_problems((torch.ones(4), {"a": torch.ones(2, 6)}), 0, 2, "args[0]", sizes)
     assert sizes == {"args[0][0]": 4, "args[0][1]['a']": 2}
-    (problem,) = size_problems(sizes)
+    (problem,) = size_problems(sizes.items())
     assert "there are 4 in args[0][0], 2 in args[0][1]['a']" in problem
-    assert not size_problems({"args[0]": 4, "target": 4})
+    assert not size_problems([("args[0]", 4), ("target", 4)])

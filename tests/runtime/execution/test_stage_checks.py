@@ -50,11 +50,13 @@ def test_gradients_have_the_shapes_of_the_outputs_or_are_missing() -> None:
 
 
 def test_rows_are_compared_where_both_are_known() -> None:
-    check_rows({"args[0]": 8}, {"target": 8})
-    check_rows({}, {"target": 8})
-    check_rows({"args[0]": 8}, {})
+    check_rows((("args[0]", 8),), {"target": 8})
+    check_rows((), {"target": 8})
+    check_rows((("args[0]", 8),), {})
     with pytest.raises(BatchError, match=r"8 in args\[0\], 4 in target"):
-        check_rows({"args[0]": 8}, {"target": 4})
+        check_rows((("args[0]", 8),), {"target": 4})
+    with pytest.raises(BatchError, match=r"8 in args\[0\], 4 in args\[1\]"):
+        check_rows((("args[0]", 8), ("args[1]", 4)), {})
 
 
 def test_rows_of_lists_and_replicated_values_are_unknown() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import penstock
+from penstock import StageGraph, build
 from penstock.runtime import Pipeline
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.pool import Pool
@@ -43,6 +45,32 @@ def test_ranks_that_disagree_raise_one_message(failing_pool: Pool, what: str, sa
     assert len({each.text for each in outcomes}) == 1
     assert re.search(said, outcomes[0].text)
     assert max(each.seconds for each in outcomes) < (SOON + 5) * slowness()
+
+
+def disagree_on_losses(options: dict[str, Any], *odd: int) -> CallOutcome:
+    """Two of four stages have a loss, 2 and 3; the odd ranks are given other options."""
+    graph = StageGraph(4, ((0, 1), (1, 2), (1, 3)))
+    schedule = build("gpipe", graph=graph, ranks=4, microbatches=2)
+    rank = dist.get_rank()
+    own = options if rank in odd else {}
+    return attempt(
+        lambda: Pipeline({rank: nn.Linear(4, 4)}, schedule, loss=mse_loss, timeout=10, **own).close()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"average": False}, "average=: rank 2: True; rank 3: False"),
+        ({"tokens": len}, "tokens=: rank 2: none; rank 3: given"),
+    ],
+)
+def test_ranks_with_losses_weight_them_alike(failing_pool: Pool, options: dict[str, Any], said: str) -> None:
+    outcomes = failing_pool.run(disagree_on_losses, options, 3)
+    assert [each.error for each in outcomes] == ["PipelineError"] * 4
+    assert said in outcomes[0].text
+    assert len({each.text for each in outcomes}) == 1
+    assert {each.error for each in failing_pool.run(disagree_on_losses, options, 0, 1)} == {""}
 
 
 def connect(timeout: float) -> None:

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from penstock.arguments import listed
 from penstock.errors import PipelineError
-from penstock.runtime.backward.deferred_gradients import DeferredGradients, accumulator_is_held
+from penstock.runtime.backward.deferred_gradients import DeferredGradients, accumulator_is_held, has_hooks
 from penstock.runtime.backward.deferred_layer import DeferralState, DeferredLayer, LayerMode
 from penstock.runtime.backward.layer_rules import rule_of
 
@@ -39,7 +40,7 @@ class Deferral:
     """Defers the weight gradients of one stage. With `fusion`, W adds products to `.grad` directly."""
 
     def __init__(self, module: nn.Module, *, fusion: bool = False) -> None:
-        self._fusion = fusion
+        self._module, self._fusion = module, fusion
         self._state = DeferralState()
         self._deferred: list[DeferredLayer] = []
         self.compiled: tuple[str, ...] = ()
@@ -51,6 +52,8 @@ class Deferral:
         self._entered = 0
         self._held: frozenset[int] = frozenset()
         """The ids of weights whose accumulators may have hooks, which W then calls."""
+        self._hooked: list[Tensor] = []
+        """The weights that have hooks themselves."""
 
     @property
     def mode(self) -> LayerMode:
@@ -85,6 +88,7 @@ class Deferral:
             for each in self._patched:
                 each.layer.__dict__["forward"] = each.forward
             self._held = frozenset(id(leaf) for leaf in self._leaves() if accumulator_is_held(leaf))
+            self._hooked = [leaf for leaf in self._leaves() if has_hooks(leaf)]
         self._entered += 1
         try:
             yield
@@ -107,6 +111,24 @@ class Deferral:
                 yield gradients
         finally:
             self._state.pending = None
+
+    def inspect_graph(self, roots: Iterable[Tensor | GradientEdge]) -> None:
+        """After a forward: exclude weights that are also used outside of their layers, or reject such a use.
+
+        `roots` are the outputs of the forward. What the first one did not show is computed in I and in W, which
+        is right unless hooks of the weight get the two parts one after the other.
+        """
+        if self.mode is LayerMode.JOINED:
+            self.exclude_shared_weights(roots)
+        elif self._hooked and (found := self._state.aliases.used_twice(self._hooked, roots)):
+            names = [
+                name for name, weight in self._module.named_parameters() if any(weight is w for w in found)
+            ]
+            raise PipelineError(
+                f"{listed(names)} has hooks and is used outside of its layer, but not in the first microbatch: "
+                "its hooks would get two parts of its gradient, from I and from W. Use the weight in every "
+                "microbatch, or a schedule with a full backward, such as 1f1b"
+            )
 
     def exclude_shared_weights(self, roots: Iterable[Tensor | GradientEdge]) -> tuple[Tensor, ...]:
         """From the next forward on, leave layers to autograd whose weights are also used outside of them.

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.errors import PipelineError
 from penstock.runtime.backward.layer_rules import LayerRule, Tensors
 
-__all__ = ["DeferredGradient", "DeferredGradients", "accumulator_is_held"]
+__all__ = ["DeferredGradient", "DeferredGradients", "accumulator_is_held", "has_hooks"]
 
 _MARK = "penstock"
 
@@ -114,9 +114,14 @@ def _metadata(leaf: Tensor) -> dict[str, Any]:
     return cast("dict[str, Any]", get_gradient_edge(leaf).node.metadata)  # torch declares a method
 
 
+def has_hooks(leaf: Tensor) -> bool:
+    """Whether a weight has hooks on its gradient."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # noqa: SLF001
+
+
 def _has_only_a_gradient(leaf: Tensor) -> bool:
     # a sharded weight has a DTensor as gradient
-    return type(leaf.grad) is Tensor and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks  # noqa: SLF001
+    return type(leaf.grad) is Tensor and not has_hooks(leaf)
 
 
 def _accumulate_by_autograd(queue: list[DeferredGradient]) -> None:

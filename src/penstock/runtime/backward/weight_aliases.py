@@ -67,6 +67,12 @@ class WeightAliases:
         self._shared.update(found)
         return tuple(found.values())
 
+    def used_twice(self, weights: Iterable[Tensor], roots: Iterable[Tensor | GradientEdge]) -> list[Tensor]:
+        """Those of `weights` that the graph below `roots` uses both directly and by their alias."""
+        leaves = {id(leaf) for leaf in _leaves_below(roots)}
+        aliased = ((weight, self._aliases.get(id(weight))) for weight in weights)
+        return [weight for weight, alias in aliased if id(weight) in leaves and id(alias) in leaves]
+
     def clear(self) -> None:
         """Drop all aliases; excluded weights stay excluded."""
         self._aliases.clear()

@@ -103,7 +103,7 @@ class Batcher:
     ) -> dict[int | str, list[Value]]:
         """The parts of every value; all problems are raised together before anything is split."""
         problems += self._problems(values, rows)
-        _raise_if_any(problems + size_problems(rows))
+        _raise_if_any(problems + size_problems(rows.items()))
         return {key: self._split_value(key, value) for key, value in values.items()}
 
     def _problems(self, values: Mapping[int | str, Value], rows: dict[str, int]) -> list[str]:

@@ -36,9 +36,17 @@ def channels_between_ranks(schedule: Schedule) -> list[tuple[int, int, int]]:
 
 
 def peers_of(schedule: Schedule, rank: int) -> list[int]:
-    """The ranks with which a rank exchanges messages."""
-    ends = {end for _, *pair in channels_between_ranks(schedule) if rank in pair for end in pair}
-    return sorted(ends - {rank})
+    """The ranks with which a rank compares its calls: those that it exchanges messages with.
+
+    Ranks between which no message goes, not even by way of others, are joined by their lowest ranks.
+    """
+    pairs = [(source, target) for _, source, target in channels_between_ranks(schedule)]
+    part = list(range(schedule.num_ranks))  # per rank: the lowest rank that it is joined with
+    for one, other in pairs:
+        low, high = sorted((part[one], part[other]))
+        part = [low if each == high else each for each in part]
+    pairs += [(0, lowest) for lowest in set(part) - {0}]
+    return sorted({end for pair in pairs if rank in pair for end in pair} - {rank})
 
 
 class ChannelEnds:

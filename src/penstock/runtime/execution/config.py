@@ -52,6 +52,11 @@ class ExecutionConfig:
         return self.verified.schedule
 
     @property
+    def evaluated(self) -> list[nn.Module]:
+        """The modules of this rank's stages and losses."""
+        return [each for each in (*self.modules.values(), *self.losses.values()) if isinstance(each, nn.Module)]
+
+    @property
     def is_single_rank(self) -> bool:
         """Whether the pipeline has only this rank."""
         return len(self.members) == 1

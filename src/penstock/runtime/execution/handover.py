@@ -23,6 +23,7 @@ __all__ = [
     "check_unchanged",
     "copied_leaves",
     "hand_over",
+    "is_plain",
     "overlapping_positions",
     "own_tensors",
     "storage_references",
@@ -52,7 +53,7 @@ class Envelope(NamedTuple):
     overlapping: tuple[int, ...]
     """The positions of tensors whose memory overlaps that of another tensor of the value."""
     rows: tuple[tuple[str, int], ...]
-    """An argument of the first stage that was split and its number of rows, for the last stage to compare."""
+    """Arguments of the first stages that were split, each with its number of rows; other ranks compare it."""
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The positional arguments that the value is: a tuple is several."""
@@ -112,10 +113,11 @@ def storage_references(tensor: Tensor) -> int:
 
 def _is_only_reference(tensor: Tensor) -> bool:
     memory = tensor if type(tensor) is Tensor else local(tensor)
-    return _is_plain(memory) and storage_references(memory) == 1
+    # memory that is not torch's own, as of a numpy array, may have other references
+    return is_plain(memory) and storage_references(memory) == 1 and memory.untyped_storage().resizable()
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether it is a dense tensor with memory of its own or of its base."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
@@ -131,7 +133,7 @@ def overlapping_positions(leaves: Sequence[Any]) -> tuple[int, ...]:
         return ()
     ranges = []
     for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and _is_plain(leaf) and leaf.numel() and not leaf.is_meta:
+        if isinstance(leaf, Tensor) and is_plain(leaf) and leaf.numel() and not leaf.is_meta:
             start = leaf.data_ptr()
             last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride()))
             ranges.append((start, start + (last + 1) * leaf.element_size(), position))

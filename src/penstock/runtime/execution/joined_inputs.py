@@ -65,7 +65,7 @@ def joined_inputs(values: Sequence[FlatValue]) -> FlatValue:
         tuple(lengths),
         tuple([sum(value.differentiable) for value in values]),
         tuple([start + place for start, each in zip(starts, envelopes) for place in each.overlapping]),
-        next((each.rows for each in envelopes if each.rows), ()),
+        tuple(dict.fromkeys(row for each in envelopes for row in each.rows)),
     )
     return _concatenated(values)._replace(structure=envelope)
 

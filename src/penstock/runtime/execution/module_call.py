@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.runtime.execution.handover import Envelope, check_unchanged, versions
 from penstock.runtime.execution.joined_inputs import JoinedEnvelope
 from penstock.runtime.execution.microbatch_state import MicrobatchState, NonLeafInputs, StepInputs
+from penstock.runtime.execution.stage_checks import Rows, check_rows
 from penstock.runtime.transport.channels import FlatValue
 
-__all__ = ["Rows", "call_module"]
-
-Rows: TypeAlias = tuple[tuple[str, int], ...]
-"""An argument of the first stage that was split and its number of rows."""
+__all__ = ["call_module"]
 
 
 def call_module(
@@ -37,6 +35,7 @@ def call_module(
             for position, entered in zip(positions, NonLeafInputs.apply(*inputs)):  # type: ignore[no-untyped-call]
                 received.leaves[position] = entered
     envelope: Envelope | JoinedEnvelope = received.structure
+    check_rows(envelope.rows, step.rows)
     before = versions(received.leaves, envelope.overlapping)
     output = module(*envelope.arguments(received.leaves), **step.kwargs[k])
     check_unchanged(before, versions(received.leaves, envelope.overlapping), stage, inputs_from)

@@ -3,23 +3,26 @@
 F records its graph as always, so it computes the same bits, but the tensors that the graph would save are
 dropped at once, and the graph at the end of F. RECOMPUTE runs the module again on the same input, with the
 random states and the buffers that F began with, and keeps the graph; afterwards both are as before it.
-Autocast is the same, because both run in one step. Other state of a module, such as a counter, is not restored.
+Autocast is the same, because both run in one step. Other state of a module, such as a counter, is not restored;
+if it changes the result, the two results differ, which is found on CPUs.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import LayerMode
+from penstock.runtime.data_parallel.checksums import checksum
+from penstock.runtime.dtensors import local
+from penstock.runtime.execution.handover import is_plain
+from penstock.runtime.execution.module_state import RandomStates
 from penstock.runtime.execution.offloading import HostStore, Offloadable, SavedTensors
 from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.channels import FlatValue
@@ -44,31 +47,52 @@ class KeptForward:
     """What is kept of one microbatch from F to RECOMPUTE; created before F runs."""
 
     def __init__(
-        self, module: nn.Module, mode: LayerMode, received: FlatValue | None, leaves: Sequence[object]
+        self,
+        modules: Sequence[nn.Module],
+        mode: LayerMode,
+        received: FlatValue | None,
+        leaves: Sequence[object],
     ) -> None:
-        """`leaves` are those of all inputs of the module."""
+        """`modules` are that of the stage and of its loss, `leaves` those of all inputs of the stage."""
         self.mode = mode
+        self._modules = tuple(modules)
         self.received = None if received is None else received._replace(leaves=list(received.leaves))
         """The output of the stages before it; None for a stage that gets the batch."""
         self._offloaded: dict[int, Offloadable] = {}
         self._inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         self._versions = [leaf._version for leaf in self._inputs]  # noqa: SLF001 -- counts changes in place
-        self._devices = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")}
-        self._random = _RandomStates(self._devices)
-        self._present = dict(module.named_buffers())
-        self._buffers = {name: buffer.clone() for name, buffer in self._present.items()}
+        parameters = (parameter for module in self._modules for parameter in module.parameters())
+        self._devices = {p.device for p in parameters if p.device.type not in ("cpu", "meta")}
+        self._random = RandomStates(self._devices)
+        self._present = _buffers_of(self._modules)
+        self._buffers = {place: buffer.clone() for place, buffer in self._present.items()}
+        self._results: list[int] = []
 
-    def finish(self, module: nn.Module, stage: int) -> None:
+    def keep_results(self, results: Iterable[Tensor]) -> None:
+        """F has computed these; RECOMPUTE must compute the same."""
+        self._results = _checksums(results)
+
+    def check_results(self, results: Iterable[Tensor], stage: int, microbatch: int) -> None:
+        """Raise if RECOMPUTE has computed something else than F: its gradients would be those of this."""
+        if _checksums(results) != self._results:
+            raise PipelineError(
+                f"stage {stage}: RECOMPUTE of microbatch {microbatch} gives another result than its F, so the "
+                "gradients would be wrong: the forward uses something that changes from call to call, such as "
+                "a counter or a random generator of its own. Keep a counter in a buffer, use torch's default "
+                f"generator, or leave out the RECOMPUTE actions of stage {stage}"
+            )
+
+    def finish(self, stage: int) -> None:
         """After F: check that the input is as it was, and keep only the buffers that F has changed."""
         if [leaf._version for leaf in self._inputs] != self._versions:  # noqa: SLF001
             raise PipelineError(
                 f"stage {stage} changes its input in place, so its forward cannot be recomputed: change a "
                 f"clone() of it, or leave out the RECOMPUTE actions of stage {stage}"
             )
-        for name, buffer in module.named_buffers():
+        for place, buffer in _buffers_of(self._modules).items():
             # values are compared, because batch norm changes its statistics without counting a version
-            if buffer is self._present.get(name) and torch.equal(buffer, self._buffers[name]):
-                del self._buffers[name]
+            if buffer is self._present.get(place) and torch.equal(buffer, self._buffers[place]):
+                del self._buffers[place]
         self._inputs, self._present = [], {}
 
     def offload(self, host: HostStore) -> tuple[SavedTensors, tuple[Buffer, ...]]:
@@ -103,39 +127,40 @@ class KeptForward:
         self._offloaded = {}
 
     @contextmanager
-    def restored(self, module: nn.Module) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Run with the random states and buffers that F began with."""
-        now = _RandomStates(self._devices)
+        now = RandomStates(self._devices)
         self._random.restore()
-        current = _exchanged(module, self._buffers)
+        current = _exchanged(self._modules, self._buffers)
         try:
             yield
         finally:
-            _exchanged(module, current)
+            _exchanged(self._modules, current)
             now.restore()
 
 
-class _RandomStates:
-    """The states of all random number generators that a forward may use."""
-
-    def __init__(self, devices: set[torch.device]) -> None:
-        self._cpu, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
-        self._devices = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
-
-    def restore(self) -> None:
-        """Set all generators to these states."""
-        torch.set_rng_state(self._cpu)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        for device, state in self._devices.items():
-            torch.get_device_module(device).set_rng_state(state, device)
+def _checksums(results: Iterable[Tensor]) -> list[int]:
+    """Those of tensors on CPUs; kernels of other devices may round differently each time."""
+    return [int(checksum(each)) for each in results if each.device.type == "cpu" and is_plain(local(each))]
 
 
-def _exchanged(module: nn.Module, buffers: Mapping[str, Any]) -> dict[str, Any]:
-    """Put these buffers into the module, and give those that were there."""
+_Place: TypeAlias = tuple[int, str]
+"""Where a buffer is: the number of its module, and its name there."""
+
+
+def _buffers_of(modules: Sequence[nn.Module]) -> dict[_Place, Tensor]:
+    return {
+        (number, name): buffer
+        for number, module in enumerate(modules)
+        for name, buffer in module.named_buffers()
+    }
+
+
+def _exchanged(modules: Sequence[nn.Module], buffers: Mapping[_Place, Any]) -> dict[_Place, Any]:
+    """Put these buffers into the modules, and give those that were there."""
     before = {}
-    for path, buffer in buffers.items():
-        owner_path, _, name = path.rpartition(".")
-        owner = module.get_submodule(owner_path)._buffers  # noqa: SLF001 -- assigning would check the type
-        before[path], owner[name] = owner[name], buffer
+    for place, buffer in buffers.items():
+        owner_path, _, name = place[1].rpartition(".")
+        owner = modules[place[0]].get_submodule(owner_path)._buffers  # noqa: SLF001 -- assigning checks the type
+        before[place], owner[name] = owner[name], buffer
     return before

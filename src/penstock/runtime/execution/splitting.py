@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from penstock.arguments import some
 from penstock.errors import BatchError
 from penstock.runtime.execution.splitters import (
@@ -71,10 +73,10 @@ def split_problems(value: Value, dim: int, count: int, name: str, sizes: dict[st
     return problems
 
 
-def size_problems(sizes: dict[str, int]) -> list[str]:
-    """The problem that tensors differ in their number of rows, if they do."""
+def size_problems(sizes: Iterable[tuple[str, int]]) -> list[str]:
+    """The problem that tensors differ in their number of rows, if they do; `sizes` has paths and rows."""
     paths: dict[int, list[str]] = {}
-    for path, size in sizes.items():
+    for path, size in sizes:
         paths.setdefault(size, []).append(path)
     if len(paths) <= 1:
         return []

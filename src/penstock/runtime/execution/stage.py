@@ -24,6 +24,7 @@ from penstock.runtime.execution.microbatch_state import (
 from penstock.runtime.execution.module_call import call_module
 from penstock.runtime.execution.shared_values import SharedOutputs
 from penstock.runtime.execution.stage_checks import (
+    Rows,
     check_finite,
     check_gradient_shapes,
     check_rows,
@@ -66,8 +67,8 @@ class Stage:
             source: {} for source in config.inputs
         }
         """By the stage that they are for, and microbatch."""
-        self._rows: tuple[tuple[str, int], ...] = ()
-        """An argument of the first stage that was split and its number of rows."""
+        self._rows: Rows = ()
+        """Those of the microbatch that ran last."""
         self._found_shared = False
         """Whether a forward has shown which weights cannot be deferred."""
 
@@ -101,15 +102,16 @@ class Stage:
                 check_finite(leaves, "its output", self.index)
             if config.gradient_source is None:
                 self._compute_loss(microbatch, output, leaves, state)
+            self.memory.keep_results(kept, self._results(microbatch, leaves))
         output = None
         if config.gradient_source is not None:
             self._hand_on(microbatch, leaves, structure, state)
         elif step.keep_outputs:
             self.outputs[microbatch] = unflatten(structure, own_tensors(leaves))
         if step.training:
-            if mode is LayerMode.JOINED:
+            if mode is not LayerMode.PLAIN:
                 assert self.deferral is not None, "the backward of this microbatch is split"
-                self.deferral.exclude_shared_weights(state.roots)
+                self.deferral.inspect_graph(state.roots)
                 self._found_shared = True
             if kept is None:
                 self._activations.add()
@@ -125,7 +127,7 @@ class Stage:
         kept = self.memory.pop(microbatch)
         if self.deferral is not None:
             self.deferral.mode = kept.mode
-        with kept.restored(self.module), self.memory.hooks(microbatch):
+        with kept.restored(), self.memory.hooks(microbatch):
             state, output = self._call(microbatch, kept.received)
             state.mode = kept.mode
             leaves, _ = flatten(output)
@@ -133,8 +135,13 @@ class Stage:
                 self._compute_loss(microbatch, output, leaves, state)
             else:
                 self._set_roots(leaves, state)
+        kept.check_results(self._results(microbatch, leaves), self.index, microbatch)
         self._activations.add()
         self._states[microbatch] = state
+
+    def _results(self, microbatch: int, leaves: Leaves) -> list[Tensor]:
+        """What a forward has computed that has a gradient, and its loss."""
+        return [*_differentiable(leaves), *(self.losses[k] for k in self.losses if k == microbatch)]
 
     def _call(self, microbatch: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
         inputs, step = self._config.inputs, self._step
@@ -170,7 +177,7 @@ class Stage:
         step, config = self._step, self._config
         if config.loss is None or not (step.training or step.targets is not None):
             return
-        check_rows(dict(self._rows), step.target_rows)
+        check_rows(self._rows, step.target_rows)
         loss = checked_loss(config.loss, output, step.targets, microbatch)
         weight = step.weights[microbatch]
         if config.check_finite and weight:

@@ -13,9 +13,11 @@ from penstock.runtime.dtensors import whole
 from penstock.runtime.execution.splitting import size_problems
 from penstock.runtime.pytree import Leaves
 
-__all__ = ["LossFunction", "check_finite", "check_gradient_shapes", "check_rows", "checked_loss"]
+__all__ = ["LossFunction", "Rows", "check_finite", "check_gradient_shapes", "check_rows", "checked_loss"]
 
 LossFunction: TypeAlias = Callable[..., Tensor]
+Rows: TypeAlias = tuple[tuple[str, int], ...]
+"""Arguments of the first stages that were split, each with its number of rows."""
 
 
 def check_finite(tensors: Sequence[Any], what: str, stage: int) -> None:
@@ -30,10 +32,11 @@ def check_finite(tensors: Sequence[Any], what: str, stage: int) -> None:
             )
 
 
-def check_rows(rows: Mapping[str, int], target_rows: Mapping[str, int]) -> None:
-    """Raise if the target of a batch has another number of rows than its arguments."""
-    if problems := size_problems({**rows, **target_rows}) if rows and target_rows else []:
-        raise BatchError("\n".join(problems))
+def check_rows(rows: Rows, own_rows: Mapping[str, int]) -> None:
+    """Raise if what this rank splits has another number of rows than the arguments of the first stages."""
+    counts = {count for _, count in rows}
+    if len(counts) > 1 or (counts and not counts.issuperset(own_rows.values())):
+        raise BatchError("\n".join(size_problems([*rows, *own_rows.items()])))
 
 
 def checked_loss(loss: LossFunction, output: object, targets: Sequence[Any] | None, microbatch: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -34,7 +34,9 @@ class StageMemory:
         activations: LiveActivations,
         pool: BufferPool,
     ) -> None:
-        self._index, self._module, self._config = index, module, config
+        self._index, self._config = index, config
+        self._modules = [each for each in (module, config.loss) if isinstance(each, nn.Module)]
+        """That of the stage, and of its loss if that is a module."""
         self._activations, self._pool = activations, pool
         self.states: dict[int, MicrobatchState] = {}
         """The microbatches that can have their backward."""
@@ -66,7 +68,7 @@ class StageMemory:
             return None
         args = step.args[self._index][microbatch] if received is None else tuple(received.leaves)
         leaves, _ = flatten((args, dict(step.kwargs[microbatch])))
-        return KeptForward(self._module, mode, received, leaves)
+        return KeptForward(self._modules, mode, received, leaves)
 
     def hooks(self, microbatch: int, kept: KeptForward | None = None) -> AbstractContextManager[Any]:
         """The hooks on saved tensors under which F, or RECOMPUTE, runs."""
@@ -78,9 +80,14 @@ class StageMemory:
             return self._saved[microbatch].hooks()
         return nullcontext()
 
+    def keep_results(self, kept: KeptForward | None, results: Sequence[Tensor]) -> None:
+        """What F has computed, for RECOMPUTE to compare."""
+        if kept is not None:
+            kept.keep_results(results)
+
     def finish(self, microbatch: int, kept: KeptForward) -> None:
         """The end of an F that is recomputed."""
-        kept.finish(self._module, self._index)
+        kept.finish(self._index)
         self._kept[microbatch] = kept
 
     def pop(self, microbatch: int) -> KeptForward:
@@ -142,8 +149,7 @@ class StageMemory:
         batch = [args[microbatch] for args in step.args.values()], dict(step.kwargs[microbatch])
         targets = None if step.targets is None else step.targets[microbatch]
         leaves, _ = flatten((batch, targets))
-        modules = [each for each in (self._module, self._config.loss) if isinstance(each, nn.Module)]
-        owned = (chain(module.parameters(), module.buffers()) for module in modules)
+        owned = (chain(module.parameters(), module.buffers()) for module in self._modules)
         lasting = chain(leaves, *owned)
         yield from (each for each in lasting if isinstance(each, Tensor))
 

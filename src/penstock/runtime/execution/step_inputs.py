@@ -29,6 +29,13 @@ class StepInputBuilder:
     average: bool
     """Whether the loss of a step is the mean of the microbatches' losses, or else their sum."""
 
+    @property
+    def loss_options(self) -> dict[str, object]:
+        """What all ranks that compute a loss must have in common: how the losses are weighted."""
+        if not any(sink in self.config.modules for sink in self.config.schedule.graph.sinks):
+            return {}
+        return {"average=": self.average, "tokens=": "none" if self.tokens is None else "given"}
+
     def build(
         self,
         args: tuple[Any, ...],

@@ -78,7 +78,8 @@ class StepRunner:
         if connection.communicator is not None:
             try:
                 with connecting(config):
-                    check_agreement(config, self._ties, self._completed, connection.communicator)
+                    options = self._input_builder.loss_options
+                    check_agreement(config, self._ties, self._completed, options, connection.communicator)
                     connection.communicator.connect_subgroups(self._ties.rank_groups)
             except BaseException:
                 connection.close()
@@ -191,11 +192,11 @@ class StepRunner:
         loss, microbatch_losses = connection.losses.finish(inputs.weights)
         return StepResult(loss, microbatch_losses, outputs=outputs, timeline=timeline)
 
-    def begin_collective(self, name: str) -> Connection:
+    def begin_collective(self, name: str, options: Mapping[str, object] | None = None) -> Connection:
         """The connection for a collective outside of steps; raises if the ranks make different calls."""
         connection = self.connect()
         try:
-            self._announce(connection, name, {})
+            self._announce(connection, name, options or {})
             connection.calls.check_all()
         except BaseException:
             self.close()

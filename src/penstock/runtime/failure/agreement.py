@@ -33,21 +33,26 @@ _ADVICE = (
 
 
 def check_agreement(
-    config: ExecutionConfig, ties: TiedWeights, completed: int, communicator: Communicator
+    config: ExecutionConfig,
+    ties: TiedWeights,
+    completed: int,
+    loss_options: Mapping[str, object],
+    communicator: Communicator,
 ) -> None:
     """Raise unless every rank has the same schedule, versions, ties and number of completed calls.
 
     Steps would hang or train wrongly. A topic is compared between the ranks that have it, such as a tied weight
-    between those that hold it.
+    between those that hold it, and `loss_options` between those that compute a loss.
     """
-    own = json.dumps({**_facts(config, ties), COMPLETED: (completed, completed)})
+    facts = _facts(config, ties) | {topic: (value, value) for topic, value in loss_options.items()}
+    own = json.dumps({**facts, COMPLETED: (completed, completed)})
     texts = communicator.exchange_texts("facts", own)
     if lines := differences({rank: json.loads(text) for rank, text in enumerate(texts)}):
         advice = [_ADVICE for line in lines if COMPLETED in line]
         raise PipelineError("\n".join(["the ranks of the pipeline do not agree:", *lines, *advice]))
 
 
-def _facts(config: ExecutionConfig, ties: TiedWeights) -> Facts:
+def _facts(config: ExecutionConfig, ties: TiedWeights) -> dict[str, tuple[Any, Any]]:
     schedule = config.schedule
     digest = hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[:12]
     facts: dict[str, tuple[Any, Any]] = {
