@@ -82,9 +82,9 @@ def residency(work: Workload, limit: float, *, own_span: bool) -> Bound:
         byte_seconds = sum(
             life * least[s] + work.weight_gradient[s] * size.after_input_gradient[s] for life, s in lives
         )
-        room = work.activation_room(rank, limit)
+        bytes_left = work.activation_limit(rank, limit)
         head = 0.0 if own_span else work.first_head(rank)
-        return head + (work.microbatches * float(byte_seconds) / room if room else 0.0)
+        return head + (work.microbatches * float(byte_seconds) / bytes_left if bytes_left else 0.0)
 
     seconds, rank = worst(work, of)
     because = (
@@ -195,21 +195,21 @@ class _Rank:
         return [item for item in items if item.seconds]
 
     @cached_property
-    def room(self) -> float:
+    def activation_limit(self) -> float:
         """Bytes for activations, rounded down to a multiple of what all sizes are multiples of."""
-        room = self.work.activation_room(self.rank, self.limit) * (1 + _ROUNDING)
+        limit = self.work.activation_limit(self.rank, self.limit) * (1 + _ROUNDING)
         sizes = [size for size in (*self.sizes, *(item.size for item in self.weights)) if size]
         if all(size == round(size) for size in sizes):
             unit = float(math.gcd(*map(round, sizes)))
         else:
             unit = min(sizes)
             if any(abs(size / unit - round(size / unit)) > _ROUNDING for size in sizes):
-                return room
-        return math.floor(room / unit) * unit
+                return limit
+        return math.floor(limit / unit) * unit
 
     def is_apart(self, cut: int) -> bool:
         """Whether warm-up and drain cannot coincide, as F of all microbatches does not fit."""
-        return not cut or self.work.microbatches * sum(self.sizes[:cut]) > self.room
+        return not cut or self.work.microbatches * sum(self.sizes[:cut]) > self.activation_limit
 
     def warm_up(self, cut: int) -> float:
         """Seconds without work before the first I ahead of the cut starts."""
@@ -230,20 +230,20 @@ class _Rank:
         return list(map(_Item, accumulate(self.sizes[: len(seconds)]), accumulate(seconds)))
 
     def _most_work(self, cut: int, begun: list[_Item], ahead: list[_Item], weights: list[_Item]) -> float:
-        """The most work within the room."""
+        """The most work within the activation limit."""
         if not self.work.stage_graph.is_chain:
             each = [_Item(*item) for item in zip(self.sizes, _differences(begun))]
-            return _most(self.room, self.work.microbatches, [_NOTHING], [*each, *weights])
+            return _most(self.activation_limit, self.work.microbatches, [_NOTHING], [*each, *weights])
         # the microbatch of the first I, or of the last F, is held on all stages ahead of the cut
         whole, left = begun[-1], self.work.microbatches - 1
-        room = self.room - whole.size
+        limit = self.activation_limit - whole.size
         if not (deeper := self.sizes[cut:]):
-            return whole.seconds + _most(room, left, begun, weights)
+            return whole.seconds + _most(limit, left, begun, weights)
         # either an activation of a deeper stage fits too when all others are held, or one of them is not of a
         # microbatch that does work on deeper stages then
-        fits = _most(room - min(deeper), left, begun, weights)
+        fits = _most(limit - min(deeper), left, begun, weights)
         others = [
-            item.seconds + _most(room - item.size, left - 1, begun, weights) for item in (*ahead, *weights)
+            item.seconds + _most(limit - item.size, left - 1, begun, weights) for item in (*ahead, *weights)
         ]
         return whole.seconds + max(fits, *(others if left else ()), 0.0)
 
@@ -252,13 +252,13 @@ def _differences(items: list[_Item]) -> list[float]:
     return [last.seconds - first.seconds for first, last in pairwise([_NOTHING, *items])]
 
 
-def _most(room: float, microbatches: int, begun: list[_Item], weights: list[_Item]) -> float:
-    """At least the most work within the room: a microbatch has one of `begun`, and any of `weights`.
+def _most(limit: float, microbatches: int, begun: list[_Item], weights: list[_Item]) -> float:
+    """At least the most work within a limit: a microbatch has one of `begun`, and any of `weights`.
 
-    By duality of the fractional knapsack: whatever the price of a byte, the room is worth its price, and each
+    By duality of the fractional knapsack: whatever the price of a byte, the limit is worth its price, and each
     microbatch what its best choice earns beyond the price of its bytes.
     """
-    if room < 0 or microbatches < 0:
+    if limit < 0 or microbatches < 0:
         return -math.inf
     points = [_NOTHING, *begun, *weights]
     prices = {0.0}
@@ -269,6 +269,6 @@ def _most(room: float, microbatches: int, begun: list[_Item], weights: list[_Ite
     def total(price: float) -> float:
         best = max(0.0, *(item.seconds - price * item.size for item in begun))
         deferred = sum(max(0.0, item.seconds - price * item.size) for item in weights)
-        return room * price + microbatches * (best + deferred)
+        return limit * price + microbatches * (best + deferred)
 
     return min(map(total, prices))

@@ -132,15 +132,15 @@ class RankChain:
         return np.where([kind == "F" for kind, _ in self.tokens], own, -np.inf)
 
     @cached_property
-    def room(self) -> Floats:
+    def activation_limits(self) -> Floats:
         """Bytes for activations per rank."""
-        return np.array([self.work.activation_room(r, self.limit) * (1 + _ROUNDING) for r in self.ranks])
+        return np.array([self.work.activation_limit(r, self.limit) * (1 + _ROUNDING) for r in self.ranks])
 
     @cached_property
     def in_flight(self) -> int:
         """The most microbatches between the first and the last step of the chain."""
-        size, room = self.changes[0, self.rank[0]], self.room[self.rank[0]]
-        return int(min(self.work.microbatches, room / size if size else math.inf))
+        size, limit = self.changes[0, self.rank[0]], self.activation_limits[self.rank[0]]
+        return int(min(self.work.microbatches, limit / size if size else math.inf))
 
     @cached_property
     def code(self) -> Ints | None:

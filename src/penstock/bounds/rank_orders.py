@@ -109,12 +109,12 @@ class RankOrders:
         return following
 
     def _starts(self, states: _States) -> Floats:
-        """Per state and token: when its next microbatch can start; infinite where there is none or no room."""
+        """Per state and token: when its next microbatch can start; infinite where none is left or fits."""
         counts, times, chain = states.counts, states.times, self.chain
         before = counts[:, chain.needed]
         before[:, 0] = chain.work.microbatches
         held = (counts @ chain.changes)[:, chain.rank]
-        allowed = (counts < before) & (held + chain.taken <= chain.room[chain.rank])
+        allowed = (counts < before) & (held + chain.taken <= chain.activation_limits[chain.rank])
         starts = np.maximum(times[:, _FREE : self.slots][:, chain.rank], times[:, [_CLOCK]])
         last = counts[:, [chain.length - 1]]
         column = np.minimum(self.slots + counts[:, 1 : chain.length] - last, times.shape[1] - 1)

@@ -281,7 +281,7 @@ class Workload:
         # without what only other sources wait for: F may start later than its head
         return self._heads_from([s == stage for s in range(self.placement.num_stages)])["I"][stage]
 
-    def activation_room(self, rank: int, limit: float) -> float:
+    def activation_limit(self, rank: int, limit: float) -> float:
         """Bytes that a memory limit leaves for activations."""
         own = self.placement.stages_of_rank[rank]
         return max(limit - fixed_bytes_of(self.costs, own, self.placement.num_stages), 0.0)

@@ -145,13 +145,13 @@ def _filling_caps(problem: Problem, *, exceeding: bool) -> Ints:
     work, sizes = problem.work, problem.arrays.memory_change[FORWARD::3].tolist()
     lives = [work.round_trip(s) + work.input_gradient[s] + work.weight_gradient[s] for s in range(len(sizes))]
     caps = np.full(len(sizes), problem.microbatches, dtype=np.int64)
-    for own, room in zip(problem.placement.stages_of_rank, problem.arrays.memory_limits.tolist()):
+    for own, limit in zip(problem.placement.stages_of_rank, problem.arrays.memory_limits.tolist()):
         if not (byte_seconds := sum(lives[s] * sizes[s] for s in own)):
             continue
-        parts = {s: min(lives[s] * room / byte_seconds, problem.microbatches) for s in own}
+        parts = {s: min(lives[s] * limit / byte_seconds, problem.microbatches) for s in own}
         for s, part in parts.items():
             caps[s] = max(math.ceil(part - 1e-6) if exceeding else math.floor(part + 1e-6), 1)
         for s in sorted(own, key=lambda s: math.floor(parts[s]) - parts[s]):
-            if sum(sizes[other] * caps[other] for other in own) + sizes[s] <= room:
+            if sum(sizes[other] * caps[other] for other in own) + sizes[s] <= limit:
                 caps[s] += 1
     return caps

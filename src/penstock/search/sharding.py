@@ -5,7 +5,7 @@
     mixtures      the best plan, with another plan for one rank, or with its reductions after its gathers
 
 Each is simulated. One that exceeds the limit while it runs, because a RESHARD waits behind another collective,
-is planned again with less room in the steps concerned.
+is planned again with fewer free bytes in the steps concerned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.cost.memory import Memory, exceeds, memory_over_time
 from penstock.errors import SearchError
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Bools, Floats
+from penstock.ir.table import ActionTable, Bools, Floats, Ints
 from penstock.lowering import AddGradReduction, AddSharding, Pass
 from penstock.lowering.passes import require_absent
 from penstock.lowering.reduction import last_backwards, with_reductions
@@ -101,14 +101,12 @@ class _Placement:
         self._limit = inf if options.memory_limit is None else float(options.memory_limit)
         self._base = simulate(schedule, options.costs, send_model=options.send_model)
         table = schedule.table
-        self._slots = [
-            np.unique(table.slot[first:last][table.is_compute[first:last]])
-            for first, last in zip(table.part_bounds[:-1], table.part_bounds[1:])
-        ]
+        self._slots = [_compute_slots(table, rank) for rank in range(schedule.num_ranks)]
         """Per rank: the slots of its compute steps."""
         self._steps = [self._rank_steps(rank) for rank in range(schedule.num_ranks)]
-        room = self._room()
-        self._rooms = {lead: [each.copy() for each in room] for lead in _LEADS}
+        free = self._free_bytes()
+        self._free = {lead: [each.copy() for each in free] for lead in _LEADS}
+        """Per lead, rank and step: bytes that the plan may use for unsharded parameters."""
         self._plans: dict[tuple[int, float], Bools] = {}
 
     def _rank_steps(self, rank: int) -> RankSteps:
@@ -124,7 +122,7 @@ class _Placement:
         )
         return RankSteps(used, self._base.start[slots], self._base.end[slots], size, gather)
 
-    def _room(self) -> list[Floats]:
+    def _free_bytes(self) -> list[Floats]:
         """Per rank and step: bytes that are left for unsharded parameters, by the order of the steps."""
         schedule = self._schedule
         clock = np.arange(schedule.num_steps, dtype=np.float64) * 2
@@ -152,7 +150,7 @@ class _Placement:
             yield self._timed(AddGradReduction()(AddSharding(count)(self._schedule)))
 
     def _planned(self, lead: float) -> tuple[list[_Choice], _Placed] | None:
-        """All ranks planned with this lead, with less room where the simulation exceeds the limit."""
+        """All ranks planned with this lead, with fewer free bytes where the simulation exceeds the limit."""
         choices = [_Choice(lead)] * self._schedule.num_ranks
         for repair in range(_REPAIRS + 1):
             placed = self._built(choices)
@@ -160,18 +158,16 @@ class _Placement:
             if not over:
                 return choices, placed
             for rank in over:
-                self._shrink(self._rooms[lead][rank], placed, rank, tightest=repair == _REPAIRS - 1)
+                self._shrink(self._free[lead][rank], placed, rank, tightest=repair == _REPAIRS - 1)
                 del self._plans[rank, lead]
         return None
 
-    def _shrink(self, room: Floats, placed: _Placed, rank: int, *, tightest: bool) -> None:
-        table = placed.schedule.table
-        first, last = table.part_bounds[rank : rank + 2]
-        slots = np.unique(table.slot[first:last][table.is_compute[first:last]])
+    def _shrink(self, free: Floats, placed: _Placed, rank: int, *, tightest: bool) -> None:
+        slots = _compute_slots(placed.schedule.table, rank)
         excess = _peaks(placed.timeline.memory[rank], placed.timeline.end[slots]) - self._limit
-        room -= np.maximum(excess, 0)
+        free -= np.maximum(excess, 0)
         if tightest or not (excess > 0).any():
-            room[:] = 0
+            free[:] = 0
 
     def _mixed(self, choices: list[_Choice], best: _Placed) -> _Placed:
         """Change the plan of one rank after the other as long as that is better."""
@@ -196,7 +192,7 @@ class _Placement:
 
     def _held(self, rank: int, lead: float) -> Bools:
         if (rank, lead) not in self._plans:
-            self._plans[rank, lead] = plan_rank(self._steps[rank], self._rooms[lead][rank], lead)
+            self._plans[rank, lead] = plan_rank(self._steps[rank], self._free[lead][rank], lead)
         return self._plans[rank, lead]
 
     # --- schedules ---------------------------------------------------------------------------------
@@ -231,6 +227,11 @@ class _Placement:
             f"{units.memory(self._limit)} per rank: {some(over, 4, '; ')}, even if only the "
             "stage in use is unsharded; raise the limit, or choose a schedule that holds fewer activations"
         )
+
+
+def _compute_slots(table: ActionTable, rank: int) -> Ints:
+    first, last = table.part_bounds[rank : rank + 2]
+    return np.unique(table.slot[first:last][table.is_compute[first:last]])
 
 
 def _peaks(memory: Memory, ends: Floats) -> Floats:

@@ -50,19 +50,19 @@ class _Hold:
     start: int
 
 
-def plan_rank(rank: RankSteps, room: Floats, lead: float) -> Bools:
-    """Per stage and step: whether it is unsharded, if `room` is the free bytes of each step.
+def plan_rank(rank: RankSteps, free: Floats, lead: float) -> Bools:
+    """Per stage and step: whether it is unsharded, with so many `free` bytes at each step.
 
     A gather is given `lead` times its seconds before the use, where there is room, at the expense of stages
     that are used later. The stages that a step uses are unsharded even where they do not fit.
     """
     holds = _holds(rank, lead)
-    _evict(rank, room, holds)
+    _evict(rank, free, holds)
     held = rank.used.copy()
     for hold in holds:
         held[hold.stage, hold.start : hold.use] = True
-    free = room - np.array(rank.size) @ held
-    _gather_ahead(rank, free, holds, held)
+    left = free - np.array(rank.size) @ held
+    _gather_ahead(rank, left, holds, held)
     return held
 
 
@@ -81,7 +81,7 @@ def _holds(rank: RankSteps, lead: float) -> list[_Hold]:
     return sorted(found, key=lambda hold: hold.use)
 
 
-def _evict(rank: RankSteps, room: Floats, holds: list[_Hold]) -> None:
+def _evict(rank: RankSteps, free: Floats, holds: list[_Hold]) -> None:
     """Start holds later, those with the farthest use first, until every step has room."""
     total = np.array(rank.size) @ rank.used
     by_start = sorted(holds, key=lambda hold: -hold.start)
@@ -90,7 +90,7 @@ def _evict(rank: RankSteps, room: Floats, holds: list[_Hold]) -> None:
         while by_start and by_start[-1].start <= step:
             active.append(by_start.pop())
         active = [hold for hold in active if hold.use > step]
-        excess = float(total[step]) + sum(rank.size[hold.stage] for hold in active) - float(room[step])
+        excess = float(total[step]) + sum(rank.size[hold.stage] for hold in active) - float(free[step])
         for hold in sorted(active, key=lambda hold: -hold.use):
             if excess <= 0:
                 break
@@ -103,15 +103,15 @@ def _evict(rank: RankSteps, room: Floats, holds: list[_Hold]) -> None:
                     by_start.sort(key=lambda each: -each.start)
 
 
-def _gather_ahead(rank: RankSteps, free: Floats, holds: list[_Hold], held: Bools) -> None:
+def _gather_ahead(rank: RankSteps, left: Floats, holds: list[_Hold], held: Bools) -> None:
     """Start gathers as early as there is room, none before one that is needed sooner."""
     earliest = 0
     for hold in holds:
         if hold.start == hold.earliest and hold.earliest > 0:
             continue  # not gathered: kept since its last use
         size = rank.size[hold.stage]
-        while hold.start > max(hold.earliest, earliest) and free[hold.start - 1] >= size:
+        while hold.start > max(hold.earliest, earliest) and left[hold.start - 1] >= size:
             hold.start -= 1
-            free[hold.start] -= size
+            left[hold.start] -= size
             held[hold.stage, hold.start] = True
         earliest = max(earliest, hold.start)
