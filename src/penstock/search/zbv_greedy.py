@@ -29,7 +29,7 @@ from penstock.cost.memory import stage_bytes
 from penstock.cost.prices import ALL_TO_ALL, action_seconds
 from penstock.errors import BuildError, CostsError
 from penstock.families.rank_order import keep_microbatches
-from penstock.ir.columns import Ints, codes_of
+from penstock.ir.arrays import Ints, codes_of
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.compilation import compiled
-from penstock.ir.columns import Floats, Ints
+from penstock.ir.arrays import Floats, Ints
 
 __all__ = ["Instance", "Result", "Rule", "run_pass"]
 
