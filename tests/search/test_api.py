@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -122,6 +123,12 @@ def test_counts_and_limits_may_be_numpy_scalars() -> None:
 def test_costs_for_another_number_of_stages_are_an_error() -> None:
     with pytest.raises(penstock.CostsError, match="forward: 3 entries, but the schedule has 2 stages"):
         search(ranks=2, microbatches=4, costs=Costs(forward=(1, 2, 3)))
+
+
+def test_the_origin_of_a_result_has_the_number_of_orders_if_any_were_evaluated() -> None:
+    at_once = search(ranks=2, microbatches=3, moves=10)
+    assert (at_once.runs, at_once.origin) == (0, at_once.found_by)
+    assert replace(at_once, runs=1200).origin == f"{at_once.found_by} (1,200 orders evaluated)"
 
 
 def test_the_repr_of_a_result_is_one_line() -> None:

@@ -184,7 +184,7 @@ def _print(result: SearchResult) -> None:
     console.print()
     for name, value, text in result_lines(result):
         console.print(f"{name:<9} {value:<14} {text}", soft_wrap=True)
-    console.print(f"found by  {result.found_by} ({result.runs:,} orders evaluated)", soft_wrap=True)
+    console.print(f"found by  {result.origin}", soft_wrap=True)
     console.print()
     console.print(family_table(result))
     if result.interrupted:

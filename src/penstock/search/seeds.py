@@ -120,7 +120,7 @@ def list_scheduled(problem: Problem, is_late: Callable[[], bool]) -> Iterator[Se
                 return
             order = list_schedule(arrays, cap, Rule(patience, lead * step, deep_first, eager))
             if len(order) and problem.fits(order):
-                yield Seed(f"list scheduling (lead {lead:g} steps, patience {patience:g})", order)
+                yield Seed("list scheduling", order)
 
 
 def _caps(problem: Problem) -> Iterator[Ints]:

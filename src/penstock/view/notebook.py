@@ -94,7 +94,7 @@ def _(value: SearchResult) -> str:
     lines = [f"{name} {number}: {meaning}" for name, number, meaning in result_lines(value)]
     if value.interrupted:
         lines.append("interrupted: this is the best schedule found so far")
-    words = "".join(map(_line, [*lines, f"found by {value.found_by} ({value.runs:,} orders evaluated)"]))
+    words = "".join(map(_line, [*lines, f"found by {value.origin}"]))
     return _timelines([value.timeline]) + words + _table(family_table(value))
 
 
