@@ -44,11 +44,6 @@ class Progress:
     """Of the budget of the phase, from 0 to 1."""
 
     @property
-    def origin(self) -> str:
-        """How the order was found, and among how many, if the search evaluated orders of its own."""
-        return f"{self.found_by} ({self.runs:,} orders evaluated)" if self.runs else self.found_by
-
-    @property
     def gap(self) -> float:
         """Of the best so far, as a share of the bound."""
         return gap_of(self.best, self.bound)
@@ -92,6 +87,11 @@ class SearchResult(Displayed):
         value = self.timeline.costs.units.time(self.value)
         quality = "proved optimal" if self.proved else f"gap <= {self.gap:.2%}"
         return f"<SearchResult: {self.objective} {value}, {quality}, found by {self.found_by}>"
+
+    @property
+    def origin(self) -> str:
+        """How the order was found, and among how many, if the search evaluated orders of its own."""
+        return f"{self.found_by} ({self.runs:,} orders evaluated)" if self.runs else self.found_by
 
     @property
     def gap(self) -> float:
