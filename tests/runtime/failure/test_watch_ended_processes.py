@@ -105,6 +105,8 @@ def test_a_process_that_ends_between_steps_is_named(
             assert outcome.seconds < SOON * slowness()
     if name in {"step", "eval"}:
         assert {outcomes[0].where for outcomes in results} == {(victim, None, None, None, "lost")}
+        failed = "step 2" if name == "step" else "the eval after step 1"
+        assert results[0][0].text.startswith(f"{failed} failed: rank {victim}")
         assert len({outcomes[0].text for outcomes in results}) == 1
 
 
