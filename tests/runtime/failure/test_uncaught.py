@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from penstock import PipelineError, StepFailedError
 from penstock.runtime.failure import uncaught
+from penstock.runtime.failure.events import Ended
 from penstock.runtime.failure.process_names import local_pid, process_name
-from penstock.runtime.failure.watch import Ended
 
 REPORT = (
     "step 3 failed on rank 1, stage 1, in 1F2\n  ValueError: broken\n  traceback on rank 1:\n    Traceback ..."

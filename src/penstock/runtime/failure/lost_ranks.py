@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from penstock.runtime.failure.events import Ended
 from penstock.runtime.failure.heartbeats import SILENT_SECONDS
 from penstock.runtime.failure.job import abort_groups, current_watch
-from penstock.runtime.failure.watch import Ended, JobWatch
+from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.process_groups import rank_name
 
 __all__ = ["describe_lost_ranks", "watched_collective"]

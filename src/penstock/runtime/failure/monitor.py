@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from penstock.runtime.failure.events import Ended
 from penstock.runtime.failure.heartbeats import SILENT_SECONDS
-from penstock.runtime.failure.watch import Ended, JobWatch
+from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.states.writer import request_states
 from penstock.runtime.transport.transport_errors import TransportError
 

@@ -20,43 +20,16 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
+from penstock.runtime.failure.events import Ended, Listener, end_message
 from penstock.runtime.failure.heartbeats import Heartbeats
 from penstock.runtime.failure.links import Link, connect_link
 
-__all__ = ["Ended", "JobWatch", "Listener"]
+__all__ = ["JobWatch"]
 
 _BEAT_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0  # the thread ends at once, unless the machine is busy
-
-
-class Ended:
-    """How the process of a rank ended; `process` names it, `reason` is empty if it said nothing."""
-
-    def __init__(self, rank: int, process: str, reason: str) -> None:
-        self.rank, self.process, self.reason = rank, process, reason
-
-    def __str__(self) -> str:
-        how = f"has ended: {self.reason}" if self.reason else "ended without a message: killed, or crashed"
-        return f"its process ({self.process}) {how}"
-
-
-def _end_message(ended: Ended) -> dict[str, Any]:
-    return {"type": "end", "id": f"{ended.rank}/end", **vars(ended)}
-
-
-class Listener(Protocol):
-    """Receives the events of the job, on the thread of the watch."""
-
-    def on_message(self, message: dict[str, Any]) -> None:
-        """A message from another rank."""
-
-    def on_end(self, ended: Ended) -> None:
-        """The process of another rank has ended."""
-
-    def on_beat(self) -> None:
-        """A second has passed."""
 
 
 class JobWatch:
@@ -111,10 +84,19 @@ class JobWatch:
         with self._lock:
             return {link.rank for link in self._links.values() if link.rank is not None}
 
-    def link(self, address: str) -> None:
-        """Connect to the watch at this address."""
+    def link(self, address: str) -> bool:
+        """Connect to the watch at this address; false if nothing answers there."""
         if (link := connect_link(address)) is not None:
             self._add(link)
+        return link is not None
+
+    def lose(self, rank: int, process: str) -> None:
+        """The process of a rank has ended without a message: tell all ranks."""
+        ended = Ended(rank, process, "")
+        with self._lock:
+            self._pass_on(end_message(ended))
+            self._wake()
+        self._end(ended)
 
     def send(self, message: dict[str, Any], ranks: Iterable[int] | None = None) -> None:
         """Send to these linked ranks, or by default to all ranks of the job."""
@@ -146,7 +128,7 @@ class JobWatch:
             if self._stopped:
                 return
             self._stopped = True
-            self._pass_on(_end_message(Ended(self.rank, self.process, reason)))
+            self._pass_on(end_message(Ended(self.rank, self.process, reason)))
             self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_SECONDS)
@@ -231,7 +213,7 @@ class JobWatch:
                 self.processes[link.rank] = str(message["process"])
                 self._heartbeats.hear(link.rank)
                 for ended in self.ended.values():
-                    link.send(_end_message(ended))
+                    link.send(end_message(ended))
             return
         with self._lock:
             if "id" in message and not self._pass_on(message, link):
@@ -261,9 +243,7 @@ class JobWatch:
             link.close()
             if link.rank is None or link.rank in self.ended or self._stopped:
                 return
-            ended = Ended(link.rank, self.processes[link.rank], "")
-            self._pass_on(_end_message(ended))
-        self._end(ended)
+        self.lose(link.rank, self.processes[link.rank])
 
     def _end(self, ended: Ended) -> None:
         if ended.rank not in self.ended:
