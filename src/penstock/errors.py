@@ -190,11 +190,11 @@ class CheckpointError(PenstockError):
 class StepFailedError(PenstockError):
     """A training step failed on some rank; every rank raises this error with the same report.
 
-    `rank` is the rank that failed first, None if it belongs to another pipeline; `world_rank` is its rank in
-    the job. `action` is the action it was executing, with its `stage` and `microbatch` if it has them. `kind`
-    is `exception`, `interrupted`, `timeout` or `lost` (a process ended or a connection broke). `details` is
-    the original traceback. `reporter` is the world rank that prints the report if the error is not caught;
-    the others print one line.
+    `rank` is the rank that failed first, or that the others waited for too long, None if it belongs to another
+    pipeline; `world_rank` is its rank in the job. `action` is the action it was executing, with its `stage` and
+    `microbatch` if it has them. `kind` is `exception`, `interrupted`, `timeout` or `lost` (a process ended or a
+    connection broke). `details` is the original traceback. `reporter` is the world rank that prints the report
+    if the error is not caught; the others print one line.
     """
 
     def __init__(

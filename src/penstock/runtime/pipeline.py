@@ -221,16 +221,19 @@ class Pipeline:
                 "outside of it reduces them over all ranks"
             )
 
-    def all_reduce_max(self, values: Tensor) -> Tensor:
-        """The maximum over all ranks that train this model: other stages, shards and replicas."""
-        largest = values.clone()
+    def all_reduce_max(self, compute: Callable[[], Tensor]) -> Tensor:
+        """The maximum, over all ranks that train this model, of what each computes.
+
+        They are the ranks of other stages, shards and replicas.
+        """
         with self._collective("unscaling by a GradScaler"):
             communicator = self._runner.begin_collective("unscale_() of a GradScaler").communicator
+            largest = compute().clone()
             for group in model_groups(self._config.trained.values(), self._replication.groups):
                 with transport_errors():
                     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
             if communicator is not None:
-                largest = torch.stack(communicator.all_gather(largest.cpu())).amax(0).to(values.device)
+                largest = torch.stack(communicator.all_gather(largest.cpu())).amax(0).to(largest.device)
         return largest
 
     @contextmanager

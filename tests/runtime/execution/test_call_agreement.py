@@ -50,7 +50,7 @@ CALLS: dict[str, Call] = {
     "clip at 2": lambda one: one.pipeline.clip_grad_norm_(2.0),
     "clip the maximum": lambda one: one.pipeline.clip_grad_norm_(1.0, torch.inf),
     "clip strictly": lambda one: one.pipeline.clip_grad_norm_(1.0, error_if_nonfinite=True),
-    "unscale": lambda one: one.pipeline.all_reduce_max(torch.ones(1)),
+    "unscale": lambda one: one.pipeline.all_reduce_max(lambda: torch.ones(1)),
     "accumulate": step_in_accumulate,
     "profile": step_in_profile,
     "scaler": step_with_scaler,

@@ -91,6 +91,8 @@ def test_a_rank_that_takes_too_long_is_shown_computing_and_the_others_waiting(
     for rank, row in enumerate(rows):
         assert ("waits for" in row and "from rank" in row) == (rank != fault.rank)
     assert f"[{fault.action}]" in rows[fault.rank]
+    assert f"  the cause is rank {fault.rank}, which is computing, in {fault.action}\n" in outcomes[0].text
+    assert outcomes[0].where == (fault.rank, fault.action, 1, 1, "timeout")
     for each in outcomes:
         assert each.seconds < (6 if each.rank == fault.rank else 4) * slowness(), each
 
@@ -132,3 +134,5 @@ def test_a_step_without_one_rank_times_out_and_that_rank_raises_when_it_joins(
     outcomes = failing_pool.run(join_late)
     assert_timed_out(outcomes)
     assert re.search("rank 3 +runs neither step nor eval", outcomes[0].text)
+    assert "  the cause is rank 3, which runs neither step nor eval, after step 0\n" in outcomes[0].text
+    assert outcomes[0].where == (3, None, None, None, "timeout")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -105,6 +106,8 @@ def test_a_process_that_ends_between_steps_is_named(
             assert outcome.seconds < SOON * slowness()
     if name in {"step", "eval"}:
         assert {outcomes[0].where for outcomes in results} == {(victim, None, None, None, "lost")}
+        failed = "step 2" if name == "step" else "the eval after step 1"
+        assert results[0][0].text.startswith(f"{failed} failed: rank {victim}")
         assert len({outcomes[0].text for outcomes in results}) == 1
 
 
@@ -123,5 +126,26 @@ def test_a_process_that_ends_while_others_connect_is_named(failing_pool: Pool, v
     del results[victim]
     for outcome in results:
         assert outcome.error == "PipelineError"
+        assert f"rank {victim} has ended: its process (pid" in outcome.text
+        assert outcome.seconds < SOON * slowness()
+
+
+def end_before_others_connect(victim: int) -> CallOutcome:
+    """The victim ends while it waits for the others, which have not met it yet."""
+    dist.barrier()  # some processes start late
+    if dist.get_rank() == victim:
+        threading.Timer(0.5, os._exit, (3,)).start()
+    else:
+        time.sleep(1.5)
+    return attempt(lambda: new_pipeline().close())
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_a_process_that_ended_before_the_others_connect_is_named(failing_pool: Pool, victim: int) -> None:
+    failing_pool.stop()  # the processes of a new job have not met
+    results = failing_pool.run(end_before_others_connect, victim, lost=(victim,))
+    del results[victim]
+    for outcome in results:
+        print_report(outcome.text)
         assert f"rank {victim} has ended: its process (pid" in outcome.text
         assert outcome.seconds < SOON * slowness()

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from penstock.errors import PenstockError
 from penstock.ir.action import Kind
 from penstock.runtime.dtensors import Meshes
 from penstock.runtime.execution.action_rules import ExecutionContext
@@ -37,7 +38,7 @@ from penstock.runtime.execution.value_sources import ValueSources
 from penstock.runtime.failure.connecting import connecting, raise_if_ended
 from penstock.runtime.failure.job import abort_groups, link_members, raise_if_aborted, watch_of_job
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
-from penstock.runtime.failure.report import collective_failure
+from penstock.runtime.failure.report import collective_cause, collective_failure
 from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.communicator import Communicator
@@ -182,6 +183,13 @@ class Connection:
             yield
         except TransportError as error:
             raise collective_failure(name, self.monitor, self.config.timeout, error) from error
+        except PenstockError:
+            raise  # on every rank
+        except BaseException as error:
+            if self.monitor is not None:
+                cause = collective_cause(error, name, self.config.rank, self.status())
+                self.monitor.publish_cause(cause)
+            raise
         finally:
             self.mode = "outside"
 

@@ -10,6 +10,8 @@ scaler.update()
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +30,7 @@ class _Pipeline(Protocol):
     device: torch.device
     scaler: Any
 
-    def all_reduce_max(self, values: Tensor) -> Tensor: ...
+    def all_reduce_max(self, compute: Callable[[], Tensor]) -> Tensor: ...
     def check_gradients_complete(self) -> None: ...
 
 
@@ -60,6 +62,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Divide this rank's gradients by the scale; an overflow on any rank counts on all ranks."""
         self._pipeline.check_gradients_complete()
+        unscale = partial(self._unscale_own, optimizer, inv_scale, found_inf, allow_fp16=allow_fp16)
+        # fused optimizers need a tensor without dimensions
+        return {found_inf.device: self._pipeline.all_reduce_max(unscale).reshape(())}
+
+    def _unscale_own(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *, allow_fp16: bool
+    ) -> Tensor:
+        """Divide this rank's gradients by the scale; gives whether one is not finite."""
         by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -74,5 +84,4 @@ class GradScaler(torch.amp.GradScaler):
                 on_device = overflows.setdefault(device, torch.zeros_like(found_inf, device=device))
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, on_device, inv_scale.to(device))
         largest = torch.stack([each.to(found_inf.device) for each in overflows.values()]).max()
-        # fused optimizers need a tensor without dimensions
-        return {found_inf.device: self._pipeline.all_reduce_max(largest.reshape(1)).reshape(())}
+        return largest.reshape(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 
 from penstock.errors import PenstockError
 from penstock.runtime.execution.connection import Connection
@@ -36,6 +37,8 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
     if isinstance(error, PenstockError) and not program.started:
         return error
     cause = settled or cause
+    if cause.process:  # it may have ended before this call
+        cause = replace(cause, call=connection.call)
     report = failure_report(cause, statuses, schedules, monitor.members)
     is_own = cause.reporter == monitor.watch.rank and cause.kind == "exception"
     report.__cause__ = error if is_own else None

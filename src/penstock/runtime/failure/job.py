@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from penstock.errors import PipelineError
 from penstock.runtime.failure import uncaught
 from penstock.runtime.failure.links import listening_socket, neighbours
-from penstock.runtime.failure.process_names import process_name
+from penstock.runtime.failure.process_names import has_ended, process_name
 from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.bounded import call_within
 from penstock.runtime.transport.process_groups import abort_process_groups
@@ -105,13 +105,13 @@ def _start() -> JobWatch:
         store = store_connection("connect")
         key = store.compare_set(f"{_PREFIX}/key", "", uuid.uuid4().hex).decode()
     listener, address = listening_socket(store)
-    watch = JobWatch(rank, key, process_name(), listener)
+    watch = JobWatch(rank, key, process := process_name(), listener)
     _current[:] = [(weakref.ref(dist.group.WORLD), watch)]
     atexit.register(_close)
     uncaught.install(current_watch)
     processes.Finalize(None, _close, exitpriority=100)  # its children do not run atexit
     with transport_errors():
-        store.set(f"{_PREFIX}/{rank}", address)
+        store.set(f"{_PREFIX}/{rank}", f"{address} {process}")
     for other in sorted(neighbours(rank, size)):
         _link(watch, store, other)  # one that starts later links this rank
     return watch
@@ -129,11 +129,14 @@ def _link_members(watch: JobWatch, members: Sequence[int]) -> None:
 
 
 def _link(watch: JobWatch, store: Store, rank: int) -> None:
+    """Link a rank whose watch has started, or learn that its process has ended since."""
     key = f"{_PREFIX}/{rank}"
     with transport_errors():
-        address = store.get(key).decode() if store.check([key]) else None
-    if address is not None:
-        watch.link(address)
+        published = store.get(key).decode() if store.check([key]) else None
+    if published is not None:
+        address, process = published.split(" ", 1)
+        if not watch.link(address) and has_ended(process):
+            watch.lose(rank, process)
 
 
 # --- the end of this process ---------------------------------------------------------------------------

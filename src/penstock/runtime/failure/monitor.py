@@ -52,7 +52,9 @@ class FailureCause:
     reporter: int = -1
     """The world rank that noticed it."""
     call: str = ""
-    """The step or eval for messages, in which only steps are counted."""
+    """The step, eval or collective for messages, in which only steps are counted."""
+    place: str = ""
+    """Where it failed if that is in no action, to follow the rank."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 
-__all__ = ["local_pid", "process_name"]
+__all__ = ["has_ended", "local_pid", "process_name"]
 
 _NAME = re.compile(r"pid (\d+) on (.*)")
 
@@ -20,3 +20,17 @@ def local_pid(name: str) -> int | None:
     """The pid in a name, if the process is on this machine."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found and found[2] == socket.gethostname() else None
+
+
+def has_ended(name: str) -> bool:
+    """Whether a process of this machine does not exist any more; False for those of others."""
+    pid = local_pid(name)
+    if pid is None:
+        return False
+    try:
+        os.kill(pid, 0)  # only asks whether it exists
+    except ProcessLookupError:
+        return True
+    except OSError:  # it belongs to another user
+        pass
+    return False

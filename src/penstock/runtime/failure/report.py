@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +19,7 @@ from penstock.runtime.transport.stores import first_line
 from penstock.runtime.transport.transport_errors import TransportError
 from penstock.traces.rank_state import excerpt
 
-__all__ = ["cause_summary", "collective_failure", "failure_cause", "failure_report"]
+__all__ = ["cause_summary", "collective_cause", "collective_failure", "failure_cause", "failure_report"]
 
 
 def failure_cause(error: BaseException, program: Program, rank: int, status: RankStatus) -> FailureCause:
@@ -37,9 +38,21 @@ def failure_cause(error: BaseException, program: Program, rank: int, status: Ran
         if current is None:
             where = "waited before its first action"
         message = f"rank {rank} {where} for {status.awaited or 'other ranks'}, and {reason}"
+    place = ""
+    if current is None or program.finished:
+        place = ", before its first action" if current is None else ", after its last action"
+        current = part = None
     stage, microbatch = (None, None) if part is None else (part.stage, part.microbatch)
     action = "" if current is None else str(current)
-    return FailureCause(rank, kind, status.step, action, stage, microbatch, message, details, call=status.call)
+    found = FailureCause(rank, kind, status.step, action, stage, microbatch, message, details)
+    return replace(found, call=status.call, place=place)
+
+
+def collective_cause(error: BaseException, name: str, rank: int, status: RankStatus) -> FailureCause:
+    """The failure of this rank in a call outside of steps, which fails the next step of all ranks."""
+    kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "exception"
+    message, details = _last_line(error), traceback_of(error)
+    return FailureCause(rank, kind, status.step + 1, "", None, None, message, details, call=name)
 
 
 def _last_line(error: BaseException) -> str:
@@ -58,25 +71,60 @@ def failure_report(
     """The error that every rank of the pipeline raises; `members` are its world ranks."""
     label = _label(cause, members)
     lines = [f"{cause.call} failed{cause_summary(cause, members)}"]
+    culprit = None
     if cause.members != members:
         cause = replace(cause, rank=-1)
+    elif cause.kind == "timeout" and not cause.process:
+        culprit = _blocking_rank(cause, statuses, schedules)
+    if culprit is not None:
+        lines.append(f"  the cause is {_label(culprit, members)}, which {culprit.message}")
     if statuses:
         status_lines = _status_lines(cause, statuses, schedules)
         lines += ["  what each rank was doing:", *(f"    {line}" for line in status_lines)]
     if cause.details:
         lines += [f"  traceback on {label}:", *(f"    {line}" for line in cause.details.splitlines())]
-    rank = None if cause.rank < 0 else cause.rank
+    found = culprit or cause
     return StepFailedError(
         "\n".join(lines),
-        rank,
-        cause.action or None,
-        cause.stage,
-        cause.microbatch,
-        cause.kind,
-        cause.details,
-        cause.world_rank,
-        cause.reporter,
+        None if found.rank < 0 else found.rank,
+        found.action or None,
+        found.stage,
+        found.microbatch,
+        found.kind,
+        found.details,
+        found.world_rank,
+        found.reporter,
     )
+
+
+def _blocking_rank(
+    cause: FailureCause, statuses: Mapping[int, RankStatus], schedules: Mapping[str, Schedule]
+) -> FailureCause | None:
+    """The rank that the waits of a rank lead to, and what it does instead; None if that is not known."""
+    rank, seen = cause.rank, set[int]()
+    while rank not in seen and (status := statuses.get(rank)) is not None and status.awaited:
+        seen.add(rank)
+        if (awaited := re.search(r"\brank ([0-9]+)$", status.awaited)) is None:
+            return None
+        rank = int(awaited[1])
+    if rank in seen:
+        return None
+    found = replace(cause, rank=rank, world_rank=cause.members[rank], action="", stage=None, microbatch=None)
+    if status is None:
+        return replace(found, message="does not answer")
+    if status.mode not in schedules:
+        return replace(found, message=_outside(status))
+    step = schedules[status.mode].ranks[rank][max(status.position, 0)]
+    stage, microbatch = step.parts[0].stage, step.parts[0].microbatch
+    message = f"is computing, in {step}"
+    return replace(found, message=message, action=str(step), stage=stage, microbatch=microbatch)
+
+
+def _outside(status: RankStatus) -> str:
+    """What a rank does that runs no list of actions."""
+    if status.mode == "outside":
+        return f"runs neither step nor eval, after {status.call}"
+    return f"is in {status.mode}, after {status.call}"
 
 
 def collective_failure(
@@ -114,7 +162,7 @@ def _where(cause: FailureCause, label: str) -> str:
     if cause.kind == "lost":
         return f": {label} " + ("has ended" if cause.process else "lost the connection to another rank")
     if cause.stage is None:
-        return f" on {label}, before its first action"
+        return f" on {label}{cause.place}"
     microbatch = "" if cause.microbatch is None else f", microbatch {cause.microbatch}"
     return f" on {label}, stage {cause.stage}{microbatch}, in {cause.action}"
 
@@ -131,11 +179,8 @@ def _status_lines(
             ended = rank == cause.rank and cause.kind == "lost" and cause.process
             lines.append(f"rank {rank}   {'has ended' if ended else 'does not answer'}")
             continue
-        if status.mode == "outside":
-            lines.append(f"rank {rank}   runs neither step nor eval, after {status.call}")
-            continue
         if status.mode not in schedules:
-            lines.append(f"rank {rank}   is in {status.mode}, after {status.call}")
+            lines.append(f"rank {rank}   {_outside(status)}")
             continue
         other_step = "" if status.step == cause.step else f"already in {status.call}: "
         mode = f"in {status.mode}: " if len(modes) > 1 else ""

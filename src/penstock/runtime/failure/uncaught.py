@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from penstock.errors import PenstockError, StepFailedError
-from penstock.runtime.failure.process_names import local_pid
+from penstock.runtime.failure.process_names import has_ended, local_pid
 from penstock.runtime.failure.tracebacks import from_users_code, only_users_code, users_line
 from penstock.runtime.failure.watch import JobWatch
 
@@ -109,11 +109,5 @@ def _wait_for_exit(watch: JobWatch, reporter: int) -> None:
 def _is_running(watch: JobWatch, rank: int) -> bool:
     if rank not in watch.ended:
         return True
-    pid = local_pid(watch.ended[rank].process)  # the process says that it ends before it does
-    if pid is None:
-        return False
-    try:
-        os.kill(pid, 0)  # only asks whether it exists
-    except OSError:
-        return False
-    return True
+    name = watch.ended[rank].process  # the process says that it ends before it does
+    return local_pid(name) is not None and not has_ended(name)

@@ -84,10 +84,19 @@ class JobWatch:
         with self._lock:
             return {link.rank for link in self._links.values() if link.rank is not None}
 
-    def link(self, address: str) -> None:
-        """Connect to the watch at this address."""
+    def link(self, address: str) -> bool:
+        """Connect to the watch at this address; false if nothing answers there."""
         if (link := connect_link(address)) is not None:
             self._add(link)
+        return link is not None
+
+    def lose(self, rank: int, process: str) -> None:
+        """The process of a rank has ended without a message: tell all ranks."""
+        ended = Ended(rank, process, "")
+        with self._lock:
+            self._forward(end_message(ended))
+            self._wake()
+        self._end(ended)
 
     def send(self, message: dict[str, Any], ranks: Iterable[int] | None = None) -> None:
         """Send to these linked ranks, or by default to all ranks of the job."""
@@ -234,9 +243,7 @@ class JobWatch:
             link.close()
             if link.rank is None or link.rank in self.ended or self._stopped:
                 return
-            ended = Ended(link.rank, self.processes[link.rank], "")
-            self._forward(end_message(ended))
-        self._end(ended)
+        self.lose(link.rank, self.processes[link.rank])
 
     def _end(self, ended: Ended) -> None:
         if ended.rank not in self.ended:
