@@ -17,7 +17,7 @@ F, I, W = 100, 110, 90
 @pytest.mark.parametrize("name", penstock.families())
 def test_every_family_has_a_page_with_figure_formulas_memory_and_advice(name: str) -> None:
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-    assert text.startswith(f"# {name}\n")
+    assert text.startswith(f"# {name}: ")
     assert f"]({name}.svg)" in text
     assert f"penstock show {name} -p 4 -m 8 -o docs/families/{name}.svg" in text
     for part in ("## Formulas", "## Memory", "## When to use it", "## Where it comes from"):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,7 +35,9 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.search.zbv_greedy_pass import Instance, Result, Rule, run_pass
+
+if TYPE_CHECKING:
+    from penstock.search.zbv_greedy_pass import Instance, Result
 
 __all__ = ["zbv_greedy"]
 
@@ -50,6 +53,8 @@ def zbv_greedy(ranks: int, microbatches: int, costs: Costs, memory_limit: float 
     """
     if ranks < 1 or microbatches < 1:
         raise BuildError(f"ranks and microbatches must be at least 1 (given {ranks} and {microbatches})")
+    from penstock.search.zbv_greedy_pass import Rule, run_pass  # noqa: PLC0415 -- loads the compiler
+
     placement = Placement.v(ranks, 2)
     instance = _instance(placement, max(ranks, microbatches), costs, memory_limit)
     best: Result | None = None
@@ -90,6 +95,8 @@ def _instance(placement: Placement, microbatches: int, costs: Costs, limit: floa
     least = 2 * ranks * given["activation"]
     if limit is not None and limit < least:
         raise BuildError(f"zbv-greedy needs memory for {2 * ranks} activations, {least} bytes (given {limit})")
+    from penstock.search.zbv_greedy_pass import Instance  # noqa: PLC0415 -- as above
+
     numbers = [kind.number for kind in _KINDS]
     return Instance(
         microbatches,
