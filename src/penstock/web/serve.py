@@ -6,8 +6,9 @@ import socket
 import webbrowser
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
-from penstock.arguments import install_command
+from penstock.arguments import install_command, printable
 from penstock.errors import MissingExtraError, PenstockError
 
 __all__ = ["serve"]
@@ -32,10 +33,11 @@ def serve(
         raise MissingExtraError(
             "the playground needs starlette and uvicorn, which are not installed: " + install_command("serve")
         ) from None
+    public = frozenset(map(_origin, origins))
     listening = _listen(host, port)
     name = f"[{host}]" if ":" in host else host
     url = f"http://{name}:{listening.getsockname()[1]}/"
-    access = Access(loopback=host in LOOPBACK, origins=frozenset(origins))
+    access = Access(loopback=host in LOOPBACK, origins=public)
     app = create_app(access, read_only=read_only)
 
     class Server(uvicorn.Server):
@@ -54,6 +56,16 @@ def serve(
         pass
     finally:
         listening.close()
+
+
+def _origin(url: str) -> str:
+    """The address of a proxy as browsers send it: scheme and host, with the port if it is not the usual one."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or parts.query:
+        raise PenstockError(
+            f"--origin is the address of a proxy, e.g. https://schedules.example.com (given {printable(url)})"
+        )
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _listen(host: str, port: int) -> socket.socket:
