@@ -107,7 +107,7 @@ def test_json_of_an_invalid_schedule_has_the_documented_keys_and_places(run: Run
     [
         ("malformed.csv", ["malformed.csv: row 1, column 2: 'zz'", "malformed.csv: row 2, column 1: '1F0x'"]),
         ("malformed.json", ["malformed.json: version: expected 1", "malformed.json: ranks: missing"]),
-        ("bytes.csv", ["bytes.csv: byte 0 is not valid UTF-8"]),
+        ("bytes.csv", ["bytes.csv: not a text file: byte 0 is not valid UTF-8"]),
         ("empty.csv", ["empty.csv: no rows"]),
     ],
 )

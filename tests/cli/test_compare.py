@@ -62,7 +62,7 @@ def test_groups_are_compared_side_by_side_in_the_families_that_have_them(run: Ru
     ]
     penstock.build("1f1b", ranks=2, microbatches=2).write(tmp_path / "a.csv")
     assert "files have their own sizes; remove --group" in run("compare", "a.csv", "--group", 2).message
-    assert "1f1b has no group (given 2)" in run("compare", "1f1b", *sizes).message
+    assert "1f1b has no --group (given 2)" in run("compare", "1f1b", *sizes).message
 
 
 def test_without_costs_all_rows_do_the_same_work(run: Run) -> None:
@@ -79,6 +79,8 @@ def test_with_costs_rows_that_do_more_work_are_named(run: Run) -> None:
     assert "makespan, s" in printed
     assert "2.31 MiB" in printed
     assert "zbv computes 2 times as much as 1f1b (m=24), so their times are not comparable" in printed
+    several = run("compare", "1f1b", "zbv", "v-half", "-p", 4, "-m", 8, "--costs", "zb-h4096-p8-m24").out
+    assert "zbv, v-half compute 2 times as much as 1f1b (m=8), so their times are not comparable\n" in several
 
 
 def test_rows_of_other_sizes_are_not_said_to_do_the_same_work(run: Run, tmp_path: Path) -> None:

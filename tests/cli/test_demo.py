@@ -108,7 +108,7 @@ def test_a_report_that_is_not_html_is_a_usage_error(run: Run) -> None:
     assert "out.txt does not end in .html" in result.message
     result = run("demo", "-o", "nowhere/out.html")
     assert (result.code, result.out) == (2, "")
-    assert "the directory nowhere of out.html does not exist" in result.message
+    assert "nowhere/out.html: the directory nowhere does not exist or is not writable" in result.message
 
 
 @pytest.mark.full  # tests/runtime/test_local_ranks.py makes the promise for all local ranks

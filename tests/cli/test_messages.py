@@ -106,7 +106,7 @@ def test_json_on_stdout_stays_json_when_a_file_is_written(run: Run) -> None:
     [
         (["simulate", "1f1b", "--jitter", "5%"], "--jitter must be a number (given 5%)"),
         (["simulate", "1f1b", "--ranks", "four"], "--ranks must be an integer (given four)"),
-        (["plan", "x.json", "--top", "0"], "--top must be greater than or equal to 1 (given 0)"),
+        (["plan", "x.json", "--top", "0"], "--top must be at least 1 (given 0)"),
         (
             ["export", "megatronn", "1f1b"],
             "TRAINER is one of torchtitan, megatron (given megatronn); did you mean megatron?",
@@ -114,6 +114,23 @@ def test_json_on_stdout_stays_json_when_a_file_is_written(run: Run) -> None:
         (
             ["plan", "x.json", "--divices", "3"],
             "no such option: --divices; did you mean --devices? (see penstock plan --help)",
+        ),
+        (["demo", "--ranks", "99"], "--ranks must be at most 8 (given 99)"),
+        (
+            ["simulate", "1f1b", "--send-model", "x"],
+            "--send-model is one of buffered, edge-streams, pair-streams, shared-stream, rendezvous (given x)",
+        ),
+        (
+            ["search", "--objective", "spann"],
+            "--objective is one of makespan, span, period (given spann); did you mean span?",
+        ),
+        (
+            ["search", "--memory", "80gb"],
+            "--memory is a number of bytes, e.g. 80e9, 80GB or 74.5GiB (given 80gb)",
+        ),
+        (
+            ["export"],
+            "missing argument 'TRAINER'; choose from: torchtitan, megatron (see penstock export --help)",
         ),
         (["simulate"], "missing argument 'NAME|FILE' (see penstock simulate --help)"),
         (["doctr"], "no such command 'doctr'; did you mean 'doctor'? (see penstock --help)"),

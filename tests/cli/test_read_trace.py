@@ -89,7 +89,11 @@ def test_timers_of_megatron(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["train.log"], 2, "train.log is a log: give --ranks and --microbatches"),
+        (
+            ["train.log"],
+            2,
+            "train.log is not JSON, so it is read as a log of Megatron-LM: give its --ranks and",
+        ),
         (["train.log", "-p", 2, "-m", 4, "-o", "x.html"], 2, "only costs: x.html must be .toml or .json"),
         (["rank0.json.gz", "rank1.json.gz", "-p", 2], 2, "traces have their own sizes"),
         (["rank0.json.gz", "rank1.json.gz", "-o", "x.pdf"], 2, "x.pdf does not end in .html"),
@@ -113,7 +117,7 @@ def test_timers_of_megatron(run: Run, tmp_path: Path) -> None:
         (["simulated.json", "--step", 5], 2, "--step must be 0: there is 1 timeline (given 5)"),
         (["rank1.json.gz"], 1, "no file has stage 0"),
         (["missing.json"], 2, "missing.json: No such file"),
-        (["empty.json"], 1, "empty.json: character 0: a trace begins with"),
+        (["empty.json"], 1, "empty.json: the file is empty"),
     ],
 )
 def test_mistakes_are_explained(

@@ -197,17 +197,18 @@ def test_absurd_sizes_are_usage_errors(run: Run) -> None:
 def test_a_missing_directory_is_named(run: Run) -> None:
     result = run(*SMALL, "-o", "folder/mine.csv")
     assert result.code == 2
-    assert "No such file or directory" in result.message
-    assert "mine.csv" in result.message
-    assert ".tmp" not in result.message
+    assert "folder/mine.csv: the directory folder does not exist or is not writable" in result.message
 
 
 def test_a_directory_in_place_of_a_file_is_named(run: Run, tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
-    for arguments in ((*SMALL, "-o", "folder.csv"), ("show", "folder.csv")):
+    for arguments, problem in (
+        ((*SMALL, "-o", "folder.csv"), "folder.csv is a directory; give the name of a file"),
+        (("show", "folder.csv"), "folder.csv: Is a directory"),
+    ):
         result = run(*arguments)
         assert result.code == 2
-        assert "folder.csv: Is a directory" in result.message
+        assert problem in result.message
 
 
 def test_a_group_is_for_families_that_have_one(run: Run, tmp_path: Path) -> None:

@@ -184,8 +184,11 @@ def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> 
 
 def test_numbers_and_names_that_cannot_be_are_bad_usage(run: Run) -> None:
     for arguments, expected in (
-        (["1f1b", "--steps", 0, "-p", 2, "-m", 2], "steps must be a whole number of at least 1 (given 0)"),
-        (["1f1b", "--tolerance", 0, "-p", 2, "-m", 2], "the tolerance must be a relative error above 0"),
+        (["1f1b", "--steps", 0, "-p", 2, "-m", 2], "--steps must be at least 1 (given 0)"),
+        (
+            ["1f1b", "--tolerance", 0, "-p", 2, "-m", 2],
+            "--tolerance must be a relative error above 0, e.g. 1e-4 (given 0)",
+        ),
         (["1f1b", "--all", "-p", 2, "-m", 2], "--all selects every family: remove it, or the names"),
         (["-p", 2, "-m", 2], "name the schedules, e.g. 1f1b zbv, or give --all"),
         (["1f1b"], "1f1b needs --ranks and --microbatches"),

@@ -116,10 +116,20 @@ def test_a_level_that_does_not_match_the_steps_is_rejected() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "{", "{'a': 1}", '{"a": 1,}', "0F0,0B0", '{"a": 1} {}', "\ufeff{}"])
+@pytest.mark.parametrize("text", ["{", "{'a': 1}", '{"a": 1,}', "0F0,0B0", '{"a": 1} {}', "\ufeff{}"])
 def test_invalid_json_is_rejected_with_line_and_column(text: str) -> None:
     (problem,) = problems_of(text, "json")
     assert re.match(r"line 1, column \d+: invalid JSON: ", problem)
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_file_is_called_empty(text: str) -> None:
+    assert problems_of(text, "json") == ["invalid JSON: the file is empty"]
+
+
+def test_an_object_without_any_key_of_a_schedule_is_one_problem() -> None:
+    (problem,) = problems_of('{"a": 1}', "json")
+    assert problem.startswith("not a schedule: it has none of the keys format, version, ")
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "1", "true", '"0F0"'])

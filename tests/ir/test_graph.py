@@ -168,7 +168,7 @@ def test_the_text_of_edges_is_a_graph() -> None:
         ("0>1,1-2", "'1-2' is not an edge"),
         ("0>1,2>x", "'2>x' is not an edge"),
         ("0>1,1>2,2>0", "stages feed each other in a cycle: 0 -> 1 -> 2 -> 0"),
-        ("0>1,1>999999999", "stage 999999999 of 2 edges: some stages have no edge"),
+        ("0>1,1>999999999", "2 edges cannot connect stages 0 to 999999999; stage numbers have no gaps"),
     ):
         with pytest.raises(PlacementError, match=expected):
             StageGraph.parse(text)

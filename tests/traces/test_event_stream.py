@@ -44,10 +44,15 @@ def test_a_bare_list_may_end_without_its_bracket() -> None:
     assert all_of("[]")[0] == []
 
 
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_file_is_called_empty(text: str) -> None:
+    with pytest.raises(TraceError, match=r"t\.json: the file is empty"):
+        all_of(text, 8)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "a trace begins with { or ["),
         ("hello", "character 0: a trace begins with { or [ at 'hello'"),
         ('{"traceEvents": [{"a": 1}, {"b" 2}]}', "event 1: invalid JSON"),
         ('{"traceEvents": [{"a": 1} {"b": 2}]}', "',' or ']' is missing"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -77,24 +77,23 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot encode
     try:
         sys.exit(app(standalone_mode=False) or 0)
-    except UsageError as error:
-        if type(error).__name__ != "NoArgsIsHelpError":  # the help is printed
-            _fail(usage_message(error), 2)
-        sys.exit(2)
     except typer.Abort:
         sys.exit(130)  # Ctrl-C
-    except (FormatError, ScheduleError, TraceError) as error:
-        if error.argument:
-            _fail(with_options(str(error)), 2)
-        _fail(str(error), 1)
-    except (BuildError, CostsError, PlanError, SearchError) as error:  # about arguments, by their Python names
-        _fail(with_options(str(error)), 2)
-    except PenstockError as error:
-        _fail(str(error), 2)
-    except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+    except (UsageError, PenstockError, OSError, MemoryError) as error:
+        message, code = _failure(error)
+        if message:
+            typer.echo(f"penstock: {message}", err=True)
+        sys.exit(code)
 
 
-def _fail(message: str, code: int) -> NoReturn:
-    typer.echo(f"penstock: {message}", err=True)
-    sys.exit(code)
+def _failure(error: Any) -> tuple[str, int]:  # noqa: ANN401 -- one of several classes
+    """The message and the exit code; no message where the help is printed already."""
+    if isinstance(error, UsageError):
+        return "" if type(error).__name__ == "NoArgsIsHelpError" else usage_message(error), 2
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error), 2
+    if isinstance(error, MemoryError):
+        return "there is not enough memory on this machine: use fewer ranks or microbatches", 2
+    if isinstance(error, BuildError | CostsError | PlanError | SearchError) or error.argument:
+        return with_options(str(error)), 2  # about arguments, by their Python names
+    return str(error), 1 if isinstance(error, FormatError | ScheduleError | TraceError) else 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -22,7 +21,7 @@ from penstock.cli.options import (
     SendModelOption,
     complete_family,
 )
-from penstock.cli.rendering import render, require_suffix, say_written
+from penstock.cli.rendering import print_table, render, require_suffix, say_written
 from penstock.cost.costs import Costs
 from penstock.families import families
 from penstock.formats import write_bytes
@@ -87,6 +86,9 @@ def compare(
         for name, family in families().items()
         if name != "forward-only" and (graph is None or family.graph_builder is not None)
     ]
+    if not schedules and (ranks is None or not microbatches):
+        example = "penstock compare --ranks 4 --microbatches 8"
+        raise typer.BadParameter(f"give --ranks and --microbatches to compare all families, e.g. {example}")
     sizes = GraphSizes(ranks, None, stages_per_rank, graph=graph)
     compared = list(schedules_from(names, sizes, microbatches or [], group or []))
     timelines = _simulate_all(compared, None if costs is None else costs_from(costs), send_model)
@@ -96,12 +98,8 @@ def compare(
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        width = max(shutil.get_terminal_size().columns, 112)
-        console = Console(highlight=False, markup=False, width=width)
-        console.print(comparison_table(rows))
-        console.print()
-        for line in comparison_notes(rows, unit_costs=costs is None):
-            console.print(line, soft_wrap=True)
+        print_table(comparison_table(rows))
+        typer.echo("\n".join(["", *comparison_notes(rows, unit_costs=costs is None)]))
     if output is not None:
         say_written(output, as_json=as_json)
 

@@ -62,8 +62,6 @@ def demo(
       penstock demo --ranks 4 -o demo.html
     """
     require_suffix(output, (".html",))
-    if not output.parent.is_dir():
-        raise typer.BadParameter(f"the directory {output.parent} of {output.name} does not exist")
     count = ranks or min(_MAX_DEFAULT_RANKS, max(2, _cpus()))
     from penstock.runtime.local_ranks import LocalRanks  # noqa: PLC0415 -- torch, which is an extra
 

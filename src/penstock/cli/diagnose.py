@@ -40,8 +40,6 @@ DumpFolder: TypeAlias = Annotated[
     typer.Argument(
         metavar="FOLDER",
         help="The folder with the state files of the ranks, or with dumps of torch's flight recorder.",
-        exists=True,
-        file_okay=False,
     ),
 ]
 ScheduleOption: TypeAlias = Annotated[
@@ -73,6 +71,8 @@ def diagnose(
       penstock diagnose /tmp/nccl_traces --schedule 1f1b -p 4 -m 8
       penstock diagnose states/ --json
     """
+    if not folder.is_dir():
+        raise typer.BadParameter(f"{folder}: {'not a directory' if folder.exists() else 'no such directory'}")
     given = given_schedule_from(schedule, sizes)
     evidence = read_evidence(folder, given)
     found = [diagnose_pipeline(pipeline, given) for pipeline in evidence.pipelines]

@@ -78,7 +78,7 @@ def doctor(
         _distributed(schedule, sizes, output, timeout, as_json=as_json)
     given = {"--schedule": schedule, "--output": output, **dict.fromkeys(sizes.given, True)}
     if names := [name for name, value in given.items() if value is not None]:
-        raise typer.BadParameter(f"{' and '.join(names)} belong to --distributed; give it too")
+        raise typer.BadParameter(f"only with --distributed: {', '.join(names)}")
     extras = extra_checks()
     checks = [*core_checks(__version__), *machine_checks(), *name_checks(), *extras]
     if {check.name: check.verdict for check in extras}["extra torch"] == "ok":

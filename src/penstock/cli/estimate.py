@@ -143,5 +143,7 @@ def _fitted(
     if profile is None:
         return found, stage_costs(found, placement, counts)
     measured = costs_from(profile)
+    if not measured.units.seconds:
+        raise typer.BadParameter(f"--fit takes measured seconds, and the costs of {profile} are relative")
     fitted = make_estimate(found.config, found.setting, fitted_device(found, measured, counts))
     return fitted, with_measured_links(stage_costs(fitted, placement, counts), measured)

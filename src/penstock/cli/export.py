@@ -12,6 +12,7 @@ import typer
 from penstock.cli.estimate_options import complete_model, config_from
 from penstock.cli.inputs import Sizes, schedule_from
 from penstock.cli.options import ScheduleSource
+from penstock.cli.outputs import require_folder
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.integrations import export_megatron, export_torchtitan
 from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts
@@ -70,6 +71,8 @@ def export(
       penstock export torchtitan zbv -p 4 -m 8 --layout 'Et*3|(t*4|)*6,t*5L'
       penstock export megatron interleaved-1f1b -p 4 -m 16 -v 2 --group 8 --layers 30
     """
+    if output is not None:
+        require_folder(output)
     chosen = schedule_from(schedule, sizes)
     config = None if model is None else config_from(model)
     notes = []
@@ -81,11 +84,12 @@ def export(
         made = export_torchtitan(chosen, parts, microbatch_size, str(output or ""), config)
     else:
         made = export_megatron(chosen, parts, microbatch_size)
+    if output is not None:
+        made.write(output)
     typer.echo("\n".join(made.flags))
     for note in [*made.notes, *notes]:
         typer.echo(f"# {note}")
     if output is not None:
-        made.write(output)
         typer.echo(f"# wrote {', '.join(str(output / name) for name in made.files)}")
 
 

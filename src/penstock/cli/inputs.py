@@ -29,7 +29,7 @@ from penstock.cli.options import (
 )
 from penstock.cost.costs import Costs
 from penstock.cost.presets import preset, presets
-from penstock.errors import FormatError, PlacementError, ScheduleError
+from penstock.errors import BuildError, FormatError, PlacementError, ScheduleError
 from penstock.families import build, find
 from penstock.formats import format_of, read
 from penstock.ir.graph import StageGraph
@@ -157,8 +157,14 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def is_file(source: str) -> bool:
-    """Whether it names a file rather than a family."""
-    return Path(source).suffix != "" or "/" in source
+    """Whether it names a file rather than a family; what exists and is no family is taken for one."""
+    if Path(source).suffix or "/" in source:
+        return True
+    try:
+        find(source)
+    except BuildError:
+        return Path(source).exists()
+    return False
 
 
 def schedule_from(

@@ -14,7 +14,9 @@ _SHORT = (
 )
 """Names that are arguments where a message says what they must be."""
 _ARGUMENT = re.compile(
-    rf"(?<![\w-])({'|'.join(_LONG)}|(?:{'|'.join(_SHORT)})(?= must| is supported|=))(=)?", re.ASCII
+    rf"(?<![\w-])({'|'.join(_LONG)}|(?:{'|'.join(_SHORT)})(?= must| is supported|=| of [\w-]+ must)"
+    r"|(?<=has no )group)(=)?",
+    re.ASCII,
 )
 
 

@@ -9,6 +9,7 @@ import typer
 
 from penstock.cli.estimate_options import complete_model
 from penstock.cli.options import parse_stages
+from penstock.cli.outputs import require_folder
 from penstock.cli.plan_job import JobArguments, is_job, job_request
 from penstock.cli.plan_job_report import render_frontier, report_job
 from penstock.cli.plan_options import PlanArguments, PlanOutput
@@ -56,6 +57,8 @@ def plan(
     """
     if output.picture is not None:
         require_suffix(output.picture, (".svg", ".png", ".html"), advice="; --write DIR writes the schedule")
+    if output.folder is not None:
+        require_folder(output.folder)
     arguments.check()
     if is_job(model, job):
         report_job(job_request(model, job, arguments), output)

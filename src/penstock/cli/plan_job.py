@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.estimate_options import Precision, Recomputation, config_from, device_from
 from penstock.cli.options import Objective
-from penstock.cli.plan_options import PlanArguments
+from penstock.cli.plan_options import PlanArguments, names_in
 from penstock.cost.estimate import devices, is_config
 from penstock.cost.estimate.known_models import is_model_name
 from penstock.errors import FormatError
@@ -152,7 +152,7 @@ def job_request(source: str, arguments: JobArguments, common: PlanArguments) -> 
         pipeline=common.ranks,
         microbatch_size=arguments.microbatch_size,
         recompute=None if arguments.recompute is None else arguments.recompute.value,
-        families=tuple(arguments.schedules.split(",")) if arguments.schedules else (),
+        families=names_in(arguments.schedules),
         budget=1.0 if arguments.budget is None else arguments.budget,
         search=common.seconds > 0,
         techniques=common.chosen_techniques,

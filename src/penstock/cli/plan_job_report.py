@@ -13,7 +13,7 @@ from rich.console import Console
 from penstock.cli.plan_options import PlanOutput
 from penstock.cli.plan_report import print_explanation
 from penstock.cli.progress import job_progress
-from penstock.cli.rendering import say_written
+from penstock.cli.rendering import print_table, say_written
 from penstock.cost.units import bytes_text, seconds_text
 from penstock.formats import write_bytes
 from penstock.planning.explanation import Explanation
@@ -55,9 +55,9 @@ def report_job(request: JobRequest, output: PlanOutput) -> None:
         typer.echo(json.dumps(_record(made, why), indent=2))
         return say_written(*written, as_json=True)
     width = shutil.get_terminal_size().columns
-    console = Console(highlight=False, markup=False, width=max(width, 110))
+    console = Console(highlight=False, markup=False, width=width)
     console.print(f"{made.title} of {made.request.sequence} tokens")
-    console.print(job_table(made, output.top))
+    print_table(job_table(made, output.top))
     if len(made.options) > output.top:
         console.print(f"and {len(made.options) - output.top} more: --top {len(made.options)}")
     console.print()

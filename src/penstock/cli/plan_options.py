@@ -22,7 +22,7 @@ from penstock.cli.options import (
 )
 from penstock.planning.technique_text import TECHNIQUES
 
-__all__ = ["PlanArguments", "PlanOutput"]
+__all__ = ["PlanArguments", "PlanOutput", "names_in"]
 
 BatchSize: TypeAlias = Annotated[
     int | None,
@@ -56,6 +56,11 @@ PlanDirectory: TypeAlias = Annotated[
 ]
 
 
+def names_in(text: str | None) -> tuple[str, ...]:
+    """The names in a list that is separated by commas."""
+    return tuple(name for part in (text or "").split(",") if (name := part.strip()))
+
+
 @dataclass(frozen=True)
 class PlanArguments:
     """What to plan, and how."""
@@ -74,10 +79,19 @@ class PlanArguments:
     @property
     def chosen_techniques(self) -> tuple[str, ...]:
         """The names in --techniques."""
-        return () if self.techniques is None else tuple(self.techniques.split(","))
+        return names_in(self.techniques)
 
     def check(self) -> None:
-        """Raise a usage error for an unknown technique."""
+        """Raise a usage error for a value that has no meaning, or an unknown technique."""
+        rules = {
+            "--memory must be more than 0": (self.memory, self.memory is None or self.memory > 0),
+            "--batch must be at least 1": (self.batch, self.batch is None or self.batch > 0),
+            "--seconds must be 0 or more": (self.seconds, self.seconds >= 0),
+            "--seed must be 0 or more": (self.seed, self.seed >= 0),
+        }
+        for rule, (given, is_met) in rules.items():
+            if not is_met:
+                raise typer.BadParameter(f"{rule} (given {given:g})")
         if unknown := [name for name in self.chosen_techniques if name not in TECHNIQUES]:
             raise typer.BadParameter(
                 f"--techniques are {', '.join(TECHNIQUES)} (given {printable(unknown[0])})"

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli.rendering import print_table
 from penstock.cost.units import Units
 from penstock.planning import Plan, Rejected
 from penstock.planning.explanation import Explanation
@@ -56,15 +57,15 @@ def _rejected(each: Rejected) -> dict[str, Any]:
 def print_plan(made: Plan, why: Explanation | None, top: int) -> None:
     """Print the ranking, the frontier and what was left out."""
     width = shutil.get_terminal_size().columns
-    console = Console(highlight=False, markup=False, width=max(width, 100))
-    console.print(plan_table(made, top))
+    console = Console(highlight=False, markup=False, width=width)
+    print_table(plan_table(made, top))
     if len(made.options) > top:
         console.print(f"and {len(made.options) - top} more: --top {len(made.options)}")
     console.print()
     console.print(frontier_text(made, width), soft_wrap=True)
     console.print()
     if made.request.recompute or made.request.offload:
-        console.print(_technique_table(made))
+        print_table(_technique_table(made))
         console.print()
     for line in _notes(made):
         console.print(line, soft_wrap=True)

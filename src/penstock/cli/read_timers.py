@@ -24,7 +24,9 @@ def show_timers(
     """Print the timers of a log, and write the costs."""
     ranks, microbatches, stages = sizes
     if ranks is None or microbatches is None:
-        raise typer.BadParameter(f"{path} is a log: give --ranks and --microbatches, which it does not tell")
+        raise typer.BadParameter(
+            f"{path} is not JSON, so it is read as a log of Megatron-LM: give its --ranks and --microbatches"
+        )
     if wrong := [str(each) for each in outputs if each.suffix.lower() not in (".toml", ".json")]:
         raise typer.BadParameter(
             f"timers have no order and no timeline, only costs: {', '.join(wrong)} must be .toml or .json"

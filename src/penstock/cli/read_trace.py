@@ -91,8 +91,6 @@ def read_trace(
     outputs = output or []
     for path in outputs:
         require_suffix(path, _SUFFIXES)
-        if not path.parent.is_dir():
-            raise typer.BadParameter(f"the directory {path.parent} of {path.name} does not exist")
     if search < 0:
         raise typer.BadParameter(f"--search is a number of seconds, from 0 (given {search:g})")
     if len(files) == 1 and _is_log(files[0]):

@@ -6,13 +6,19 @@ from importlib import import_module
 from pathlib import Path
 
 import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
+from penstock.cli.outputs import require_writable
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["TIMELINE_FORMATS", "render", "require_suffix", "say_written"]
+__all__ = ["TIMELINE_FORMATS", "print_table", "render", "require_suffix", "say_written"]
 
 TIMELINE_FORMATS = {"svg": "svg", "png": "png", "html": "html", "trace": "perfetto"}
 """The module of `penstock.view` for each format; its function has the format's name."""
+_WIDEST = 1000
+"""Columns of a table, at most."""
 
 
 def render(name: str, timelines: list[Timeline]) -> bytes:
@@ -23,15 +29,24 @@ def render(name: str, timelines: list[Timeline]) -> bytes:
 
 
 def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") -> str:
-    """The suffix of an output file without its dot; an error if it is none of these, or cannot be drawn."""
+    """The suffix of an output file without its dot; an error if it is none of these, or cannot be written."""
     suffix = output.suffix.lower()
     if suffix not in suffixes:
         *others, last = suffixes
         expected = f"{', '.join(others)} or {last}" if others else last
         raise typer.BadParameter(f"{output} does not end in {expected}{advice}")
+    require_writable(output)
     if suffix == ".png":  # before the work, not after it
         import_module("penstock.view.png").require_pillow()
     return suffix[1:]
+
+
+def print_table(table: Table) -> None:
+    """Print a table with every cell in full, on one line; a terminal that is narrower wraps the lines."""
+    console = Console(highlight=False, markup=False)
+    needed = Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 def say_written(*paths: Path, as_json: bool = False, more: str = "") -> None:

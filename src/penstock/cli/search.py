@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -25,6 +24,7 @@ from penstock.cli.options import (
     Seed,
     parse_stages,
 )
+from penstock.cli.outputs import require_writable
 from penstock.cli.progress import search_progress
 from penstock.cli.rendering import say_written
 from penstock.errors import FormatError, PlacementError
@@ -130,7 +130,9 @@ def search(
       penstock search -p 4 -m 16 --costs costs.toml --memory 40GiB --recompute --offload
     """
     if output is not None:
-        _require_writable(output)
+        _require_schedule_file(output)
+    if (recompute or offload) and memory is None:
+        raise typer.BadParameter("--recompute and --offload need --memory: without a limit nothing needs them")
     where = _parse_placement(placement)
     if isinstance(where, Placement) and stages_per_rank is not None:
         raise typer.BadParameter("--placement has the rank of each stage; remove --stages-per-rank")
@@ -165,16 +167,13 @@ def search(
         say_written(output, as_json=as_json)
 
 
-def _require_writable(output: Path) -> None:
+def _require_schedule_file(output: Path) -> None:
     """Fail before the search rather than after it."""
     try:
         format_of(output)
     except FormatError as error:
         raise typer.BadParameter(str(error)) from None
-    if output.is_dir():
-        raise typer.BadParameter(f"{output} is a directory")
-    if not os.access(output.parent, os.W_OK):
-        raise typer.BadParameter(f"{output}: the directory {output.parent} does not exist or is not writable")
+    require_writable(output)
 
 
 def _print(result: SearchResult) -> None:

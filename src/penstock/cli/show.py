@@ -15,6 +15,7 @@ from rich.text import Text
 from penstock.arguments import plural, printable
 from penstock.cli.inputs import GraphSizes, Lowering, costs_from, is_file, schedule_from
 from penstock.cli.options import ScheduleSource
+from penstock.cli.outputs import require_writable
 from penstock.cli.rendering import TIMELINE_FORMATS, render, say_written
 from penstock.formats import dumps, write_bytes
 from penstock.ir.schedule import Schedule
@@ -72,6 +73,8 @@ def show(
       penstock show zbv.csv --costs costs.toml -o zbv.html
     """
     chosen = _choose_format(output_format, output)
+    if output is not None:
+        require_writable(output)
     shown = schedule_from(schedule, sizes, lowering)
     width = shutil.get_terminal_size().columns
     if chosen is Format.grid and output is None:

@@ -10,7 +10,7 @@ import typer
 from penstock.arguments import plural
 from penstock.cli.inputs import GraphSizes, Lowering, costs_from, for_send_model, schedule_from
 from penstock.cli.options import ScheduleSource, SendModelOption
-from penstock.cli.rendering import render, say_written
+from penstock.cli.rendering import render, require_suffix, say_written
 from penstock.formats import write_bytes
 from penstock.simulation.simulator import simulate
 from penstock.validation import SendModel
@@ -34,6 +34,7 @@ def trace(
       penstock trace zbv -p 4 -m 8 -o zbv.trace.json
       penstock trace mine.csv --costs costs.toml --lowered
     """
+    require_suffix(output, (".json",))
     chosen = schedule_from(schedule, sizes, lowering, send_model)
     costs = costs_from(lowering.costs)
     timeline = simulate(for_send_model(chosen, send_model), costs, send_model=send_model)

@@ -25,7 +25,8 @@ def usage_message(error: Any) -> str:  # noqa: ANN401 -- one of two classes
             return str(error.message)
         if error.message:
             return _value_message(error)
-    message = str(error.format_message()).replace(". Did", "; did").rstrip(".")
+    message = " ".join(str(error.format_message()).split())
+    message = message.replace(". Did", "; did").replace(". Choose", "; choose").rstrip(".")
     if (name := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
         options = [each for param in error.ctx.command.params for each in param.opts if each.startswith("--")]
         message = f"no such option: {printable(name)}{did_you_mean(name, options, 0.6)}"
@@ -44,5 +45,7 @@ def _value_message(error: Any) -> str:  # noqa: ANN401 -- as above
         return f"{name} is one of {', '.join(known)} {given}"
     if found := _MUST_BE.fullmatch(details["msg"]):
         wanted = found[1].replace("a valid i", "an i").replace("a valid", "a")
+        wanted = wanted.replace("greater than or equal to", "at least")
+        wanted = wanted.replace("less than or equal to", "at most")
         return f"{name} must be {wanted} (given {printable(str(details['input']))})"
-    return f"{name}: {error.message}"
+    return str(error.message) if error.message.startswith(name) else f"{name}: {error.message}"

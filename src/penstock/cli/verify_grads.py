@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -16,6 +15,7 @@ from rich.text import Text
 from penstock.arguments import printable
 from penstock.cli.inputs import GraphSizes, schedules_from
 from penstock.cli.options import AsJson, complete_family
+from penstock.cli.rendering import print_table
 from penstock.families import families
 from penstock.ir.schedule import Schedule
 
@@ -38,7 +38,7 @@ ScheduleSources: TypeAlias = Annotated[
     ),
 ]
 AllFamilies: TypeAlias = Annotated[bool, typer.Option("--all", help="All families that have a backward.")]
-StepCount: TypeAlias = Annotated[int, typer.Option("--steps", "-k", help="Number of training steps.")]
+StepCount: TypeAlias = Annotated[int, typer.Option("--steps", "-k", min=1, help="Number of training steps.")]
 Tolerance: TypeAlias = Annotated[
     float | None,
     typer.Option("--tolerance", metavar="SHARE", help="Largest allowed relative error, e.g. 1e-4."),
@@ -64,6 +64,10 @@ def verify_grads(
       penstock verify-grads my_model:parts --all -p 2 -m 8 --steps 3
       penstock verify-grads my_model:parts mine.csv --tolerance 1e-6 --json
     """
+    if tolerance is not None and not tolerance > 0:
+        raise typer.BadParameter(
+            f"--tolerance must be a relative error above 0, e.g. 1e-4 (given {tolerance:g})"
+        )
     verified = list(schedules_from(_names(schedules or [], every=every), sizes))
     found = _verify(function, verified, steps, tolerance)
     if as_json:
@@ -153,7 +157,7 @@ def _print(found: list[Verdict]) -> None:
             Text(outcome, "green" if verdict.equal else "bold red"),
             Text(name),
         )
-    Console(highlight=False, width=max(shutil.get_terminal_size().columns, 112)).print(table)
+    print_table(table)
     reasons: dict[str, list[str]] = {}
     for verdict in found:
         if reason := verdict.rejected or verdict.cause:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from penstock.arguments import did_you_mean, printable, whole_number
+from penstock.arguments import did_you_mean, plural, printable, whole_number
 from penstock.errors import BuildError
 from penstock.families.depth_order import topological_placement
 from penstock.families.stage_counts import leave_out_stages
@@ -18,6 +18,8 @@ __all__ = ["Family", "build", "families", "find", "register"]
 
 MAX_WORK = 1 << 24
 """The largest product of stages and microbatches that `build` accepts."""
+_ALMOST = 0.85
+"""Similarity from which on one of torch's names is meant, which messages do not list."""
 
 Builder = Callable[..., Schedule]
 """Takes ranks, microbatches and stages_per_rank, and in families with groups the keyword `group`."""
@@ -134,7 +136,8 @@ def build(
     if problems := counts + _problems(family, ranks, microbatches, most) + group_problems:
         raise BuildError("; ".join(problems))
     per_rank = most or family.stages_per_rank or family.default_stages_per_rank
-    given = f"{ranks} ranks, {per_rank} stages per rank, {microbatches} microbatches"
+    per_rank_text = plural(per_rank, "stage per rank", "stages per rank")
+    given = f"{plural(ranks, 'rank')}, {per_rank_text}, {microbatches} microbatches"
     _check_work(ranks * per_rank, microbatches, given)
     built = family.builder(ranks, microbatches, per_rank, **({} if group is None else {"group": group}))
     if not isinstance(built, Schedule):
@@ -228,7 +231,8 @@ def find(name: str) -> Family:
         _load_plugins()
         family = _BY_KEY.get(_key(name))
     if family is None:
-        guess = did_you_mean(name, (each for f in _REGISTRY.values() for each in (f.name, *f.aliases)))
+        aliases = [alias for each in _REGISTRY.values() for alias in each.aliases]
+        guess = did_you_mean(name, aliases, _ALMOST) or did_you_mean(name, _REGISTRY)
         raise BuildError(f"unknown family {printable(name)!r}{guess} (known: {', '.join(_REGISTRY)})")
     return family
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 from penstock.errors import FormatError
 
@@ -20,16 +22,31 @@ if sys.version_info >= (3, 11):
 else:  # the backport of the same module
     import tomli as tomllib
 
-__all__ = ["read_keys", "read_text", "require_extension", "write_bytes", "write_text"]
+__all__ = [
+    "JsonError",
+    "parse_json",
+    "read_keys",
+    "read_text",
+    "require_extension",
+    "write_bytes",
+    "write_text",
+]
 
 
 def require_extension(path: Path, *allowed: str) -> str:
     """Return the file's extension in lower case, such as `.json`; raise `FormatError` if it is not allowed."""
     extension = path.suffix.lower()
     if extension not in allowed:
-        problem = f"unknown file extension {extension or '(none)'}; use {' or '.join(allowed)}"
-        raise FormatError(str(path), [problem])
+        raise FormatError(str(path), [_extension_problem(path, " or ".join(allowed))])
     return extension
+
+
+def _extension_problem(path: Path, allowed: str) -> str:
+    if not path.is_dir():
+        return f"unknown file extension {path.suffix.lower() or '(none)'}; use {allowed}"
+    config = path / "config.json"
+    meant = f"; did you mean {config}?" if ".json" in allowed and config.is_file() else ""
+    return f"it is a directory; give a {allowed} file{meant}"
 
 
 def read_text(path: Path) -> str:
@@ -37,7 +54,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise FormatError(str(path), [f"byte {error.start} is not valid UTF-8"]) from None
+        raise FormatError(str(path), [f"not a text file: byte {error.start} is not valid UTF-8"]) from None
 
 
 def read_keys(path: str | os.PathLike[str]) -> object:
@@ -46,10 +63,28 @@ def read_keys(path: str | os.PathLike[str]) -> object:
     extension = require_extension(path, ".json", ".toml")
     text = read_text(path)
     try:
-        document: object = json.loads(text) if extension == ".json" else tomllib.loads(text)
+        document: object = parse_json(text) if extension == ".json" else tomllib.loads(text)
+    except JsonError as error:
+        raise FormatError(str(path), [str(error)]) from None
     except (ValueError, RecursionError) as error:
-        raise FormatError(str(path), [f"invalid {extension[1:].upper()}: {error}"]) from None
+        raise FormatError(str(path), [f"invalid TOML: {error}"]) from None
     return document
+
+
+class JsonError(ValueError):
+    """Text that is not JSON; the message says why and where."""
+
+
+def parse_json(text: str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:  # noqa: ANN401 -- any JSON
+    """Parse JSON text; raise `JsonError` if that is not possible."""
+    if not text.strip():
+        raise JsonError("invalid JSON: the file is empty")
+    try:
+        return json.loads(text, object_pairs_hook=object_pairs_hook)
+    except json.JSONDecodeError as error:
+        raise JsonError(f"line {error.lineno}, column {error.colno}: invalid JSON: {error.msg}") from None
+    except (ValueError, RecursionError):
+        raise JsonError("invalid JSON: a number is too long or the nesting too deep") from None
 
 
 def write_text(text: str, path: Path) -> None:

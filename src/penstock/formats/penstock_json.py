@@ -17,6 +17,7 @@ from typing import Any
 from penstock.arguments import printable
 from penstock.errors import FormatError, PlacementError, ScheduleError
 from penstock.formats.file_kinds import SCHEDULE, kind_of_file
+from penstock.formats.files import JsonError, parse_json
 from penstock.formats.step_texts import Row, parse_row, schedule_of
 from penstock.ir.action import MAX_ID
 from penstock.ir.graph import StageGraph
@@ -80,16 +81,15 @@ def _load_object(text: str, source: str) -> tuple[dict[str, Any], list[str]]:
         return dict(pairs)
 
     try:
-        document = json.loads(text, object_pairs_hook=collect_duplicates)
-    except json.JSONDecodeError as error:
-        problem = f"line {error.lineno}, column {error.colno}: invalid JSON: {error.msg}"
-        raise FormatError(source, [problem]) from None
-    except (ValueError, RecursionError):
-        raise FormatError(source, ["invalid JSON: a number is too long or the nesting too deep"]) from None
+        document = parse_json(text, collect_duplicates)
+    except JsonError as error:
+        raise FormatError(source, [str(error)]) from None
     if not isinstance(document, dict):
         raise FormatError(source, [f"expected a JSON object with the keys {', '.join(_EXPECTED)}"])
     if (kind := kind_of_file(document)) not in (None, SCHEDULE):
         raise FormatError(source, [f"not a schedule: it is {kind}"])
+    if not _EXPECTED.keys() & document.keys():
+        raise FormatError(source, [f"not a schedule: it has none of the keys {', '.join(_EXPECTED)}"])
     problems = [f"{printable(key)}: duplicate key" for key in duplicates]
     return document, problems + _key_problems(document)
 

@@ -20,7 +20,7 @@ from graphlib import CycleError, TopologicalSorter
 import numpy as np
 import numpy.typing as npt
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import plural, printable, whole_number
 from penstock.errors import PlacementError, ScheduleError
 from penstock.ir.action import chain_neighbour
 from penstock.ir.kinds import Kind
@@ -71,7 +71,9 @@ class StageGraph:
         edges = [parse_edge(each.strip()) for each in text.split(",")]
         most = max(stage for edge in edges for stage in edge)
         if most > 2 * len(edges):
-            raise PlacementError(f"stage {most} of {len(edges)} edges: some stages have no edge")
+            raise PlacementError(
+                f"{plural(len(edges), 'edge')} cannot connect stages 0 to {most}; stage numbers have no gaps"
+            )
         return cls(most + 1, tuple(edges))
 
     @classmethod

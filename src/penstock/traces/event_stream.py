@@ -44,6 +44,8 @@ class EventStream:
         elif opening == "{":
             self._at += 1
             yield from self._object()
+        elif not opening:
+            raise TraceError([f"{self._name}: the file is empty"])
         else:
             self._fail("a trace begins with { or [")
         if self._next_sign():
@@ -127,7 +129,9 @@ class EventStream:
                 if short and self._may_be_cut(error.pos) and self._more():
                     continue
                 self._fail(f"invalid JSON: {error.msg}", error.pos - self._at)
-            except (ValueError, RecursionError) as error:
+            except RecursionError:
+                self._fail("invalid JSON: the nesting is too deep")
+            except ValueError as error:
                 self._fail(f"invalid JSON: {error}")
             if sign not in '{["' and self._buffer[end : end + 1] not in _ENDS and self._more():
                 continue  # a number may go on in the next chunk

@@ -96,7 +96,8 @@ def _read_file(path: Path, rank: int) -> RankState | FlightRecord:
         problem = f"not a dump of the flight recorder: {error}; nothing in it was run"
         raise FormatError(source, [problem]) from None
     except (ValueError, RecursionError) as error:
-        problem = f"neither JSON nor a pickle: {error}" if content else "the file is empty"
+        why = "it is no text" if isinstance(error, UnicodeDecodeError) else str(error)
+        problem = f"neither JSON nor a pickle: {why}" if content else "the file is empty"
         raise FormatError(source, [problem]) from None
     if isinstance(document, dict) and document.get("format") == STATE_FORMAT:
         return load_state(document, source)

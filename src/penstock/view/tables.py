@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from penstock.arguments import printable
+from penstock.arguments import listed, printable
 from penstock.cost.units import Units, bytes_text, number_text, seconds_text
 from penstock.planning.configuration import stages_text
 from penstock.planning.job.planner import JobPlan
@@ -69,13 +69,17 @@ def comparison_notes(rows: Sequence[Comparison], *, unit_costs: bool) -> list[st
 
 
 def _differences(rows: Sequence[Comparison]) -> Iterator[str]:
-    """Rows that do more or less work than the first with the same ranks and microbatches."""
+    """Rows that do more or less work than the first with the same ranks and microbatches, one line for each."""
     first: dict[tuple[int, int], Comparison] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         base = first.setdefault((row.ranks, row.microbatches), row)
         if base.work and abs(row.work / base.work - 1) > _ROUNDING:
-            more = f"{printable(row.name)} computes {row.work / base.work:.3g} times as much as"
-            yield f"{more} {printable(base.name)} (m={row.microbatches}), so their times are not comparable"
+            other = f"{printable(base.name)} (m={row.microbatches})"
+            found.setdefault((f"{row.work / base.work:.3g}", other), []).append(printable(row.name))
+    for (times, other), names in found.items():
+        verb = "compute" if len(names) > 1 else "computes"
+        yield f"{listed(names)} {verb} {times} times as much as {other}, so their times are not comparable"
 
 
 def result_lines(result: SearchResult) -> list[tuple[str, str, str]]:

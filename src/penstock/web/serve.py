@@ -6,8 +6,9 @@ import socket
 import webbrowser
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
-from penstock.arguments import install_command
+from penstock.arguments import install_command, printable
 from penstock.errors import MissingExtraError, PenstockError
 
 __all__ = ["serve"]
@@ -32,9 +33,10 @@ def serve(
         raise MissingExtraError(
             "the playground needs starlette and uvicorn, which are not installed: " + install_command("serve")
         ) from None
+    public = frozenset(map(_origin, origins))
     listening = _listen(host, port)
     url = _url(host, listening)
-    access = Access(loopback=host in LOOPBACK, origins=frozenset(origins))
+    access = Access(loopback=host in LOOPBACK, origins=public)
     app = create_app(access, read_only=read_only)
 
     class Server(uvicorn.Server):
@@ -56,6 +58,16 @@ def serve(
 def _url(host: str, listening: socket.socket) -> str:
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{listening.getsockname()[1]}/"
+
+
+def _origin(url: str) -> str:
+    """The address of a proxy as browsers send it: scheme and host, with the port if it is not the usual one."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or parts.query:
+        raise PenstockError(
+            f"--origin is the address of a proxy, e.g. https://schedules.example.com (given {printable(url)})"
+        )
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -80,14 +80,18 @@ class _Keys:
         value = self.document.get(name)
         if value is None:
             if default is None:
-                self.problems.append(f"missing {name}: an integer of at least {least}")
+                self._add(f"missing {name}: an integer of at least {least}")
             return least if default is None else default
         number = whole_number(value)
         if number is None or not least <= number <= 10**9:
-            given = printable(repr(value))
-            self.problems.append(f"{name}: must be an integer from {least} to 1e9 (given {given})")
+            self._add(f"{name}: must be an integer from {least} to 1e9 (given {printable(repr(value))})")
             return max(least, 1)
         return number
+
+    def _add(self, problem: str) -> None:
+        """Add a problem once, also if its key is read several times."""
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def flag(self, name: str, *, default: bool) -> bool:
         """A boolean."""

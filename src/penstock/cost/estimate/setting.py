@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.arguments import printable, whole_number
@@ -9,7 +10,7 @@ from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.operations import RECOMPUTATION
 from penstock.errors import EstimateError
 
-__all__ = ["ATTENTION", "KERNELS", "PRECISIONS", "Setting"]
+__all__ = ["ATTENTION", "KERNELS", "PRECISIONS", "Setting", "size_problems"]
 
 PRECISIONS = ("bf16", "fp8", "fp32")
 KERNELS = ("fused", "eager")
@@ -22,6 +23,18 @@ _SIZES = {
     "expert_parallel": "--ep",
     "data_parallel": "--dp",
 }
+_LARGEST = 10**9
+
+
+def size_problems(sizes: Mapping[str, object]) -> list[str]:
+    """Which of these options are no integers from 1 to a thousand million."""
+    problems = []
+    for option, value in sizes.items():
+        number = whole_number(value)
+        if number is None or not 1 <= number <= _LARGEST:
+            rule = "at most 1e9" if number is not None and number > _LARGEST else "an integer above 0"
+            problems.append(f"{option} must be {rule} (given {printable(repr(value))})")
+    return problems
 
 
 @dataclass(frozen=True)
@@ -95,11 +108,7 @@ class Setting:
             raise EstimateError("; ".join(problems))
 
     def _problems_of_values(self) -> list[str]:
-        problems = [
-            f"{option} must be an integer above 0 (given {printable(repr(getattr(self, name)))})"
-            for name, option in _SIZES.items()
-            if (whole_number(getattr(self, name)) or 0) < 1
-        ]
+        problems = size_problems({option: getattr(self, name) for name, option in _SIZES.items()})
         choices = {
             "--precision": (self.precision, PRECISIONS),
             "--recompute": (self.recompute, RECOMPUTATION),
@@ -119,7 +128,7 @@ class Setting:
         divided = {"attention heads": heads, "the feed-forward's width": config.width}
         for what, size in divided.items():
             if size % t:
-                near = max(n for n in range(1, t) if size % n == 0)
+                near = max(n for n in range(1, min(t, size + 1)) if size % n == 0)
                 problems.append(f"--tp {t} does not divide {size} ({what} of {config.name}): try --tp {near}")
         parts = 2 * self.context_parallel if self.context_parallel > 1 else 1
         if self.sequence_parallel:
@@ -138,7 +147,7 @@ class Setting:
             return [f"--ep {ep}: {config.name} has no experts; leave --ep out"] if ep > 1 else []
         problems = []
         if count % ep:
-            near = max(n for n in range(1, ep) if count % n == 0)
+            near = max(n for n in range(1, min(ep, count + 1)) if count % n == 0)
             problems.append(f"--ep {ep} does not divide the {count} experts of {config.name}: try --ep {near}")
         if self.ranks_per_stage % ep:
             product = f"--tp x --cp x --dp = {self.ranks_per_stage}"

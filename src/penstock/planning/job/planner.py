@@ -234,13 +234,11 @@ def _fits(request: JobRequest, change: dict[str, Any]) -> bool:
 
 def _no_layout(request: JobRequest) -> str:
     """No division of the devices divides everything else."""
-    for batch in range(request.batch + 1, request.batch + 4 * request.devices + 1):
-        changed = replace(request, batch=batch)
-        if next(job_layouts(changed), None) is not None:
-            return (
-                f"--batch {request.batch} samples cannot be divided over {request.devices} devices: no data "
-                f"parallel size divides both with the given sizes; the next that works is --batch {batch}"
-            )
+    if larger := max(data_sizes(request).nearest_batches, default=0):
+        return (
+            f"--batch {request.batch} samples cannot be divided over {request.devices} devices: no data "
+            f"parallel size divides both with the given sizes; the next that works is --batch {larger}"
+        )
     return (
         f"--devices {request.devices} cannot be divided for {request.config.name}, --batch {request.batch}: "
         f"tensor parallel sizes divide {request.config.attention.heads} heads, pipeline sizes are up to "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.arguments import did_you_mean, listed, printable, whole_number
+from penstock.arguments import did_you_mean, listed, printable
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.model_config import ModelConfig
-from penstock.cost.estimate.setting import Setting
+from penstock.cost.estimate.setting import Setting, size_problems
 from penstock.errors import EstimateError, PlanError
 from penstock.planning.job.family_traits import families_by_traits
 
@@ -60,11 +60,7 @@ class JobRequest:
             "--microbatch-size": self.microbatch_size,
         }
         given = required | {name: value for name, value in optional.items() if value is not None}
-        problems = [
-            f"{name} must be an integer above 0 (given {printable(repr(value))})"
-            for name, value in given.items()
-            if (whole_number(value) or 0) < 1
-        ]
+        problems = size_problems(given)
         if not problems:
             problems = [*self._sizes_that_do_not_divide(), *self._sizes_without_the_model()]
         problems += self._unknown_families()

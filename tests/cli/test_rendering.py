@@ -1,0 +1,24 @@
+"""Promise: a table has every cell in full, also where the terminal is narrower, or stdout is a pipe."""
+
+from __future__ import annotations
+
+import pytest
+from rich.table import Table
+
+from penstock.cli.rendering import print_table
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "300"])
+def test_every_row_of_a_table_is_one_line_in_full(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    table = Table(box=None, pad_edge=False)
+    cells = [f"interleaved-zero-bubble group={n}" for n in range(4)]
+    for n in range(len(cells)):
+        table.add_column(f"schedule {n}")
+    table.add_row(*cells)
+    print_table(table)
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split("  ")[0] == "schedule 0"
+    assert row.split("  ") == cells
