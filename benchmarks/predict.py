@@ -1,14 +1,12 @@
 """Prediction error of step times: costs from one profiled schedule, simulated for all others, and measured.
 
-    python -m benchmarks.predict [sleep-4] [sleep-8] [compute-2] [family ...] [runs]
+    python -m benchmarks.predict [sleep-4] [sleep-8] [compute-2] [family ...] [rounds]
 
 Two schedules are profiled for costs, one for families with one stage per rank, one for those with two: 1F1B and
 interleaved 1F1B in which every second microbatch has a split backward, so that B, I and W are measured. Every
 family is predicted from one of these profiles, with its jitter.
-In each run, 5 unless given, every schedule takes three steps, and those of the families are predicted from the
-profiles of the same run: a machine whose speed changes from minute to minute changes both. Times are means over
-the steps of a run; a row is the run of median error. Stages that sleep use no CPU, so that 8 ranks can be
-measured on fewer cores.
+In each round every schedule runs once; the measured time is the median of the rounds, 5 unless given, and costs
+are means over the same rounds. Stages that sleep use no CPU, so that 8 ranks can be measured on fewer cores.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from penstock.simulation.jitter import simulate_with_jitter
 FAMILIES = [name for name in penstock.families() if name != "forward-only"]
 PROFILED = {1: "1f1b", 2: "interleaved-1f1b"}
 """By stages per rank."""
-MICROBATCHES, RUNS, STEPS, LIMIT = 8, 5, 3, 5
+MICROBATCHES, ROUNDS, LIMIT = 8, 5, 5
 SLEEP = 0.010
 WIDTH = 256
 
@@ -45,25 +43,6 @@ def predicted(schedule: Schedule, profile: Sequence[Timeline]) -> float:
     """Mean seconds of a step at the costs, and with the jitter, of another schedule's profile."""
     costs, jitter = calibrate(profile), min(measured_jitter(profile), 1.0)
     return simulate_with_jitter(schedule, costs, jitter=jitter).mean
-
-
-class Run(NamedTuple):
-    """Seconds of a step in one run, and the error in percent."""
-
-    predicted: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        return 100 * (self.predicted / self.measured - 1)
-
-
-def _errors(steps: Sequence[Timeline], profile: Sequence[Timeline]) -> Iterator[Run]:
-    """Each run predicted from the profile of the same run."""
-    for first in range(0, len(steps), STEPS):
-        own, others = (each[first : first + STEPS] for each in (steps, profile))
-        measured = statistics.fmean(step.makespan for step in own)
-        yield Run(predicted(own[0].schedule, others), measured)
 
 
 def _forwards(profile: Sequence[Timeline]) -> Iterator[str]:
@@ -81,7 +60,7 @@ class Request(NamedTuple):
     """What to measure."""
 
     families: list[str]
-    runs: int
+    rounds: int
 
 
 def compare(
@@ -97,26 +76,26 @@ def compare(
     x = torch.randn(shape, requires_grad=True)  # so that stage 0 computes an input gradient too
     y = torch.randn(shape)
     steps = profiled_rounds(
-        schedules | {schedule.name: schedule for schedule in profiled.values()},
+        schedules | {each.name: each for each in profiled.values()},
         lambda schedule: [stage(schedule.num_stages) for _ in range(schedule.num_stages)],
         lambda: (x, y),
         nn.functional.mse_loss,
-        request.runs,
-        STEPS,
+        request.rounds,
     )
-    columns = "predicted ms", "measured ms", "error %", "least error %", "largest error %"
-    print_row("schedule", *columns, "longest / shortest step")
+    print_row("schedule", "predicted ms", "measured ms", "error %", "shortest ms", "longest ms")
     errors = []
     for name, own in steps.items():
-        profile = steps[profiled[own[0].schedule.num_stages // ranks].name]
-        each = sorted(_errors(own, profile), key=lambda run: run.error)
-        median, times = each[len(each) // 2], [step.makespan for step in own]
-        bounds = each[0].error, each[-1].error, max(times) / min(times)
-        print_row(name, 1e3 * median.predicted, 1e3 * median.measured, median.error, *bounds)
+        lowered = own[0].schedule
+        profile = steps[profiled[lowered.num_stages // ranks].name]
+        seconds, times = predicted(lowered, profile), [step.makespan for step in own]
+        measured, error = statistics.median(times), 100 * (seconds / statistics.median(times) - 1)
+        print_row(
+            name, *(1e3 * each for each in (seconds, measured)), error, 1e3 * min(times), 1e3 * max(times)
+        )
         if name in schedules:
-            errors.append(median.error)
-    for schedule in profiled.values():
-        print_row(f"F in {schedule.name}", *_forwards(steps[schedule.name]))
+            errors.append(error)
+    for each in profiled.values():
+        print_row(f"F in {each.name}", *_forwards(steps[each.name]))
     within = sum(abs(error) <= LIMIT for error in errors)
     print_row(f"within {LIMIT} %", f"{within} of {len(errors)}", "largest", max(errors, key=abs))
 
@@ -146,11 +125,11 @@ def run_part(part: str, request: Request, print_row: Callable[..., None]) -> Non
 
 def main() -> None:
     families = [each for each in sys.argv[1:] if each in FAMILIES] or FAMILIES
-    runs = [int(each) for each in sys.argv[1:] if each.isdigit()] or [RUNS]
+    rounds = [int(each) for each in sys.argv[1:] if each.isdigit()] or [ROUNDS]
     for part in [each for each in sys.argv[1:] if each in PARTS] or PARTS:
         function, ranks = PARTS[part]
         print(f"{part} ({ranks} ranks)\n  {function.__doc__}")
-        on_ranks(ranks, run_part, part, Request(families, runs[0]))
+        on_ranks(ranks, run_part, part, Request(families, rounds[0]))
 
 
 if __name__ == "__main__":

@@ -39,12 +39,11 @@ def profiled_rounds(
     batch: Callable[[], tuple[Tensor, Tensor]],
     loss: Callable[..., Any],
     rounds: int,
-    steps: int = 1,
 ) -> dict[str, list[Timeline]]:
     """The timelines of each schedule.
 
-    In each round every schedule runs for so many steps, so that load affects all of them alike. Each round
-    begins with another schedule, so that none always runs after the same one.
+    In each round every schedule runs once, so that load affects all of them alike. Each round begins with
+    another schedule, so that none always runs after the same one.
     """
     found: dict[str, list[Timeline]] = {name: [] for name in schedules}
     with ExitStack() as stack:
@@ -57,7 +56,7 @@ def profiled_rounds(
         names = list(pipelines)
         for number in range(_NOT_COUNTED + rounds):
             first = number % len(names)
-            for name in [each for each in names[first:] + names[:first] for _ in range(steps)]:
+            for name in names[first:] + names[:first]:
                 pipeline, (x, target) = pipelines[name], batch()
                 step = pipeline.step(x, target=target)
                 for parameter in pipeline.parameters():
