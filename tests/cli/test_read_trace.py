@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def test_the_report(run: Run, files: list[str], timeline: Timeline) -> None:
         "message to the next, ms",
     ):
         assert part in result.out, part
+    assert re.search(r"\n          rank 1, [\d.]+ to [\d.]+ (m?s): drain\n", result.out)
 
 
 def test_json_and_the_chosen_step(run: Run, files: list[str], timeline: Timeline) -> None:
@@ -52,7 +54,8 @@ def test_json_and_the_chosen_step(run: Run, files: list[str], timeline: Timeline
 def test_the_files_it_writes(run: Run, files: list[str], tmp_path: Path, timeline: Timeline) -> None:
     outputs = ["report.html", "costs.toml", "order.csv", "order.json", "both.svg"]
     options = [part for name in outputs for part in ("-o", name)]
-    assert run("read-trace", *files, "--search", 0, *options).code == 0
+    result = run("read-trace", *files, "--search", 0, *options)
+    assert (result.code, result.out.splitlines()[-1]) == (0, f"wrote {', '.join(outputs)}")
     assert penstock.read(tmp_path / "order.csv").ranks == timeline.schedule.ranks
     assert penstock.read(tmp_path / "order.json").ranks == timeline.schedule.ranks
     costs = penstock.Costs.read(tmp_path / "costs.toml")

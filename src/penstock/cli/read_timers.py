@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.progress import file_progress
+from penstock.cli.rendering import say_written
 from penstock.formats import write_bytes
 from penstock.traces.megatron_timers import MegatronTimers, read_megatron_timers
 from penstock.traces.trace_files import size_of
@@ -41,6 +42,7 @@ def show_timers(
         _print(timers)
     for output in outputs:
         write_bytes(timers.costs.dumps(output.suffix.lower()).encode(), output)
+    say_written(*outputs, as_json=as_json)
 
 
 def _record(timers: MegatronTimers) -> dict[str, Any]:

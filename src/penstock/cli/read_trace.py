@@ -13,7 +13,7 @@ from penstock.cli.options import AsJson, GraphOption
 from penstock.cli.progress import file_progress, search_progress
 from penstock.cli.read_timers import show_timers
 from penstock.cli.read_trace_report import pictures, print_run
-from penstock.cli.rendering import TIMELINE_FORMATS, render, require_suffix
+from penstock.cli.rendering import TIMELINE_FORMATS, render, require_suffix, say_written
 from penstock.formats import dumps, write_bytes
 from penstock.records import run_record
 from penstock.search import SearchResult
@@ -110,6 +110,7 @@ def read_trace(
         print_run(run, found)
     for path in outputs:
         write_bytes(_content(run, found, path), path)
+    say_written(*outputs, as_json=as_json)
 
 
 def _is_log(path: Path) -> bool:

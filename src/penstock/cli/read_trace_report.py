@@ -50,8 +50,9 @@ def print_run(run: MeasuredRun, found: SearchResult | None) -> None:
     whole = timeline.makespan * run.schedule.num_ranks
     reasons = (f"{reason} {seconds / whole:.1%}" for reason, seconds in idle_by_reason(idle).items())
     console.print(f"idle      {', '.join(reasons)}", soft_wrap=True)
+    scale = run.costs.units.time_scale(timeline.makespan)
     for gap in sorted(idle, key=lambda gap: -gap.length)[:_LONGEST_GAPS]:
-        console.print(f"          {gap}", soft_wrap=True)
+        console.print(f"          {gap.text(scale)}", soft_wrap=True)
     console.print(f"search    {_search_text(run, found)}\n", soft_wrap=True)
     console.print(_predictions(run))
     console.print()
