@@ -27,6 +27,8 @@ from penstock.web.worker import serve_requests
 
 __all__ = ["Busy", "Reply", "TooLong", "WorkerPool"]
 
+_END_SECONDS = 5.0
+
 
 class Busy(Exception):  # noqa: N818 -- a state, not an error of the user
     """Too many requests wait already."""
@@ -127,6 +129,7 @@ class WorkerPool:
                 worker.connection.send_bytes(b'["stop", null]')
                 stopping = None
         except EOFError:
+            await _in_thread(worker.process.join, _END_SECONDS)  # or it could be taken for one that is alive
             return Reply("memory", "")
         finally:
             if stopping is not None:
