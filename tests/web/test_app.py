@@ -42,7 +42,7 @@ def test_nothing_else_is_served(play: Playground, path: str) -> None:
     assert play.send(path)[0] == 404
 
 
-def test_a_question_is_answered(play: Playground) -> None:
+def test_a_request_is_answered(play: Playground) -> None:
     status, answer = play.ask("compare", BASIC)
     assert status == 200
     assert answer["schedules"][0]["row"]["makespan"] == 33
