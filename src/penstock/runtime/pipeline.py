@@ -190,14 +190,8 @@ class Pipeline:
         options = {"max_norm": largest, "norm_type": power, "error_if_nonfinite": bool(error_if_nonfinite)}
         with self._collective(name):
             communicator = self._runner.begin_collective(name, options).communicator
-            return clip_grad_norm(
-                self._config.trained,
-                self._ties.counted_elsewhere,
-                communicator,
-                largest,
-                power,
-                error_if_nonfinite=error_if_nonfinite,
-            )
+            model = self._config.trained, self._ties.counted_elsewhere
+            return clip_grad_norm(*model, communicator, largest, power, error_if_nonfinite=error_if_nonfinite)
 
     @contextmanager
     def _collective(self, name: str) -> Iterator[None]:
