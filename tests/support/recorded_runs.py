@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 STEP = "training step"
-NAP = 0.01
+NAP = 0.03
 MICROBATCHES = 4
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 

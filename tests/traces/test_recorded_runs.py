@@ -4,7 +4,8 @@ Torch's multi-stage runtime records every action of its list, also SEND, RECV, U
 Its GPipe and 1F1B record forwards and backwards only: their messages are parts of these. Penstock's runtime
 records all but collectives that have nothing to do, as in a job without data parallelism.
 
-A limit of time holds on cores of its own. Where others use them, a recording is repeated, and the limit stays.
+A limit of time holds on cores of its own. Where others use them, a recording is repeated, and the limit stays;
+if no recording meets it while several processes share a core, nothing can be said about the limit.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ from tests.support.recorded_runs import (
     record_torchs,
     step_ranges,
 )
+from tests.support.slowness import slowness
 
 P = 2
 ATTEMPTS = 6
 """Recordings of one case, of which one must be within the limit."""
+BUSY = 2.0
+"""Processes that share a core."""
 FAMILY_OF = {
     "ScheduleGPipe": "gpipe",
     "Schedule1F1B": "1f1b",
@@ -88,6 +92,8 @@ def within(limit: float, attempt: Callable[[], float]) -> None:
         errors.append(abs(attempt()))
         if errors[-1] < limit:
             return
+    if slowness() > BUSY:
+        pytest.skip(f"{slowness():.1f} processes share a core: errors of time {errors}, none below {limit}")
     raise AssertionError(f"errors {errors}, none below {limit}")
 
 
