@@ -60,5 +60,5 @@ clean:
 
 # compile the search kernel once, before all workers need it at the same time
 .venv/kernel: .venv/dev $(wildcard src/penstock/search/*.py)
-	$(BIN)/penstock search -p 2 -m 4 --moves 10 > /dev/null
+	$(BIN)/penstock search -p 2 -m 4 -v 2 --moves 10 > /dev/null
 	@touch $@
