@@ -9,8 +9,11 @@ import sys
 
 import pytest
 
+from tests.support.grids import small
+
 
 @pytest.mark.parametrize("lacking", ["ortools", "numba"])
+@small(lambda lacking: lacking == "numba")
 def test_a_search_without_an_extra_works_and_reports_it_missing(lacking: str) -> None:
     code = f"""
 import sys, json

@@ -18,7 +18,7 @@ from penstock.lowering import AddCommunication
 from penstock.simulation.attribution import gaps
 from penstock.simulation.simulator import Simulator
 from penstock.validation import SendModel
-from tests.support.grids import small
+from tests.support.grids import repetitions, small
 from tests.support.random_costs import random_costs
 from tests.support.random_schedules import random_valid
 
@@ -48,7 +48,7 @@ def outcome(schedule: Schedule, seed: int) -> Iterator[bytes]:
 @small(lambda first: first == 0)
 def test_compiled_and_plain_loops_give_the_same_bits(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba", reason="the compiled loops are an extra")
-    for seed in range(first, first + 100):
+    for seed in range(first, first + repetitions(100, 50)):
         found = []
         for compile_after in (NEVER, 0):
             monkeypatch.setattr(loops, "COMPILE_AFTER", compile_after)

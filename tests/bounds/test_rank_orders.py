@@ -14,7 +14,7 @@ from penstock.bounds.rank_chain import RankChain
 from penstock.bounds.rank_orders import RankOrders
 from penstock.ir.kinds import Kind
 from penstock.search.problem import Problem
-from tests.support.grids import examples
+from tests.support.grids import examples, repetitions
 from tests.support.search_instances import best_of, random_costs, tiny_problem
 
 CHUNKS = Costs(forward=4959, backward_input=5217, backward_weight=3519, latency=213, activation=1)
@@ -41,7 +41,7 @@ def orders(problem: Problem, ranks: tuple[int, ...], width: int) -> RankOrders:
 def test_no_bound_exceeds_the_best_of_all_orders() -> None:
     """Any ranks, and so few states of the same counts that nearly all of them are merged."""
     rng = random.Random(16)
-    for _ in range(examples(2000)):
+    for _ in range(examples(2000) // repetitions(1, 2)):
         problem = limited(rng)
         best = best_of(problem)
         most = problem.placement.num_ranks if problem.objective == "makespan" else 1

@@ -17,6 +17,7 @@ EXTRAS = ["extra torch", "extra view", "extra search", "extra serve"]
 TORCH = ["torch", "gloo", "gpu", "exchange"]
 
 
+@pytest.mark.full
 def test_a_machine_that_runs_these_tests_passes(run: Run) -> None:
     result = run("doctor", "--json")
     assert result.code == 0

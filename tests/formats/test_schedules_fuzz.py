@@ -13,9 +13,10 @@ import pytest
 import penstock
 from penstock import FormatError
 from penstock.formats import dumps, reads
+from tests.support.grids import repetitions
 from tests.support.schedule_files import DOCUMENT
 
-CASES = 5_000
+CASES = repetitions(5_000, 1_500)
 CHARACTERS = "0123456789FIWBSENDRCV_()[]{};:,\"'\\ \t\r\n-+.·\x00\ufeff\u0660éntrue"
 LOCATIONS = {
     "csv": r"row \d+|no rows|the steps of a row are|rank \d+.*: ",

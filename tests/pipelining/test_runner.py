@@ -133,7 +133,7 @@ def test_the_stages_of_a_traced_pipe_train(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
-@small(lambda name: name == "ZBVZeroBubble")
+@pytest.mark.full
 def test_a_traced_pipe_with_skip_connections_trains(pools: Pools, name: str) -> None:
     models = [
         pipelining_modules.Skips,

@@ -14,6 +14,7 @@ from penstock import Costs, PlanError, simulate
 from penstock.planning import Layer, Model, model_of_keys, plan, read_model
 from penstock.planning.technique_text import technique_of
 from penstock.search.fit_memory import without_memory_actions
+from tests.support.grids import small
 from tests.support.planning_models import layer, quick_plan, stub_search
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
@@ -45,6 +46,7 @@ def test_only_the_stages_that_need_it_are_recomputed() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 60, 90])
+@small(lambda limit: limit == 60)
 def test_the_frontier_has_every_technique_and_bounds_hold(limit: float | None) -> None:
     model = deep(host_bandwidth=40)
     made = quick_plan(model, memory_limit=limit, recompute=True, offload=True)

@@ -54,7 +54,7 @@ def test_every_result_is_valid_fits_respects_its_bound_and_no_family_is_better(o
 
 @pytest.mark.parametrize("kind", ["heavy last", "heavy first", "random"])
 @pytest.mark.parametrize(("p", "v"), [(3, 1), (4, 2), (8, 1), (6, 2)])
-@small(lambda p, kind: p < 6 or kind == "random")
+@small(lambda p, kind: p == 3 or (p < 6 and kind == "random"))
 def test_no_family_is_better_for_unequal_stages(p: int, v: int, kind: str) -> None:
     costs = unequal(kind, p * v, seed=p * v)
     for limit in (None, 2.0 * p * v):
@@ -74,7 +74,7 @@ def test_the_known_optima_are_found_and_proved(p: int, m: int, limit: int) -> No
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@small(lambda name: name.endswith("m24"))
+@small(lambda name: name.startswith("zb-h4096") and name.endswith("m24"))
 def test_zb_1p_is_proved_best_and_zb_2p_is_not_longer_than_published(name: str) -> None:
     costs, m = preset(name), int(name.rpartition("m")[2])
     held = costs.per_stage("activation", 8)[0]

@@ -15,7 +15,7 @@ from penstock.search.exact_model import Unit, unit_of
 from penstock.search.problem import Problem
 from penstock.search.seeds import serial
 from tests.bounds.test_lower_bounds import OPTIMA
-from tests.support.grids import examples
+from tests.support.grids import examples, small
 from tests.support.search_instances import (
     UNITS,
     best_of,
@@ -30,6 +30,7 @@ EFFORT = Effort(seconds=60, deterministic=True, workers=2, seed=0)
 
 
 @pytest.mark.parametrize(("p", "m", "limit"), OPTIMA)
+@small(lambda p, m: (p, m) != (4, 8))
 def test_known_optima_are_found_and_proved_from_a_serial_start(p: int, m: int, limit: int) -> None:
     problem = Problem(Placement.loop(p), m, UNITS, limit)
     found = solve(problem, serial(problem).order, 0.0, EFFORT, Event())

@@ -13,7 +13,7 @@ from penstock.bounds import OBJECTIVES, bounds
 from penstock.search import exact
 from penstock.search.problem import Problem
 from penstock.search.seeds import family_schedules, grouped_schedules, list_scheduled, serial
-from tests.support.grids import examples, small
+from tests.support.grids import examples, repetitions, small
 from tests.support.search_instances import (
     best_of,
     count_misses,
@@ -26,7 +26,7 @@ from tests.support.search_instances import (
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_kernel_equals_the_simulator_on_graphs(objective: str) -> None:
     rng = random.Random(objective)
-    for _ in range(40):
+    for _ in range(repetitions(40, 12)):
         problem = random_graph_problem(rng, objective)
         for seed in (serial(problem), *islice(list_scheduled(problem, lambda: False), 6)):
             schedule = problem.fused_schedule(seed.order, "an order")
@@ -37,7 +37,7 @@ def test_the_kernel_equals_the_simulator_on_graphs(objective: str) -> None:
 
 def test_results_on_random_graphs_are_valid_and_no_worse_than_the_families() -> None:
     rng = random.Random(16)
-    for _ in range(30):
+    for _ in range(repetitions(30, 12)):
         problem = random_graph_problem(rng, "makespan")
         found = search_for(problem, moves=2000)
         assert (found.schedule.graph, found.schedule.placement) == (problem.stage_graph, problem.placement)

@@ -106,6 +106,7 @@ def actions_of(schedule: penstock.Schedule) -> list[list[str]]:
 @small(
     lambda kind, name: (kind == "sleep" and name in OF_EACH_FORMAT) or (kind, name) == ("gpt", "Schedule1F1B")
 )
+@small(lambda kind, name: kind == "sleep" and name in OF_EACH_FORMAT)
 def test_every_schedule_of_torch(pools: Pools, tmp_path: Path, name: str, kind: str) -> None:
     def attempt() -> float:
         found = recorded(pools, tmp_path, record_torchs, [name], kind)

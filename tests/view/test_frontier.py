@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.view.svg import svg_of
 from tests.support.planning_models import decoder
 
 
+@cache
 def planned(limit: float | None = 250) -> Plan:
     return plan(decoder(10, latency=0.1), memory_limit=limit, seconds=0)
 

@@ -11,6 +11,7 @@ import penstock
 from penstock import Placement, Schedule
 from penstock.view import grid
 from penstock.view.grid import unit_time
+from tests.support.grids import small
 
 
 def lines(schedule: Schedule, width: int = 80) -> list[str]:
@@ -119,6 +120,7 @@ def test_a_compute_schedule_that_deadlocks_is_shown_as_lists() -> None:
 
 @pytest.mark.parametrize("width", [30, 47, 80, 133])
 @pytest.mark.parametrize("family", penstock.families())
+@small(lambda width: width in {30, 80})
 def test_no_line_is_wider_than_asked_or_ends_in_blanks(family: str, width: int) -> None:
     built = penstock.build(family, ranks=4, microbatches=12)
     for schedule in (built, penstock.lower(built)):

@@ -11,6 +11,7 @@ import penstock
 from penstock import Costs, Placement
 from penstock.simulation.attribution import critical_path
 from tests.support.browser import BROWSER, COSTS, DRIVER, ONE_F, ZBV, Browser, number_of
+from tests.support.grids import small
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium is not installed")
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium is no
 
 
 @pytest.mark.parametrize("action", ["0F0", "3F0", "1I4", "7W7"])
+@small(lambda action: action in {"0F0", "7W7"})
 def test_hovering_shows_the_step(browser: Browser, action: str) -> None:
     step = number_of(ZBV, action)
     event = next(e for e in ZBV.events if str(e.step) == action)

@@ -15,6 +15,7 @@ from penstock import Placement, SearchResult
 from penstock.errors import PenstockError
 from penstock.web.lessons import Lesson, judge, lesson_catalogue, lessons
 from tests.oracles.best_order import best_value
+from tests.support.grids import small
 from tests.support.schedule_rows import rows_of
 
 KEYS = (
@@ -76,6 +77,7 @@ def test_the_lessons_are_the_ten_of_the_list() -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
+@small(lambda key: key != "overlap")
 def test_par_is_the_proved_optimum(key: str) -> None:
     result = proof(key)
     assert result.proved
@@ -98,6 +100,7 @@ def test_par_is_the_best_of_all_orders(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
+@small(lambda key: key != "overlap")
 def test_a_schedule_that_reaches_par_solves_the_lesson(key: str) -> None:
     verdict = judge({"lesson": key, "steps": rows_of(proof(key).schedule)})
     assert verdict["solved"], verdict["message"]
@@ -117,6 +120,7 @@ def test_the_start_does_not_solve_the_lesson(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
+@small(lambda key: key != "overlap")
 def test_the_allowed_moves_lead_to_par(key: str) -> None:
     lesson = lessons()[key]
     rows = [row.split() for row in SOLUTIONS[key].split("|")]

@@ -49,6 +49,7 @@ def tab_to(page: Page, condition: str) -> None:
     raise AssertionError(condition)
 
 
+@pytest.mark.full
 def test_a_lesson_is_solved_with_the_keyboard_alone_and_progress_stays(fresh: Page) -> None:
     page = fresh
     page.go()
@@ -170,6 +171,7 @@ def test_a_move_that_does_not_apply_says_what_to_select(fresh: Page) -> None:
     assert fresh.text("#lesson-note").startswith("Select a forward directly before a backward")
 
 
+@pytest.mark.full
 def test_on_a_phone_a_lesson_is_solved_by_tapping(fresh: Page) -> None:
     fresh.resize((390, 844))
     fresh.go("#mode=lessons")

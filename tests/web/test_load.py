@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from tests.support.grids import small
 from tests.support.playground import Playground, running
 from tests.support.random_requests import random_body
 
@@ -43,7 +42,7 @@ def resident(play: Playground) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@small(lambda seed: seed == 0)
+@pytest.mark.full
 def test_fifty_requests_at_once_all_get_an_answer_in_bounded_memory(play: Playground, seed: int) -> None:
     rng = random.Random(seed)
     requests = [random_body(rng) for _ in range(AT_ONCE)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.support.browser import BROWSER, DRIVER
-from tests.support.grids import small
 from tests.support.page import Page
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromium-driver")
@@ -26,7 +25,7 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize(("address", "shown"), ADDRESSES.items())
-@small(lambda address, shown: (address, shown) in list(ADDRESSES.items())[:1])
+@pytest.mark.full
 def test_a_strange_address_does_no_harm(page: Page, address: str, shown: str) -> None:
     page.driver.get("about:blank")
     page.driver.get(f"{page.playground.url}{address}")

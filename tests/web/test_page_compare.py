@@ -33,7 +33,7 @@ def test_schedules_are_drawn_on_one_axis_beside_their_table(any_size: Page) -> N
     assert page.ask("document.documentElement.scrollWidth") <= page.ask("innerWidth")
 
 
-@small(lambda any_size: any_size == "desktop")
+@pytest.mark.full
 def test_sizes_families_and_costs_change_the_answer(any_size: Page) -> None:
     page = any_size
     page.go()
@@ -50,6 +50,7 @@ def test_sizes_families_and_costs_change_the_answer(any_size: Page) -> None:
         assert part in address
 
 
+@pytest.mark.full
 def test_a_bar_is_dragged_to_make_a_stage_heavier(page: Page) -> None:
     page.go("#schedules=1f1b&microbatches=4")
     before = makespans(page)
@@ -71,6 +72,7 @@ def test_the_memory_limit_and_jitter_are_shown(page: Page) -> None:
     assert "over the limit" not in page.texts("#table tbody tr")[0]
 
 
+@pytest.mark.full
 def test_a_link_shows_the_same_and_back_and_forward_work(page: Page) -> None:
     page.go("#ranks=3&schedules=1f1b")
     page.type("#microbatches", 5)
@@ -115,7 +117,7 @@ def test_critical_paths_are_compared(page: Page) -> None:
     assert "less B" in text
 
 
-@small(lambda any_size: any_size == "desktop")
+@pytest.mark.full
 def test_what_if_a_rank_is_slow(any_size: Page) -> None:
     page = any_size
     page.go("#schedules=1f1b")
@@ -187,7 +189,7 @@ def test_a_bar_is_changed_with_the_keyboard(page: Page) -> None:
     assert makespans(page) == before
 
 
-@small(lambda any_size: any_size == "desktop")
+@pytest.mark.full
 def test_a_point_of_the_pareto_chart_draws_its_schedule(any_size: Page) -> None:
     page = any_size
     page.go("#schedules=1f1b&pareto=1")
@@ -196,7 +198,7 @@ def test_a_point_of_the_pareto_chart_draws_its_schedule(any_size: Page) -> None:
     assert page.texts(".panel h2") == ["1f1b", "v-half"]
 
 
-@small(lambda any_size: any_size == "desktop")
+@pytest.mark.full
 def test_files_and_lines_are_taken_away(any_size: Page) -> None:
     page = any_size
     page.go("#schedules=zb-h1&latency_seconds=0.25")
@@ -216,6 +218,7 @@ def test_files_and_lines_are_taken_away(any_size: Page) -> None:
         file.unlink()
 
 
+@pytest.mark.full
 def test_the_main_path_needs_only_a_keyboard(page: Page) -> None:
     page.go("#schedules=1f1b&ranks=2&microbatches=3")
     page.press(Keys.TAB, Keys.ENTER)  # skip to the schedules

@@ -77,6 +77,7 @@ def test_a_deadlock_is_told_in_words_and_drawn(page: Page) -> None:
     assert "not valid, so it has no times" in page.text("#table")
 
 
+@pytest.mark.full
 def test_steps_are_swapped_moved_and_removed_with_the_keyboard(page: Page) -> None:
     open_small(page)
     page.driver.find_element(By.CSS_SELECTOR, ".plot").click()
@@ -99,7 +100,7 @@ def test_steps_are_swapped_moved_and_removed_with_the_keyboard(page: Page) -> No
     assert steps(page) == "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"
 
 
-@small(lambda any_size: any_size == "desktop")
+@pytest.mark.full
 def test_a_schedule_is_built_from_nothing_with_what_could_run_next(any_size: Page) -> None:
     page = any_size
     open_small(page)
@@ -193,7 +194,7 @@ def test_a_search_opened_by_its_address_tells_its_progress_in_the_units_of_its_c
     page.until(lambda: page.texts("#certificate"))
 
 
-@small(lambda any_size: any_size == "desktop")
+@pytest.mark.full
 def test_a_search_converges_and_its_result_is_kept(any_size: Page) -> None:
     page = any_size
     page.go("#ranks=3&microbatches=4&limit=3&mode=search")
@@ -217,7 +218,7 @@ def test_a_search_is_stopped_and_the_best_is_kept(page: Page) -> None:
     assert page.texts(".panel h2") != []
 
 
-@small(lambda any_size: any_size == "desktop")
+@pytest.mark.full
 def test_traces_are_dropped_and_drawn_over_the_prediction(
     any_size: Page, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -81,6 +81,7 @@ def test_every_file_of_the_page_is_in_the_wheel(installed: Path, address: str) -
     assert set(re.findall(r"https?://[^\s\"'`)]+", everything)) <= {"http://www.w3.org/2000/svg"}
 
 
+@pytest.mark.full
 def test_the_server_of_the_wheel_answers(address: str) -> None:
     body = json.dumps({"schedules": [{"family": "1f1b", "ranks": 4, "microbatches": 8}]}).encode()
     request = Request(f"{address}api/compare", body, {"Content-Type": "application/json"})  # noqa: S310

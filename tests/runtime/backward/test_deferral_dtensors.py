@@ -17,6 +17,7 @@ from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral
 from penstock.runtime.pytree import flatten
 from penstock.runtime.transport.message_spec import MessageSpec, spec_key
+from tests.support.grids import small
 from tests.support.models import numbers
 from tests.support.pool import Pools
 
@@ -126,6 +127,7 @@ def compared(kind: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(("kind", "least"), [("linear", 40), ("embedding", 12)])
+@small(lambda kind: kind == "embedding")
 def test_a_layer_of_dtensors_gets_the_gradients_of_a_plain_backward(
     pools: Pools, kind: str, least: int
 ) -> None:

@@ -18,6 +18,7 @@ from torch.optim import SGD
 
 from penstock import CheckpointError
 from penstock.runtime import load_checkpoint, save_checkpoint
+from tests.support.grids import small
 from tests.support.pool import Pools
 
 
@@ -103,6 +104,7 @@ def crash_everywhere(path: Path, before: str) -> list[float | None]:
 
 
 @pytest.mark.parametrize("before", ["one", "one that stepped aside"])
+@small(lambda before: before == "one")
 def test_a_kill_at_any_time_leaves_the_old_or_new_checkpoint_and_the_next_save_cleans_up(
     pools: Pools, tmp_path: Path, before: str
 ) -> None:

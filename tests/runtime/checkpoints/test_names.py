@@ -201,6 +201,7 @@ def load_whole(path: Path) -> dict[str, dict[str, Bits]]:
     return {"model": bits_of_model({0: model}), "optimizer": bits_of_optimizer(optimizer, {0: model})}
 
 
+@pytest.mark.full
 def test_sharded_stages_form_one_model(pools: Pools, tmp_path: Path) -> None:
     saved = pools(4).run(train_shards_in_a_pipeline, tmp_path / "c", "save")
     (whole,) = pools(1).run(load_whole, tmp_path / "c")

@@ -20,6 +20,7 @@ from penstock.runtime import Pipeline, export_safetensors, import_safetensors, s
 from penstock.runtime.checkpoints import safetensors_export
 from tests.runtime.checkpoints.test_names import TIES, tied_stages
 from tests.support.checkpointing import Bits, Layout, bits, bits_of_model, named_model, sharded, stages_of
+from tests.support.grids import small
 from tests.support.hub_models import decoder
 from tests.support.models import WIDTH, next_word, squared
 from tests.support.pool import Pools
@@ -87,6 +88,7 @@ def read_as_the_hub_does(directory: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@small(lambda layout: layout != "shards of tensor-parallel layers")
 def test_weights_are_exported_and_imported_in_any_layout(pools: Pools, tmp_path: Path, layout: str) -> None:
     ranks, chosen = LAYOUTS[layout]
     pools(ranks).run(go_out, chosen, tmp_path)

@@ -16,7 +16,7 @@ from penstock.lowering import AddCommunication, Offload, Recompute, SplitBackwar
 from penstock.search import PlaceSharding
 from tests.support.composed_model import Composed, batch_of
 from tests.support.composition import gradients, pipeline_of, replica_index, train_composed
-from tests.support.grids import small
+from tests.support.grids import small, thinned
 from tests.support.pool import Pools
 from tests.support.reference import problems_of, run_cases
 
@@ -45,7 +45,7 @@ def test_replicated_stages_train_as_one_process(pools: Pools, data: str, family:
             Composed(schedule, data, 2, tied=True, tokens=place == 0, checkpointed=place == 1),
             Composed(schedule, data, 2, accumulated=2, checkpointed=place == 0, tokens=place == 1),
         ]
-    assert not problems(pools, 4, cases)
+    assert not problems(pools, 4, thinned(cases, 3))
 
 
 @pytest.mark.parametrize("data", ["ddp", "replicate", "replicate-fsdp"])
@@ -56,17 +56,17 @@ def test_every_wrapper_of_torch_reduces_once(pools: Pools, data: str) -> None:
         Composed(build(family, ranks=2, microbatches=4), data, 2, tied=True, accumulated=together)
         for family, together in (("zbv", 1), ("interleaved-1f1b", 2))
     ]
-    assert not problems(pools, 4, cases)
+    assert not problems(pools, 4, thinned(cases, 2))
 
 
 @pytest.mark.parametrize("family", ["1f1b", "looped-bfs", "zbv"])
-@small(lambda family: family == "zbv")
+@pytest.mark.full
 def test_stages_in_tensor_parallel_train_as_one_process(pools: Pools, family: str) -> None:
     cases = [
         Composed(schedule, tp=2, tied=place == 0, accumulated=2 - place, checkpointed=place == 1)
         for place, schedule in enumerate(schedules(family))
     ]
-    assert not problems(pools, 4, cases)
+    assert not problems(pools, 4, thinned(cases, 2))
 
 
 @pytest.mark.parametrize(

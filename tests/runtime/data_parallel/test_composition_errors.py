@@ -21,6 +21,7 @@ from penstock.errors import StepFailedError
 from penstock.runtime import Pipeline, split
 from tests.support.composed_model import Composed, batch_of
 from tests.support.composition import gradients, pipeline_of, replica_index
+from tests.support.grids import small
 from tests.support.meshes import mesh_of_ranks
 from tests.support.pool import Pools
 
@@ -212,6 +213,7 @@ def recovered(data: str) -> list[str]:
 
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
+@small(lambda data: data == "fsdp")
 def test_replicas_continue_after_a_failed_step(pools: Pools, data: str) -> None:
     assert pools(4).run(recovered, data) == [[]] * 4
 

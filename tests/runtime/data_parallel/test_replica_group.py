@@ -16,6 +16,7 @@ from penstock.runtime import GradScaler, Pipeline
 from tests.support.composed_model import PADDING, Composed, batch_of, count_tokens, stages_of
 from tests.support.composed_model import loss as next_word
 from tests.support.composition import gradients, pipeline_of, replica_index
+from tests.support.grids import small
 from tests.support.meshes import mesh_of_ranks
 from tests.support.pool import Pools
 
@@ -51,6 +52,7 @@ def without_tokens(data: str) -> list[str]:
 
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
+@small(lambda data: data != "fsdp")
 def test_a_replica_without_tokens_takes_part_with_weight_zero(pools: Pools, data: str) -> None:
     assert pools(4).run(without_tokens, data) == [[]] * 4
 

@@ -16,6 +16,7 @@ from penstock.runtime import Pipeline
 from penstock.runtime.dtensors import local
 from tests.support.composed_model import Composed, batch_of
 from tests.support.composition import pipeline_of, replica_index
+from tests.support.grids import small
 from tests.support.pool import Pools
 
 WIDTH = 6
@@ -104,6 +105,7 @@ def on_one_rank(data: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("data", ["fsdp", "replicas"])
+@small(lambda data: data == "replicas")
 def test_both_ends_of_a_v_hold_the_same_parameter(pools: Pools, data: str) -> None:
     answers = pools(4).run(on_one_rank, data)
     for answer in answers:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import PenstockError, build
 from penstock.runtime import Pipeline, split
+from tests.support.grids import small
 from tests.support.pool import Pools
 
 WIDTH, M = 4, 2
@@ -212,6 +213,7 @@ def in_turn(data: str, turns: str) -> float:
         ("replicas", "sans", 1),
     ],
 )
+@small(lambda turns: turns in {"saasns", "sas"})
 def test_earlier_sums_are_neither_lost_nor_counted_twice(
     pools: Pools, data: str, turns: str, times: int
 ) -> None:

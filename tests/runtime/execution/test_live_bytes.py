@@ -15,7 +15,7 @@ from penstock.cost.memory import memory_over_time
 from penstock.ir.table import Ints
 from penstock.lowering import DEFAULT_PASSES, Offload, Pass, Policy, Recompute, SplitBackward
 from penstock.runtime import Pipeline
-from tests.support.grids import small
+from tests.support.grids import is_full, small
 from tests.support.pool import Pools
 from tests.support.reference import TIMEOUT, first_ranks
 
@@ -111,9 +111,8 @@ TWO_HEADS = lower(
 @small(lambda p: p == 2)
 def test_each_action_holds_and_frees_what_the_simulation_says(pools: Pools, p: int) -> None:
     chosen = tuple(families()) if p == 4 else ("1f1b", "zbv", "dualpipev", "po-h")
-    grid = list(product((family for family in chosen if family != "forward-only"), WAYS.items()))[
-        :: 3 if p == 2 else 5
-    ]
+    step = 5 if p == 4 else 3 if is_full() else 7
+    grid = list(product((family for family in chosen if family != "forward-only"), WAYS.items()))[::step]
     schedules = [
         lower(build(family, ranks=p, microbatches=4), [*way, *DEFAULT_PASSES]).renamed(f"{family} {name}")
         for family, (name, way) in grid

@@ -64,7 +64,7 @@ SMALL = [
 @pytest.mark.parametrize(("p", "grid"), [(2, "small"), (2, "full"), (4, "full")])
 @small(lambda grid: grid == "small")
 def test_families_train_to_the_same_bits(pools: Pools, p: int, grid: str) -> None:
-    chosen = SMALL if grid == "small" else GRID[:: 5 if p == 2 else 17]  # all ways, some with each family
+    chosen = SMALL[::2] if grid == "small" else GRID[:: 5 if p == 2 else 17]  # all ways, some with each family
     tasks = cycle(("mlp", "dropout", "checkpointed", "mlp", "transformer"))
     schedules = [made(family, way, p=p, split=split) for family, way, split in chosen]
     cases = [Case(schedule, next(tasks), steps=3) for schedule in schedules if schedule is not None]

@@ -103,6 +103,7 @@ def test_parts_of_a_block_mask_are_the_rows_of_its_dense_mask() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.full
 def test_attention_over_microbatches_is_attention_over_the_batch() -> None:
     torch.manual_seed(0)
     query = torch.rand(5, 2, 64, 8)

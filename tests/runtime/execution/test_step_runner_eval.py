@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock import Schedule, build
 from tests.support.evaluation import run_eval
 from tests.support.families import FAMILIES
-from tests.support.grids import small
+from tests.support.grids import small, thinned
 from tests.support.models import TASKS, WIDTH
 from tests.support.pipelines import batch_of, gradients, pipeline_of
 from tests.support.pool import Pools
@@ -66,6 +66,7 @@ def test_two_steps_without_zero_grad_give_twice_the_gradient(pools: Pools, p: in
         for family in ("gpipe", "interleaved-1f1b", "zb-h1", "zbv", "dualpipev")
         for m, task in ((1, "mlp"), (4, "transformer"))
     ]
+    cases = thinned(cases, 3)
     assert not problems_of(cases, pools(p).run(run_cases, cases, run_twice))
 
 
@@ -77,6 +78,7 @@ def test_eval_is_correct_and_changes_nothing(pools: Pools, p: int) -> None:
         Case(build(family, ranks=p, microbatches=p + 1), tasks[place % len(tasks)])
         for place, family in enumerate(FAMILIES)
     ]
+    cases = thinned(cases, 3)
     assert not problems_of(cases, pools(p).run(run_cases, cases, run_eval))
 
 
@@ -115,6 +117,7 @@ def alone(family: str, stages: int | None) -> Schedule:
     ("family", "stages"),
     [("1f1b", None), ("gpipe", None), ("interleaved-1f1b", 3), ("zbv", None), ("interleaved-zero-bubble", 4)],
 )
+@small(lambda family: family in {"1f1b", "zbv"})
 def test_one_rank_needs_no_process_group(family: str, stages: int | None) -> None:
     schedule = alone(family, stages)
     for task in ("transformer", "nested", "batch-norm"):

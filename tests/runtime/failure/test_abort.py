@@ -58,7 +58,7 @@ def inject_all(family: str, microbatches: int, *, everywhere: bool) -> list[tupl
 
 
 @pytest.mark.parametrize(("family", "microbatches", "everywhere"), FAMILIES)
-@small(lambda family: family in {"1f1b", "zbv"})
+@small(lambda family: family == "zbv")
 def test_an_exception_in_any_action_on_any_rank_is_reported_by_all(
     failing_pool: Pool, family: str, microbatches: int, *, everywhere: bool
 ) -> None:

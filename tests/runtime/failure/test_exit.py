@@ -7,11 +7,9 @@ import sys
 
 import pytest
 
-from tests.support.grids import small
-
 
 @pytest.mark.parametrize("runs", [1, 4])
-@small(lambda runs: runs == 1)
+@pytest.mark.full
 def test_scripts_that_close_nothing_exit_with_0(runs: int) -> None:
     done = subprocess.run(  # noqa: S603 -- our own code
         [sys.executable, "-m", "tests.support.exits", str(runs)],

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import PartitionError, PipelineError, StageGraph, build
 from penstock.runtime import Pipeline, split
+from tests.support.grids import small
 from tests.support.pool import Pools
 from tests.support.traced_models import UNet, Wired, batch, traced, train_and_compare, train_unet
 
@@ -41,6 +42,7 @@ def test_stages_hold_the_model_and_know_their_graph(how: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "interleaved-1f1b", "zbv"])
+@small(lambda family: family != "zbv")
 def test_ranks_train_as_one_process(pools: Pools, family: str) -> None:
     """By name where a family has two stages per rank, and with its order over the graph."""
     schedule = build("1f1b" if family == "zb-h1" else family, ranks=2, microbatches=4)
@@ -53,6 +55,7 @@ def test_ranks_train_as_one_process(pools: Pools, family: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["fx", "export"])
+@small(lambda how: how == "fx")
 def test_random_graphs_train_as_one_process(how: str) -> None:
     rng = random.Random(0)
     x, _, y = batch()

@@ -20,6 +20,7 @@ import penstock
 from penstock.errors import PipelineError
 from penstock.runtime import Pipeline
 from penstock.runtime.transport import communicator, device_groups
+from tests.support.grids import small
 from tests.support.pool import Pools
 
 
@@ -51,6 +52,7 @@ def both(family: str) -> bool:
 
 
 @pytest.mark.parametrize("family", ["1f1b", "interleaved-1f1b", "zbv", "dualpipev"])
+@small(lambda family: family in {"1f1b", "zbv"})
 def test_a_group_per_edge_and_separate_flags_give_the_same_gradients(pools: Pools, family: str) -> None:
     assert pools(2).run(both, family) == [True, True]
 
