@@ -34,6 +34,7 @@ print(json.dumps([found.value, found.bound.seconds, found.missing]))
     assert lacking in missing[0]
 
 
+@pytest.mark.full
 def test_it_compiles_without_a_writable_cache() -> None:
     pytest.importorskip("numba", reason="the compiled kernel is an extra")
     code = """

@@ -76,7 +76,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-@small(lambda page: page.stem != "plan")
+@small(lambda page: page.stem not in {"memory", "plan", "plan_costs"})
 def test_code_blocks_run_and_print_what_they_show(
     page: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

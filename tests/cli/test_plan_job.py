@@ -115,6 +115,7 @@ def test_jitter_and_techniques_take_part(run: Run, config: Path) -> None:
     assert all(each["seconds"] > each["seconds_without_jitter"] for each in record["ranked"])
 
 
+@pytest.mark.full
 def test_progress_is_shown_on_a_terminal(config: Path) -> None:
     assert b"best " in stderr_on_terminal(
         "plan", str(config), *map(str, JOB), "--seconds", "0", cwd=config.parent

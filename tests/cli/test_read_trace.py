@@ -65,6 +65,7 @@ def test_the_files_it_writes(run: Run, files: list[str], tmp_path: Path, timelin
     assert "predicted" in page
 
 
+@pytest.mark.full
 def test_progress_is_shown_on_a_terminal(files: list[str], tmp_path: Path) -> None:
     assert b"reading" in stderr_on_terminal("read-trace", *files, "--search", "0", cwd=tmp_path)
 

@@ -52,6 +52,7 @@ def test_a_wrong_gradient_is_named_and_the_exit_code_is_1(verify: Run) -> None:
     assert first["loss_error"] < 1e-3  # of the second step alone
 
 
+@pytest.mark.full
 def test_a_model_that_depends_on_the_split_of_the_batch_is_distinguished(verify: Run) -> None:
     cut = verify("models:normed", "1f1b", "--json")
     assert (cut.code, cut.json["equal"]) == (1, False)
@@ -155,6 +156,7 @@ def test_a_model_cannot_be_divided_over_another_graph_than_a_chain(verify: Run, 
     assert "return stages, one module for each stage, instead of a model" in " ".join(result.out.split())
 
 
+@pytest.mark.full
 def test_functions_that_are_not_as_they_should_be_are_bad_usage(verify: Run) -> None:
     for function, expected in (
         ("models", "models is not of the form module:function: write models:function"),

@@ -15,7 +15,7 @@ from penstock import Costs, Kind, Schedule, simulate
 from penstock.cli.options import parse_stages
 from penstock.view.grid import grid
 from tests.oracles.naive import MODELS, NaiveValidator
-from tests.support.grids import thinned
+from tests.support.grids import small, thinned
 from tests.support.schedule_rows import rows_of
 
 FAMILIES = penstock.families()
@@ -57,6 +57,7 @@ def test_every_family_is_valid_for_any_numbers_compute_only_and_lowered(name: st
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@small(lambda name: name in {"gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev", "po-h"})
 def test_every_family_is_valid_for_the_naive_validator(name: str) -> None:
     for ranks, microbatches in thinned(((3, 5), (1, 1), (2, 3), (3, 2)), 2):
         schedule = penstock.lower(penstock.build(name, ranks=ranks, microbatches=microbatches))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.support import pipelining_overrides, pipelining_refusals
-from tests.support.grids import small
 from tests.support.pool import Pools
 
 
@@ -14,7 +13,7 @@ def test_overridden_losses_stage_methods_and_steps_are_run_as_by_torch(pools: Po
 
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP"])
-@small(lambda kind: kind == "FSDP")
+@pytest.mark.full
 def test_overridden_methods_run_with_replicas_and_shards(pools: Pools, kind: str) -> None:
     for off in pools(4).run(pipelining_overrides.with_replicas, kind):
         assert off

@@ -128,6 +128,7 @@ def test_a_batch_that_one_rank_rejects_fails_on_all_and_the_next_one_trains(pool
 # --- modules ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_stages_of_a_traced_pipe_train(pools: Pools) -> None:
     assert_alike(pools(4).run(pipelining_modules.train_traced, seconds=600), train_alone(4, 4))
 

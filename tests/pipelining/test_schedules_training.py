@@ -26,6 +26,7 @@ def case(package: str, name: str, m: int, rows: int | None, options: dict[str, A
 
 
 @pytest.mark.parametrize("name", NAMES)
+@small(lambda name: name in {"1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"})
 def test_every_schedule_trains_as_torchs_and_as_one_process(pools: Pools, name: str) -> None:
     m = 8 if name == "DualPipeV" else 4
     wanted = train_alone(stages_of(name, 4), m)

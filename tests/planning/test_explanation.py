@@ -32,6 +32,7 @@ def test_changes_are_planned_again_and_the_most_helpful_comes_first() -> None:
             assert each.gain >= 0  # the best option is still possible
 
 
+@pytest.mark.full
 def test_less_all_to_all_is_a_change_where_there_is_any() -> None:
     block = replace(decoder(10).layers[1].costs, forward_all_to_all=2, backward_input_all_to_all=2)
     model = replace(decoder(10), layers=(replace(decoder(10).layers[1], costs=block),) * 8, samples=8)

@@ -89,6 +89,7 @@ def test_one_rank_has_one_stage() -> None:
     assert made.best.gap == 0
 
 
+@pytest.mark.full
 def test_unequal_stages_per_rank_can_be_given() -> None:
     made = quick_plan(decoder(10), stages_per_rank=[1, 2, 2, 1])
     assert {option.configuration.stages_per_rank for option in made.options} == {(1, 2, 2, 1)}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import penstock
 from penstock.ir.graph import StageGraph
 from penstock.planning import Model
 from tests.support.planning_models import decoder, layer, quick_plan, stub_search
 
 
+@pytest.mark.full
 def test_searched_orders_are_ranked_with_families() -> None:
     model = decoder(10, launch_overhead=0.01)
     made = quick_plan(model, seconds=1.0)

@@ -62,6 +62,7 @@ def test_the_frontier_has_every_technique_and_bounds_hold(limit: float | None) -
     )
 
 
+@pytest.mark.full
 def test_techniques_are_passed_to_the_search() -> None:
     seen: list[dict[str, Any]] = []
 

@@ -48,7 +48,7 @@ def test_a_pipeline_trains_as_one_process_with(pools: Pools, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@small(lambda way: way == "pieces as dtensors")
+@pytest.mark.full
 def test_recomputed_and_offloaded_stages_train_as_one_process(pools: Pools, way: str) -> None:
     fused, split = (build(family, ranks=2, microbatches=3) for family in ("gpipe", "zbv"))
     out = Offload(ahead=0)

@@ -41,6 +41,7 @@ def test_unit_costs_are_in_units_and_activations_and_real_ones_in_seconds_and_by
     assert "2 GiB (rank 0)" in header(chromium)
 
 
+@pytest.mark.full
 def test_the_title_has_ranks_microbatches_and_stages_per_rank(chromium: Browser) -> None:
     chromium.show(unit("zbv", 4, 8))
     assert chromium.driver.title == "zbv: 4 ranks, 8 microbatches, 2 stages per rank"
@@ -49,6 +50,7 @@ def test_the_title_has_ranks_microbatches_and_stages_per_rank(chromium: Browser)
     assert "4 ranks, 8 microbatches, 1 stage per rank" in header(chromium)
 
 
+@pytest.mark.full
 def test_all_steps_of_a_panel_have_one_form_of_label(chromium: Browser) -> None:
     shown = unit("zbv", 4, 8)
     chromium.show(shown)
@@ -81,6 +83,7 @@ def test_the_legend_explains_colours_shades_and_labels(chromium: Browser) -> Non
 
 
 @pytest.mark.parametrize("toggle", [lambda b: b.press("m"), lambda b: b.click("memory")])
+@pytest.mark.full
 def test_memory_rows_can_be_hidden(browser: Browser, toggle: object) -> None:
     height = "document.querySelector('.plot').clientHeight"
     before = browser.ask(height)
@@ -100,6 +103,7 @@ def test_a_click_highlights_the_microbatch_in_all_its_stages(browser: Browser) -
     assert set(browser.ask("penstock.highlighted")) == wanted
 
 
+@pytest.mark.full
 def test_32_ranks_fit_the_window(chromium: Browser) -> None:
     chromium.show(unit("1f1b", 32, 64))
     bottom = chromium.ask("document.querySelector('.plot').getBoundingClientRect().bottom")

@@ -39,6 +39,7 @@ def test_the_card_lists_the_inputs_of_a_step_and_why_it_waited(browser: Browser)
     assert "idle 66 s: waits for a gradient to be computed" in browser.card
 
 
+@pytest.mark.full
 def test_the_card_says_how_much_all_to_all_is_exposed(chromium: Browser) -> None:
     costs = Costs(forward_all_to_all=0.5)
     shown = penstock.simulate(penstock.build("1f1b", ranks=2, microbatches=2), costs)
@@ -63,6 +64,7 @@ def test_hovering_highlights_transitive_inputs_and_direct_users(browser: Browser
     assert set(browser.ask("penstock.highlighted")) == lit
 
 
+@pytest.mark.full
 def test_hovering_highlights_every_use_of_a_value_that_crossed_once(chromium: Browser) -> None:
     graph = penstock.StageGraph(3, ((0, 1), (0, 2)))
     built = penstock.build("gpipe", ranks=2, microbatches=1, graph=graph, placement=Placement((0, 1, 1)))
@@ -102,6 +104,7 @@ def test_a_click_selects_and_keys_move_the_selection(browser: Browser) -> None:
     assert browser.card == ""
 
 
+@pytest.mark.full
 def test_tab_focuses_a_panel_and_enter_selects_a_step(browser: Browser) -> None:
     label = "document.activeElement.getAttribute('aria-label') ?? ''"
     for _ in range(12):
@@ -115,6 +118,7 @@ def test_tab_focuses_a_panel_and_enter_selects_a_step(browser: Browser) -> None:
     assert str(browser.ask(label)).startswith("zbv")
 
 
+@pytest.mark.full
 def test_down_from_the_last_rank_leads_into_the_next_panel(browser: Browser) -> None:
     browser.point(browser.place(number_of(ONE_F, "3B7")), clicks=1)
     browser.press(Keys.ARROW_DOWN)
@@ -125,6 +129,7 @@ def test_down_from_the_last_rank_leads_into_the_next_panel(browser: Browser) -> 
     assert times.start - 10 <= middle <= times.end + 10
 
 
+@pytest.mark.full
 def test_a_selected_step_is_brought_into_view(browser: Browser) -> None:
     browser.press(*["+"] * 5, *[Keys.ARROW_LEFT] * 30)
     browser.point(browser.place(number_of(ONE_F, "0F0")), clicks=1)
@@ -137,6 +142,7 @@ def test_a_selected_step_is_brought_into_view(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("toggle", [lambda b: b.press("c"), lambda b: b.click("critical")])
+@pytest.mark.full
 def test_the_critical_path_can_be_switched(browser: Browser, toggle: Any) -> None:
     pressed = "document.getElementById('critical').getAttribute('aria-pressed')"
     for on in (True, False):
@@ -148,6 +154,7 @@ def test_the_critical_path_can_be_switched(browser: Browser, toggle: Any) -> Non
 
 
 @pytest.mark.parametrize("toggle", [lambda b: b.press("d"), lambda b: b.click("theme")])
+@pytest.mark.full
 def test_dark_and_light_can_be_switched(browser: Browser, toggle: Any) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     assert browser.ask("penstock.theme") == "light"
@@ -159,6 +166,7 @@ def test_dark_and_light_can_be_switched(browser: Browser, toggle: Any) -> None:
     assert browser.ask(ground) == light
 
 
+@pytest.mark.full
 def test_the_initial_theme_is_that_of_the_system(chromium: Browser) -> None:
     for wanted in ("dark", "light"):
         feature = {"name": "prefers-color-scheme", "value": wanted}
@@ -167,6 +175,7 @@ def test_the_initial_theme_is_that_of_the_system(chromium: Browser) -> None:
         assert chromium.ask("penstock.theme") == wanted
 
 
+@pytest.mark.full
 def test_a_question_mark_shows_the_keys(browser: Browser) -> None:
     browser.press("?")
     assert browser.ask("document.getElementById('keys').open")

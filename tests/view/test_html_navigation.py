@@ -94,6 +94,7 @@ def test_the_wheel_zooms_around_the_pointer(browser: Browser) -> None:
     assert browser.view == pytest.approx(browser.fit)
 
 
+@pytest.mark.full
 def test_the_wheel_over_rank_names_scrolls_the_page(browser: Browser) -> None:
     browser.wheel((20, browser.place(0)[1]), -400)
     assert browser.view == browser.fit
@@ -103,6 +104,7 @@ def test_the_wheel_over_rank_names_scrolls_the_page(browser: Browser) -> None:
     "back",
     [lambda b: b.press("0"), lambda b: b.click("fit"), lambda b: b.point((900, b.place(0)[1]), clicks=2)],
 )
+@pytest.mark.full
 def test_fit_shows_everything_again(browser: Browser, back: Any) -> None:
     browser.press("+", "+")
     assert browser.view != browser.fit
@@ -110,6 +112,7 @@ def test_fit_shows_everything_again(browser: Browser, back: Any) -> None:
     assert browser.view == browser.fit
 
 
+@pytest.mark.full
 def test_two_fingers_zoom_around_their_middle(browser: Browser) -> None:
     step = number_of(ONE_F, "0B2")
     x, y = browser.place(step)
@@ -136,6 +139,7 @@ def test_dragging_pans_by_what_the_pointer_moves(browser: Browser) -> None:
     assert browser.ask("penstock.selected") is None
 
 
+@pytest.mark.full
 def test_keys_zoom_and_pan_within_the_data(browser: Browser) -> None:
     browser.press("+")
     start, end = browser.view
@@ -148,6 +152,7 @@ def test_keys_zoom_and_pan_within_the_data(browser: Browser) -> None:
     assert browser.view == pytest.approx(browser.fit)
 
 
+@pytest.mark.full
 def test_two_timelines_share_the_axis(browser: Browser) -> None:
     for _ in range(2):
         one, two = (browser.ask(f"penstock.placeOf({panel}, 1).left") for panel in (0, 1))

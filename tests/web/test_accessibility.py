@@ -48,7 +48,7 @@ def findings(page: Page) -> list[str]:
         (view, theme, any_size) in {("compare", "light", "desktop"), ("lesson", "dark", "phone")}
     )
 )
-@small(lambda view, theme, any_size: (view, theme, any_size) == ("compare", "light", "desktop"))
+@pytest.mark.full
 def test_nothing_serious_is_found(any_size: Page, view: str, theme: str) -> None:
     page = any_size
     page.driver.set_script_timeout(120)

@@ -127,6 +127,7 @@ def test_a_building_block_is_stamped(page: Page) -> None:
     assert steps(page).split(" | ")[2].startswith("2F0 2F1")
 
 
+@pytest.mark.full
 def test_a_csv_file_is_opened_and_junk_is_explained(
     page: Page, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock import Costs, Schedule, search
 from tests.support.grids import thinned
 from tests.support.pool import Pools
@@ -31,6 +33,7 @@ def searched(ranks: int, *, split: bool, placement: str = "any", limit: float | 
     return found.schedule
 
 
+@pytest.mark.full
 def test_on_two_ranks_with_two_stages_each(pools: Pools) -> None:
     schedules = [
         searched(2, split=split, placement=placement, limit=limit)

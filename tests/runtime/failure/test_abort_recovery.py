@@ -22,6 +22,7 @@ from penstock.runtime import Custom, Pipeline
 from penstock.runtime.execution import step_runner
 from penstock.runtime.failure.abort import abort_step
 from tests.support.faults import Fault, faulty_pipeline
+from tests.support.grids import small
 from tests.support.pool import Pool, Pools
 
 # --- after the failure ---------------------------------------------------------------------------
@@ -42,6 +43,7 @@ def fail_and_check(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zbv"])
+@small(lambda family: family == "zbv")
 def test_after_failures_the_modules_are_as_before_and_steps_are_right(failing_pool: Pool, family: str) -> None:
     failing_pool.run(fail_and_check, family)
 
