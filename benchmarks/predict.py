@@ -5,8 +5,9 @@
 Two schedules are profiled for costs, one for families with one stage per rank, one for those with two: 1F1B and
 interleaved 1F1B in which every second microbatch has a split backward, so that B, I and W are measured. Every
 family is predicted from one of these profiles, with its jitter.
-In each round every schedule runs once; the measured time is the median of the rounds, 5 unless given, and costs
-are means over the same rounds. Stages that sleep use no CPU, so that 8 ranks can be measured on fewer cores.
+A profiled step precedes and follows each step of a family, which is predicted from these two: a machine whose
+speed changes within seconds changes both. The error is the median over rounds, 5 unless given, and so are the
+predicted and the measured time. Stages that sleep use no CPU, so that 8 ranks can be measured on fewer cores.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,34 +69,48 @@ def compare(
 ) -> None:
     """`stage` makes one of as many stages as given; `shape` is that of a batch."""
     ranks = dist.get_world_size()
-    schedules = {
-        each: penstock.build(each, ranks=ranks, microbatches=MICROBATCHES) for each in request.families
+    families = {each: penstock.build(each, ranks=ranks, microbatches=MICROBATCHES) for each in request.families}
+    groups = {
+        half_split(family, ranks, MICROBATCHES): names
+        for count, family in PROFILED.items()
+        if (names := [name for name, each in families.items() if each.num_stages == count * ranks])
     }
-    counts = {schedule.num_stages // ranks for schedule in schedules.values()}
-    profiled = {count: half_split(PROFILED[count], ranks, MICROBATCHES) for count in counts}
     x = torch.randn(shape, requires_grad=True)  # so that stage 0 computes an input gradient too
     y = torch.randn(shape)
     steps = profiled_rounds(
-        schedules | {each.name: each for each in profiled.values()},
+        families | {profiled.name: profiled for profiled in groups},
         lambda schedule: [stage(schedule.num_stages) for _ in range(schedule.num_stages)],
         lambda: (x, y),
         nn.functional.mse_loss,
         request.rounds,
+        [each for profiled, names in groups.items() for each in in_turn(profiled.name, names)],
     )
+    if dist.get_rank() == 0:
+        print_errors(groups, steps, print_row)
+
+
+def in_turn(profiled: str, names: list[str]) -> list[str]:
+    """The profiled schedule before and after each of the others."""
+    return [profiled, *(each for name in names for each in (name, profiled))]
+
+
+def print_errors(
+    groups: Mapping[Schedule, list[str]], steps: Mapping[str, list[Timeline]], print_row: Callable[..., None]
+) -> None:
+    """A row for each family, and the sum."""
     print_row("schedule", "predicted ms", "measured ms", "error %", "shortest ms", "longest ms")
     errors = []
-    for name, own in steps.items():
-        lowered = own[0].schedule
-        profile = steps[profiled[lowered.num_stages // ranks].name]
-        seconds, times = predicted(lowered, profile), [step.makespan for step in own]
-        measured, error = statistics.median(times), 100 * (seconds / statistics.median(times) - 1)
-        print_row(
-            name, *(1e3 * each for each in (seconds, measured)), error, 1e3 * min(times), 1e3 * max(times)
-        )
-        if name in schedules:
-            errors.append(error)
-    for each in profiled.values():
-        print_row(f"F in {each.name}", *_forwards(steps[each.name]))
+    for profiled, names in groups.items():
+        profile, per_round = steps[profiled.name], len(names) + 1
+        for place, name in enumerate(names):
+            own, pairs = steps[name], range(place, len(profile), per_round)
+            expected = [predicted(step.schedule, profile[at : at + 2]) for at, step in zip(pairs, own)]
+            times = [step.makespan for step in own]
+            shares = [100 * (one / other - 1) for one, other in zip(expected, times)]
+            errors.append(statistics.median(shares))
+            middle = (1e3 * statistics.median(each) for each in (expected, times))
+            print_row(name, *middle, errors[-1], 1e3 * min(times), 1e3 * max(times))
+        print_row(f"F in {profiled.name}", *_forwards(profile))
     within = sum(abs(error) <= LIMIT for error in errors)
     print_row(f"within {LIMIT} %", f"{within} of {len(errors)}", "largest", max(errors, key=abs))
 

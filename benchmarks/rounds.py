@@ -39,11 +39,13 @@ def profiled_rounds(
     batch: Callable[[], tuple[Tensor, Tensor]],
     loss: Callable[..., Any],
     rounds: int,
+    order: Sequence[str] = (),
 ) -> dict[str, list[Timeline]]:
     """The timelines of each schedule.
 
     In each round every schedule runs once, so that load affects all of them alike. Each round begins with
-    another schedule, so that none always runs after the same one.
+    another schedule, so that none always runs after the same one. `order` are the schedules of every round
+    instead, in which some may run several times.
     """
     found: dict[str, list[Timeline]] = {name: [] for name in schedules}
     with ExitStack() as stack:
@@ -56,7 +58,7 @@ def profiled_rounds(
         names = list(pipelines)
         for number in range(_NOT_COUNTED + rounds):
             first = number % len(names)
-            for name in names[first:] + names[:first]:
+            for name in order or names[first:] + names[:first]:
                 pipeline, (x, target) = pipelines[name], batch()
                 step = pipeline.step(x, target=target)
                 for parameter in pipeline.parameters():
