@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.arguments import listed
+from penstock.arguments import listed, printable
 from penstock.errors import PipelineError
 from penstock.ir.action import Kind
 from penstock.ir.graph import StageGraph
@@ -46,12 +48,20 @@ class RankModel(NamedTuple):
     replication: ReplicaGroup
 
 
-def check_options(timeout: float | None, tokens: object, *, average: bool) -> None:
+def check_options(timeout: object, tokens: object, *, average: bool) -> None:
     """Check the options that do not depend on others."""
-    if timeout is not None and not timeout > 0:
-        raise PipelineError(f"timeout= must be a number of seconds above 0 (given {timeout!r})")
+    if timeout is not None and not _is_timeout(timeout):
+        given = printable(repr(timeout))
+        raise PipelineError(f"timeout= must be a finite number of seconds above 0 (given {given})")
     if tokens is not None and not average:
         raise PipelineError("average=False sums the losses, but tokens= weights them for a mean: give one")
+
+
+def _is_timeout(value: object) -> bool:
+    """Whether a value is a number of seconds that `timedelta` can hold."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return 0 < float(value) < timedelta.max.total_seconds()
 
 
 def rank_model(
