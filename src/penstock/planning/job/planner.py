@@ -29,7 +29,7 @@ from penstock.planning.technique_text import TECHNIQUES
 
 __all__ = ["JobPlan", "plan_job"]
 
-_MOST_SHARDED = 3
+_MAX_ZERO_STAGE = 3
 """The ZeRO stage that shards everything."""
 
 
@@ -211,8 +211,8 @@ def _fitting_changes(request: JobRequest, least: float) -> Iterator[str]:
         changes["--microbatch-size 1"] = {"microbatch_size": 1}
     if request.recompute not in {None, "full"}:
         changes["--recompute full"] = {"recompute": "full"}
-    if request.zero < _MOST_SHARDED:
-        changes[f"--zero 3 instead of {request.zero}"] = {"zero": _MOST_SHARDED}
+    if request.zero < _MAX_ZERO_STAGE:
+        changes[f"--zero 3 instead of {request.zero}"] = {"zero": _MAX_ZERO_STAGE}
     yield from (text for text, change in changes.items() if _fits(request, change))
     if request.memory_limit < least <= request.device.memory_bytes:
         yield f"--memory {ceil(least / 1e8) / 10:g}GB"
