@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.arguments import listed, printable
+from penstock.arguments import listed, plural, printable
 from penstock.errors import PipelineError
 from penstock.ir.action import Kind
 from penstock.ir.graph import StageGraph
@@ -92,8 +92,8 @@ def _modules_of_rank(
         count = schedule.num_stages
         if unknown := sorted(stage for stage in stages if stage not in range(count)):
             raise PipelineError(
-                f"the schedule {schedule.name} has {count} stages, 0 to {count - 1}: stage {listed(unknown)} "
-                "would never run, and its layers would be left out"
+                f"the schedule {schedule.name} has {plural(count, 'stage')}, 0 to {count - 1}: "
+                f"stage {listed(unknown)} would never run, and its layers would be left out"
             )
         expected = own if set(stages) <= set(own) else range(count)  # the rank's own stages, or all stages
         if missing := [stage for stage in expected if stage not in stages]:
@@ -104,8 +104,9 @@ def _modules_of_rank(
         return _with_checked_numbers({stage: stages[stage] for stage in own}, schedule)
     if len(stages) != len(own):
         raise PipelineError(
-            f"{len(stages)} stage modules are given, but rank {rank} has {len(own)} stages of schedule "
-            f"{schedule.name}: stage {listed(own)}; a mapping from stage to module may contain all stages"
+            f"{plural(len(stages), 'stage module is', 'stage modules are')} given, but rank {rank} has "
+            f"{plural(len(own), 'stage')} of schedule {schedule.name}: stage {listed(own)}; "
+            "a mapping from stage to module may contain all stages"
         )
     return _with_checked_numbers(dict(zip(own, stages)), schedule)
 
