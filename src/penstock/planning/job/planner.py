@@ -80,7 +80,7 @@ class JobPlan(Displayed):
     @property
     def time_name(self) -> str:
         """What the seconds of an option are."""
-        return "makespan, reductions, optimizer step"
+        return "makespan + gradient reductions + optimizer step"
 
     @property
     def units(self) -> Units:
