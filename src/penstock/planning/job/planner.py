@@ -181,9 +181,10 @@ def _no_option(evaluation: JobEvaluation) -> str:
     least, state, layout = min(needs, key=lambda each: each[0])
     fitting = [*_fitting_techniques(evaluation), *_fitting_changes(request, least)]
     advice = f"what would fit: {', or '.join(fitting[:3])}" if fitting else "give devices with more memory"
-    where = f"{request.devices} {request.device.name} with {bytes_text(request.memory_limit)} each"
+    limit = f"{bytes_text(request.memory_limit)} each ({request.limit_share})"
+    devices = f"{request.devices} {request.device.name} with {limit}"
     return (
-        f"{request.config.name} fits no layout of {where}: the smallest, {layout} with 1F1B and "
+        f"{request.config.name} fits no layout of {devices}: the smallest, {layout} with 1F1B and "
         f"{layout.recompute} recomputation, needs {bytes_text(least)}, of which up to {bytes_text(state)} for "
         f"weights, gradients and optimizer state; {advice}"
     )
