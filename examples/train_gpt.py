@@ -93,7 +93,7 @@ def main() -> None:
             pipeline.completed_steps = load_checkpoint(options.checkpoint, pipeline, optimizer)["step"]
         start = pipeline.completed_steps
         if dist.get_rank() == 0:
-            print(f"{schedule.name} on {schedule.num_ranks} ranks, from step {start}")
+            print(f"{schedule.name} (p={schedule.num_ranks}), from step {start}")
         for step in range(start, options.until):
             rows = batch_of(step, text)
             result = pipeline.step(rows[:, :-1], target=rows[:, 1:])

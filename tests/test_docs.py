@@ -58,6 +58,17 @@ class Shell:
 
     def run(self, command: str, columns: int = 80) -> str:
         """The output of a command; an invalid schedule (exit code 1) is not an error."""
+        out, err, code = self._run(command, columns)
+        assert (err, code in {0, None, 1}) == ("", True), command
+        return out
+
+    def error(self, command: str) -> str:
+        """The message of a command that is refused."""
+        out, err, code = self._run(command, 80)
+        assert (out, code) == ("", 2), command
+        return err
+
+    def _run(self, command: str, columns: int) -> tuple[str, str, object]:
         program, *arguments = shlex.split(command, comments=True)
         assert program == "penstock"
         self.patch.setenv("COLUMNS", str(columns))
@@ -65,9 +76,7 @@ class Shell:
         self.capture.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
-        out, err = self.capture.readouterr()
-        assert (err, ended.value.code in {0, None, 1}) == ("", True), command
-        return out
+        return *self.capture.readouterr(), ended.value.code
 
 
 @pytest.fixture
@@ -101,10 +110,12 @@ def test_code_blocks_run_and_print_what_they_show(
 
 
 def check_console(body: str, shell: Shell) -> None:
-    """A command and its output; the output of examples is tested in test_examples.py."""
+    """A command and its output, or its error; the output of examples is tested in test_examples.py."""
     command, _, expected = body.removeprefix("$ ").partition("\n")
     if command in PRINTED:
         assert PRINTED[command] == expected
+    elif expected.startswith("penstock: "):
+        assert shell.error(command).split() == expected.split()  # pages wrap long lines
     else:
         wide = max(map(len, body.split("\n"))) > 80
         assert shell.run(command, 104 if wide else 80) == expected

@@ -48,8 +48,9 @@ def listed(values: Iterable[object]) -> str:
 
 
 def plural(count: object, noun: str, nouns: str = "") -> str:
-    """A count with its noun: `1 rank`, `2 ranks`."""
-    return f"{count} {noun if str(count) == '1' else nouns or noun + 's'}"
+    """A count with its noun: `1 rank`, `2 ranks`, `2 processes`."""
+    regular = f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
+    return f"{count} {noun if str(count) == '1' else nouns or regular}"
 
 
 def some(values: Sequence[object], most: int = 8, separator: str = ", ") -> str:

@@ -24,6 +24,7 @@ def files(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("0F0,0B0\n")
     (tmp_path / "empty.json").write_text("")
     (tmp_path / "empty.toml").write_text("")
+    (tmp_path / "relative.toml").write_text('time_unit = "units"\n')
     (tmp_path / "other.json").write_text('{"a": 1}')
     (tmp_path / "binary.json").write_bytes(bytes(range(200, 256)))
     (tmp_path / "few.json").write_text('{"model_type": "llama"}')
@@ -43,10 +44,16 @@ MISTAKES: list[tuple[str, int, str]] = [
         "model: it is a directory; give a .json or .toml file; did you mean model/config.json?",
     ),
     ("estimate empty.json", 2, "empty.json: invalid JSON: the file is empty"),
+    (f"estimate {LLAMA} --fit empty.toml", 2, "empty.toml: it has no costs; give keys such as forw"),
     (
-        f"estimate {LLAMA} --fit empty.toml",
+        f"estimate {LLAMA} --fit relative.toml",
         2,
-        "--fit takes measured seconds, and the costs of empty.toml are rel",
+        "--fit takes measured seconds, and the costs of relative.toml are rel",
+    ),
+    (
+        "search -p 2 -m 2 --costs empty.toml",
+        2,
+        "empty.toml: it has no costs; give keys such as forw",
     ),
     ("diagnose nowhere", 2, "nowhere: no such directory"),
     ("diagnose mine", 2, "mine: not a directory"),

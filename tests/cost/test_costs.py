@@ -102,6 +102,9 @@ def test_all_problems_of_a_file_are_reported_with_their_keys(tmp_path: Path) -> 
         ("c.toml", "a = ", "invalid TOML"),
         ("c.txt", "", "use .json or .toml"),
         ("c.json", "[" * 100_000, "invalid JSON"),
+        ("c.toml", "", r"c\.toml: it has no costs; give keys such as forward_seconds"),
+        ("c.toml", "# forward_seconds = 1\n", "it has no costs"),
+        ("c.json", "{}", "it has no costs"),
     ],
 )
 def test_files_without_costs_are_rejected(name: str, text: str, problem: str, tmp_path: Path) -> None:

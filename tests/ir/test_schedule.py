@@ -203,9 +203,9 @@ def test_a_text_that_is_no_action_is_rejected() -> None:
         Schedule.parse("0F0 0B0 | 1F0x")
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_as_many_lists_as_ranks_are_needed(ranks: int) -> None:
-    with pytest.raises(ScheduleError, match=f"has {ranks} ranks, but 2 lists of steps are given"):
+@pytest.mark.parametrize(("ranks", "text"), [(1, "1 rank"), (3, "3 ranks")])
+def test_as_many_lists_as_ranks_are_needed(ranks: int, text: str) -> None:
+    with pytest.raises(ScheduleError, match=f"has {text}, but 2 lists of steps are given"):
         Schedule.parse("0F0 | 1F0", Placement.loop(ranks))
 
 
@@ -270,7 +270,7 @@ def test_one_huge_number_is_rejected_and_takes_no_memory(text: str, message: str
 
 @pytest.mark.parametrize("microbatches", [10**7, 10**12, 10**30])
 def test_more_microbatches_than_the_steps_can_cover_take_no_memory(microbatches: int) -> None:
-    with little_memory(), pytest.raises(ScheduleError, match="1 actions cannot cover 1 stages"):
+    with little_memory(), pytest.raises(ScheduleError, match="1 action cannot cover 1 stage"):
         Schedule.parse("0F0", microbatches=microbatches)
 
 

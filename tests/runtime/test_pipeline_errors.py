@@ -69,7 +69,7 @@ def wrong_pipelines() -> dict[str, str]:
 
 
 WRONG_PIPELINES = {
-    "modules": ("PipelineError", "3 stage modules", "has 1 stages"),
+    "modules": ("PipelineError", "3 stage modules", "has 1 stage of"),
     "mapping": ("5, 6", "never run"),
     "ranks": ("PipelineError", "for 4 ranks", "has 2"),
     "microbatches": ("PipelineError", "for 4 microbatches", "microbatches=5"),

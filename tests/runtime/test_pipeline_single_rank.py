@@ -214,7 +214,12 @@ def test_an_exception_is_raised_unchanged() -> None:
     ("given", "message"),
     [
         ({"schedule": "1f1b", "microbatches": None}, "give microbatches= as well"),
-        ({"timeout": 0}, "timeout= must be a number of seconds above 0"),
+        ({"timeout": 0}, r"timeout= must be a finite number of seconds above 0 \(given 0\)"),
+        ({"timeout": -1.5}, r"timeout= must be .*\(given -1.5\)"),
+        ({"timeout": "60"}, r"timeout= must be .*\(given '60'\)"),
+        ({"timeout": True}, r"timeout= must be .*\(given True\)"),
+        ({"timeout": float("nan")}, r"timeout= must be .*\(given nan\)"),
+        ({"timeout": float("inf")}, r"timeout= must be .*\(given inf\)"),
         ({"schedule": None}, "a schedule is the name of a family"),
         ({"functions": {"SEND_F": print}}, "a function cannot replace 'SEND_F'"),
         ({"functions": {"Q": print}}, "only F, I, W, B"),

@@ -74,6 +74,6 @@ def check(
 def _sizes(schedule: Schedule) -> str:
     return (
         f"{plural(schedule.num_ranks, 'rank')}, {plural(schedule.num_stages, 'stage')}, "
-        f"{plural(schedule.microbatches, 'microbatch', 'microbatches')}, "
+        f"{plural(schedule.microbatches, 'microbatch')}, "
         f"{plural(schedule.num_steps, 'step')}, {schedule.level}"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from penstock.families import build
 from penstock.formats import write_bytes
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+from penstock.processes import usable_cores
 from penstock.simulation.calibration import calibrate
 from penstock.simulation.simulator import simulate
 from penstock.view.html import html
@@ -62,7 +62,7 @@ def demo(
       penstock demo --ranks 4 -o demo.html
     """
     require_suffix(output, (".html",))
-    count = ranks or min(_MAX_DEFAULT_RANKS, max(2, _cpus()))
+    count = ranks or min(_MAX_DEFAULT_RANKS, max(2, usable_cores()))
     from penstock.runtime.local_ranks import LocalRanks  # noqa: PLC0415 -- torch, which is an extra
 
     started_at = time.monotonic()
@@ -80,10 +80,6 @@ def demo(
     )
     gain = run.gain(measured)
     run.print(f"{gain.headline}\n{gain.reason}")
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
 
 
 class _Demo:

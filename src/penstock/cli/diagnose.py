@@ -13,7 +13,7 @@ from rich.console import Console
 from penstock.arguments import listed
 from penstock.cli.inputs import Sizes, given_schedule_from
 from penstock.cli.options import AsJson
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import PASS_KINDS
 from penstock.records import order_of
 from penstock.traces.diagnosis import Diagnosis
 from penstock.traces.diagnosis import diagnose as diagnose_pipeline
@@ -24,7 +24,6 @@ from penstock.view.grid import grid
 
 __all__ = ["diagnose"]
 
-_COMPUTE = (Kind.F, Kind.I, Kind.W, Kind.B)
 _WHERE = {
     "missing": "which left no state",
     "behind": "which has not begun this step",
@@ -32,7 +31,7 @@ _WHERE = {
     "passed": "which is past its {counterpart}",
     "not in its list": "whose list has no {counterpart}",
 }
-_MOST_STEPS = 4000
+_MAX_GRID_STEPS = 4000
 """Steps; the grid of a longer schedule is left out."""
 
 DumpFolder: TypeAlias = Annotated[
@@ -101,9 +100,9 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
     typer.echo("\nwhere each rank is:")
     for rank in range(schedule.num_ranks):
         typer.echo(f"  {_rank_name(diagnosis, rank)}  {_where(diagnosis, rank)}")
-    if schedule.num_steps <= _MOST_STEPS:
+    if schedule.num_steps <= _MAX_GRID_STEPS:
         typer.echo()
-        console.print(grid(schedule.only(_COMPUTE), console.width, _marked(diagnosis)), soft_wrap=True)
+        console.print(grid(schedule.only(PASS_KINDS), console.width, _marked(diagnosis)), soft_wrap=True)
         typer.echo("[..]: the next action of a rank, or the one that it is in")
     for note in diagnosis.notes:
         typer.echo(f"note: {note}")
@@ -150,7 +149,7 @@ def _marked(diagnosis: Diagnosis) -> dict[int, int]:
         row = diagnosis.schedule.ranks[rank]
         if not state.runs or state.position < 0 or state.steps != tuple(map(str, row)):
             continue
-        computes = [step.parts[0].kind in _COMPUTE for step in row]
+        computes = [step.parts[0].kind in PASS_KINDS for step in row]
         if (number := sum(computes[: state.position])) < sum(computes):
             marked[rank] = number
     return marked

@@ -90,9 +90,10 @@ def _notes(made: JobPlan, *, explained: bool) -> list[str]:
     if not all(each.is_exact for each in made.options):
         found.append("*: extended from fewer microbatches, without queues of messages")
     found.append(f"best: {best}, layout {made.layout}")
-    limit = f"{counts['too large']} over the memory limit of {bytes_text(made.request.memory_limit)}"
+    limit = f"{bytes_text(made.request.memory_limit)} ({made.request.limit_share})"
+    over = f"{counts['too large']} over the memory limit of {limit}"
     simulated = f"{counts['evaluated']} simulated, {counts['pruned']} pruned by their lower bounds"
-    found.append(f"{counts['layouts']} layouts; candidates: {simulated}, {limit}")
+    found.append(f"{counts['layouts']} layouts; candidates: {simulated}, {over}")
     if made.data_sizes.excluded and not explained:
         found.append(str(made.data_sizes))
     if counts["not evaluated"]:

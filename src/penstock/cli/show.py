@@ -125,7 +125,7 @@ def _grid(schedule: Schedule, costs: str | None, width: int) -> Text:
     header = (
         f"{printable(schedule.name)}: {plural(schedule.num_ranks, 'rank')}, "
         f"{plural(schedule.num_stages, 'stage')} ({schedule.placement.style}), "
-        f"{plural(schedule.microbatches, 'microbatch', 'microbatches')}, {schedule.level}"
+        f"{plural(schedule.microbatches, 'microbatch')}, {schedule.level}"
     )
     if costs is not None:
         timeline = simulate(schedule, costs_from(costs))

@@ -18,7 +18,9 @@ from penstock.validation import SendModel
 __all__ = ["trace"]
 
 
-TraceFile: TypeAlias = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Output file.")]
+TraceFile: TypeAlias = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", help="Output file, .json.")
+]
 
 
 def trace(

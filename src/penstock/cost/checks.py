@@ -9,12 +9,12 @@ from penstock.cost.values import Cost, as_tuple
 
 __all__ = ["part_problems", "problem_of", "speed_problems"]
 
-_MOST = 1e18  # the largest plausible number of seconds or bytes
+_MAX_PLAUSIBLE = 1e18  # the largest plausible number of seconds or bytes
 
 
 def _shown(number: float) -> str:
     # a whole number can have more digits than Python is willing to print
-    return printable(repr(number)) if abs(number) < _MOST or number != number else "more"  # noqa: PLR0124 -- nan
+    return printable(repr(number)) if abs(number) < _MAX_PLAUSIBLE or number != number else "more"  # noqa: PLR0124 -- nan
 
 
 def problem_of(value: object, *, many: bool, optional: bool) -> str | None:
@@ -28,8 +28,8 @@ def problem_of(value: object, *, many: bool, optional: bool) -> str | None:
             return (
                 f"it must be a number{' or a list of them' if many else ''} (given {printable(repr(number))})"
             )
-        if not 0 <= number <= _MOST:
-            return f"it must be from 0 to {_MOST:g} (given {_shown(number)})"
+        if not 0 <= number <= _MAX_PLAUSIBLE:
+            return f"it must be from 0 to {_MAX_PLAUSIBLE:g} (given {_shown(number)})"
     return None
 
 

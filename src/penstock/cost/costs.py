@@ -43,6 +43,7 @@ _DEFAULTS = {
 _ACTIVATION_PARTS = ("activation_freed_by_input", "checkpoint", "offloadable")
 _NO_FILE = "<costs>"
 _UNITS = {"time_unit": ("seconds", "units"), "memory_unit": ("bytes", "activations")}
+_UNIT_COSTS = {"time_unit": "units"}  # a file of unit costs: an empty one is taken for a mistake
 _TIMED = frozenset(("forward", "backward_input", "backward_weight"))
 _SIZED = frozenset(("activation", "parameters", "gradients", "optimizer_state", "unsharded_parameters"))
 """Times are seconds, and sizes are bytes, if any of these is given."""
@@ -226,8 +227,11 @@ class Costs:
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Costs:
-        """From a `.json` or `.toml` file."""
-        return cls.from_keys(read_keys(path), source=str(path))
+        """From a `.json` or `.toml` file; one without any cost is refused."""
+        document = read_keys(path)
+        if document == {}:
+            raise FormatError(str(path), [f"it has no costs; give keys such as {listed(list(_keys())[:3])}"])
+        return cls.from_keys({} if document == _UNIT_COSTS else document, source=str(path))
 
     @classmethod
     def from_keys(cls, document: object, source: str = _NO_FILE) -> Costs:
@@ -268,7 +272,7 @@ class Costs:
 
     def dumps(self, extension: str) -> str:
         """The text of a `.json` or `.toml` file."""
-        keys = self.to_keys()
+        keys = self.to_keys() or _UNIT_COSTS
         if extension == ".json":
             return json.dumps(keys, indent=2) + "\n"
         return "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import plural, printable, whole_number
 from penstock.display import Displayed
 from penstock.errors import ActionError, ScheduleError
 from penstock.ir.action import Action, Overlap, Step, parse_action
@@ -93,11 +93,13 @@ class Schedule(Displayed):
     ) -> None:
         if len(rows) != placement.num_ranks:
             raise ScheduleError(
-                f"the placement has {placement.num_ranks} ranks, but {len(rows)} lists of steps are given"
+                f"the placement has {plural(placement.num_ranks, 'rank')}, "
+                f"but {plural(len(rows), 'list of steps is', 'lists of steps are')} given"
             )
         if graph.num_stages != placement.num_stages:
             raise ScheduleError(
-                f"the stage graph has {graph.num_stages} stages, but the placement has {placement.num_stages}"
+                f"the stage graph has {plural(graph.num_stages, 'stage')}, "
+                f"but the placement has {placement.num_stages}"
             )
         whole = whole_number(microbatches)
         if whole is None or whole < 1:
@@ -106,8 +108,8 @@ class Schedule(Displayed):
         num_parts = sum(map(len, rows))
         if placement.num_stages * microbatches > 16 * num_parts + _SMALL:
             raise ScheduleError(
-                f"{num_parts} actions cannot cover {placement.num_stages} stages "
-                f"and {microbatches} microbatches"
+                f"{plural(num_parts, 'action')} cannot cover {plural(placement.num_stages, 'stage')} "
+                f"and {plural(microbatches, 'microbatch')}"
             )
         self._set(ActionTable.of(rows, placement, graph, microbatches), name)
 
@@ -242,8 +244,8 @@ class Schedule(Displayed):
 
     def __repr__(self) -> str:
         return (
-            f"<Schedule {self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
-            f"{self.microbatches} microbatches, {self.num_steps} steps, {self.level}>"
+            f"<Schedule {self.name}: {plural(self.num_ranks, 'rank')}, {plural(self.num_stages, 'stage')}, "
+            f"{plural(self.microbatches, 'microbatch')}, {plural(self.num_steps, 'step')}, {self.level}>"
         )
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from penstock.arguments import plural
 from penstock.cost.costs import Costs
 from penstock.cost.units import Units
 from penstock.display import Displayed
@@ -62,7 +63,8 @@ class Plan(Displayed):
     @property
     def title(self) -> str:
         """Of a picture."""
-        return f"{self.request.model.name}: {self.request.ranks} ranks, {self.request.samples} samples"
+        ranks, samples = plural(self.request.ranks, "rank"), plural(self.request.samples, "sample")
+        return f"{self.request.model.name}: {ranks}, {samples}"
 
     @property
     def memory_limit(self) -> float | None:

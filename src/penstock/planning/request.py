@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import plural, printable, whole_number
 from penstock.bounds import OBJECTIVES
 from penstock.errors import PlanError
 from penstock.ir.placement import StagesPerRank, problems_of_counts
@@ -76,7 +76,7 @@ class PlanRequest:
         counts = stages_per_rank if isinstance(stages_per_rank, Sequence) else [stages_per_rank]
         needed = 0 if errors else sum(counts) * self.ranks // len(counts)
         if needed > len(self.model.layers):
-            stages = f"{self.ranks} ranks"
+            stages = plural(self.ranks, "rank")
             if stages_per_rank != 1:
                 stages += f" with {', '.join(map(str, counts))} stages{' each' * (len(counts) == 1)}"
             have = f"the model has {len(self.model.layers)} {'stages' if self.model.are_stages else 'layers'}"

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import penstock
+from penstock.arguments import plural
 from penstock.cost.costs import Costs
 from penstock.diagnostics import Check
 from penstock.families import build
@@ -64,7 +65,7 @@ def check_launch() -> Check:
             "torchrun --rdzv-endpoint (or --master-addr) a host name that all nodes resolve",
         )
     wanted = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or nodes)
-    shown = f"{world} processes on {nodes} node{'s' * (nodes > 1)}, which meet at {address}"
+    shown = f"{plural(world, 'process')} on {plural(nodes, 'node')}, which meet at {address}"
     if wanted > nodes:
         advice = "torchrun --nnodes, and one --rdzv-endpoint for all of them"
         return Check("launch", "warn", f"{shown}, but the SLURM job has {wanted} nodes: give {advice}")
@@ -94,7 +95,7 @@ def distributed_checks(schedule: Schedule | None, seconds: float) -> Distributed
         text = f"the processes did not meet within {seconds:g} s: {first_line(error)}"
         return DistributedReport((*checks, Check("rendezvous", "fail", text)))
     try:
-        elapsed = f"{len(hosts)} processes met in {time.monotonic() - begin:.1f} s"
+        elapsed = f"{plural(len(hosts), 'process')} met in {time.monotonic() - begin:.1f} s"
         checks += [Check("rendezvous", "ok", elapsed), _versions(), _world_size(schedule)]
         if any(check.verdict == "fail" for check in checks):
             return DistributedReport(tuple(checks))
@@ -133,13 +134,14 @@ def _world_size(schedule: Schedule | None) -> Check:
         return Check("world size", "ok", f"{world}; give --schedule to compare it with the ranks of a schedule")
     replicas, rest = divmod(world, schedule.num_ranks)
     if rest or not replicas:
-        text = f"{world} processes, but {schedule.name} has {schedule.num_ranks} ranks"
-        advice = f"start {schedule.num_ranks} processes, or a multiple of that"
+        needed = plural(schedule.num_ranks, "rank")
+        text = f"{plural(world, 'process')}, but {schedule.name} has {needed}"
+        advice = f"start {plural(schedule.num_ranks, 'process')}, or a multiple of that"
         return Check("world size", "fail", f"{text}: {advice}")
     shown = f"{world}: " + (
         "one pipeline" if replicas == 1 else f"{replicas} pipelines, side by side in a mesh"
     )
-    return Check("world size", "ok", f"{shown} of {schedule.num_ranks} ranks")
+    return Check("world size", "ok", f"{shown} of {plural(schedule.num_ranks, 'rank')}")
 
 
 def _measured(

@@ -115,7 +115,7 @@ class Pipeline:
             self.rank,
             members,
             self.device,
-            group_timeout(ranks, self.device) if timeout is None else timedelta(seconds=timeout),
+            group_timeout(ranks, self.device) if timeout is None else timedelta(seconds=float(timeout)),
             model.modules,
             model.trained,
             losses,

@@ -57,12 +57,13 @@ def _check_fit(
     """Raise if the schedule is for other ranks, other microbatches or another stage graph."""
     if schedule.num_ranks != ranks:
         raise PipelineError(
-            f"the schedule {schedule.name} is for {schedule.num_ranks} ranks, but the process group has {ranks}"
+            f"the schedule {schedule.name} is for {plural(schedule.num_ranks, 'rank')}, "
+            f"but the process group has {ranks}"
         )
     if microbatches is not None and schedule.microbatches != microbatches:
         raise PipelineError(
-            f"the schedule {schedule.name} is for {schedule.microbatches} microbatches, but microbatches="
-            f"{microbatches} is given"
+            f"the schedule {schedule.name} is for {plural(schedule.microbatches, 'microbatch')}, but "
+            f"microbatches={microbatches} is given"
         )
     graph = _graph_for(schedule, stages)
     if graph is not None and schedule.graph != graph:
@@ -87,7 +88,7 @@ def _built(
     count, rest = divmod(len(stages), ranks) if whole_model and len(stages) >= ranks else (len(stages), 0)
     if rest:
         raise PipelineError(
-            f"{len(stages)} stages cannot be divided evenly over {ranks} ranks: "
+            f"{len(stages)} stages cannot be divided evenly over {plural(ranks, 'rank')}: "
             f"give {count * ranks} or {(count + 1) * ranks}, or a Schedule with its own placement"
         )
     default = build(name, ranks=ranks, microbatches=microbatches)
@@ -101,6 +102,6 @@ def _built(
         given = f"{modules} given, {count} for each rank" if whole_model else f"{modules} given for this rank"
         advice = f"split the model into {default.num_stages}" if whole_model else f"give {per_rank}"
         raise PipelineError(
-            f"{name} on {ranks} ranks has {default.num_stages} stages, {per_rank} for each rank, but "
-            f"{given}: {advice}, or use another family ({error})"
+            f"{name} on {plural(ranks, 'rank')} has {plural(default.num_stages, 'stage')}, {per_rank} for each "
+            f"rank, but {given}: {advice}, or use another family ({error})"
         ) from error

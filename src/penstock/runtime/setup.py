@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.arguments import listed
+from penstock.arguments import listed, plural, printable
 from penstock.errors import PipelineError
 from penstock.ir.action import Kind
 from penstock.ir.graph import StageGraph
@@ -46,12 +48,20 @@ class RankModel(NamedTuple):
     replication: ReplicaGroup
 
 
-def check_options(timeout: float | None, tokens: object, *, average: bool) -> None:
+def check_options(timeout: object, tokens: object, *, average: bool) -> None:
     """Check the options that do not depend on others."""
-    if timeout is not None and not timeout > 0:
-        raise PipelineError(f"timeout= must be a number of seconds above 0 (given {timeout!r})")
+    if timeout is not None and not _is_timeout(timeout):
+        given = printable(repr(timeout))
+        raise PipelineError(f"timeout= must be a finite number of seconds above 0 (given {given})")
     if tokens is not None and not average:
         raise PipelineError("average=False sums the losses, but tokens= weights them for a mean: give one")
+
+
+def _is_timeout(value: object) -> bool:
+    """Whether a value is a number of seconds that `timedelta` can hold."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return 0 < float(value) < timedelta.max.total_seconds()
 
 
 def rank_model(
@@ -82,8 +92,8 @@ def _modules_of_rank(
         count = schedule.num_stages
         if unknown := sorted(stage for stage in stages if stage not in range(count)):
             raise PipelineError(
-                f"the schedule {schedule.name} has {count} stages, 0 to {count - 1}: stage {listed(unknown)} "
-                "would never run, and its layers would be left out"
+                f"the schedule {schedule.name} has {plural(count, 'stage')}, 0 to {count - 1}: "
+                f"stage {listed(unknown)} would never run, and its layers would be left out"
             )
         expected = own if set(stages) <= set(own) else range(count)  # the rank's own stages, or all stages
         if missing := [stage for stage in expected if stage not in stages]:
@@ -94,8 +104,9 @@ def _modules_of_rank(
         return _with_checked_numbers({stage: stages[stage] for stage in own}, schedule)
     if len(stages) != len(own):
         raise PipelineError(
-            f"{len(stages)} stage modules are given, but rank {rank} has {len(own)} stages of schedule "
-            f"{schedule.name}: stage {listed(own)}; a mapping from stage to module may contain all stages"
+            f"{plural(len(stages), 'stage module is', 'stage modules are')} given, but rank {rank} has "
+            f"{plural(len(own), 'stage')} of schedule {schedule.name}: stage {listed(own)}; "
+            "a mapping from stage to module may contain all stages"
         )
     return _with_checked_numbers(dict(zip(own, stages)), schedule)
 

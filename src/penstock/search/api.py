@@ -39,21 +39,28 @@ def search(
 ) -> SearchResult:
     """Find the best schedule for these costs within a memory limit, with a bound on its optimality gap.
 
-    `stages_per_rank` is one number, or a list of one for each rank. `placement` is a `Placement`, or `loop`,
-    `v`, or `any` for the better of the two. `memory_limit` is in bytes
-    per rank, parameters and optimizer state included; `live_limit` instead is a number of activations per rank,
-    each of one stage and microbatch. `objective` is the objective to minimize: `makespan`, `span` or `period`.
-    With `split=False` backwards are not split into I and W. With `graph` stages feed each other as in
-    this `StageGraph`; without a `Placement` they are on ranks in the order of the graph.
+    `ranks`            number of pipeline ranks; `microbatches`: of one step
+    `costs`            of the stages; unit costs unless given
+    `stages_per_rank`  one number for all ranks, or a list of one for each
+    `placement`        a `Placement`, or `loop`, `v`, or `any` for the better of the two
+    `memory_limit`     bytes per rank, parameters and optimizer state included
+    `live_limit`       instead of it, activations per rank, each of one stage and microbatch
+    `objective`        the objective to minimize: `makespan`, `span` or `period`
+    `split`            whether backwards may be split into I and W
+    `seconds`          time limit; the search ends earlier if it proves the result optimal
+    `moves`            instead of it, a number of moves, with which the same `seed` gives the same result
+    `seed`             random seed
+    `jitter`           rank the best schedules by the `quantile` of their makespan when steps vary by this share
+    `on_progress`      is called with a `Progress` from time to time
+    `graph`            a `StageGraph` of the stages; without a `Placement` they are on ranks in its order
+    `recompute`        also choose which microbatches of which stages are recomputed, so that the schedule fits
+                       `memory_limit`; `offload`: which wait on the host. The bound holds for every such choice
 
-    With `recompute` or `offload` the search also chooses which microbatches of which stages are recomputed, or
-    wait on the host, so that the schedule fits `memory_limit`; the bound then holds for every such choice.
+    Returns a `SearchResult` with the schedule, its timeline and the bound. Ctrl-C ends the search early: the
+    result then has the best schedule so far, and is `interrupted`.
 
-    The search takes at most `seconds`, less if it proves the result optimal. With `moves` it makes that number
-    of moves instead, and the same `seed` gives the same result. With `jitter` the best schedules are ranked by
-    the `quantile` of their makespan when the duration of every step varies by that share. `on_progress` is
-    called with a `Progress` from time to time. Ctrl-C ends the search early and returns the best schedule so
-    far.
+    Raises `SearchError` with all errors of the arguments, or if no schedule fits the memory limit, and
+    `CostsError` if the costs are those of another number of stages.
     """
     request = SearchRequest(
         *(ranks, microbatches, costs, stages_per_rank, placement, memory_limit, live_limit, objective),

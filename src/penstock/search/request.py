@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import cast
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import plural, printable, whole_number
 from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
 from penstock.cost.memory import counting_activations
@@ -81,7 +81,7 @@ class SearchRequest:
                 given = printable(repr(self.placement))
                 yield f"placement must be a Placement, or one of {', '.join(_PLACEMENTS)} (given {given})"
         elif self.placement.num_ranks != self.ranks:
-            yield f"the placement has {self.placement.num_ranks} ranks (given ranks={self.ranks!r})"
+            yield f"the placement has {plural(self.placement.num_ranks, 'rank')} (given ranks={self.ranks!r})"
         if self.graph is not None:
             yield from self._errors_in_graph(self.graph)
         if not isinstance(self.costs, Costs | None):
@@ -93,12 +93,12 @@ class SearchRequest:
             return
         if isinstance(self.placement, Placement):
             if self.placement.num_stages != graph.num_stages:
-                given = f"{self.placement.num_stages} stages, the graph {graph.num_stages}"
+                given = f"{plural(self.placement.num_stages, 'stage')}, the graph {graph.num_stages}"
                 yield f"the placement has {given}"
         elif self.placement != "any":
             yield f"with a graph, placement must be a Placement or any (given {self.placement!r})"
         elif (whole_number(self.ranks) or 0) > graph.num_stages:
-            yield f"the graph has {graph.num_stages} stages, too few for {self.ranks} ranks"
+            yield f"the graph has {plural(graph.num_stages, 'stage')}, too few for {plural(self.ranks, 'rank')}"
         if self.stages_per_rank != 1:
             yield f"give graph=, which has its stages, or stages_per_rank={self.stages_per_rank!r}, not both"
 
@@ -115,7 +115,7 @@ class SearchRequest:
         found = self._named_placements()
         for each in found:
             if each.num_stages * int(self.microbatches) > MAX_WORK:
-                given = f"{each.num_stages} stages, {self.microbatches} microbatches"
+                given = f"{plural(each.num_stages, 'stage')}, {plural(self.microbatches, 'microbatch')}"
                 raise SearchError(f"stages times microbatches can be at most {MAX_WORK} (given {given})")
             graph = self.graph or StageGraph.chain(each.num_stages)
             (self.costs or Costs()).check_lengths(graph, each.num_ranks)

@@ -52,4 +52,4 @@ def title_text(timelines: Sequence[Timeline]) -> str:
 
 
 def _ranks(ranks: int, microbatches: int) -> str:
-    return f"{plural(ranks, 'rank')}, {plural(microbatches, 'microbatch', 'microbatches')}"
+    return f"{plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}"

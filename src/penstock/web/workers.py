@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from penstock.processes import usable_cores
 from penstock.web.limits import LIMITS, Limit
 from penstock.web.replies import Reply
 from penstock.web.worker import serve_requests
@@ -58,7 +59,7 @@ class _Worker:
 class WorkerPool:
     """A few worker processes, and those who wait for one."""
 
-    size: int = field(default_factory=lambda: max(2, min(4, os.cpu_count() or 1)))
+    size: int = field(default_factory=lambda: max(2, min(4, usable_cores())))
     most_waiting: int = 200
     _free: asyncio.Queue[_Worker] = field(init=False)
     _all: set[_Worker] = field(default_factory=set)

@@ -125,6 +125,12 @@ def test_the_best_option_is_the_one_that_its_files_simulate(made: JobPlan, tmp_p
     assert max(timeline.peak_memory) <= made.best.memory
 
 
+def test_a_tenth_of_the_device_is_left_free_unless_a_limit_is_given() -> None:
+    default, given = request(), request(memory_limit=H100.memory_bytes)
+    assert (default.memory_limit, default.limit_share) == (pytest.approx(72e9), "90% of 74.5 GiB")
+    assert (given.memory_limit, given.limit_share) == (80e9, "100% of 74.5 GiB")
+
+
 def test_more_memory_is_never_slower(made: JobPlan) -> None:
     assert plan_job(request(memory_limit=40e9, tensor=2)).best.seconds <= made.best.seconds * (1 + 1e-9)
 

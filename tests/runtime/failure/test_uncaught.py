@@ -137,7 +137,7 @@ def test_an_error_before_the_first_connection_has_a_message_and_the_users_line(
 ) -> None:
     hook()
     message, place = capsys.readouterr().err.splitlines()
-    assert message == "[rank3]: PipelineError: timeout= must be a number of seconds above 0 (given -7)"
+    assert message == "[rank3]: PipelineError: timeout= must be a finite number of seconds above 0 (given -7)"
     assert place.startswith(f"[rank3]:   called at {__file__}, line ")
 
 

@@ -29,7 +29,7 @@ from penstock.planning.technique_text import TECHNIQUES
 
 __all__ = ["JobPlan", "plan_job"]
 
-_MOST_SHARDED = 3
+_MAX_ZERO_STAGE = 3
 """The ZeRO stage that shards everything."""
 
 
@@ -80,7 +80,7 @@ class JobPlan(Displayed):
     @property
     def time_name(self) -> str:
         """What the seconds of an option are."""
-        return "makespan, reductions, optimizer step"
+        return "makespan + gradient reductions + optimizer step"
 
     @property
     def units(self) -> Units:
@@ -181,9 +181,10 @@ def _no_option(evaluation: JobEvaluation) -> str:
     least, state, layout = min(needs, key=lambda each: each[0])
     fitting = [*_fitting_techniques(evaluation), *_fitting_changes(request, least)]
     advice = f"what would fit: {', or '.join(fitting[:3])}" if fitting else "give devices with more memory"
-    where = f"{request.devices} {request.device.name} with {bytes_text(request.memory_limit)} each"
+    limit = f"{bytes_text(request.memory_limit)} each ({request.limit_share})"
+    devices = f"{request.devices} {request.device.name} with {limit}"
     return (
-        f"{request.config.name} fits no layout of {where}: the smallest, {layout} with 1F1B and "
+        f"{request.config.name} fits no layout of {devices}: the smallest, {layout} with 1F1B and "
         f"{layout.recompute} recomputation, needs {bytes_text(least)}, of which up to {bytes_text(state)} for "
         f"weights, gradients and optimizer state; {advice}"
     )
@@ -211,8 +212,8 @@ def _fitting_changes(request: JobRequest, least: float) -> Iterator[str]:
         changes["--microbatch-size 1"] = {"microbatch_size": 1}
     if request.recompute not in {None, "full"}:
         changes["--recompute full"] = {"recompute": "full"}
-    if request.zero < _MOST_SHARDED:
-        changes[f"--zero 3 instead of {request.zero}"] = {"zero": _MOST_SHARDED}
+    if request.zero < _MAX_ZERO_STAGE:
+        changes[f"--zero 3 instead of {request.zero}"] = {"zero": _MAX_ZERO_STAGE}
     yield from (text for text, change in changes.items() if _fits(request, change))
     if request.memory_limit < least <= request.device.memory_bytes:
         yield f"--memory {ceil(least / 1e8) / 10:g}GB"

@@ -28,7 +28,7 @@ from penstock.simulation.jitter import Spread, simulate_with_jitter
 __all__ = ["rank_by_quantile", "refine_orders", "slowest", "try_techniques"]
 
 _SEARCHED, _WITH_JITTER = 2, 10
-_TECHNIQUES, _MORE_IF_NONE_FITS, _MOST_OVER = 8, 5, 4.0
+_TECHNIQUES, _MORE_IF_NONE_FITS, _MAX_MEMORY_FACTOR = 8, 5, 4.0
 """Orders with techniques, with a budget of 1, and how many times the memory limit they may need without."""
 _MOVES, _MAX_SEARCHED_STEPS = 3e6, 6_000
 """Moves of a search with a budget of 1, over the number of its steps; the most steps that are searched."""
@@ -60,7 +60,7 @@ def _promising(every: Sequence[Over], limit: float) -> list[Over]:
     """Lowest bound first; of each layout and placement the order that exceeds the limit the least."""
     least: dict[object, Over] = {}
     for over in sorted(every, key=lambda each: each.memory):
-        if over.memory <= _MOST_OVER * limit and is_short(_option_of(over)):
+        if over.memory <= _MAX_MEMORY_FACTOR * limit and is_short(_option_of(over)):
             least.setdefault((over.candidate.layout, over.candidate.placement), over)
     return sorted(least.values(), key=lambda each: each.candidate.bound)
 

@@ -8,10 +8,16 @@ from penstock.arguments import did_you_mean, listed, printable
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.setting import Setting, size_problems
+from penstock.cost.units import bytes_text
 from penstock.errors import EstimateError, PlanError
 from penstock.planning.job.family_traits import families_by_traits
 
-__all__ = ["JobRequest"]
+__all__ = ["HEADROOM", "JobRequest"]
+
+HEADROOM = 0.1
+"""Share of a device's memory that plans leave free by default, because the estimated memory does not count
+fragmentation, buffers of collectives and the CUDA context.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class JobRequest:
     zero: int = 1
     gradient_bytes: int = 4
     memory_limit: float = 0.0
-    """Bytes per device; 0 for all that the device has."""
+    """Bytes per device; 0 for all that the device has but HEADROOM."""
     tensor: int | None = None
     context: int | None = None
     expert: int | None = None
@@ -48,9 +54,15 @@ class JobRequest:
     quantile: float = 0.95
     seed: int = 0
 
+    @property
+    def limit_share(self) -> str:
+        """Which part of a device the memory limit is."""
+        whole = self.device.memory_bytes
+        return f"{self.memory_limit / whole:.0%} of {bytes_text(whole)}"
+
     def __post_init__(self) -> None:
         if not self.memory_limit:
-            object.__setattr__(self, "memory_limit", self.device.memory_bytes)
+            object.__setattr__(self, "memory_limit", (1 - HEADROOM) * self.device.memory_bytes)
         required = {"--devices": self.devices, "--batch": self.batch, "--seq": self.sequence}
         optional = {
             "--tp": self.tensor,

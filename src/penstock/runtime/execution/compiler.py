@@ -23,7 +23,7 @@ from penstock.runtime.transport.buffer_release import ReleasePoints, release_poi
 
 __all__ = ["compile_program"]
 
-_MOST_PENDING = 8  # long sends per channel, where a send may block
+_MAX_PENDING_SENDS = 8  # long sends per channel, where a send may block
 
 
 def compile_program(verified: VerifiedSchedule, rank: int, context: ExecutionContext) -> Program:
@@ -42,7 +42,7 @@ def _release_points(verified: VerifiedSchedule, rank: int) -> ReleasePoints:
     """
     if verified.schedule.num_ranks == 1:
         return ReleasePoints({}, [], {})
-    most_pending = _MOST_PENDING if verified.safe_with_blocking_sends else None
+    most_pending = _MAX_PENDING_SENDS if verified.safe_with_blocking_sends else None
     return release_points(verified.schedule, rank, most_pending)
 
 

@@ -93,7 +93,7 @@ class LossExchange:
             for rank in list(self._pending):
                 self._wait_for(rank, "the end of the step on")
             self._add_others()
-            self._meet()
+            self._wait_for_tensor_parallel_ranks()
             if self.abort_requested:
                 raise StepAbortedError
             # from here on the step has succeeded; nobody waits for a rank that dies before it receives this
@@ -151,7 +151,7 @@ class LossExchange:
             message[1] = replication.total(message[1], self._config.device)
             self.awaited = ""
 
-    def _meet(self) -> None:
+    def _wait_for_tensor_parallel_ranks(self) -> None:
         """Wait until the pipelines of the tensor-parallel ranks have finished the step too."""
         if self._tensor_groups:
             self.awaited = "the end of the step on its tensor-parallel ranks"

@@ -6,7 +6,7 @@ import { Refused, ask } from "./api.js";
 import { freshName, question, store, subscribe, update } from "./state.js";
 
 let taking = false;
-const MOST = 8 * 1024 * 1024, MOST_TRACES = 45 * 1024 * 1024;
+const MAX_FILE_BYTES = 8 * 1024 * 1024, MAX_TRACE_BYTES = 45 * 1024 * 1024;
 
 // Accepts files on the whole page, and adds a button for those who do not drag.
 export function start(catalogue) {
@@ -60,7 +60,7 @@ async function isTrace(file) {
 
 async function takeTraces(files) {
   const total = files.reduce((sum, file) => sum + file.size, 0);
-  if (total > MOST_TRACES) throw new Refused(`Traces can have at most ${MOST_TRACES.toLocaleString("en")} bytes here; use penstock read-trace, which has no limit.`);
+  if (total > MAX_TRACE_BYTES) throw new Refused(`Traces can have at most ${MAX_TRACE_BYTES.toLocaleString("en")} bytes here; use penstock read-trace, which has no limit.`);
   const encoded = await Promise.all(files.map(async (file) => ({ name: file.name, base64: await base64(file) })));
   const answer = await ask("trace", { files: encoded }, "upload");
   if (answer === null) return;
@@ -81,7 +81,7 @@ function base64(file) {
 async function takeSchedule(file, catalogue) {
   const suffix = file.name.toLowerCase().split(".").pop();
   if (!["csv", "json"].includes(suffix)) throw new Refused(`${file.name}: a schedule is a .csv or .json file.`);
-  if (file.size > MOST) throw new Refused(`${file.name}: files can have at most ${MOST.toLocaleString("en")} bytes.`);
+  if (file.size > MAX_FILE_BYTES) throw new Refused(`${file.name}: files can have at most ${MAX_FILE_BYTES.toLocaleString("en")} bytes.`);
   const name = freshName(store.state, file.name.replace(/\.[^.]+$/, ""));
   const asked = { ...question(store.state, catalogue, []), lowered: false, send_model: "buffered", schedules: [{ [suffix]: await file.text(), name: file.name }] };
   const answer = await ask("edit", asked, "upload");
