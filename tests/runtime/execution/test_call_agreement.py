@@ -151,5 +151,5 @@ def test_the_longest_announcement_fits_and_a_longer_one_is_never_sent() -> None:
     }
     assert len(call_agreement._announcement(call)) == call_agreement._BYTES
     assert len(call_agreement._announcement(clip)) == call_agreement._BYTES
-    with pytest.raises(AssertionError, match="the peers receive 256 bytes"):
-        call_agreement._announcement(call | {"more": "x" * 100})
+    with pytest.raises(AssertionError, match="the peers receive 384 bytes"):
+        call_agreement._announcement(call | {"more": "x" * 200})

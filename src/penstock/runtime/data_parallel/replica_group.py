@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-from penstock.runtime.data_parallel.checksums import require_equal_replicas
+from penstock.runtime.data_parallel.checksums import checksum, require_equal_replicas
 from penstock.runtime.data_parallel.ddp import DdpWrappers
 from penstock.runtime.data_parallel.fsdp import FsdpShards
 from penstock.runtime.data_parallel.gradient_buckets import GradientBucket
@@ -86,6 +86,18 @@ class ReplicaGroup:
         if training and not self._are_equal:  # eval needs no other replica
             require_equal_replicas(self._layout.replicated)
             self._are_equal = True
+
+    def sample(self, step: int) -> dict[tuple[int, ...], tuple[str, int]]:
+        """One of the parameters that replicas hold, another one in each step: its name and checksum.
+
+        It is by the world ranks of the replicas, and empty before all parameters were found to be equal.
+        """
+        if not self._are_equal or not (replicated := self._layout.replicated):
+            return {}
+        chosen = replicated[step % len(replicated)]
+        return {
+            tuple(dist.get_process_group_ranks(chosen.group)): (chosen.name, int(checksum(chosen.parameter)))
+        }
 
     @contextmanager
     def scheduled(self) -> Iterator[None]:

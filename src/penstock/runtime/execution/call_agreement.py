@@ -6,7 +6,7 @@ The announcement is sent when a call begins, so it has arrived before the first 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from penstock.runtime.transport.transport_errors import wait
 
 __all__ = ["CallAgreement"]
 
-_BYTES = 256
+_BYTES = 384
+_HEADING = "the ranks of the pipeline do not make the same call:"
 _ADVICE = (
     "Every rank must make the same calls of the pipeline in the same order: look for a call that depends on "
     "the rank, a data loader with fewer batches on one rank, or an exception that one rank caught"
@@ -26,10 +27,19 @@ _ADVICE = (
 
 
 class CallAgreement:
-    """One rank's part. `peers` are the ranks with which it exchanges the messages of the schedule."""
+    """One rank's part. `peers` are the ranks with which it compares, `names` their numbers in messages."""
 
-    def __init__(self, communicator: Communicator | None, rank: int, peers: Iterable[int]) -> None:
+    def __init__(
+        self,
+        communicator: Communicator | None,
+        rank: int,
+        peers: Iterable[int],
+        names: Sequence[int] | None = None,
+        texts: tuple[str, str] = (_HEADING, _ADVICE),
+    ) -> None:
+        """`texts` come before and after the differences of two ranks."""
         self._communicator, self._rank = communicator, rank
+        self._names, self._texts = names, texts
         self._received = {peer: torch.zeros(_BYTES, dtype=torch.uint8) for peer in peers}
         self._pending: dict[int, dist.Work] = {}
         self._own = torch.zeros(0)
@@ -63,8 +73,9 @@ class CallAgreement:
 
     def _disagreement(self, peer: int) -> str:
         calls = {self._rank: _read(self._own), peer: _read(self._received[peer])}
-        lines = differences({rank: calls[rank] for rank in sorted(calls)})
-        return "\n".join(["the ranks of the pipeline do not make the same call:", *lines, _ADVICE])
+        named = {rank if self._names is None else self._names[rank]: call for rank, call in calls.items()}
+        heading, advice = self._texts
+        return "\n".join([heading, *differences(dict(sorted(named.items()))), advice])
 
     def abandon(self) -> None:
         """Release everything that refers to the connections."""

@@ -31,7 +31,8 @@ from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.forward_only import forward_only
 from penstock.runtime.execution.loss_exchange import LossExchange
 from penstock.runtime.execution.microbatch_state import LiveActivations
-from penstock.runtime.execution.program import CallType, Program
+from penstock.runtime.execution.partner_calls import PartnerCalls
+from penstock.runtime.execution.program import Program
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.execution.stage_config import StageConfig, microbatches_with
 from penstock.runtime.execution.value_sources import ValueSources
@@ -72,6 +73,8 @@ class Connection:
             watch = watch_of_job(config.timeout)
             self.communicator = self._connect(watch)
         self.calls = CallAgreement(self.communicator, rank, peers_of(schedule, rank))
+        self.partners: PartnerCalls | None = None
+        """The same with ranks of other pipelines."""
         meshes = Meshes(list(config.modules.values()), config.mesh)
         self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
         self.stages: dict[int, Stage] = {}
@@ -244,30 +247,21 @@ class Connection:
         return RankStatus(self.mode, self.step, program.position, self.awaited(program), self.call)
 
     def awaited(self, program: Program) -> str:
-        """The message that the rank waits for, and its peer, as text; empty if it computes."""
-        hosts, call = self.config.schedule.placement.stage_to_rank, program.current_call
-        if call is None:
-            return self.waiting_for or self.losses.awaited
-        part = call.subject if call.type is not CallType.ACTION else program.steps[call.position].parts[0]
-        assert part is not None, "every wait has a subject"
-        if call.type is CallType.POST:
-            return ""
-        if part.kind.is_send:
-            return f"{part} to be received by rank {hosts[part.other_end]}"
-        if call.type is CallType.ACTION:
-            return ""
-        peer = part.other_end
-        if part.kind is Kind.RECV_F:
-            return f"the output of {peer}F{part.microbatch} from rank {hosts[peer]}"
-        return f"the gradient of {peer}F{part.microbatch}'s input from rank {hosts[peer]}"
+        """What the rank waits for, as text; empty if it computes."""
+        between = program.current_call is None
+        return (self.waiting_for or self.losses.awaited) if between else program.awaited
 
     def abort(self) -> None:
-        """End all waits for other ranks of the pipeline, here and there."""
+        """End all waits for other ranks of the pipeline, and for its partners, here and there."""
         if (communicator := self.communicator) is not None:
             communicator.abort()
+        if self.partners is not None:
+            self.partners.abort()
 
     def close(self) -> None:
         """Close all connections; pending messages are released first, see `Communicator.close`."""
+        if self.partners is not None:
+            self.partners.close()
         if self.communicator is not None:
             self.communicator = None
             self._channels.abandon()

@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
+import torch.distributed as dist
+
 from penstock.arguments import printable, whole_number
 from penstock.errors import PipelineError
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.connection import Connection
 from penstock.runtime.execution.microbatch_state import LiveActivations, StepInputs
+from penstock.runtime.execution.partner_calls import PartnerCalls, partners_of
 from penstock.runtime.execution.profile import Recorder
 from penstock.runtime.execution.program import Program
 from penstock.runtime.execution.result import StepResult
@@ -75,16 +78,31 @@ class StepRunner:
         connection = Connection(config, self.activations, self.pool)
         connection.set_completed(self._completed, self.completed_steps)
         self._warn_of_compiled_modules(connection)
-        if connection.communicator is not None:
-            try:
-                with connecting(config):
-                    options = self._input_builder.loss_options
-                    check_agreement(config, self._ties, self._completed, options, connection.communicator)
-                    connection.communicator.connect_subgroups(self._ties.rank_groups)
-            except BaseException:
-                connection.close()
-                raise
+        try:
+            self._meet(connection)
+        except BaseException:
+            connection.close()
+            raise
         return connection
+
+    def _meet(self, connection: Connection) -> None:
+        """Compare what this rank has in common with others, and connect to its partners."""
+        config, options = self._config, self._input_builder.loss_options
+        communicator, problem = connection.communicator, ""
+        if communicator is not None:
+            with connecting(config):
+                check_agreement(config, self._ties, self._completed, options, communicator)
+                communicator.connect_subgroups(self._ties.rank_groups)
+        if partners_of(config):
+            try:
+                connection.partners = PartnerCalls(config, options)
+            except PipelineError as error:
+                problem = str(error)
+        if communicator is not None and dist.get_world_size() > len(config.members):
+            with connecting(config):  # the other ranks of this pipeline have other partners
+                problem = next(filter(None, communicator.exchange_texts("partners", problem)), "")
+        if problem:
+            raise PipelineError(problem)
 
     def _warn_of_compiled_modules(self, connection: Connection) -> None:
         for index, stage in connection.stages.items():
@@ -144,7 +162,10 @@ class StepRunner:
         program = connection.begin(mode, self._completed + 1, self.completed_steps + (mode == "step"))
         try:
             reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
-            self._announce(connection, f"{mode}()", {"gradients": reduced, "loss scale": scale})
+            options = {"gradients": reduced, "loss scale": scale}
+            self._announce(connection, f"{mode}()", options)
+            if mode == "step" or self._evaluates_with_partners(connection, batch):
+                self._compare_with_partners(connection, f"{mode}()", options)
             result = self._run_call(
                 connection, program, batch, scale, reduces=reduces, keep_outputs=keep_outputs
             )
@@ -164,6 +185,19 @@ class StepRunner:
         connection.calls.begin(
             {"call": name, COMPLETED: self._completed, "inside profile()": profiled, **options}
         )
+
+    def _compare_with_partners(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
+        if connection.partners is not None:
+            connection.waiting_for = "the call of a rank of another pipeline"
+            step = self.completed_steps if name == "step()" else None
+            call = {"call": name, "completed steps": self.completed_steps, **options}
+            connection.partners.compare(call, step)
+            connection.waiting_for = ""
+
+    def _evaluates_with_partners(self, connection: Connection, batch: tuple[Any, ...]) -> bool:
+        *_, target = batch
+        partners = connection.partners
+        return partners is not None and partners.has_collectives_in_eval(with_loss=target is not None)
 
     def _run_call(
         self,
@@ -192,12 +226,16 @@ class StepRunner:
         loss, microbatch_losses = connection.losses.finish(inputs.weights)
         return StepResult(loss, microbatch_losses, outputs=outputs, timeline=timeline)
 
-    def begin_collective(self, name: str, options: Mapping[str, object] | None = None) -> Connection:
+    def begin_collective(
+        self, name: str, options: Mapping[str, object] | None = None, *, with_partners: bool = True
+    ) -> Connection:
         """The connection for a collective outside of steps; raises if the ranks make different calls."""
         connection = self.connect()
         try:
             self._announce(connection, name, options or {})
             connection.calls.check_all()
+            if with_partners:
+                self._compare_with_partners(connection, name, options or {})
         except BaseException:
             self.close()
             raise
