@@ -26,7 +26,7 @@ def connecting(config: ExecutionConfig, partners: Sequence[int] | None = None) -
     try:
         yield
     except TransportError as error:
-        why = describe_lost_ranks(members) or str(error)
+        why = describe_lost_ranks(members, of_pipeline=partners is None) or str(error)
         raise PipelineError(
             f"rank {config.rank} of the pipeline could not connect to {others} (world ranks "
             f"{listed(members)}) within {config.timeout.total_seconds():g} s: {why}"
