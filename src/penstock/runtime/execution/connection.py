@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -31,7 +32,7 @@ from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.forward_only import forward_only
 from penstock.runtime.execution.loss_exchange import LossExchange
 from penstock.runtime.execution.microbatch_state import LiveActivations
-from penstock.runtime.execution.partner_calls import PartnerCalls
+from penstock.runtime.execution.partner_calls import PartnerCalls, partners_of
 from penstock.runtime.execution.program import Program
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.execution.stage_config import StageConfig, microbatches_with
@@ -68,13 +69,11 @@ class Connection:
         self.on_failure: Callable[[], Callable[[FailureCause], None] | None] | None = None
         """A weak reference to what is called when a failure becomes known, before anything is aborted."""
         schedule, rank = config.schedule, config.rank
-        self.communicator: Communicator | None = None
-        if not config.is_single_rank:
-            watch = watch_of_job(config.timeout)
-            self.communicator = self._connect(watch)
+        watch = None if config.is_single_rank and not partners_of(config) else watch_of_job(config.timeout)
+        self.communicator = None if watch is None else self._connect(watch)
         self.calls = CallAgreement(self.communicator, rank, peers_of(schedule, rank))
         self.partners: PartnerCalls | None = None
-        """The same with ranks of other pipelines."""
+        """Compares calls with ranks of other pipelines; set by `meet`."""
         meshes = Meshes(list(config.modules.values()), config.mesh)
         self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
         self.stages: dict[int, Stage] = {}
@@ -87,12 +86,12 @@ class Connection:
         self.losses = LossExchange(self.communicator, config, self.sinks)
         self.programs = self._compiled()
         self.monitor: FailureMonitor | None = None
-        if self.communicator is not None:
+        if watch is not None:
             own = weakref.ref(self)
             watch.timeout = config.timeout.total_seconds()
             self.monitor = FailureMonitor(
                 watch,
-                self.communicator.name,
+                uuid4().hex if self.communicator is None else self.communicator.name,
                 config.members,
                 config.timeout.total_seconds(),
                 partial(_status_of, own),
@@ -101,9 +100,12 @@ class Connection:
             )
             self._release = weakref.finalize(self, _release, self.monitor, self.communicator)
 
-    def _connect(self, watch: JobWatch) -> Communicator:
+    def _connect(self, watch: JobWatch) -> Communicator | None:
+        """The messages with the other ranks of the pipeline; None if there are none."""
         config = self.config
         raise_if_aborted(watch, config.members)
+        if config.is_single_rank:
+            return None
         with connecting(config):
             communicator = Communicator(
                 config.members,
@@ -267,12 +269,14 @@ class Connection:
             self._channels.abandon()
             self.calls.abandon()
             self.losses.abandon()
+        if self.monitor is not None:
             self._release()
 
 
-def _release(monitor: FailureMonitor, communicator: Communicator) -> None:
+def _release(monitor: FailureMonitor, communicator: Communicator | None) -> None:
     monitor.stop()
-    communicator.close()
+    if communicator is not None:
+        communicator.close()
 
 
 def _status_of(connection: weakref.ref[Connection]) -> RankStatus:

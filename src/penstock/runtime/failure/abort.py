@@ -5,12 +5,11 @@ from __future__ import annotations
 import traceback
 from dataclasses import replace
 
-from penstock.errors import PenstockError, PipelineError
+from penstock.errors import PenstockError
 from penstock.runtime.execution.connection import Connection
 from penstock.runtime.execution.program import Program, StepAbortedError
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor
 from penstock.runtime.failure.report import failure_cause, failure_report
-from penstock.runtime.transport.stores import first_line
 from penstock.runtime.transport.transport_errors import TransportError, is_transport_error
 
 __all__ = ["abort_step", "race_seconds"]
@@ -23,8 +22,7 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
     """Close all connections after this error; gives the error to raise, with the same text on every rank."""
     monitor = connection.monitor
     if monitor is None:
-        connection.close()
-        return _error_of_single_rank(error, connection)
+        return error
     schedules = {mode: each.schedule for mode, each in connection.programs.items()}
     monitor.handled()
     own = failure_cause(error, program, connection.config.rank, connection.status())
@@ -45,18 +43,6 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
     is_own = cause.reporter == monitor.watch.rank and cause.kind == "exception"
     report.__cause__ = error if is_own else None
     return report
-
-
-def _error_of_single_rank(error: BaseException, connection: Connection) -> BaseException:
-    """The error to raise in a pipeline of one rank, which waits for ranks of other pipelines only."""
-    if not isinstance(error, TransportError):
-        return error
-    found = PipelineError(
-        f"{connection.call} failed: this rank waited for {connection.waiting_for or 'other pipelines'}, and "
-        f"the connection broke, or it took too long ({first_line(error)})"
-    )
-    found.__cause__ = error
-    return found
 
 
 def race_seconds(error: BaseException) -> float:
