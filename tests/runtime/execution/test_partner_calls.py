@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -16,6 +19,9 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 from penstock.runtime import GradScaler, Pipeline
+from penstock.runtime.execution import partner_calls
+from penstock.runtime.execution.call_agreement import announcement
+from penstock.runtime.failure import job
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.grids import small
 from tests.support.pool import Pools
@@ -24,9 +30,9 @@ from tests.support.slowness import slowness
 X = torch.arange(32.0).reshape(8, 4) / 32
 
 
-def pipeline_of(pp: int, **options: Any) -> tuple[Pipeline, int]:
-    """One of two replicas of a pipeline, and its number."""
-    mesh = init_device_mesh("cpu", (2, pp), mesh_dim_names=("dp", "pp"))
+def pipeline_of(pp: int, dp: int = 2, **options: Any) -> tuple[Pipeline, int]:
+    """One of the replicas of a pipeline, and its number."""
+    mesh = init_device_mesh("cpu", (dp, pp), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
     stages: dict[int, nn.Module] = {stage: nn.Linear(4, 4) for stage in range(pp)}
     given: dict[str, Any] = {"loss": mse_loss, "timeout": 60, "group": mesh["pp"], "replicas": mesh["dp"]}
@@ -95,6 +101,123 @@ def test_different_calls_of_replicas_are_told_at_once(
     assert any(said in outcome.text for outcome, _ in outcomes)
 
 
+def evaluate_on_one_of_four() -> CallOutcome:
+    pipeline, replica = pipeline_of(1, dp=4)
+    with closing(pipeline):
+        step(pipeline)
+        return attempt(lambda: CALLS["eval" if replica == 2 else "step"](pipeline))
+
+
+def test_all_of_many_replicas_are_told_the_same(pools: Pools) -> None:
+    outcomes = pools(4).run(evaluate_on_one_of_four)
+    assert {each.error for each in outcomes} == {"PipelineError"}
+    assert len({each.text for each in outcomes}) == 1
+    assert "call: rank 0, 1, 3: step(); rank 2: eval()" in outcomes[0].text
+
+
+def freeze(pipeline: Pipeline) -> None:
+    for parameter in pipeline.parameters():
+        parameter.requires_grad_(requires_grad=False)
+        break
+
+
+def replace_parameters(pipeline: Pipeline) -> None:
+    for module in pipeline.modules.values():
+        module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+
+
+CHANGES: dict[str, Callable[[Pipeline], None]] = {"frozen": freeze, "replaced": replace_parameters}
+
+
+def change_one_replica(change: str) -> list[CallOutcome]:
+    """Parameters of one replica are changed, and then those of the other too."""
+    pipeline, replica = pipeline_of(2)
+    outcomes = []
+    with closing(pipeline):
+        step(pipeline)
+        for changed in (1, 0):
+            if replica == changed:
+                CHANGES[change](pipeline)
+            outcomes.append(attempt(lambda: step(pipeline)))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [("frozen", "1 of 2 are trained"), ("replaced", "of stage 0: new or replaced")],
+)
+@small(lambda change: change == "frozen")
+def test_parameters_that_only_one_replica_changes_are_told(pools: Pools, change: str, said: str) -> None:
+    outcomes = pools(4).run(change_one_replica, change)
+    for changed, both in outcomes:
+        print_report(changed.text)
+        assert "train the same stages" in changed.text
+        assert both.error == ""
+    assert any(said in changed.text for changed, _ in outcomes)
+
+
+def leave(pp: int) -> list[CallOutcome]:
+    """The processes of the second replica exit by themselves after the first step, the others go on."""
+    pipeline, replica = pipeline_of(pp)
+    step(pipeline)
+    if replica:
+        job._close()  # as at the end of the interpreter
+        os._exit(0)
+    with closing(pipeline):
+        return [attempt(lambda: step(pipeline)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@small(lambda pp: pp == 2)
+def test_a_replica_that_has_exited_is_named(pools: Pools, pp: int) -> None:
+    lost = tuple(range(pp, 2 * pp))
+    for failed, again in pools(2 * pp).run(leave, pp, lost=lost)[:pp]:
+        print_report(failed.text + again.text)
+        assert failed.error == "StepFailedError"
+        assert any(f"step 2 failed: world rank {rank} has ended" in failed.text for rank in lost)
+        assert "it has exited" in failed.text
+        assert again.error == "PipelineError"
+        assert any(f"world rank {rank} has ended" in again.text for rank in lost)
+        assert again.seconds < SOON * slowness()
+
+
+def fail_on_one_replica() -> list[CallOutcome]:
+    """One of two pipelines of one rank raises while the other is in the reduction or on its way to it."""
+    pipeline, replica = pipeline_of(1)
+    with closing(pipeline):
+        step(pipeline)
+        if replica:
+            pipeline.modules[0].register_forward_pre_hook(lambda *_: 1 // 0)
+        return [attempt(lambda: step(pipeline)) for _ in range(2)]
+
+
+def test_a_failure_in_a_pipeline_of_one_rank_reaches_its_replicas(pools: Pools) -> None:
+    outcomes = pools(2).run(fail_on_one_replica)
+    pools(2).stop()  # their process groups are aborted
+    for failed, _ in outcomes:
+        print_report(failed.text)
+        assert failed.error == "StepFailedError"
+        assert "ZeroDivisionError" in failed.text
+        assert failed.seconds < SOON * slowness()
+    assert {again.error for _, again in outcomes} <= {"PipelineError", "StepFailedError"}
+
+
+def test_a_long_name_of_a_parameter_fits_into_an_announcement() -> None:
+    for name in ("layer." * 50, "\N{GREEK SMALL LETTER BETA}" * 200, '"' * 200):
+        short = partner_calls._shortened(name)
+        assert name.endswith(short)
+        assert short
+    call: dict[str, object] = {
+        "call": "step()",
+        "completed steps": 10**15,
+        "gradients": "not reduced yet, inside accumulate()",
+        "loss scale": -sys.float_info.max,
+        "parameters": f"{10**6} of {10**6} are trained (digest of shapes {'f' * 12})",
+        "values of a parameter": f"{short}: checksum {2**62}",
+    }
+    assert len(announcement(call, partner_calls._BYTES)) == partner_calls._BYTES
+
+
 def diverge() -> list[CallOutcome]:
     pipeline, replica = pipeline_of(2)
     with closing(pipeline):
@@ -107,7 +230,7 @@ def diverge() -> list[CallOutcome]:
 def test_replicas_that_are_trained_differently_are_noticed(pools: Pools) -> None:
     for before, after in pools(4).run(diverge):
         assert before.error == ""
-        assert "values of " in after.text
+        assert "values of a parameter: rank " in after.text
         assert "replicas must be trained alike" in after.text
 
 

@@ -1,29 +1,29 @@
 """Compares the calls of a rank with those of its partners: ranks of other pipelines in the same collectives.
 
 Partners are replicas, ranks with other shards of the same parameters, and tensor-parallel ranks. Those of one
-process group form a ring; each compares its call with both neighbours before the first collective of a call.
-Collectives of different calls would be mixed up, or gloo would end the process.
+process group tell each other their calls before the first collective of a call. Collectives of different calls
+would be mixed up, or gloo would end the process.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.formats import dumps
 from penstock.ir.kinds import Kind
 from penstock.runtime.data_parallel.gradient_norm import model_groups
-from penstock.runtime.execution.call_agreement import CallAgreement
+from penstock.runtime.execution.call_agreement import announcement, read_announcement
 from penstock.runtime.execution.config import ExecutionConfig
-from penstock.runtime.failure.agreement import differences
+from penstock.runtime.failure.agreement import Facts, differences, digest
 from penstock.runtime.failure.connecting import connecting, raise_if_ended
 from penstock.runtime.transport.communicator import Communicator
 
@@ -35,21 +35,25 @@ _ADVICE = (
     "a call or an option of the optimizer that depends on the rank, a data loader with fewer batches on one "
     "rank, or an exception that one rank caught"
 )
+_BYTES = 512
 _LONGEST_NAME = 100
 
 
 def partners_of(config: ExecutionConfig) -> list[tuple[int, ...]]:
-    """The world ranks of each process group that this rank shares with other pipelines."""
+    """The world ranks of each process group that this rank shares with other pipelines.
+
+    All ranks have their groups in one order, so no two ranks wait for each other in different groups.
+    """
     pipeline = set(config.members)
     groups = model_groups(config.trained.values(), config.replication.groups)
-    members = dict.fromkeys(tuple(dist.get_process_group_ranks(group)) for group in groups)
-    return [ranks for ranks in members if len(ranks) > 1 and len(pipeline.intersection(ranks)) == 1]
+    members = {tuple(dist.get_process_group_ranks(group)) for group in groups}
+    return sorted(ranks for ranks in members if len(ranks) > 1 and len(pipeline.intersection(ranks)) == 1)
 
 
-class _Ring(NamedTuple):
+class _Partners(NamedTuple):
     members: tuple[int, ...]
+    """World ranks."""
     communicator: Communicator
-    calls: CallAgreement
 
 
 class PartnerCalls:
@@ -58,7 +62,7 @@ class PartnerCalls:
     def __init__(self, config: ExecutionConfig, options: Mapping[str, object]) -> None:
         """`options` are compared with those of the partners once."""
         self._config = config
-        self._rings: list[_Ring] = []
+        self._groups: list[_Partners] = []
         self._close = weakref.finalize(self, _close, communicators := list[Communicator]())
         replicas = {rank for group in config.replication.groups for rank in dist.get_process_group_ranks(group)}
         self._have_same_data = False
@@ -66,6 +70,7 @@ class PartnerCalls:
         for members in partners_of(config):
             same_data = not replicas.issuperset(members)
             self._have_same_data |= same_data
+            facts = {**options, **_collectives(config, same_data=same_data)}
             rank = members.index(config.members[config.rank])
             with connecting(config, members):
                 communicator = Communicator(
@@ -73,12 +78,18 @@ class PartnerCalls:
                     check=partial(raise_if_ended, members),
                 )
                 communicators.append(communicator)
-                facts = {**options, **_collectives(config, same_data=same_data)}
                 texts = communicator.exchange_texts("facts", json.dumps(facts))
-            _check_facts(members, texts)
-            peers = {(rank + step) % len(members) for step in (1, -1)}
-            calls = CallAgreement(communicator, rank, peers, members, (_HEADING, _ADVICE))
-            self._rings.append(_Ring(members, communicator, calls))
+            if lines := differences({member: _facts(text) for member, text in zip(members, texts)}):
+                raise PipelineError("\n".join([_HEADING, *lines]))
+            self._groups.append(_Partners(members, communicator))
+        own = config.members[config.rank]
+        self.ranks = sorted({rank for group in self._groups for rank in group.members} - {own})
+        """The world ranks of all partners."""
+
+    @property
+    def awaited(self) -> str:
+        """What a rank waits for that compares its call, for messages."""
+        return f"the call of world rank {listed(self.ranks)}, which trains the same stages in another pipeline"
 
     def has_collectives_in_eval(self, *, with_loss: bool) -> bool:
         """Whether an eval on this rank needs its partners: to gather shards, or to add up losses."""
@@ -87,26 +98,31 @@ class PartnerCalls:
         return self._have_same_data or bool(config.replication.shards) or has_loss
 
     def compare(self, call: Mapping[str, object], step: int | None = None) -> None:
-        """Raise unless all partners make this call; in a step, also if replicas have diverged.
+        """Raise unless all partners make this call; in a step, also if their parameters differ.
 
-        Every step compares one of the parameters that replicas hold.
+        A step with this number compares the layout of all parameters, and the values of one that replicas hold.
         """
-        sample = {} if step is None else self._config.replication.sample(step)
-        for ring in self._rings:
-            ring.calls.begin({**call, **_values(sample, ring.members)})
-        for ring in self._rings:
-            ring.calls.check_all()
+        config = self._config
+        layout = {} if step is None else {"parameters": _layout(config)}
+        sample = None if step is None else config.replication.sample(step)
+        for members, communicator in self._groups:
+            values = {}
+            if sample is not None and sample[0] == members:
+                values["values of a parameter"] = f"{_shortened(sample[1])}: {sample[2]}"
+            own = announcement({**call, **layout, **values}, _BYTES)
+            announced = communicator.all_gather(own)
+            if not all(torch.equal(each, own) for each in announced):
+                calls = {member: read_announcement(each) for member, each in zip(members, announced)}
+                raise PipelineError("\n".join([_HEADING, *differences(calls), _ADVICE]))
 
     def abort(self) -> None:
         """End all waits for partners, here and there; any thread may call it."""
-        for ring in list(self._rings):
-            ring.communicator.abort()
+        for group in list(self._groups):
+            group.communicator.abort()
 
     def close(self) -> None:
         """Close all connections."""
-        for ring in self._rings:
-            ring.calls.abandon()
-        self._rings.clear()
+        self._groups.clear()
         self._close()
 
 
@@ -115,28 +131,31 @@ def _close(communicators: Sequence[Communicator]) -> None:
         communicator.close()
 
 
-def _collectives(config: ExecutionConfig, *, same_data: bool) -> dict[str, Any]:
+def _facts(text: str) -> Facts:
+    return {topic: (value, value) for topic, value in json.loads(text).items()}
+
+
+def _collectives(config: ExecutionConfig, *, same_data: bool) -> dict[str, str]:
     """The order of what partners do together: of all actions if they have the same data, as with DTensors."""
     schedule = config.schedule
     if same_data:
-        text = dumps(schedule.renamed("any"), "json")
-        return {"schedule": f"{schedule.name} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"}
+        return {"schedule": f"{schedule.name} ({digest(dumps(schedule.renamed('any'), 'json'))})"}
     kinds = (Kind.UNSHARD, Kind.REDUCE_GRAD) if config.replication.shards else (Kind.REDUCE_GRAD,)
     own = [str(step) for step in schedule.ranks[config.rank] if step.kind in kinds]
-    shown = " ".join(own) if len(own) <= 8 else hashlib.sha256(" ".join(own).encode()).hexdigest()[:12]
-    return {f"order of {' and '.join(map(str, kinds))}": shown}
+    order = " ".join(own)
+    return {f"order of {' and '.join(map(str, kinds))}": order if len(own) <= 8 else digest(order)}
 
 
-def _check_facts(members: Sequence[int], texts: Sequence[str]) -> None:
-    facts = {
-        member: {topic: (value, value) for topic, value in json.loads(text).items()}
-        for member, text in zip(members, texts)
-    }
-    if lines := differences(facts):
-        raise PipelineError("\n".join([_HEADING, *lines]))
+def _layout(config: ExecutionConfig) -> str:
+    """The shapes and types of this rank's parameters, and which are trained: what collectives depend on."""
+    parameters = [each for _, module in sorted(config.trained.items()) for each in module.parameters()]
+    text = " ".join(f"{tuple(each.shape)} {each.dtype} {each.requires_grad}" for each in parameters)
+    trained = sum(each.requires_grad for each in parameters)
+    return f"{trained} of {len(parameters)} are trained (digest of shapes {digest(text)})"
 
 
-def _values(sample: Mapping[tuple[int, ...], tuple[str, int]], members: tuple[int, ...]) -> dict[str, object]:
-    if (found := sample.get(members)) is None:
-        return {}
-    return {f"values of {found[0][-_LONGEST_NAME:]}": found[1]}
+def _shortened(name: str) -> str:
+    """The end of a name that fits into an announcement, where a character may take up to 12 bytes."""
+    while len(json.dumps(name)) > _LONGEST_NAME:
+        name = name[1:]
+    return name

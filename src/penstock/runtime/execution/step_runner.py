@@ -12,23 +12,20 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-import torch.distributed as dist
-
 from penstock.arguments import printable, whole_number
 from penstock.errors import PipelineError
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.connection import Connection
+from penstock.runtime.execution.meeting import meet
 from penstock.runtime.execution.microbatch_state import LiveActivations, StepInputs
-from penstock.runtime.execution.partner_calls import PartnerCalls, partners_of
 from penstock.runtime.execution.profile import Recorder
 from penstock.runtime.execution.program import Program
 from penstock.runtime.execution.result import StepResult
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.execution.step_inputs import StepInputBuilder
 from penstock.runtime.failure.abort import abort_step
-from penstock.runtime.failure.agreement import COMPLETED, check_agreement
-from penstock.runtime.failure.connecting import connecting
+from penstock.runtime.failure.agreement import COMPLETED
 from penstock.runtime.states.pipeline_state import PipelineState
 from penstock.runtime.transport.buffer_pool import BufferPool
 
@@ -79,30 +76,11 @@ class StepRunner:
         connection.set_completed(self._completed, self.completed_steps)
         self._warn_of_compiled_modules(connection)
         try:
-            self._meet(connection)
+            meet(connection, self._ties, self._completed, self._input_builder.loss_options)
         except BaseException:
             connection.close()
             raise
         return connection
-
-    def _meet(self, connection: Connection) -> None:
-        """Compare what this rank has in common with others, and connect to its partners."""
-        config, options = self._config, self._input_builder.loss_options
-        communicator, problem = connection.communicator, ""
-        if communicator is not None:
-            with connecting(config):
-                check_agreement(config, self._ties, self._completed, options, communicator)
-                communicator.connect_subgroups(self._ties.rank_groups)
-        if partners_of(config):
-            try:
-                connection.partners = PartnerCalls(config, options)
-            except PipelineError as error:
-                problem = str(error)
-        if communicator is not None and dist.get_world_size() > len(config.members):
-            with connecting(config):  # the other ranks of this pipeline have other partners
-                problem = next(filter(None, communicator.exchange_texts("partners", problem)), "")
-        if problem:
-            raise PipelineError(problem)
 
     def _warn_of_compiled_modules(self, connection: Connection) -> None:
         for index, stage in connection.stages.items():
@@ -163,6 +141,7 @@ class StepRunner:
         try:
             reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
             options = {"gradients": reduced, "loss scale": scale}
+            self._config.replication.refresh()
             self._announce(connection, f"{mode}()", options)
             if mode == "step" or self._evaluates_with_partners(connection, batch):
                 self._compare_with_partners(connection, f"{mode}()", options)
@@ -188,7 +167,7 @@ class StepRunner:
 
     def _compare_with_partners(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
         if connection.partners is not None:
-            connection.waiting_for = "the call of a rank of another pipeline"
+            connection.waiting_for = connection.partners.awaited
             step = self.completed_steps if name == "step()" else None
             call = {"call": name, "completed steps": self.completed_steps, **options}
             connection.partners.compare(call, step)
