@@ -117,7 +117,7 @@ def test_all_of_many_replicas_are_told_the_same(pools: Pools) -> None:
 
 def freeze(pipeline: Pipeline) -> None:
     for parameter in pipeline.parameters():
-        parameter.requires_grad_(requires_grad=False)
+        parameter.requires_grad = False
         break
 
 
