@@ -52,3 +52,10 @@ def test_a_receive_behind_its_use_is_rejected_and_not_lost() -> None:
         lower(schedule, [DeferReceives()])
     with pytest.raises(ScheduleError, match=r"error\[used-before-received\]"):
         DeferReceives()(schedule)
+
+
+def test_stages_between_which_no_message_goes_have_no_receives_to_defer() -> None:
+    apart = penstock.build("gpipe", graph=penstock.StageGraph(2, ()), ranks=2, microbatches=2)
+    lowered = lower(apart)
+    assert DeferReceives()(lowered) == lowered
+    assert penstock.simulate(lowered, send_model="rendezvous").makespan == penstock.simulate(apart).makespan

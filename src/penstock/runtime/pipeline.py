@@ -216,10 +216,7 @@ class Pipeline:
             )
 
     def all_reduce_max(self, compute: Callable[[], Tensor]) -> Tensor:
-        """The maximum, over all ranks that train this model, of what each computes.
-
-        They are the ranks of other stages, shards and replicas.
-        """
+        """The maximum of what each rank that trains this model computes: other stages, shards and replicas."""
         with self._collective("unscaling by a GradScaler"):
             communicator = self._runner.begin_collective("unscale_() of a GradScaler").communicator
             largest = compute().clone()
@@ -240,7 +237,8 @@ class Pipeline:
             raise PipelineError("this pipeline is already being profiled")
         with self._collective("profile()"):
             name = "profile(memory=True)" if memory else "profile()"
-            recorder = Recorder(self._runner.begin_collective(name), memory=memory)
+            connection = self._runner.begin_collective(name, with_partners=False)
+            recorder = Recorder(connection, memory=memory)
         self._runner.recorder = recorder
         try:
             yield self._runner.recorder.profile

@@ -76,7 +76,7 @@ class Simulator:
     ) -> None:
         model = SendModel.of(send_model)
         self.costs, self._given = costs, schedule
-        communicates = schedule.table.has_communication or schedule.num_ranks == 1
+        communicates = schedule.table.has_communication or not len(schedule.messages.edge)
         if not communicates and (not model.is_buffered or blocking_receives):
             raise _no_messages_error(schedule, model)
         costs.check_lengths(schedule.graph, schedule.num_ranks)

@@ -149,7 +149,7 @@ def test_the_longest_announcement_fits_and_a_longer_one_is_never_sent() -> None:
         "norm_type": -sys.float_info.max,
         "error_if_nonfinite": False,
     }
-    assert len(call_agreement._announcement(call)) == call_agreement._BYTES
-    assert len(call_agreement._announcement(clip)) == call_agreement._BYTES
+    assert len(call_agreement.announcement(call)) == call_agreement._BYTES
+    assert len(call_agreement.announcement(clip)) == call_agreement._BYTES
     with pytest.raises(AssertionError, match="the peers receive 256 bytes"):
-        call_agreement._announcement(call | {"more": "x" * 100})
+        call_agreement.announcement(call | {"more": "x" * 100})

@@ -120,15 +120,33 @@ def test_a_silent_rank_of_another_pipeline_is_named_and_precedes_the_timeout_of_
         assert monitor.cause == blamed
 
 
+def monitor_of_step(watch: JobWatch, step: int) -> FailureMonitor:
+    status = RankStatus("step", step, 0, "")
+    return FailureMonitor(watch, "two", (0, 1), 60, lambda: status, lambda: None, lambda: None)
+
+
 def test_a_failure_of_another_pipeline_that_came_before_the_step_explains_a_broken_connection() -> None:
     with linked_watches(3) as watches:
         elsewhere = monitor_of(watches[2], (2,), [])
+        here, later = (monitor_of_step(watches[0], step) for step in (3, 4))
         published = elsewhere.publish_cause(replace(CAUSE, rank=0))
         until(lambda: watches[0].last_cause[1] != {})
-        here = monitor_of(watches[0], (0, 1), [])  # its step has begun after the message
+        here.begin()  # its step has begun after the message
         assert here.wait_for_cause(0) is None
         assert here.missed_cause() == published
         assert here.settled()[0] == published
-        status = RankStatus("step", 4, 0, "")
-        later = FailureMonitor(watches[0], "two", (0, 1), 60, lambda: status, lambda: None, lambda: None)
         assert later.missed_cause() is None
+        assert monitor_of_step(watches[0], 3).missed_cause() is None  # a new connection
+
+
+def test_a_partner_that_has_exited_is_blamed_and_any_other_rank_only_if_it_crashed() -> None:
+    with linked_watches(3) as watches:
+        monitor = monitor_of(watches[0], (0, 1), [])
+        broken = replace(CAUSE, kind="lost", rank=0, message="the connection broke")
+        watches[2].close("it has exited")
+        until(lambda: 2 in watches[0].ended)
+        assert monitor.blamed(broken) is broken
+        monitor.partners = [2]
+        blamed = monitor.blamed(broken)
+        assert (blamed.rank, blamed.world_rank, blamed.kind) == (-1, 2, "lost")
+        assert "it has exited" in blamed.message

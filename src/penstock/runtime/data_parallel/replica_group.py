@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
-from penstock.runtime.data_parallel.checksums import require_equal_replicas
+from penstock.runtime.data_parallel.checksums import checksum, require_equal_replicas
 from penstock.runtime.data_parallel.ddp import DdpWrappers
 from penstock.runtime.data_parallel.fsdp import FsdpShards
 from penstock.runtime.data_parallel.gradient_buckets import GradientBucket
@@ -74,18 +74,32 @@ class ReplicaGroup:
         self._are_equal = False
         self._layout = find_layout(self._modules, self.shards, self._ddp, self._replicas, self._reduction_order)
 
-    def begin(self, *, training: bool, reduces: bool) -> None:
-        """Before a step: reshard all parameters, find replaced or unfrozen ones, compare the replicas."""
-        self.reduces = reduces
-        self._reduced.clear()
-        self._unfinished.clear()
+    def refresh(self) -> None:
+        """Before a step: reshard all parameters, and find replaced or unfrozen ones."""
         for shards in self.shards.values():
             shards.reshard()  # a forward outside of the pipeline may have left stale unsharded parameters
         if self.groups and unsharded(self._modules.values(), self.shards) != self._layout.parameters:
             self._find_layout()
+
+    def begin(self, *, training: bool, reduces: bool) -> None:
+        """Begin a step: compare the replicas if they have parameters that were not compared yet."""
+        self.reduces = reduces
+        self._reduced.clear()
+        self._unfinished.clear()
         if training and not self._are_equal:  # eval needs no other replica
             require_equal_replicas(self._layout.replicated)
             self._are_equal = True
+
+    def sample(self, step: int) -> tuple[tuple[int, ...], str, str] | None:
+        """One of the parameters that replicas hold, another one in each step; None if there are none.
+
+        The world ranks that hold it, its name, and its checksum, or that this step compares all parameters.
+        """
+        if not (replicated := self._layout.replicated):
+            return None
+        chosen = replicated[step % len(replicated)]
+        value = f"checksum {int(checksum(chosen.parameter))}" if self._are_equal else "new or replaced"
+        return tuple(dist.get_process_group_ranks(chosen.group)), chosen.name, value
 
     @contextmanager
     def scheduled(self) -> Iterator[None]:

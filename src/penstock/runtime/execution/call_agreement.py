@@ -16,7 +16,7 @@ from penstock.runtime.failure.agreement import differences
 from penstock.runtime.transport.communicator import Communicator, ControlMessage
 from penstock.runtime.transport.transport_errors import wait
 
-__all__ = ["CallAgreement"]
+__all__ = ["CallAgreement", "announcement", "read_announcement"]
 
 _BYTES = 256
 _ADVICE = (
@@ -39,13 +39,13 @@ class CallAgreement:
         """Announce a call: its name, and everything else that must be the same on all ranks."""
         if (communicator := self._communicator) is None:
             return
-        announcement = _announcement(call)
+        announced = announcement(call)
         tag = communicator.control_tag(ControlMessage.CALL)
         # receives first: a rank that gets an announcement can rely on its own being delivered
         for peer, received in self._received.items():
             self._pending[peer] = communicator.receive_host(received, peer, tag)
         # the announcement of the last call was received, because that call ended on all ranks
-        self._own = announcement
+        self._own = announced
         self._sent = [communicator.send_host(self._own, peer, tag) for peer in self._received]
 
     def check(self, peer: int) -> None:
@@ -62,7 +62,7 @@ class CallAgreement:
             self.check(peer)
 
     def _disagreement(self, peer: int) -> str:
-        calls = {self._rank: _read(self._own), peer: _read(self._received[peer])}
+        calls = {self._rank: read_announcement(self._own), peer: read_announcement(self._received[peer])}
         lines = differences({rank: calls[rank] for rank in sorted(calls)})
         return "\n".join(["the ranks of the pipeline do not make the same call:", *lines, _ADVICE])
 
@@ -73,11 +73,13 @@ class CallAgreement:
         self._communicator = None
 
 
-def _announcement(call: Mapping[str, object]) -> torch.Tensor:
-    text = json.dumps(call).encode().ljust(_BYTES)
-    assert len(text) == _BYTES, f"the peers receive {_BYTES} bytes, not the {len(text)} of {call}"
+def announcement(call: Mapping[str, object], size: int = _BYTES) -> torch.Tensor:
+    """The bytes that say which call a rank makes; `size` is the same on all ranks."""
+    text = json.dumps(call).encode().ljust(size)
+    assert len(text) == size, f"the peers receive {size} bytes, not the {len(text)} of {call}"
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def _read(announcement: torch.Tensor) -> dict[str, tuple[object, object]]:
-    return {topic: (value, value) for topic, value in json.loads(announcement.numpy().tobytes()).items()}
+def read_announcement(announced: torch.Tensor) -> dict[str, tuple[object, object]]:
+    """The topics of a call and their values, as `differences` takes them."""
+    return {topic: (value, value) for topic, value in json.loads(announced.numpy().tobytes()).items()}

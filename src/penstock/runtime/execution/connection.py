@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -31,7 +32,8 @@ from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.forward_only import forward_only
 from penstock.runtime.execution.loss_exchange import LossExchange
 from penstock.runtime.execution.microbatch_state import LiveActivations
-from penstock.runtime.execution.program import CallType, Program
+from penstock.runtime.execution.partner_calls import PartnerCalls, partners_of
+from penstock.runtime.execution.program import Program
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.execution.stage_config import StageConfig, microbatches_with
 from penstock.runtime.execution.value_sources import ValueSources
@@ -67,11 +69,11 @@ class Connection:
         self.on_failure: Callable[[], Callable[[FailureCause], None] | None] | None = None
         """A weak reference to what is called when a failure becomes known, before anything is aborted."""
         schedule, rank = config.schedule, config.rank
-        self.communicator: Communicator | None = None
-        if not config.is_single_rank:
-            watch = watch_of_job(config.timeout)
-            self.communicator = self._connect(watch)
+        watch = None if config.is_single_rank and not partners_of(config) else watch_of_job(config.timeout)
+        self.communicator = None if watch is None else self._connect(watch)
         self.calls = CallAgreement(self.communicator, rank, peers_of(schedule, rank))
+        self.partners: PartnerCalls | None = None
+        """Compares calls with ranks of other pipelines; set by `meet`."""
         meshes = Meshes(list(config.modules.values()), config.mesh)
         self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
         self.stages: dict[int, Stage] = {}
@@ -84,12 +86,12 @@ class Connection:
         self.losses = LossExchange(self.communicator, config, self.sinks)
         self.programs = self._compiled()
         self.monitor: FailureMonitor | None = None
-        if self.communicator is not None:
+        if watch is not None:
             own = weakref.ref(self)
             watch.timeout = config.timeout.total_seconds()
             self.monitor = FailureMonitor(
                 watch,
-                self.communicator.name,
+                uuid4().hex if self.communicator is None else self.communicator.name,
                 config.members,
                 config.timeout.total_seconds(),
                 partial(_status_of, own),
@@ -98,9 +100,12 @@ class Connection:
             )
             self._release = weakref.finalize(self, _release, self.monitor, self.communicator)
 
-    def _connect(self, watch: JobWatch) -> Communicator:
+    def _connect(self, watch: JobWatch) -> Communicator | None:
+        """The messages with the other ranks of the pipeline; None if there are none."""
         config = self.config
         raise_if_aborted(watch, config.members)
+        if config.is_single_rank:
+            return None
         with connecting(config):
             communicator = Communicator(
                 config.members,
@@ -244,41 +249,34 @@ class Connection:
         return RankStatus(self.mode, self.step, program.position, self.awaited(program), self.call)
 
     def awaited(self, program: Program) -> str:
-        """The message that the rank waits for, and its peer, as text; empty if it computes."""
-        hosts, call = self.config.schedule.placement.stage_to_rank, program.current_call
-        if call is None:
-            return self.waiting_for or self.losses.awaited
-        part = call.subject if call.type is not CallType.ACTION else program.steps[call.position].parts[0]
-        assert part is not None, "every wait has a subject"
-        if call.type is CallType.POST:
-            return ""
-        if part.kind.is_send:
-            return f"{part} to be received by rank {hosts[part.other_end]}"
-        if call.type is CallType.ACTION:
-            return ""
-        peer = part.other_end
-        if part.kind is Kind.RECV_F:
-            return f"the output of {peer}F{part.microbatch} from rank {hosts[peer]}"
-        return f"the gradient of {peer}F{part.microbatch}'s input from rank {hosts[peer]}"
+        """What the rank waits for, as text; empty if it computes."""
+        between = program.current_call is None
+        return (self.waiting_for or self.losses.awaited) if between else program.awaited
 
     def abort(self) -> None:
-        """End all waits for other ranks of the pipeline, here and there."""
+        """End all waits for other ranks of the pipeline, and for its partners, here and there."""
         if (communicator := self.communicator) is not None:
             communicator.abort()
+        if self.partners is not None:
+            self.partners.abort()
 
     def close(self) -> None:
         """Close all connections; pending messages are released first, see `Communicator.close`."""
+        if self.partners is not None:
+            self.partners.close()
         if self.communicator is not None:
             self.communicator = None
             self._channels.abandon()
             self.calls.abandon()
             self.losses.abandon()
+        if self.monitor is not None:
             self._release()
 
 
-def _release(monitor: FailureMonitor, communicator: Communicator) -> None:
+def _release(monitor: FailureMonitor, communicator: Communicator | None) -> None:
     monitor.stop()
-    communicator.close()
+    if communicator is not None:
+        communicator.close()
 
 
 def _status_of(connection: weakref.ref[Connection]) -> RankStatus:

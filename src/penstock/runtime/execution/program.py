@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from penstock.ir.action import Action
+from penstock.ir.action import Action, Kind
 from penstock.ir.schedule import Schedule
 
 __all__ = ["Call", "CallType", "Program", "Progress", "StepAbortedError"]
@@ -107,6 +107,23 @@ class Program:
         if self.finished:
             return len(self.steps) - 1
         return self._calls[self.progress.index].position if self.started else -1
+
+    @property
+    def awaited(self) -> str:
+        """The message that the current call waits for, and its peer, as text; empty if it computes."""
+        call, hosts = self.current_call, self.schedule.placement.stage_to_rank
+        if call is None or call.type is CallType.POST:
+            return ""
+        part = call.subject if call.type is not CallType.ACTION else self.steps[call.position].parts[0]
+        assert part is not None, "every wait has a subject"
+        if part.kind.is_send:
+            return f"{part} to be received by rank {hosts[part.other_end]}"
+        if call.type is CallType.ACTION:
+            return ""
+        peer = part.other_end
+        if part.kind is Kind.RECV_F:
+            return f"the output of {peer}F{part.microbatch} from rank {hosts[peer]}"
+        return f"the gradient of {peer}F{part.microbatch}'s input from rank {hosts[peer]}"
 
     @property
     def communicates(self) -> bool:

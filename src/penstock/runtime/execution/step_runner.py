@@ -17,6 +17,7 @@ from penstock.errors import PipelineError
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.connection import Connection
+from penstock.runtime.execution.meeting import meet
 from penstock.runtime.execution.microbatch_state import LiveActivations, StepInputs
 from penstock.runtime.execution.profile import Recorder
 from penstock.runtime.execution.program import Program
@@ -24,8 +25,7 @@ from penstock.runtime.execution.result import StepResult
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.execution.step_inputs import StepInputBuilder
 from penstock.runtime.failure.abort import abort_step
-from penstock.runtime.failure.agreement import COMPLETED, check_agreement
-from penstock.runtime.failure.connecting import connecting
+from penstock.runtime.failure.agreement import COMPLETED
 from penstock.runtime.states.pipeline_state import PipelineState
 from penstock.runtime.transport.buffer_pool import BufferPool
 
@@ -75,15 +75,11 @@ class StepRunner:
         connection = Connection(config, self.activations, self.pool)
         connection.set_completed(self._completed, self.completed_steps)
         self._warn_of_compiled_modules(connection)
-        if connection.communicator is not None:
-            try:
-                with connecting(config):
-                    options = self._input_builder.loss_options
-                    check_agreement(config, self._ties, self._completed, options, connection.communicator)
-                    connection.communicator.connect_subgroups(self._ties.rank_groups)
-            except BaseException:
-                connection.close()
-                raise
+        try:
+            meet(connection, self._ties, self._completed, self._input_builder.loss_options)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def _warn_of_compiled_modules(self, connection: Connection) -> None:
@@ -144,7 +140,11 @@ class StepRunner:
         program = connection.begin(mode, self._completed + 1, self.completed_steps + (mode == "step"))
         try:
             reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
-            self._announce(connection, f"{mode}()", {"gradients": reduced, "loss scale": scale})
+            options = {"gradients": reduced, "loss scale": scale}
+            self._config.replication.refresh()
+            self._announce(connection, f"{mode}()", options)
+            if mode == "step" or self._evaluates_with_partners(connection, batch):
+                self._compare_with_partners(connection, f"{mode}()", options)
             result = self._run_call(
                 connection, program, batch, scale, reduces=reduces, keep_outputs=keep_outputs
             )
@@ -164,6 +164,19 @@ class StepRunner:
         connection.calls.begin(
             {"call": name, COMPLETED: self._completed, "inside profile()": profiled, **options}
         )
+
+    def _compare_with_partners(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
+        if connection.partners is not None:
+            connection.waiting_for = connection.partners.awaited
+            step = self.completed_steps if name == "step()" else None
+            call = {"call": name, "completed steps": self.completed_steps, **options}
+            connection.partners.compare(call, step)
+            connection.waiting_for = ""
+
+    def _evaluates_with_partners(self, connection: Connection, batch: tuple[Any, ...]) -> bool:
+        *_, target = batch
+        partners = connection.partners
+        return partners is not None and partners.has_collectives_in_eval(with_loss=target is not None)
 
     def _run_call(
         self,
@@ -192,12 +205,16 @@ class StepRunner:
         loss, microbatch_losses = connection.losses.finish(inputs.weights)
         return StepResult(loss, microbatch_losses, outputs=outputs, timeline=timeline)
 
-    def begin_collective(self, name: str, options: Mapping[str, object] | None = None) -> Connection:
+    def begin_collective(
+        self, name: str, options: Mapping[str, object] | None = None, *, with_partners: bool = True
+    ) -> Connection:
         """The connection for a collective outside of steps; raises if the ranks make different calls."""
         connection = self.connect()
         try:
             self._announce(connection, name, options or {})
             connection.calls.check_all()
+            if with_partners:
+                self._compare_with_partners(connection, name, options or {})
         except BaseException:
             self.close()
             raise

@@ -18,7 +18,7 @@ from penstock.runtime.data_parallel.wrappers import split_metadata
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.transport.communicator import Communicator
 
-__all__ = ["COMPLETED", "check_agreement", "differences"]
+__all__ = ["COMPLETED", "check_agreement", "differences", "digest"]
 
 Facts: TypeAlias = Mapping[str, tuple[Any, Any]]
 """By topic: the value that is compared, and its text for an error message."""
@@ -54,13 +54,13 @@ def check_agreement(
 
 def _facts(config: ExecutionConfig, ties: TiedWeights) -> dict[str, tuple[Any, Any]]:
     schedule = config.schedule
-    digest = hashlib.sha256(dumps(schedule.renamed("any"), "json").encode()).hexdigest()[:12]
+    schedule_digest = digest(dumps(schedule.renamed("any"), "json"))
     facts: dict[str, tuple[Any, Any]] = {
         "version of penstock": (penstock.__version__, penstock.__version__),
         "version of torch": (torch.__version__, torch.__version__),
         "microbatches": (schedule.microbatches, schedule.microbatches),
         "stages": (schedule.num_stages, schedule.num_stages),
-        "schedule": (digest, f"{schedule.name} ({digest})"),
+        "schedule": (schedule_digest, f"{schedule.name} ({schedule_digest})"),
         "tied weights": (str(ties.between_ranks), listed(ties.between_ranks) or "none"),
     }
     facts |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.descriptions().items()}
@@ -76,6 +76,11 @@ def _facts(config: ExecutionConfig, ties: TiedWeights) -> dict[str, tuple[Any, A
         text = f"{count}" if count > 1 else "1 (give replicas= if there are more)"
         facts["replicas of its stages"] = (count, text)
     return facts
+
+
+def digest(text: str) -> str:
+    """A few digits in place of a long text, to compare it and to show it in a message."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def differences(by_rank: Mapping[int, Facts]) -> list[str]:

@@ -16,15 +16,20 @@ __all__ = ["connecting", "raise_if_ended"]
 
 
 @contextmanager
-def connecting(config: ExecutionConfig) -> Iterator[None]:
-    """If the job's store or a connection fails inside, say which rank is lost."""
+def connecting(config: ExecutionConfig, partners: Sequence[int] | None = None) -> Iterator[None]:
+    """If the job's store or a connection fails inside, say which rank is lost.
+
+    `partners` are the world ranks that this rank connects to, by default those of the pipeline.
+    """
+    members = config.members if partners is None else partners
+    others = "the others" if partners is None else "those of other pipelines that train the same stages"
     try:
         yield
     except TransportError as error:
-        why = describe_lost_ranks(config.members) or str(error)
+        why = describe_lost_ranks(members, of_pipeline=partners is None) or str(error)
         raise PipelineError(
-            f"rank {config.rank} of the pipeline could not connect to the others (world ranks "
-            f"{listed(config.members)}) within {config.timeout.total_seconds():g} s: {why}"
+            f"rank {config.rank} of the pipeline could not connect to {others} (world ranks "
+            f"{listed(members)}) within {config.timeout.total_seconds():g} s: {why}"
         ) from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,23 +59,26 @@ class _Guard:
             abort_groups()
 
 
-def describe_lost_ranks(members: Sequence[int]) -> str:
-    """Which of these world ranks have ended or do not answer, after a collective with them has failed."""
+def describe_lost_ranks(members: Sequence[int], *, of_pipeline: bool = True) -> str:
+    """Which of these world ranks have ended or do not answer, after a collective with them has failed.
+
+    They are numbered as the ranks of a pipeline, or else by world rank alone.
+    """
     watch = current_watch()
     if watch is None:
         return ""
     end = time.monotonic() + _NOTICE_SECONDS
-    while not (texts := _texts(watch, members)) and time.monotonic() < end:
+    names = [rank_name(*each) if of_pipeline else f"world rank {each[1]}" for each in enumerate(members)]
+    while not (texts := _texts(watch, dict(zip(members, names)))) and time.monotonic() < end:
         time.sleep(0.02)
     return "; ".join(texts)
 
 
-def _texts(watch: JobWatch, members: Sequence[int]) -> list[str]:
+def _texts(watch: JobWatch, names: Mapping[int, str]) -> list[str]:
     """One text for each lost rank; those that exited by themselves are named only if there are no others."""
     lost: list[str] = []
     exited: list[str] = []
-    for rank, member in enumerate(members):
-        name = rank_name(rank, member)
+    for member, name in names.items():
         if (ended := watch.ended.get(member)) is not None:
             (exited if ended.reason else lost).append(f"{name} has ended: {ended}")
         elif watch.silence(member) > SILENT_SECONDS:

@@ -94,10 +94,13 @@ class FailureMonitor:
         self.rank = self.members.index(watch.rank)
         """The rank in the pipeline."""
         self._status, self._on_failure, self._on_stuck = status, on_failure, on_stuck
+        self.partners: Sequence[int] = ()
+        """World ranks of other pipelines that train the same stages."""
         self._causes: list[FailureCause] = []
         self._statuses: dict[int, RankStatus] = {}
         self._changed = threading.Condition(threading.RLock())
         self._stuck_at = float("inf")
+        self._created_at = time.monotonic()
         watch.add_listener(self)
 
     # --- the failing rank --------------------------------------------------------------------------
@@ -132,9 +135,14 @@ class FailureMonitor:
         return self.cause
 
     def missed_cause(self) -> FailureCause | None:
-        """The failure of another pipeline in the same step, received before this rank began it."""
+        """The failure of another pipeline in the same step, received before this rank began it.
+
+        One from before this connection was reported by the connection before.
+        """
         received_at, message = self.watch.last_cause
-        if time.monotonic() > received_at + _MISSED_SECONDS or self._status().step != message["cause"]["step"]:
+        if received_at < max(self._created_at, time.monotonic() - _MISSED_SECONDS):
+            return None
+        if self._status().step != message["cause"]["step"]:
             return None
         cause = _cause_in(message)
         if self.watch.rank not in cause.members:
@@ -172,13 +180,14 @@ class FailureMonitor:
     def blamed(self, cause: FailureCause) -> FailureCause:
         """The cause of a broken connection or a timeout: a rank that ended or is silent, if there is one.
 
-        A rank of this pipeline comes first; a rank of another may block one of this pipeline in a collective.
+        A rank of this pipeline comes first, then its partners, also if they exited by themselves; any other
+        rank may block one of this pipeline in a collective.
         """
-        others = sorted(set(self.watch.processes) - set(self.members))
-        for ranks in (self.members, others):
+        others = sorted(set(self.watch.processes) - {*self.members, *self.partners})
+        for ranks in (self.members, self.partners, others):
             for rank in ranks:
                 ended = self.watch.ended.get(rank)
-                if ended is not None and (ranks is self.members or not ended.reason):
+                if ended is not None and (ranks is not others or not ended.reason):
                     return self._end_cause(ended)
             silences = {rank: self.watch.silence(rank) for rank in ranks}
             silent, seconds = max(silences.items(), key=lambda each: each[1], default=(-1, 0.0))
