@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline, load_checkpoint, save_checkpoint, split
-from penstock.runtime.execution import step_runner
+from penstock.runtime.execution import meeting
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.grids import small
 from tests.support.pool import Pool
@@ -118,7 +118,7 @@ def end_while_others_connect(victim: int) -> CallOutcome:
     dist.barrier()  # some processes start late
     ends = mock.Mock(side_effect=lambda *_: os._exit(3))
     is_victim = dist.get_rank() == victim
-    with mock.patch.object(step_runner, "check_agreement", ends) if is_victim else nullcontext():
+    with mock.patch.object(meeting, "check_agreement", ends) if is_victim else nullcontext():
         return attempt(lambda: new_pipeline().close())
 
 
