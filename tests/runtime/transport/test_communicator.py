@@ -57,6 +57,20 @@ def test_a_group_per_edge_and_separate_flags_give_the_same_gradients(pools: Pool
     assert pools(2).run(both, family) == [True, True]
 
 
+def are_equal(turns: list[int | None]) -> list[bool]:
+    """Of each turn: whether all ranks have the same bytes, where this rank, if any, has others."""
+    ranks, own = range(dist.get_world_size()), dist.get_rank()
+    connected = communicator.Communicator(ranks, own, (), 1, torch.device("cpu"), timedelta(seconds=60))
+    with closing(connected):
+        return [connected.all_equal(torch.tensor([7, int(own == other)])) for other in turns]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_ranks_know_whether_their_bytes_are_equal(pools: Pools, ranks: int) -> None:
+    turns = [each for rank in range(1, ranks) for each in (rank, None, None)]
+    assert pools(ranks).run(are_equal, turns) == [[each is None for each in turns]] * ranks
+
+
 def test_a_device_without_nccl_is_rejected() -> None:
     with pytest.raises(PipelineError, match=r"CPUs \(gloo\) and CUDA devices \(NCCL\), not on mps"):
         device_groups.device_group(torch.device("mps"), Store(), 0, timedelta(seconds=1))

@@ -110,8 +110,8 @@ class PartnerCalls:
             if sample is not None and sample[0] == members:
                 values["values of a parameter"] = f"{_shortened(sample[1])}: {sample[2]}"
             own = announcement({**call, **layout, **values}, _BYTES)
-            announced = communicator.all_gather(own)
-            if not all(torch.equal(each, own) for each in announced):
+            if not communicator.all_equal(own):
+                announced = communicator.all_gather(own)
                 calls = {member: read_announcement(each) for member, each in zip(members, announced)}
                 raise PipelineError("\n".join([_HEADING, *differences(calls), _ADVICE]))
 

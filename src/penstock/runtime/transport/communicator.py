@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ class ControlMessage(IntEnum):
     """What a rank is called to do, sent to its peers."""
     FINISHED = 4
     """That a rank has finished its part of a step."""
+    EQUALITY = 5
+    """The least and the greatest checksum of some ranks."""
 
 
 _FIRST_CONTROL_TAG = 2**31 - 1024  # above every tag of the schedule's messages
@@ -172,6 +175,24 @@ class Communicator:
         with transport_errors():
             self._group.allgather([gathered], [tensor]).wait()
         return gathered
+
+    def all_equal(self, tensor: Tensor) -> bool:
+        """Whether all ranks have the same bytes, of tensors of one size in host memory.
+
+        All ranks get the same answer, after as many messages as doublings of 1 until their number is reached.
+        """
+        number = int.from_bytes(sha256(tensor.numpy().tobytes()).digest()[:7], "big")
+        least, most, distance = number, number, 1
+        tag, rank = self.control_tag(ControlMessage.EQUALITY), self._rendezvous.rank
+        while distance < self.size:
+            own, other = torch.tensor([least, most]), torch.empty(2, dtype=torch.int64)
+            received = self.receive_host(other, (rank - distance) % self.size, tag)
+            sent = self.send_host(own, (rank + distance) % self.size, tag)
+            wait(received)
+            wait(sent)
+            least, most = min(least, int(other[0])), max(most, int(other[1]))
+            distance *= 2
+        return least == most
 
     def subgroup_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """All-reduce by sum over a subgroup, in place; the result has the same bits on each of its ranks."""
