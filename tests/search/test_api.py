@@ -69,7 +69,7 @@ def test_the_package_shows_the_signature_and_the_documentation_of_the_function()
             {"jitter": "a", "quantile": "b"},
             "jitter must be a share from 0 to 1 (given 'a'); quantile must be between",
         ),
-        ({"microbatches": 10**12}, "stages times microbatches can be at most 16777216 (given 2 stages, 1000"),
+        ({"microbatches": 10**12}, "stages times microbatches can be at most 1048576 (given 2 stages, 10000"),
         ({"moves": 1.5}, "moves must be an integer of at least 0 (given 1.5)"),
         (
             {"jitter": 2, "quantile": 3},

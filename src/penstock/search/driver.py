@@ -124,6 +124,11 @@ class _Driver:
         """Whether this fraction of the time is used; never with a budget of moves."""
         return self.budget.moves is None and self.fraction >= until
 
+    @property
+    def _is_finished(self) -> bool:
+        """Whether the result is optimal or the time is used."""
+        return self._is_late(1.0) or self.is_optimal
+
     def _report(self, phase: str) -> None:
         best = min(search.best for search in self.searches)
         bound = min(search.bound.seconds for search in self.searches)
@@ -146,11 +151,11 @@ class _Driver:
 
     def _optimize(self, pool: ThreadPoolExecutor) -> None:
         for search in self.searches:
-            if not self.is_optimal:
+            if not self._is_finished:
                 self._repeat_steady_state(search)
         self._anneal(pool, until=0.15)
         for number, search in enumerate(self.searches):
-            if not self.is_optimal:
+            if not self._is_finished:
                 self._raise_bound(search, _FEW_RANKS_PART / (len(self.searches) - number))
         solvable = [search for search in self.searches if search.is_solvable and exact.available()]
         for number, search in enumerate(solvable):
@@ -172,6 +177,8 @@ class _Driver:
         for candidate in small.searches[0].kept[:4]:
             for order in repeat_steady_state(few, candidate.order, search.problem):
                 search.add_start(f"{candidate.found_by}, steady state repeated", order)
+                if self._is_finished:  # an order of millions of steps takes seconds
+                    return
         self._report("repeating the steady state")
 
     def _anneal(self, pool: ThreadPoolExecutor, until: float) -> None:

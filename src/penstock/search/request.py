@@ -21,6 +21,8 @@ __all__ = ["SearchRequest", "check_memory_limit"]
 
 _PLACEMENTS = ("any", "loop", "v")
 _MAX_NUMBER = 1e18  # seconds or bytes
+_MAX_SEARCHED = 1 << 20
+"""Stages times microbatches; a single order of a larger problem takes longer than most time limits."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,9 @@ class SearchRequest:
         """The placements to search, each small enough and with costs for its stages."""
         found = self._named_placements()
         for each in found:
-            if each.num_stages * int(self.microbatches) > MAX_WORK:
+            if each.num_stages * int(self.microbatches) > _MAX_SEARCHED:
                 given = f"{plural(each.num_stages, 'stage')}, {plural(self.microbatches, 'microbatch')}"
-                raise SearchError(f"stages times microbatches can be at most {MAX_WORK} (given {given})")
+                raise SearchError(f"stages times microbatches can be at most {_MAX_SEARCHED} (given {given})")
             graph = self.graph or StageGraph.chain(each.num_stages)
             (self.costs or Costs()).check_lengths(graph, each.num_ranks)
         return found

@@ -95,15 +95,15 @@ def grouped_schedules(problem: Problem) -> Iterator[Schedule]:
 
 def serial(problem: Problem) -> Seed:
     """One microbatch after the other: slow, and with the least memory possible."""
-    order: list[int] = []
+    orders: list[Ints] = []
     hosts = problem.placement.stage_to_rank
     for rank in range(problem.placement.num_ranks):
         own = [s for s in problem.stage_graph.forward_order if hosts[s] == rank]
         one = [3 * s for s in own]
         for s in reversed(own):
             one += [3 * s + kind for kind in range(1, problem.arrays.kinds)]
-        order += one * problem.microbatches
-    return Seed("serial order", np.array(order, dtype=np.int64))
+        orders.append(np.tile(np.array(one, dtype=np.int64), problem.microbatches))
+    return Seed("serial order", np.concatenate(orders))
 
 
 def list_scheduled(problem: Problem, is_late: Callable[[], bool]) -> Iterator[Seed]:
