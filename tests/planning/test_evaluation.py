@@ -18,6 +18,7 @@ def test_pruned_orders_can_neither_win_nor_be_on_the_frontier() -> None:
         )
 
 
+@pytest.mark.full
 def test_orders_that_exceed_the_limit_are_listed_with_their_memory() -> None:
     free, tight = quick_plan(decoder(10)), quick_plan(decoder(10), memory_limit=150)
     assert not free.too_large

@@ -33,6 +33,7 @@ def test_the_best_orders_are_tried_with_other_partitions() -> None:
     assert after.best.configuration.counts not in {option.configuration.counts for option in before.options}
 
 
+@pytest.mark.full
 def test_the_best_configurations_are_searched_within_the_time() -> None:
     calls = []
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from penstock.errors import BuildError, PipelineError
 from penstock.runtime.local_ranks import Failure, LocalRanks
-from tests.support.grids import small
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +102,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
-@small(lambda by: by is signal.SIGKILL)
+@pytest.mark.full
 def test_ranks_end_with_the_process_that_started_them(by: signal.Signals, tmp_path: Path) -> None:
     script, pids = tmp_path / "sleeps.py", tmp_path / "pids"
     script.write_text(SLEEPS)

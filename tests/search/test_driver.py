@@ -100,6 +100,7 @@ def test_zb_1p_is_proved_best_and_zb_2p_is_not_longer_than_published(name: str) 
     assert_sound(twice, costs, 16 * held)
 
 
+@pytest.mark.full
 def test_a_v_in_little_memory_beats_the_published_schedules_at_their_limits() -> None:
     limits = {}
     for name in thinned(("v-half", "v-min", "zbv"), 3):

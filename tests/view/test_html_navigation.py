@@ -59,6 +59,7 @@ def test_something_is_drawn_on_every_canvas(browser: Browser) -> None:
     assert browser.ask(count)[2] > 5
 
 
+@pytest.mark.full
 def test_32_ranks_and_256_microbatches_are_drawn_in_less_than_two_cpu_seconds(chromium: Browser) -> None:
     built = penstock.build("interleaved-1f1b", ranks=32, microbatches=256, stages_per_rank=2)
     timeline = penstock.simulate(penstock.lower(built), COSTS)

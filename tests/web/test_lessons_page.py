@@ -217,6 +217,7 @@ def test_damaged_progress_does_no_harm(fresh: Page, kept: str) -> None:
     assert "wait for each other" in verdict(fresh)
 
 
+@pytest.mark.full
 def test_an_address_with_a_lesson_that_does_not_exist_opens_the_editor(page: Page) -> None:
     page.go("#mode=edit&lesson=chess")
     page.wait("document.getElementById('verdict')?.innerText")

@@ -64,6 +64,7 @@ def test_a_step_is_dragged_with_shift_to_swap_and_off_its_rank_to_remove_it(page
     assert page.text("#verdict").startswith("Unfinished")
 
 
+@pytest.mark.full
 def test_a_deadlock_is_told_in_words_and_drawn(page: Page) -> None:
     open_small(page)
     _, y = page.reveal(4)

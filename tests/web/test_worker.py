@@ -17,6 +17,7 @@ SEARCH = {"ranks": 6, "microbatches": 24, "seconds": 5, "live_limit": 5, "costs"
 LIMITED = """
 import mmap
 from penstock.web.worker import limit_memory
+from tests.support.grids import small
 MIB = 1 << 20
 loaded = bytearray({loaded} * MIB)  # as if by modules that were loaded before
 limit_memory(256 * MIB)
@@ -32,6 +33,7 @@ except MemoryError:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
 @pytest.mark.parametrize("loaded", [0, 512])
+@small(lambda loaded: loaded == 512)
 def test_the_memory_limit_counts_what_is_added_and_no_reserved_addresses(loaded: int) -> None:
     program = LIMITED.format(loaded=loaded)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)  # noqa: S603

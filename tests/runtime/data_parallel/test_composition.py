@@ -101,7 +101,7 @@ def cases_on_eight_ranks() -> list[Composed]:
 
 
 @pytest.mark.parametrize("case", cases_on_eight_ranks(), ids=str)
-@small(lambda case: (case.schedule.name, case.data) == ("1f1b", "hsdp"))
+@pytest.mark.full
 def test_three_dimensions_train_as_one_process(pools: Pools, case: Composed) -> None:
     assert not problems(pools, 8, [case])
 

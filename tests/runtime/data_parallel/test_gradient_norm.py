@@ -221,7 +221,7 @@ def added_up(case: Composed, held_back: bool) -> list[str]:  # noqa: FBT001 -- s
 
 @pytest.mark.parametrize("held_back", [False, True])
 @pytest.mark.parametrize("data", ["fsdp", "replicas", "ddp"])
-@small(lambda data, held_back: held_back and data == "fsdp")
+@pytest.mark.full
 def test_gradients_accumulate_with_and_without_reductions(
     pools: Pools,
     data: str,

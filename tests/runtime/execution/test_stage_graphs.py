@@ -40,7 +40,7 @@ def test_named_graphs_on_one_rank(backward: str) -> None:
 
 @pytest.mark.parametrize("backward", SPLIT)
 @pytest.mark.parametrize("p", [3, 4])
-@small(lambda p, backward: (p, backward) == (3, "mixed"))
+@pytest.mark.full
 def test_named_graphs_between_ranks(pools: Pools, p: int, backward: str) -> None:
     cases = named_cases(p, backward)
     assert not problems_of(cases, pools(p).run(run_cases, cases, train_graph))

@@ -39,7 +39,7 @@ def schedules(family: str, p: int) -> list[Schedule]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("p", [2, 4])
-@small(lambda p, family: p == 2 or family == "zbv")
+@small(lambda p: p == 2)
 def test_every_family_trains_as_one_process(pools: Pools, family: str, p: int) -> None:
     cases = []
     for place, schedule in enumerate(schedules(family, p)):

@@ -65,6 +65,7 @@ def stop_between_steps(victim: int) -> list[CallOutcome]:
         return [attempt(one.step), attempt(lambda: one.pipeline.clip_grad_norm_(1.0))]
 
 
+@pytest.mark.full
 def test_a_host_of_the_store_that_stops_between_steps_is_named(failing_pool: Pool) -> None:
     for failed, _ in survivors(failing_pool, 0, stop_between_steps, 0):
         assert "rank 0 does not answer" in failed.text

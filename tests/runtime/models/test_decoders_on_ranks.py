@@ -86,11 +86,11 @@ def test_logits_and_gradients_are_those_of_the_model(pools: Pools, kind: str) ->
     inputs = ((False, ""), (False, "mask"), (True, "positions"))
     cases = [Case(kind, family, tied=tied, given=given) for family, (tied, given) in zip(FAMILIES, inputs)]
     cases += [Case(kind, "zbv", given="mask"), Case(kind, "interleaved-1f1b", tied=True, given="positions")]
-    assert not problems_of(pools, thinned(cases, 2, 1))
+    assert not problems_of(pools, thinned(cases, 4, 1))
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@small(lambda kind: kind == "gpt2")
+@pytest.mark.full
 def test_stages_may_have_no_layers(pools: Pools, kind: str) -> None:
     cases = [
         Case(kind, "interleaved-1f1b", layout="E|t*3|tt|L"),

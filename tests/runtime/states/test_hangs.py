@@ -16,7 +16,7 @@ from tests.support.slowness import slowness
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("runtime", RUNTIMES)
-@small(lambda runtime, fault: (runtime, fault) in {("penstock", "stop"), ("torch with lists", "skip")})
+@small(lambda runtime, fault: (runtime, fault) == ("torch with lists", "skip"))
 def test_the_culprit_of_a_hang_is_named(pools: Pools, tmp_path: Path, runtime: str, fault: str) -> None:
     lost = (CULPRIT,) if fault == "stop" else ()
     answers = pools(RANKS).run(hang, runtime, fault, str(tmp_path), 4 * min(slowness(), 3), lost=lost)
