@@ -6,8 +6,9 @@ Two schedules are profiled for costs, one for families with one stage per rank, 
 interleaved 1F1B in which every second microbatch has a split backward, so that B, I and W are measured. Every
 family is predicted from one of these profiles, with its jitter.
 A profiled step precedes and follows each step of a family, which is predicted from these two: a machine whose
-speed changes within seconds changes both. The error is the median over rounds, 5 unless given, and so are the
-predicted and the measured time. Stages that sleep use no CPU, so that 8 ranks can be measured on fewer cores.
+speed changes within seconds changes both. The error is the median over rounds, and so are the predicted and the
+measured time. Unless given there are 9 rounds of stages that sleep and 15 of those that compute. Stages that
+sleep use no CPU, so that 8 ranks can be measured on fewer cores.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from penstock.simulation.jitter import simulate_with_jitter
 FAMILIES = [name for name in penstock.families() if name != "forward-only"]
 PROFILED = {1: "1f1b", 2: "interleaved-1f1b"}
 """By stages per rank."""
-MICROBATCHES, ROUNDS, LIMIT = 8, 5, 5
+MICROBATCHES, LIMIT = 8, 5
 SLEEP = 0.010
 WIDTH = 256
 
@@ -129,7 +130,8 @@ def computing(request: Request, print_row: Callable[..., None]) -> None:
     compare(request, stage, (2 * MICROBATCHES, 64, WIDTH), print_row)
 
 
-PARTS = {"sleep-4": (sleeping, 4), "sleep-8": (sleeping, 8), "compute-2": (computing, 2)}
+PARTS = {"sleep-4": (sleeping, 4, 9), "sleep-8": (sleeping, 8, 9), "compute-2": (computing, 2, 15)}
+"""What to measure, on how many ranks, in how many rounds: steps that compute vary more."""
 
 
 def run_part(part: str, request: Request, print_row: Callable[..., None]) -> None:
@@ -140,11 +142,11 @@ def run_part(part: str, request: Request, print_row: Callable[..., None]) -> Non
 
 def main() -> None:
     families = [each for each in sys.argv[1:] if each in FAMILIES] or FAMILIES
-    rounds = [int(each) for each in sys.argv[1:] if each.isdigit()] or [ROUNDS]
+    given = [int(each) for each in sys.argv[1:] if each.isdigit()]
     for part in [each for each in sys.argv[1:] if each in PARTS] or PARTS:
-        function, ranks = PARTS[part]
+        function, ranks, rounds = PARTS[part]
         print(f"{part} ({ranks} ranks)\n  {function.__doc__}")
-        on_ranks(ranks, run_part, part, Request(families, rounds[0]))
+        on_ranks(ranks, run_part, part, Request(families, given[0] if given else rounds))
 
 
 if __name__ == "__main__":
