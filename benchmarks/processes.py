@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from penstock.processes import free_port
+
 
 def on_ranks(ranks: int, measure: Callable[..., None], *args: Any) -> None:
     """Call `measure(*args, print_row)` in gloo processes with one thread each; only rank 0 prints."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    start_processes(_process, (ranks, port, measure, args), ranks, start_method="spawn")  # type: ignore[no-untyped-call]
+    start_processes(_process, (ranks, free_port(), measure, args), ranks, start_method="spawn")  # type: ignore[no-untyped-call]
 
 
 def _process(rank: int, ranks: int, port: int, measure: Callable[..., None], args: tuple[Any, ...]) -> None:

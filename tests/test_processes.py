@@ -30,6 +30,10 @@ def test_a_free_port_can_be_bound() -> None:
         server.bind(("127.0.0.1", free_port()))
 
 
+def test_no_outgoing_connection_takes_a_free_port() -> None:
+    assert all(10_000 <= free_port() < 30_000 for _ in range(20))
+
+
 def test_a_process_without_a_parent_process_goes_on() -> None:
     end_with_parent(3)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+from contextlib import suppress
+from random import SystemRandom
 
 __all__ = ["end_with_parent", "free_port", "usable_cores"]
 
@@ -14,12 +16,17 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+_OWN_PORTS = range(10_000, 30_000)
+"""Below those that systems give to outgoing connections, which could take a port before it is bound."""
+
+
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A TCP port that is free now, and that no outgoing connection takes."""
+    for port in [*SystemRandom().sample(_OWN_PORTS, 50), 0]:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise OSError("no TCP port is free")
 
 
 def end_with_parent(exit_code: int) -> None:
