@@ -57,9 +57,9 @@ class Rendezvous:
             why = f"every rank must create the pipeline, and no process may have died ({first_line(error)})"
             raise TransportError(why + self._absent()) from error
 
-    def store(self, name: str) -> Store:
-        """The part of the store with this name."""
-        return PrefixStore(f"{self.name}/{name}", store_connection("connect"))
+    def store(self, name: str, purpose: str = "connect") -> Store:
+        """The part of the store with this name, on the connection for this purpose."""
+        return PrefixStore(f"{self.name}/{name}", store_connection(purpose))
 
     def begin(self) -> None:
         """Agree on the prefix: rank 0 generates and announces it, the others read it."""
@@ -114,5 +114,5 @@ class Rendezvous:
         return "".join(f"; {rank_name(each, self.members[each])} has not connected" for each in absent)
 
     def _absent_ranks(self) -> list[int]:
-        present = self.store("present")
+        present = self.store("present", "find absent ranks")  # a thread may still wait on the other connection
         return [rank for rank in range(len(self.members)) if not present.check([f"{rank}"])]
