@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PipelineError
-from penstock.runtime.failure.agreement import differences
+from penstock.runtime.failure.agreement import differences, facts_in
 from penstock.runtime.transport.communicator import Communicator, ControlMessage
 from penstock.runtime.transport.transport_errors import wait
 
-__all__ = ["CallAgreement", "announcement", "read_announcement"]
+__all__ = ["CallAgreement", "announced_facts", "announcement"]
 
 _BYTES = 256
 _ADVICE = (
@@ -62,7 +62,7 @@ class CallAgreement:
             self.check(peer)
 
     def _disagreement(self, peer: int) -> str:
-        calls = {self._rank: read_announcement(self._own), peer: read_announcement(self._received[peer])}
+        calls = {self._rank: announced_facts(self._own), peer: announced_facts(self._received[peer])}
         lines = differences({rank: calls[rank] for rank in sorted(calls)})
         return "\n".join(["the ranks of the pipeline do not make the same call:", *lines, _ADVICE])
 
@@ -80,6 +80,6 @@ def announcement(call: Mapping[str, object], size: int = _BYTES) -> torch.Tensor
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def read_announcement(announced: torch.Tensor) -> dict[str, tuple[object, object]]:
+def announced_facts(announced: torch.Tensor) -> dict[str, tuple[object, object]]:
     """The topics of a call and their values, as `differences` takes them."""
-    return {topic: (value, value) for topic, value in json.loads(announced.numpy().tobytes()).items()}
+    return facts_in(announced.numpy().tobytes())

@@ -69,7 +69,8 @@ class Connection:
         self.on_failure: Callable[[], Callable[[FailureCause], None] | None] | None = None
         """A weak reference to what is called when a failure becomes known, before anything is aborted."""
         schedule, rank = config.schedule, config.rank
-        watch = None if config.is_single_rank and not partners_of(config) else watch_of_job(config.timeout)
+        self.partner_groups = partners_of(config)
+        watch = None if config.is_single_rank and not self.partner_groups else watch_of_job(config.timeout)
         self.communicator = None if watch is None else self._connect(watch)
         self.calls = CallAgreement(self.communicator, rank, peers_of(schedule, rank))
         self.partners: PartnerCalls | None = None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from penstock.errors import PipelineError
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.execution.connection import Connection
-from penstock.runtime.execution.partner_calls import PartnerCalls, partners_of
+from penstock.runtime.execution.partner_calls import PartnerCalls
 from penstock.runtime.failure.agreement import check_agreement
 from penstock.runtime.failure.connecting import connecting
 from penstock.runtime.transport.communicator import Communicator, gather_arrays
@@ -26,9 +26,9 @@ def meet(connection: Connection, ties: TiedWeights, completed: int, options: Map
         with connecting(config):
             check_agreement(config, ties, completed, options, communicator)
             communicator.connect_subgroups(ties.rank_groups)
-    if partners_of(config):
+    if connection.partner_groups:
         try:
-            connection.partners = PartnerCalls(config, options)
+            connection.partners = PartnerCalls(config, connection.partner_groups, options)
         except PipelineError as error:
             problem = str(error)
     if communicator is not None and dist.get_world_size() > len(config.members):

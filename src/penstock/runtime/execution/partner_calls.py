@@ -18,12 +18,11 @@ import torch.distributed as dist
 
 from penstock.arguments import listed
 from penstock.errors import PipelineError
-from penstock.formats import dumps
 from penstock.ir.kinds import Kind
 from penstock.runtime.data_parallel.gradient_norm import model_groups
-from penstock.runtime.execution.call_agreement import announcement, read_announcement
+from penstock.runtime.execution.call_agreement import announced_facts, announcement
 from penstock.runtime.execution.config import ExecutionConfig
-from penstock.runtime.failure.agreement import Facts, differences, digest
+from penstock.runtime.failure.agreement import differences, digest, facts_in, schedule_digest
 from penstock.runtime.failure.connecting import connecting, raise_if_ended
 from penstock.runtime.transport.communicator import Communicator
 
@@ -59,15 +58,17 @@ class _Partners(NamedTuple):
 class PartnerCalls:
     """One rank's part; all partners connect at the same time."""
 
-    def __init__(self, config: ExecutionConfig, options: Mapping[str, object]) -> None:
-        """`options` are compared with those of the partners once."""
+    def __init__(
+        self, config: ExecutionConfig, groups: Sequence[tuple[int, ...]], options: Mapping[str, object]
+    ) -> None:
+        """`groups` are those of `partners_of`; `options` are compared with those of the partners once."""
         self._config = config
         self._groups: list[_Partners] = []
         self._close = weakref.finalize(self, _close, communicators := list[Communicator]())
         replicas = {rank for group in config.replication.groups for rank in dist.get_process_group_ranks(group)}
         self._have_same_data = False
         """Whether some partners compute on the same data as this rank, in collectives of every forward."""
-        for members in partners_of(config):
+        for members in groups:
             same_data = not replicas.issuperset(members)
             self._have_same_data |= same_data
             facts = {**options, **_collectives(config, same_data=same_data)}
@@ -79,7 +80,7 @@ class PartnerCalls:
                 )
                 communicators.append(communicator)
                 texts = communicator.exchange_texts("facts", json.dumps(facts))
-            if lines := differences({member: _facts(text) for member, text in zip(members, texts)}):
+            if lines := differences({member: facts_in(text) for member, text in zip(members, texts)}):
                 raise PipelineError("\n".join([_HEADING, *lines]))
             self._groups.append(_Partners(members, communicator))
         own = config.members[config.rank]
@@ -112,7 +113,7 @@ class PartnerCalls:
             own = announcement({**call, **layout, **values}, _BYTES)
             if not communicator.all_equal(own):
                 announced = communicator.all_gather(own)
-                calls = {member: read_announcement(each) for member, each in zip(members, announced)}
+                calls = {member: announced_facts(each) for member, each in zip(members, announced)}
                 raise PipelineError("\n".join([_HEADING, *differences(calls), _ADVICE]))
 
     def abort(self) -> None:
@@ -131,15 +132,11 @@ def _close(communicators: Sequence[Communicator]) -> None:
         communicator.close()
 
 
-def _facts(text: str) -> Facts:
-    return {topic: (value, value) for topic, value in json.loads(text).items()}
-
-
 def _collectives(config: ExecutionConfig, *, same_data: bool) -> dict[str, str]:
     """The order of what partners do together: of all actions if they have the same data, as with DTensors."""
     schedule = config.schedule
     if same_data:
-        return {"schedule": f"{schedule.name} ({digest(dumps(schedule.renamed('any'), 'json'))})"}
+        return {"schedule": f"{schedule.name} ({schedule_digest(schedule)})"}
     kinds = (Kind.UNSHARD, Kind.REDUCE_GRAD) if config.replication.shards else (Kind.REDUCE_GRAD,)
     own = [str(step) for step in schedule.ranks[config.rank] if step.kind in kinds]
     order = " ".join(own)

@@ -13,12 +13,13 @@ import penstock
 from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.formats import dumps
+from penstock.ir.schedule import Schedule
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.data_parallel.wrappers import split_metadata
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.transport.communicator import Communicator
 
-__all__ = ["COMPLETED", "check_agreement", "differences", "digest"]
+__all__ = ["COMPLETED", "check_agreement", "differences", "digest", "facts_in", "schedule_digest"]
 
 Facts: TypeAlias = Mapping[str, tuple[Any, Any]]
 """By topic: the value that is compared, and its text for an error message."""
@@ -53,14 +54,13 @@ def check_agreement(
 
 
 def _facts(config: ExecutionConfig, ties: TiedWeights) -> dict[str, tuple[Any, Any]]:
-    schedule = config.schedule
-    schedule_digest = digest(dumps(schedule.renamed("any"), "json"))
+    schedule, digits = config.schedule, schedule_digest(config.schedule)
     facts: dict[str, tuple[Any, Any]] = {
         "version of penstock": (penstock.__version__, penstock.__version__),
         "version of torch": (torch.__version__, torch.__version__),
         "microbatches": (schedule.microbatches, schedule.microbatches),
         "stages": (schedule.num_stages, schedule.num_stages),
-        "schedule": (schedule_digest, f"{schedule.name} ({schedule_digest})"),
+        "schedule": (digits, f"{schedule.name} ({digits})"),
         "tied weights": (str(ties.between_ranks), listed(ties.between_ranks) or "none"),
     }
     facts |= {f"tied weight {tie}": (looks, looks) for tie, looks in ties.descriptions().items()}
@@ -81,6 +81,16 @@ def _facts(config: ExecutionConfig, ties: TiedWeights) -> dict[str, tuple[Any, A
 def digest(text: str) -> str:
     """A few digits in place of a long text, to compare it and to show it in a message."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def schedule_digest(schedule: Schedule) -> str:
+    """The same for schedules that differ in their names only."""
+    return digest(dumps(schedule.renamed("any"), "json"))
+
+
+def facts_in(text: str | bytes) -> dict[str, tuple[object, object]]:
+    """The facts that a rank sent as a JSON object; values are their own texts."""
+    return {topic: (value, value) for topic, value in json.loads(text).items()}
 
 
 def differences(by_rank: Mapping[int, Facts]) -> list[str]:
