@@ -29,6 +29,7 @@ from benchmarks.split_backward import measure_split
 from penstock.runtime import Pipeline, register_layer
 from penstock.runtime.execution import connection
 from penstock.runtime.execution.loss_exchange import LossExchange
+from penstock.runtime.transport.transport_errors import Pending
 
 STEPS = 7
 TORCH_SCHEDULES = {
@@ -132,7 +133,7 @@ def costs_of(forward: float, backward: float) -> penstock.Costs:
 class EarlyReturn(LossExchange):
     """Lets the last stage's rank return before the others have finished: it waits for them a step later."""
 
-    _earlier: tuple[dist.Work, ...] = ()
+    _earlier: tuple[Pending, ...] = ()
 
     def finish(self, weights: Sequence[float]) -> tuple[float | None, Tensor | None]:
         if self._is_source:

@@ -9,12 +9,11 @@ import json
 from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 
 from penstock.errors import PipelineError
 from penstock.runtime.failure.agreement import differences, facts_in
 from penstock.runtime.transport.communicator import Communicator, ControlMessage
-from penstock.runtime.transport.transport_errors import wait
+from penstock.runtime.transport.transport_errors import Pending, wait
 
 __all__ = ["CallAgreement", "announced_facts", "announcement"]
 
@@ -31,9 +30,9 @@ class CallAgreement:
     def __init__(self, communicator: Communicator | None, rank: int, peers: Iterable[int]) -> None:
         self._communicator, self._rank = communicator, rank
         self._received = {peer: torch.zeros(_BYTES, dtype=torch.uint8) for peer in peers}
-        self._pending: dict[int, dist.Work] = {}
+        self._pending: dict[int, Pending] = {}
         self._own = torch.zeros(0)
-        self._sent: list[dist.Work] = []
+        self._sent: list[Pending] = []
 
     def begin(self, call: Mapping[str, object]) -> None:
         """Announce a call: its name, and everything else that must be the same on all ranks."""

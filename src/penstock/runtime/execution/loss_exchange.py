@@ -28,7 +28,7 @@ from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.program import StepAbortedError
 from penstock.runtime.execution.stage import Stage
 from penstock.runtime.transport.communicator import Communicator, ControlMessage
-from penstock.runtime.transport.transport_errors import TransportError, transport_errors, wait
+from penstock.runtime.transport.transport_errors import Pending, TransportError, transport_errors, wait
 
 __all__ = ["LossExchange"]
 
@@ -54,8 +54,8 @@ class LossExchange:
         self._tensor_groups = _tensor_groups(config) if self._is_source else []
         self._message: Tensor
         self._finished: dict[int, Tensor] = {}
-        self._pending: dict[int, dist.Work] = {}
-        self._sent: list[dist.Work] = []
+        self._pending: dict[int, Pending] = {}
+        self._sent: list[Pending] = []
         self.awaited = ""
         """What this rank waits for at the end of a step."""
         self.abort_requested = False
@@ -103,7 +103,7 @@ class LossExchange:
             return None, None
         return float(self._message[1]), self._message[2:].clone()
 
-    def _receive(self, communicator: Communicator, message: Tensor, rank: int) -> dist.Work:
+    def _receive(self, communicator: Communicator, message: Tensor, rank: int) -> Pending:
         purpose = ControlMessage.LOSSES if rank == self._source else ControlMessage.FINISHED
         return communicator.receive_host(message, rank, communicator.control_tag(purpose))
 

@@ -19,9 +19,10 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PipelineError
 from penstock.runtime.failure import uncaught
-from penstock.runtime.failure.links import listening_socket, neighbours
+from penstock.runtime.failure.links import neighbours
 from penstock.runtime.failure.process_names import has_ended, process_name
 from penstock.runtime.failure.watch import JobWatch
+from penstock.runtime.transport.addresses import listening_socket
 from penstock.runtime.transport.bounded import call_within
 from penstock.runtime.transport.process_groups import abort_process_groups
 from penstock.runtime.transport.stores import STORE_IS_SILENT, first_line, store_connection
@@ -105,6 +106,7 @@ def _start() -> JobWatch:
         store = store_connection("connect")
         key = store.compare_set(f"{_PREFIX}/key", "", uuid.uuid4().hex).decode()
     listener, address = listening_socket(store)
+    listener.settimeout(0)
     watch = JobWatch(rank, key, process := process_name(), listener)
     _current[:] = [(weakref.ref(dist.group.WORLD), watch)]
     atexit.register(_close)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import struct
-from contextlib import suppress
 from typing import Any
 
-__all__ = ["Link", "connect_link", "listening_socket", "neighbours"]
+from penstock.runtime.transport.addresses import connect, without_delay
+
+__all__ = ["Link", "connect_link", "neighbours"]
 
 _CONNECT_SECONDS = 5.0
 _LONGEST_LINE = 2**24
-_SIOCGIFADDR = 0x8915  # the request of Linux for the address of an interface
 
 
 class Link:
@@ -26,9 +24,7 @@ class Link:
         self.is_open = True
         self._received = bytearray()
         self._unsent = bytearray()
-        connection.settimeout(0)
-        with suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        without_delay(connection).settimeout(0)
 
     @property
     def has_unsent(self) -> bool:
@@ -77,44 +73,12 @@ class Link:
         self.connection.close()
 
 
-def listening_socket(store: Any) -> tuple[socket.socket, str]:
-    """A socket at which other ranks can connect to this process, and its address for them."""
-    listener = socket.socket()
-    try:
-        host = _own_address(store)
-        listener.bind((host, 0))
-    except OSError:  # an unknown name or interface, or a host without IPv4
-        host = socket.gethostname()
-        listener.bind(("", 0))
-    listener.listen(128)
-    listener.settimeout(0)
-    return listener, f"{host}:{listener.getsockname()[1]}"
-
-
 def connect_link(address: str) -> Link | None:
     """A link to the rank at `host:port`; None if it does not answer."""
-    host, port = address.rsplit(":", 1)
     try:
-        return Link(socket.create_connection((host, int(port)), _CONNECT_SECONDS))
+        return Link(connect(address, _CONNECT_SECONDS))
     except (OSError, ValueError):
         return None
-
-
-def _own_address(store: Any) -> str:
-    """The address of this host in the network of the job: of gloo's interface, or of the route to the store."""
-    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-        import fcntl  # noqa: PLC0415 -- not on every system
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            request = struct.pack("256s", name.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if not hasattr(store, "host"):
-        return "127.0.0.1"  # a store in a file or in memory: all ranks are on this host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store.host, store.port))
-        return str(probe.getsockname()[0])
 
 
 def neighbours(rank: int, size: int) -> set[int]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.dtensors import Meshes
@@ -30,14 +29,14 @@ from penstock.runtime.transport.message_spec import (
     message_spec,
     spec_key,
 )
-from penstock.runtime.transport.transport_errors import wait
+from penstock.runtime.transport.transport_errors import Pending, wait
 
 __all__ = ["UNLIMITED_BYTES", "FlatValue", "ReceiveChannel", "SendChannel"]
 
 UNLIMITED_BYTES = 2**20
 """As long as the pending messages of a channel are shorter in total, no send waits for an earlier one."""
 
-_Sent: TypeAlias = tuple[dist.Work, Buffer | Tensor]
+_Sent: TypeAlias = tuple[Pending, Buffer | Tensor]
 """A pending message and the memory that must stay until it is sent."""
 
 

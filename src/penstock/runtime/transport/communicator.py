@@ -1,8 +1,9 @@
 """The process groups of one pipeline, connected before the first step.
 
-    on a CPU          one gloo group for all ranks; every message has its own tag, so none waits behind another
-    on other devices  one NCCL communicator per directed edge (a communicator is a queue), and the gloo group
-                      for what the host must know before the data arrives
+    on a CPU          one gloo group for all ranks, and TCP connections for short messages; every message has
+                      its own tag, so none waits behind another
+    on other devices  one NCCL communicator per directed edge (a communicator is a queue), and the same
+                      connections for what the host must know before the data arrives
 
 The groups are created directly on the job's store under a prefix that is used once. They are not registered
 with torch.distributed: creating a registered group needs all ranks of the world, and would reuse its name.
@@ -23,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.transport.device_groups import MessageGroup, device_group, single_group_suffices
+from penstock.runtime.transport.eager import EAGER_BYTES, EagerMessages
 from penstock.runtime.transport.gloo_connections import abort_gloo_group, gloo_group
 from penstock.runtime.transport.rendezvous import Rendezvous
-from penstock.runtime.transport.transport_errors import post, transport_errors, wait
+from penstock.runtime.transport.transport_errors import Pending, post, transport_errors, wait
 
 __all__ = ["Communicator", "ControlMessage", "Lane", "gather_arrays"]
 
@@ -80,6 +82,7 @@ class Communicator:
         self._edges: dict[int, MessageGroup] = {}
         self._subgroups: dict[tuple[int, ...], MessageGroup] = {}
         self._gloo_groups: list[MessageGroup] = []
+        self._eager: EagerMessages
         self._lock = threading.Lock()
         self._rendezvous = Rendezvous(members, rank, timeout, check)
         self._rendezvous.call(lambda: self._connect(channels))
@@ -92,9 +95,15 @@ class Communicator:
                 meeting.store("gloo"), meeting.rank, self.size, meeting.timeout
             )
             self._gloo_groups.append(self._group)
-            if not self.single_group:
-                self._connect_edges(meeting.rank, channels, meeting.timeout)
-            self.barrier()
+            key = meeting.name.rsplit("/", 1)[-1]
+            self._eager = EagerMessages(meeting.store("eager"), meeting.rank, self.size, key, meeting.timeout)
+            try:
+                if not self.single_group:
+                    self._connect_edges(meeting.rank, channels, meeting.timeout)
+                self.barrier()
+            except RuntimeError:
+                self._eager.close()
+                raise
         finally:
             meeting.end()
 
@@ -145,26 +154,30 @@ class Communicator:
         """The first of two tags for this control message."""
         return _FIRST_CONTROL_TAG + 2 * purpose
 
-    def send(self, tensor: Tensor, peer: int, channel: int, tag: int) -> dist.Work:
+    def send(self, tensor: Tensor, peer: int, channel: int, tag: int) -> Pending:
         """Send from this rank's device."""
         edge = self._edges.get(channel)
         if edge is None:
-            return post(self._group.send, [tensor], peer, tag)
+            return self.send_host(tensor, peer, tag)
         return post(edge.send, [tensor], 1, tag)
 
-    def receive(self, tensor: Tensor, peer: int, channel: int, tag: int) -> dist.Work:
+    def receive(self, tensor: Tensor, peer: int, channel: int, tag: int) -> Pending:
         """Receive on this rank's device."""
         edge = self._edges.get(channel)
         if edge is None:
-            return post(self._group.recv, [tensor], peer, tag)
+            return self.receive_host(tensor, peer, tag)
         return post(edge.recv, [tensor], 0, tag)
 
-    def send_host(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    def send_host(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Send a tensor in host memory."""
+        if tensor.nbytes <= EAGER_BYTES:
+            return self._eager.send(tensor, peer, tag)
         return post(self._group.send, [tensor], peer, tag)
 
-    def receive_host(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Receive a tensor in host memory."""
+    def receive_host(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Receive a tensor in host memory, of the same length as it is sent."""
+        if tensor.nbytes <= EAGER_BYTES:
+            return self._eager.receive(tensor, peer, tag)
         return post(self._group.recv, [tensor], peer, tag)
 
     # --- collectives -------------------------------------------------------------------------------
@@ -217,6 +230,7 @@ class Communicator:
         """End all connections and every wait on them, also on other ranks; any thread may call it."""
         with self._lock:
             groups = list(self._gloo_groups)
+        self._eager.abort()
         for group in groups:
             abort_gloo_group(group)
         for edge in list(self._edges.values()):
@@ -234,6 +248,7 @@ class Communicator:
         self.abort()
         with self._lock:
             self._gloo_groups.clear()
+        self._eager.close()
         self._edges.clear()
         self._subgroups.clear()
         del self._group

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["TransportError", "is_transport_error", "post", "transport_errors", "wait"]
+__all__ = ["Pending", "TransportError", "is_transport_error", "post", "transport_errors", "wait"]
 
 T = TypeVar("T")
+
+
+class Pending(Protocol):
+    """A message or a collective on its way."""
+
+    def wait(self) -> object:
+        """Wait until it is complete."""
 
 
 class TransportError(RuntimeError):
     """A connection between ranks broke, or a message did not arrive in time."""
 
 
-def wait(work: dist.Work) -> None:
+def wait(work: Pending) -> None:
     """Wait until a message or a collective is complete."""
     try:
         work.wait()

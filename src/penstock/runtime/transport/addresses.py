@@ -1,0 +1,56 @@
+"""Where other ranks reach this process: a listening socket in the network of the job, and its address."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["connect", "listening_socket", "without_delay"]
+
+_SIOCGIFADDR = 0x8915  # the request of Linux for the address of an interface
+
+
+def listening_socket(store: Any) -> tuple[socket.socket, str]:
+    """A socket at which other ranks can connect to this process, and its address for them."""
+    listener = socket.socket()
+    try:
+        host = _own_address(store)
+        listener.bind((host, 0))
+    except OSError:  # an unknown name or interface, or a host without IPv4
+        host = socket.gethostname()
+        listener.bind(("", 0))
+    listener.listen(128)
+    return listener, f"{host}:{listener.getsockname()[1]}"
+
+
+def connect(address: str, seconds: float) -> socket.socket:
+    """A connection to the rank at `host:port`; raises OSError if it does not answer within this time."""
+    host, port = address.rsplit(":", 1)
+    return without_delay(socket.create_connection((host, int(port)), seconds))
+
+
+def without_delay(connection: socket.socket) -> socket.socket:
+    """The same connection, which sends each message at once."""
+    with suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _own_address(store: Any) -> str:
+    """The address of this host in the network of the job: of gloo's interface, or of the route to the store."""
+    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        import fcntl  # noqa: PLC0415 -- not on every system
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = struct.pack("256s", name.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not hasattr(store, "host"):
+        return "127.0.0.1"  # a store in a file or in memory: all ranks are on this host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((store.host, store.port))
+        return str(probe.getsockname()[0])
