@@ -56,22 +56,19 @@ class Recorder:
         self._pipeline = pipeline
         self._calls: list[Timed] = []
         self._collections: list[tuple[float, float]] = []
-        self._slept = 0.0
         self._program._calls = tuple(map(self._timed, self._program._calls))  # noqa: SLF001
 
     def _timed(self, call: Call) -> Call:
         action = self._program.steps[call.position].parts[0] if call.subject is None else call.subject
 
         def run() -> None:
-            slept, begin = self._slept, time.perf_counter()
+            slept, begin = modules.Takes.total, time.perf_counter()
             call.run()
-            self._calls.append(Timed(call.type, action, begin, time.perf_counter(), self._slept - slept))
+            self._calls.append(
+                Timed(call.type, action, begin, time.perf_counter(), modules.Takes.total - slept)
+            )
 
         return call._replace(run=run)
-
-    def _sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-        self._slept += seconds
 
     def _on_collection(self, phase: str, _info: object) -> None:
         now = time.perf_counter()
@@ -84,12 +81,10 @@ class Recorder:
         """Run one step."""
         self._calls, self._collections = [], []
         gc.callbacks.append(self._on_collection)
-        modules.sleep = self._sleep
         dist.barrier()
         entered = time.perf_counter()
         self._pipeline.step(*args, **kwargs)
         left = time.perf_counter()
-        modules.sleep = time.sleep
         gc.callbacks.remove(self._on_collection)
         return StepTimes(entered, self._calls, left, self._collections)
 
