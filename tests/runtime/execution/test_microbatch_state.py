@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from penstock.runtime.execution.microbatch_state import LiveActivations, NonLeafInputs
+from penstock.runtime.execution.microbatch_state import LiveActivations, non_leaf_inputs
 
 
 def test_the_peak_is_the_most_at_once_since_the_reset() -> None:
@@ -16,9 +17,31 @@ def test_the_peak_is_the_most_at_once_since_the_reset() -> None:
     assert (live.count, live.peak) == (0, 0)
 
 
-def test_inputs_may_be_changed_in_place_and_an_unused_one_has_no_gradient() -> None:
-    used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    entered, _ = NonLeafInputs.apply(used, unused)  # type: ignore[no-untyped-call]
-    entered.mul_(3).sum().backward()
+INPUTS = {
+    "contiguous": lambda: torch.ones(2, 3),
+    "transposed": lambda: torch.ones(3, 2).t(),
+    "with gaps": lambda: torch.ones(4, 3)[::2],
+    "empty": lambda: torch.ones(0, 3),
+    "a number": lambda: torch.tensor(1.0),
+    "sparse": lambda: torch.ones(2, 3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_may_be_changed_in_place_and_an_unused_one_has_no_gradient(name: str) -> None:
+    used, unused = (INPUTS[name]().requires_grad_() for _ in range(2))
+    entered, _ = non_leaf_inputs([used, unused])
+    assert entered.layout is torch.sparse_coo or entered.data_ptr() == used.data_ptr()
+    doubled = entered * 2
+    torch.autograd.backward((entered.mul_(3) + doubled).sum())
     assert used.grad is not None
-    assert (used.grad.tolist(), unused.grad) == ([3, 3], None)
+    assert torch.equal(used.grad.to_dense(), torch.full(used.shape, 5.0))
+    assert unused.grad is None
+
+
+def test_a_change_in_place_of_a_saved_input_is_an_error() -> None:
+    (entered,) = non_leaf_inputs([torch.ones(2, requires_grad=True)])
+    squared = entered * entered
+    entered.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(squared.sum())

@@ -12,9 +12,10 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.runtime.backward.deferral import LayerMode
 from penstock.runtime.backward.deferred_gradients import DeferredGradients
+from penstock.runtime.execution.handover import is_plain
 from penstock.runtime.transport.buffer_pool import Buffer
 
-__all__ = ["LiveActivations", "MicrobatchState", "NonLeafInputs", "StepInputs"]
+__all__ = ["LiveActivations", "MicrobatchState", "StepInputs", "non_leaf_inputs"]
 
 
 class LiveActivations:
@@ -85,8 +86,15 @@ class MicrobatchState:
         """The deferred weight gradients; None if I has computed them."""
 
 
-class NonLeafInputs(torch.autograd.Function):
-    """Identity on the inputs of a stage: its results may be changed in place, which autograd leaves may not."""
+def non_leaf_inputs(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The inputs as results of a node: a stage may change them in place, which it may not with leaves."""
+    if all(map(is_plain, inputs)):  # a node of Python takes several times as long as one of C++
+        return [torch.ops.aten._unsafe_view.default(each, each.shape) for each in inputs]  # noqa: SLF001
+    return _Identity.apply(*inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Identity(torch.autograd.Function):
+    """The same for any tensors, such as DTensors."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:

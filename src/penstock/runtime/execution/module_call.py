@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.execution.handover import Envelope, check_unchanged, versions
 from penstock.runtime.execution.joined_inputs import JoinedEnvelope
-from penstock.runtime.execution.microbatch_state import MicrobatchState, NonLeafInputs, StepInputs
+from penstock.runtime.execution.microbatch_state import MicrobatchState, StepInputs, non_leaf_inputs
 from penstock.runtime.execution.stage_checks import Rows, check_rows
 from penstock.runtime.transport.channels import FlatValue
 
@@ -32,7 +32,7 @@ def call_module(
         positions = [position for position, needed in enumerate(received.differentiable) if needed]
         inputs = [received.leaves[position].requires_grad_() for position in positions]
         if inputs:
-            for position, entered in zip(positions, NonLeafInputs.apply(*inputs)):  # type: ignore[no-untyped-call]
+            for position, entered in zip(positions, non_leaf_inputs(inputs)):
                 received.leaves[position] = entered
     envelope: Envelope | JoinedEnvelope = received.structure
     check_rows(envelope.rows, step.rows)
