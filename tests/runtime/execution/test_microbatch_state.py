@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.runtime.execution.microbatch_state import LiveActivations, non_leaf_inputs
+from penstock.runtime.execution.microbatch_state import (
+    LiveActivations,
+    count_changes,
+    non_leaf_inputs,
+)
 
 
 def test_the_peak_is_the_most_at_once_since_the_reset() -> None:
@@ -37,6 +41,21 @@ def test_inputs_may_be_changed_in_place_and_an_unused_one_has_no_gradient(name: 
     assert used.grad is not None
     assert torch.equal(used.grad.to_dense(), torch.full(used.shape, 5.0))
     assert unused.grad is None
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("changed_before", [False, True])
+def test_a_leaf_counts_changes_in_place_of_what_entered_the_stage(name: str, *, changed_before: bool) -> None:
+    changed, same = (INPUTS[name]() for _ in range(2))
+    if changed_before:
+        changed.mul_(2)
+        same.mul_(2)
+    leaves = [changed.requires_grad_(), same.requires_grad_()]
+    before = [leaf._version for leaf in leaves]
+    entered = non_leaf_inputs(leaves)
+    entered[0].mul_(2)
+    count_changes(leaves, entered)
+    assert [leaf._version > number for leaf, number in zip(leaves, before)] == [True, False]
 
 
 def test_a_change_in_place_of_a_saved_input_is_an_error() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, increment_version
 
 from penstock.runtime.backward.deferral import LayerMode
 from penstock.runtime.backward.deferred_gradients import DeferredGradients
 from penstock.runtime.execution.handover import is_plain
 from penstock.runtime.transport.buffer_pool import Buffer
 
-__all__ = ["LiveActivations", "MicrobatchState", "StepInputs", "non_leaf_inputs"]
+__all__ = ["LiveActivations", "MicrobatchState", "StepInputs", "count_changes", "non_leaf_inputs"]
 
 
 class LiveActivations:
@@ -88,9 +88,17 @@ class MicrobatchState:
 
 def non_leaf_inputs(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """The inputs as results of a node: a stage may change them in place, which it may not with leaves."""
-    if all(map(is_plain, inputs)):  # a node of Python takes several times as long as one of C++
+    if all(is_plain(each) and not each._version for each in inputs):  # noqa: SLF001 -- counts changes in place
+        # a node of Python would take several times as long
         return [torch.ops.aten._unsafe_view.default(each, each.shape) for each in inputs]  # noqa: SLF001
     return _Identity.apply(*inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def count_changes(inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
+    """After a forward: leaves count the changes in place of what entered the stage, which has their memory."""
+    for leaf, each in zip(inputs, entered):
+        if leaf._version != each._version:  # noqa: SLF001 -- results of `_Identity` have the leaves' counters
+            increment_version(leaf)
 
 
 class _Identity(torch.autograd.Function):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.runtime.execution.handover import Envelope, check_unchanged, versions
 from penstock.runtime.execution.joined_inputs import JoinedEnvelope
-from penstock.runtime.execution.microbatch_state import MicrobatchState, StepInputs, non_leaf_inputs
+from penstock.runtime.execution.microbatch_state import (
+    MicrobatchState,
+    StepInputs,
+    count_changes,
+    non_leaf_inputs,
+)
 from penstock.runtime.execution.stage_checks import Rows, check_rows
 from penstock.runtime.transport.channels import FlatValue
 
@@ -28,16 +34,19 @@ def call_module(
         output = module(*step.args[stage][k], **step.kwargs[k])
         return MicrobatchState((), []), output, tuple(step.rows.items())[:1]
     inputs: list[Tensor] = []
+    entered: Sequence[Tensor] = ()
     if step.training:
         positions = [position for position, needed in enumerate(received.differentiable) if needed]
         inputs = [received.leaves[position].requires_grad_() for position in positions]
         if inputs:
-            for position, entered in zip(positions, non_leaf_inputs(inputs)):
-                received.leaves[position] = entered
+            entered = non_leaf_inputs(inputs)
+            for position, each in zip(positions, entered):
+                received.leaves[position] = each
     envelope: Envelope | JoinedEnvelope = received.structure
     check_rows(envelope.rows, step.rows)
     before = versions(received.leaves, envelope.overlapping)
     output = module(*envelope.arguments(received.leaves), **step.kwargs[k])
+    count_changes(inputs, entered)
     check_unchanged(before, versions(received.leaves, envelope.overlapping), stage, inputs_from)
     state = MicrobatchState(received.buffers, inputs)
     if isinstance(envelope, JoinedEnvelope):
