@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.failure.agreement import differences, digest, facts_in, schedule_digest
 from penstock.runtime.failure.connecting import connecting, raise_if_ended
 from penstock.runtime.transport.communicator import Communicator
+from penstock.runtime.transport.transport_errors import TransportError
 
 __all__ = ["PartnerCalls", "partners_of"]
 
@@ -113,6 +115,10 @@ class PartnerCalls:
             own = announcement({**call, **layout, **values}, _BYTES)
             if not communicator.all_equal(own):
                 announced = communicator.all_gather(own)
+                with suppress(
+                    TransportError
+                ):  # the first to raise ends the connections: not before all have these
+                    communicator.barrier()
                 calls = {member: announced_facts(each) for member, each in zip(members, announced)}
                 raise PipelineError("\n".join([_HEADING, *differences(calls), _ADVICE]))
 
