@@ -1,4 +1,4 @@
-"""Where other ranks reach this process: a listening socket in the network of the job, and its address."""
+"""Where other ranks reach this process: the address of this host in the network of the job."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ import struct
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["connect", "listening_socket", "without_delay"]
+__all__ = ["connect", "listening_socket", "own_address", "without_delay"]
 
 _SIOCGIFADDR = 0x8915  # the request of Linux for the address of an interface
 
 
 def listening_socket(store: Any) -> tuple[socket.socket, str]:
     """A socket at which other ranks can connect to this process, and its address for them."""
-    listener = socket.socket()
-    try:
-        host = _own_address(store)
-        listener.bind((host, 0))
-    except OSError:  # an unknown name or interface, or a host without IPv4
-        host = socket.gethostname()
-        listener.bind(("", 0))
+    listener, host = socket.socket(), own_address(store)
+    listener.bind((host or "", 0))
     listener.listen(128)
-    return listener, f"{host}:{listener.getsockname()[1]}"
+    return listener, f"{host or socket.gethostname()}:{listener.getsockname()[1]}"
 
 
 def connect(address: str, seconds: float) -> socket.socket:
@@ -39,8 +34,18 @@ def without_delay(connection: socket.socket) -> socket.socket:
     return connection
 
 
+def own_address(store: Any) -> str | None:
+    """The address of this host in the network of the job: of gloo's interface, or of the route to the store.
+
+    None for an unknown name or interface, and on a host without IPv4.
+    """
+    try:
+        return _own_address(store)
+    except OSError:
+        return None
+
+
 def _own_address(store: Any) -> str:
-    """The address of this host in the network of the job: of gloo's interface, or of the route to the store."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         import fcntl  # noqa: PLC0415 -- not on every system
 

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from penstock.runtime.transport.addresses import own_address
+
 __all__ = ["abort_gloo_group", "gloo_group", "shut_down_gloo_groups"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -27,10 +29,16 @@ _UNUSED_TAG = 2**31 - 1
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group that is not registered with torch.distributed."""
+    """A gloo group that is not registered with torch.distributed.
+
+    It listens where the other ranks reach this host. gloo's default is the address that the name of the host
+    has on the host itself, which is often that of the loopback interface.
+    """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 -- it has no public name
-    options._devices, options._timeout = [gloo.create_default_device()], timeout  # noqa: SLF001
+    host = own_address(store)
+    device = gloo.create_default_device() if host is None else gloo.create_device(hostname=host)
+    options._devices, options._timeout = [device], timeout  # noqa: SLF001
     return gloo(store, rank, size, options)
 
 
