@@ -18,7 +18,7 @@ from penstock.search.problem import Problem
 PROBLEMS = {
     "split": Problem(Placement.v(3), 5, Costs()),
     "whole": Problem(Placement.loop(3), 5, Costs(), split=False),
-    "B shorter on one stage": Problem(Placement.loop(3), 5, Costs(backward=[2.0, 1.5, 2.0])),
+    "B shorter on one stage": Problem(Placement.loop(3), 5, Costs(backward=(2.0, 1.5, 2.0))),
     "pairs": Problem(Placement.v(2), 6, Costs(forward_all_to_all=1, backward_input_all_to_all=1)),
 }
 
@@ -61,9 +61,13 @@ def _counted(problem: Problem, order: Ints, fused: tuple[int, ...]) -> list[tupl
             if kind == WEIGHT_GRAD:
                 can_join = entry == token and (is_paired or stage in problem.fused_stages)
                 is_joined = (can_join or stage in fused) and previous == token - 1
-                found.append((token, pending[stage].pop() if is_joined else pending[stage].popleft(), is_joined))
+                found.append(
+                    (token, pending[stage].pop() if is_joined else pending[stage].popleft(), is_joined)
+                )
             else:
-                is_paired = problem.can_pair and bool(entry & PAIRED) and previous >= 0 and previous % 3 == FORWARD
+                is_paired = (
+                    problem.can_pair and bool(entry & PAIRED) and previous >= 0 and previous % 3 == FORWARD
+                )
                 is_paired &= kind == INPUT_GRAD
                 if kind == INPUT_GRAD:
                     pending[stage].append(done[token])

@@ -35,7 +35,8 @@ from penstock.search.kernel_arrays import (
 from penstock.search.message_arrays import message_arrays
 from penstock.search.numbering import number_entries
 from penstock.search.pairs import pair_prices, pair_variants
-from penstock.simulation.simulator import simulate
+from penstock.simulation.simulator import Simulator
+from penstock.simulation.timeline import Timeline
 
 __all__ = ["Problem"]
 
@@ -190,21 +191,26 @@ class Problem:
             found += [joined, np.where(can_join, joined | SEPARATE, joined)]
         return [*found, *(pair_variants(order, self.arrays.rank_bounds) if self.can_pair else ())]
 
-    def schedule_of(self, order: Ints, name: str) -> Schedule:
-        """The schedule of an order; I and W become one B also elsewhere, if that takes no longer."""
+    def schedule_of(self, order: Ints, name: str) -> tuple[Schedule, float]:
+        """The schedule of an order and its objective; I and W become one B elsewhere too, if as short."""
         schedule = self.fused_schedule(order, name)
+        value = self._simulated(schedule)
         if self.split:
-            value = self._simulated(schedule)
             # no rank waits for the input gradient of a stage that none feeds
             for more in (self.stage_graph.sources, range(self.placement.num_stages)):
                 fused = self.fused_schedule(order, name, frozenset(more))
+                if fused.num_steps == schedule.num_steps:
+                    continue
                 if (fused_value := self._simulated(fused)) <= value * (1 + 1e-12):
                     schedule, value = fused, fused_value
-        return schedule
+        return schedule, value
 
     def _simulated(self, schedule: Schedule) -> float:
-        timeline = simulate(schedule, self.costs, with_period=self.objective == "period")
-        return timeline.length(self.objective)
+        """The objective; an order that fits and that the kernel ran is not validated again."""
+        simulator = Simulator(schedule, self.costs)
+        run = simulator.finished_run()
+        period = simulator.period(run) if self.objective == "period" else None
+        return Timeline(schedule, self.costs, *simulator.times(run), period=period).length(self.objective)
 
     def fused_schedule(self, order: Ints, name: str, more: AbstractSet[int] = frozenset()) -> Schedule:
         """The schedule of an order; on the stages `more`, every I directly followed by a W becomes one B."""
