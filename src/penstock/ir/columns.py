@@ -144,7 +144,7 @@ class ActionColumns:
         if not self.has_pairs:
             return self.kind
         is_second = self.code & JOINED != 0
-        found = self.kind[~is_second]
+        found: SmallInts = self.kind[~is_second]
         found[self.slot[is_second]] = Kind.OVERLAP_F_B.number
         return found
 
