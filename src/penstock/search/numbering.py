@@ -1,7 +1,7 @@
 """Numbering: which microbatch each entry of an order has, and which entries are one step.
 
-Orders have kinds and stages only (see `kernel_arrays`). F and I are numbered in ascending order. A W that is one
-B with the I ahead of it has its number; the other W of a stage have those of its other I, in the same order:
+Orders have kinds and stages only (see `kernel_arrays`). F and I are numbered in ascending order. A W that is
+one B with the I ahead of it has its number; the other W of a stage have those of its other I, in order:
 
     order         F F I W F I I W W
     microbatch    0 1 0 0 2 1 2 1 2        the first I and W are one B
