@@ -113,7 +113,7 @@ def test_a_valid_order_returns_its_stage_mapping() -> None:
         (("0F0 0B0",), (2, 2, 1), "the pipeline has 2 ranks"),
         (("0F0 0W0",), (1, 1, 1), "missing-input-gradient"),
         (("0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0"), (2, 2, 1), "missing-message"),
-        (("0F0 0B0",), (1, 2, 1), "1 stages, but the pipeline has 2"),
+        (("0F0 0B0",), (1, 2, 1), "1 stage, but the pipeline has 2"),
     ],
 )
 def test_an_invalid_order_raises_as_in_torch_and_with_our_report(

@@ -240,8 +240,9 @@ def _no_layout(request: JobRequest) -> str:
     """No division of the devices divides everything else."""
     if larger := max(data_sizes(request).nearest_batches, default=0):
         return (
-            f"--batch {request.batch} cannot be divided over {plural(request.devices, 'device')}: no data "
-            f"parallel size divides both with the given sizes; the next that works is --batch {larger}"
+            f"--batch {plural(request.batch, 'sample')} cannot be divided over "
+            f"{plural(request.devices, 'device')}: no data parallel size divides both with the given "
+            f"sizes; the next that works is --batch {larger}"
         )
     return (
         f"--devices {request.devices} cannot be divided for {request.config.name}, --batch {request.batch}: "
