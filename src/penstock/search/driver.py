@@ -46,8 +46,8 @@ _FEW_RANKS_PART = 0.25
 """Of the time that is left after a first annealing, for bounds from a few ranks; states per move otherwise."""
 _RANKED_UNDER_JITTER = 6
 """Orders per placement that are simulated with jitter."""
-_RESULT_FAMILIES = 2.0
-"""The time to make the result, in times to evaluate a family: fused variants, validation, simulation."""
+_RESULT_FAMILIES = 3.0
+"""Time that is left at the end, in times to evaluate a family: one is evaluated, and the result takes two."""
 
 
 def run(
