@@ -46,6 +46,8 @@ _FEW_RANKS_PART = 0.25
 """Of the time that is left after a first annealing, for bounds from a few ranks; states per move otherwise."""
 _RANKED_UNDER_JITTER = 6
 """Orders per placement that are simulated with jitter."""
+_JITTER_PART = 0.3
+"""Of the time limit, for the simulation of these."""
 _RESULT_FAMILIES = 3.0
 """Time that is left at the end, in times to evaluate a family: one is evaluated, and the result takes two."""
 
@@ -126,7 +128,8 @@ class _Driver:
     @property
     def _reserved(self) -> float:
         """Seconds to make the result: much of the limit where an order has millions of steps."""
-        return _RESULT_FAMILIES * max(search.family_seconds for search in self.searches)
+        ranking = 0.0 if self.jitter is None else _JITTER_PART * self.budget.seconds
+        return ranking + _RESULT_FAMILIES * max(search.family_seconds for search in self.searches)
 
     @property
     def is_optimal(self) -> bool:
@@ -275,7 +278,9 @@ class _Driver:
         if self.jitter is None:
             return choices[0], None
         schedules = [each.schedule for each in choices]
-        best, quantile = self.jitter.best(schedules, self.costs, self.budget.seed)
+        best, quantile = self.jitter.best(
+            schedules, self.costs, self.budget.seed, lambda: self.budget.is_over(self.seconds)
+        )
         return choices[best], quantile
 
     def _choices(self) -> list[_Choice]:
