@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PipelineError
 from penstock.runtime.failure import uncaught
+from penstock.runtime.failure.abandoned_calls import end_abandoned_calls
 from penstock.runtime.failure.links import neighbours
 from penstock.runtime.failure.process_names import has_ended, process_name
 from penstock.runtime.failure.watch import JobWatch
@@ -159,3 +160,4 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+atexit.register(end_abandoned_calls)  # what is registered later is called earlier

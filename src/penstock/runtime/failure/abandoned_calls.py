@@ -1,0 +1,47 @@
+"""Ends abandoned calls of torch before the interpreter ends, so that the process keeps its exit code.
+
+A call to the job's store that takes too long, or whose partner has ended, is abandoned on its thread
+(`transport/bounded.py`). If it returns while the interpreter ends, such as when the store's host ends too,
+Python before 3.14 ends the thread inside of C++ code, and that aborts the process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from penstock.runtime.transport import stores
+
+__all__ = ["end_abandoned_calls"]
+
+_THREAD = "penstock-call"
+_END_SECONDS = 5.0
+_DESCRIPTOR = re.compile(r"\bfd=([0-9]+)")
+
+
+def end_abandoned_calls() -> None:
+    """End the connections to the store on which calls still wait, and wait for their threads."""
+    calls = [thread for thread in threading.enumerate() if thread.name == _THREAD]
+    if not calls:
+        return
+    for descriptor in _store_descriptors():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    end = time.monotonic() + _END_SECONDS
+    for call in calls:
+        call.join(max(0.0, end - time.monotonic()))
+
+
+def _store_descriptors() -> Iterator[int]:
+    """The sockets of Penstock's own connections to the store, which only their descriptions tell."""
+    for _, store in list(stores._connections.values()):  # noqa: SLF001 -- of this package
+        underlying = store
+        while hasattr(underlying, "underlying_store"):
+            underlying = underlying.underlying_store
+        if (found := _DESCRIPTOR.search(repr(underlying))) is not None:
+            yield int(found[1])
