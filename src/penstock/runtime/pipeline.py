@@ -201,10 +201,10 @@ class Pipeline:
                 yield
         except PenstockError as error:
             if isinstance(error.__cause__, TransportError):
-                self.close()
+                self._runner.discard()
             raise  # on every rank
         except BaseException:
-            self.close()  # wakes the ranks that wait for this one
+            self._runner.discard()  # wakes the ranks that wait for this one
             raise
 
     def check_gradients_complete(self) -> None:

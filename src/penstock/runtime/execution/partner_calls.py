@@ -23,8 +23,10 @@ from penstock.ir.kinds import Kind
 from penstock.runtime.data_parallel.gradient_norm import model_groups
 from penstock.runtime.execution.call_agreement import announced_facts, announcement
 from penstock.runtime.execution.config import ExecutionConfig
+from penstock.runtime.execution.expected_partners import ExpectedPartners
 from penstock.runtime.failure.agreement import differences, digest, facts_in, schedule_digest
 from penstock.runtime.failure.connecting import connecting, raise_if_ended
+from penstock.runtime.failure.monitor import FailureMonitor
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.transport_errors import TransportError
 
@@ -37,6 +39,7 @@ _ADVICE = (
     "rank, or an exception that one rank caught"
 )
 _BYTES = 512
+_CAUSE_SECONDS = 0.25  # how long the failure may take to be known here that broke a connection
 _LONGEST_NAME = 100
 
 
@@ -61,21 +64,28 @@ class PartnerCalls:
     """One rank's part; all partners connect at the same time."""
 
     def __init__(
-        self, config: ExecutionConfig, groups: Sequence[tuple[int, ...]], options: Mapping[str, object]
+        self,
+        config: ExecutionConfig,
+        groups: Sequence[tuple[int, ...]],
+        options: Mapping[str, object],
+        expected: ExpectedPartners,
     ) -> None:
         """`groups` are those of `partners_of`; `options` are compared with those of the partners once."""
-        self._config = config
+        self._config, self._expected = config, expected
         self._groups: list[_Partners] = []
-        self._close = weakref.finalize(self, _close, communicators := list[Communicator]())
-        replicas = {rank for group in config.replication.groups for rank in dist.get_process_group_ranks(group)}
+        self._unbroken: list[str] = []
+        """The names of the connections that no failure has ended."""
+        self._close = weakref.finalize(
+            self, _close, communicators := list[Communicator](), self._unbroken, expected
+        )
         self._have_same_data = False
         """Whether some partners compute on the same data as this rank, in collectives of every forward."""
         for members in groups:
-            same_data = not replicas.issuperset(members)
+            same_data = not expected.are_replicas(members)
             self._have_same_data |= same_data
             facts = {**options, **_collectives(config, same_data=same_data)}
             rank = members.index(config.members[config.rank])
-            with connecting(config, members):
+            with connecting(config, members, partial(expected.absent, members)):
                 communicator = Communicator(
                     *(members, rank, (), 1, torch.device("cpu"), config.timeout),
                     check=partial(raise_if_ended, members),
@@ -85,6 +95,7 @@ class PartnerCalls:
             if lines := differences({member: facts_in(text) for member, text in zip(members, texts)}):
                 raise PipelineError("\n".join([_HEADING, *lines]))
             self._groups.append(_Partners(members, communicator))
+        self._unbroken.extend(group.communicator.name for group in self._groups)
         own = config.members[config.rank]
         self.ranks = sorted({rank for group in self._groups for rank in group.members} - {own})
         """The world ranks of all partners."""
@@ -122,8 +133,20 @@ class PartnerCalls:
                 calls = {member: announced_facts(each) for member, each in zip(members, announced)}
                 raise PipelineError("\n".join([_HEADING, *differences(calls), _ADVICE]))
 
+    def closed_partners(self, monitor: FailureMonitor | None) -> list[int]:
+        """The partners that have closed their connection, after one broke here that no failure explains."""
+        if monitor is not None and monitor.wait_for_cause(_CAUSE_SECONDS) is not None:
+            return []
+        found = {
+            rank
+            for members, communicator in self._groups
+            for rank in self._expected.closed_by(communicator.name, members)
+        }
+        return sorted(found)
+
     def abort(self) -> None:
         """End all waits for partners, here and there; any thread may call it."""
+        self._unbroken.clear()
         for group in list(self._groups):
             group.communicator.abort()
 
@@ -133,7 +156,9 @@ class PartnerCalls:
         self._close()
 
 
-def _close(communicators: Sequence[Communicator]) -> None:
+def _close(communicators: Sequence[Communicator], unbroken: Sequence[str], expected: ExpectedPartners) -> None:
+    for name in unbroken:
+        expected.closed(name)
     for communicator in communicators:
         communicator.close()
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import listed, printable, whole_number
 from penstock.errors import PipelineError
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.execution.connection import Connection
+from penstock.runtime.execution.expected_partners import ExpectedPartners
 from penstock.runtime.execution.meeting import meet
 from penstock.runtime.execution.microbatch_state import LiveActivations, StepInputs
 from penstock.runtime.execution.profile import Recorder
@@ -28,10 +29,16 @@ from penstock.runtime.failure.abort import abort_step
 from penstock.runtime.failure.agreement import COMPLETED
 from penstock.runtime.states.pipeline_state import PipelineState
 from penstock.runtime.transport.buffer_pool import BufferPool
+from penstock.runtime.transport.transport_errors import TransportError
 
 __all__ = ["StepRunner"]
 
 _log = logging.getLogger("penstock")
+_CLOSED = (
+    "world rank {} trains the same stages and has closed its pipeline, by close() or because nothing refers to "
+    "it any more, but this rank has not, and calls {}: all replicas must close their pipelines before the same "
+    "call, or none"
+)
 
 
 class StepRunner:
@@ -44,6 +51,7 @@ class StepRunner:
         self._evals = 0
         """How many of them were calls of `eval`."""
         self._connection: Connection | None = None
+        self._expected = ExpectedPartners(config)
         self._state = PipelineState(config)
         self.activations = LiveActivations()
         self.pool: BufferPool
@@ -76,7 +84,8 @@ class StepRunner:
         connection.set_completed(self._completed, self.completed_steps)
         self._warn_of_compiled_modules(connection)
         try:
-            meet(connection, self._ties, self._completed, self._input_builder.loss_options)
+            options = self._input_builder.loss_options
+            meet(connection, self._ties, self._completed, options, self._expected)
         except BaseException:
             connection.close()
             raise
@@ -92,8 +101,15 @@ class StepRunner:
     def close(self) -> None:
         """Close the connection; the next step connects again."""
         connection, self._connection = self._connection, None
+        self._expected.disconnected()
         if connection is not None:
             connection.close()
+
+    def discard(self) -> None:
+        """Close the connection after a failure: partners look for its cause, not for a rank that closed."""
+        if self._connection is not None and self._connection.partners is not None:
+            self._connection.partners.abort()
+        self.close()
 
     @property
     def completed_steps(self) -> int:
@@ -141,6 +157,7 @@ class StepRunner:
         try:
             reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
             options = {"gradients": reduced, "loss scale": scale}
+            self._expected.raise_if_unpaired()
             self._config.replication.refresh()
             self._announce(connection, f"{mode}()", options)
             if mode == "step" or self._evaluates_with_partners(connection, batch):
@@ -170,7 +187,12 @@ class StepRunner:
             connection.waiting_for = connection.partners.awaited
             step = self.completed_steps if name == "step()" else None
             call = {"call": name, "completed steps": self.completed_steps, **options}
-            connection.partners.compare(call, step)
+            try:
+                connection.partners.compare(call, step)
+            except TransportError as error:
+                if closed := connection.partners.closed_partners(connection.monitor):
+                    raise PipelineError(_CLOSED.format(listed(closed), name)) from error
+                raise
             connection.waiting_for = ""
 
     def _evaluates_with_partners(self, connection: Connection, batch: tuple[Any, ...]) -> bool:
@@ -211,12 +233,13 @@ class StepRunner:
         """The connection for a collective outside of steps; raises if the ranks make different calls."""
         connection = self.connect()
         try:
+            self._expected.raise_if_unpaired()
             self._announce(connection, name, options or {})
             connection.calls.check_all()
             if with_partners:
                 self._compare_with_partners(connection, name, options or {})
         except BaseException:
-            self.close()
+            self.discard()
             raise
         return connection
 
@@ -266,6 +289,7 @@ class StepRunner:
                 with suppress(Exception):  # the first failure is the one to report
                     self._config.replication.drop()
                 self._connection = None
+                self._expected.disconnected()
                 return abort_step(error, connection, program)
             except KeyboardInterrupt as interrupt:  # noqa: PERF203 -- it happens once or twice
                 error = interrupt.with_traceback(None)  # which has this frame, which has the error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.arguments import listed
@@ -10,26 +10,34 @@ from penstock.errors import PipelineError
 from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.failure.job import current_watch
 from penstock.runtime.failure.lost_ranks import describe_lost_ranks
+from penstock.runtime.transport.stores import STORE_IS_SILENT
 from penstock.runtime.transport.transport_errors import TransportError
 
 __all__ = ["connecting", "raise_if_ended"]
 
 
 @contextmanager
-def connecting(config: ExecutionConfig, partners: Sequence[int] | None = None) -> Iterator[None]:
+def connecting(
+    config: ExecutionConfig,
+    partners: Sequence[int] | None = None,
+    absent: Callable[[], str] = lambda: "",
+) -> Iterator[None]:
     """If the job's store or a connection fails inside, say which rank is lost.
 
-    `partners` are the world ranks that this rank connects to, by default those of the pipeline.
+    `partners` are the world ranks that this rank connects to, by default those of the pipeline. `absent` gives
+    why some of them have not connected, if that is known.
     """
     members = config.members if partners is None else partners
     others = "the others" if partners is None else "those of other pipelines that train the same stages"
     try:
         yield
     except TransportError as error:
-        why = describe_lost_ranks(members, of_pipeline=partners is None) or str(error)
+        why = describe_lost_ranks(members, of_pipeline=partners is None)
+        if not why and STORE_IS_SILENT not in str(error):
+            why = absent()
         raise PipelineError(
             f"rank {config.rank} of the pipeline could not connect to {others} (world ranks "
-            f"{listed(members)}) within {config.timeout.total_seconds():g} s: {why}"
+            f"{listed(members)}) within {config.timeout.total_seconds():g} s: {why or error}"
         ) from error
 
 

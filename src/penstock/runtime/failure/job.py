@@ -35,12 +35,14 @@ __all__ = [
     "link_members",
     "raise_if_aborted",
     "watch_of_job",
+    "watch_of_others",
 ]
 
 T = TypeVar("T")
 
 _PREFIX = "penstock/watch"
 _LINK_SECONDS = 5.0
+_START_SECONDS = 5.0
 _ABORT_SECONDS = 3.5
 """After a failed step, a rank that is blocked in a collective has aborted its groups by then."""
 _current: list[tuple[weakref.ref[Any], JobWatch]] = []
@@ -62,6 +64,16 @@ def watch_of_job(timeout: timedelta) -> JobWatch:
         return _within(timeout, _start)
     except TransportError as error:
         raise PipelineError(str(error)) from error
+
+
+def watch_of_others(timeout: timedelta) -> JobWatch | None:
+    """The watch for a pipeline that needs no other rank; None if there are none, or the store is silent."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    try:
+        return watch_of_job(min(timeout, timedelta(seconds=_START_SECONDS)))
+    except PipelineError:
+        return None
 
 
 def link_members(watch: JobWatch, members: Sequence[int], timeout: timedelta) -> None:
