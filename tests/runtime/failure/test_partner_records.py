@@ -74,3 +74,7 @@ def test_ranks_that_closed_a_connection_answer() -> None:
         records[1].closed("one")
         assert records[0].closed_by("one", (0, 1, 2)) == [1]
         assert records[2].closed_by("two", (0, 1, 2)) == []
+        assert "but world rank 0 had not" in records[1].noticed_close((0, 1, 2))
+        assert records[2].noticed_close((0, 1, 2)) == ""
+        records[1].connected(pipeline(records[1], (0, 1, 2)))
+        assert records[1].noticed_close((0, 1, 2)) == ""

@@ -54,11 +54,16 @@ class ExpectedPartners:
         if self._records is not None:
             self._records.closed(name)
 
-    def absent(self, group: tuple[int, ...]) -> str:
-        """Tell the partners of a group that they have not connected in time; gives why, if they answer."""
-        return (
-            "" if self._records is None else self._records.absent_partners(self._pipeline, group, self._seconds)
-        )
+    def reason(self, group: tuple[int, ...], lost: str) -> str:
+        """Why the partners of a group have not connected; `lost` says which of them have ended, if any.
+
+        If none has, they are told that this rank has waited for them.
+        """
+        if self._records is None:
+            return lost
+        if not lost:
+            return self._records.absent_partners(self._pipeline, group, self._seconds)
+        return "; ".join(filter(None, (lost, self._records.noticed_close(group))))
 
     def closed_by(self, name: str, group: tuple[int, ...]) -> list[int]:
         """The partners that have closed the connection of this name."""

@@ -85,7 +85,7 @@ class PartnerCalls:
             self._have_same_data |= same_data
             facts = {**options, **_collectives(config, same_data=same_data)}
             rank = members.index(config.members[config.rank])
-            with connecting(config, members, partial(expected.absent, members)):
+            with connecting(config, members, partial(expected.reason, members)):
                 communicator = Communicator(
                     *(members, rank, (), 1, torch.device("cpu"), config.timeout),
                     check=partial(raise_if_ended, members),

@@ -20,12 +20,12 @@ __all__ = ["connecting", "raise_if_ended"]
 def connecting(
     config: ExecutionConfig,
     partners: Sequence[int] | None = None,
-    absent: Callable[[], str] = lambda: "",
+    reason: Callable[[str], str] = lambda lost: lost,
 ) -> Iterator[None]:
     """If the job's store or a connection fails inside, say which rank is lost.
 
-    `partners` are the world ranks that this rank connects to, by default those of the pipeline. `absent` gives
-    why some of them have not connected, if that is known.
+    `partners` are the world ranks that this rank connects to, by default those of the pipeline. `reason` adds
+    why partners have not connected to what is known of lost ranks.
     """
     members = config.members if partners is None else partners
     others = "the others" if partners is None else "those of other pipelines that train the same stages"
@@ -33,8 +33,8 @@ def connecting(
         yield
     except TransportError as error:
         why = describe_lost_ranks(members, of_pipeline=partners is None)
-        if not why and STORE_IS_SILENT not in str(error):
-            why = absent()
+        if STORE_IS_SILENT not in str(error):
+            why = reason(why)
         raise PipelineError(
             f"rank {config.rank} of the pipeline could not connect to {others} (world ranks "
             f"{listed(members)}) within {config.timeout.total_seconds():g} s: {why or error}"

@@ -60,6 +60,8 @@ class PartnerRecords:
         self._rank = watch.rank
         self._pipelines: weakref.WeakSet[PipelineRecord] = weakref.WeakSet()
         self._closed: deque[str] = deque(maxlen=_KEPT_NAMES)
+        self._noticed: dict[tuple[int, ...], int] = {}
+        """By group of partners: the rank that asked after a connection that this rank had closed."""
         self._unmet: dict[tuple[int, str], _Unmet] = {}
         """By the rank that waited, and its stages."""
         self._published: set[str] = set()
@@ -82,6 +84,8 @@ class PartnerRecords:
     def connected(self, pipeline: PipelineRecord) -> None:
         """A pipeline has connected to its partners, if it has any: this rank expects no others any more."""
         pipeline.is_connected = True
+        for group in pipeline.groups:
+            self._noticed.pop(group, None)
         if pipeline.stages in self._published:
             self._published.discard(pipeline.stages)
             self._send({"type": "withdrawn", "rank": self._rank, "stages": pipeline.stages})
@@ -98,6 +102,13 @@ class PartnerRecords:
     def closed_by(self, name: str, group: Sequence[int]) -> list[int]:
         """The world ranks of a group that have closed the connection of this name."""
         return sorted(self._ask({"type": "broken", "connection": name}, group))
+
+    def noticed_close(self, group: tuple[int, ...]) -> str:
+        """That this rank had closed its pipeline when a partner made its next call; empty if it had not."""
+        rank = self._noticed.get(group)
+        if rank is None:
+            return ""
+        return f"this rank has closed its pipeline, but world rank {rank} had not, and its next call failed"
 
     def _ask(self, question: dict[str, Any], group: Sequence[int]) -> dict[int, str]:
         """The answers by rank that are not empty, of those that come in time."""
@@ -161,7 +172,10 @@ class PartnerRecords:
             with self._changed:
                 self._unmet.pop((message["rank"], message["stages"]), None)
         elif kind == "broken" and self._rank in message["group"]:
-            self._answer(message, "closed" if message["connection"] in self._closed else "")
+            is_closed = message["connection"] in self._closed
+            if is_closed:
+                self._noticed[tuple(message["group"])] = message["rank"]
+            self._answer(message, "closed" if is_closed else "")
         elif kind == "unmet" and self._rank in message["group"]:
             self._answer(message, self._noted(message))
 
