@@ -15,18 +15,18 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from penstock.runtime.transport import stores
+from penstock.runtime.transport.bounded import THREAD_NAME
+from penstock.runtime.transport.stores import open_connections, unwrapped
 
 __all__ = ["end_abandoned_calls"]
 
-_THREAD = "penstock-call"
-_END_SECONDS = 5.0
+_END_SECONDS = 2.0  # that calls to the store need; others, such as of gloo, wait longer and are left
 _DESCRIPTOR = re.compile(r"\bfd=([0-9]+)")
 
 
 def end_abandoned_calls() -> None:
     """End the connections to the store on which calls still wait, and wait for their threads."""
-    calls = [thread for thread in threading.enumerate() if thread.name == _THREAD]
+    calls = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
     if not calls:
         return
     for descriptor in _store_descriptors():
@@ -39,9 +39,6 @@ def end_abandoned_calls() -> None:
 
 def _store_descriptors() -> Iterator[int]:
     """The sockets of Penstock's own connections to the store, which only their descriptions tell."""
-    for _, store in list(stores._connections.values()):  # noqa: SLF001 -- of this package
-        underlying = store
-        while hasattr(underlying, "underlying_store"):
-            underlying = underlying.underlying_store
-        if (found := _DESCRIPTOR.search(repr(underlying))) is not None:
+    for store in open_connections():
+        if (found := _DESCRIPTOR.search(repr(unwrapped(store)))) is not None:
             yield int(found[1])

@@ -8,6 +8,8 @@ import struct
 from contextlib import suppress
 from typing import Any
 
+from penstock.runtime.transport.stores import unwrapped
+
 __all__ = ["connect", "listening_socket", "own_address", "without_delay"]
 
 _SIOCGIFADDR = 0x8915  # the request of Linux for the address of an interface
@@ -52,8 +54,7 @@ def _own_address(store: Any) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             request = struct.pack("256s", name.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = unwrapped(store)
     if not hasattr(store, "host"):
         return "127.0.0.1"  # a store in a file or in memory: all ranks are on this host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -9,10 +9,11 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["call_within"]
+__all__ = ["THREAD_NAME", "call_within"]
 
 T = TypeVar("T")
 
+THREAD_NAME = "penstock-call"
 _CHECK_SECONDS = 0.1
 
 
@@ -37,7 +38,7 @@ def call_within(seconds: float, call: Callable[[], T], check: Callable[[], None]
         finally:
             done.set()
 
-    threading.Thread(target=run, name="penstock-call", daemon=True).start()
+    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
     end = time.monotonic() + seconds
     while not done.wait(_CHECK_SECONDS):
         check()

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-__all__ = ["STORE_IS_SILENT", "first_line", "store_connection"]
+__all__ = ["STORE_IS_SILENT", "first_line", "open_connections", "store_connection", "unwrapped"]
 
 STORE_IS_SILENT = (
     "the job's key-value store does not answer: its host, rank 0 of the world or the agent of torchrun, is "
@@ -24,6 +24,18 @@ def store_connection(purpose: str) -> Store:
     if made_for is None or store is None or made_for() is not world:
         store = world.get_group_store().clone()
         _connections[purpose] = weakref.ref(world), store
+    return store
+
+
+def open_connections() -> list[Any]:
+    """The connections so far."""
+    return [store for _, store in _connections.values()]
+
+
+def unwrapped(store: Any) -> Any:
+    """The store itself, without the prefixes of its keys."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
     return store
 
 
