@@ -29,12 +29,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
 
 import penstock
 from benchmarks import modules
@@ -44,6 +46,9 @@ from benchmarks.runtime import TORCH_SCHEDULES, costs_of, prepare_sleeps, schedu
 from penstock.ir.kinds import Kind
 from penstock.runtime import Pipeline
 from penstock.runtime.execution.program import Call
+from penstock.runtime.transport.eager import EagerMessages
+from penstock.runtime.transport.gloo_connections import gloo_group
+from penstock.runtime.transport.stores import store_connection
 
 RANKS, MICROBATCHES, DURATION, STEPS = 4, 8, 0.010, 9
 
@@ -163,6 +168,32 @@ def floors(print_row: Callable[..., None]) -> None:
     print_row("its CPU time in threads of gloo", used / 50 * 1e6)
     print_row("their time without a core", queued / 50 * 1e6)
     print_row("message over gloo, polled", _one_way(send, poll))
+    _round_trips(print_row)
+
+
+def _round_trips(print_row: Callable[..., None]) -> None:
+    """There and back, eagerly and over gloo, one after the other."""
+    rank, limit = dist.get_rank(), timedelta(seconds=60)
+    store = store_connection("measure")
+    eager = EagerMessages(PrefixStore("eager", store), rank, 2, "0" * 32, limit)
+    group = gloo_group(PrefixStore("gloo", store), rank, 2, limit)
+    for kibibytes in (1, 16, 64):
+        sent, received = (torch.zeros(2**10 * kibibytes, dtype=torch.uint8) for _ in range(2))
+        taken: list[list[float]] = [[], []]
+        for number in range(100):
+            for way, times in enumerate(taken):
+                begin = time.perf_counter()
+                expected = group.recv([received], 1 - rank, 0) if way else eager.receive(received, 1 - rank, 0)
+                if rank == number % 2:  # the other answers
+                    expected.wait()
+                work = group.send([sent], 1 - rank, 0) if way else eager.send(sent, 1 - rank, 0)
+                if rank != number % 2:
+                    expected.wait()
+                work.wait()
+                times.append(time.perf_counter() - begin)
+        medians = [statistics.median(times) * 1e6 for times in taken]
+        print_row(f"{kibibytes} KiB and back: eager, gloo", *medians)
+    eager.close()
 
 
 def _one_way(send: Callable[[float], Any], receive: Callable[[], float]) -> float:

@@ -101,3 +101,4 @@ def test_a_file_with_very_many_problems_gives_a_short_message() -> None:
     error = FormatError("mine.csv", [f"row {row}: wrong" for row in range(100)])
     lines = str(error).splitlines()
     assert (len(lines), lines[-1], len(error.problems)) == (21, "mine.csv: and 80 more problems", 100)
+    assert str(FormatError("mine.csv", ["wrong"] * 21)).endswith("and 1 more problem")

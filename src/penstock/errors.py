@@ -54,6 +54,11 @@ _SHOWN_PROBLEMS = 20
 """Problems of files that a message lists; the error has all of them."""
 
 
+def _others(problems: Sequence[str]) -> str:
+    more = len(problems) - _SHOWN_PROBLEMS
+    return f"{more} more problem{'s' * (more > 1)}"
+
+
 class PenstockError(ValueError):
     """The base class of all errors that Penstock raises on purpose."""
 
@@ -95,7 +100,7 @@ class FormatError(PenstockError):
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         lines = [f"{source}: {problem}" for problem in problems[:_SHOWN_PROBLEMS]]
         if len(problems) > _SHOWN_PROBLEMS:
-            lines.append(f"{source}: and {len(problems) - _SHOWN_PROBLEMS} more problems")
+            lines.append(f"{source}: and {_others(problems)}")
         super().__init__("\n".join(lines))
         self.source = source
         self.problems = tuple(problems)
@@ -110,7 +115,7 @@ class TraceError(PenstockError):
     def __init__(self, problems: Sequence[str], argument: str = "") -> None:
         lines = list(problems[:_SHOWN_PROBLEMS])
         if len(problems) > _SHOWN_PROBLEMS:
-            lines.append(f"and {len(problems) - _SHOWN_PROBLEMS} more problems")
+            lines.append(f"and {_others(problems)}")
         super().__init__("\n".join(lines))
         self.problems = tuple(problems)
         self.argument = argument

@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from penstock.arguments import plural
 from penstock.errors import BuildError
 from penstock.families import Family, build, families
 from penstock.ir.kinds import PASS_KINDS, Kind
@@ -60,7 +61,7 @@ class Recognition:
             return f"{first} ({self.sizes})" + (f", the same as {', '.join(others)}" if others else "")
         if self.nearest is None or self.first is None:
             return f"no known family has this placement ({self.sizes})"
-        share = f"{self.differing} of {self.actions} actions differ"
+        share = f"{self.differing} of {plural(self.actions, 'action')} differ"
         return f"no known family; nearest is {self.nearest} ({self.sizes}): {share}, first at {self.first}"
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import penstock
-from penstock import BuildError, Placement, Schedule
+from penstock import BuildError, PenstockError, Placement, Schedule, StageGraph
 from penstock.families import registry
 
 TORCH_NAMES = {
@@ -126,3 +127,23 @@ def test_a_function_that_returns_no_schedule_is_reported() -> None:
     penstock.register("texts", "returns texts", stages_per_rank=1)(lambda *_: ["0F0 0B0"])  # type: ignore[arg-type]
     with pytest.raises(BuildError, match="texts: its function must return a Schedule"):
         penstock.build("texts", ranks=1, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"family": "1f1b", "ranks": 2, "graph": StageGraph(1, ())}, "1 stage, too few for 2 ranks"),
+        (
+            {"family": "1f1b", "ranks": 2, "graph": StageGraph(1, ()), "placement": Placement((0,))},
+            "1 stage on 1 rank, the graph 1 stage ",
+        ),
+        ({"family": "interleaved-1f1b", "ranks": 1, "group": 9}, "with 1 rank and 1 microbatch"),
+        ({"family": "interleaved-1f1b", "ranks": 1, "stages_per_rank": [2, 2]}, "2 numbers for 1 rank "),
+        ({"family": "interleaved-1f1b", "ranks": 2, "stages_per_rank": [2]}, "1 number for 2 ranks "),
+        ({"family": "1f1b", "ranks": 1 << 40}, "1 microbatch"),
+    ],
+)
+def test_nouns_in_messages_agree_with_their_counts(arguments: dict[str, Any], message: str) -> None:
+    given = {"microbatches": 1} | arguments
+    with pytest.raises(PenstockError, match=message):
+        penstock.build(given.pop("family"), **given)

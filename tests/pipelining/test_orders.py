@@ -110,10 +110,10 @@ def test_a_valid_order_returns_its_stage_mapping() -> None:
         (("0F0 0B0", "1F0 1B0 0F1 0B1"), (2, 2, 2), "wrong-rank"),
         (("0F0 0B0", "1F0 1B0"), (2, 2, 2), "missing-forward"),
         (("0F0 0B0 2F0 2B0", "1F0 1B0"), (2, 2, 1), "used-before-computed|deadlock|3 stages"),
-        (("0F0 0B0",), (2, 2, 1), "there are 2 ranks"),
+        (("0F0 0B0",), (2, 2, 1), "the pipeline has 2 ranks"),
         (("0F0 0W0",), (1, 1, 1), "missing-input-gradient"),
         (("0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0"), (2, 2, 1), "missing-message"),
-        (("0F0 0B0",), (1, 2, 1), "1 stages, but the pipeline has 2"),
+        (("0F0 0B0",), (1, 2, 1), "1 stage, but the pipeline has 2"),
     ],
 )
 def test_an_invalid_order_raises_as_in_torch_and_with_our_report(

@@ -29,5 +29,13 @@ def test_the_best_schedule_under_jitter_has_the_lowest_quantile() -> None:
     names = ("gpipe", "1f1b", "zb-h1")
     schedules = [penstock.build(name, ranks=4, microbatches=8) for name in names]
     quantiles = [simulate_with_jitter(each, Costs(), jitter=0.2, seed=3).quantile(0.9) for each in schedules]
-    position, quantile = Jitter(0.2, 0.9).best(schedules, Costs(), seed=3)
-    assert (position, quantile) == (quantiles.index(min(quantiles)), min(quantiles))
+    best = Jitter(0.2, 0.9).best(schedules, Costs(), seed=3, is_over=lambda: False)
+    assert best == (quantiles.index(min(quantiles)), min(quantiles))
+    over = iter([False, True])
+    of_two = Jitter(0.2, 0.9).best(schedules, Costs(), seed=3, is_over=lambda: next(over))
+    assert of_two == (quantiles.index(min(quantiles[:2])), min(quantiles[:2]))
+
+
+def test_only_a_budget_of_seconds_is_over_after_its_time() -> None:
+    assert [Budget(10.0, None, seed=1).is_over(seconds) for seconds in (9.9, 10.0)] == [False, True]
+    assert not Budget(10.0, 200, seed=1).is_over(1e9)

@@ -59,7 +59,7 @@ def test_an_order_fits_exactly_if_its_simulated_peak_does(split: bool) -> None: 
         given = random_problem(rng, "makespan")
         free = Problem(given.placement, given.microbatches, given.costs, split=split)
         order = next(list_scheduled(free, lambda: False)).order
-        peak = max(simulate(free.schedule_of(order, "an order"), given.costs).peak_memory)
+        peak = max(simulate(free.schedule_of(order, "an order")[0], given.costs).peak_memory)
         for limit, fits in ((peak, True), (peak - 0.5, False)):
             problem = Problem(given.placement, given.microbatches, given.costs, limit, split=split)
             assert problem.fits(order) is fits

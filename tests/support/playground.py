@@ -64,6 +64,8 @@ def running(*, read_only: bool = False, access: Access | None = None, workers: i
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.02)
+    while not pool.is_warm:
+        time.sleep(0.02)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield Playground(port, pool)

@@ -120,7 +120,7 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     [
         ({"version": 1}, "version: expected 2"),
         ({"position": "x"}, "position: expected a number"),
-        ({"members": [0]}, "members: expected the 2 ranks of the schedule"),
+        ({"members": [0]}, "members: expected 2 ranks as in the schedule"),
         ({"world_rank": 5}, "and world_rank among them"),
         ({"lost": {"x": "y"}}, "lost: expected texts by world rank"),
         ({"schedule": {"ranks": 3}}, "schedule"),

@@ -17,7 +17,7 @@ from penstock.cli.demo_page import DemoFacts, demo_page_head, machine_text
 from penstock.cli.demo_report import MeasuredSchedule, kind_table, schedule_rows, schedule_table
 from penstock.cli.demo_verdict import Gain, measured_gain
 from penstock.cli.progress import spinner
-from penstock.cli.rendering import require_suffix
+from penstock.cli.rendering import print_table, require_suffix
 from penstock.cost.costs import Costs
 from penstock.families import build
 from penstock.formats import write_bytes
@@ -92,7 +92,10 @@ class _Demo:
         self.console = Console(highlight=False, markup=False, width=width)
 
     def print(self, text: str | Text | Table) -> None:
-        self.console.print(text, soft_wrap=not isinstance(text, Table))
+        if isinstance(text, Table):
+            print_table(text, self.console)
+        else:
+            self.console.print(text, soft_wrap=True)
 
     def compare_with_one_process(self) -> None:
         """Train the first steps in one process too, and compare."""

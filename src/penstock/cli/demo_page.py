@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from penstock.arguments import plural
+from penstock.processes import usable_cores
+
 __all__ = ["DemoFacts", "demo_page_head", "machine_text"]
 
 _EXPLANATION = (
@@ -56,7 +59,7 @@ def demo_page_head(facts: DemoFacts) -> str:
 def machine_text() -> str:
     """Processor, system, versions and load of this machine."""
     parts = [
-        f"{_processor()}, {os.cpu_count() or '?'} CPUs",
+        f"{_processor()}, {plural(usable_cores(), 'usable core')}",
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
     ]
     if hasattr(os, "getloadavg"):

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from penstock.arguments import plural
+from penstock.cli.rendering import print_table
 from penstock.cost.costs import Costs
 from penstock.cost.estimate import Estimate, active_parameters, parameters
 from penstock.cost.estimate.estimate import LayerEstimate
@@ -46,12 +48,12 @@ def print_estimate(found: Estimate, stages: Stages, *, explained: bool) -> None:
     for line in _head(found):
         console.print(line, soft_wrap=True)
     console.print("\neach kind of layer, on one rank, for one microbatch:")
-    console.print(_time_table(found))
+    print_table(_time_table(found), console)
     console.print()
-    console.print(_size_table(found))
+    print_table(_size_table(found), console)
     if len(stages.counts) > 1:
         console.print("\neach stage:")
-        console.print(_stage_table(found, stages))
+        print_table(_stage_table(found, stages), console)
     console.print()
     console.print(
         f"optimizer step {_time(stages.costs.optimizer_step)}; F, I, W: forward, input gradient, weight "
@@ -62,7 +64,7 @@ def print_estimate(found: Estimate, stages: Stages, *, explained: bool) -> None:
         for kind, layer in found.by_kind.items():
             console.print(f"\n{kind}:")
             for table in _explanation(found, layer):
-                console.print(table)
+                print_table(table, console)
         for line in _how(found):
             console.print(line, soft_wrap=True)
 
@@ -82,7 +84,7 @@ def _head(found: Estimate) -> list[str]:
     return [
         f"{config.name}: {count}, {count_text(per_token, 'FLOPs')} per token and step",
         f"{device.name}: {peak} in {setting.precision}, {_size(device.memory_bytes)}; {parallel}; {rest}",
-        f"microbatch: {setting.microbatch_size} x {setting.sequence} tokens",
+        f"microbatch: {setting.microbatch_size} x {plural(setting.sequence, 'token')}",
     ]
 
 
@@ -180,11 +182,12 @@ def _how(found: Estimate) -> list[str]:
     )
     formula = "the longer of FLOPs / (share x peak) and bytes / (share x bandwidth)"
     shares = f"matmul {share.matmul:g}, attention {share.attention:g}, memory {share.memory:g}"
+    links = f"{node} between {plural(device.node_devices, 'device')} of a node"
     rows = [
         "",
         f"how: an operation takes {formula}, plus {_time(share.kernel_seconds)} per kernel",
         f"     shares: {shares}, links {share.links:g}; memory bandwidth {memory}",
-        f"     links: {node} between {device.node_devices} devices of a node, {network} between nodes",
+        f"     links: {links}, {network} between nodes",
         f"     host link: {host}; source: {device.source}",
     ]
     if share.passes != Passes(1.0, 1.0, 1.0):

@@ -9,6 +9,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from penstock.arguments import plural
 from penstock.cli.estimate_options import complete_model, config_from
 from penstock.cli.inputs import Sizes, schedule_from
 from penstock.cli.options import ScheduleSource
@@ -99,7 +100,9 @@ def _layout(layers: int | None, layout: str | None, config: ModelConfig | None, 
     predictions = None
     if config is not None:
         if layers not in (None, config.layers):
-            raise typer.BadParameter(f"--layers is {layers}, but {config.name} has {config.layers} layers")
+            raise typer.BadParameter(
+                f"--layers is {layers}, but {config.name} has {plural(config.layers, 'layer')}"
+            )
         layers, predictions = config.layers, config.mtp_layers
     if layout is not None:
         return parse_layout(layout, layers, mtp_layers=predictions)

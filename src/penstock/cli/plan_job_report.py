@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from penstock.arguments import plural
 from penstock.cli.plan_options import PlanOutput
 from penstock.cli.plan_report import print_explanation
 from penstock.cli.progress import job_progress
@@ -56,7 +57,7 @@ def report_job(request: JobRequest, output: PlanOutput) -> None:
         return say_written(*written, as_json=True)
     width = shutil.get_terminal_size().columns
     console = Console(highlight=False, markup=False, width=width)
-    console.print(f"{made.title} of {made.request.sequence} tokens")
+    console.print(f"{made.title} of {plural(made.request.sequence, 'token')}")
     print_table(job_table(made, output.top))
     if len(made.options) > output.top:
         console.print(f"and {len(made.options) - output.top} more: --top {len(made.options)}")
@@ -93,7 +94,7 @@ def _notes(made: JobPlan, *, explained: bool) -> list[str]:
     limit = f"{bytes_text(made.request.memory_limit)} ({made.request.limit_share})"
     over = f"{counts['too large']} over the memory limit of {limit}"
     simulated = f"{counts['evaluated']} simulated, {counts['pruned']} pruned by their lower bounds"
-    found.append(f"{counts['layouts']} layouts; candidates: {simulated}, {over}")
+    found.append(f"{plural(counts['layouts'], 'layout')}; candidates: {simulated}, {over}")
     if made.data_sizes.excluded and not explained:
         found.append(str(made.data_sizes))
     if counts["not evaluated"]:

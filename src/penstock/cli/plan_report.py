@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.arguments import plural
 from penstock.cli.rendering import print_table
 from penstock.cost.units import Units
 from penstock.planning import Plan, Rejected
@@ -124,7 +125,9 @@ def _notes(made: Plan) -> list[str]:
         names = ", ".join(dict.fromkeys(each.name for each in made.pruned))
         found.append(f"pruned by their lower bounds: {len(made.pruned)} ({names})")
     if made.not_evaluated:
-        found.append(f"too large to evaluate: {made.not_evaluated} combinations of stages and microbatches")
+        found.append(
+            f"too large to evaluate: {plural(made.not_evaluated, 'combination')} of stages and microbatches"
+        )
     if made.missing:
         found.append(f"not installed, so not used by the search: {', '.join(made.missing)}")
     if made.interrupted:

@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from penstock.arguments import plural
 from penstock.cli.progress import file_progress
-from penstock.cli.rendering import say_written
+from penstock.cli.rendering import print_table, say_written
 from penstock.formats import write_bytes
 from penstock.traces.megatron_timers import MegatronTimers, read_megatron_timers
 from penstock.traces.trace_files import size_of
@@ -63,7 +64,7 @@ def _print(timers: MegatronTimers) -> None:
     schedule, measured = timers.schedule, timers.step_seconds
     sizes = f"p={schedule.num_ranks}, v={schedule.num_stages // schedule.num_ranks}, m={schedule.microbatches}"
     console.print(f"order     {schedule.name} ({sizes}), as given; timers have none", soft_wrap=True)
-    console.print(f"logged    {timers.steps} times; means per step\n")
+    console.print(f"logged    {plural(timers.steps, 'time')}; means per step\n")
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "forward ms", "backward ms", "neither ms", "F ms", "B ms"):
         table.add_column(name, justify="right")
@@ -73,7 +74,7 @@ def _print(timers: MegatronTimers) -> None:
         sums = (timers.seconds["forward-compute"][rank], timers.seconds["backward-compute"][rank])
         cells = (*sums, timers.idle[rank], *costs[own[0]])
         table.add_row(str(rank), *(f"{seconds * 1e3:.2f}" for seconds in cells))
-    console.print(table)
+    print_table(table, console)
     predicted = timers.predicted.makespan
     console.print(
         f"\nstep      measured {measured * 1e3:.2f} ms, predicted {predicted * 1e3:.2f} ms with free messages "

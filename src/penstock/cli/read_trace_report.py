@@ -9,6 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli.rendering import print_table
 from penstock.records import idle_by_reason, order_of
 from penstock.search import SearchResult
 from penstock.simulation.attribution import gaps
@@ -54,9 +55,9 @@ def print_run(run: MeasuredRun, found: SearchResult | None) -> None:
     for gap in sorted(idle, key=lambda gap: -gap.length)[:_LONGEST_GAPS]:
         console.print(f"          {gap.text(scale)}", soft_wrap=True)
     console.print(f"search    {_search_text(run, found)}\n", soft_wrap=True)
-    console.print(_predictions(run))
+    print_table(_predictions(run), console)
     console.print()
-    console.print(_stages(run))
+    print_table(_stages(run), console)
 
 
 def _replicas(run: MeasuredRun) -> str:

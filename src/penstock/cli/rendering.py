@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from penstock.cli.outputs import require_writable
 from penstock.simulation.timeline import Timeline
@@ -41,12 +42,20 @@ def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") ->
     return suffix[1:]
 
 
-def print_table(table: Table) -> None:
-    """Print a table with every cell in full, on one line; a terminal that is narrower wraps the lines."""
-    console = Console(highlight=False, markup=False)
-    needed = Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
-    console.width = max(console.width, needed)
-    console.print(table)
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Print a table without trailing blanks.
+
+    Within the width of `console`; without one, with every cell in full on one line, which a terminal that is
+    narrower wraps.
+    """
+    if console is None:
+        console = Console(highlight=False, markup=False)
+        needed = Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
+        console.width = max(console.width, needed)
+    for line in console.render_lines(table, pad=False):
+        text = Text.assemble(*((part.text, part.style or "") for part in line))
+        text.rstrip()
+        console.print(text, soft_wrap=True)
 
 
 def say_written(*paths: Path, as_json: bool = False, more: str = "") -> None:

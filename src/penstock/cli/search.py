@@ -26,7 +26,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.outputs import require_writable
 from penstock.cli.progress import search_progress
-from penstock.cli.rendering import say_written
+from penstock.cli.rendering import print_table, say_written
 from penstock.errors import FormatError, PlacementError
 from penstock.formats import format_of, write
 from penstock.ir.placement import Placement
@@ -185,7 +185,7 @@ def _print(result: SearchResult) -> None:
         console.print(f"{name:<9} {value:<14} {text}", soft_wrap=True)
     console.print(f"found by  {result.origin}", soft_wrap=True)
     console.print()
-    console.print(family_table(result))
+    print_table(family_table(result), console)
     if result.interrupted:
         console.print("\ninterrupted: this is the best schedule found so far")
     if result.skipped:

@@ -16,6 +16,7 @@ from rich.table import Table
 from penstock.cli.inputs import GraphSizes, Lowering, costs_from, for_send_model, schedule_from
 from penstock.cli.options import AsJson, JitterShare, ScheduleSource, SendModelOption
 from penstock.cli.progress import phase_progress
+from penstock.cli.rendering import print_table
 from penstock.cost.costs import Costs
 from penstock.records import QUANTILES, collectives_of, simulation_record
 from penstock.simulation.gaps import REASONS, Gaps, gaps
@@ -119,7 +120,7 @@ def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None) -
             "jitter    " + ", ".join(f"{name} {units.time(value)}" for name, value in quantiles.items())
         )
     console.print()
-    console.print(_table(timeline, idle))
+    print_table(_table(timeline, idle), console)
     longest = np.argsort(-idle.length, kind="stable")[:_LONGEST_GAPS].tolist()
     if longest:
         console.print("\nlongest idle gaps:")

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.arguments import plural
 from penstock.errors import BuildError
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
@@ -32,7 +33,7 @@ def topological_placement(graph: StageGraph, ranks: int) -> Placement:
     """The stages in the order of the graph, about equally many on each rank: no value goes to a lower rank."""
     if graph.num_stages < ranks:
         raise BuildError(
-            f"the stage graph has {graph.num_stages} stages, too few for {ranks} ranks; "
+            f"the stage graph has {plural(graph.num_stages, 'stage')}, too few for {plural(ranks, 'rank')}; "
             "every rank needs at least one"
         )
     hosts = [0] * graph.num_stages

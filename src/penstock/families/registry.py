@@ -137,7 +137,7 @@ def build(
         raise BuildError("; ".join(problems))
     per_rank = most or family.stages_per_rank or family.default_stages_per_rank
     per_rank_text = plural(per_rank, "stage per rank", "stages per rank")
-    given = f"{plural(ranks, 'rank')}, {per_rank_text}, {microbatches} microbatches"
+    given = f"{plural(ranks, 'rank')}, {per_rank_text}, {plural(microbatches, 'microbatch')}"
     _check_work(ranks * per_rank, microbatches, given)
     built = family.builder(ranks, microbatches, per_rank, **({} if group is None else {"group": group}))
     if not isinstance(built, Schedule):
@@ -166,12 +166,14 @@ def _build_on_graph(
         problems.append(f"give graph=, which has its stages, or stages_per_rank={stages_per_rank!r}, not both")
     if placement is not None and (placement.num_stages, placement.num_ranks) != (graph.num_stages, ranks):
         problems.append(
-            f"the placement has {placement.num_stages} stages on {placement.num_ranks} ranks, "
-            f"the graph {graph.num_stages} stages (given ranks={ranks!r})"
+            f"the placement has {plural(placement.num_stages, 'stage')} on "
+            f"{plural(placement.num_ranks, 'rank')}, the graph {plural(graph.num_stages, 'stage')} "
+            f"(given ranks={ranks!r})"
         )
     if problems or family.graph_builder is None:
         raise BuildError("; ".join(problems))
-    _check_work(graph.num_stages, microbatches, f"{graph.num_stages} stages, {microbatches} microbatches")
+    given = f"{plural(graph.num_stages, 'stage')}, {plural(microbatches, 'microbatch')}"
+    _check_work(graph.num_stages, microbatches, given)
     return family.graph_builder(graph, placement or topological_placement(graph, ranks), microbatches)
 
 
@@ -195,7 +197,7 @@ def _problems(family: Family, ranks: int, microbatches: int, stages_per_rank: in
     if fixed is not None and stages_per_rank not in (None, fixed):
         others = ", ".join(f.name for f in families().values() if f.stages_per_rank is None)
         problems.append(
-            f"{family.name} has {fixed} stage{'s' * (fixed > 1)} per rank (given {stages_per_rank!r}); "
+            f"{family.name} has {plural(fixed, 'stage')} per rank (given {stages_per_rank!r}); "
             f"any number works with {others}"
         )
     return problems
@@ -214,7 +216,7 @@ def _group_problems(family: Family, ranks: int, microbatches: int, group: int) -
     allowed = family.group_range(ranks, microbatches)
     if number in allowed:
         return []
-    given = f"given {number}, with {ranks} ranks and {microbatches} microbatches"
+    given = f"given {number}, with {plural(ranks, 'rank')} and {plural(microbatches, 'microbatch')}"
     text = f"group of {family.name} must be from {allowed[0]} to {allowed[-1]}, the microbatches ({given})"
     smaller = [f.name for f in families().values() if number in f.group_range(ranks, microbatches) and f.trains]
     return [f"{text}; {', '.join(smaller)} can have {number}" if smaller else text]

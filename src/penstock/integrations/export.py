@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.arguments import plural
 from penstock.errors import ExportError
 from penstock.formats import write_text
 from penstock.ir.kinds import MEMORY_KINDS
@@ -57,7 +58,9 @@ def check_layout(schedule: Schedule, layout: PipelineLayout, *, can_be_empty: bo
     """Why a layout does not fit a schedule."""
     problems = []
     if len(layout) != schedule.num_stages:
-        problems.append(f"the layout {layout} has {len(layout)} stages, the schedule {schedule.num_stages}")
+        problems.append(
+            f"the layout {layout} has {plural(len(layout), 'stage')}, the schedule {schedule.num_stages}"
+        )
     empty = [stage for stage, part in enumerate(layout) if part.is_empty]
     if empty and not can_be_empty:
         problems.append(f"stage {empty[0]} of the layout {layout} is empty; give it a layer")

@@ -7,6 +7,7 @@ Interleaved 1F1B has stages in a loop, equally many on each rank, in groups of `
 
 from __future__ import annotations
 
+from penstock.arguments import plural
 from penstock.integrations.export import Export, check_layout, check_schedule, raise_problems
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import PipelineLayout
@@ -23,7 +24,7 @@ def export_megatron(schedule: Schedule, layout: PipelineLayout, microbatch_size:
     known = [family for family in found.families if family.partition(" ")[0] in _FAMILIES]
     per_rank = schedule.num_stages // schedule.num_ranks
     if not known or schedule.placement.style != "loop":
-        nearest = "1f1b" if per_rank == 1 else f"interleaved-1f1b with {per_rank} stages per rank"
+        nearest = "1f1b" if per_rank == 1 else f"interleaved-1f1b with {plural(per_rank, 'stage')} per rank"
         problems.append(
             f"Megatron runs {', '.join(_FAMILIES)} only, and this schedule is {found}; nearest is {nearest}"
         )
@@ -62,7 +63,7 @@ def _check_groups(schedule: Schedule, family: str) -> list[str]:
     nearest = max(microbatches // group, 1) * group
     problem = (
         f"Megatron divides the microbatches of interleaved schedules into groups of {group}, and the last one "
-        f"must have at least {ranks}, one for each rank (given {microbatches} microbatches): "
+        f"must have at least {ranks}, one for each rank (given {plural(microbatches, 'microbatch')}): "
         f"try --microbatches {nearest}"
     )
     return [problem]

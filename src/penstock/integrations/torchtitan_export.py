@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from penstock.arguments import listed
+from penstock.arguments import listed, plural
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.formats import dumps
 from penstock.integrations.export import Export, check_layout, check_schedule, raise_problems
@@ -89,7 +89,9 @@ def _check_loop(placement: Placement) -> list[str]:
         f"stages are on the ranks {list(placement.stage_to_rank)}, but torchtitan takes the placement from "
         "the schedule's name: a loop with equally many stages on each rank, or a V with two; nearest is "
     )
-    return [problem + ("1f1b" if per_rank == 1 else f"interleaved-1f1b with {per_rank} stages per rank")]
+    return [
+        problem + ("1f1b" if per_rank == 1 else f"interleaved-1f1b with {plural(per_rank, 'stage')} per rank")
+    ]
 
 
 def _check_model(model: ModelConfig) -> list[str]:

@@ -139,6 +139,16 @@ class ActionColumns:
         return found
 
     @cached_property
+    def kind_of_slot(self) -> SmallInts:
+        """Per slot: the number of its kind; that of an overlapped pair is its own."""
+        if not self.has_pairs:
+            return self.kind
+        is_second = self.code & JOINED != 0
+        found: SmallInts = self.kind[~is_second]
+        found[self.slot[is_second]] = Kind.OVERLAP_F_B.number
+        return found
+
+    @cached_property
     def is_communication(self) -> Bools:
         """Per part: whether it sends or receives."""
         return self.of_kind(*(kind for kind in Kind if kind.is_communication))

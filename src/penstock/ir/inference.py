@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.arguments import some
+from penstock.arguments import plural, some
 from penstock.errors import ScheduleError
 from penstock.ir.arrays import Bools, Ints, kinds_in, microbatches_in, stages_in
 from penstock.ir.encoding import JOINED, decode
@@ -64,7 +64,7 @@ def _highest(what: str, rows: Sequence[Ints], number: Ints, named: Bools) -> int
         rank = int(np.searchsorted(np.cumsum([len(row) for row in rows]), part, side="right"))
         (action,) = decode([int(_joined(rows)[part]) & ~JOINED])
         raise ScheduleError(
-            f"rank {rank}: {action} names {what} {highest}, but {parts.size} actions cannot cover {what} 0 to "
-            f"{highest}; {what} numbers have no gaps"
+            f"rank {rank}: {action} names {what} {highest}, but {plural(parts.size, 'action')} cannot cover "
+            f"{what} 0 to {highest}; {what} numbers have no gaps"
         )
     return highest

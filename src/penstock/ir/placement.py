@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import plural, printable, whole_number
 from penstock.errors import PlacementError
 
 __all__ = ["MAX_STAGES", "Placement", "StagesPerRank", "most_stages", "problems_of_counts"]
@@ -152,8 +152,8 @@ def problems_of_counts(ranks: int, stages_per_rank: StagesPerRank, name: str = "
     if any((whole_number(count) or 0) < 1 for count in stages_per_rank):
         return [f"every number in {name} must be a whole number of at least 1 (given {given})"]
     if len(stages_per_rank) != ranks:
-        count = len(stages_per_rank)
-        return [f"{name} has {count} numbers for {ranks!r} ranks (given {given}): give one for each"]
+        counts = f"{plural(len(stages_per_rank), 'number')} for {plural(ranks, 'rank')}"
+        return [f"{name} has {counts} (given {given}): give one for each"]
     return []
 
 

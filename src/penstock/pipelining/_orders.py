@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from torch.distributed.pipelining import schedules as theirs
 
+from penstock.arguments import plural
 from penstock.cost.costs import Costs
 from penstock.errors import ActionError, ScheduleError
 from penstock.formats import reads, write_text
@@ -122,7 +123,7 @@ def checked_schedule(
     errors = []
     if sorted(order) != list(range(ranks)):
         present = ", ".join(map(str, sorted(order))) or "none"
-        errors.append(f"there are {ranks} ranks, 0 to {ranks - 1}, but the order has lists for rank {present}")
+        errors.append(f"the pipeline has {plural(ranks, 'rank')}, but the order has lists for rank {present}")
     for rank, row in order.items():
         wrong = [each for each in row if each is not None and not isinstance(each, theirs._Action)]
         errors += [f"rank {rank}: {each!r} is not an _Action" for each in wrong]
@@ -133,7 +134,9 @@ def checked_schedule(
         if violations := validate(schedule, "edge-streams"):
             raise invalid_schedule_error(schedule, violations)
         if schedule.num_stages != stages:
-            raise ScheduleError(f"the order has {schedule.num_stages} stages, but the pipeline has {stages}")
+            raise ScheduleError(
+                f"the order has {plural(schedule.num_stages, 'stage')}, but the pipeline has {stages}"
+            )
     return schedule
 
 

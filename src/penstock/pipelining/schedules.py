@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch.distributed.pipelining import schedules as theirs
 
+from penstock.arguments import plural
 from penstock.errors import PipelineError
 from penstock.families import build
 from penstock.pipelining import _orders
@@ -104,9 +105,8 @@ class _FamilySchedule(_PipelineScheduleRuntime):
         self.n_local_stages, self.num_stages = per_rank, self._num_stages
         built = build(self._family, ranks=ranks, microbatches=bound["n_microbatches"], stages_per_rank=per_rank)
         if built.num_stages != self._num_stages:
-            raise PipelineError(
-                f"{ranks} ranks of {per_rank} stages have {built.num_stages} stages, not {self._num_stages}"
-            )
+            given = f"{plural(ranks, 'rank')} of {plural(per_rank, 'stage')}"
+            raise PipelineError(f"{given} have {plural(built.num_stages, 'stage')}, not {self._num_stages}")
         self._order, self._built = None, built.renamed(type(self).__name__)
         self._map_stages(dict(enumerate(built.placement.stage_to_rank)))
         if (

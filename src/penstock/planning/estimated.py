@@ -9,6 +9,7 @@ from math import isclose
 from statistics import fmean
 from typing import Any
 
+from penstock.arguments import plural
 from penstock.cost.costs import Costs
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.estimate import Estimate
@@ -50,8 +51,8 @@ def even_blocks(found: Estimate, stages: int) -> LayerCounts:
     blocks = found.config.layers
     if stages > blocks:
         raise PlanError(
-            f"{stages} stages need a block each, but {found.config.name} has {blocks} blocks: use fewer ranks "
-            "or stages per rank"
+            f"{stages} stages need a block each, but {found.config.name} has {plural(blocks, 'block')}: use "
+            "fewer ranks or stages per rank"
         )
     counts = list(even_partition(blocks, stages))
     counts[0] += 1
@@ -96,8 +97,8 @@ def fitted_device(found: Estimate, measured: Costs, counts: Sequence[int]) -> De
         whole = sum(measured.full_backward(stages))
     except ValueError as error:
         raise EstimateError(
-            f"--fit: the profile must have one entry for each of {stages} stages (--ranks x --stages-per-rank, "
-            f"as it was measured): {error}"
+            f"--fit: the profile must have one entry for each of {plural(stages, 'stage')} (--ranks x "
+            f"--stages-per-rank, as it was measured): {error}"
         ) from None
     own = Passes()
     for layer in found.layers:

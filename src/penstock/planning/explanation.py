@@ -8,6 +8,7 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
+from penstock.arguments import plural
 from penstock.cost.costs import Costs
 from penstock.cost.live_activations import live_activations
 from penstock.cost.prices import ALL_TO_ALL
@@ -102,7 +103,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         text += f"needs {units.memory(other.memory)} and takes {more:.2%} longer"
     yield text
     if faster := [each for each in plan.too_large if each.bound < best.seconds_without_jitter]:
-        count = f"{len(faster)} of {len(plan.too_large)} orders that exceed the memory limit might be faster"
+        count = f"{len(faster)} of {plural(len(plan.too_large), 'order')} over the memory limit might be faster"
         yield f"{count}; the smallest of them, {faster[0]}, needs {units.memory(faster[0].memory)}"
 
 
@@ -169,7 +170,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
         for other in (stages_per_rank - 1, stages_per_rank + 1):
             if other >= 1 and request.ranks * other <= len(request.model.layers):
                 yield (
-                    f"{other} instead of {stages_per_rank} stages per rank",
+                    f"{other} instead of {plural(stages_per_rank, 'stage')} per rank",
                     replace(shorter, stages_per_rank=other),
                 )
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import plural, printable, whole_number
 from penstock.errors import PartitionError
 
 __all__ = ["MAX_LAYERS", "PipelineLayout", "StageLayout", "even_layout", "layout_of_counts"]
@@ -88,8 +88,9 @@ def even_layout(layers: int, stages: int) -> PipelineLayout:
         )
     if stages > layers + 2:
         raise PartitionError(
-            f"{stages} stages need at least {stages - 2} layers (given {layers}): only the first, with the "
-            f"embedding, and the last, with the head, can be without layers; use at most {layers + 2} stages"
+            f"{stages} stages need at least {plural(stages - 2, 'layer')} (given {layers}): only the first, "
+            "with the embedding, and the last, with the head, can be without layers; "
+            f"use at most {layers + 2} stages"
         )
     each, rest = divmod(layers, stages)
     counts = [each] * stages

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from penstock.arguments import printable
+from penstock.arguments import plural, printable
 from penstock.errors import PartitionError
 from penstock.planning.layout import MAX_LAYERS, PipelineLayout, layout_of_counts
 
@@ -185,13 +185,13 @@ def _check_numbers(
 ) -> list[_Problem]:
     problems = []
     if layers is not None and layout_layers != layers:
-        message = f"the layout has {layout_layers} layers (t), but the model has {layers}"
+        message = f"the layout has {plural(layout_layers, 'layer')} (t), but the model has {layers}"
         if layout_layers < layers:
             problems.append(f"{message}: {_range_text(range(layout_layers, layers))} would be left out")
         else:
             problems.append(f"{message}: there is no {_range_text(range(layers, layout_layers))}")
     if stages is not None and layout_stages != stages:
-        problems.append(f"the layout has {layout_stages} stages, but the schedule has {stages}")
+        problems.append(f"the layout has {plural(layout_stages, 'stage')}, but the schedule has {stages}")
     return [_Problem(None, message) for message in problems]
 
 

@@ -249,14 +249,14 @@ def _no_option(evaluation: Evaluation) -> str:
     limit = evaluation.request.memory_limit
     if limit is None or not evaluation.too_large:
         return (
-            f"all {evaluation.not_evaluated} configurations have too many stages and microbatches to be "
+            f"no configuration of {evaluation.not_evaluated} has few enough stages and microbatches to be "
             "evaluated: use fewer"
         )
     least = min(evaluation.too_large, key=lambda each: each.memory)
     units = evaluation.request.model.units
     return (
         f"nothing fits the memory limit of {units.memory(limit)} per rank: the smallest of "
-        f"{len(evaluation.too_large)} orders, {least}, needs {units.memory(least.memory)}, of which "
+        f"{plural(len(evaluation.too_large), 'order')}, {least}, needs {units.memory(least.memory)}, of which "
         f"{units.memory(max(least.configuration.fixed))} for parameters, gradients and optimizer state: use "
         f"more ranks or memory, smaller microbatches{_more_techniques(evaluation.request)}"
     )

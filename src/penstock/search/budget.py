@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -26,6 +26,10 @@ class Budget:
         used, whole = (seconds, self.seconds) if self.moves is None else (moves, self.moves)
         return min(used / whole, 1.0) if whole else 1.0
 
+    def is_over(self, seconds: float) -> bool:
+        """Whether so many seconds have used it up; a number of moves has no time limit."""
+        return self.moves is None and seconds >= self.seconds
+
     def part(self, share: float, max_seconds: float = inf) -> Budget:
         """A share of the budget."""
         moves = None if self.moves is None else int(share * self.moves)
@@ -39,8 +43,18 @@ class Jitter:
     share: float
     quantile: float
 
-    def best(self, schedules: Sequence[Schedule], costs: Costs, seed: int) -> tuple[int, float]:
-        """The position of the schedule with the lowest quantile, and the quantile."""
-        spreads = [simulate_with_jitter(each, costs, jitter=self.share, seed=seed) for each in schedules]
-        quantile, position = min((each.quantile(self.quantile), i) for i, each in enumerate(spreads))
+    def best(
+        self, schedules: Sequence[Schedule], costs: Costs, seed: int, is_over: Callable[[], bool]
+    ) -> tuple[int, float]:
+        """The position of the schedule with the lowest quantile, and the quantile.
+
+        When time is over, only the schedules so far are compared, at least the first.
+        """
+        found: list[tuple[float, int]] = []
+        for position, schedule in enumerate(schedules):
+            if found and is_over():
+                break
+            spread = simulate_with_jitter(schedule, costs, jitter=self.share, seed=seed)
+            found.append((spread.quantile(self.quantile), position))
+        quantile, position = min(found)
         return position, quantile

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cache, partial
+from math import inf
 from threading import Event
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from penstock.search.steady_state import repeat_steady_state
 from penstock.search.zbv_greedy import zbv_greedy
 from penstock.simulation.simulator import simulate
 
-__all__ = ["run"]
+__all__ = ["compile_kernels", "run"]
 
 _FEW_MICROBATCHES_SECONDS = 10.0
 """Limit of the search with few microbatches whose steady state is repeated."""
@@ -45,6 +46,10 @@ _FEW_RANKS_PART = 0.25
 """Of the time that is left after a first annealing, for bounds from a few ranks; states per move otherwise."""
 _RANKED_UNDER_JITTER = 6
 """Orders per placement that are simulated with jitter."""
+_JITTER_PART = 0.3
+"""Of the time limit, for the simulation of these."""
+_RESULT_FAMILIES = 3.0
+"""Time that is left at the end, in times to evaluate a family: one is evaluated, and the result takes two."""
 
 
 def run(
@@ -56,6 +61,12 @@ def run(
         zbv_greedy(1, 1, Costs())  # compiles it as well
     driver = _Driver(problems, costs, budget, jitter, on_progress, random.Random(budget.seed))  # noqa: S311 -- no secret
     return driver.run()
+
+
+def compile_kernels() -> None:
+    """Compile everything that searches run, or load it from the cache on disk."""
+    _compile()
+    zbv_greedy(1, 1, Costs())
 
 
 @cache
@@ -111,8 +122,14 @@ class _Driver:
 
     @property
     def fraction(self) -> float:
-        """Of the budget that is used."""
-        return self.budget.fraction(self.seconds, self.moves_made)
+        """Of the budget that is used, or needed to make the result."""
+        return self.budget.fraction(self.seconds + self._reserved, self.moves_made)
+
+    @property
+    def _reserved(self) -> float:
+        """Seconds to make the result: much of the limit where an order has millions of steps."""
+        ranking = 0.0 if self.jitter is None else _JITTER_PART * self.budget.seconds
+        return ranking + _RESULT_FAMILIES * max(search.family_seconds for search in self.searches)
 
     @property
     def is_optimal(self) -> bool:
@@ -199,7 +216,7 @@ class _Driver:
         def wait_for(tasks: list[Future[Any]]) -> None:
             left = None
             if self.budget.moves is None:
-                left = max(until * self.budget.seconds - self.seconds, 0.0)
+                left = max(until * self.budget.seconds - self._reserved - self.seconds, 0.0)
             _, running = wait(tasks, timeout=left)
             if running:
                 self.stop_moves[0] = 1
@@ -216,7 +233,7 @@ class _Driver:
             spent, most = (self.fraction - before, 1 - before) if moves is None else (states, moves)
             return spent / (part * most) if most else 1.0
 
-        if search.bound.seconds < (best := min(each.best for each in self.searches)) < float("inf"):
+        if search.bound.seconds < (best := min(each.best for each in self.searches)) < inf:
             search.raise_bound(best, used)
             self._report("orders of a few ranks")
 
@@ -261,17 +278,21 @@ class _Driver:
         if self.jitter is None:
             return choices[0], None
         schedules = [each.schedule for each in choices]
-        best, quantile = self.jitter.best(schedules, self.costs, self.budget.seed)
+        best, quantile = self.jitter.best(
+            schedules, self.costs, self.budget.seed, lambda: self.budget.is_over(self.seconds)
+        )
         return choices[best], quantile
 
     def _choices(self) -> list[_Choice]:
         """The families that fit, and the best orders found."""
         found: list[_Choice] = []
+        best = min((value for each in self.searches for _, value in each.families.values()), default=inf)
         for search in self.searches:
             for name, (schedule, value) in search.families.items():
                 found.append(_Choice(value, f"family {name}", schedule, search))
             for candidate in search.kept[: _RANKED_UNDER_JITTER if self.jitter else 1]:
-                schedule = search.problem.schedule_of(candidate.order, "searched")
-                value = search.value_of(simulate(schedule, search.problem.costs, with_period=True))
+                if self.jitter is None and best <= candidate.value:
+                    continue  # a family is as good
+                schedule, value = search.problem.schedule_of(candidate.order, "searched")
                 found.append(_Choice(value, candidate.found_by, schedule, search))
         return found

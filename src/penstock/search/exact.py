@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from threading import Event, Thread
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from penstock.ir.table import Ints
 from penstock.search.exact_model import Key, Steps, Unit, build, unit_of
 from penstock.search.kernel_arrays import PAIRED, SEPARATE, WEIGHT_GRAD
+from penstock.search.numbering import number_entries
 from penstock.search.problem import Problem
 
 __all__ = ["Effort", "ExactResult", "available", "solve"]
@@ -104,18 +104,16 @@ def _add_hints(problem: Problem, model: Any, steps: Steps, order: Ints, unit: Un
     times = problem.start_times(order)
     together: set[Key] = set()
     pairs: dict[Key, Key] = {}
-    for first, last in pairwise(problem.arrays.rank_bounds.tolist()):
-        previous: Key = (-1, -1)
-        for (token, number, is_joined), begin in zip(
-            problem.numbered(order[first:last]), times[first:last].tolist()
-        ):
-            key = token, number
-            model.add_hint(steps.starts[key], unit.of(begin))
-            if is_joined and token % 3 == WEIGHT_GRAD:
-                together |= {key, (token - 1, number)}
-            elif is_joined:
-                pairs[key] = previous
-            previous = key
+    previous: Key = (-1, -1)
+    entries = number_entries(problem.arrays, order)
+    for token, number, is_joined, begin in zip(*(each.tolist() for each in (*entries, times))):
+        key = token, number
+        model.add_hint(steps.starts[key], unit.of(begin))
+        if is_joined and token % 3 == WEIGHT_GRAD:
+            together |= {key, (token - 1, number)}
+        elif is_joined:
+            pairs[key] = previous
+        previous = key
     for key, var in steps.joined.items():
         if key[0] % 3 == WEIGHT_GRAD:
             model.add_hint(var, key in together)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Event
+from time import perf_counter
 
 import numpy as np
 
+from penstock.arguments import plural
 from penstock.bounds import Bound, RankBounds, Workload, bounds
 from penstock.compilation import COMPILED
 from penstock.ir.action import Kind
@@ -53,7 +55,7 @@ class Candidate:
     @property
     def found_by(self) -> str:
         """How it was found, in words."""
-        return f"{self.name}, then {self.moves:,} moves" if self.moves else self.name
+        return f"{self.name}, then {plural(f'{self.moves:,}', 'move')}" if self.moves else self.name
 
 
 @dataclass(eq=False)
@@ -72,6 +74,8 @@ class PlacementSearch:
     """Peak memory of the other families."""
     skipped: list[str] = field(default_factory=list)
     """Families for which there was no time."""
+    family_seconds: float = 0.0
+    """The longest time in which a family was built and evaluated."""
     runs: int = 0
     rounds: int = 0
 
@@ -104,10 +108,13 @@ class PlacementSearch:
         for name, builder in family_builders(self.problem).items():
             if self.families and is_over():
                 self.skipped.append(name)
-            elif (schedule := builder()) is not None:
+                continue
+            started = perf_counter()
+            if (schedule := builder()) is not None:
                 self.add_start(schedule.name, self.problem.order_of(schedule))
                 if self._is_comparable(schedule):
-                    self._add_family(schedule)
+                    self.add_family(schedule)
+            self.family_seconds = max(self.family_seconds, perf_counter() - started)
         if gap_of(self.best, self.bound.seconds):
             for schedule in grouped_schedules(self.problem):
                 if not is_late():
@@ -115,7 +122,8 @@ class PlacementSearch:
             for seed in list_scheduled(self.problem, is_late):
                 self.add_start(*seed)
 
-    def _add_family(self, schedule: Schedule) -> None:
+    def add_family(self, schedule: Schedule) -> None:
+        """Evaluate a family as it is; it is kept if it fits."""
         timeline = simulate(schedule, self.problem.costs, with_period=self.problem.objective == "period")
         peaks = np.array(timeline.peak_memory)
         if (peaks - self.problem.fixed <= self.problem.arrays.memory_limits).all():

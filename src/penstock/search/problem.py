@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +14,7 @@ from penstock.cost.costs import Costs
 from penstock.cost.memory import activation_limits, fixed_bytes, stage_bytes
 from penstock.cost.prices import action_seconds
 from penstock.errors import ScheduleError
-from penstock.ir.encoding import JOINED, code_of
+from penstock.ir.encoding import JOINED, KIND_SHIFT, MICROBATCH_SHIFT, STAGE_SHIFT
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement
@@ -35,8 +33,10 @@ from penstock.search.kernel_arrays import (
     empty_state,
 )
 from penstock.search.message_arrays import message_arrays
+from penstock.search.numbering import number_entries
 from penstock.search.pairs import pair_prices, pair_variants
-from penstock.simulation.simulator import simulate
+from penstock.simulation.simulator import Simulator
+from penstock.simulation.timeline import Timeline
 
 __all__ = ["Problem"]
 
@@ -191,62 +191,38 @@ class Problem:
             found += [joined, np.where(can_join, joined | SEPARATE, joined)]
         return [*found, *(pair_variants(order, self.arrays.rank_bounds) if self.can_pair else ())]
 
-    def schedule_of(self, order: Ints, name: str) -> Schedule:
-        """The schedule of an order; I and W become one B also elsewhere, if that takes no longer."""
+    def schedule_of(self, order: Ints, name: str) -> tuple[Schedule, float]:
+        """The schedule of an order and its objective; I and W become one B elsewhere too, if as short."""
         schedule = self.fused_schedule(order, name)
+        value = self._simulated(schedule)
         if self.split:
-            value = self._simulated(schedule)
             # no rank waits for the input gradient of a stage that none feeds
             for more in (self.stage_graph.sources, range(self.placement.num_stages)):
                 fused = self.fused_schedule(order, name, frozenset(more))
+                if fused.num_steps == schedule.num_steps:
+                    continue
                 if (fused_value := self._simulated(fused)) <= value * (1 + 1e-12):
                     schedule, value = fused, fused_value
-        return schedule
+        return schedule, value
 
     def _simulated(self, schedule: Schedule) -> float:
-        timeline = simulate(schedule, self.costs, with_period=self.objective == "period")
-        return timeline.length(self.objective)
+        """The objective; an order that fits and that the kernel ran is not validated again."""
+        simulator = Simulator(schedule, self.costs)
+        run = simulator.finished_run()
+        period = simulator.period(run) if self.objective == "period" else None
+        return Timeline(schedule, self.costs, *simulator.times(run), period=period).length(self.objective)
 
     def fused_schedule(self, order: Ints, name: str, more: AbstractSet[int] = frozenset()) -> Schedule:
         """The schedule of an order; on the stages `more`, every I directly followed by a W becomes one B."""
+        token, microbatch, is_joined = number_entries(self.arrays, order, more)
         kinds = (Kind.F, Kind.I if self.split else Kind.B, Kind.W)
-        rows = []
-        for first, last in pairwise(self.arrays.rank_bounds.tolist()):
-            row: list[int] = []
-            for token, number, is_joined in self.numbered(order[first:last], more):
-                if is_joined and token % 3 == WEIGHT_GRAD:
-                    row[-1] = code_of(Kind.B, token // 3, number) | row[-1] & JOINED
-                else:
-                    row.append(code_of(kinds[token % 3], token // 3, number) | (JOINED if is_joined else 0))
-            rows.append(row)
+        kind = np.array([kind.number for kind in kinds])[token % 3]
+        is_fused = is_joined & (kind == Kind.W.number)
+        kind[np.flatnonzero(is_fused) - 1] = Kind.B.number
+        code = token // 3 << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT | kind << KIND_SHIFT
+        code |= np.where(is_joined, JOINED, 0)
+        rows = [code[first:last][~is_fused[first:last]] for first, last in pairwise(self.arrays.rank_bounds)]
         return Schedule.from_codes(rows, self.placement, self.microbatches, name, self.graph)
-
-    def numbered(self, entries: Ints, more: AbstractSet[int] = frozenset()) -> Iterator[tuple[int, int, bool]]:
-        """Per entry of a rank: token, microbatch, and whether it is one step with the entry ahead of it.
-
-        Those are a W that is B with its I, and an I that is a pair with an F. The other W belong to the first I
-        whose W is still to come.
-        """
-        done: dict[int, int] = {}
-        pending: dict[int, deque[int]] = {}
-        previous, is_paired = -1, False
-        for entry in entries.tolist():
-            token = entry & TOKEN
-            stage, kind = divmod(token, 3)
-            if kind == WEIGHT_GRAD:
-                joins = entry == token and (is_paired or stage in self.fused_stages)
-                can_join = stage in more or joins
-                is_joined = can_join and previous == token - 1
-                yield token, pending[stage].pop() if is_joined else pending[stage].popleft(), is_joined
-            else:
-                number = done[token] = done.get(token, -1) + 1
-                pending.setdefault(stage, deque())
-                is_paired = False
-                if kind == INPUT_GRAD:
-                    pending[stage].append(number)
-                    is_paired = self.can_pair and bool(entry & PAIRED) and previous % 3 == FORWARD
-                yield token, number, is_paired
-            previous = token
 
     @property
     def objective_index(self) -> int:

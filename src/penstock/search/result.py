@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from penstock.arguments import plural
 from penstock.bounds import Bound
 from penstock.display import Displayed
 from penstock.ir.schedule import Schedule
@@ -91,7 +92,9 @@ class SearchResult(Displayed):
     @property
     def origin(self) -> str:
         """How the order was found, and among how many, if the search evaluated orders of its own."""
-        return f"{self.found_by} ({self.runs:,} orders evaluated)" if self.runs else self.found_by
+        return (
+            f"{self.found_by} ({plural(f'{self.runs:,}', 'order')} evaluated)" if self.runs else self.found_by
+        )
 
     @property
     def gap(self) -> float:

@@ -247,7 +247,12 @@ class TechniqueSearch:
         best, quantile = self.kept[0], None
         if self.jitter is not None:
             schedules = [each.timeline.schedule for each in self.kept]
-            position, quantile = self.jitter.best(schedules, self.fit.costs, self.budget.seed)
+            position, quantile = self.jitter.best(
+                schedules,
+                self.fit.costs,
+                self.budget.seed,
+                lambda: self.budget.is_over(perf_counter() - self.started),
+            )
             best = self.kept[position]
         schedule = best.timeline.schedule.renamed("searched")
         return SearchResult(

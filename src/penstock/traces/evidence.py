@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.arguments import some
+from penstock.arguments import plural, some
 from penstock.errors import FormatError, ScheduleError
 from penstock.formats.restricted_pickle import PickleRefusedError, unpickle_plain
 from penstock.ir.schedule import Schedule
@@ -71,9 +71,9 @@ def read_evidence(folder: Path, schedule: Schedule | None) -> Evidence:
         )
     notes = [f"not read: {some(skipped)}"] if skipped else []
     if states:
-        notes += [f"{len(records)} dumps of the flight recorder not used: there are state files"] * bool(
-            records
-        )
+        notes += [
+            f"{plural(len(records), 'dump')} of the flight recorder not used: there are state files"
+        ] * bool(records)
         return Evidence(_pipelines(states, notes), tuple(notes))
     if schedule is None:
         problem = f"{folder}: a flight record has no schedule: give that of the run as --schedule"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
-from penstock.arguments import printable
+from penstock.arguments import plural, printable
 from penstock.cost.costs import Costs
 from penstock.errors import TraceError
 from penstock.families import build
@@ -175,7 +175,9 @@ class _Parser:
             ]
         world = max((rank for times in self._sums.values() for rank in times), default=-1) + 1
         if world and world % ranks:
-            self._problems.append(f"{self._name}: {world} ranks in the log cannot be --ranks {ranks} pipelines")
+            self._problems.append(
+                f"{self._name}: {plural(world, 'rank')} in the log cannot be --ranks {ranks} pipelines"
+            )
         if self._problems:
             raise TraceError(self._problems)
         group = world // ranks

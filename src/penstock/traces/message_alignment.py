@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.arguments import listed
+from penstock.arguments import listed, plural
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
@@ -88,7 +88,7 @@ def _pipelines(records: Sequence[FlightRecord], size: int) -> list[tuple[int, ..
     if bad := [ranks for ranks in connected if len(ranks) != size]:
         raise ScheduleError(
             f"the flight records have messages between world ranks {listed(sorted(bad[0]))}, and the schedule "
-            f"has {size} ranks: give the schedule of this run as --schedule",
+            f"has {plural(size, 'rank')}: give the schedule of this run as --schedule",
             argument="schedule",
         )
     return [tuple(sorted(ranks)) for ranks in connected]

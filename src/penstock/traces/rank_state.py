@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from penstock.arguments import printable
+from penstock.arguments import plural, printable
 from penstock.errors import FormatError
 from penstock.formats import dumps, reads
 from penstock.ir.action import MAX_ID
@@ -147,7 +147,8 @@ def load_state(document: Mapping[str, Any], source: str) -> RankState:
     for key in ("messages", "stacks"):
         values[key] = {name: tuple(texts) for name, texts in values[key].items()}
     if values["world_rank"] not in values["members"] or len(values["members"]) != schedule.num_ranks:
-        problem = f"members: expected the {schedule.num_ranks} ranks of the schedule, and world_rank among them"
+        expected = f"{plural(schedule.num_ranks, 'rank')} as in the schedule"
+        problem = f"members: expected {expected}, and world_rank among them"
         raise FormatError(source, [problem])
     return RankState(schedule=schedule, source=source, **values)
 

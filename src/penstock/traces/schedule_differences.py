@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.arguments import plural
 from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.traces.message_orders import message_orders
@@ -84,8 +85,8 @@ def _is_same(schedule: Schedule, other: Schedule) -> bool:
 
 def _sizes(schedule: Schedule) -> str:
     return (
-        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages (on ranks "
-        f"{list(schedule.placement.stage_to_rank)}), {schedule.microbatches} microbatches"
+        f"{plural(schedule.num_ranks, 'rank')}, {plural(schedule.num_stages, 'stage')} (on ranks "
+        f"{list(schedule.placement.stage_to_rank)}), {plural(schedule.microbatches, 'microbatch')}"
     )
 
 

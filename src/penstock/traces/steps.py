@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from penstock.arguments import plural
 from penstock.errors import TraceError
 from penstock.ir.action import Action, Kind
 from penstock.traces.recorded import RankTrace, Recorded
@@ -85,7 +86,7 @@ def matched_steps(traces: Sequence[RankTrace]) -> list[list[RankStep]]:
         if all(0 <= index + shift < len(steps) for steps, shift in zip(by_rank, shifts))
     ]
     if not matched:
-        raise TraceError([f"{traces[0].source}: no step that all {len(traces)} files have completely"])
+        raise TraceError([f"{traces[0].source}: no complete step in {plural(len(traces), 'file')}"])
     return matched
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeAlias, cast
 
+from penstock.arguments import plural
 from penstock.errors import TraceError
 
 __all__ = ["OnRead", "TraceSource", "name_of", "open_chunks", "size_of"]
@@ -65,7 +66,9 @@ def _text(file: IO[bytes] | IO[str], name: str, report: OnRead) -> Iterator[str]
         try:
             chunk: bytes = data.read(_CHUNK)
         except (EOFError, OSError, zlib.error) as error:
-            raise TraceError([f"{name}: damaged gzip data after {done} bytes of text: {error}"]) from None
+            raise TraceError(
+                [f"{name}: damaged gzip data after {plural(done, 'byte')} of text: {error}"]
+            ) from None
         try:
             text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:

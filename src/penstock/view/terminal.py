@@ -19,6 +19,7 @@ from rich.text import Text
 
 from penstock.cost.units import Scale, number_text
 from penstock.ir.kinds import Kind
+from penstock.ir.table import Floats, Ints
 from penstock.simulation.timeline import Timeline
 from penstock.view.grid import cell_text
 from penstock.view.kinds import style_of
@@ -30,21 +31,23 @@ _MAX_LINES = 100
 """Lines of all panels together; beyond, steps have no names."""
 _SHORT = 0.25
 """Steps shorter than this share of the median have their name only where it fits."""
+_SHORTEST_NAME = 2
+"""Letters of a name: its kind and its microbatch."""
 
 
 def terminal(timeline: Timeline, width: int = 80) -> Text:
     """The picture, at most `width` characters wide where possible."""
     label = max(len(f"rank {timeline.schedule.num_ranks - 1}"), len("time")) + 2
     columns = max(width - label, 10)
-    rows = [_steps(timeline, rank) for rank in range(timeline.schedule.num_ranks)]
-    needed = _columns_needed(timeline, rows)
+    rows = _names_if_few(timeline, columns)
     scale = timeline.costs.units.time_scale(timeline.makespan)
-    if ceil(needed / columns) * (len(rows) + 2) > max(_MAX_LINES, len(rows) + 2):
+    if rows is None:
         per_letter = timeline.makespan / columns
-        cells = [_without_names(row, per_letter, columns) for row in rows]
+        ranks = range(timeline.schedule.num_ranks)
+        cells = [_without_names(timeline, rank, per_letter, columns) for rank in ranks]
         note = f"\n\neach letter is {scale.text(per_letter, 3)}; every step: penstock show -o FILE.html"
         return _joined(label, scale, timeline, [(0, columns, cells)], columns).append(note, "dim")
-    length = _length(timeline, needed, columns)
+    length = _length(timeline, _columns_needed(timeline, rows), columns)
     drawn = [_named(row, length / timeline.makespan if timeline.makespan else 0.0, length) for row in rows]
     ranges = _panels(drawn, length, columns)
     panels = [(first, last, [_part(row, first, last) for row in drawn]) for first, last in ranges]
@@ -54,6 +57,23 @@ def terminal(timeline: Timeline, width: int = 80) -> Text:
 _Cell = tuple[str, str, int]
 """A character, its style, and its place in a name after the first letter, else 0."""
 _Step = tuple[float, float, str, Kind]
+
+
+def _names_if_few(timeline: Timeline, columns: int) -> list[list[_Step]] | None:
+    """The steps of each rank; None if panels with their names would be too many lines.
+
+    Of a long timeline that is known from the shortest possible names, without an object for each step.
+    """
+    ranks = timeline.schedule.num_ranks
+
+    def are_too_many(needed: int) -> bool:
+        return ceil(needed / columns) * (ranks + 2) > max(_MAX_LINES, ranks + 2)
+
+    lengths = (timeline.end - timeline.start)[timeline.is_compute]
+    if are_too_many(_columns_for(timeline, lengths, np.array(_SHORTEST_NAME))):
+        return None
+    rows = [_steps(timeline, rank) for rank in range(ranks)]
+    return None if are_too_many(_columns_needed(timeline, rows)) else rows
 
 
 def _steps(timeline: Timeline, rank: int) -> list[_Step]:
@@ -74,11 +94,16 @@ def _steps(timeline: Timeline, rank: int) -> list[_Step]:
 def _columns_needed(timeline: Timeline, rows: list[list[_Step]]) -> int:
     """The columns of the whole timeline in which all names fit their steps."""
     lengths = np.array([end - start for row in rows for start, end, _, _ in row])
+    return _columns_for(timeline, lengths, np.array([len(name) for row in rows for _, _, name, _ in row]))
+
+
+def _columns_for(timeline: Timeline, lengths: Floats, letters: Ints) -> int:
+    """The columns of the whole timeline in which steps of these lengths have room for so many letters."""
     if not lengths.size or not timeline.makespan:
         return 0
-    names = np.array([len(name) for row in rows for _, _, name, _ in row])
-    long = lengths > _SHORT * np.median(lengths)
-    return ceil(round(float((names[long] / lengths[long]).max(initial=0)) * timeline.makespan, 6))
+    is_long = lengths > _SHORT * np.median(lengths)
+    most = (letters / np.where(is_long, lengths, np.inf)).max(initial=0)
+    return ceil(round(float(most) * timeline.makespan, 6))
 
 
 def _length(timeline: Timeline, needed: int, columns: int) -> int:
@@ -136,15 +161,21 @@ def _part(row: list[_Cell], first: int, last: int) -> list[_Cell]:
     return [cell if n in whole else ("─", cell[1], 0) for n, cell in enumerate(cells)]
 
 
-def _without_names(row: list[_Step], width: float, columns: int) -> list[_Cell]:
+def _without_names(timeline: Timeline, rank: int, width: float, columns: int) -> list[_Cell]:
     """One cell per column; the kinds, and dots, are as frequent as the time that they take."""
-    kinds = sorted({kind for *_, kind in row}, key=lambda kind: kind.number)
+    begin, stop = timeline.schedule.table.slot_bounds[rank : rank + 2].tolist()
+    own = begin + np.flatnonzero(timeline.is_compute[begin:stop])
+    start, end = timeline.start[own], timeline.end[own]
+    numbers, index = np.unique(timeline.schedule.table.kind_of_slot[own], return_inverse=True)
+    kinds = [tuple(Kind)[number] for number in numbers.tolist()]
+    first, last = ((start / width).astype(np.int64), np.minimum((end / width).astype(np.int64), columns - 1))
+    counts = np.maximum(last - first + 1, 0)
+    step = np.repeat(np.arange(len(own)), counts)  # a step is in each column from its first to its last
+    column = np.arange(len(step)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    edges = column * width
+    inside = np.clip(np.minimum(end[step], edges + width) - np.maximum(start[step], edges), 0, None) / width
     spent = np.zeros((len(kinds) + 1, columns))  # the last row is idle time
-    for start, end, _, kind in row:
-        first, last = int(start / width), min(int(end / width), columns - 1)
-        edges = np.arange(first, last + 1) * width
-        inside = np.minimum(end, edges + width) - np.maximum(start, edges)
-        spent[kinds.index(kind), first : last + 1] += np.clip(inside, 0, None) / width
+    spent[:-1] = np.bincount(index[step] * columns + column, inside, len(kinds) * columns).reshape(-1, columns)
     spent[-1] = np.clip(1 - spent.sum(axis=0), 0, None)
     cells: list[_Cell] = []
     owed = np.zeros(len(kinds) + 1)

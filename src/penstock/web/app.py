@@ -39,7 +39,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        workers.start()
+        workers.start(searches=not read_only)
         yield
         workers.close()
 

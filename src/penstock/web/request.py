@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import plural, printable, whole_number
 from penstock.cost.costs import Costs
 from penstock.cost.presets import preset
 from penstock.errors import FormatError
@@ -209,7 +209,7 @@ def _with_memory_actions(schedule: Schedule, source: Mapping[str, Any]) -> Sched
 
 def _check_work(stages: int, microbatches: int) -> None:
     if stages * microbatches > MAX_WORK:
-        given = f"given {stages} stages, {microbatches} microbatches"
+        given = f"given {plural(stages, 'stage')}, {plural(microbatches, 'microbatch')}"
         problem = f"stages times microbatches can be at most {MAX_WORK:,} on this page ({given})"
         raise FormatError(SOURCE, [f"{problem}; the command line has no such limit"])
 

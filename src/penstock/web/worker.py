@@ -18,7 +18,7 @@ from penstock.web.api import REQUESTS
 from penstock.web.frontier import pareto
 from penstock.web.limits import LIMITS, Limit
 from penstock.web.live_search import live_search
-from penstock.web.replies import send_reply
+from penstock.web.replies import STOPPED_EARLY, send_reply
 
 __all__ = ["limit_memory", "serve_requests"]
 
@@ -51,7 +51,7 @@ def _answer(connection: Connection, name: str, document: object) -> tuple[str, s
     except PenstockError as error:
         return "error", str(error)
     except KeyboardInterrupt:  # the user's stop
-        return "error", "stopped before a schedule was found"
+        return "error", STOPPED_EARLY
     except (MemoryError, RecursionError):
         return "memory", ""
     except Exception:  # noqa: BLE001 -- the server answers, and prints it

@@ -24,7 +24,8 @@ from typing import Any
 
 from penstock.processes import usable_cores
 from penstock.web.limits import LIMITS, Limit
-from penstock.web.replies import Reply
+from penstock.web.replies import STOPPED_EARLY, Reply
+from penstock.web.warm_up import WarmUp
 from penstock.web.worker import serve_requests
 
 __all__ = ["Busy", "Reply", "TooLong", "WorkerPool", "exit_reply"]
@@ -32,6 +33,9 @@ __all__ = ["Busy", "Reply", "TooLong", "WorkerPool", "exit_reply"]
 
 _EXIT_SECONDS = 5.0
 """How long the exit code of a worker that ended is waited for."""
+_SILENT_SECONDS = 0.5
+"""How long a search waits for the warm-up before it says so."""
+_COMPILING = json.dumps({"phase": "compiling the search, once after an installation"})
 _OUT_OF_MEMORY = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS) if os.name == "posix" else ()
 """Signals of the system's memory killer, and of machine code that gets no memory."""
 
@@ -65,9 +69,10 @@ class WorkerPool:
     _all: set[_Worker] = field(default_factory=set)
     _waiting: int = 0
     _context: Any = None
+    _warm_up: WarmUp | None = None
 
-    def start(self) -> None:
-        """Start all processes; call it in the event loop."""
+    def start(self, *, searches: bool = True) -> None:
+        """Start all processes, with `searches` the warm-up too; call it in the event loop."""
         self._free = asyncio.Queue()
         method = "forkserver" if sys.platform != "win32" else "spawn"
         self._context = multiprocessing.get_context(method)
@@ -75,6 +80,7 @@ class WorkerPool:
             self._context.set_forkserver_preload(["penstock.web.preload"])
         for _ in range(self.size):
             self._free.put_nowait(self._new())
+        self._warm_up = WarmUp(self._context) if searches else None
 
     def _new(self) -> _Worker:
         ours, theirs = self._context.Pipe()
@@ -87,9 +93,16 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all processes."""
+        if self._warm_up is not None:
+            self._warm_up.close()
         for worker in self._all:
             worker.kill()
         self._all.clear()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether no search has to wait for the warm-up."""
+        return self._warm_up is None or self._warm_up.is_over
 
     @property
     def pids(self) -> list[int]:
@@ -107,6 +120,14 @@ class WorkerPool:
         self, name: str, document: object, stop: asyncio.Event | None = None
     ) -> AsyncIterator[Reply]:
         """Reports of progress, and the answer. Setting `stop` asks the worker to end with the best so far."""
+        if name == "search" and self._warm_up is not None and not self.is_warm:
+            await self._warm_up.wait(stop, _SILENT_SECONDS)
+            if not self.is_warm:
+                yield Reply("progress", _COMPILING)
+                await self._warm_up.wait(stop)
+            if stop is not None and stop.is_set():
+                yield Reply("error", STOPPED_EARLY)
+                return
         limit = LIMITS.get(name, Limit())
         worker = await self._acquire()
         finished = False

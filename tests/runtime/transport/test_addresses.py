@@ -6,8 +6,8 @@ import socket
 from datetime import timedelta
 
 import pytest
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.runtime.transport.addresses import connect, listening_socket, own_address
 

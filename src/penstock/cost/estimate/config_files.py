@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.arguments import printable, whole_number
+from penstock.arguments import plural, printable, whole_number
 from penstock.cost.estimate.known_models import is_model_name, keys_of_model
 from penstock.cost.estimate.model_config import Attention, Experts, ModelConfig
 from penstock.errors import FormatError
@@ -50,7 +50,8 @@ def config_of_keys(document: object, name: str = "model", source: str = "<config
     if keys.problems:
         raise FormatError(source, keys.problems)
     if config.attention.heads % config.attention.kv_heads:
-        counts = f"{config.attention.heads} heads and {config.attention.kv_heads} key-value heads"
+        heads, shared = config.attention.heads, config.attention.kv_heads
+        counts = f"{plural(heads, 'head')} and {plural(shared, 'key-value head')}"
         raise FormatError(source, [f"{counts}: the first must be a multiple of the second"])
     return replace(config, architecture=kind)
 
@@ -211,7 +212,9 @@ def _deepseek(keys: _Keys, name: str) -> ModelConfig:
 
 def _checked(keys: _Keys, experts: Experts) -> Experts:
     if experts.top_k > experts.count:
-        keys.problems.append(f"num_experts_per_tok: {experts.top_k}, but there are {experts.count} experts")
+        keys.problems.append(
+            f"num_experts_per_tok: {experts.top_k}, but the model has {plural(experts.count, 'expert')}"
+        )
     return experts
 
 

@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from penstock.arguments import plural
 from penstock.cost.estimate.estimate import Estimate, Estimator
 from penstock.cost.units import Units, bytes_text, seconds_text
 from penstock.display import Displayed
@@ -91,7 +92,9 @@ class JobPlan(Displayed):
     def title(self) -> str:
         """Of a picture."""
         request = self.request
-        return f"{request.config.name}: {request.devices} {request.device.name}, {request.batch} samples"
+        return (
+            f"{request.config.name}: {request.devices} {request.device.name}, {plural(request.batch, 'sample')}"
+        )
 
     def to_keys(self, option: JobOption) -> dict[str, Any]:
         """An option as values for JSON."""
@@ -237,11 +240,12 @@ def _no_layout(request: JobRequest) -> str:
     """No division of the devices divides everything else."""
     if larger := max(data_sizes(request).nearest_batches, default=0):
         return (
-            f"--batch {request.batch} samples cannot be divided over {request.devices} devices: no data "
-            f"parallel size divides both with the given sizes; the next that works is --batch {larger}"
+            f"--batch {plural(request.batch, 'sample')} cannot be divided over "
+            f"{plural(request.devices, 'device')}: no data parallel size divides both with the given "
+            f"sizes; the next that works is --batch {larger}"
         )
     return (
         f"--devices {request.devices} cannot be divided for {request.config.name}, --batch {request.batch}: "
-        f"tensor parallel sizes divide {request.config.attention.heads} heads, pipeline sizes are up to "
-        f"{request.config.layers} blocks, data parallel sizes divide the batch; try a power of two"
+        f"tensor parallel sizes divide {plural(request.config.attention.heads, 'head')}, pipeline sizes are up "
+        f"to {plural(request.config.layers, 'block')}, data parallel sizes divide the batch; try a power of two"
     )

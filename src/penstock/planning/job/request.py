@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.arguments import did_you_mean, listed, printable
+from penstock.arguments import did_you_mean, listed, plural, printable
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.setting import Setting, size_problems
@@ -100,7 +100,8 @@ class JobRequest:
         blocks = self.config.layers
         if self.pipeline is not None and self.pipeline > blocks:
             problems.append(
-                f"--ranks {self.pipeline}: {self.config.name} has {blocks} blocks, one for each rank at least"
+                f"--ranks {self.pipeline}: {self.config.name} has {plural(blocks, 'block')}, one for each rank "
+                "at least"
             )
         return problems
 

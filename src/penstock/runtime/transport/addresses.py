@@ -24,7 +24,7 @@ def listening_socket(store: Any) -> tuple[socket.socket, str]:
     """A socket at which other ranks can connect to this process, and its address for them."""
     listener, host = socket.socket(), own_address(store)
     listener.bind((host or "", 0))
-    listener.listen(128)
+    listener.listen(1024)  # as many ranks may connect at once
     return listener, f"{host or socket.gethostname()}:{listener.getsockname()[1]}"
 
 

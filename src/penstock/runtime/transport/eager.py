@@ -71,7 +71,7 @@ class EagerMessages:
 
     def _add(self, peer: int, connection: socket.socket, seconds: float) -> None:
         connection.settimeout(None)
-        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or 1)  # 0 is none
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._connections[peer] = _Connection(connection, peer, seconds)
 

@@ -107,8 +107,12 @@ function take(mine, line) {
     return;
   }
   if (line.progress) {
-    mine.points.push(line.progress);
     const { phase, best, bound, fraction } = line.progress;
+    if (bound === undefined) {
+      $("search-status").textContent = `${phase}…`;
+      return;
+    }
+    mine.points.push(line.progress);
     const gap = best && bound ? `, gap ${percent(best / bound - 1)}` : "";
     $("search-status").textContent = `${phase}: best ${time(best)}, bound ${time(bound)}${gap}, ${percent(fraction ?? 0)} of the time`;
     return chart(mine.points);
