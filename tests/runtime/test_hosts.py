@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,16 @@ from penstock.runtime.distributed_checks import DistributedReport, distributed_c
 from tests.support.call_outcomes import CallOutcome
 from tests.support.host_ranks import HostRanks, join
 from tests.support.host_training import LARGE, TRAININGS, Training, train
-from tests.support.hosts import Hosts, hosts_on_this_machine, why_no_hosts
+from tests.support.hosts import Hosts, hosts_on_this_machine
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def loopback_hosts(two_hosts: Hosts) -> Iterator[Hosts]:  # which skips where hosts are not possible
+    """Hosts whose own names are loopback addresses."""
+    with hosts_on_this_machine(len(two_hosts.all), loopback_names=True) as hosts:
+        yield hosts
 
 
 def train_all(trainings: list[Training]) -> list[CallOutcome]:
@@ -39,9 +47,10 @@ def train_without_an_interface() -> list[CallOutcome]:
     return train(Training(LARGE))
 
 
-@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "-")
-def test_a_pipeline_needs_no_interface_where_the_names_of_hosts_are_loopback_addresses() -> None:
-    with hosts_on_this_machine(2, loopback_names=True) as hosts, HostRanks(hosts, 1) as ranks:
+def test_a_pipeline_needs_no_interface_where_the_names_of_hosts_are_loopback_addresses(
+    loopback_hosts: Hosts,
+) -> None:
+    with HostRanks(loopback_hosts, 1) as ranks:
         for outcomes in ranks.run(train_without_an_interface):
             assert [outcome.error for outcome in outcomes] == [""] * 3
 
@@ -99,10 +108,11 @@ ADVICE = "set GLOO_SOCKET_IFNAME=eth0"
         ("eth7", f"GLOO_SOCKET_IFNAME is eth7, but host0 has lo, eth0: {ADVICE}"),
     ],
 )
-@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "-")
-def test_doctor_names_an_interface_that_other_hosts_do_not_reach(interface: str, message: str) -> None:
+def test_doctor_names_an_interface_that_other_hosts_do_not_reach(
+    loopback_hosts: Hosts, interface: str, message: str
+) -> None:
     environment = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    with hosts_on_this_machine(2, loopback_names=True) as hosts, HostRanks(hosts, 1, environment) as ranks:
+    with HostRanks(loopback_hosts, 1, environment) as ranks:
         launch, addresses = ranks.run(checked)[0].checks
     assert launch.verdict == "ok"
     assert (addresses.name, addresses.verdict, addresses.message) == ("addresses", "fail", message)

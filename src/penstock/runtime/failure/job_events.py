@@ -24,7 +24,9 @@ class Ended:
     def __str__(self) -> str:
         if self.network_error:
             error = self.network_error
-            return f"the connection to its process ({self.process}) broke ({error}): its host or the network fails"
+            return (
+                f"the connection to its process ({self.process}) broke ({error}): its host or the network fails"
+            )
         how = f"has ended: {self.reason}" if self.reason else "ended without a message: killed, or crashed"
         return f"its process ({self.process}) {how}"
 
