@@ -116,3 +116,21 @@ def test_doctor_names_an_interface_that_other_hosts_do_not_reach(
         launch, addresses = ranks.run(checked)[0].checks
     assert launch.verdict == "ok"
     assert (addresses.name, addresses.verdict, addresses.message) == ("addresses", "fail", message)
+
+
+# --- the hosts themselves --------------------------------------------------------------------------
+
+
+def test_the_hosts_of_a_run_that_was_killed_are_removed_by_the_next(two_hosts: Hosts) -> None:
+    script = "import os; from tests.support import hosts\nwith hosts.hosts_on_this_machine(1): os._exit(9)"
+    command = [sys.executable, "-c", script]
+    killed = subprocess.Popen(command, cwd=REPOSITORY)  # noqa: S603 -- our own script
+    assert killed.wait(60) == 9
+    assert namespaces_of(killed.pid)
+    with hosts_on_this_machine(1):
+        assert not namespaces_of(killed.pid)
+    assert len(namespaces_of(os.getpid())) >= len(two_hosts.all)
+
+
+def namespaces_of(pid: int) -> list[Path]:
+    return list(Path("/run/netns").glob(f"penstock-{pid}-*"))
