@@ -45,7 +45,7 @@ def assert_all_name_the_other_host(outcomes: list[CallOutcome], seconds: float) 
         assert all(f"rank {other}" in failed.text for other in OTHERS[rank])
 
 
-@pytest.mark.parametrize(("name", "cutting"), zip(TRAININGS, itertools.cycle([1, 2])))
+@pytest.mark.parametrize(("name", "cutting"), list(zip(TRAININGS, itertools.cycle([1, 2]))))
 @small(lambda name: name == "large messages")
 def test_a_cut_link_ends_the_step_of_all_ranks(
     host_ranks: HostRanks, tmp_path: Path, name: str, cutting: int
