@@ -76,9 +76,9 @@ def cut_between_steps(hosts: Hosts) -> None:
     """All ranks call it, and know that the link of the second host is cut."""
     dist.barrier()
     if dist.get_rank() == 2:
-        time.sleep(0.2)
+        time.sleep(0.5)  # the others leave the barrier
         hosts.cut(1)
-    time.sleep(0.5)
+    time.sleep(1)
 
 
 def steps_around_a_cut(hosts: Hosts) -> list[CallOutcome]:
@@ -166,6 +166,7 @@ def train_until_the_other_host_dies() -> CallOutcome:
         dist.all_gather_object(pids, os.getpid())
         dist.barrier()
         if dist.get_rank() == 2:
+            time.sleep(0.5)  # the others leave the barrier
             for pid in pids[:1:-1]:
                 os.kill(pid, signal.SIGKILL)
         return attempt(step)
@@ -193,8 +194,9 @@ with steps_of(timeout=4) as step:
     step()
     dist.barrier()
     if dist.get_rank() == 0:
+        time.sleep(0.5)  # the other leaves the barrier
         Hosts(sys.argv[1], ()).cut(1)
-    time.sleep(0.5)
+    time.sleep(1)
     print("cut", time.time(), flush=True)
     step()
 """
