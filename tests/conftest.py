@@ -16,6 +16,8 @@ from hypothesis import settings
 if TYPE_CHECKING:  # tests without torch or a browser do not wait for them
     from selenium.webdriver import Chrome
 
+    from tests.support.host_ranks import HostRanks
+    from tests.support.hosts import Hosts
     from tests.support.pool import Pool, Pools
 
 
@@ -118,6 +120,28 @@ def failing_pool() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[Hosts]:
+    """Hosts whose links tests may cut."""
+    from tests.support.hosts import hosts_on_this_machine, why_no_hosts  # noqa: PLC0415
+
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    with hosts_on_this_machine(2) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def host_ranks(two_hosts: Hosts) -> Iterator[HostRanks]:
+    """Two new ranks on each of two hosts."""
+    from tests.support.host_ranks import HostRanks  # noqa: PLC0415
+
+    with HostRanks(two_hosts, 2) as ranks:
+        yield ranks
+    for host in two_hosts.all:
+        two_hosts.restore(host.number)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from penstock import build
 from penstock.lowering import AddCommunication, lower
@@ -13,12 +15,19 @@ from tests.support.flight_records import dump_of, operations_of, write_dumps
 SCHEDULE = lower(build("1f1b", ranks=3, microbatches=4), [AddCommunication()])
 
 
-def write_states(folder: Path, members: tuple[int, ...] = (0, 1, 2)) -> None:
+def write_states(
+    folder: Path,
+    members: tuple[int, ...] = (0, 1, 2),
+    lost: Mapping[int, Mapping[int, str]] = MappingProxyType({}),
+) -> None:
     """Rank 0 waits for rank 1, which waits for an activation that rank 0 has passed; rank 2 is missing."""
     folder.mkdir(exist_ok=True)
     for rank, action, awaits in ((0, "0B0", "0RECV_B0"), (1, "1F1", "1RECV_F1")):
         position = list(map(str, SCHEDULE.ranks[rank])).index(action)
-        state = RankState(members, members[rank], SCHEDULE, step=7, position=position, awaits=awaits)
+        known = lost.get(rank, {})
+        state = RankState(
+            members, members[rank], SCHEDULE, step=7, position=position, awaits=awaits, lost=known
+        )
         (folder / state_file_name(state)).write_text(dump_state(state))
 
 
@@ -55,6 +64,18 @@ def test_several_pipelines_are_diagnosed_one_after_the_other(run: Run, tmp_path:
     assert "pipeline of world ranks 0, 2, 4" in out
     assert "pipeline of world ranks 1, 3, 5" in out
     assert "rank 1 (world rank 3)" in out
+
+
+def test_ranks_that_miss_each_other_are_named_and_no_send_is_blamed(run: Run, tmp_path: Path) -> None:
+    silence = "no heartbeat from its process (pid 1 on node) for 9 s"
+    write_states(tmp_path / "states", lost={0: {1: silence}, 1: {0: silence}})
+    lines = run("diagnose", "states").out.splitlines()
+    assert lines[1] == "culprit: ranks 0 and 1 do not reach each other"
+    text = "each of them has a state, and rank 0 misses rank 1; rank 1 misses rank 0"
+    assert lines[2] == f"  {text}: the network between them fails"
+    assert not any("skipped a send" in line for line in lines)
+    write_states(tmp_path / "states", lost={0: {1: silence}})  # rank 1 was stopped, and goes on
+    assert run("diagnose", "states").out.splitlines()[1] == "culprit: rank 0 skipped a send"
 
 
 def test_flight_records_need_the_schedule(run: Run, tmp_path: Path) -> None:

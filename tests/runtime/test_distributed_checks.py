@@ -136,14 +136,15 @@ def test_under_torchrun_only_rank_0_prints_and_the_links_are_written(tmp_path: P
         timeout=600,
     )
     lines = answer.stdout.splitlines()
-    assert [line.split()[1] for line in lines[:6]] == [
+    assert [line.split()[1] for line in lines[:7]] == [
         "launch",
+        "addresses",
         "rendezvous",
         "versions",
         "world",
         "clocks",
         "edge",
     ]
-    assert len(lines) == 8
+    assert len(lines) == 9
     costs = Costs.read(tmp_path / "links.toml")
-    assert lines[6] == f"latency_seconds = {costs.to_keys()['latency_seconds']}"
+    assert lines[7] == f"latency_seconds = {costs.to_keys()['latency_seconds']}"

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 import penstock
 from penstock.arguments import plural
@@ -26,9 +27,11 @@ from penstock.cost.costs import Costs
 from penstock.diagnostics import Check
 from penstock.families import build
 from penstock.ir.schedule import Schedule
+from penstock.runtime.address_checks import check_addresses
 from penstock.runtime.execution.channel_ends import channels_between_ranks
 from penstock.runtime.execution.clocks import compare_clocks
 from penstock.runtime.execution.link_measurement import LinkCosts, link_costs, measure_links
+from penstock.runtime.transport.bounded import call_within
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.stores import first_line
 
@@ -36,6 +39,7 @@ __all__ = ["DistributedReport", "check_launch", "distributed_checks"]
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _FAR_CLOCK_SECONDS = 0.1
+_LATE_SECONDS = 5.0
 _SLOW = 4  # times worse than the median of the edges
 
 
@@ -89,9 +93,18 @@ def distributed_checks(schedule: Schedule | None, seconds: float) -> Distributed
     begin = time.monotonic()
     try:
         limit = timedelta(seconds=seconds)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        if device.type == "cpu":
+            checks.append(check_addresses(store, rank, size, limit))
+            if checks[-1].verdict == "fail":
+                return DistributedReport(tuple(checks))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        call_within(
+            seconds + _LATE_SECONDS,  # gloo takes several times its timeout
+            lambda: dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size),
+        )
         hosts = _gathered(socket.gethostname())
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TimeoutError) as error:
         text = f"the processes did not meet within {seconds:g} s: {first_line(error)}"
         return DistributedReport((*checks, Check("rendezvous", "fail", text)))
     try:

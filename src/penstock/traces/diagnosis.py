@@ -26,6 +26,7 @@ __all__ = ["KINDS", "Diagnosis", "Finding", "diagnose"]
 KINDS = {
     "exception": "raised an exception",
     "another-schedule": "runs another schedule",
+    "network": "does not reach another rank",
     "skipped-send": "skipped a send",
     "shape-mismatch": "sends or expects a tensor of another shape",
     "died": "has died",
@@ -56,6 +57,7 @@ class Finding:
 
 _PLURAL = {
     "another-schedule": "run another schedule",
+    "network": "do not reach each other",
     "shape-mismatch": "disagree about the shape of a tensor",
     "transfer": "are in a transfer that does not end",
     "deadlock": "wait for each other",
@@ -87,7 +89,11 @@ def diagnose(evidence: PipelineEvidence, given: Schedule | None = None) -> Diagn
     reference, notes = reference_of(evidence.states, given)
     waits = find_waits(states, reference)
     findings = [*_exceptions(states), *_other_schedules(states, reference, evidence.differences)]
-    findings += _ends_of_waits(states, waits, evidence.members)
+    findings += (network := _unreached(states, evidence.members))
+    apart = {rank for finding in network for rank in finding.ranks}
+    for finding in _ends_of_waits(states, waits, evidence.members):
+        if finding.kind not in ("skipped-send", "transfer") or not apart.issuperset(finding.ranks):
+            findings.append(finding)
     findings += _without_state(states, evidence.members, findings)
     order = list(KINDS)
     findings.sort(key=lambda finding: order.index(finding.kind))
@@ -112,6 +118,26 @@ def _other_schedules(
         if rank not in known and (difference := difference_of(state, reference)) is not None:
             findings.append(Finding(difference.kind, (rank,), difference.message))
     return findings
+
+
+def _unreached(states: Mapping[int, RankState], members: Sequence[int]) -> list[Finding]:
+    """Ranks that run, as their states show, and that miss the heartbeats of each other."""
+    missed = {
+        rank: [other for other in states if _is_silence(state.lost.get(members[other], ""))]
+        for rank, state in states.items()
+    }
+    pairs = [(rank, other) for rank in missed for other in missed[rank] if rank in missed.get(other, ())]
+    if not pairs:
+        return []
+    ranks = tuple(sorted({rank for rank, _ in pairs}))
+    texts = [f"rank {rank} misses rank {listed(sorted(missed[rank]))}" for rank in ranks]
+    text = f"each of them has a state, and {'; '.join(texts)}: the network between them fails"
+    return [Finding("network", ranks, text)]
+
+
+def _is_silence(text: str) -> bool:
+    """Whether the text about a lost rank says that it is not reached, and not that its process has ended."""
+    return "heartbeat" in text or "the network fails" in text
 
 
 def _ends_of_waits(
@@ -231,7 +257,7 @@ def _missing(rank: int, states: Mapping[int, RankState], members: Sequence[int],
     waiting = f"; rank {wait.rank} waits for its {wait.counterpart}" if wait is not None else ""
     if known:
         observer, text = known[0]
-        kind = "stopped" if "heartbeat" in text else "died"
+        kind = "stopped" if _is_silence(text) else "died"
         return Finding(kind, (rank,), f"it left no state, and rank {observer} says: {text}{waiting}")
     text = "its process was killed or is stopped, or it was not asked for its state"
     return Finding("no-state", (rank,), f"{text}{waiting}")

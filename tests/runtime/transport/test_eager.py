@@ -131,6 +131,13 @@ def test_a_wait_ends_after_the_timeout() -> None:
         received(first, 1, 0, torch.empty(1))
 
 
+def test_the_wait_for_a_send_that_the_network_does_not_take_ends_after_the_timeout() -> None:
+    with connected(seconds=0.5) as (first, _):
+        sends = [first.send(torch.zeros(EAGER_BYTES, dtype=torch.uint8), 1, 0) for _ in range(400)]
+        with pytest.raises(TransportError, match=r"Timed out after 0\.5 s"):
+            sends[-1].wait()
+
+
 def test_a_message_of_another_length_is_an_error() -> None:
     with connected() as (first, second):
         first.send(torch.zeros(3, dtype=torch.uint8), 1, 4)

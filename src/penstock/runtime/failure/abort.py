@@ -39,7 +39,7 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
     cause = settled or cause
     if cause.process:  # it may have ended before this call
         cause = replace(cause, call=connection.call)
-    report = failure_report(cause, statuses, schedules, monitor.members)
+    report = failure_report(cause, statuses, schedules, monitor.members, monitor.ended())
     is_own = cause.reporter == monitor.watch.rank and cause.kind == "exception"
     report.__cause__ = error if is_own else None
     return report

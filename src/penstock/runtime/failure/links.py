@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 from typing import Any
 
@@ -12,6 +14,8 @@ __all__ = ["Link", "connect_link", "neighbours"]
 
 _CONNECT_SECONDS = 5.0
 _LONGEST_LINE = 2**24
+_NETWORK_ERRORS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
+"""Of a connection whose packets are lost. The end of a process ends or resets its connections."""
 
 
 class Link:
@@ -22,6 +26,8 @@ class Link:
         self.rank: int | None = None
         """The world rank at the other end, once it has introduced itself."""
         self.is_open = True
+        self.network_error = ""
+        """Why the network gave up the connection, if it did."""
         self._received = bytearray()
         self._unsent = bytearray()
         without_delay(connection).settimeout(0)
@@ -43,7 +49,8 @@ class Link:
                 del self._unsent[: self.connection.send(self._unsent)]
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
+            self._fail(error)
             self._unsent.clear()  # the end of the connection is noticed when it is read
 
     def receive(self) -> list[dict[str, Any]]:
@@ -55,7 +62,8 @@ class Link:
                 self._received += data
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
+            self._fail(error)
             self.is_open = False
         *lines, rest = bytes(self._received).split(b"\n")
         self._received = bytearray(rest)
@@ -66,6 +74,11 @@ class Link:
         except ValueError:  # not another rank
             self.is_open = False
             return []
+
+    def _fail(self, error: OSError) -> None:
+        """Keep an error of the network, which the system gives only once."""
+        if error.errno in _NETWORK_ERRORS:
+            self.network_error = os.strerror(error.errno)
 
     def close(self) -> None:
         """End the connection."""

@@ -80,7 +80,7 @@ def _texts(watch: JobWatch, names: Mapping[int, str]) -> list[str]:
     exited: list[str] = []
     for member, name in names.items():
         if (ended := watch.ended.get(member)) is not None:
-            (exited if ended.reason else lost).append(f"{name} has ended: {ended}")
+            (exited if ended.reason else lost).append(f"{name} {ended.verb}: {ended}")
         elif watch.silence(member) > SILENT_SECONDS:
             lost.append(f"{name} does not answer: {watch.describe_silence(member)}")
     return lost or exited

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from penstock.arguments import some
 from penstock.runtime.failure.heartbeats import SILENT_SECONDS
 from penstock.runtime.failure.job_events import Ended
 from penstock.runtime.failure.watch import JobWatch
@@ -170,6 +171,11 @@ class FailureMonitor:
             for rank, member in enumerate(self.members)
         )
 
+    def ended(self) -> dict[int, Ended]:
+        """The ranks of the pipeline whose process has ended or cannot be reached."""
+        found = {rank: self.watch.ended.get(member) for rank, member in enumerate(self.members)}
+        return {rank: ended for rank, ended in found.items() if ended is not None}
+
     def lost_rank(self) -> FailureCause | None:
         """The known cause, or a rank that ended or is silent, after a message has failed."""
         if (cause := self.wait_for_cause()) is not None:
@@ -255,12 +261,16 @@ class FailureMonitor:
         return self._completed(replace(cause, world_rank=world_rank, call=status.call))
 
     def _end_cause(self, ended: Ended) -> FailureCause:
-        return self._cause_of(ended.rank, "lost", ended.process, str(ended))
+        kind = "timeout" if ended.network_error else "lost"
+        return self._cause_of(ended.rank, kind, ended.process, str(ended))
 
     def _silence_cause(self, world_rank: int, message: str) -> FailureCause:
         process = self.watch.processes.get(world_rank, "unknown")
         silence = self.watch.describe_silence(world_rank)
         text = f"{silence}: it is stopped, or its host or the network fails"
+        ranks = sorted(set(self.watch.processes) - {world_rank})
+        if others := [rank for rank in ranks if self.watch.silence(rank) >= SILENT_SECONDS]:
+            text += f"; no heartbeat from world rank {some(others)} either"
         return self._cause_of(world_rank, "timeout", process, f"{text}; {message}" if message else text)
 
     def _fail(self, cause: FailureCause, ranks: Sequence[int] | None) -> None:

@@ -12,6 +12,7 @@ from penstock.arguments import listed
 from penstock.errors import PipelineError, StepFailedError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.execution.program import Program
+from penstock.runtime.failure.job_events import Ended
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
 from penstock.runtime.failure.tracebacks import traceback_of
 from penstock.runtime.transport.process_groups import rank_name
@@ -67,8 +68,12 @@ def failure_report(
     statuses: Mapping[int, RankStatus],
     schedules: Mapping[str, Schedule],
     members: tuple[int, ...],
+    ended: Mapping[int, Ended],
 ) -> StepFailedError:
-    """The error that every rank of the pipeline raises; `members` are its world ranks."""
+    """The error that every rank of the pipeline raises; `members` are its world ranks.
+
+    `ended` are its ranks whose process has ended or cannot be reached.
+    """
     label = _label(cause, members)
     lines = [f"{cause.call} failed{cause_summary(cause, members)}"]
     culprit = None
@@ -79,7 +84,7 @@ def failure_report(
     if culprit is not None:
         lines.append(f"  the cause is {_label(culprit, members)}, which {culprit.message}")
     if statuses:
-        status_lines = _status_lines(cause, statuses, schedules)
+        status_lines = _status_lines(cause, statuses, schedules, ended)
         lines += ["  what each rank was doing:", *(f"    {line}" for line in status_lines)]
     if cause.details:
         lines += [f"  traceback on {label}:", *(f"    {line}" for line in cause.details.splitlines())]
@@ -168,7 +173,10 @@ def _where(cause: FailureCause, label: str) -> str:
 
 
 def _status_lines(
-    cause: FailureCause, statuses: Mapping[int, RankStatus], schedules: Mapping[str, Schedule]
+    cause: FailureCause,
+    statuses: Mapping[int, RankStatus],
+    schedules: Mapping[str, Schedule],
+    ended: Mapping[int, Ended],
 ) -> list[str]:
     """One line for each rank: the actions around the current one, which is in brackets."""
     modes = {status.mode for status in statuses.values()} & schedules.keys()
@@ -176,8 +184,9 @@ def _status_lines(
     for rank in range(schedules["step"].num_ranks):
         status = statuses.get(rank)
         if status is None:
-            ended = rank == cause.rank and cause.kind == "lost" and cause.process
-            lines.append(f"rank {rank}   {'has ended' if ended else 'does not answer'}")
+            is_cause = rank == cause.rank and cause.kind == "lost" and cause.process
+            verb = ended[rank].verb if rank in ended else "has ended" if is_cause else "does not answer"
+            lines.append(f"rank {rank}   {verb}")
             continue
         if status.mode not in schedules:
             lines.append(f"rank {rank}   {_outside(status)}")

@@ -40,7 +40,7 @@ class JobWatch:
         self.processes: dict[int, str] = {rank: process}
         """The processes of the ranks that are or were linked."""
         self.ended: dict[int, Ended] = {}
-        """The ranks whose process has ended."""
+        """The ranks whose process has ended or cannot be reached."""
         self.timeout = 300.0
         """Seconds without a heartbeat after which a rank is lost: those of the last pipeline."""
         self.aborted_by: int | None = None
@@ -90,9 +90,9 @@ class JobWatch:
             self._add(link)
         return link is not None
 
-    def lose(self, rank: int, process: str) -> None:
-        """The process of a rank has ended without a message: tell all ranks."""
-        ended = Ended(rank, process, "")
+    def lose(self, rank: int, process: str, network_error: str = "") -> None:
+        """The process of a rank has ended without a message, or cannot be reached: tell all ranks."""
+        ended = Ended(rank, process, "", network_error)
         with self._lock:
             self._forward(end_message(ended))
             self._wake()
@@ -221,7 +221,7 @@ class JobWatch:
         if message["type"] == "aborted":
             self.aborted_by = int(message["rank"])
         elif message["type"] == "end":
-            self._end(Ended(message["rank"], message["process"], message["reason"]))
+            self._end(Ended(message["rank"], message["process"], message["reason"], message["network_error"]))
         elif message["type"] == "silence":
             self._on_silence(message["rank"], message["process"], message["seconds"])
         else:
@@ -243,7 +243,7 @@ class JobWatch:
             link.close()
             if link.rank is None or link.rank in self.ended or self._stopped:
                 return
-        self.lose(link.rank, self.processes[link.rank])
+        self.lose(link.rank, self.processes[link.rank], link.network_error)
 
     def _end(self, ended: Ended) -> None:
         if ended.rank not in self.ended:

@@ -10,7 +10,14 @@ from typing import Any
 
 from penstock.runtime.transport.stores import unwrapped
 
-__all__ = ["connect", "listening_socket", "own_address", "without_delay"]
+__all__ = [
+    "address_of_interface",
+    "address_of_route",
+    "connect",
+    "listening_socket",
+    "own_address",
+    "without_delay",
+]
 
 _SIOCGIFADDR = 0x8915  # the request of Linux for the address of an interface
 
@@ -42,18 +49,24 @@ def own_address(store: Any) -> str | None:
     None for an unknown name or interface, and on a host without IPv4.
     """
     try:
-        return _own_address(store)
+        if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+            return address_of_interface(name)
+        return address_of_route(store)
     except OSError:
         return None
 
 
-def _own_address(store: Any) -> str:
-    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-        import fcntl  # noqa: PLC0415 -- not on every system
+def address_of_interface(name: str) -> str:
+    """The IPv4 address of a network interface of this host; raises OSError if there is none."""
+    import fcntl  # noqa: PLC0415 -- not on every system
 
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            request = struct.pack("256s", name.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+
+
+def address_of_route(store: Any) -> str:
+    """The address from which this host reaches the store of the job; raises OSError if there is none."""
     store = unwrapped(store)
     if not hasattr(store, "host"):
         return "127.0.0.1"  # a store in a file or in memory: all ranks are on this host

@@ -124,7 +124,7 @@ class _Connection:
                     sent = self._sent(header, data)
                 if sent == len(header) + data.nbytes:
                     return _SENT
-            rest = _Unsent(memoryview(header + data.tobytes())[sent:])
+            rest = _Unsent(memoryview(header + data.tobytes())[sent:], self._seconds)
             self._unsent.append(rest)
             if len(self._unsent) == 1:
                 threading.Thread(target=self._send_rest, name="penstock-send", daemon=True).start()
@@ -234,13 +234,14 @@ _SENT = _Sent()
 class _Unsent:
     """A message, or the rest of one, that a thread sends; it has a copy of the bytes."""
 
-    def __init__(self, data: memoryview) -> None:
-        self.data = data
+    def __init__(self, data: memoryview, seconds: float) -> None:
+        self.data, self._seconds = data, seconds
         self.is_sent = threading.Event()
         self.error: OSError | None = None
 
     def wait(self) -> None:
         """Wait until the network has taken it."""
-        self.is_sent.wait()
+        if not self.is_sent.wait(self._seconds):
+            raise TransportError(f"Timed out after {self._seconds:g} s")
         if self.error is not None:
             raise TransportError(f"a message could not be sent: {self.error}") from self.error
