@@ -138,10 +138,14 @@ def test_the_wait_for_a_send_that_the_network_does_not_take_ends_after_the_timeo
             sends[-1].wait()
 
 
-def test_a_message_of_another_length_is_an_error() -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_message_of_another_length_is_an_error(*, early: bool) -> None:
     with connected() as (first, second):
         first.send(torch.zeros(3, dtype=torch.uint8), 1, 4)
-        with pytest.raises(TransportError, match=r"sent 3 bytes with tag 4, and this rank waits for 5 bytes"):
+        if early:
+            first.send(torch.zeros(3, dtype=torch.uint8), 1, 5)
+            received(second, 0, 5, torch.empty(3, dtype=torch.uint8))
+        with pytest.raises(TransportError, match=r"sent 3 bytes with tag 4, and this rank waits for 5"):
             received(second, 0, 4, torch.empty(5, dtype=torch.uint8))
 
 

@@ -1,7 +1,7 @@
 """Short messages in host memory, over TCP connections between all ranks, sent without waiting for the receive.
 
 gloo sends a message once its receive is posted, and moves it with a thread of its own: on one host that takes
-five times as long as a socket. A short message is therefore sent eagerly, as MPI calls it: the network keeps it
+several times as long as a socket. A short message is therefore sent eagerly, as MPI calls it: the network keeps it
 until it is received. Long messages stay with gloo, whose thread moves them while a rank computes.
 
     | tag | length | bytes |   | tag | length | bytes | ...
@@ -157,24 +157,27 @@ class _Connection:
         """Wait for the next message with this tag."""
         array: Any = tensor.numpy()
         target = memoryview(array).cast("B")
-        if early := self._early.get(tag):
-            target[:] = early.popleft()
-            return
+        early = self._early.get(tag)
+        data = early.popleft() if early else self._next(tag)
+        if len(data) != len(target):
+            raise TransportError(
+                f"rank {self._peer} sent {len(data)} bytes with tag {tag}, and this rank waits for {len(target)}"
+            )
+        target[:] = data
+
+    def _next(self, tag: int) -> memoryview:
+        """The next message with this tag from the network; those before it are early."""
         while True:
             self._fill(_HEADER.size)
             received, length = _HEADER.unpack_from(self._buffer, self._begin)
-            if not 0 <= length <= EAGER_BYTES or (received == tag and length != len(target)):
-                raise TransportError(
-                    f"rank {self._peer} sent {length} bytes with tag {received}, and this rank waits for "
-                    f"{len(target)} bytes with tag {tag}"
-                )
+            if not 0 <= length <= EAGER_BYTES:
+                raise TransportError(f"rank {self._peer} sent something else than a short message")
             self._fill(_HEADER.size + length)
             begin = self._begin + _HEADER.size
             data = self._buffer[begin : begin + length]
             self._begin = begin + length
             if received == tag:
-                target[:] = data
-                return
+                return data
             self._early[received].append(bytes(data))
 
     def _fill(self, needed: int) -> None:
