@@ -1,8 +1,8 @@
 """Short messages in host memory, over TCP connections between all ranks, sent without waiting for the receive.
 
 gloo sends a message once its receive is posted, and moves it with a thread of its own: on one host that takes
-several times as long as a socket. A short message is therefore sent eagerly, as MPI calls it: the network keeps it
-until it is received. Long messages stay with gloo, whose thread moves them while a rank computes.
+several times as long as a socket. A short message is therefore sent eagerly, as MPI calls it: the network keeps
+it until it is received. Long messages stay with gloo, whose thread moves them while a rank computes.
 
     | tag | length | bytes |   | tag | length | bytes | ...
 """
@@ -161,7 +161,8 @@ class _Connection:
         data = early.popleft() if early else self._next(tag)
         if len(data) != len(target):
             raise TransportError(
-                f"rank {self._peer} sent {len(data)} bytes with tag {tag}, and this rank waits for {len(target)}"
+                f"rank {self._peer} sent {len(data)} bytes with tag {tag}, and this rank waits for "
+                f"{len(target)} bytes"
             )
         target[:] = data
 
