@@ -49,7 +49,7 @@ def test_it_prints_every_part_and_writes_its_report(
     for part in (
         headline,
         "match those of one process",
-        "CPUs; ",
+        "usable cores; ",
         "<polyline points=",
         "peak live activations",
     ):

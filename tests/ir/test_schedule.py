@@ -256,9 +256,9 @@ def test_parse_takes_a_text() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("60000000F0", "names stage 60000000, but 1 actions"),
+        ("60000000F0", "names stage 60000000, but 1 action"),
         ("0F0 0B0 60000000UNSHARD", "names stage 60000000, but 3 actions"),
-        ("0F60000000", "names microbatch 60000000, but 1 actions"),
+        ("0F60000000", "names microbatch 60000000, but 1 action"),
         ("0F0 0F1 1F5", "names microbatch 5, but 3 actions"),
         ("3F0 0F0", "names stage 3, but 2 actions"),
     ],

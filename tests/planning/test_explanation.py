@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import penstock
+from penstock.arguments import plural
 from penstock.planning import plan
 from penstock.planning.explanation import explain
 from penstock.planning.partition import even_partition
@@ -28,7 +29,7 @@ def test_changes_are_planned_again_and_the_most_helpful_comes_first() -> None:
     assert by_change["half the latency"].seconds <= near.best.seconds
     for each in found.what_ifs:
         assert each.gain == pytest.approx(1 - each.seconds / made.best.seconds)
-        if "stages per rank" not in each.change:
+        if "per rank instead of" not in each.change:
             assert each.gain >= 0  # the best option is still possible
 
 
@@ -55,7 +56,7 @@ def test_other_stages_per_rank_are_listed_even_if_slower() -> None:
         best = min(
             option.seconds for option in plan(decoder(10), samples=8, stages_per_rank=other, seconds=0).options
         )
-        assert changes[f"{other} instead of {stages_per_rank} stages per rank"].seconds == best
+        assert changes[f"{plural(other, 'stage')} per rank instead of {stages_per_rank}"].seconds == best
 
 
 def test_the_best_is_compared_with_the_next_and_with_an_even_partition() -> None:

@@ -170,7 +170,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
         for other in (stages_per_rank - 1, stages_per_rank + 1):
             if other >= 1 and request.ranks * other <= len(request.model.layers):
                 yield (
-                    f"{other} instead of {plural(stages_per_rank, 'stage')} per rank",
+                    f"{plural(other, 'stage')} per rank instead of {stages_per_rank}",
                     replace(shorter, stages_per_rank=other),
                 )
 

@@ -21,6 +21,7 @@ from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline, load_checkpoint, save_checkpoint, split
 from penstock.runtime.execution import meeting
+from penstock.runtime.failure import job
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.grids import small
 from tests.support.pool import Pool
@@ -135,8 +136,15 @@ def test_a_process_that_ends_while_others_connect_is_named(failing_pool: Pool, v
 def end_before_others_connect(victim: int) -> CallOutcome:
     """The victim ends while it waits for the others, which have not met it yet."""
     dist.barrier()  # some processes start late
+
+    def end_once_the_watch_is_known() -> None:
+        while job.current_watch() is None:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os._exit(3)
+
     if dist.get_rank() == victim:
-        threading.Timer(0.5, os._exit, (3,)).start()
+        threading.Thread(target=end_once_the_watch_is_known).start()
     else:
         time.sleep(1.5)
     return attempt(lambda: new_pipeline().close())
