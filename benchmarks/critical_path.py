@@ -42,6 +42,8 @@ class Timed(NamedTuple):
     end: float
     slept: float
     """As long as the stage was to sleep."""
+    kinds: tuple[Kind, ...] = ()
+    """Those of the action, two of an overlapped pair."""
 
     @property
     def is_send(self) -> bool:
@@ -78,7 +80,7 @@ def breakdown(
     for rank, part, begin, end, call in _path(ranks, hosts):
         seconds = end - begin
         if part == "action" and call is not None:
-            own = stage_seconds.get(call.action.kind, 0.0)
+            own = sum(stage_seconds.get(kind, 0.0) for kind in call.kinds)
             total["sleep"] += call.slept
             total["stage"] += own - call.slept
             seconds -= own

@@ -5,7 +5,7 @@
 The stages are those of `benchmarks.runtime sleep`. Each row is the critical path of the median step, in percent
 of the simulated makespan:
 
-    stage       what a stage takes beyond its sleeps without a pipeline: they end late, and autograd takes time
+    stage       what a stage takes beyond its time without a pipeline: autograd around it
     action      the rest of F, B, I and W: Python around the module and autograd
     send        copy and post
     message     from the end of a send to the end of the wait for it on another rank
@@ -64,13 +64,15 @@ class Recorder:
         self._program._calls = tuple(map(self._timed, self._program._calls))  # noqa: SLF001
 
     def _timed(self, call: Call) -> Call:
-        action = self._program.steps[call.position].parts[0] if call.subject is None else call.subject
+        parts = self._program.steps[call.position].parts
+        action = parts[0] if call.subject is None else call.subject
+        kinds = tuple(part.kind for part in parts)
 
         def run() -> None:
             slept, begin = modules.Takes.total, time.perf_counter()
             call.run()
             self._calls.append(
-                Timed(call.type, action, begin, time.perf_counter(), modules.Takes.total - slept)
+                Timed(call.type, action, begin, time.perf_counter(), modules.Takes.total - slept, kinds)
             )
 
         return call._replace(run=run)

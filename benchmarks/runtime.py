@@ -2,8 +2,8 @@
 
     python -m benchmarks.runtime [sleep] [together] [empty] [alone] [transformer] [split]
 
-Stages that sleep use no CPU, so that more ranks than cores can be measured. Times are medians over steps; the
-time of a step is that of its slowest rank. Overheads are relative to the simulated makespan.
+Stages that sleep use almost no CPU, so that more ranks than cores can be measured. Times are medians over
+steps; the time of a step is that of its slowest rank. Overheads are relative to the simulated makespan.
 """
 
 from __future__ import annotations
