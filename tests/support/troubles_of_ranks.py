@@ -27,6 +27,7 @@ TOGETHER: dict[str, Callable[[], Any]] = {}
 
 def finish_and_interrupt(exchange: LossExchange, weights: Any, finish: Any = LossExchange.finish) -> None:
     finish(exchange, weights)
+    dist.barrier()  # the other ranks have their results
     raise KeyboardInterrupt
 
 
@@ -63,6 +64,7 @@ def one_rank_is_behind() -> str:
         with interrupted if dist.get_rank() == 0 else nullcontext():
             attempt(one.step)
         if dist.get_rank():
+            dist.barrier()
             attempt(one.step)
         return attempt(one.step).text
 
