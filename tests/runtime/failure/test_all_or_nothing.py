@@ -195,6 +195,7 @@ def interrupt_at_the_end() -> list[tuple[str, str]]:
     def interrupted(exchange: LossExchange, weights: Sequence[float]) -> object:
         result = finish(exchange, weights)
         if dist.get_rank() == 0 and interrupts.pop():
+            dist.barrier()
             raise KeyboardInterrupt
         return result
 
@@ -202,6 +203,8 @@ def interrupt_at_the_end() -> list[tuple[str, str]]:
     pipeline = pipeline_of_two()
     with mock.patch.object(LossExchange, "finish", interrupted):
         outcomes.append(attempt(lambda: pipeline.step(x, target=y)))
+    if dist.get_rank():
+        dist.barrier()
     outcomes += [attempt(lambda: pipeline.step(x, target=y)) for _ in range(2 + dist.get_rank())]
     pipeline = pipeline_of_two()
     outcomes.append(attempt(lambda: pipeline.step(x, target=y)))
