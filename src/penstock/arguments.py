@@ -37,8 +37,8 @@ def printable(text: str, most: int = 60) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """The known name that is nearest to this one, as the end of a message; nothing if none is near."""
-    by_key = {each.lower(): each for each in known}
-    close = get_close_matches(name.lower(), by_key, n=1, cutoff=cutoff)
+    by_key = {each.lower().lstrip("-"): each for each in known}  # the dashes of options are no likeness
+    close = get_close_matches(name.lower().lstrip("-"), by_key, n=1, cutoff=cutoff)
     return f"; did you mean {by_key[close[0]]}?" if close else ""
 
 

@@ -115,6 +115,7 @@ def test_json_on_stdout_stays_json_when_a_file_is_written(run: Run) -> None:
             ["plan", "x.json", "--divices", "3"],
             "no such option: --divices; did you mean --devices? (see penstock plan --help)",
         ),
+        (["search", "--time", "5"], "no such option: --time (see penstock search --help)"),
         (["demo", "--ranks", "99"], "--ranks must be at most 8 (given 99)"),
         (
             ["simulate", "1f1b", "--send-model", "x"],
