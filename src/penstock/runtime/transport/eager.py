@@ -118,12 +118,9 @@ class _Connection:
         data: Any = tensor.numpy()
         header = _HEADER.pack(tag, data.nbytes)
         with self._lock:
-            sent = 0
-            if not self._unsent:
-                with suppress(BlockingIOError):
-                    sent = self._sent(header, data)
-                if sent == len(header) + data.nbytes:
-                    return _SENT
+            sent = 0 if self._unsent else self._sent(header, data)
+            if sent == len(header) + data.nbytes:
+                return _SENT
             rest = _Unsent(memoryview(header + data.tobytes())[sent:], self._seconds)
             self._unsent.append(rest)
             if len(self._unsent) == 1:
@@ -131,10 +128,11 @@ class _Connection:
             return rest
 
     def _sent(self, header: bytes, data: Any) -> int:
+        """Send what the network takes at once; gives the number of bytes."""
         try:
             return self.socket.sendmsg([header, data], [], socket.MSG_DONTWAIT)
         except BlockingIOError:
-            raise
+            return 0
         except OSError as error:
             raise self._lost(error) from error
 
