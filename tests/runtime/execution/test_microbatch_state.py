@@ -1,12 +1,19 @@
-"""Promise: live activations are counted, and the inputs of a stage may be changed in place."""
+"""Promise: live activations are counted, inputs may be changed in place, and a graph outlives its output."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from penstock.runtime.backward.engine import run_backward
 from penstock.runtime.execution.microbatch_state import (
     LiveActivations,
+    MicrobatchState,
     count_changes,
     non_leaf_inputs,
 )
@@ -64,3 +71,40 @@ def test_a_change_in_place_of_a_saved_input_is_an_error() -> None:
     entered.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.backward(squared.sum())
+
+
+class Doubled(torch.autograd.Function):
+    """A node of Python, which torch keeps only as long as a tensor refers to it."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a node of torch": lambda x: x * 2,
+    "a node of Python": Doubled.apply,
+    "a view": lambda x: (x * 2)[:1],
+    "the second output of a node": lambda x: torch.unbind(x * 2)[1],
+    "the input": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_backward_starts_at_the_outputs_after_they_are_gone(name: str, uses: int) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    state, output = MicrobatchState((), [x]), OUTPUTS[name](x)
+    (expected,) = torch.autograd.grad(OUTPUTS[name](x), x, torch.full_like(output, uses))
+    state.start_at([output], uses)
+    shape = output.shape
+    del output
+    gc.collect()
+    assert state.shapes == [shape] * uses
+    run_backward(state.roots, [torch.ones(shape)] * uses)
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)

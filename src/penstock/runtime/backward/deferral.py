@@ -103,14 +103,23 @@ class Deferral:
     @contextmanager
     def deferring(self) -> Iterator[DeferredGradients]:
         """I: a backward in here defers its weight gradients into the queue that this gives."""
+        with self.installed():
+            gradients = self.begin_deferring()
+            try:
+                yield gradients
+            finally:
+                self.end_deferring()
+
+    def begin_deferring(self) -> DeferredGradients:
+        """The same without a context, which takes a while to enter; requires that this is installed."""
         if self._state.pending is not None:
             raise PipelineError("another backward of this stage is deferring its weight gradients")
-        try:
-            with self.installed():
-                self._state.pending = gradients = DeferredGradients(fusion=self._fusion, held=self._held)
-                yield gradients
-        finally:
-            self._state.pending = None
+        self._state.pending = DeferredGradients(fusion=self._fusion, held=self._held)
+        return self._state.pending
+
+    def end_deferring(self) -> None:
+        """From here on backwards are full."""
+        self._state.pending = None
 
     def inspect_graph(self, roots: Iterable[Tensor | GradientEdge]) -> None:
         """After a forward: exclude weights that are also used outside of their layers, or reject such a use.

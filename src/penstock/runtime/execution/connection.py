@@ -35,7 +35,7 @@ from penstock.runtime.execution.microbatch_state import LiveActivations
 from penstock.runtime.execution.partner_calls import PartnerCalls, partners_of
 from penstock.runtime.execution.program import Program
 from penstock.runtime.execution.stage import Stage
-from penstock.runtime.execution.stage_config import StageConfig, microbatches_with
+from penstock.runtime.execution.stage_config import StageConfig, microbatches_with, sends_at_once
 from penstock.runtime.execution.value_sources import ValueSources
 from penstock.runtime.failure.connecting import connecting, raise_if_ended
 from penstock.runtime.failure.job import abort_groups, link_members, raise_if_aborted, watch_of_job
@@ -125,15 +125,17 @@ class Connection:
     def _stage_config(self, index: int) -> StageConfig:
         config = self.config
         inputs, outputs = config.schedule.graph.inputs(index), config.schedule.graph.outputs(index)
+        takers = tuple(each for each in outputs if receiving_stage(config.schedule, index, each) == each)
         return StageConfig(
             inputs=inputs,
             outputs=outputs,
-            takers=tuple(each for each in outputs if receiving_stage(config.schedule, index, each) == each),
+            takers=takers,
             input_source=self._sources.inputs(index),
             gradient_source=self._sources.gradients(index),
             split_microbatches=microbatches_with(Kind.I, config.schedule, index),
             recomputed_microbatches=microbatches_with(Kind.RECOMPUTE, config.schedule, index),
             offloaded_microbatches=microbatches_with(Kind.OFFLOAD, config.schedule, index),
+            sends_at_once=len(takers) == 1 and not config.functions and sends_at_once(config.schedule, index),
             loss=config.losses.get(index),
             shards=config.replication.shards.get(index),
             is_replicated=config.replication.count > 1,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, increment_version
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 
 from penstock.runtime.backward.deferral import LayerMode
 from penstock.runtime.backward.deferred_gradients import DeferredGradients
@@ -84,6 +84,26 @@ class MicrobatchState:
         """How the layers ran, and run again where the backward recomputes."""
         self.jobs: DeferredGradients | None = None
         """The deferred weight gradients; None if I has computed them."""
+
+    def start_at(self, outputs: Sequence[Tensor], uses: int) -> None:
+        """Start the backward of a stage that feeds others at its outputs, once for each use."""
+        # autograd adds up the gradients of the same output
+        self.roots = [*map(_edge, outputs)] * uses
+        self.shapes = [output.shape for output in outputs] * uses
+
+
+def _edge(output: Tensor) -> GradientEdge:
+    """Where the gradient of an output enters the graph; it keeps the graph, but not the memory of the output.
+
+    `get_gradient_edge` gives the same in more time.
+    """
+    node: Any = output.grad_fn
+    if node is None:  # the output is a leaf
+        return get_gradient_edge(output)
+    if isinstance(node, torch._C._FunctionBase):  # noqa: SLF001 -- a node of Python, which an edge does not keep
+        node = output.view_as(output).grad_fn
+        return GradientEdge(node, 0)
+    return GradientEdge(node, output.output_nr)
 
 
 def non_leaf_inputs(inputs: Sequence[Tensor]) -> Sequence[Tensor]:

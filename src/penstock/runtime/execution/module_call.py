@@ -44,10 +44,12 @@ def call_module(
                 received.leaves[position] = each
     envelope: Envelope | JoinedEnvelope = received.structure
     check_rows(envelope.rows, step.rows)
-    before = versions(received.leaves, envelope.overlapping)
+    overlapping = envelope.overlapping
+    before = versions(received.leaves, overlapping) if overlapping else []
     output = module(*envelope.arguments(received.leaves), **step.kwargs[k])
     count_changes(inputs, entered)
-    check_unchanged(before, versions(received.leaves, envelope.overlapping), stage, inputs_from)
+    if overlapping:
+        check_unchanged(before, versions(received.leaves, overlapping), stage, inputs_from)
     state = MicrobatchState(received.buffers, inputs)
     if isinstance(envelope, JoinedEnvelope):
         state.counts = envelope.counts

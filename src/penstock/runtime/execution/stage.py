@@ -6,22 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral, LayerMode
-from penstock.runtime.execution.handover import (
-    Envelope,
-    hand_over,
-    overlapping_positions,
-    own_tensors,
-)
-from penstock.runtime.execution.microbatch_state import (
-    LiveActivations,
-    MicrobatchState,
-    StepInputs,
-)
+from penstock.runtime.backward.engine import run_backward
+from penstock.runtime.execution.handover import Envelope, hand_over, overlapping_positions, own_tensors
+from penstock.runtime.execution.microbatch_state import LiveActivations, MicrobatchState, StepInputs
 from penstock.runtime.execution.module_call import call_module
+from penstock.runtime.execution.recomputation import KeptForward
 from penstock.runtime.execution.shared_values import SharedOutputs
 from penstock.runtime.execution.stage_checks import (
     Rows,
@@ -102,7 +94,7 @@ class Stage:
                 check_finite(leaves, "its output", self.index)
             if config.gradient_source is None:
                 self._compute_loss(microbatch, output, leaves, state)
-            self.memory.keep_results(kept, self._results(microbatch, leaves))
+            self._keep_results(kept, microbatch, leaves)
         output = None
         if config.gradient_source is not None:
             self._hand_on(microbatch, leaves, structure, state)
@@ -134,10 +126,15 @@ class Stage:
             if self._config.gradient_source is None:
                 self._compute_loss(microbatch, output, leaves, state)
             else:
-                self._set_roots(leaves, state)
+                state.start_at(_differentiable(leaves), len(self._config.outputs))
         kept.check_results(self._results(microbatch, leaves), self.index, microbatch)
         self._activations.add()
         self._states[microbatch] = state
+
+    def _keep_results(self, kept: KeptForward | None, microbatch: int, leaves: Leaves) -> None:
+        """What F has computed, for RECOMPUTE to compare, if there is one."""
+        if kept is not None:
+            kept.keep_results(self._results(microbatch, leaves))
 
     def _results(self, microbatch: int, leaves: Leaves) -> list[Tensor]:
         """What a forward has computed that has a gradient, and its loss."""
@@ -151,20 +148,14 @@ class Stage:
     def _hand_on(self, microbatch: int, leaves: Leaves, structure: Structure, state: MicrobatchState) -> None:
         """The end of the forward of a stage that feeds others: keep its output for them."""
         if self._step.training:
-            self._set_roots(leaves, state)
+            state.start_at(_differentiable(leaves), len(self._config.outputs))
         envelope = Envelope(structure, overlapping_positions(leaves), self._rows)
         if self._shared_outputs is None:
-            self._sent_outputs[microbatch] = hand_over(leaves), envelope
+            # a send copies it, and comes before anything that could change it
+            handed = leaves if self._config.sends_at_once else hand_over(leaves)
+            self._sent_outputs[microbatch] = handed, envelope
         else:
             self._shared_outputs.put(microbatch, hand_over(leaves), envelope)
-
-    def _set_roots(self, leaves: Leaves, state: MicrobatchState) -> None:
-        """The backward of a stage that feeds others starts at its outputs, once for each use."""
-        uses = len(self._config.outputs)  # autograd adds up the gradients of the same output
-        # an edge keeps the graph but not the tensor, whose memory is free once it is sent
-        edges = [get_gradient_edge(leaf) for leaf in _differentiable(leaves)]
-        state.roots = [*edges] * uses
-        state.shapes = [leaf.shape for leaf in _differentiable(leaves)] * uses
 
     def _layer_mode(self, microbatch: int) -> LayerMode:
         """How the layers run; the first split microbatch shows which weights cannot be deferred."""
@@ -227,8 +218,11 @@ class Stage:
         if state.mode is LayerMode.JOINED:
             self._run_backward(microbatch, state)
             return
-        with self.deferral.deferring() as state.jobs:
+        state.jobs = self.deferral.begin_deferring()
+        try:
             self._run_backward(microbatch, state)
+        finally:
+            self.deferral.end_deferring()
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
@@ -245,7 +239,7 @@ class Stage:
         positions = [position for position, gradient in enumerate(gradients) if gradient is not None]
         if positions:
             roots: Any = [state.roots[position] for position in positions]
-            torch.autograd.backward(roots, [gradients[position] for position in positions])
+            run_backward(roots, [gradients[position] for position in positions])
             del roots
         del gradients
         state.roots = []
@@ -257,7 +251,7 @@ class Stage:
             for leaf in state.inputs:
                 leaf.grad = None
             for source, count in zip(self._config.inputs, state.counts or (len(found),)):
-                self._input_gradients[source][microbatch] = flatten(tuple(found[:count]))
+                self._input_gradients[source][microbatch] = found[:count], None
                 del found[:count]
         state.inputs = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -21,6 +21,8 @@ from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
 from penstock.runtime.transport.channels import FlatValue
 
 __all__ = ["StageMemory"]
+
+_NO_HOOKS = nullcontext()
 
 
 class StageMemory:
@@ -78,12 +80,7 @@ class StageMemory:
         if self._step.training and (self.counts_bytes or offloaded):
             self._saved[microbatch] = SavedTensors()
             return self._saved[microbatch].hooks()
-        return nullcontext()
-
-    def keep_results(self, kept: KeptForward | None, results: Sequence[Tensor]) -> None:
-        """What F has computed, for RECOMPUTE to compare."""
-        if kept is not None:
-            kept.keep_results(results)
+        return _NO_HOOKS
 
     def finish(self, microbatch: int, kept: KeptForward) -> None:
         """The end of an F that is recomputed."""
