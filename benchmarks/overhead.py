@@ -46,7 +46,7 @@ from benchmarks.runtime import TORCH_SCHEDULES, costs_of, prepare_sleeps, schedu
 from penstock.ir.kinds import Kind
 from penstock.runtime import Pipeline
 from penstock.runtime.execution.program import Call
-from penstock.runtime.transport.eager import EagerMessages
+from penstock.runtime.transport.eager import EagerMessages, host_bytes
 from penstock.runtime.transport.gloo_connections import gloo_group
 from penstock.runtime.transport.stores import store_connection
 
@@ -181,14 +181,15 @@ def _round_trips(print_row: Callable[..., None]) -> None:
     group = gloo_group(PrefixStore("gloo", store), rank, 2, limit)
     for kibibytes in (1, 16, 64):
         sent, received = (torch.zeros(2**10 * kibibytes, dtype=torch.uint8) for _ in range(2))
+        data, target = host_bytes(sent), host_bytes(received)
         taken: list[list[float]] = [[], []]
         for number in range(100):
             for way, times in enumerate(taken):
                 begin = time.perf_counter()
-                expected = group.recv([received], 1 - rank, 0) if way else eager.receive(received, 1 - rank, 0)
+                expected = group.recv([received], 1 - rank, 0) if way else eager.receive(target, 1 - rank, 0)
                 if rank == number % 2:  # the other answers
                     expected.wait()
-                work = group.send([sent], 1 - rank, 0) if way else eager.send(sent, 1 - rank, 0)
+                work = group.send([sent], 1 - rank, 0) if way else eager.send(data, 1 - rank, 0)
                 if rank != number % 2:
                     expected.wait()
                 work.wait()

@@ -10,6 +10,7 @@ import torch
 
 from penstock.cost.costs import Costs
 from penstock.ir.schedule import Schedule
+from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.communicator import Communicator, ControlMessage, gather_arrays
 from penstock.runtime.transport.transport_errors import wait
 
@@ -57,7 +58,7 @@ def _round_trip(
     """Nanoseconds of the fastest of several round trips on the two channels of an edge."""
     up, down = channels
     tags = [communicator.control_tag(ControlMessage.PING) + channel % 2 for channel in (up, down)]
-    message = torch.zeros(size, dtype=torch.uint8, device=communicator.device)
+    message = Buffer(size, communicator.device)
     best = 1 << 62
     for _ in range(_ROUNDS):
         begin = perf_counter_ns()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.runtime.transport.eager import host_bytes
 from penstock.runtime.transport.message_spec import HEADER_BYTES, MessageSpec
 
 __all__ = ["Buffer", "BufferPool"]
@@ -19,7 +19,18 @@ _KEPT_STEPS = 2  # a buffer that is unused for so many steps is freed
 class Buffer:
     """A byte tensor; `message` is the part that the current message uses, of length `nbytes`."""
 
-    __slots__ = ("_flag", "_own", "_views", "capacity", "last_step", "message", "nbytes", "storage")
+    __slots__ = (
+        "_flag",
+        "_identity",
+        "_own",
+        "_views",
+        "capacity",
+        "host_bytes",
+        "last_step",
+        "message",
+        "nbytes",
+        "storage",
+    )
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.storage = torch.empty(capacity, dtype=torch.uint8, device=device)
@@ -27,15 +38,18 @@ class Buffer:
         self.capacity = self.nbytes = capacity  # `len` of a tensor takes microseconds
         self.last_step = 0
         self._views: dict[MessageSpec, list[Tensor]] = {}
+        self._identity = self.storage.untyped_storage()._cdata  # noqa: SLF001
+        self.host_bytes = host_bytes(self.storage) if device.type == "cpu" else None
+        """The memory of the message, on a CPU."""
         # on a CPU the flag is written and read in place; on other devices it is a message of its own
-        self._flag: Any = self.storage[:8].numpy().view("int64") if device.type == "cpu" else None
+        self._flag = None if self.host_bytes is None else self.host_bytes[:8].cast("q")
         self.flag = 0
         self._own = self._reference_count()
 
     @property
     def flag(self) -> int:
         """The first eight bytes: 0, or the length of the new spec that follows this message."""
-        return 0 if self._flag is None else int(self._flag[0])
+        return 0 if self._flag is None else self._flag[0]
 
     @flag.setter
     def flag(self, value: int) -> None:
@@ -46,6 +60,8 @@ class Buffer:
         """The same buffer for a message of this length. Requires that there are no external references."""
         if self.nbytes != nbytes:
             self.message, self.nbytes = self.storage[:nbytes], nbytes
+            if self.host_bytes is not None:
+                self.host_bytes = host_bytes(self.message)
             self._own = self._reference_count()
         return self
 
@@ -61,7 +77,7 @@ class Buffer:
 
     def _reference_count(self) -> int:
         """How many tensors use the storage, those of this buffer included."""
-        return int(torch._C._storage_Use_Count(self.storage.untyped_storage()._cdata))  # noqa: SLF001
+        return int(torch._C._storage_Use_Count(self._identity))  # noqa: SLF001
 
     @property
     def external_references(self) -> int:

@@ -101,7 +101,7 @@ class SendChannel(_Channel):
         tags = self._tags[self.offset + microbatch]
         if flag:  # it is 0 in every buffer of the pool
             buffer.flag = flag
-        work = self.communicator.send(buffer.message, self.peer, self.number, tags[Lane.MESSAGE])
+        work = self.communicator.send(buffer, self.peer, self.number, tags[Lane.MESSAGE])
         sent: list[_Sent] = [(work, buffer)]
         if not self.communicator.single_group:
             number = torch.tensor([flag])
@@ -118,7 +118,7 @@ class SendChannel(_Channel):
         filler = self.pool.acquire(HEADER_BYTES if expected is None else expected.nbytes)
         flagged = self._post(filler, microbatch, len(header))
         announced = self.communicator.send_host(header, self.peer, tags[Lane.SPEC])
-        sent = self.communicator.send(buffer.message, self.peer, self.number, tags[Lane.DATA])
+        sent = self.communicator.send(buffer, self.peer, self.number, tags[Lane.DATA])
         return [*flagged, (announced, header), (sent, buffer)]
 
     def release(self, microbatch: int) -> None:
@@ -167,7 +167,7 @@ class ReceiveChannel(_Channel):
     def _post(self, microbatch: int) -> None:
         spec, tags = self.specs[self.offset + microbatch], self._tags[self.offset + microbatch]
         buffer = self.pool.acquire(HEADER_BYTES if spec is None else spec.nbytes)
-        work = self.communicator.receive(buffer.message, self.peer, self.number, tags[Lane.MESSAGE])
+        work = self.communicator.receive(buffer, self.peer, self.number, tags[Lane.MESSAGE])
         flag = None
         if not self.communicator.single_group:
             number = torch.zeros(1, dtype=torch.int64)
@@ -198,7 +198,7 @@ class ReceiveChannel(_Channel):
         wait(self.communicator.receive_host(header, self.peer, tags[Lane.SPEC]))
         spec = MessageSpec.loads(header.numpy().tobytes())
         buffer = self.pool.acquire(spec.nbytes)
-        wait(self.communicator.receive(buffer.message, self.peer, self.number, tags[Lane.DATA]))
+        wait(self.communicator.receive(buffer, self.peer, self.number, tags[Lane.DATA]))
         return spec, buffer
 
     def take(self, microbatch: int) -> FlatValue:

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.device_groups import MessageGroup, device_group, single_group_suffices
-from penstock.runtime.transport.eager import EAGER_BYTES, EagerMessages
+from penstock.runtime.transport.eager import EAGER_BYTES, EagerMessages, host_bytes
 from penstock.runtime.transport.gloo_connections import abort_gloo_group, gloo_group
 from penstock.runtime.transport.rendezvous import Rendezvous
 from penstock.runtime.transport.transport_errors import Pending, post, transport_errors, wait
@@ -154,30 +155,32 @@ class Communicator:
         """The first of two tags for this control message."""
         return _FIRST_CONTROL_TAG + 2 * purpose
 
-    def send(self, tensor: Tensor, peer: int, channel: int, tag: int) -> Pending:
-        """Send from this rank's device."""
-        edge = self._edges.get(channel)
-        if edge is None:
-            return self.send_host(tensor, peer, tag)
-        return post(edge.send, [tensor], 1, tag)
+    def send(self, buffer: Buffer, peer: int, channel: int, tag: int) -> Pending:
+        """Send the message in a buffer on this rank's device."""
+        if (edge := self._edges.get(channel)) is not None:
+            return post(edge.send, [buffer.message], 1, tag)
+        if buffer.host_bytes is not None and buffer.nbytes <= EAGER_BYTES:
+            return self._eager.send(buffer.host_bytes, peer, tag)
+        return post(self._group.send, [buffer.message], peer, tag)
 
-    def receive(self, tensor: Tensor, peer: int, channel: int, tag: int) -> Pending:
-        """Receive on this rank's device."""
-        edge = self._edges.get(channel)
-        if edge is None:
-            return self.receive_host(tensor, peer, tag)
-        return post(edge.recv, [tensor], 0, tag)
+    def receive(self, buffer: Buffer, peer: int, channel: int, tag: int) -> Pending:
+        """Receive a message into a buffer on this rank's device."""
+        if (edge := self._edges.get(channel)) is not None:
+            return post(edge.recv, [buffer.message], 0, tag)
+        if buffer.host_bytes is not None and buffer.nbytes <= EAGER_BYTES:
+            return self._eager.receive(buffer.host_bytes, peer, tag)
+        return post(self._group.recv, [buffer.message], peer, tag)
 
     def send_host(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Send a tensor in host memory."""
         if tensor.nbytes <= EAGER_BYTES:
-            return self._eager.send(tensor, peer, tag)
+            return self._eager.send(host_bytes(tensor), peer, tag)
         return post(self._group.send, [tensor], peer, tag)
 
     def receive_host(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Receive a tensor in host memory, of the same length as it is sent."""
         if tensor.nbytes <= EAGER_BYTES:
-            return self._eager.receive(tensor, peer, tag)
+            return self._eager.receive(host_bytes(tensor), peer, tag)
         return post(self._group.recv, [tensor], peer, tag)
 
     # --- collectives -------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from penstock.runtime.transport.addresses import connect, listening_socket, without_delay
 from penstock.runtime.transport.transport_errors import Pending, TransportError
 
-__all__ = ["EAGER_BYTES", "EagerMessages"]
+__all__ = ["EAGER_BYTES", "EagerMessages", "host_bytes"]
 
 EAGER_BYTES = 2**16
 """The longest message that is sent eagerly."""
@@ -32,6 +32,12 @@ _HEADER = struct.Struct("<qq")
 _HELLO = struct.Struct("<32sq")
 _HELLO_SECONDS = 5.0  # a rank sends it at once; a program that scans ports may send nothing
 _BUFFER_BYTES = 4 * EAGER_BYTES
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on a CPU."""
+    array: Any = tensor.numpy()
+    return memoryview(array.reshape(-1).view("uint8"))
 
 
 class EagerMessages:
@@ -75,13 +81,13 @@ class EagerMessages:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._connections[peer] = _Connection(connection, peer, seconds)
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Send a contiguous tensor; its memory can be used again at once."""
-        return self._connections[peer].send(tag, tensor)
+    def send(self, data: memoryview, peer: int, tag: int) -> Pending:
+        """Send bytes; their memory can be used again at once."""
+        return self._connections[peer].send(tag, data)
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Receive into a contiguous tensor; messages with the same tag arrive in order."""
-        return _Receive(self._connections[peer], tag, tensor)
+    def receive(self, target: memoryview, peer: int, tag: int) -> Pending:
+        """Receive as many bytes as the target has; messages with the same tag arrive in order."""
+        return _Receive(self._connections[peer], tag, target)
 
     def abort(self) -> None:
         """End every wait, here and on the other ranks; any thread may call it."""
@@ -113,21 +119,20 @@ class _Connection:
 
     # --- sending -----------------------------------------------------------------------------------
 
-    def send(self, tag: int, tensor: Tensor) -> Pending:
+    def send(self, tag: int, data: memoryview) -> Pending:
         """Send a message, in order."""
-        data: Any = tensor.numpy()
-        header = _HEADER.pack(tag, data.nbytes)
+        header = _HEADER.pack(tag, len(data))
         with self._lock:
             sent = 0 if self._unsent else self._sent(header, data)
-            if sent == len(header) + data.nbytes:
+            if sent == len(header) + len(data):
                 return _SENT
-            rest = _Unsent(memoryview(header + data.tobytes())[sent:], self._seconds)
+            rest = _Unsent(memoryview(header + data)[sent:], self._seconds)
             self._unsent.append(rest)
             if len(self._unsent) == 1:
                 threading.Thread(target=self._send_rest, name="penstock-send", daemon=True).start()
             return rest
 
-    def _sent(self, header: bytes, data: Any) -> int:
+    def _sent(self, header: bytes, data: memoryview) -> int:
         """Send what the network takes at once; gives the number of bytes."""
         try:
             return self.socket.sendmsg([header, data], [], socket.MSG_DONTWAIT)
@@ -151,10 +156,8 @@ class _Connection:
 
     # --- receiving ---------------------------------------------------------------------------------
 
-    def receive(self, tag: int, tensor: Tensor) -> None:
+    def receive(self, tag: int, target: memoryview) -> None:
         """Wait for the next message with this tag."""
-        array: Any = tensor.numpy()
-        target = memoryview(array).cast("B")
         early = self._early.get(tag)
         data = early.popleft() if early else self._next(tag)
         if len(data) != len(target):
@@ -213,14 +216,14 @@ class _Connection:
 class _Receive:
     """A message that is expected."""
 
-    __slots__ = ("_connection", "_tag", "_tensor")
+    __slots__ = ("_connection", "_tag", "_target")
 
-    def __init__(self, connection: _Connection, tag: int, tensor: Tensor) -> None:
-        self._connection, self._tag, self._tensor = connection, tag, tensor
+    def __init__(self, connection: _Connection, tag: int, target: memoryview) -> None:
+        self._connection, self._tag, self._target = connection, tag, target
 
     def wait(self) -> None:
         """Wait until it has arrived."""
-        self._connection.receive(self._tag, self._tensor)
+        self._connection.receive(self._tag, self._target)
 
 
 class _Sent:

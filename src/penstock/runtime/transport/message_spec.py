@@ -166,7 +166,8 @@ class MessageSpec:
             for position, _ in self._shardings:
                 leaves[position] = local(leaves[position])
         for view, (position, *_) in zip(views, self._tensors):
-            view.copy_(leaves[position].detach())
+            leaf = leaves[position]
+            view.copy_(leaf.detach() if leaf.requires_grad else leaf)
 
     def read(self, views: Sequence[Tensor], meshes: Meshes = _NO_MESHES) -> Leaves:
         """The leaves; tensors are views of the bytes, DTensors are on one of these meshes."""
