@@ -126,10 +126,8 @@ class PartnerCalls:
             own = announcement({**call, **layout, **values}, _BYTES)
             if not communicator.all_equal(own):
                 announced = communicator.all_gather(own)
-                with suppress(
-                    TransportError
-                ):  # the first to raise ends the connections: not before all have these
-                    communicator.barrier()
+                with suppress(TransportError):
+                    communicator.barrier()  # the first to raise ends the connections, when all have these
                 calls = {member: announced_facts(each) for member, each in zip(members, announced)}
                 raise PipelineError("\n".join([_HEADING, *differences(calls), _ADVICE]))
 
