@@ -152,5 +152,5 @@ def search_record(result: SearchResult) -> dict[str, Any]:
         "seconds": result.seconds,
         "interrupted": result.interrupted,
         "missing": list(result.missing),
-        "schedule": [[str(step) for step in row] for row in result.schedule.ranks],
+        "schedule": [result.schedule.texts(rank) for rank in range(result.schedule.num_ranks)],
     }

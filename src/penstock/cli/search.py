@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from penstock.arguments import install_command
 from penstock.cli.inputs import costs_from, graph_from
+from penstock.cli.json_output import write_json
 from penstock.cli.options import (
     AsJson,
     CostsSource,
@@ -159,7 +159,7 @@ def search(
             on_progress=on_progress,
         )
     if as_json:
-        typer.echo(json.dumps(search_record(result), indent=2))
+        write_json(search_record(result))
     else:
         _print(result)
     if output is not None:  # last: if it fails, the result is already printed

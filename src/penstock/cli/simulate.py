@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.inputs import GraphSizes, Lowering, costs_from, for_send_model, schedule_from
+from penstock.cli.json_output import write_json
 from penstock.cli.options import AsJson, JitterShare, ScheduleSource, SendModelOption
 from penstock.cli.progress import phase_progress
 from penstock.cli.rendering import print_table
@@ -82,21 +82,11 @@ def simulate(
 def _write_json(
     timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None, show: Callable[[str, float], None]
 ) -> None:
-    """Print JSON with a line for each entry and for each gap, piece by piece: there can be very many."""
-    separator = "{\n"
-    for name, value in simulation_record(timeline, idle, quantiles, streamed=True).items():
-        sys.stdout.write(f"{separator}  {json.dumps(name)}: ")
-        if isinstance(value, Iterator | list):
-            i = -1
-            for i, each in enumerate(value):
-                sys.stdout.write(f"{',' if i else '['}\n    {json.dumps(each)}")
-                if i % _SHOWN_EVERY == 0:
-                    show("writing", 0.7 + 0.3 * min(i / max(len(idle), 1), 1.0))
-            sys.stdout.write("\n  ]" if i >= 0 else "[]")
-        else:
-            sys.stdout.write(json.dumps(value))
-        separator = ",\n"
-    sys.stdout.write("\n}\n")
+    def wrote(count: int) -> None:
+        if count % _SHOWN_EVERY == 0:
+            show("writing", 0.7 + 0.3 * min(count / max(len(idle), 1), 1.0))
+
+    write_json(simulation_record(timeline, idle, quantiles, streamed=True), wrote)
 
 
 def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None) -> None:

@@ -126,7 +126,7 @@ def _ruler(units: range, cell: int) -> str:
 
 
 def _by_step(schedule: Schedule, width: int) -> Iterator[Text]:
-    columns = [[str(step) for step in row] for row in schedule.ranks]
+    columns = [schedule.texts(rank) for rank in range(schedule.num_ranks)]
     widths = [max([len(f"rank {rank}"), *map(len, column)]) + 2 for rank, column in enumerate(columns)]
     height = max(map(len, columns))
     label = max(len("step"), len(str(height - 1))) + 2

@@ -99,7 +99,7 @@ def steps_of(schedule: Schedule) -> list[list[str]] | None:
     """The texts of all steps, unless there are too many to edit."""
     if schedule.num_steps > _MAX_EDITED:
         return None
-    return [[str(step) for step in row] for row in schedule.ranks]
+    return [schedule.texts(rank) for rank in range(schedule.num_ranks)]
 
 
 def robustness(document: object) -> dict[str, Any]:
