@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice, product
+from itertools import islice, product, takewhile
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -80,9 +80,9 @@ class FitMemory(Pass):
         """The same, simulated; when it is late, the best so far."""
         return _Fitting(schedule, self, is_late).best()
 
-    def fitted_simply(self, schedule: Schedule) -> Timeline | None:
-        """The same with the simplest policies only; None if none of them fits."""
-        return _Fitting(schedule, self, lambda: False).simple()
+    def fitted_simply(self, schedule: Schedule, is_late: Callable[[], bool] = lambda: False) -> Timeline | None:
+        """The same with the simplest policies only; None if none of them fits, or none before it is late."""
+        return _Fitting(schedule, self, is_late).simple()
 
 
 class _Pair(NamedTuple):
@@ -101,8 +101,10 @@ class _Fitting:
         self._plain = self._timed(schedule)
 
     def simple(self) -> Timeline | None:
-        every = [self._plain] if self._fits(self._plain) else map(self._timed, dict.fromkeys(self._simple()))
-        return min(filter(self._fits, every), key=self._score, default=None)
+        if self._fits(self._plain):
+            return self._plain
+        policies = takewhile(lambda _: not self._is_late(), dict.fromkeys(self._simple()))
+        return min(filter(self._fits, map(self._timed, policies)), key=self._score, default=None)
 
     def best(self) -> Timeline:
         if self._fits(self._plain):

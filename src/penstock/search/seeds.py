@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.families import build, families
-from penstock.families.matching import offloading_schedules, schedule_on, training_families
+from penstock.families.matching import schedule_on, training_families
 from penstock.ir.action import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -28,7 +28,6 @@ __all__ = [
     "family_schedules",
     "grouped_schedules",
     "list_scheduled",
-    "offloading_families",
     "serial",
 ]
 
@@ -46,29 +45,29 @@ def family_schedules(problem: Problem) -> Iterator[Schedule]:
     yield from (schedule for schedule in built if schedule is not None)
 
 
-def family_builders(problem: Problem) -> dict[str, Callable[[], Schedule | None]]:
-    """By name, what builds a training family; it returns None if the family does not have this placement."""
+def family_builders(problem: Problem, *, offloading: bool = False) -> dict[str, Callable[[], Schedule | None]]:
+    """By name, what builds a training family; it returns None if the family does not have this placement.
+
+    With `offloading`, families are among them that offload activations.
+    """
     placement, m, graph = problem.placement, problem.microbatches, problem.stage_graph
     if not graph.is_chain:
         over_graphs = {name: family.graph_builder for name, family in families().items()}
         return {name: partial(each, graph, placement, m) for name, each in over_graphs.items() if each}
     found: dict[str, Callable[[], Schedule | None]] = {
-        family.name: partial(_plain_family, problem, family.name) for family in training_families(placement)
+        family.name: partial(_family, problem, family.name, offloading=offloading)
+        for family in training_families(placement)
     }
     if placement.style == "v" and len(placement.stages_of_rank[0]) == 2:
         found["zbv-greedy"] = partial(_zbv_greedy, problem)
     return found
 
 
-def _plain_family(problem: Problem, name: str) -> Schedule | None:
+def _family(problem: Problem, name: str, *, offloading: bool) -> Schedule | None:
     schedule = schedule_on(name, problem.placement, problem.microbatches)
-    return None if schedule is None or schedule.table.has(Kind.OFFLOAD) else schedule
-
-
-def offloading_families(problem: Problem) -> Iterator[Schedule]:
-    """The families that have this placement and offload activations."""
-    if problem.stage_graph.is_chain:
-        yield from offloading_schedules(problem.placement, problem.microbatches)
+    if schedule is None or (schedule.table.has(Kind.OFFLOAD) and not offloading):
+        return None
+    return schedule
 
 
 def _zbv_greedy(problem: Problem) -> Schedule | None:

@@ -13,6 +13,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
+
+from penstock.cost.costs import Costs
+from penstock.errors import ScheduleError
 from penstock.ir.encoding import (
     JOINED,
     KIND_MASK,
@@ -25,8 +29,10 @@ from penstock.ir.encoding import (
 )
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
+from penstock.simulation.simulator import Simulator
+from penstock.simulation.timeline import Timeline
 
-__all__ = ["TechniqueMoves"]
+__all__ = ["TechniqueMoves", "timeline_of"]
 
 _FARTHEST = 6
 """Places by which a RELOAD is ahead of its use, or an action is shifted, at most."""
@@ -114,3 +120,16 @@ def _step(row: Sequence[int], place: int) -> int:
 def _end(row: Sequence[int], place: int) -> int:
     """Behind the step at this place."""
     return place + 2 if place + 1 < len(row) and row[place + 1] & JOINED else place + 1
+
+
+def timeline_of(schedule: Schedule, costs: Costs, objective: str) -> Timeline | None:
+    """The timeline of an order that can deadlock; None if it does."""
+    try:
+        simulator = Simulator(schedule, costs)
+    except ScheduleError:  # no messages can be added to what deadlocks
+        return None
+    done = simulator.run()
+    if np.min(done.end, initial=0) < 0:
+        return None
+    period = simulator.period(done) if objective == "period" else None
+    return Timeline(schedule, costs, *simulator.times(done), period=period)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.bounds import Workload, least_needed
@@ -10,13 +10,20 @@ from penstock.cost.effects import held_bytes
 from penstock.cost.memory import exceeds
 from penstock.cost.recomputed import recomputed_costs
 from penstock.errors import SearchError
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.search.fit_memory import FitMemory, without_memory_actions
 from penstock.search.problem import Problem
-from penstock.search.seeds import family_schedules, offloading_families, serial
+from penstock.search.seeds import serial
 
-__all__ = ["plain_orders", "problems_to_order", "relaxed_workload", "require_feasible"]
+__all__ = [
+    "name_with_techniques",
+    "plain_order",
+    "problems_to_order",
+    "relaxed_workload",
+    "require_feasible",
+    "serial_order",
+]
 
 
 def relaxed_workload(problem: Problem, fit: FitMemory) -> Workload:
@@ -37,14 +44,23 @@ def require_feasible(problems: Sequence[Problem], fit: FitMemory) -> None:
         )
 
 
-def plain_orders(problem: Problem) -> Iterator[Schedule]:
-    """The serial order, which holds the least, and all families, those that offload without their copies."""
-    yield problem.fused_schedule(serial(problem).order, "serial order")
-    for schedule in family_schedules(problem):
-        yield _same_work(problem, schedule)
-    for schedule in offloading_families(problem):
-        plain = _same_work(problem, without_memory_actions(schedule))
-        yield plain.renamed(f"order of {schedule.name}")
+def serial_order(problem: Problem) -> Schedule:
+    """One microbatch after the other, which holds the least."""
+    return problem.fused_schedule(serial(problem).order, "serial order")
+
+
+def plain_order(problem: Problem, schedule: Schedule) -> Schedule:
+    """The order of a family; if it offloads, without its copies."""
+    if not schedule.table.has(Kind.OFFLOAD):
+        return _same_work(problem, schedule)
+    return _same_work(problem, without_memory_actions(schedule)).renamed(f"order of {schedule.name}")
+
+
+def name_with_techniques(schedule: Schedule) -> str:
+    """The name of an order, and how often it has each technique."""
+    counts = {kind: int(schedule.table.of_kind(kind).sum()) for kind in MEMORY_KINDS[:2]}
+    texts = [f"{count} {kind.value}" for kind, count in counts.items() if count]
+    return f"{schedule.name} with {' and '.join(texts)}" if texts else schedule.name
 
 
 def problems_to_order(problems: Sequence[Problem], *, recompute: bool) -> dict[str, list[Problem]]:

@@ -22,12 +22,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
 
-import numpy as np
-
 from penstock.bounds import Bound, bounds
 from penstock.cost.memory import exceeds
-from penstock.errors import ScheduleError, SearchError
-from penstock.ir.kinds import MEMORY_KINDS
+from penstock.errors import SearchError
+from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.search import exact
 from penstock.search.budget import Budget, Jitter
@@ -35,10 +33,17 @@ from penstock.search.driver import run
 from penstock.search.fit_memory import FitMemory
 from penstock.search.problem import Problem
 from penstock.search.result import OnProgress, Progress, SearchResult, gap_of, rounded
-from penstock.search.seeds import offloading_families
-from penstock.search.technique_moves import TechniqueMoves
-from penstock.search.technique_orders import plain_orders, problems_to_order, relaxed_workload, require_feasible
-from penstock.simulation.simulator import Simulator, simulate
+from penstock.search.seeds import family_builders
+from penstock.search.technique_moves import TechniqueMoves, timeline_of
+from penstock.search.technique_orders import (
+    name_with_techniques,
+    plain_order,
+    problems_to_order,
+    relaxed_workload,
+    require_feasible,
+    serial_order,
+)
+from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import validate
 
@@ -89,7 +94,7 @@ class TechniqueSearch:
     def run(self) -> SearchResult:
         """All layers, and the best."""
         try:
-            self._fit_all(list(dict.fromkeys(self._orders())))
+            self._fit_all(self._simply_fitted())
             self._move()
         except KeyboardInterrupt:
             if not self.kept:
@@ -124,14 +129,14 @@ class TechniqueSearch:
     def _orders(self) -> Iterator[Schedule]:
         """Families, the serial order, and orders that the kernel finds, which knows no techniques."""
         for problem in self.problems:
-            yield from plain_orders(problem)
-            for schedule in offloading_families(problem) if self.fit.offload and problem.split else ():
-                timeline = simulate(schedule, self.fit.costs, with_period=True)
-                self._keep(timeline, schedule.name)
-                if self._fits(timeline):
-                    self.families[schedule.name] = self._value(timeline)
-                else:
-                    self.too_large[schedule.name] = max(timeline.peak_memory)
+            yield serial_order(problem)
+            for name, builder in family_builders(problem, offloading=True).items():
+                if self._has_no_time_left():
+                    self.skipped.append(name)
+                elif (schedule := builder()) is not None:
+                    if schedule.table.has(Kind.OFFLOAD) and self.fit.offload and problem.split:
+                        self._try_as_it_is(schedule)
+                    yield plain_order(problem, schedule)
         for what, problems in problems_to_order(self.problems, recompute=self.fit.recompute).items():
             if not problems or self._is_done or self._is_late():
                 continue
@@ -142,24 +147,38 @@ class TechniqueSearch:
             self.moves_made += budget.moves or 0
             yield found.schedule.renamed(f"order searched {what}")
 
+    def _try_as_it_is(self, schedule: Schedule) -> None:
+        """A family that has memory actions of its own."""
+        timeline = simulate(schedule, self.fit.costs, with_period=True)
+        self._keep(timeline, schedule.name)
+        if self._fits(timeline):
+            self.families[schedule.name] = self._value(timeline)
+        else:
+            self.too_large[schedule.name] = max(timeline.peak_memory)
+
     @property
     def _is_done(self) -> bool:
         return bool(self.kept) and not gap_of(self.kept[0].value, self.bound.seconds)
 
     # --- techniques --------------------------------------------------------------------------------
 
-    def _fit_all(self, schedules: list[Schedule]) -> None:
-        """The simplest policies for every order; then all policies, for the best orders first."""
+    def _simply_fitted(self) -> dict[Schedule, float]:
+        """The simplest policies for every order; gives the best value of each order."""
         values: dict[Schedule, float] = {}
-        for schedule in schedules:
-            timeline = self.fit.fitted_simply(schedule)
-            values[schedule] = math.inf if timeline is None else self._value(timeline)
-            if timeline is not None:
-                self._keep(timeline, self._name(timeline.schedule))
-        for schedule in sorted(schedules, key=lambda each: values[each]):
+        for schedule in self._orders():
+            if schedule not in values and not self._has_no_time_left():
+                timeline = self.fit.fitted_simply(schedule, self._has_no_time_left)
+                values[schedule] = math.inf if timeline is None else self._value(timeline)
+                if timeline is not None:
+                    self._keep(timeline, name_with_techniques(timeline.schedule))
+        return values
+
+    def _fit_all(self, values: dict[Schedule, float]) -> None:
+        """All policies, for the best orders first."""
+        for schedule in sorted(values, key=lambda each: values[each]):
             if self._is_done:
                 break
-            if self.kept and self._is_late():
+            if self._has_no_time_left():
                 self.skipped.append(schedule.name)
             else:
                 self._fit(schedule)
@@ -173,19 +192,16 @@ class TechniqueSearch:
             self.too_large[schedule.name] = max(simulate(schedule, self.fit.costs).peak_memory)
             return
         self.runs += 1
-        self._keep(timeline, self._name(timeline.schedule))
-        self.families.setdefault(self._name(timeline.schedule), self._value(timeline))
+        self._keep(timeline, name_with_techniques(timeline.schedule))
+        self.families.setdefault(name_with_techniques(timeline.schedule), self._value(timeline))
+
+    def _has_no_time_left(self) -> bool:
+        """Whether it is late, and something fits."""
+        return bool(self.kept) and self._is_late()
 
     def _is_late(self) -> bool:
         """Whether the time for policies is used; never with a budget of moves."""
         return self.budget.moves is None and self.fraction >= _SHARE_OF_POLICIES
-
-    @staticmethod
-    def _name(schedule: Schedule) -> str:
-        """Its order, and how often it has each technique."""
-        counts = {kind: int(schedule.table.of_kind(kind).sum()) for kind in MEMORY_KINDS[:2]}
-        texts = [f"{count} {kind.value}" for kind, count in counts.items() if count]
-        return f"{schedule.name} with {' and '.join(texts)}" if texts else schedule.name
 
     def _move(self) -> None:
         """Anneal from the best: moves on single pairs, until the budget is used or the best is optimal."""
@@ -204,7 +220,8 @@ class TechniqueSearch:
             if self.fraction >= 1:
                 return
             changed = made.changed(now.timeline.schedule)
-            timeline = None if changed is None else self._timed(changed)
+            self.runs += changed is not None
+            timeline = None if changed is None else timeline_of(changed, fit.costs, fit.objective)
             if timeline is None or not self._fits(timeline):
                 continue
             other = _Choice(timeline, self._value(timeline), f"{start.found_by}, then moves on pairs")
@@ -212,19 +229,6 @@ class TechniqueSearch:
                 now = other
                 if other.score < self.kept[0].score:
                     self._keep(timeline, other.found_by)
-
-    def _timed(self, schedule: Schedule) -> Timeline | None:
-        """The timeline of an order that can deadlock; None if it does."""
-        self.runs += 1
-        try:
-            simulator = Simulator(schedule, self.fit.costs)
-        except ScheduleError:  # no messages can be added to what deadlocks
-            return None
-        done = simulator.run()
-        if np.min(done.end, initial=0) < 0:
-            return None
-        period = simulator.period(done) if self.fit.objective == "period" else None
-        return Timeline(schedule, self.fit.costs, *simulator.times(done), period=period)
 
     def _keep(self, timeline: Timeline, found_by: str) -> None:
         """Keep a schedule that fits, if it is valid and among the best."""
@@ -262,7 +266,7 @@ class TechniqueSearch:
             value=best.value,
             bound=self.bound,
             found_by=best.found_by,
-            families=self.families,
+            families=self.families or {each.found_by: each.value for each in self.kept},
             too_large=self.too_large,
             skipped=tuple(dict.fromkeys(self.skipped)),
             runs=self.runs,
