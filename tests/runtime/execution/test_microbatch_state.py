@@ -108,3 +108,13 @@ def test_a_backward_starts_at_the_outputs_after_they_are_gone(name: str, uses: i
     run_backward(state.roots, [torch.ones(shape)] * uses)
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
+
+
+def test_a_backward_starts_at_a_node_of_python_even_if_the_stage_has_disabled_gradients() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    state, output = MicrobatchState((), [x]), OUTPUTS["a node of Python"](x)
+    with torch.no_grad():
+        state.start_at([output], 1)
+    run_backward(state.roots, [torch.ones(2, 3)])
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2, 3), 2.0))

@@ -146,6 +146,51 @@ def test_a_forward_that_gives_another_result_when_it_is_repeated_is_rejected(
         train(Recompute()(ORDER), *modules)
 
 
+class CallNumber(nn.Module):
+    """Returns the number of its calls beside its output, as a number or as a tensor without a gradient."""
+
+    def __init__(self, *, as_tensor: bool) -> None:
+        super().__init__()
+        self.layer, self.calls, self.as_tensor = nn.Linear(4, 4), 0, as_tensor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | int]:
+        self.calls += 1
+        return self.layer(x), torch.tensor(self.calls) if self.as_tensor else self.calls
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor | int) -> Tensor:
+        return x * scale
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_so_is_one_whose_values_without_a_gradient_differ(*, as_tensor: bool) -> None:
+    modules = CallNumber(as_tensor=as_tensor), Scaled()
+    train(ORDER, *modules)
+    with pytest.raises(PipelineError, match="stage 0: RECOMPUTE of microbatch 0 gives another result"):
+        train(Recompute()(ORDER), *modules)
+
+
+class Conjugated(nn.Linear):
+    """Returns a complex tensor that is conjugated lazily."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(super().forward(x), x).conj()
+
+
+class Real(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.real + x.imag
+
+
+def test_a_lazily_conjugated_output_is_recomputed() -> None:
+    plain, _ = train(ORDER, Conjugated(4, 4), Real())
+    recomputed, _ = train(Recompute()(ORDER), Conjugated(4, 4), Real())
+    assert [torch.as_tensor(each).tolist() for each in plain] == [
+        torch.as_tensor(each).tolist() for each in recomputed
+    ]
+
+
 class AveragedLoss(nn.Module):
     """A loss that divides by its moving average, which is a buffer."""
 

@@ -87,3 +87,13 @@ def test_the_peak_counts_buffers_in_use_at_once(pool: BufferPool) -> None:
     for buffer in acquired:
         pool.release(buffer)
     assert (pool.in_use, pool.peak, pool.free) == (0, 5, 5)
+
+
+def test_a_buffer_whose_memory_was_moved_is_not_reused(pool: BufferPool) -> None:
+    first = pool.acquire(64 + 16)
+    view = first.message[64:].view(torch.float32).detach()
+    # as a stage, or a queue between processes, may do with an input
+    view.share_memory_()  # type: ignore[no-untyped-call]
+    del view
+    pool.release(first)
+    assert pool.acquire(64 + 16) is not first

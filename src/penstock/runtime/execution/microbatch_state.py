@@ -95,14 +95,11 @@ class MicrobatchState:
 def _edge(output: Tensor) -> GradientEdge:
     """Where the gradient of an output enters the graph; it keeps the graph, but not the memory of the output.
 
-    `get_gradient_edge` gives the same in more time.
+    `get_gradient_edge` gives the same in more time, and is needed for leaves and nodes of Python.
     """
     node: Any = output.grad_fn
-    if node is None:  # the output is a leaf
+    if node is None or isinstance(node, torch._C._FunctionBase):  # noqa: SLF001 -- no public name
         return get_gradient_edge(output)
-    if isinstance(node, torch._C._FunctionBase):  # noqa: SLF001 -- a node of Python, which an edge does not keep
-        node = output.view_as(output).grad_fn
-        return GradientEdge(node, 0)
     return GradientEdge(node, output.output_nr)
 
 

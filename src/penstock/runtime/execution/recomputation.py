@@ -66,13 +66,13 @@ class KeptForward:
         self._random = RandomStates(self._devices)
         self._present = _buffers_of(self._modules)
         self._buffers = {place: buffer.clone() for place, buffer in self._present.items()}
-        self._results: list[int] = []
+        self._results: list[int | str] = []
 
-    def keep_results(self, results: Iterable[Tensor]) -> None:
+    def keep_results(self, results: Iterable[Any]) -> None:
         """F has computed these; RECOMPUTE must compute the same."""
         self._results = _checksums(results)
 
-    def check_results(self, results: Iterable[Tensor], stage: int, microbatch: int) -> None:
+    def check_results(self, results: Iterable[Any], stage: int, microbatch: int) -> None:
         """Raise if RECOMPUTE has computed something else than F: its gradients would be those of this."""
         if _checksums(results) != self._results:
             raise PipelineError(
@@ -139,9 +139,19 @@ class KeptForward:
             now.restore()
 
 
-def _checksums(results: Iterable[Tensor]) -> list[int]:
-    """Those of tensors on CPUs; kernels of other devices may round differently each time."""
-    return [int(checksum(each)) for each in results if each.device.type == "cpu" and is_plain(local(each))]
+_COMPARED = (bool, int, float, str, bytes)
+"""What is compared besides tensors; other objects need not be equal to a copy."""
+
+
+def _checksums(results: Iterable[Any]) -> list[int | str]:
+    """Of tensors on CPUs, numbers and texts; kernels of other devices may round differently each time."""
+    found: list[int | str] = []
+    for each in results:
+        if type(each) in _COMPARED:
+            found.append(repr(each))
+        elif isinstance(each, Tensor) and each.device.type == "cpu" and is_plain(local(each)):
+            found.append(int(checksum(each.detach().resolve_conj().resolve_neg())))
+    return found
 
 
 _Place: TypeAlias = tuple[int, str]

@@ -136,9 +136,9 @@ class Stage:
         if kept is not None:
             kept.keep_results(self._results(microbatch, leaves))
 
-    def _results(self, microbatch: int, leaves: Leaves) -> list[Tensor]:
-        """What a forward has computed that has a gradient, and its loss."""
-        return [*_differentiable(leaves), *(self.losses[k] for k in self.losses if k == microbatch)]
+    def _results(self, microbatch: int, leaves: Leaves) -> Leaves:
+        """What a forward has computed, its loss included."""
+        return [*leaves, *(self.losses[k] for k in self.losses if k == microbatch)]
 
     def _call(self, microbatch: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
         inputs, step = self._config.inputs, self._step

@@ -20,6 +20,7 @@ class Buffer:
     """A byte tensor; `message` is the part that the current message uses, of length `nbytes`."""
 
     __slots__ = (
+        "_address",
         "_flag",
         "_identity",
         "_own",
@@ -44,6 +45,7 @@ class Buffer:
         # on a CPU the flag is written and read in place; on other devices it is a message of its own
         self._flag = None if self.host_bytes is None else self.host_bytes[:8].cast("q")
         self.flag = 0
+        self._address = self.storage.data_ptr()
         self._own = self._reference_count()
 
     @property
@@ -84,6 +86,11 @@ class Buffer:
         """How many tensors use the storage, those of this buffer excluded."""
         return self._reference_count() - self._own
 
+    @property
+    def is_moved(self) -> bool:
+        """Whether the storage has other memory now, as after `share_memory_()` of a tensor that uses it."""
+        return self.storage.data_ptr() != self._address
+
 
 class BufferPool:
     """Free buffers by capacity."""
@@ -107,9 +114,9 @@ class BufferPool:
         return buffer.resized(nbytes)
 
     def release(self, buffer: Buffer) -> None:
-        """Return a buffer to the pool; if it has external references, they keep it and the pool forgets it."""
+        """Return a buffer to the pool, which forgets one that is moved or that external references keep."""
         self.in_use -= 1
-        if buffer.external_references == 0:
+        if buffer.external_references == 0 and not buffer.is_moved:
             if buffer.flag:
                 buffer.flag = 0
             self._free[buffer.capacity].append(buffer)
