@@ -18,15 +18,20 @@ from penstock.runtime.execution.step_inputs import StepInputBuilder
 X, Y = torch.ones(8, 3), torch.ones(8)
 
 
-def inputs(rank: int, target: Tensor | None = Y, *, replicas: int = 1, **options: Any) -> StepInputs:
-    """The inputs of a rank of two for four microbatches, without processes."""
+def step_input_builder(rank: int, *, replicas: int = 1, **options: Any) -> StepInputBuilder:
+    """That of a rank of two for four microbatches, without processes."""
     schedule = build("1f1b", ranks=2, microbatches=4)
     replication = SimpleNamespace(count=replicas, total=lambda local, _device: local * replicas)
     config: Any = SimpleNamespace(
         schedule=schedule, modules={rank: None}, losses={1: torch.sum}, device=None, replication=replication
     )
     given: dict[str, Any] = {"tokens": None, "average": True, **options}
-    builder = StepInputBuilder(config, Batcher(4), **given)
+    return StepInputBuilder(config, Batcher(4), **given)
+
+
+def inputs(rank: int, target: Tensor | None = Y, *, replicas: int = 1, **options: Any) -> StepInputs:
+    """The inputs of one step."""
+    builder = step_input_builder(rank, replicas=replicas, **options)
     return builder.build((X,), {"mask": X}, target, scale=1.0, training=True, keep_outputs=False)
 
 
@@ -49,6 +54,19 @@ def test_losses_are_weighted_by_microbatches_or_tokens() -> None:
     assert inputs(1, average=False).weights == [1] * 4
     assert inputs(1, target, tokens=torch.sum).weights == [0.4, 0.2, 0, 0.4]
     assert inputs(1, target, tokens=torch.sum, replicas=2).weights == [0.4, 0.2, 0, 0.4]
+
+
+def test_microbatches_of_different_sizes_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.ones(10, 3)
+    for options in ({}, {"tokens": len}, {"average": False}):
+        builder = step_input_builder(1, **options)
+        for _ in range(2):
+            builder.build((), {}, x, scale=1.0, training=True, keep_outputs=False)
+        builder.build((), {}, x[:8], scale=1.0, training=True, keep_outputs=False)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("10 rows are split into 4 microbatches of 3 and 2 rows, and each microbatch counts")
+    assert "tokens=len" in text
 
 
 @pytest.mark.parametrize("target", [torch.zeros(8), torch.tensor([9, 1, 1, 1, 1, 1, -2, 1])])

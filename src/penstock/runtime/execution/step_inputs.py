@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from penstock.runtime.execution.microbatch_state import StepInputs
 
 __all__ = ["StepInputBuilder"]
 
+_log = logging.getLogger("penstock")
+
 
 @dataclass(frozen=True)
 class StepInputBuilder:
@@ -28,6 +31,7 @@ class StepInputBuilder:
     """Counts the tokens of a microbatch's target."""
     average: bool
     """Whether the loss of a step is the mean of the microbatches' losses, or else their sum."""
+    _warned: set[str] = field(default_factory=set)
 
     @property
     def loss_options(self) -> dict[str, object]:
@@ -66,6 +70,8 @@ class StepInputBuilder:
         weights = [1 / schedule.microbatches if self.average else 1.0] * len(split_args)
         if self.tokens is not None and targets is not None:
             weights = self._token_weights([int(whole(self.tokens(part))) for part in targets])
+        elif targets is not None:
+            self._warn_if_uneven(all_rows)
         return StepInputs(
             self._by_source(split_args),
             split_kwargs,
@@ -77,6 +83,19 @@ class StepInputBuilder:
             rows=rows,
             target_rows={path: count for path, count in all_rows.items() if path not in rows},
         )
+
+    def _warn_if_uneven(self, rows: Mapping[str, int]) -> None:
+        """Say once that the mean over microbatches of different sizes is not that over the batch."""
+        microbatches = self.config.schedule.microbatches
+        uneven = [count for count in rows.values() if count % microbatches]
+        if uneven and self.average and not self._warned:
+            self._warned.add("uneven")
+            _log.warning(
+                "%d rows are split into %d microbatches of %d and %d rows, and each microbatch counts alike: "
+                "the loss and its gradients are not those of the whole batch. Give tokens=len to Pipeline to "
+                "weigh microbatches by their rows, or another number of rows",
+                *(uneven[0], microbatches, uneven[0] // microbatches + 1, uneven[0] // microbatches),
+            )
 
     def _check_count(self, args: tuple[Any, ...]) -> None:
         """Raise if several sources do not get one positional argument each."""
