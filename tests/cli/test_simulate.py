@@ -66,7 +66,7 @@ def test_sharding_is_placed_by_cost_within_the_memory_limit(run: Run, tmp_path: 
 def test_options_of_sharding_need_each_other(run: Run) -> None:
     for arguments, expected in (
         (["--sharding", "cost"], "--sharding cost places actions that --lowered adds"),
-        (["--memory", "4", "--lowered"], "--memory limits --sharding cost"),
+        (["--memory", "4", "--lowered"], "--memory needs one of --sharding cost"),
     ):
         result = run("simulate", "1f1b", "-p", 2, "-m", 2, *arguments)
         assert result.code == 2
@@ -99,7 +99,7 @@ def test_fit_recomputes_what_the_memory_limit_needs(run: Run) -> None:
     recomputed = json.loads(run("simulate", *sizes, "--recompute", "all").out)
     assert plain["makespan"] <= fitted["makespan"] < recomputed["makespan"]
     result = run("simulate", *sizes, "--offload", "fit")
-    assert (result.code, "fit fits the schedule into --memory; give both" in result.message) == (2, True)
+    assert (result.code, "--recompute fit needs --memory, the limit to fit" in result.message) == (2, True)
     assert "fits the memory limit of 0" in run("simulate", *sizes, "--recompute", "fit", "--memory", "0").err
 
 

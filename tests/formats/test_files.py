@@ -11,6 +11,7 @@ import pytest
 
 from penstock.errors import FormatError
 from penstock.formats import read, reads, write
+from tests.support.command_line import run_process
 from tests.support.schedule_files import SMALL, SMALL_CSV, document
 
 
@@ -138,3 +139,18 @@ def test_what_was_read_can_be_written(file_format: str, tmp_path: Path) -> None:
         return
     schedule.write(path)
     assert read(path) == schedule
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1"])
+def test_what_is_written_to_a_redirected_stream_is_appended(name: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        file.write("before\n")
+        file.flush()
+        done = run_process(
+            "show", "1f1b", "-p2", "-m1", "-f", "csv", "-o", name, cwd=tmp_path, stdout=file.fileno()
+        )
+    assert (done.code, done.err) == (0, "")
+    assert log.read_text().splitlines()[:3] == ["before", "0F0,0B0", "1F0,1B0"]
+    piped = run_process("show", "1f1b", "-p2", "-m1", "-f", "csv", "-o", name, cwd=tmp_path)
+    assert (piped.code, piped.out.splitlines()[:2]) == (0, ["0F0,0B0", "1F0,1B0"])

@@ -123,7 +123,7 @@ def test_embedding_and_head_are_required(text: str) -> None:
 
 def test_unassigned_and_unknown_layers_are_named() -> None:
     assert "28 layers (t), but the model has 30: layers 28 to 29 would be left out" in rejection("Et*28L", 30)
-    assert "31 layers (t), but the model has 30: there is no layer 30" in rejection("Et*31L", 30)
+    assert "31 layers (t), but the model has 30: layer 30 does not exist" in rejection("Et*31L", 30)
 
 
 def test_the_number_of_stages_must_match_the_schedule() -> None:

@@ -10,7 +10,9 @@ from tests.support.planning_models import decoder, layer, quick_plan
 
 
 def test_all_errors_of_the_arguments_are_reported() -> None:
-    with pytest.raises(PlanError, match="the number of ranks and samples per batch is missing"):
+    with pytest.raises(
+        PlanError, match=r"give the number of ranks \(--ranks\) and of samples per batch \(--batch\)"
+    ):
         plan(Model((layer(1.0),)))
     for arguments, message in (
         ({"ranks": 0, "samples": 1.5}, "ranks must be an integer above 0 .given 0.; samples must be"),

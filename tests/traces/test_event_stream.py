@@ -56,7 +56,10 @@ def test_an_empty_file_is_called_empty(text: str) -> None:
         ("hello", "character 0: a trace begins with { or [ at 'hello'"),
         ('{"traceEvents": [{"a": 1}, {"b" 2}]}', "event 1: invalid JSON"),
         ('{"traceEvents": [{"a": 1} {"b": 2}]}', "',' or ']' is missing"),
-        ('{"traceEvents": [{"a": 1}, {"b": "', "event 1: invalid JSON: Unterminated string"),
+        (
+            '{"traceEvents": [{"a": 1}, {"b": "',
+            "character 33, event 1: invalid JSON: Unterminated string at '\"'",
+        ),
         ('{"traceEvents": [{"a": 1}', "',' or ']' is missing at the end of the file"),
         ('{"traceEvents": []} extra', "text after the end"),
         ("{1: 2}", "a key in quotes is missing"),

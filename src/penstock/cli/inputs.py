@@ -102,7 +102,8 @@ class Lowering:
         ]
         if self._fits_memory:
             if self.memory is None:
-                raise typer.BadParameter(f"{_FIT} fits the schedule into --memory; give both")
+                options = " and ".join(option for option, text in given.items() if text == _FIT)
+                raise typer.BadParameter(f"{options} {_FIT} needs --memory, the limit to fit")
             wanted = (self.recompute == _FIT, self.offload == _FIT)
             passes.append(FitMemory(self.memory, costs_from(self.costs, self.memory), *wanted, send_model))
         if passes:
@@ -119,7 +120,9 @@ class Lowering:
         if by_cost and not self.lowered:
             raise typer.BadParameter("--sharding cost places actions that --lowered adds; give both")
         if self.memory is not None and not by_cost and not self._fits_memory:
-            raise typer.BadParameter("--memory limits --sharding cost, or --recompute fit; give both")
+            raise typer.BadParameter(
+                f"--memory needs one of --sharding cost, --recompute {_FIT} and --offload {_FIT}; give one too"
+            )
         if not self.lowered:
             return schedule
         with _about("--lowered"):
@@ -200,7 +203,7 @@ def schedule_from(
 def given_schedule_from(source: str | None, sizes: Sizes) -> Schedule | None:
     """The schedule of the option --schedule; None without it, which leaves no use for sizes."""
     if source is None and sizes.given:
-        raise typer.BadParameter(f"{' and '.join(sizes.given)} are the sizes of --schedule; give it too")
+        raise typer.BadParameter(f"{' and '.join(sizes.given)}: only with --schedule; give it too")
     return None if source is None else schedule_from(source, sizes)
 
 

@@ -118,10 +118,10 @@ def is_job(source: str, arguments: JobArguments) -> bool:
             raise typer.BadParameter(str(error)) from None
         if is_config(keys) or (isinstance(keys, dict) and _CONFIG_KEYS & set(keys)):
             return True
-    if arguments.given:
+    if arguments.given and Path(source).is_file():
         raise typer.BadParameter(
             f"{', '.join(arguments.given)}: only with a model's config.json, which has a model_type; {source} "
-            "has costs of layers or stages"
+            "has none, so it is read as costs of layers or stages"
         )
     return False
 

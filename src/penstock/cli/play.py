@@ -28,7 +28,9 @@ def play(
     read_only: ReadOnly = False,
     no_open: NoOpen = False,
 ) -> None:
-    """It runs on this machine until Ctrl-C and needs no internet. To install it: pip install 'penstock[serve]'
+    r"""It runs on this machine until Ctrl-C and needs no internet.
+
+    To install it: pip install 'penstock\[serve]'
 
     Examples:
       penstock play

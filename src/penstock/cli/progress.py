@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import isfinite
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -59,7 +60,9 @@ def file_progress(description: str, total: int) -> Iterator[Callable[[int], None
 def job_progress() -> Iterator[Callable[[str, float, float], None]]:
     """A bar with the phase and the best step time so far; yields the function that updates it."""
     with phase_progress() as show:
-        yield lambda phase, fraction, best: show(f"{phase}: best {seconds_text(best)}", fraction)
+        yield lambda phase, fraction, best: show(
+            f"{phase}: best {seconds_text(best)}" if isfinite(best) else phase, fraction
+        )
 
 
 @contextmanager

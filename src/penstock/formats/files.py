@@ -92,9 +92,21 @@ def write_text(text: str, path: Path) -> None:
     write_bytes(text.encode("utf-8"), path)
 
 
+def _open_stream(path: Path) -> int | None:
+    """The descriptor behind a name such as /dev/stdout, which may be redirected to a file; else None."""
+    if path.parent in (Path("/dev/fd"), Path("/proc/self/fd")) and path.name.isdecimal():
+        return int(path.name)
+    return {Path("/dev/stdout"): 1, Path("/dev/stderr"): 2}.get(path)
+
+
 def write_bytes(content: bytes, path: Path) -> None:
     """Write a file atomically; a symbolic link is followed, and the mode of an existing file is kept."""
     target = Path(os.path.realpath(path))
+    if (number := _open_stream(path)) is not None:
+        sys.stdout.flush()
+        with open(os.dup(number), "wb") as stream:  # noqa: PTH123 -- a descriptor
+            stream.write(content)
+        return
     if target.exists() and not target.is_file():  # a pipe or a device cannot be replaced
         target.write_bytes(content)
         return

@@ -189,7 +189,8 @@ def _check_numbers(
         if layout_layers < layers:
             problems.append(f"{message}: {_range_text(range(layout_layers, layers))} would be left out")
         else:
-            problems.append(f"{message}: there is no {_range_text(range(layers, layout_layers))}")
+            extra = _range_text(range(layers, layout_layers))
+            problems.append(f"{message}: {extra} {'does' if layout_layers - layers == 1 else 'do'} not exist")
     if stages is not None and layout_stages != stages:
         problems.append(f"the layout has {plural(layout_stages, 'stage')}, but the schedule has {stages}")
     return [_Problem(None, message) for message in problems]

@@ -195,9 +195,9 @@ def plan(
     ranks = model.ranks if ranks is None else ranks
     samples = model.samples if samples is None else samples
     if ranks is None or samples is None:
-        known = {"ranks": ranks, "samples per batch": samples}
-        missing = " and ".join(name for name, value in known.items() if value is None)
-        raise PlanError(f"the number of {missing} is missing: give it here or in the model {model.name!r}")
+        known = {"ranks (--ranks)": ranks, "samples per batch (--batch)": samples}
+        missing = " and of ".join(name for name, value in known.items() if value is None)
+        raise PlanError(f"give the number of {missing}: the model {model.name!r} does not have it")
     limit = model.memory if memory_limit is None else memory_limit
     request = PlanRequest(
         *(model, ranks, samples, limit, stages_per_rank, objective, seconds, seed, jitter, quantile),

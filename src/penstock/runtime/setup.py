@@ -83,6 +83,10 @@ def rank_model(
     return RankModel(modules, trained, device, ties, ReplicaGroup(trained, shards, replicas, schedule, rank))
 
 
+def _stages_are(stages: Sequence[int]) -> str:
+    return f"stage {stages[0]} is" if len(stages) == 1 else f"stages {listed(stages)} are"
+
+
 def _modules_of_rank(
     stages: Sequence[nn.Module] | Mapping[int, nn.Module], schedule: Schedule, rank: int
 ) -> dict[int, nn.Module]:
@@ -93,13 +97,13 @@ def _modules_of_rank(
         if unknown := sorted(stage for stage in stages if stage not in range(count)):
             raise PipelineError(
                 f"the schedule {schedule.name} has {plural(count, 'stage')}, 0 to {count - 1}: "
-                f"stage {listed(unknown)} would never run, and its layers would be left out"
+                f"{_stages_are(unknown)} not among them, and would never run"
             )
         expected = own if set(stages) <= set(own) else range(count)  # the rank's own stages, or all stages
         if missing := [stage for stage in expected if stage not in stages]:
             raise PipelineError(
-                f"stage {listed(missing)} of {count} is missing in `stages` ({listed(sorted(stages))}): give "
-                f"all of them, or only those of rank {rank}, {listed(own)}"
+                f"{_stages_are(missing)} missing in `stages`, which has {listed(sorted(stages)) or 'none'} of "
+                f"{count}: give all of them, or only those of rank {rank} (stage {listed(own)})"
             )
         return _with_checked_numbers({stage: stages[stage] for stage in own}, schedule)
     if len(stages) != len(own):

@@ -125,10 +125,11 @@ class EventStream:
             try:
                 value, end = self._decode(self._buffer, self._at)
             except json.JSONDecodeError as error:
+                offset, problem = error.pos - self._at, error.msg.removesuffix(" starting at")
                 short = len(self._buffer) - self._at < _LONGEST
                 if short and self._may_be_cut(error.pos) and self._more():
                     continue
-                self._fail(f"invalid JSON: {error.msg}", error.pos - self._at)
+                self._fail(f"invalid JSON: {problem}", offset)
             except RecursionError:
                 self._fail("invalid JSON: the nesting is too deep")
             except ValueError as error:

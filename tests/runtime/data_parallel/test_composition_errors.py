@@ -100,10 +100,10 @@ def test_inconsistent_replicas_are_rejected_on_every_rank(pools: Pools) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((0, 1, 3), "stage 2 of 4 is missing"),
-        ((0, 1, 2, 3, 4), "stage 4 would never run, and its layers would be left out"),
-        ((0, 3), "stage 1, 2 of 4 is missing"),
-        ((-1, 0, 1, 2, 3), "stage -1 would never run"),
+        ((0, 1, 3), "stage 2 is missing in `stages`, which has 0, 1, 3 of 4"),
+        ((0, 1, 2, 3, 4), "stage 4 is not among them, and would never run"),
+        ((0, 3), "stages 1, 2 are missing in `stages`"),
+        ((-1, 0, 1, 2, 3), "stage -1 is not among them, and would never run"),
     ],
 )
 def test_missing_or_extra_stages_are_rejected(given: tuple[int, ...], message: str) -> None:

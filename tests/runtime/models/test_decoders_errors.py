@@ -24,7 +24,7 @@ def test_layouts_with_another_number_of_layers_are_rejected() -> None:
     whole = decoder("llama")
     message = error_of(whole, layout="Ett|ttL")
     assert "has 4 layers (t), but the model has 5: layer 4 would be left out" in message
-    assert "has 6 layers (t), but the model has 5: there is no layer 5" in error_of(whole, layout="Et*6|L")
+    assert "has 6 layers (t), but the model has 5: layer 5 does not exist" in error_of(whole, layout="Et*6|L")
 
 
 def test_all_names_at_which_no_stage_can_begin_are_reported_at_once() -> None:
