@@ -99,7 +99,7 @@ def test_fit_recomputes_what_the_memory_limit_needs(run: Run) -> None:
     recomputed = json.loads(run("simulate", *sizes, "--recompute", "all").out)
     assert plain["makespan"] <= fitted["makespan"] < recomputed["makespan"]
     result = run("simulate", *sizes, "--offload", "fit")
-    assert (result.code, "--recompute fit needs --memory, the limit to fit" in result.message) == (2, True)
+    assert (result.code, "--offload fit needs --memory, the limit to fit" in result.message) == (2, True)
     assert "fits the memory limit of 0" in run("simulate", *sizes, "--recompute", "fit", "--memory", "0").err
 
 
