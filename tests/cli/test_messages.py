@@ -116,6 +116,11 @@ def test_json_on_stdout_stays_json_when_a_file_is_written(run: Run) -> None:
             "no such option: --divices; did you mean --devices? (see penstock plan --help)",
         ),
         (["search", "--time", "5"], "no such option: --time (see penstock search --help)"),
+        (["search", "-p2", "-m2", "--quantile", "2"], "--quantile needs --jitter: without it no step varies"),
+        (
+            ["plan", "llama-3-8b", "--devices", "8", "--batch", "8", "--quantile", "0.9"],
+            "--quantile needs --jitter: without it no step varies",
+        ),
         (["demo", "--ranks", "99"], "--ranks must be at most 8 (given 99)"),
         (
             ["simulate", "1f1b", "--send-model", "x"],

@@ -39,6 +39,7 @@ __all__ = [
     "parse_bytes",
     "parse_send_model",
     "parse_stages",
+    "quantile_from",
 ]
 
 
@@ -233,7 +234,19 @@ JitterShare: TypeAlias = Annotated[
     typer.Option("--jitter", metavar="SHARE", help="Vary the time of every step by this share, e.g. 0.05."),
 ]
 Quantile: TypeAlias = Annotated[
-    float, typer.Option("--quantile", help="With --jitter: rank by this quantile of the objective.")
+    float | None,
+    typer.Option(
+        "--quantile", help="With --jitter: rank by this quantile of the objective; 0.95 unless given."
+    ),
 ]
+
+
+def quantile_from(quantile: float | None, jitter: float | None) -> float:
+    """The value of --quantile, which needs --jitter."""
+    if quantile is not None and jitter is None:
+        raise typer.BadParameter("--quantile needs --jitter: without it no step varies")
+    return 0.95 if quantile is None else quantile
+
+
 Seed: TypeAlias = Annotated[int, typer.Option("--seed", help="Random seed.")]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]

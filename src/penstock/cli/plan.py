@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from penstock.cli.estimate_options import complete_model
-from penstock.cli.options import parse_stages
+from penstock.cli.options import parse_stages, quantile_from
 from penstock.cli.outputs import require_folder
 from penstock.cli.plan_job import JobArguments, is_job, job_request
 from penstock.cli.plan_job_report import render_frontier, report_job
@@ -80,7 +80,7 @@ def _plan_model(model: Model, arguments: PlanArguments, output: PlanOutput) -> N
             seconds=arguments.seconds,
             seed=arguments.seed,
             jitter=arguments.jitter,
-            quantile=arguments.quantile,
+            quantile=quantile_from(arguments.quantile, arguments.jitter),
             recompute="recompute" in techniques,
             offload="offload" in techniques,
             on_progress=on_progress,

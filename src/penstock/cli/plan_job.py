@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from penstock.cli.estimate_options import Precision, Recomputation, config_from, device_from
-from penstock.cli.options import Objective
+from penstock.cli.options import Objective, quantile_from
 from penstock.cli.plan_options import PlanArguments, names_in
 from penstock.cost.estimate import devices, is_config
 from penstock.cost.estimate.known_models import is_model_name
@@ -157,6 +157,6 @@ def job_request(source: str, arguments: JobArguments, common: PlanArguments) -> 
         search=common.seconds > 0,
         techniques=common.chosen_techniques,
         jitter=common.jitter,
-        quantile=common.quantile,
+        quantile=quantile_from(common.quantile, common.jitter),
         seed=common.seed,
     )

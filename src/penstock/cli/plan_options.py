@@ -73,7 +73,7 @@ class PlanArguments:
     seconds: TimeLimit = 10.0
     seed: Seed = 0
     jitter: JitterShare = None
-    quantile: Quantile = 0.95
+    quantile: Quantile = None
     techniques: Techniques = None
 
     @property

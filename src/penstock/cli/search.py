@@ -23,6 +23,7 @@ from penstock.cli.options import (
     Quantile,
     Seed,
     parse_stages,
+    quantile_from,
 )
 from penstock.cli.outputs import require_writable
 from penstock.cli.progress import search_progress
@@ -115,7 +116,7 @@ def search(
     moves: MoveLimit = None,
     seed: Seed = 0,
     jitter: RobustnessJitter = None,
-    quantile: Quantile = 0.95,
+    quantile: Quantile = None,
     output: ScheduleFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -155,7 +156,7 @@ def search(
             moves=moves,
             seed=seed,
             jitter=jitter,
-            quantile=quantile,
+            quantile=quantile_from(quantile, jitter),
             on_progress=on_progress,
         )
     if as_json:
