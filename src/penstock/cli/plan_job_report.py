@@ -64,7 +64,7 @@ def report_job(request: JobRequest, output: PlanOutput) -> None:
     console.print()
     console.print(frontier_text(made, width), soft_wrap=True)
     console.print()
-    for line in _notes(made, explained=why is not None):
+    for line in _notes(made, output.top, explained=why is not None):
         console.print(line, soft_wrap=True)
     if why is not None:
         print_explanation(console, why, made.units)
@@ -75,8 +75,11 @@ def report_job(request: JobRequest, output: PlanOutput) -> None:
     return None
 
 
-def _notes(made: JobPlan, *, explained: bool) -> list[str]:
-    """The best option in full, and what was left out; an explanation has the excluded sizes itself."""
+def _notes(made: JobPlan, top: int, *, explained: bool) -> list[str]:
+    """The best option in full, and what was left out; an explanation has the excluded sizes itself.
+
+    The table has the first `top` options.
+    """
     best, counts = made.best, made.evaluation.counts
     found = [
         "tokens/s: of each device; m: microbatches of a pipeline; v: stages per rank; time: of a whole step"
@@ -88,7 +91,7 @@ def _notes(made: JobPlan, *, explained: bool) -> list[str]:
         found.append(f"time: {quantile}; {made.best} takes {steady} without")
     if made.interrupted:
         found.append("interrupted: what was found until then")
-    if not all(each.is_exact for each in made.options):
+    if not all(each.is_exact for each in made.options[:top]):
         found.append("*: extended from fewer microbatches, without queues of messages")
     found.append(f"best: {best}, layout {made.layout}")
     limit = f"{bytes_text(made.request.memory_limit)} ({made.request.limit_share})"
