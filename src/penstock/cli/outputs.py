@@ -7,14 +7,16 @@ from pathlib import Path
 
 import typer
 
+from penstock.formats.files import open_stream
+
 __all__ = ["require_folder", "require_writable"]
 
 
 def require_writable(output: Path) -> None:
     """A usage error if a file cannot be written there."""
-    target = Path(os.path.realpath(output))
-    if output.exists() and not target.exists():  # a pipe behind /dev/stdout
+    if open_stream(output) is not None:
         return
+    target = Path(os.path.realpath(output))
     if target.is_dir():
         raise typer.BadParameter(f"{output} is a directory; give the name of a file")
     if target.exists() and not target.is_file():  # a pipe or a device

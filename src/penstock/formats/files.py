@@ -24,6 +24,7 @@ else:  # the backport of the same module
 
 __all__ = [
     "JsonError",
+    "open_stream",
     "parse_json",
     "read_keys",
     "read_text",
@@ -92,7 +93,7 @@ def write_text(text: str, path: Path) -> None:
     write_bytes(text.encode("utf-8"), path)
 
 
-def _open_stream(path: Path) -> int | None:
+def open_stream(path: Path) -> int | None:
     """The descriptor behind a name such as /dev/stdout, which may be redirected to a file; else None."""
     if path.parent in (Path("/dev/fd"), Path("/proc/self/fd")) and path.name.isdecimal():
         return int(path.name)
@@ -102,7 +103,7 @@ def _open_stream(path: Path) -> int | None:
 def write_bytes(content: bytes, path: Path) -> None:
     """Write a file atomically; a symbolic link is followed, and the mode of an existing file is kept."""
     target = Path(os.path.realpath(path))
-    if (number := _open_stream(path)) is not None:
+    if (number := open_stream(path)) is not None:
         sys.stdout.flush()
         with open(os.dup(number), "wb") as stream:  # noqa: PTH123 -- a descriptor
             stream.write(content)

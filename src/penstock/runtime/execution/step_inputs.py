@@ -21,7 +21,7 @@ __all__ = ["StepInputBuilder"]
 _log = logging.getLogger("penstock")
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepInputBuilder:
     """How one rank prepares batches."""
 
@@ -31,7 +31,7 @@ class StepInputBuilder:
     """Counts the tokens of a microbatch's target."""
     average: bool
     """Whether the loss of a step is the mean of the microbatches' losses, or else their sum."""
-    _warned: set[str] = field(default_factory=set)
+    _has_warned: bool = field(default=False, init=False)
 
     @property
     def loss_options(self) -> dict[str, object]:
@@ -88,8 +88,8 @@ class StepInputBuilder:
         """Say once that the mean over microbatches of different sizes is not that over the batch."""
         microbatches = self.config.schedule.microbatches
         uneven = [count for count in rows.values() if count % microbatches]
-        if uneven and self.average and not self._warned:
-            self._warned.add("uneven")
+        if uneven and self.average and not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "%d rows are split into %d microbatches of %d and %d rows, and each microbatch counts alike: "
                 "the loss and its gradients are not those of the whole batch. Give tokens=len to Pipeline to "
