@@ -4,7 +4,32 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["Ended", "Listener", "end_message"]
+__all__ = ["Ended", "Listener", "check_message", "end_message"]
+
+_LARGEST = 2**53
+_NUMBER_OR_NONE = int, type(None)
+_CAUSE = {
+    **dict.fromkeys(["rank", "step", "world_rank", "reporter"], int),
+    **dict.fromkeys(["action", "message", "details", "process", "call", "place"], str),
+    **dict.fromkeys(["stage", "microbatch"], _NUMBER_OR_NONE),
+    "kind": {"exception", "timeout", "lost", "interrupted"},
+    "members": [int],
+}
+_STATUS = {"mode": str, "step": int, "position": int, "awaited": str, "call": str}
+_QUESTION = {"question": str, "rank": int, "group": [int]}
+_SHAPES: dict[str, dict[str, Any]] = {
+    "aborted": {"rank": int},
+    "answer": {"question": str, "rank": int, "text": str},
+    "broken": {**_QUESTION, "connection": str},
+    "cause": {"connection": str, "cause": _CAUSE},
+    "end": {"rank": int, "process": str, "reason": str, "network_error": str},
+    "silence": {"rank": int, "process": str, "seconds": float},
+    "state": {"rank": int},
+    "status": {"connection": str, "rank": int, "status": _STATUS},
+    "unmet": {**_QUESTION, "stages": str, "seconds": float, "are_replicas": bool},
+    "withdrawn": {"rank": int, "stages": str},
+}
+"""The fields of each type of message: a type or several, a set of values, a list, or an object."""
 
 
 class Ended:
@@ -34,6 +59,30 @@ class Ended:
 def end_message(ended: Ended) -> dict[str, Any]:
     """The broadcast that says so."""
     return {"type": "end", "id": f"{ended.rank}/end", **vars(ended)}
+
+
+def check_message(message: dict[str, Any]) -> None:
+    """Raise a ValueError unless a message has a known type, and the fields of that type."""
+    kind = message.get("type")
+    shape = _SHAPES.get(kind) if isinstance(kind, str) else None
+    fields = {name: value for name, value in message.items() if name not in ("type", "id")}
+    if shape is None or not _fits(fields, shape) or not isinstance(message.get("id", ""), str):
+        raise ValueError("not a message of this version")
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    if isinstance(shape, dict):
+        is_object = isinstance(value, dict) and value.keys() == shape.keys()
+        return is_object and all(_fits(value[name], shape[name]) for name in shape)
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(each, shape[0]) for each in value)
+    if isinstance(shape, set):
+        return isinstance(value, str) and value in shape
+    if type(value) in (int, float) and not -_LARGEST < value < _LARGEST:  # nor NaN
+        return False
+    if shape is float:
+        return type(value) in (int, float)
+    return type(value) in (shape if isinstance(shape, tuple) else (shape,))  # True is no int
 
 
 class Listener(Protocol):

@@ -247,7 +247,7 @@ class FailureMonitor:
         kinds = ("ended", "exception", "silent", "timeout", "lost")
         kind = {"interrupted": "exception"}.get(cause.kind, cause.kind)
         if cause.process:
-            kind = {"lost": "ended", "timeout": "silent"}[kind]
+            kind = {"lost": "ended", "timeout": "silent"}.get(kind, kind)
         return kinds.index(kind), cause.members != self.members, cause.reporter
 
     def _completed(self, cause: FailureCause) -> FailureCause:
