@@ -25,7 +25,7 @@ from unittest import mock
 from torch import nn
 
 from penstock.runtime import load_checkpoint, save_checkpoint
-from penstock.runtime.checkpoints import checksums
+from penstock.runtime.checkpoints import files as checksums
 
 CHECKSUMS: dict[str, Callable[[bytes], object]] = {
     "zlib.crc32": zlib.crc32,

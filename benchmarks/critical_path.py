@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from penstock.ir.action import Action
 from penstock.ir.kinds import Kind
-from penstock.runtime.execution.program import CallType
+from penstock.runtime.program.program import CallType
 
 __all__ = ["PARTS", "StepTimes", "Timed", "breakdown", "seconds_by_call"]
 

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from penstock.cli.demo_verdict import Gain, measured_gain
+from penstock.cli.demo import Gain, measured_gain
 from penstock.families import build
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.runtime.demo.training import Step, begin, end, train
+from penstock.runtime.demo import Step, begin, end, train
 from penstock.runtime.local_ranks import LocalRanks
 from penstock.search import search
 from penstock.simulation.calibration import calibrate

@@ -45,7 +45,7 @@ from benchmarks.processes import on_ranks
 from benchmarks.runtime import TORCH_SCHEDULES, costs_of, prepare_sleeps, schedule_of, stage_seconds
 from penstock.ir.kinds import Kind
 from penstock.runtime import Pipeline
-from penstock.runtime.execution.program import Call
+from penstock.runtime.program.program import Call
 from penstock.runtime.transport.eager import EagerMessages, host_bytes
 from penstock.runtime.transport.gloo_connections import gloo_group
 from penstock.runtime.transport.stores import store_connection

@@ -27,8 +27,8 @@ from benchmarks import modules
 from benchmarks.processes import on_ranks, print_row
 from benchmarks.split_backward import measure_split
 from penstock.runtime import Pipeline, register_layer
-from penstock.runtime.execution import connection
-from penstock.runtime.execution.loss_exchange import LossExchange
+from penstock.runtime.session import connection
+from penstock.runtime.session.step_commit import LossExchange
 from penstock.runtime.transport.transport_errors import Pending
 
 STEPS = 7

@@ -15,7 +15,7 @@ from penstock import Schedule, loops, simulate, validate
 from penstock.families import registry
 from penstock.loops import Loop
 from penstock.lowering import AddCommunication
-from penstock.simulation.attribution import gaps
+from penstock.simulation.gaps import gaps
 from penstock.simulation.simulator import Simulator
 from penstock.validation import SendModel
 from tests.support.grids import repetitions, small

@@ -24,8 +24,9 @@ from penstock.errors import (
 )
 from penstock.families import Family, build, encoder_decoder, families, register
 from penstock.formats import read
-from penstock.ir.action import Action, Kind, Overlap, parse_action
+from penstock.ir.action import Action, Overlap, parse_action
 from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower

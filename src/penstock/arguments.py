@@ -6,18 +6,6 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from operator import index
 
-__all__ = [
-    "did_you_mean",
-    "index_problem",
-    "install_command",
-    "listed",
-    "number_ranges",
-    "plural",
-    "printable",
-    "some",
-    "whole_number",
-]
-
 
 def whole_number(value: object) -> int | None:
     """Convert an integer of any type, such as numpy's, to `int`; return None for a bool and everything else."""

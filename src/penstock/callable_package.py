@@ -8,8 +8,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = ["make_callable"]
-
 
 def make_callable(package: str, function: Callable[..., Any]) -> None:
     """Let a call of the package call the function, whose signature and docstring it then shows."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-__all__ = ["COMPILED", "compiled"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 try:

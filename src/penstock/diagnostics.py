@@ -22,17 +22,6 @@ import numpy as np
 from penstock.arguments import install_command
 from penstock.processes import free_port, usable_cores
 
-__all__ = [
-    "EXTRAS",
-    "Check",
-    "Verdict",
-    "core_checks",
-    "extra_checks",
-    "machine_checks",
-    "name_checks",
-    "torch_checks",
-]
-
 Verdict = Literal["ok", "warn", "fail"]
 T = TypeVar("T")
 

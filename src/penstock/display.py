@@ -7,8 +7,6 @@ from typing import Any
 
 from penstock.errors import MissingExtraError
 
-__all__ = ["Displayed"]
-
 
 class Displayed:
     """A value with a picture or a table of its own in notebooks, which `penstock.view.notebook` makes."""

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["COMPILE_AFTER", "Loop"]
-
 COMPILE_AFTER = 1_000_000
 """Entries of columns: plain loops take about as long for them as loading the compiler does."""
 

@@ -8,8 +8,6 @@ import socket
 from contextlib import suppress
 from random import SystemRandom
 
-__all__ = ["end_with_parent", "free_port", "usable_cores"]
-
 
 def usable_cores() -> int:
     """The cores that this process may use."""

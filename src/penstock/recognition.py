@@ -17,12 +17,10 @@ import numpy as np
 from penstock.arguments import plural
 from penstock.errors import BuildError
 from penstock.families import Family, build, families
+from penstock.ir.encoding import Ints
 from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints
 from penstock.lowering import SplitBackward
-
-__all__ = ["Difference", "Recognition", "recognize"]
 
 
 @dataclass(frozen=True)

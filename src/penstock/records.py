@@ -10,24 +10,12 @@ from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.recognition import Recognition, recognize
 from penstock.search import SearchResult
-from penstock.simulation.attribution import critical_path
 from penstock.simulation.calibration import errors_by_kind
 from penstock.simulation.comparison import comparison_of
-from penstock.simulation.gaps import REASONS, Gaps, gaps
+from penstock.simulation.gaps import REASONS, Gaps, critical_path, gaps
 from penstock.simulation.timeline import Timeline
 from penstock.traces.measured_run import MeasuredRun
 from penstock.validation import Violations
-
-__all__ = [
-    "QUANTILES",
-    "check_record",
-    "collectives_of",
-    "idle_by_reason",
-    "order_of",
-    "run_record",
-    "search_record",
-    "simulation_record",
-]
 
 QUANTILES = (5, 50, 95)
 """Percentiles of the makespan under jitter."""

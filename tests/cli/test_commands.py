@@ -40,8 +40,6 @@ finally:
         "penstock.arguments",
         "penstock.cli",
         "penstock.cli.commands",
-        "penstock.cli.option_groups",
-        "penstock.cli.option_names",
         "penstock.cli.usage_errors",
         "penstock.errors",
     }

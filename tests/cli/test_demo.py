@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.demo_verdict import measured_gain
+from penstock.cli.demo import measured_gain
 from tests.support.command_line import Run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import penstock
-from penstock.cli.demo_page import DemoFacts, demo_page_head
+from penstock.cli.demo import DemoFacts, demo_page_head
 from penstock.view.html import html
 
 FACTS = DemoFacts(

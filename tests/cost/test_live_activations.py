@@ -6,7 +6,7 @@ import pytest
 
 import penstock
 from penstock import Costs, Schedule
-from penstock.cost.live_activations import live_activations
+from penstock.cost.memory import live_activations
 from penstock.errors import UnhandledKindError
 from penstock.families import families
 

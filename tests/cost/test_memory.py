@@ -9,8 +9,7 @@ import pytest
 
 import penstock
 from penstock import Costs, Schedule, simulate
-from penstock.cost.live_activations import live_activations
-from penstock.cost.memory import activation_bytes, fixed_bytes, memory_over_time
+from penstock.cost.memory import activation_bytes, fixed_bytes, live_activations, memory_over_time
 from penstock.ir.kinds import Kind
 from tests.support.random_schedules import random_compute
 

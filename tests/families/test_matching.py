@@ -6,7 +6,7 @@ import pytest
 
 import penstock
 from penstock import Kind, Placement
-from penstock.families.matching import offloading_schedules, schedule_on, training_families
+from penstock.families.registry import offloading_schedules, schedule_on, training_families
 
 
 @pytest.mark.parametrize("name", list(penstock.families()))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock import Costs, FormatError, build, read
-from penstock.formats.file_kinds import kind_of_file
+from penstock.formats.files import kind_of_file
 
 CONFIG = {"model_type": "llama", "hidden_size": 64}
 MODEL = {"layers": [{"forward_seconds": 1}], "devices": {"ranks": 4}}

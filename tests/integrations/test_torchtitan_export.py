@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.cost.estimate.config_files import ARCHITECTURES
+from penstock.cost.estimate.model_config import ARCHITECTURES
 from penstock.errors import ExportError
 from penstock.formats import reads
 from penstock.integrations import Export, export_torchtitan

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ActionError
-from penstock.ir.action import MAX_ID, Action, Kind, Overlap, Step, parse_action
+from penstock.ir.action import MAX_ID, Action, Overlap, Step, parse_action
 from penstock.ir.encoding import code_of, decode, encode
+from penstock.ir.kinds import Kind
 
 COMPUTE = {Kind.F, Kind.I, Kind.W, Kind.B, Kind.RECOMPUTE, Kind.OVERLAP_F_B}
 SENDS = {Kind.SEND_F, Kind.SEND_B}

@@ -13,7 +13,7 @@ from penstock.bounds import bounds_of
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
 from penstock.lowering import AddCommunication, DeferReceives
-from penstock.simulation.attribution import critical_path, gaps
+from penstock.simulation.gaps import critical_path, gaps
 from penstock.validation import SendModel
 
 SKIP = StageGraph(3, ((0, 1), (1, 2), (0, 2)))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Placement, build
-from penstock.cost.live_activations import live_activations
+from penstock.cost.memory import live_activations
 from penstock.planning import Model
 from penstock.planning.candidates import candidate_partitions, configurations, partition_within_memory
 from penstock.planning.configuration import configure

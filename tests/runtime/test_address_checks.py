@@ -10,8 +10,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from penstock.diagnostics import Check
-from penstock.runtime import address_checks
-from penstock.runtime.address_checks import _Place, check_addresses
+from penstock.runtime import distributed_checks as address_checks
+from penstock.runtime.distributed_checks import _Place, check_addresses
 
 LIMIT = timedelta(seconds=60)
 

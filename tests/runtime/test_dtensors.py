@@ -17,8 +17,8 @@ from penstock.errors import PenstockError, PipelineError
 from penstock.lowering import Offload, Recompute, lower
 from penstock.runtime import Pipeline
 from penstock.runtime.dtensors import Meshes, is_dtensor, sharding_of
-from penstock.runtime.execution.custom_function import Custom
-from penstock.runtime.execution.offloading import HostStore, Offloadable, SavedTensors
+from penstock.runtime.session.config import Custom
+from penstock.runtime.stage.memory import HostStore, Offloadable, SavedTensors
 from tests.support.grids import small, thinned
 from tests.support.models import TASKS, numbers
 from tests.support.pool import Pools

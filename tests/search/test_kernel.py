@@ -12,7 +12,7 @@ import pytest
 import penstock
 from penstock import simulate, validate
 from penstock.bounds import OBJECTIVES
-from penstock.ir.table import Ints
+from penstock.ir.encoding import Ints
 from penstock.search import kernel
 from penstock.search.kernel_arrays import INPUT_GRAD, PAIRED, SEPARATE, TOKEN, WEIGHT_GRAD, empty_state
 from penstock.search.problem import Problem

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock import Costs, Placement
-from penstock.ir.table import Ints
+from penstock.ir.encoding import Ints
 from penstock.search.kernel_arrays import FORWARD, INPUT_GRAD, PAIRED, SEPARATE, TOKEN, WEIGHT_GRAD
 from penstock.search.numbering import number_entries
 from penstock.search.problem import Problem

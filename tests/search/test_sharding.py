@@ -13,8 +13,7 @@ import pytest
 import penstock
 from penstock import Costs, Kind, Schedule, ScheduleError, SearchError, SendModel, Timeline, lower, simulate
 from penstock.lowering import AddCommunication, AddGradReduction, AddSharding
-from penstock.lowering.reduction import with_reductions
-from penstock.lowering.sharding import with_sharding
+from penstock.lowering.sharding import with_reductions, with_sharding
 from penstock.search import PlaceSharding
 from penstock.search.sharding_plan import RankSteps, plan_rank
 from tests.support.grids import repetitions, small

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import pytest
 
-from penstock.ir.table import Ints
+from penstock.ir.encoding import Ints
 from penstock.search import driver, exact, search
 from penstock.search.placement_search import PlacementSearch
 from penstock.search.problem import Problem

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock import Costs, Schedule, simulate
-from penstock.simulation.attribution import critical_path, gaps
+from penstock.simulation.gaps import critical_path, gaps
 from tests.support.grids import examples
 from tests.support.random_costs import random_costs
 from tests.support.random_schedules import random_valid

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock import Costs, Schedule, build, lower, simulate
-from penstock.simulation.attribution import gaps
-from penstock.simulation.measured import measured_timeline
+from penstock.simulation.calibration import measured_timeline
+from penstock.simulation.gaps import gaps
 from penstock.simulation.timeline import Timeline
 
 COSTS = Costs(forward=(1.0, 2.0), backward=(2.0, 3.0), latency=0.5)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.execution.batcher import Batcher
+from penstock.runtime.batch import Batcher
 
 
 def rows(count: int, *more: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.runtime import Custom, Pipeline

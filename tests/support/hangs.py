@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import build
 from penstock.runtime import Pipeline, record_state
-from penstock.runtime.execution import meeting
+from penstock.runtime.session import step_runner as meeting
 from penstock.runtime.transport.channels import SendChannel
 
 __all__ = ["CULPRIT", "FAULTS", "MICROBATCHES", "RANKS", "RUNTIMES", "hang"]

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import penstock
 from penstock.runtime import Pipeline, label_actions
-from penstock.runtime.demo.gpt import Block
+from penstock.runtime.demo import Block
 
 __all__ = [
     "MICROBATCHES",

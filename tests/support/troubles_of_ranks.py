@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline
-from penstock.runtime.execution.loss_exchange import LossExchange
+from penstock.runtime.session.step_commit import LossExchange
 from tests.support.call_outcomes import attempt
 from tests.support.faults import Fault, faulty_pipeline
 from tests.support.troubles import model, step

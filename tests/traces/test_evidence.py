@@ -13,7 +13,7 @@ from penstock import build
 from penstock.errors import FormatError, ScheduleError
 from penstock.formats.restricted_pickle import PickleRefusedError, unpickle_plain
 from penstock.lowering import lower
-from penstock.traces.evidence import read_evidence
+from penstock.traces.diagnosis import read_evidence
 from penstock.traces.rank_state import RankState, dump_state, state_file_name
 from tests.support.flight_records import dump_of, operations_of
 

@@ -9,10 +9,8 @@ import pytest
 
 from penstock import Schedule, build
 from penstock.lowering import AddCommunication, lower
-from penstock.traces.diagnosis import Diagnosis, diagnose
-from penstock.traces.evidence import read_evidence
-from penstock.traces.flight_recorder import load_flight_record
-from penstock.traces.message_orders import messages_at_use
+from penstock.traces.diagnosis import Diagnosis, diagnose, read_evidence
+from penstock.traces.flight_recorder import load_flight_record, messages_at_use
 from tests.support.flight_records import dump_of, operations_of, write_dumps
 
 P, M = 4, 8

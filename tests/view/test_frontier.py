@@ -12,8 +12,7 @@ from xml.etree import ElementTree as ET
 from penstock import Costs
 from penstock.cost.units import Units
 from penstock.planning import Model, Plan, plan
-from penstock.view.frontier import frontier_picture, frontier_text, option_points
-from penstock.view.frontier_html import frontier_html
+from penstock.view.frontier import frontier_html, frontier_picture, frontier_text, option_points
 from penstock.view.marks import Label
 from penstock.view.svg import svg_of
 from tests.support.planning_models import decoder

@@ -14,7 +14,7 @@ import pytest
 
 import penstock
 from penstock import Costs, Kind, Placement, Schedule, StageGraph, Timeline
-from penstock.simulation.attribution import critical_path, gaps
+from penstock.simulation.gaps import critical_path, gaps
 from penstock.view.html import html
 from tests.support.timelines import timeline
 

@@ -9,7 +9,7 @@ from selenium.webdriver import Keys
 
 import penstock
 from penstock import Costs, Placement
-from penstock.simulation.attribution import critical_path
+from penstock.simulation.gaps import critical_path
 from tests.support.browser import BROWSER, COSTS, DRIVER, ONE_F, ZBV, Browser, number_of
 from tests.support.grids import small
 

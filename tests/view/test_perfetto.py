@@ -11,7 +11,7 @@ import pytest
 
 import penstock
 from penstock import Costs, Kind, Placement, Schedule, StageGraph, Timeline
-from penstock.simulation.attribution import gaps
+from penstock.simulation.gaps import gaps
 from penstock.view.perfetto import _us, trace
 from tests.support.grids import small
 from tests.support.timelines import COSTS, timeline

@@ -14,7 +14,7 @@ import pytest
 import penstock
 from penstock import Costs, PenstockError, Placement, Schedule, Timeline
 from penstock.view.kinds import kinds_on, style_of
-from penstock.view.palette import PALEST, lightness, tint
+from penstock.view.marks import PALEST, lightness, tint
 from penstock.view.picture import picture
 from penstock.view.scales import LEFT, WIDEST
 from penstock.view.svg import svg

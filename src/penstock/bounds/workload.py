@@ -1,13 +1,8 @@
-"""Workload: what has to be done whatever the order, and the longest chains of it before and after each action.
-
-head     of an action: the longest chain of work that has to end before it can start
-tail     of an action: the longest chain of work that can only start once it has ended
-machine  what does one thing at a time: a rank that runs step after step; where it may run overlapped pairs, its
-         compute stream, its all-to-all stream, its forwards and its backwards each by themselves
-"""
+"""Workload: what has to be done whatever the order; Bound: seconds that no order can beat, and why."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,12 +11,19 @@ import numpy as np
 from penstock.cost.costs import Costs
 from penstock.cost.memory import fixed_bytes_of
 from penstock.cost.prices import StreamSeconds, edge_prices, pair_seconds, stream_seconds
+from penstock.ir.encoding import Floats
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.table import Floats
 
-__all__ = ["Jobs", "Window", "Workload"]
+# Workload: what has to be done whatever the order, and the longest chains of it before and after each action.
+#
+# head     of an action: the longest chain of work that has to end before it can start
+# tail     of an action: the longest chain of work that can only start once it has ended
+# machine  what does one thing at a time: a rank that runs step after step; where it may run overlapped pairs,
+# its
+#          compute stream, its all-to-all stream, its forwards and its backwards each by themselves
+
 
 _NEVER = float("-inf")
 
@@ -285,3 +287,29 @@ class Workload:
         """Bytes that a memory limit leaves for activations."""
         own = self.placement.stages_of_rank[rank]
         return max(limit - fixed_bytes_of(self.costs, own, self.placement.num_stages), 0.0)
+
+
+# Bound: a number of seconds that no order of the work can beat, and why.
+
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, order=True)
+class Bound:
+    """No order of the work can take less than `seconds`."""
+
+    seconds: float
+    name: str
+    because: str
+
+    def gap(self, seconds: float) -> float:
+        """How much longer than the bound this is, as a share of the bound; 0 is a proof of optimality."""
+        gap = seconds / self.seconds - 1 if self.seconds else 0.0
+        return 0.0 if abs(gap) < _ROUNDING else gap
+
+
+def worst(work: Workload, of: Callable[[int], float]) -> tuple[float, int]:
+    """The greatest over ranks, and the rank."""
+    seconds, rank = max((of(rank), -rank) for rank in range(work.placement.num_ranks))
+    return seconds, -rank

@@ -14,8 +14,7 @@ import typer
 
 from penstock import __version__
 from penstock.cli.commands import SUMMARIES, LazyGroup
-from penstock.cli.option_names import with_options
-from penstock.cli.usage_errors import UsageError, usage_message
+from penstock.cli.usage_errors import UsageError, usage_message, with_options
 from penstock.errors import (
     BuildError,
     CostsError,

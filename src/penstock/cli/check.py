@@ -21,9 +21,6 @@ from penstock.ir.schedule import Schedule
 from penstock.records import check_record, order_of
 from penstock.validation import SendModel, report, validate
 
-__all__ = ["check"]
-
-
 StrictestSendModel: TypeAlias = Annotated[
     SendModel,
     typer.Option(

@@ -32,9 +32,6 @@ from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
 from penstock.view.tables import comparison_notes, comparison_table
 
-__all__ = ["compare"]
-
-
 ScheduleSources: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(

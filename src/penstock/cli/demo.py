@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf, sqrt
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from penstock.simulation.calibration import errors_by_kind
+from penstock.simulation.timeline import Timeline
+
+if TYPE_CHECKING:
+    from penstock.runtime.demo import Step
+import os
+import platform
 import shutil
 import time
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.demo_page import DemoFacts, demo_page_head, machine_text
-from penstock.cli.demo_report import MeasuredSchedule, kind_table, schedule_rows, schedule_table
-from penstock.cli.demo_verdict import Gain, measured_gain
+from penstock.arguments import plural
 from penstock.cli.progress import spinner
 from penstock.cli.rendering import print_table, require_suffix
 from penstock.cost.costs import Costs
@@ -30,10 +43,266 @@ from penstock.view.html import html
 from penstock.view.terminal import terminal
 
 if TYPE_CHECKING:
-    from penstock.runtime.demo.training import Step
+    from penstock.runtime.demo import Step
     from penstock.runtime.local_ranks import LocalRanks
 
-__all__ = ["demo"]
+
+# The verdict of `penstock demo`: one sentence that compares the measured gain with the noise of the run.
+
+
+_Z = 1.96  # 95 % of a normal distribution
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much faster the schedule found is than the first one, as shares of the first one's step time."""
+
+    measured: float
+    noise: float
+    """Half of the 95 % confidence interval of `measured`; `inf` for a single pair of steps."""
+    predicted: float
+    steps: int
+    same_order: bool = False
+    """Whether the search gave back the order of the first schedule."""
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence, for someone who does not know schedules."""
+        if self.same_order:
+            return "1f1b is already the best schedule that the search finds for this machine and its memory."
+        if abs(self.measured) <= self.noise:
+            return "The schedule found and 1f1b are equally fast, as far as this run can tell."
+        return (
+            f"The schedule found trains {_change(self.measured)} than 1f1b, with the same memory and the same "
+            f"results.{'' if self.measured > 0 else ' Keep 1f1b on this machine.'}"
+        )
+
+    @property
+    def reason(self) -> str:
+        """The gain, the noise, and what was predicted."""
+        chance = f"with {self.steps} steps of each, up to {self.noise:.1%} is chance"
+        if self.noise == inf:
+            chance = "one step of each is too few to tell a gain from chance"
+        if self.same_order:
+            return f"There was nothing else to measure; {chance}."
+        within = "within" if abs(self.measured) <= self.noise else "more than"
+        busy = (
+            " Other programs seem to use this machine: repeat it when they do not." if self.noise > 0.1 else ""
+        )
+        return (
+            f"Measured: {_change(self.measured)} per step, which is {within} the noise of this run: {chance}. "
+            f"The simulator predicted {_change(self.predicted)}.{busy}"
+        )
+
+
+def measured_gain(
+    first: Sequence[float], found: Sequence[float], predicted: float, *, same_order: bool
+) -> Gain:
+    """The gain over pairs of steps, each measured one after the other, so that load changes both."""
+    differences = [before - after for before, after in zip(first, found, strict=True)]
+    whole, count = fmean(first), len(differences)
+    noise = inf if count < 2 else _quantile(count - 1) * stdev(differences) / sqrt(count) / whole
+    return Gain(fmean(differences) / whole, noise, predicted, count, same_order)
+
+
+def _quantile(freedom: int) -> float:
+    """Student's t for 95 %, by the expansion of Cornish and Fisher: 2.26 for 9 degrees of freedom."""
+    first = (_Z**3 + _Z) / (4 * freedom)
+    return _Z + first + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
+
+
+def _change(gain: float) -> str:
+    if abs(gain) < 0.0005:
+        return "0.0% faster"
+    return f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
+
+
+# The report of `penstock demo`: predicted and measured steps of a schedule, as timelines and tables.
+
+
+@dataclass(frozen=True)
+class MeasuredSchedule:
+    """One schedule: the predicted timeline, and the measured steps."""
+
+    predicted: Timeline
+    steps: list[list[Step]]
+    """By step and rank."""
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule."""
+        return self.predicted.schedule.name
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """The measured timelines, one per step."""
+        return [ranks[0].timeline for ranks in self.steps]
+
+    @property
+    def seconds(self) -> float:
+        """The mean measured makespan."""
+        return fmean(timeline.makespan for timeline in self.timelines)
+
+    @property
+    def pictures(self) -> Iterator[Timeline]:
+        """The predicted timeline, and the measured one of median makespan; memory is in activations."""
+        median = sorted(self.timelines, key=lambda timeline: timeline.makespan)[len(self.steps) // 2]
+        for label, timeline in (("predicted", self.predicted), ("measured", median)):
+            named = timeline.schedule.renamed(f"{timeline.schedule.name}, {label}")
+            costs = replace(timeline.costs, activation_message=0, gradient_message=0)  # these are bytes
+            yield replace(timeline, schedule=named, costs=costs)
+
+    @property
+    def bubble(self) -> float:
+        """The mean measured bubble rate."""
+        return fmean(timeline.bubble_rate for timeline in self.timelines)
+
+    @property
+    def live(self) -> int:
+        """The peak number of live activations of any rank."""
+        return max(step.live for ranks in self.steps for step in ranks)
+
+
+def kind_table(measured: Sequence[MeasuredSchedule]) -> Table:
+    """Predicted and measured mean time per kind of action, and of the step."""
+    table = _table("kind", "predicted ms", "measured ms", "error")
+    for each in measured:
+        for row in errors_by_kind(each.predicted, each.timelines):
+            times = (f"{seconds * 1e3:.2f}" for seconds in (row.predicted, row.measured))
+            table.add_row(each.name, row.kind, *times, f"{row.error:+.1%}")
+    return table
+
+
+def schedule_table(measured: Sequence[MeasuredSchedule]) -> Table:
+    """Step time, bubble and peak live activations per schedule."""
+    (_, *columns), *rows = schedule_rows(measured)
+    table = _table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def schedule_rows(measured: Sequence[MeasuredSchedule]) -> list[list[str]]:
+    """The names of the columns, and then a row per schedule."""
+    rows = [["schedule", "predicted step", "measured step", "bubble", "peak live activations"]]
+    for each in measured:
+        times = (f"{seconds * 1e3:.1f} ms" for seconds in (each.predicted.makespan, each.seconds))
+        rows.append([each.name, *times, f"{each.bubble:.1%}", str(each.live)])
+    return rows
+
+
+def _table(*columns: str) -> Table:
+    """An empty table with the schedule and these columns."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("schedule")
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
+
+
+# The head of the demo's `report.html`: the result, the gradient check, the loss curve and the machine.
+
+
+_EXPLANATION = (
+    "1f1b is the usual schedule; found is the order of the same work that the search found at the measured "
+    "costs, within the memory of 1f1b. The bubble is the share of a step in which a process idles; live "
+    "activations are the microbatches that a process holds in memory at once."
+)
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 170, 46, 24
+
+
+@dataclass(frozen=True)
+class DemoFacts:
+    """What the head of the report says."""
+
+    headline: str
+    reason: str
+    """The numbers behind the headline."""
+    check: str
+    """The comparison with one process."""
+    losses: Sequence[float]
+    """Of all training steps, in order."""
+    rows: Sequence[Sequence[str]]
+    """The table of schedules; the first row has the names of the columns."""
+    machine: str
+
+
+def demo_page_head(facts: DemoFacts) -> str:
+    """An HTML fragment for above the timelines; it needs no script."""
+    return "\n".join(
+        [
+            '<section class="report" aria-label="Result">',
+            f"<h2>{_text(facts.headline)}</h2>",
+            f"<p>{_text(facts.reason)}</p>",
+            f"<p>{_text(facts.check)}</p>",
+            *_html_table(facts.rows),
+            f"<p>{_EXPLANATION}</p>",
+            *_loss_curve(facts.losses),
+            f"<p>Machine: {_text(facts.machine)}</p>",
+            "<p>Below, on one time axis: both schedules, as predicted and as measured; a row is a process.</p>",
+            "</section>",
+        ]
+    )
+
+
+def machine_text() -> str:
+    """Processor, system, versions and load of this machine."""
+    parts = [
+        f"{_processor()}, {plural(usable_cores(), 'usable core')}",
+        f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+    ]
+    if hasattr(os, "getloadavg"):
+        parts.append(f"load average {os.getloadavg()[0]:.1f} at the end, processes of the demo included")
+    return "; ".join(parts) + "."
+
+
+def _processor() -> str:
+    """The model of the processor, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or "unknown processor"
+
+
+def _html_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "<table>"
+    for tag, row in zip(("th", *["td"] * len(rows)), rows):
+        yield "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in row) + "</tr>"
+    yield "</table>"
+
+
+def _loss_curve(losses: Sequence[float]) -> Iterator[str]:
+    """The loss of every step as a line, with its first and last value in words."""
+    low, high = min(losses), max(losses)
+    across, up = (
+        (_WIDTH - _LEFT - 8) / max(len(losses) - 1, 1),
+        (_HEIGHT - _BOTTOM - 12) / ((high - low) or 1.0),
+    )
+    points = " ".join(
+        f"{_LEFT + place * across:.1f},{12 + (high - loss) * up:.1f}" for place, loss in enumerate(losses)
+    )
+    name = f"Loss: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}"
+    base = _HEIGHT - _BOTTOM
+    yield f"<p>{name}.</p>"
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
+    yield f'<svg {size} role="img" aria-label="{name}">'
+    yield f'<path d="M{_LEFT} 8V{base}H{_WIDTH - 8}" fill="none" stroke="currentColor" stroke-opacity=".4"/>'
+    yield f'<polyline points="{points}" fill="none" stroke="#0072b2" stroke-width="2"/>'
+    for x, y, anchor, text in (
+        (_LEFT - 6, 16, "end", f"{high:.2f}"),
+        (_LEFT - 6, base, "end", f"{low:.2f}"),
+        (_LEFT, _HEIGHT - 6, "start", "step 1"),
+        (_WIDTH - 8, _HEIGHT - 6, "end", f"step {len(losses)}"),
+    ):
+        yield f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="12" fill="currentColor">{text}</text>'
+    yield "</svg>"
+
+
+def _text(text: str) -> str:
+    return escape(text).encode("ascii", "xmlcharrefreplace").decode()
+
 
 _COMPARED, _TRAINED, _PROFILED, _MEASURED = 3, 10, 8, 20  # steps
 _SEARCH_SECONDS = 10.0
@@ -108,7 +377,7 @@ class _Demo:
         )
         with spinner("comparing the first steps with one process"):
             (verdict,) = verdicts(
-                "penstock.runtime.demo.gpt:model_and_batch", [schedule], steps=_COMPARED, ranks=self.ranks
+                "penstock.runtime.demo:model_and_batch", [schedule], steps=_COMPARED, ranks=self.ranks
             )
         worst = "" if verdict.gradient is None else f" (largest gradient error {verdict.gradient.error:.1e})"
         outcome = "match" if verdict.equal else "DO NOT match"
@@ -122,7 +391,7 @@ class _Demo:
 
     def train_and_search(self, log: Path) -> list[MeasuredSchedule]:
         """Train and profile, predict, search, and run the schedule found beside 1F1B."""
-        from penstock.runtime.demo.training import begin, end  # noqa: PLC0415 -- torch, which is an extra
+        from penstock.runtime.demo import begin, end  # noqa: PLC0415 -- torch, which is an extra
 
         first, split = (build(name, ranks=self.count, microbatches=self.count) for name in ("1f1b", "zb-h1"))
         self.ranks.run(begin, self.count, log.absolute(), first.microbatches)
@@ -202,7 +471,7 @@ class _Demo:
 
     def _train(self, description: str, schedules: list[Schedule]) -> list[list[Step]]:
         """One step with each schedule, with a progress bar on a terminal."""
-        from penstock.runtime.demo.training import train  # noqa: PLC0415 -- torch, which is an extra
+        from penstock.runtime.demo import train  # noqa: PLC0415 -- torch, which is an extra
 
         stderr = Console(stderr=True)
         columns = (

@@ -15,14 +15,10 @@ from penstock.cli.inputs import Sizes, given_schedule_from
 from penstock.cli.options import AsJson
 from penstock.ir.kinds import PASS_KINDS
 from penstock.records import order_of
-from penstock.traces.diagnosis import Diagnosis
+from penstock.traces.diagnosis import Diagnosis, Wait, read_evidence
 from penstock.traces.diagnosis import diagnose as diagnose_pipeline
-from penstock.traces.evidence import read_evidence
 from penstock.traces.rank_state import RankState, excerpt
-from penstock.traces.waits import Wait
 from penstock.view.grid import grid
-
-__all__ = ["diagnose"]
 
 _WHERE = {
     "missing": "which left no state",

@@ -29,8 +29,6 @@ from penstock.diagnostics import (
 )
 from penstock.errors import MissingExtraError
 
-__all__ = ["doctor"]
-
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 Distributed: TypeAlias = Annotated[

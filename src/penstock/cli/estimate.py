@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from enum import Enum
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
+from penstock.arguments import plural
 from penstock.cli.estimate_options import (
     AttentionKernel,
     AttentionOption,
@@ -32,13 +37,17 @@ from penstock.cli.estimate_options import (
     config_from,
     device_from,
 )
-from penstock.cli.estimate_report import Stages, print_estimate, record_of
 from penstock.cli.inputs import costs_from
 from penstock.cli.options import AsJson
-from penstock.cli.rendering import require_suffix, say_written
+from penstock.cli.rendering import print_table, require_suffix, say_written
 from penstock.cost.costs import Costs
-from penstock.cost.estimate import Estimate, Setting
+from penstock.cost.estimate import Estimate, Setting, active_parameters, parameters
 from penstock.cost.estimate import estimate as make_estimate
+from penstock.cost.estimate.estimate import LayerEstimate
+from penstock.cost.estimate.operations import Passes
+from penstock.cost.estimate.roofline import collective_seconds, operation_seconds
+from penstock.cost.memory import fixed_bytes_of
+from penstock.cost.units import bytes_text, count_text, seconds_text
 from penstock.ir.placement import Placement
 from penstock.planning.estimated import (
     balanced_layers,
@@ -48,7 +57,212 @@ from penstock.planning.estimated import (
     with_measured_links,
 )
 
-__all__ = ["estimate"]
+# The report of `penstock estimate`: tables per kind of layer and per stage, every operation, or JSON.
+
+
+_PASSES = ("F", "I", "W")
+
+
+class Stages(NamedTuple):
+    """The stages of a pipeline, with the number of layers of each and their costs."""
+
+    placement: Placement
+    counts: tuple[int, ...]
+    costs: Costs
+
+
+def _time(seconds: float) -> str:
+    return seconds_text(seconds, 3) if seconds else "0"
+
+
+def _size(count: float) -> str:
+    return bytes_text(count) if count else "0"
+
+
+def print_estimate(found: Estimate, stages: Stages, *, explained: bool) -> None:
+    """Print the tables."""
+    width = max(shutil.get_terminal_size().columns, 110)
+    console = Console(highlight=False, markup=False, width=width)
+    for line in _head(found):
+        console.print(line, soft_wrap=True)
+    console.print("\neach kind of layer, on one rank, for one microbatch:")
+    print_table(_time_table(found), console)
+    console.print()
+    print_table(_size_table(found), console)
+    if len(stages.counts) > 1:
+        console.print("\neach stage:")
+        print_table(_stage_table(found, stages), console)
+    console.print()
+    console.print(
+        f"optimizer step {_time(stages.costs.optimizer_step)}; F, I, W: forward, input gradient, weight "
+        "gradient; state: weights, gradients, optimizer; saved: for the backward of one microbatch",
+        soft_wrap=True,
+    )
+    if explained:
+        for kind, layer in found.by_kind.items():
+            console.print(f"\n{kind}:")
+            for table in _explanation(found, layer):
+                print_table(table, console)
+        for line in _how(found):
+            console.print(line, soft_wrap=True)
+
+
+def _head(found: Estimate) -> list[str]:
+    config, setting, device = found.config, found.setting, found.device
+    active = active_parameters(config)
+    count = f"{parameters(config) / 1e9:.4g} billion parameters"
+    if active != parameters(config):
+        count += f", {active / 1e9:.4g} billion active"
+    sizes = {"tp": setting.tensor_parallel, "cp": setting.context_parallel, "ep": setting.expert_parallel}
+    sizes["dp"] = setting.data_parallel
+    parallel = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    peak = count_text(device.peak(setting.precision), "FLOP/s")
+    rest = f"ZeRO {setting.zero}, recomputation: {setting.recompute}"
+    per_token = found.model_flops / (setting.microbatch_size * setting.sequence)
+    return [
+        f"{config.name}: {count}, {count_text(per_token, 'FLOPs')} per token and step",
+        f"{device.name}: {peak} in {setting.precision}, {_size(device.memory_bytes)}; {parallel}; {rest}",
+        f"microbatch: {setting.microbatch_size} x {plural(setting.sequence, 'token')}",
+    ]
+
+
+def _table(*columns: str, left: int = 1) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < left else "right", no_wrap=True)
+    return table
+
+
+def _time_table(found: Estimate) -> Table:
+    exchanged = ["all-to-all F", "I"] * any(x.seconds.all_to_all.total for x in found.by_kind.values())
+    table = _table("layer", "count", "FLOPs F", "I", "W", "time F", "I", "W", *exchanged)
+    kinds = found.config.kinds
+    for kind, layer in found.by_kind.items():
+        table.add_row(
+            *(kind, str(kinds.count(kind))),
+            *map(count_text, layer.operations.flops),
+            *map(_time, layer.seconds.compute),
+            *map(_time, layer.seconds.all_to_all[: len(exchanged)]),
+        )
+    return table
+
+
+def _size_table(found: Estimate) -> Table:
+    table = _table(
+        *("layer", "weights", "gradients", "optimizer", "saved", "message", "collectives F", "I", "W")
+    )
+    for kind, layer in found.by_kind.items():
+        moved = Passes()
+        for each in layer.operations.collectives:
+            moved = moved.plus(each.bytes)
+        held = layer.weights.parameters, layer.weights.gradients, layer.weights.optimizer_state
+        table.add_row(kind, *map(_size, (*held, layer.operations.activation, layer.operations.message, *moved)))
+    return table
+
+
+def _stage_table(found: Estimate, stages: Stages) -> Table:
+    table = _table(*("stage", "rank", "layers", "time F", "I", "W", "state", "saved", "message"), left=0)
+    placement, counts, costs = stages
+    number = len(counts)
+    named = {
+        name: costs.per_stage(name, number)
+        for name in ("forward", "backward_input", "backward_weight", "activation")
+    }
+    messages = [*costs.per_edge("activation_message", number - 1), 0.0]
+    for stage, (first, end) in enumerate(pairwise([0, *accumulate(counts)])):
+        table.add_row(
+            *(str(stage), str(placement.stage_to_rank[stage])),
+            _layers_text(found.config.kinds[first:end]),
+            *(_time(named[name][stage]) for name in list(named)[:3]),
+            _size(fixed_bytes_of(costs, (stage,), number)),
+            _size(named["activation"][stage]),
+            _size(messages[stage]),
+        )
+    return table
+
+
+def _layers_text(kinds: list[str]) -> str:
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    return ", ".join(kind if kind in ("embedding", "output") else f"{n} {kind}" for kind, n in counts.items())
+
+
+def _explanation(found: Estimate, layer: LayerEstimate) -> list[Table]:
+    operations = _table("operation", "bound by", "FLOPs F", "moved F", "time F", "I", "W", "weights", left=2)
+    saved = _table("saved tensor", "size", "until", left=1)
+    kept = {each.what for each in layer.operations.saved}
+    for each in layer.operations.operations:
+        seconds = operation_seconds(each, found.device, found.setting.precision)
+        again = " (repeated)" if each in layer.operations.repeated else ""
+        operations.add_row(
+            *(each.name + again, each.resource),
+            *(count_text(each.flops.forward), _size(each.moved.forward)),
+            *map(_time, seconds),
+            count_text(each.weights),
+        )
+        for tensor in each.saved:
+            until = "recomputed" if tensor.what not in kept else "W" if tensor.for_weight else "I"
+            saved.add_row(tensor.what, _size(tensor.bytes), until)
+    found_tables = [operations, saved]
+    if layer.operations.collectives:
+        collectives = _table("collective", "group", "bytes F", "I", "W", "time F", "I", "W", left=2)
+        for other in layer.operations.collectives:
+            taken = collective_seconds(other, found.device, found.setting)
+            collectives.add_row(other.name, other.group, *map(_size, other.bytes), *map(_time, taken))
+        found_tables.append(collectives)
+    return found_tables
+
+
+def _how(found: Estimate) -> list[str]:
+    device, share = found.device, found.device.attainable
+    node, network, host, memory = (
+        count_text(rate, "B/s")
+        for rate in (device.node_link, device.network_link, device.host_link, device.memory_bandwidth)
+    )
+    formula = "the longer of FLOPs / (share x peak) and bytes / (share x bandwidth)"
+    shares = f"matmul {share.matmul:g}, attention {share.attention:g}, memory {share.memory:g}"
+    links = f"{node} between {plural(device.node_devices, 'device')} of a node"
+    rows = [
+        "",
+        f"how: an operation takes {formula}, plus {_time(share.kernel_seconds)} per kernel",
+        f"     shares: {shares}, links {share.links:g}; memory bandwidth {memory}",
+        f"     links: {links}, {network} between nodes",
+        f"     host link: {host}; source: {device.source}",
+    ]
+    if share.passes != Passes(1.0, 1.0, 1.0):
+        fitted = ", ".join(f"{p} {x:.4g}" for p, x in zip(_PASSES, share.passes))
+        rows.append(f"     fitted factors: {fitted}; B over I + W {share.whole_backward:.4g}")
+    return rows
+
+
+def record_of(found: Estimate, stages: Stages) -> dict[str, Any]:
+    """Everything as values for JSON; sizes in bytes, times in seconds."""
+    return {
+        "model": found.config.name,
+        "parameters": parameters(found.config),
+        "active_parameters": active_parameters(found.config),
+        "model_flops_per_microbatch": found.model_flops,
+        "device": found.device.name,
+        "setting": vars(found.setting),
+        "factors": list(found.device.attainable.passes),
+        "whole_backward_factor": found.device.attainable.whole_backward,
+        "layers": [
+            {
+                "kind": kind,
+                "count": found.config.kinds.count(kind),
+                "flops": layer.operations.flops._asdict(),
+                "seconds": layer.seconds.compute._asdict(),
+                "all_to_all_seconds": layer.seconds.all_to_all._asdict(),
+                "weight_bytes": vars(layer.weights),
+                "activation_bytes": layer.operations.activation,
+                "message_bytes": layer.operations.message,
+                "collective_bytes": {each.name: each.bytes._asdict() for each in layer.operations.collectives},
+            }
+            for kind, layer in found.by_kind.items()
+        ],
+        "layers_per_stage": list(stages.counts),
+        "stage_to_rank": list(stages.placement.stage_to_rank),
+        "costs": stages.costs.to_keys(),
+    }
 
 
 class Partition(str, Enum):

@@ -7,36 +7,9 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from penstock.cost.estimate.config_files import read_config
 from penstock.cost.estimate.devices import Device, device, devices
-from penstock.cost.estimate.known_models import known_models
-from penstock.cost.estimate.model_config import ModelConfig
+from penstock.cost.estimate.model_config import ModelConfig, known_models, read_config
 from penstock.errors import FormatError
-
-__all__ = [
-    "AttentionKernel",
-    "AttentionOption",
-    "ConfigFile",
-    "ContextParallel",
-    "DataParallel",
-    "DeviceOption",
-    "ExpertParallel",
-    "GradientBytes",
-    "Kernels",
-    "KernelsOption",
-    "MicrobatchSize",
-    "Precision",
-    "PrecisionOption",
-    "Recomputation",
-    "RecomputeOption",
-    "SequenceLength",
-    "SequenceParallel",
-    "TensorParallel",
-    "ZeroStage",
-    "complete_model",
-    "config_from",
-    "device_from",
-]
 
 
 class Precision(str, Enum):

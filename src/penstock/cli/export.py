@@ -13,13 +13,11 @@ from penstock.arguments import plural
 from penstock.cli.estimate_options import complete_model, config_from
 from penstock.cli.inputs import Sizes, schedule_from
 from penstock.cli.options import ScheduleSource
-from penstock.cli.outputs import require_folder
+from penstock.cli.rendering import require_folder
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.integrations import export_megatron, export_torchtitan
 from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts
 from penstock.planning.layout_text import parse_layout
-
-__all__ = ["export"]
 
 
 class Trainer(str, Enum):

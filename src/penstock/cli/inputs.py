@@ -39,21 +39,6 @@ from penstock.lowering import AddCommunication, Offload, Pass, Policy, Recompute
 from penstock.search import FitMemory, PlaceSharding
 from penstock.validation import SendModel
 
-__all__ = [
-    "GraphSizes",
-    "Lowering",
-    "Sizes",
-    "costs_from",
-    "for_send_model",
-    "given_schedule_from",
-    "graph_from",
-    "is_file",
-    "read_schedule",
-    "schedule_from",
-    "schedules_from",
-]
-
-
 _FIT = "fit"
 """In place of a policy: what the memory limit needs."""
 

@@ -9,8 +9,6 @@ import typer
 from penstock.cli.options import AsJson
 from penstock.families import families
 
-__all__ = ["list_families"]
-
 
 def list_families(*, as_json: AsJson = False) -> None:
     """

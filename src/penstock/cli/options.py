@@ -12,36 +12,6 @@ from penstock.cost.presets import presets
 from penstock.families import families
 from penstock.validation import SendModel
 
-__all__ = [
-    "SEND_MODELS",
-    "AsJson",
-    "CostsSource",
-    "FamilyStages",
-    "GraphOption",
-    "Group",
-    "JitterShare",
-    "Lowered",
-    "MemoryLimit",
-    "MemorySize",
-    "Microbatches",
-    "Objective",
-    "ObjectiveOption",
-    "OffloadOption",
-    "Quantile",
-    "Ranks",
-    "RecomputeOption",
-    "ScheduleSource",
-    "Seed",
-    "SendModelOption",
-    "Sharding",
-    "ShardingOption",
-    "complete_family",
-    "parse_bytes",
-    "parse_send_model",
-    "parse_stages",
-    "quantile_from",
-]
-
 
 class Objective(str, Enum):
     """The objective to minimize."""

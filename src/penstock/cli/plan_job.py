@@ -12,12 +12,10 @@ from penstock.cli.estimate_options import Precision, Recomputation, config_from,
 from penstock.cli.options import Objective, quantile_from
 from penstock.cli.plan_options import PlanArguments, names_in
 from penstock.cost.estimate import devices, is_config
-from penstock.cost.estimate.known_models import is_model_name
+from penstock.cost.estimate.model_config import is_model_name
 from penstock.errors import FormatError
 from penstock.formats.files import read_keys
 from penstock.planning.job import JobRequest
-
-__all__ = ["JobArguments", "is_job", "job_request"]
 
 _PANEL = "With a model config"
 _CONFIG_KEYS = {"hidden_size", "num_hidden_layers", "n_embd", "n_layer"}

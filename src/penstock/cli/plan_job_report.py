@@ -23,13 +23,11 @@ from penstock.planning.job.explanation import explain_job
 from penstock.view.frontier import PlottedPlan, frontier_picture, frontier_text
 from penstock.view.tables import job_table
 
-__all__ = ["render_frontier", "report_job"]
-
 
 def render_frontier(made: PlottedPlan, output: Path) -> bytes:
     """The plot of memory against time, .svg, .png or .html."""
     if output.suffix.lower() == ".html":
-        from penstock.view.frontier_html import frontier_html  # noqa: PLC0415 -- loaded only when drawn
+        from penstock.view.frontier import frontier_html  # noqa: PLC0415 -- loaded only when drawn
 
         return frontier_html(made).encode()
     picture = frontier_picture(made)

@@ -22,8 +22,6 @@ from penstock.cli.options import (
 )
 from penstock.planning.technique_text import TECHNIQUES
 
-__all__ = ["PlanArguments", "PlanOutput", "names_in"]
-
 BatchSize: TypeAlias = Annotated[
     int | None,
     typer.Option(

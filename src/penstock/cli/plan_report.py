@@ -16,8 +16,6 @@ from penstock.planning.explanation import Explanation
 from penstock.view.frontier import frontier_text
 from penstock.view.tables import plan_table
 
-__all__ = ["plan_record", "print_explanation", "print_plan"]
-
 
 def plan_record(made: Plan, why: Explanation | None) -> dict[str, Any]:
     """The plan as values for JSON."""

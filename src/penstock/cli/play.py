@@ -6,8 +6,6 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-__all__ = ["play"]
-
 Host: TypeAlias = Annotated[str, typer.Option("--host", help="Address to listen on; loopback unless given.")]
 Port: TypeAlias = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")]
 Origins: TypeAlias = Annotated[

@@ -12,8 +12,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from penstock.cost.units import Units, seconds_text
 from penstock.search import Progress as SearchProgress
 
-__all__ = ["file_progress", "job_progress", "phase_progress", "search_progress", "spinner"]
-
 
 @contextmanager
 def search_progress(units: Units) -> Iterator[Callable[[SearchProgress], None]]:

@@ -1,7 +1,11 @@
-"""Renders timelines in the formats that have a time axis; a view is imported only when it is used."""
+"""What commands write: timelines in every format, tables, JSON, and checks of the files before the work."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -11,10 +15,59 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.outputs import require_writable
+from penstock.formats.files import open_stream
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["TIMELINE_FORMATS", "print_table", "render", "require_suffix", "say_written"]
+# Checks of the files and directories that a command writes: before its work, not after it.
+
+
+def require_writable(output: Path) -> None:
+    """A usage error if a file cannot be written there."""
+    if open_stream(output) is not None:
+        return
+    target = Path(os.path.realpath(output))
+    if target.is_dir():
+        raise typer.BadParameter(f"{output} is a directory; give the name of a file")
+    if target.exists() and not target.is_file():  # a pipe or a device
+        return
+    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise typer.BadParameter(f"{output}: the directory {output.parent} does not exist or is not writable")
+
+
+def require_folder(folder: Path) -> None:
+    """A usage error if files cannot be written to a directory, which is created if it does not exist."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not existing.is_dir():
+        raise typer.BadParameter(f"{existing} is a file; give a directory")
+    if not os.access(existing, os.W_OK):
+        raise typer.BadParameter(f"{folder}: the directory {existing} is not writable")
+
+
+# Prints a record as JSON piece by piece: a timeline or a schedule can have millions of entries.
+
+
+def write_json(record: Mapping[str, object], wrote: Callable[[int], None] = lambda _: None) -> None:
+    """Print a line for each entry, and for each element of a list or an iterator.
+
+    `wrote` is called with the number of each element in its list.
+    """
+    separator = "{\n"
+    for name, value in record.items():
+        sys.stdout.write(f"{separator}  {json.dumps(name)}: ")
+        if isinstance(value, Iterator | list):
+            i = -1
+            for i, each in enumerate(value):
+                sys.stdout.write(f"{',' if i else '['}\n    {json.dumps(each)}")
+                wrote(i)
+            sys.stdout.write("\n  ]" if i >= 0 else "[]")
+        else:
+            sys.stdout.write(json.dumps(value))
+        separator = ",\n"
+    sys.stdout.write("\n}\n")
+
+
+# Renders timelines in the formats that have a time axis; a view is imported only when it is used.
+
 
 TIMELINE_FORMATS = {"svg": "svg", "png": "png", "html": "html", "trace": "perfetto"}
 """The module of `penstock.view` for each format; its function has the format's name."""

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from penstock.arguments import install_command
 from penstock.cli.inputs import costs_from, graph_from
-from penstock.cli.json_output import write_json
 from penstock.cli.options import (
     AsJson,
     CostsSource,
@@ -25,9 +24,8 @@ from penstock.cli.options import (
     parse_stages,
     quantile_from,
 )
-from penstock.cli.outputs import require_writable
 from penstock.cli.progress import search_progress
-from penstock.cli.rendering import print_table, say_written
+from penstock.cli.rendering import print_table, require_writable, say_written, write_json
 from penstock.errors import FormatError, PlacementError
 from penstock.formats import format_of, write
 from penstock.ir.placement import Placement
@@ -36,9 +34,6 @@ from penstock.search import SearchResult
 from penstock.search import search as run_search
 from penstock.view.tables import family_table, result_lines
 from penstock.view.terminal import terminal
-
-__all__ = ["search"]
-
 
 RankCount: TypeAlias = Annotated[int, typer.Option("--ranks", "-p", help="Number of pipeline ranks.")]
 MicrobatchCount: TypeAlias = Annotated[

@@ -15,18 +15,15 @@ from rich.text import Text
 from penstock.arguments import plural, printable
 from penstock.cli.inputs import GraphSizes, Lowering, costs_from, is_file, schedule_from
 from penstock.cli.options import ScheduleSource
-from penstock.cli.outputs import require_writable
-from penstock.cli.rendering import TIMELINE_FORMATS, render, say_written
+from penstock.cli.rendering import TIMELINE_FORMATS, render, require_writable, say_written
 from penstock.formats import dumps, write_bytes
 from penstock.ir.schedule import Schedule
 from penstock.records import order_of
 from penstock.simulation.simulator import simulate
 from penstock.validation import validate
 from penstock.view.grid import grid, unit_time
+from penstock.view.kinds import sizes_text, stage_unit_text
 from penstock.view.terminal import terminal
-from penstock.view.words import sizes_text, stage_unit_text
-
-__all__ = ["show"]
 
 
 class Format(str, Enum):

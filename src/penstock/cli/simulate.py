@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.inputs import GraphSizes, Lowering, costs_from, for_send_model, schedule_from
-from penstock.cli.json_output import write_json
 from penstock.cli.options import AsJson, JitterShare, ScheduleSource, SendModelOption
 from penstock.cli.progress import phase_progress
-from penstock.cli.rendering import print_table
+from penstock.cli.rendering import print_table, write_json
 from penstock.cost.costs import Costs
 from penstock.records import QUANTILES, collectives_of, simulation_record
 from penstock.simulation.gaps import REASONS, Gaps, gaps
@@ -24,10 +23,8 @@ from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import simulate as run_simulation
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
+from penstock.view.kinds import stage_unit_text
 from penstock.view.terminal import terminal
-from penstock.view.words import stage_unit_text
-
-__all__ = ["simulate"]
 
 _LONGEST_GAPS = 5
 _SHOWN_EVERY = 10_000  # lines between two updates of the progress bar

@@ -15,9 +15,6 @@ from penstock.formats import write_bytes
 from penstock.simulation.simulator import simulate
 from penstock.validation import SendModel
 
-__all__ = ["trace"]
-
-
 TraceFile: TypeAlias = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="Output file, .json.")
 ]

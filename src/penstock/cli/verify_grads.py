@@ -22,8 +22,6 @@ from penstock.ir.schedule import Schedule
 if TYPE_CHECKING:
     from penstock.runtime.verification import Deviation, Verdict
 
-__all__ = ["verify_grads"]
-
 
 ModelFunction: TypeAlias = Annotated[
     str,

@@ -15,23 +15,81 @@ In a file, JSON or TOML, the keys are the names below with the unit behind them:
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from penstock.arguments import did_you_mean, listed, plural, printable
-from penstock.cost.checks import part_problems, problem_of, speed_problems
 from penstock.cost.units import Units
-from penstock.cost.values import Cost, times
 from penstock.errors import CostsError, FormatError
-from penstock.formats.file_kinds import COSTS, kind_of_file
-from penstock.formats.files import read_keys, require_extension, write_text
+from penstock.formats.files import COSTS, kind_of_file, read_keys, require_extension, write_text
 from penstock.ir.graph import StageGraph
 
-__all__ = ["Costs"]
+# The value of one cost: a number, or a tuple of numbers with one per stage, rank or edge.
+
+
+Cost: TypeAlias = float | tuple[float, ...]
+
+
+def as_tuple(value: Cost) -> tuple[float, ...]:
+    """All numbers of the value."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def times(value: Cost | None, factor: float) -> Cost | None:
+    """Every number of the value multiplied by a factor; None, which is not given, stays."""
+    if value is None:
+        return None
+    return tuple(x * factor for x in value) if isinstance(value, tuple) else value * factor
+
+
+# Checks of costs: each is a number, or a list of numbers, from 0 to the largest plausible one.
+
+
+_MAX_PLAUSIBLE = 1e18  # the largest plausible number of seconds or bytes
+
+
+def _shown(number: float) -> str:
+    # a whole number can have more digits than Python is willing to print
+    return printable(repr(number)) if abs(number) < _MAX_PLAUSIBLE or number != number else "more"  # noqa: PLR0124 -- nan
+
+
+def problem_of(value: object, *, many: bool, optional: bool) -> str | None:
+    """What is wrong with the value of a cost, in a sentence about "it"."""
+    if value is None and optional:
+        return None
+    if isinstance(value, tuple) and not (many and value):
+        return "it must be one number" if not many else "the list is empty"
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            return (
+                f"it must be a number{' or a list of them' if many else ''} (given {printable(repr(number))})"
+            )
+        if not 0 <= number <= _MAX_PLAUSIBLE:
+            return f"it must be from 0 to {_MAX_PLAUSIBLE:g} (given {_shown(number)})"
+    return None
+
+
+def speed_problems(speeds: Mapping[str, Cost | None]) -> Iterator[str]:
+    """What is wrong with bandwidths that are given."""
+    for name, speed in speeds.items():
+        if speed is not None and min(as_tuple(speed)) <= 0:
+            yield f"{name}: it must be more than 0"
+
+
+def part_problems(activation: Cost, parts: Mapping[str, Cost | None]) -> Iterator[str]:
+    """What is wrong with parts of the activation, which cannot be larger than it."""
+    whole = as_tuple(activation)
+    for name, given in parts.items():
+        part = whole if given is None else as_tuple(given)
+        stages = max(len(part), len(whole))
+        both = (each * stages if len(each) == 1 else each for each in (part, whole))
+        if any(p > w for p, w in zip(*both)):
+            yield f"{name}: it cannot be more than activation"
+
 
 _DEFAULTS = {
     "backward": ("backward_input", "backward_weight"),

@@ -15,10 +15,9 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from penstock.cost.costs import Costs
+from penstock.ir.encoding import Floats, Ints
 from penstock.ir.kinds import Kind, MemoryEffect, MemoryLine, Moment
-from penstock.ir.table import ActionTable, Floats, Ints
-
-__all__ = ["changed_bytes", "effect_bytes", "held_bytes"]
+from penstock.ir.table import ActionTable
 
 
 def effect_bytes(costs: Costs, num_stages: int, effect: MemoryEffect) -> Floats:

@@ -11,8 +11,6 @@ from penstock.arguments import did_you_mean, listed, printable
 from penstock.cost.costs import Costs
 from penstock.errors import CostsError
 
-__all__ = ["preset", "presets"]
-
 # hidden, ranks, microbatches: F, I, W, hop; bytes of an activation, and what I frees of it
 _ZERO_BUBBLE = {
     (2304, 8, 24): (18522, 18086, 9337, 601, 201216, 127488),

@@ -26,32 +26,11 @@ import numpy as np
 
 from penstock.cost.costs import Costs
 from penstock.cost.effects import changed_bytes
-from penstock.ir.arrays import SmallInts
+from penstock.ir.encoding import Floats, Ints, SmallInts
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine, Moment
 from penstock.ir.messages import VALUES, Messages
-from penstock.ir.table import ActionTable, Floats, Ints
-
-__all__ = [
-    "ALL_TO_ALL",
-    "EdgePrices",
-    "StreamSeconds",
-    "action_seconds",
-    "all_to_all_seconds",
-    "collectives_take_time",
-    "edge_prices",
-    "exposed_all_to_all",
-    "host_copies_take_time",
-    "host_copy_bytes",
-    "host_copy_seconds",
-    "message_bytes",
-    "message_seconds",
-    "pair_seconds",
-    "pairs_can_pay",
-    "step_seconds",
-    "stream_seconds",
-]
-
+from penstock.ir.table import ActionTable
 
 ALL_TO_ALL = tuple(sorted({name for kind in Kind for name in kind.spec.all_to_all}))
 """The fields of `Costs` with seconds of the all-to-all stream."""

@@ -11,8 +11,6 @@ from penstock.cost.effects import held_bytes
 from penstock.cost.prices import action_seconds
 from penstock.ir.kinds import Kind
 
-__all__ = ["recomputed_costs"]
-
 
 def recomputed_costs(costs: Costs, num_stages: int) -> Costs:
     """The costs of stages whose backward begins with a RECOMPUTE, and that hold the checkpoint until then.

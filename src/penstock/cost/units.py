@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from math import floor, inf, isfinite, log2, log10
 from typing import NamedTuple
 
-__all__ = ["Scale", "Units", "bytes_text", "count_text", "number_text", "seconds_text"]
-
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _PLURALS = ("units", "activations")

@@ -20,13 +20,11 @@ import numpy as np
 
 from penstock.arguments import plural
 from penstock.errors import BuildError
+from penstock.ir.encoding import Ints, codes_of
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints, codes_of
-
-__all__ = ["depth_order", "depths", "topological_placement"]
 
 
 def topological_placement(graph: StageGraph, ranks: int) -> Placement:

@@ -22,12 +22,9 @@ from collections import deque
 
 from penstock.families.rank_order import keep_microbatches, number_microbatches, of_stage
 from penstock.families.registry import register
-from penstock.ir.encoding import JOINED
+from penstock.ir.encoding import JOINED, Ints
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints
-
-__all__ = ["dualpipev"]
 
 Steps = tuple[int, int, int, int]
 """F, I, W and B of a stage."""

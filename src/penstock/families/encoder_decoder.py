@@ -16,8 +16,6 @@ from penstock.arguments import whole_number
 from penstock.errors import BuildError
 from penstock.ir.graph import Edge, StageGraph
 
-__all__ = ["encoder_decoder"]
-
 
 def encoder_decoder(
     encoders: int | Sequence[int], decoder: int, *, feeds: Sequence[int] = (0,), mtp: bool = False

@@ -21,13 +21,11 @@ import numpy as np
 
 from penstock.families.depth_order import depth_order
 from penstock.families.registry import register
-from penstock.ir.action import Kind
+from penstock.ir.encoding import codes_of
 from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import codes_of
-
-__all__ = ["gpipe", "looped_bfs"]
 
 
 def _on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:

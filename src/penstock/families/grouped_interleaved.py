@@ -30,12 +30,10 @@ it is (v + 1)p - 1 activations, one less.
 
 from __future__ import annotations
 
-from penstock.families.groups import Groups, half_the_ranks
+from penstock.families.interleaved import Groups, half_the_ranks
 from penstock.families.registry import register
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-
-__all__ = ["gis", "gis_h"]
 
 
 @register(

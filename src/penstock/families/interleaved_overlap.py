@@ -25,13 +25,11 @@ all-to-all.
 
 from __future__ import annotations
 
-from penstock.families.groups import Groups, all_ranks
+from penstock.families.interleaved import Groups, all_ranks
 from penstock.families.rank_order import overlapped_pairs
 from penstock.families.registry import register
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-
-__all__ = ["interleaved_overlap"]
 
 
 @register(

@@ -25,8 +25,6 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
-__all__ = ["eager_1f1b", "one_f_one_b"]
-
 
 def _on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
     return depth_order(graph, placement, microbatches, depths(graph, placement), "1f1b")

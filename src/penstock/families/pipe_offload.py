@@ -28,14 +28,12 @@ from __future__ import annotations
 
 from math import gcd
 
-from penstock.families.groups import half_the_ranks
+from penstock.families.interleaved import half_the_ranks
 from penstock.families.registry import register
-from penstock.ir.action import Kind
 from penstock.ir.encoding import code_of
+from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-
-__all__ = ["po_h"]
 
 
 @register("po-h", "half of the activations are offloaded to the host: about a quarter of the memory of 1F1B")

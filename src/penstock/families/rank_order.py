@@ -9,20 +9,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.ir.action import Kind
-from penstock.ir.arrays import Bools, kinds_in, microbatches_in, stages_in
-from penstock.ir.encoding import JOINED, MICROBATCH_SHIFT, STAGE_SHIFT, code_of
-from penstock.ir.table import Ints
-
-__all__ = [
-    "alternate",
-    "defer_weights",
-    "keep_microbatches",
-    "keep_stages",
-    "number_microbatches",
-    "of_stage",
-    "overlapped_pairs",
-]
+from penstock.ir.encoding import (
+    JOINED,
+    MICROBATCH_SHIFT,
+    STAGE_SHIFT,
+    Bools,
+    Ints,
+    code_of,
+    kinds_in,
+    microbatches_in,
+    stages_in,
+)
+from penstock.ir.kinds import Kind
 
 
 def alternate(first: Ints, second: Ints) -> Ints:

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
 from penstock.arguments import did_you_mean, plural, printable, whole_number
-from penstock.errors import BuildError
+from penstock.errors import BuildError, PenstockError
 from penstock.families.depth_order import topological_placement
-from penstock.families.stage_counts import leave_out_stages
+from penstock.families.rank_order import keep_stages
 from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement, StagesPerRank, most_stages, problems_of_counts
 from penstock.ir.schedule import Schedule
 
-__all__ = ["Family", "build", "families", "find", "register"]
+# Unequal numbers of stages per rank: the order for equally many, without the stages that a rank does not have.
+#
+#     penstock show interleaved-1f1b -p 3 -m 3 -v 1,2,1
+#
+#     time    0                   5                   10                  15                  20
+#     rank 0  0F0 0F1 0F2 ·   ·   ·   ·   ·   ·   ·   ·   ·   ·   ·   ·   ·   ·   ·   0B0──── 0B1──── 0B2────
+#     rank 1  ·   1F0 1F1 1F2 2F0 2F1 2F2 ·   2B0──── ·   2B1──── ·   2B2──── 1B0──── 1B1──── 1B2──── ·   ·
+#     rank 2  ·   ·   ·   ·   ·   3F0 3B0──── 3F1 3B1──── 3F2 3B2──── ·   ·   ·   ·   ·   ·   ·   ·   ·   ·
+#
+# A microbatch passes the ranks v times, v the largest number, and skips the ranks that have no stage there: the
+# first ranks keep their first stages, the last ranks their last. Leaving out stages removes work and waits and
+# adds none, so the order is valid, and takes no more time or memory than with v stages on every rank.
+
+
+def leave_out_stages(schedule: Schedule, stages_per_rank: StagesPerRank) -> Schedule:
+    """The schedule without the stages that its ranks do not have."""
+    whole = schedule.placement
+    placement = whole.with_stages_per_rank(stages_per_rank)
+    if placement == whole or isinstance(stages_per_rank, int):
+        return schedule
+    kept = whole.kept_stages(stages_per_rank)
+    rows = [keep_stages(row, kept) for row in schedule.table.rows]
+    return Schedule.from_codes(rows, placement, schedule.microbatches, schedule.name)
+
 
 MAX_WORK = 1 << 24
 """The largest product of stages and microbatches that `build` accepts."""
@@ -245,3 +269,30 @@ def _load_plugins() -> None:
 
     for entry_point in entry_points(group="penstock.families"):
         entry_point.load()
+
+
+# The schedules of families that have a given placement of a chain of stages.
+
+
+def training_families(placement: Placement) -> list[Family]:
+    """The families with backwards that can have as many stages per rank."""
+    most = max(map(len, placement.stages_of_rank))
+    return [each for each in families().values() if each.trains and each.stages_per_rank in (None, most)]
+
+
+def schedule_on(name: str, placement: Placement, microbatches: int) -> Schedule | None:
+    """The schedule of a family; None if it has another placement, or does not support these numbers."""
+    counts = [len(own) for own in placement.stages_of_rank]
+    try:
+        schedule = build(name, ranks=placement.num_ranks, microbatches=microbatches, stages_per_rank=counts)
+    except PenstockError:
+        return None
+    return schedule if schedule.placement == placement else None
+
+
+def offloading_schedules(placement: Placement, microbatches: int) -> Iterator[Schedule]:
+    """The schedules of the families that offload activations by themselves."""
+    for family in training_families(placement):
+        schedule = schedule_on(family.name, placement, microbatches)
+        if schedule is not None and schedule.table.has(Kind.OFFLOAD):
+            yield schedule

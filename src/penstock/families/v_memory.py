@@ -38,13 +38,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.families.registry import register
-from penstock.ir.action import Kind
+from penstock.ir.encoding import Ints, codes_of
+from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints, codes_of
 from penstock.loops import Loop
-
-__all__ = ["v_half", "v_min"]
 
 _PERIOD = 6
 

@@ -20,11 +20,9 @@ from __future__ import annotations
 
 from penstock.families.rank_order import keep_microbatches, number_microbatches, of_stage
 from penstock.families.registry import register
+from penstock.ir.encoding import Ints
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints
-
-__all__ = ["zbv"]
 
 
 @register(

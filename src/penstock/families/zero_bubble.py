@@ -33,8 +33,6 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
-__all__ = ["zb_h1", "zb_h2"]
-
 
 def _h1_on_graph(graph: StageGraph, placement: Placement, microbatches: int) -> Schedule:
     depth = depths(graph, placement)

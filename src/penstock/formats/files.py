@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -21,17 +21,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:  # the backport of the same module
     import tomli as tomllib
-
-__all__ = [
-    "JsonError",
-    "open_stream",
-    "parse_json",
-    "read_keys",
-    "read_text",
-    "require_extension",
-    "write_bytes",
-    "write_text",
-]
 
 
 def require_extension(path: Path, *allowed: str) -> str:
@@ -126,3 +115,28 @@ def write_bytes(content: bytes, path: Path) -> None:
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None  # report the caller's path, not the temporary one
         raise
+
+
+# What a file of another kind is, and which command reads it: for messages about the wrong file.
+
+
+SCHEDULE = "a schedule, which penstock show, check, simulate and compare read"
+COSTS = "costs of stages, which --costs takes"
+_CONFIG = "a model's config.json, which penstock estimate (-o writes costs) and penstock plan read"
+_MODEL = "a model file with costs of layers, which penstock plan reads (--write writes a schedule and costs)"
+_TRACE = "a trace, which penstock read-trace reads"
+_KINDS = {
+    "stage_to_rank": SCHEDULE,
+    "model_type": _CONFIG,
+    "layers": _MODEL,
+    "traceEvents": _TRACE,
+    "forward_seconds": COSTS,
+    "backward_seconds": COSTS,
+}
+"""By a key that only files of this kind have."""
+
+
+def kind_of_file(document: object) -> str | None:
+    """The kind of a file with these keys, and what reads it; None if it is not known."""
+    keys = document if isinstance(document, Mapping) else {}
+    return next((kind for key, kind in _KINDS.items() if key in keys), None)

@@ -16,15 +16,12 @@ from typing import Any
 
 from penstock.arguments import printable
 from penstock.errors import FormatError, PlacementError, ScheduleError
-from penstock.formats.file_kinds import SCHEDULE, kind_of_file
-from penstock.formats.files import JsonError, parse_json
+from penstock.formats.files import SCHEDULE, JsonError, kind_of_file, parse_json
 from penstock.formats.step_texts import Row, parse_row, schedule_of
 from penstock.ir.action import MAX_ID
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-
-__all__ = ["dumps", "loads"]
 
 _FORMAT, _VERSION = "penstock-schedule", 1
 

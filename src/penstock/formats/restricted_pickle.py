@@ -12,8 +12,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-__all__ = ["Operations", "PickleRefusedError", "RestrictedUnpickler", "unpickle_plain"]
-
 _PLAIN = (
     "APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPUT BINUNICODE EMPTY_DICT EMPTY_LIST EMPTY_TUPLE "
     "FRAME LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE NEWTRUE NONE PROTO SETITEM SETITEMS "

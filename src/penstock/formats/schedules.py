@@ -13,8 +13,6 @@ from penstock.formats import penstock_json, torch_csv
 from penstock.formats.files import read_text, require_extension, write_text
 from penstock.ir.schedule import Schedule
 
-__all__ = ["dumps", "format_of", "read", "reads", "write"]
-
 
 def read(path: str | os.PathLike[str]) -> Schedule:
     """Read a schedule from a `.csv` or `.json` file."""

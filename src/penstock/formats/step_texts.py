@@ -8,14 +8,10 @@ import numpy as np
 
 from penstock.errors import ActionError
 from penstock.ir.action import Step, parse_action
-from penstock.ir.encoding import decode
+from penstock.ir.encoding import Ints, codes_of_texts, decode
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.ir.step_texts import codes_of_texts
-from penstock.ir.table import Ints
-
-__all__ = ["Row", "parse_row", "schedule_of", "steps_of"]
 
 Row = Ints | list[Step]
 """The steps of a rank in integer form, or as objects if their integer form depends on the stage graph."""

@@ -21,8 +21,6 @@ from penstock.formats.step_texts import parse_row, schedule_of, steps_of
 from penstock.ir.graph import Edge, StageGraph, parse_edge
 from penstock.ir.schedule import Schedule
 
-__all__ = ["dumps", "loads"]
-
 _EDGES = "edges"
 _SEPARATORS = re.compile(r"[;\s|]+")
 

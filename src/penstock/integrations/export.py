@@ -15,8 +15,6 @@ from penstock.planning.layout import PipelineLayout
 from penstock.recognition import Recognition, recognize
 from penstock.validation import invalid_schedule_error, validate
 
-__all__ = ["Export", "check_layout", "check_schedule", "raise_problems"]
-
 
 @dataclass(frozen=True)
 class Export:

@@ -12,8 +12,6 @@ from penstock.integrations.export import Export, check_layout, check_schedule, r
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import PipelineLayout
 
-__all__ = ["export_megatron"]
-
 _FAMILIES = ("1f1b", "interleaved-1f1b", "interleaved-overlap")
 
 

@@ -16,8 +16,6 @@ from typing import Any
 from penstock.errors import MissingExtraError, PipelineError
 from penstock.pipelining import schedules
 
-__all__ = ["pipeline_llm"]
-
 
 def pipeline_llm(
     model: Any,

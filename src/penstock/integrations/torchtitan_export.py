@@ -20,8 +20,6 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import PipelineLayout
 
-__all__ = ["MODELS", "MODELS_WITHOUT_PIPELINES", "VERSION", "export_torchtitan"]
-
 _NAMES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",

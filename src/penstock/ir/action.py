@@ -20,8 +20,6 @@ from penstock.arguments import printable, whole_number
 from penstock.errors import ActionError
 from penstock.ir.kinds import Kind
 
-__all__ = ["MAX_ID", "Action", "Kind", "Overlap", "Step", "parse_action"]
-
 MAX_ID = (1 << 26) - 1
 """The largest stage or microbatch number."""
 

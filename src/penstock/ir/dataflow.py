@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.ir.table import ActionTable, Floats, Ints
+from penstock.ir.encoding import Floats, Ints
+from penstock.ir.table import ActionTable
 from penstock.loops import Loop
-
-__all__ = ["DataflowRun", "Inputs", "run_dataflow"]
 
 _NOT_YET = -1
 _NONE = -1

@@ -25,8 +25,6 @@ from penstock.errors import PlacementError, ScheduleError
 from penstock.ir.action import chain_neighbour
 from penstock.ir.kinds import Kind
 
-__all__ = ["MAX_PORTS", "Edge", "StageGraph", "parse_edge"]
-
 Edge = tuple[int, int]
 """The stage that feeds, and the stage that is fed."""
 

@@ -15,22 +15,6 @@ from typing import TypeVar
 
 from penstock.errors import UnhandledKindError
 
-__all__ = [
-    "KIND_SPECS",
-    "MEMORY_KINDS",
-    "PASS_KINDS",
-    "Dependency",
-    "Kind",
-    "KindSpec",
-    "MemoryEffect",
-    "MemoryLine",
-    "Moment",
-    "Resource",
-    "StageRelation",
-    "handler_of",
-    "require_handled",
-]
-
 T = TypeVar("T")
 
 

@@ -17,11 +17,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.ir.arrays import stable_order
+from penstock.ir.encoding import Bools, Ints, stable_order
 from penstock.ir.kinds import Kind
-from penstock.ir.table import ActionTable, Bools, Ints
-
-__all__ = ["VALUES", "Messages"]
+from penstock.ir.table import ActionTable
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 

@@ -17,8 +17,6 @@ from math import prod
 from penstock.arguments import plural, printable, whole_number
 from penstock.errors import PlacementError
 
-__all__ = ["MAX_STAGES", "Placement", "StagesPerRank", "most_stages", "problems_of_counts"]
-
 MAX_STAGES = 1 << 20
 """The largest number of stages."""
 

@@ -11,14 +11,10 @@ from collections.abc import Callable, Sequence
 
 from penstock.ir.schedule import Schedule, require_schedule
 from penstock.lowering.backward import MergeBackward, SplitBackward
-from penstock.lowering.communication import AddCommunication
-from penstock.lowering.offload import Offload
+from penstock.lowering.communication import AddCommunication, DeferReceives
+from penstock.lowering.memory import Offload, Policy, Recompute, parse_policy
 from penstock.lowering.passes import Pass
-from penstock.lowering.policies import Policy, parse_policy
-from penstock.lowering.receives import DeferReceives
-from penstock.lowering.recompute import Recompute
-from penstock.lowering.reduction import AddGradReduction
-from penstock.lowering.sharding import AddSharding
+from penstock.lowering.sharding import AddGradReduction, AddSharding
 from penstock.validation import SendModel, invalid_schedule_error, validate, violations_in_lists
 
 __all__ = [

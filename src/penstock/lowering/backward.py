@@ -12,13 +12,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.ir.encoding import JOINED, code_of
+from penstock.ir.encoding import JOINED, code_of, kinds_in
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import kinds_in
 from penstock.lowering.passes import Pass, arrange
-
-__all__ = ["MergeBackward", "SplitBackward"]
 
 _B_TO_I = code_of(Kind.I, 0) - code_of(Kind.B, 0)
 _I_TO_W = code_of(Kind.W, 0) - code_of(Kind.I, 0)

@@ -13,11 +13,9 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.errors import ScheduleError
+from penstock.ir.encoding import Ints
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints
-
-__all__ = ["Pass", "arrange", "insert", "require_absent"]
 
 
 @dataclass(frozen=True)

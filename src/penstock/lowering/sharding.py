@@ -1,11 +1,4 @@
-"""Add UNSHARD and RESHARD, so that only the stages needed soon are unsharded.
-
-Before each step, the first few distinct stages that this rank uses from there on are unsharded.
-With `max_active_stages` = 2, for stages 0, 1, 2 on one rank:
-
-    0F0 1F0 2F0 2B0 1B0 0B0
-    0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 2RESHARD 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD
-"""
+"""Sharded data parallelism as actions: UNSHARD, RESHARD and REDUCE_GRAD."""
 
 from __future__ import annotations
 
@@ -17,12 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ScheduleError
+from penstock.ir.encoding import Bools, Ints, codes_of
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import ActionTable, Bools, Ints, codes_of
+from penstock.ir.table import ActionTable
 from penstock.lowering.passes import Pass, insert, require_absent
 
-__all__ = ["AddSharding", "with_sharding"]
+# Add UNSHARD and RESHARD, so that only the stages needed soon are unsharded.
+#
+# Before each step, the first few distinct stages that this rank uses from there on are unsharded.
+# With `max_active_stages` = 2, for stages 0, 1, 2 on one rank:
+#
+#     0F0 1F0 2F0 2B0 1B0 0B0
+#     0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 2RESHARD 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD
+
 
 NextUses: TypeAlias = npt.NDArray[np.int32]
 """Per stage and slot of a rank: twice the slot that next works on the stage, odd for a pair's second."""
@@ -115,3 +116,33 @@ def _smallest(rows: NextUses, n: int) -> NextUses:
         if len(least) < n:
             least.append(rest)
     return least[-1]
+
+
+# Add one REDUCE_GRAD per stage, directly after its last backward.
+
+
+@dataclass(frozen=True)
+class AddGradReduction(Pass):
+    """One REDUCE_GRAD per stage, as early as its weight gradients are complete; none without backwards."""
+
+    name: ClassVar[str] = "add-reduce-grad"
+
+    def __call__(self, schedule: Schedule) -> Schedule:
+        """The schedule with one REDUCE_GRAD for each stage that has backwards."""
+        require_absent(schedule, self.name, Kind.REDUCE_GRAD)
+        return with_reductions(schedule, last_backwards(schedule.table))
+
+
+def last_backwards(table: ActionTable) -> Ints:
+    """Per stage: the slot of its last backward, -1 without backwards."""
+    backwards = table.of_kind(Kind.B, Kind.W)
+    last = np.full(table.placement.num_stages, -1, dtype=np.int64)
+    last[table.stage[backwards]] = table.slot[backwards]  # slots ascend: the last write is the last
+    return last
+
+
+def with_reductions(schedule: Schedule, after: Ints) -> Schedule:
+    """The schedule with the REDUCE_GRAD of each stage directly after this slot of its rank; none for -1."""
+    table, stages = schedule.table, np.flatnonzero(after >= 0)
+    next_part = np.searchsorted(table.slot, after[stages], side="right")
+    return insert(schedule, next_part, table.rank_of_stage[stages], codes_of(Kind.REDUCE_GRAD, stages))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules as theirs
 
 from penstock.errors import PipelineError
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import DEFAULT_PASSES, DeferReceives, lower
 from penstock.pipelining import _orders
@@ -29,8 +29,7 @@ from penstock.pipelining._orders import (
 from penstock.pipelining._runner import Runner
 from penstock.pipelining.microbatch import TensorChunkSpec, _split_tensor
 from penstock.pipelining.stage import _PipelineStageBase
-from penstock.runtime.execution.batcher import Batcher
-from penstock.runtime.execution.splitters import Value
+from penstock.runtime.batch import Batcher, Value
 
 Microbatches: TypeAlias = list[Value] | None
 LossKwargs: TypeAlias = dict[str, Value] | None

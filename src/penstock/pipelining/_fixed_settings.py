@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.pipelining.stage import _PipelineStageBase
-from penstock.runtime.execution.splitters import Value
+from penstock.runtime.batch import Value
 
 Settings: TypeAlias = Mapping[str, Value]
 

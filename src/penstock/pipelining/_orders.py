@@ -17,8 +17,9 @@ from penstock.arguments import plural
 from penstock.cost.costs import Costs
 from penstock.errors import ActionError, ScheduleError
 from penstock.formats import reads, write_text
-from penstock.ir.action import Action, Kind, Overlap, Step, parse_action
+from penstock.ir.action import Action, Overlap, Step, parse_action
 from penstock.ir.dataflow import Inputs, run_dataflow
+from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, AddGradReduction, AddSharding, DeferReceives, MergeBackward

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.arguments import listed
 from penstock.errors import PipelineError
-from penstock.ir.action import Action, Kind, Overlap, Step
-from penstock.ir.kinds import PASS_KINDS
+from penstock.ir.action import Action, Overlap, Step
+from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.pipelining._fixed_settings import check_unchanged, settings_of
 from penstock.pipelining._orders import action_of
@@ -40,7 +40,7 @@ from penstock.pipelining._stage_methods import (
 from penstock.pipelining._traced_pipes import traced_graph
 from penstock.pipelining.stage import _PipelineStageBase
 from penstock.runtime import Custom, Pipeline, register_splitter
-from penstock.runtime.execution.splitters import Splitter, Value
+from penstock.runtime.batch import Splitter, Value
 
 Functions: TypeAlias = Mapping[Kind, _CustomFunctionProtocol]
 _NO_TARGET = object()

@@ -18,7 +18,7 @@ from penstock.formats import write_bytes
 from penstock.pipelining._classes import PipelineScheduleMulti, _PipelineSchedule, _PipelineScheduleRuntime
 from penstock.pipelining._orders import ActionList, action_of, schedule_of
 from penstock.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from penstock.runtime.execution.splitters import Value
+from penstock.runtime.batch import Value
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.view.png import png

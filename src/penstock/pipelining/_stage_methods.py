@@ -15,9 +15,9 @@ from typing import Protocol, TypeAlias
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
 from penstock.pipelining.stage import _PipelineStageBase
-from penstock.runtime.execution.splitters import Value
+from penstock.runtime.batch import Value
 
 KINDS: Mapping[str, tuple[Kind, ...]] = {
     "forward_one_chunk": (Kind.F,),

@@ -18,7 +18,7 @@ from penstock.pipelining._classes import PipelineScheduleMulti, _PipelineSchedul
 from penstock.pipelining._orders import ActionList, ActionLists, _Action, order_of
 from penstock.pipelining._torch_names import names_of
 from penstock.pipelining.stage import _PipelineStageBase
-from penstock.runtime.execution.splitters import Value
+from penstock.runtime.batch import Value
 
 __all__ = [
     "PipelineScheduleMulti",

@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from penstock.cost.live_activations import LayerBytes, LiveActivations
+from penstock.cost.memory import LayerBytes, LiveActivations
 from penstock.ir.placement import Placement, StagesPerRank, most_stages
 from penstock.planning.configuration import Configuration, configure
 from penstock.planning.model import Model
 from penstock.planning.partition import LayerCounts, balanced_partition, even_partition, improve_partition
 from penstock.planning.request import PlanRequest
-
-__all__ = ["candidate_partitions", "configurations", "partition_within_memory"]
 
 _MAX_STAGES_PER_RANK = 8
 

@@ -14,8 +14,6 @@ from penstock.ir.placement import Placement, StagesPerRank
 from penstock.planning.partition import LayerCounts
 from penstock.planning.request import PlanRequest
 
-__all__ = ["Configuration", "configure", "stages_text"]
-
 _MAX_WORK = 1 << 15
 """Stages times microbatches of the largest schedule that is evaluated."""
 

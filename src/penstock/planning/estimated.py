@@ -10,26 +10,16 @@ from statistics import fmean
 from typing import Any
 
 from penstock.arguments import plural
-from penstock.cost.costs import Costs
+from penstock.cost.costs import Costs, as_tuple
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.estimate import Estimate
 from penstock.cost.estimate.operations import Passes
 from penstock.cost.estimate.roofline import link_of
-from penstock.cost.values import as_tuple
 from penstock.errors import EstimateError, PlanError
 from penstock.ir.placement import Placement
 from penstock.planning.candidates import candidate_partitions
 from penstock.planning.model import Layer, Model
 from penstock.planning.partition import LayerCounts, even_partition
-
-__all__ = [
-    "balanced_layers",
-    "estimated_model",
-    "even_blocks",
-    "fitted_device",
-    "stage_costs",
-    "with_measured_links",
-]
 
 _PASSES = ("forward", "backward_input", "backward_weight")
 _KINDS = {"embedding": "embedding", "output": "head", "mtp block": "mtp"}

@@ -13,9 +13,9 @@ from statistics import fmean
 from time import perf_counter
 
 from penstock.bounds import Bound
-from penstock.cost.live_activations import LiveActivations, live_activations
+from penstock.cost.memory import LiveActivations, live_activations
 from penstock.families import build, families
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
 from penstock.ir.placement import StagesPerRank, most_stages
 from penstock.ir.schedule import Schedule
 from penstock.planning.candidates import configurations, partition_within_memory
@@ -34,9 +34,6 @@ from penstock.planning.techniques import (
 )
 from penstock.search import OnProgress, Progress
 from penstock.simulation.simulator import simulate
-
-__all__ = ["Evaluation", "training_schedules"]
-
 
 _ORDERS_WITH_TECHNIQUES = 24
 

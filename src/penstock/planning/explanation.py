@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.arguments import plural
 from penstock.cost.costs import Costs
-from penstock.cost.live_activations import live_activations
+from penstock.cost.memory import live_activations
 from penstock.cost.prices import ALL_TO_ALL
 from penstock.cost.units import Units
 from penstock.errors import PlanError
@@ -25,8 +25,6 @@ from penstock.planning.robustness import quantile_seconds
 from penstock.search import OnProgress
 from penstock.simulation.gaps import REASONS, gaps
 from penstock.simulation.simulator import simulate
-
-__all__ = ["Explanation", "WhatIf", "explain"]
 
 _MORE_MEMORY = 1.25
 _SHARE_OF_TIME = 0.25  # of the time for searching, for each change

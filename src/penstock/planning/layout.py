@@ -14,8 +14,6 @@ from itertools import groupby, zip_longest
 from penstock.arguments import plural, printable, whole_number
 from penstock.errors import PartitionError
 
-__all__ = ["MAX_LAYERS", "PipelineLayout", "StageLayout", "even_layout", "layout_of_counts"]
-
 MAX_LAYERS = 100_000
 """The largest number of layers, stages or characters of a layout."""
 

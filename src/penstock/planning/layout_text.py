@@ -21,8 +21,6 @@ from penstock.arguments import plural, printable
 from penstock.errors import PartitionError
 from penstock.planning.layout import MAX_LAYERS, PipelineLayout, layout_of_counts
 
-__all__ = ["parse_layout"]
-
 _SHOWN_PROBLEMS = 12
 _SHOWN_CHARACTERS = 30  # on both sides of a problem
 

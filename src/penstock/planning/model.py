@@ -15,15 +15,12 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from penstock.arguments import printable
-from penstock.cost.costs import Costs
+from penstock.cost.costs import Cost, Costs, as_tuple
 from penstock.cost.prices import action_seconds
 from penstock.cost.units import Units
-from penstock.cost.values import Cost, as_tuple
 from penstock.errors import PlanError
 from penstock.ir.kinds import Kind
 from penstock.planning.layout import PipelineLayout, layout_of_counts
-
-__all__ = ["Layer", "Model"]
 
 MAX_LAYERS = 1000
 """Few enough for dynamic programming over all partitions."""

@@ -47,8 +47,6 @@ from penstock.planning.model import (
     errors_in_layers,
 )
 
-__all__ = ["model_of_keys", "read_model"]
-
 _TIMES = ["forward_seconds", "backward_input_seconds", "backward_weight_seconds"]
 _TABLES = {
     "links": [UNITS[name] for name in LINK_COSTS],

@@ -13,8 +13,6 @@ from penstock.planning.configuration import Configuration
 from penstock.planning.technique_text import technique_of
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["Option", "Rejected", "frontier"]
-
 
 @dataclass(frozen=True, eq=False)
 class Option:

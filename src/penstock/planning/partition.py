@@ -21,8 +21,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, permutations
 from math import inf
 
-__all__ = ["LayerCounts", "balanced_partition", "even_partition", "improve_partition", "move_layer"]
-
 LayerCounts = tuple[int, ...]
 """How many layers each stage has."""
 

@@ -29,9 +29,6 @@ from penstock.search import OnProgress, search
 from penstock.search.fit_memory import without_memory_actions
 from penstock.simulation.simulator import simulate
 
-__all__ = ["Plan", "plan", "run_plan", "write_best"]
-
-
 _CLASSES = ("none", "recompute", "offload", "both")
 
 

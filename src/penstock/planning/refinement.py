@@ -8,7 +8,7 @@ from math import inf
 from time import monotonic
 from typing import Any, TypeAlias
 
-from penstock.cost.live_activations import LiveActivations, live_activations
+from penstock.cost.memory import LiveActivations, live_activations
 from penstock.cost.prices import pairs_can_pay
 from penstock.errors import SearchError
 from penstock.planning.configuration import Configuration, configure
@@ -16,8 +16,6 @@ from penstock.planning.evaluation import Evaluation
 from penstock.planning.options import Option
 from penstock.planning.partition import LayerCounts, move_layer
 from penstock.search import Progress, SearchResult
-
-__all__ = ["Searcher", "refine"]
 
 _REPARTITIONED_OPTIONS, _SEARCHED_CONFIGURATIONS = 3, 2
 _REPARTITION_SHARE, _SEARCH_SHARE = 0.15, 0.4

@@ -12,8 +12,6 @@ from penstock.ir.placement import StagesPerRank, problems_of_counts
 from penstock.planning.model import Model
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["PlanRequest"]
-
 
 @dataclass(frozen=True)
 class PlanRequest:

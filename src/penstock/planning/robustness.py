@@ -11,8 +11,6 @@ from penstock.planning.options import Option, Rejected, frontier
 from penstock.planning.request import PlanRequest
 from penstock.simulation.jitter import simulate_with_jitter
 
-__all__ = ["quantile_seconds", "rank_by_quantile"]
-
 
 def rank_by_quantile(evaluation: Evaluation) -> None:
     """Simulate jitter for the frontier, and for every other option that could be faster than the best of it."""

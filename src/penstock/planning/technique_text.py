@@ -10,8 +10,6 @@ from penstock.arguments import number_ranges
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 
-__all__ = ["TECHNIQUES", "class_of", "technique_of"]
-
 TECHNIQUES = {"recompute": Kind.RECOMPUTE, "offload": Kind.OFFLOAD}
 
 

@@ -15,16 +15,14 @@ from math import inf
 from typing import NamedTuple
 
 from penstock.bounds import Bound
-from penstock.cost.live_activations import live_activations
-from penstock.families import matching
+from penstock.cost.memory import live_activations
+from penstock.families import registry as matching
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import Offload, Recompute
 from penstock.planning.configuration import Configuration
 from penstock.planning.options import Option
 from penstock.planning.request import PlanRequest
-
-__all__ = ["Candidate", "memory_of", "offloading_schedules", "ordered", "variants"]
 
 
 class Candidate(NamedTuple):

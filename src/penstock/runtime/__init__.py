@@ -12,24 +12,23 @@ except ModuleNotFoundError as error:
         f"the runtime needs torch, which is not installed: {install_command('torch')}"
     ) from None
 
-from penstock.runtime.action_labels import label_actions
 from penstock.runtime.backward.layer_rules import LayerRule, register_layer
+from penstock.runtime.batch import REPLICATE, Splitter, register_splitter
 from penstock.runtime.checkpoints import (
     export_safetensors,
     import_safetensors,
     load_checkpoint,
     save_checkpoint,
 )
-from penstock.runtime.execution.custom_function import Custom
-from penstock.runtime.execution.grad_scaler import GradScaler
-from penstock.runtime.execution.result import StepResult
-from penstock.runtime.execution.splitters import REPLICATE, Splitter, register_splitter
 from penstock.runtime.failure import uncaught
 from penstock.runtime.failure.job import current_watch
+from penstock.runtime.grad_scaler import GradScaler
 from penstock.runtime.local_ranks import LocalRanks
 from penstock.runtime.models import materialize, split
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.states.torch_recorder import record_state
+from penstock.runtime.session.config import Custom
+from penstock.runtime.session.step_runner import StepResult
+from penstock.runtime.states.torch_runtime import label_actions, record_state
 from penstock.runtime.training_log import TrainingLog
 from penstock.runtime.verification import Verdict, verify_gradients
 

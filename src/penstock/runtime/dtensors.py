@@ -23,8 +23,6 @@ from penstock.errors import PipelineError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Meshes", "Sharding", "is_dtensor", "local", "placement_problem", "sharding_of", "whole"]
-
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether the value is a DTensor; does not import the module of DTensors."""

@@ -32,8 +32,6 @@ from penstock.arguments import printable, whole_number
 from penstock.errors import PenstockError, PipelineError
 from penstock.processes import end_with_parent, free_port
 
-__all__ = ["Failure", "LocalRanks", "start_fork_server"]
-
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "penstock.api", "penstock.runtime"]
 _GRACE = 10
 """Seconds that the other ranks have to finish once a rank has failed."""

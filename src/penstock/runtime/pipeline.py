@@ -25,28 +25,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.arguments import listed
 from penstock.errors import PenstockError, PipelineError
-from penstock.ir.action import Kind
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.runtime import setup
+from penstock.runtime import pipeline_arguments as setup
+from penstock.runtime.batch import Batcher, Splitter
 from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm, model_groups
-from penstock.runtime.data_parallel.tied_names import TiedNames
-from penstock.runtime.execution.batcher import Batcher
-from penstock.runtime.execution.config import ExecutionConfig
-from penstock.runtime.execution.custom_function import CustomFunction
-from penstock.runtime.execution.grad_scaler import GradScaler
-from penstock.runtime.execution.module_state import eval_mode, preserved_rng_state
-from penstock.runtime.execution.profile import Profile, Recorder
-from penstock.runtime.execution.result import StepResult
-from penstock.runtime.execution.splitters import Splitter
-from penstock.runtime.execution.step_inputs import StepInputBuilder
-from penstock.runtime.execution.step_runner import StepRunner
-from penstock.runtime.execution.verified_schedule import verify_schedule
-from penstock.runtime.schedule_argument import resolve_schedule
+from penstock.runtime.data_parallel.tied_weights import TiedNames
+from penstock.runtime.grad_scaler import GradScaler
+from penstock.runtime.pipeline_arguments import resolve_schedule
+from penstock.runtime.profile import Profile, Recorder
+from penstock.runtime.session.config import CustomFunction, ExecutionConfig, verify_schedule
+from penstock.runtime.session.step_inputs import StepInputBuilder
+from penstock.runtime.session.step_runner import StepResult, StepRunner
+from penstock.runtime.stage.memory import eval_mode, preserved_rng_state
 from penstock.runtime.states.writer import state_folder
 from penstock.runtime.transport.process_groups import Group, group_timeout, members_of, process_group
 from penstock.runtime.transport.transport_errors import TransportError, transport_errors
-
-__all__ = ["Pipeline"]
 
 
 class Pipeline:

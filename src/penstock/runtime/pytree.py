@@ -19,19 +19,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-__all__ = [
-    "Leaves",
-    "Node",
-    "Structure",
-    "child_paths",
-    "flatten",
-    "leaf_paths",
-    "map_together",
-    "node_of",
-    "rebuild",
-    "unflatten",
-]
-
 Leaves: TypeAlias = list[Any]
 Structure: TypeAlias = Any
 """None for a leaf, its position for a tensor that is already a leaf, else its node and the structures of its

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from penstock.arguments import install_command
 from penstock.diagnostics import Check
 
-__all__ = ["TESTED_WITH", "main", "torch_checks"]
-
 TESTED_WITH = (2, 13)
 
 

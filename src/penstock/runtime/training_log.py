@@ -31,8 +31,6 @@ from torch import Tensor
 from penstock.arguments import printable
 from penstock.errors import MissingExtraError, PipelineError
 
-__all__ = ["TrainingLog"]
-
 _GIB = 1 << 30
 
 

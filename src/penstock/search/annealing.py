@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.compilation import compiled
-from penstock.ir.table import Ints
+from penstock.ir.encoding import Ints
 from penstock.search.kernel import copy_suffix, evaluate, fits, resume, resume_point
 from penstock.search.kernel_arrays import (
     FORWARD,
@@ -22,8 +22,6 @@ from penstock.search.kernel_arrays import (
     RunState,
     empty_state,
 )
-
-__all__ = ["anneal"]
 
 _ROUNDING = 1e-9
 _PAIR_MOVES = 0.3

@@ -13,8 +13,6 @@ from penstock.search.fit_memory import FitMemory
 from penstock.search.request import SearchRequest
 from penstock.search.result import OnProgress, SearchResult
 
-__all__ = ["search"]
-
 
 def search(
     *,

@@ -10,8 +10,6 @@ from penstock.cost.costs import Costs
 from penstock.ir.schedule import Schedule
 from penstock.simulation.jitter import simulate_with_jitter
 
-__all__ = ["Budget", "Jitter"]
-
 
 @dataclass(frozen=True)
 class Budget:

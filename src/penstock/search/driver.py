@@ -38,8 +38,6 @@ from penstock.search.steady_state import repeat_steady_state
 from penstock.search.zbv_greedy import zbv_greedy
 from penstock.simulation.simulator import simulate
 
-__all__ = ["compile_kernels", "run"]
-
 _FEW_MICROBATCHES_SECONDS = 10.0
 """Limit of the search with few microbatches whose steady state is repeated."""
 _FEW_RANKS_PART = 0.25

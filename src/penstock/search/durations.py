@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.compilation import compiled
-from penstock.ir.table import Floats, Ints
+from penstock.ir.encoding import Floats, Ints
 from penstock.search.kernel_arrays import (
     FORWARD,
     INPUT_GRAD,
@@ -18,8 +18,6 @@ from penstock.search.kernel_arrays import (
     ProblemArrays,
     RunState,
 )
-
-__all__ = ["set_durations"]
 
 
 @compiled

@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.ir.table import Ints
+from penstock.ir.encoding import Ints
 from penstock.search.exact_model import Key, Steps, Unit, build, unit_of
 from penstock.search.kernel_arrays import PAIRED, SEPARATE, WEIGHT_GRAD
 from penstock.search.numbering import number_entries
 from penstock.search.problem import Problem
-
-__all__ = ["Effort", "ExactResult", "available", "solve"]
 
 
 @dataclass(frozen=True)

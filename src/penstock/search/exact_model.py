@@ -29,8 +29,6 @@ import numpy as np
 from penstock.search.kernel_arrays import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from penstock.search.problem import Problem
 
-__all__ = ["Key", "Steps", "Unit", "build", "unit_of"]
-
 _DENOMINATORS = 1000
 """The greatest denominator of seconds that are fractions with a common divisor."""
 _UNITS = 1_000_000

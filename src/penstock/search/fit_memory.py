@@ -23,7 +23,7 @@ from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
 from penstock.cost.memory import exceeds
 from penstock.errors import SearchError
-from penstock.ir.arrays import kinds_in, microbatches_in, stages_in
+from penstock.ir.encoding import kinds_in, microbatches_in, stages_in
 from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import Offload, Pass, Policy, Recompute
@@ -33,8 +33,6 @@ from penstock.search.result import rounded
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
-
-__all__ = ["FitMemory", "without_memory_actions"]
 
 _EVERY, _LONGER, _AHEAD = (1, 2, 3), (1, 2, 4, 8, 16), (0, 1, 2, 4)
 _SIMULATED_STEPS = 400_000  # of all attempts to leave one out together, and five times as many of policies

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.compilation import compiled
-from penstock.ir.table import Floats, Ints
+from penstock.ir.encoding import Floats, Ints
 from penstock.search.durations import set_durations
 from penstock.search.kernel_arrays import (
     FORWARD,
@@ -24,8 +24,6 @@ from penstock.search.kernel_arrays import (
     RunState,
     empty_state,
 )
-
-__all__ = ["copy_suffix", "evaluate", "fits", "resume", "resume_point"]
 
 
 @compiled

@@ -23,23 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.compilation import compiled
-from penstock.ir.table import Floats, Ints
+from penstock.ir.encoding import Floats, Ints
 from penstock.search.message_arrays import MessageArrays
-
-__all__ = [
-    "FORWARD",
-    "INPUT_GRAD",
-    "MAKESPAN",
-    "PAIRED",
-    "PERIOD",
-    "SEPARATE",
-    "SPAN",
-    "TOKEN",
-    "WEIGHT_GRAD",
-    "ProblemArrays",
-    "RunState",
-    "empty_state",
-]
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = 0, 1, 2
 SEPARATE = 1 << 40

@@ -10,11 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.compilation import compiled
-from penstock.ir.table import Floats, Ints
+from penstock.ir.encoding import Floats, Ints
 from penstock.search.kernel_arrays import INPUT_GRAD, WEIGHT_GRAD, ProblemArrays
 from penstock.search.message_arrays import MessageArrays
-
-__all__ = ["Rule", "list_schedule"]
 
 
 class Rule(NamedTuple):

@@ -12,11 +12,9 @@ import numpy as np
 
 from penstock.cost.costs import Costs
 from penstock.cost.prices import edge_prices
+from penstock.ir.encoding import Floats, Ints
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
-from penstock.ir.table import Floats, Ints
-
-__all__ = ["MessageArrays", "message_arrays"]
 
 
 class MessageArrays(NamedTuple):

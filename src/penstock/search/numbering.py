@@ -14,11 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.ir.arrays import stable_order
-from penstock.ir.table import Bools, Ints
+from penstock.ir.encoding import Bools, Ints, stable_order
 from penstock.search.kernel_arrays import FORWARD, INPUT_GRAD, PAIRED, TOKEN, WEIGHT_GRAD, ProblemArrays
-
-__all__ = ["Numbered", "number_entries"]
 
 
 class Numbered(NamedTuple):

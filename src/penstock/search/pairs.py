@@ -9,12 +9,10 @@ import numpy as np
 
 from penstock.cost.costs import Costs
 from penstock.cost.prices import action_seconds, pair_seconds, pairs_can_pay, stream_seconds
+from penstock.ir.encoding import Floats, Ints
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.table import Floats, Ints
 from penstock.search.kernel_arrays import FORWARD, INPUT_GRAD, PAIRED, TOKEN, WEIGHT_GRAD
-
-__all__ = ["pair_prices", "pair_variants"]
 
 
 def pair_prices(costs: Costs, placement: Placement, *, split: bool) -> Floats | None:

@@ -14,9 +14,9 @@ import numpy as np
 from penstock.arguments import plural
 from penstock.bounds import Bound, RankBounds, Workload, bounds
 from penstock.compilation import COMPILED
-from penstock.ir.action import Kind
+from penstock.ir.encoding import Ints
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints
 from penstock.search import exact
 from penstock.search.annealing import anneal
 from penstock.search.kernel_arrays import PAIRED
@@ -25,8 +25,6 @@ from penstock.search.result import gap_of
 from penstock.search.seeds import family_builders, grouped_schedules, list_scheduled, serial
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
-
-__all__ = ["Candidate", "PlacementSearch"]
 
 _KEPT = 12
 _TASKS = 4

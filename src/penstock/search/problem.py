@@ -14,12 +14,11 @@ from penstock.cost.costs import Costs
 from penstock.cost.memory import activation_limits, fixed_bytes, stage_bytes
 from penstock.cost.prices import action_seconds
 from penstock.errors import ScheduleError
-from penstock.ir.encoding import JOINED, KIND_SHIFT, MICROBATCH_SHIFT, STAGE_SHIFT
+from penstock.ir.encoding import JOINED, KIND_SHIFT, MICROBATCH_SHIFT, STAGE_SHIFT, Floats, Ints
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Floats, Ints
 from penstock.search import kernel
 from penstock.search.kernel_arrays import (
     FORWARD,
@@ -37,8 +36,6 @@ from penstock.search.numbering import number_entries
 from penstock.search.pairs import pair_prices, pair_variants
 from penstock.simulation.simulator import Simulator
 from penstock.simulation.timeline import Timeline
-
-__all__ = ["Problem"]
 
 _TOKEN_KIND = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.B: INPUT_GRAD, Kind.W: WEIGHT_GRAD}
 _TOKENS = np.array([_TOKEN_KIND.get(kind, -1) for kind in sorted(Kind, key=lambda kind: kind.number)])

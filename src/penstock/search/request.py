@@ -17,8 +17,6 @@ from penstock.families.registry import MAX_WORK
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement, StagesPerRank, problems_of_counts
 
-__all__ = ["SearchRequest", "check_memory_limit"]
-
 _PLACEMENTS = ("any", "loop", "v")
 _MAX_NUMBER = 1e18  # seconds or bytes
 _MAX_SEARCHED = 1 << 20

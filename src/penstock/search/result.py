@@ -13,8 +13,6 @@ from penstock.display import Displayed
 from penstock.ir.schedule import Schedule
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["OnProgress", "Progress", "SearchResult", "gap_of", "rounded"]
-
 _ROUNDING = 1e-9
 
 

@@ -12,24 +12,15 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.families import build, families
-from penstock.families.matching import schedule_on, training_families
-from penstock.ir.action import Kind
+from penstock.families.registry import schedule_on, training_families
+from penstock.ir.encoding import Ints
+from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints
 from penstock.search.kernel_arrays import FORWARD
 from penstock.search.list_scheduling import Rule, list_schedule
 from penstock.search.problem import Problem
 from penstock.search.zbv_greedy import zbv_greedy
-
-__all__ = [
-    "Seed",
-    "family_builders",
-    "family_schedules",
-    "grouped_schedules",
-    "list_scheduled",
-    "serial",
-]
 
 
 class Seed(NamedTuple):

@@ -22,21 +22,19 @@ from penstock.arguments import some
 from penstock.cost.costs import Costs
 from penstock.cost.memory import Memory, exceeds, memory_over_time
 from penstock.errors import SearchError
+from penstock.ir.encoding import Bools, Floats, Ints
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import ActionTable, Bools, Floats, Ints
+from penstock.ir.table import ActionTable
 from penstock.lowering import AddGradReduction, AddSharding, Pass
 from penstock.lowering.passes import require_absent
-from penstock.lowering.reduction import last_backwards, with_reductions
-from penstock.lowering.sharding import with_sharding
+from penstock.lowering.sharding import last_backwards, with_reductions, with_sharding
 from penstock.search.request import check_memory_limit
 from penstock.search.result import rounded
 from penstock.search.sharding_plan import RankSteps, plan_rank
 from penstock.simulation.simulator import Simulator, simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
-
-__all__ = ["PlaceSharding"]
 
 _COLLECTIVES = tuple(kind for kind in Kind if kind.is_collective)
 _LEADS = (0.0, 1.0, 2.0, 4.0)  # in times of the gather's seconds

@@ -18,9 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.table import Bools, Floats
-
-__all__ = ["RankSteps", "plan_rank"]
+from penstock.ir.encoding import Bools, Floats
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,11 +17,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.ir.table import Ints
+from penstock.ir.encoding import Ints
 from penstock.search.kernel_arrays import TOKEN
 from penstock.search.problem import Problem
-
-__all__ = ["repeat_steady_state"]
 
 _MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 """How many microbatches the repeated part has."""

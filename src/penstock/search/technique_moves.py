@@ -32,8 +32,6 @@ from penstock.ir.schedule import Schedule
 from penstock.simulation.simulator import Simulator
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["TechniqueMoves", "timeline_of"]
-
 _FARTHEST = 6
 """Places by which a RELOAD is ahead of its use, or an action is shifted, at most."""
 

@@ -16,15 +16,6 @@ from penstock.search.fit_memory import FitMemory, without_memory_actions
 from penstock.search.problem import Problem
 from penstock.search.seeds import serial
 
-__all__ = [
-    "name_with_techniques",
-    "plain_order",
-    "problems_to_order",
-    "relaxed_workload",
-    "require_feasible",
-    "serial_order",
-]
-
 
 def relaxed_workload(problem: Problem, fit: FitMemory) -> Workload:
     """The work of which every choice of techniques is one case, for lower bounds."""

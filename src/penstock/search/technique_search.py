@@ -47,8 +47,6 @@ from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import validate
 
-__all__ = ["run_with_techniques"]
-
 _KERNEL_MOVES = 200
 """Moves of the compiled kernel that a simulated move counts as."""
 _KEPT = 6

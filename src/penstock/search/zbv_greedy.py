@@ -30,7 +30,7 @@ from penstock.cost.memory import stage_bytes
 from penstock.cost.prices import ALL_TO_ALL, action_seconds
 from penstock.errors import BuildError, CostsError
 from penstock.families.rank_order import keep_microbatches
-from penstock.ir.arrays import Ints, codes_of
+from penstock.ir.encoding import Ints, codes_of
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement
@@ -39,7 +39,6 @@ from penstock.ir.schedule import Schedule
 if TYPE_CHECKING:
     from penstock.search.zbv_greedy_pass import Instance, Result
 
-__all__ = ["zbv_greedy"]
 
 _KINDS = (Kind.F, Kind.I, Kind.W)
 """In the order of their numbers in a pass."""

@@ -9,9 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.compilation import compiled
-from penstock.ir.arrays import Floats, Ints
-
-__all__ = ["Instance", "Result", "Rule", "run_pass"]
+from penstock.ir.encoding import Floats, Ints
 
 F, I, W = 0, 1, 2
 

@@ -1,30 +1,33 @@
-"""Calibration: the one estimator of costs from measured timelines.
-
-Steps of several schedules may be combined: one with B and one with I and W give both. Means, not medians,
-because the makespan is a sum along a path: what now and then takes longer must count. A clock around a step
-does not tell its all-to-all from its compute: the all-to-all stays as in the known costs, the rest is compute.
-Nor does it tell the latency of a copy to the host from its transfer: the latency stays as it is known.
-F of a microbatch with I and W takes longer than F of one with B, because its layers prepare for a split
-backward. Costs have one F, so the difference is in I: it is a part of the price of a split.
-"""
+"""Measured timelines, and the one estimator of costs from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from penstock.cost.costs import Costs
-from penstock.cost.prices import edge_prices, host_copy_bytes, stream_seconds
+from penstock.cost.prices import edge_prices, host_copy_bytes, message_seconds, stream_seconds
 from penstock.errors import CostsError
 from penstock.ir.action import Action
+from penstock.ir.encoding import Floats
 from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
 from penstock.simulation.timeline import Timeline
 
-__all__ = ["KindError", "calibrate", "errors_by_kind", "measured_jitter"]
+# Calibration: the one estimator of costs from measured timelines.
+#
+# Steps of several schedules may be combined: one with B and one with I and W give both. Means, not medians,
+# because the makespan is a sum along a path: what now and then takes longer must count. A clock around a step
+# does not tell its all-to-all from its compute: the all-to-all stays as in the known costs, the rest is
+# compute. Nor does it tell the latency of a copy to the host from its transfer: the latency stays as it is
+# known. F of a microbatch with I and W takes longer than F of one with B, because its layers prepare for a
+# split backward. Costs have one F, so the difference is in I: it is a part of the price of a split.
+
 
 _COMPUTE: dict[Kind, str | None] = {
     kind: kind.spec.cost for kind in Kind if kind.is_compute and kind is not Kind.OVERLAP_F_B
@@ -225,3 +228,52 @@ def _single_actions(timeline: Timeline) -> Iterator[tuple[Action, float]]:
         parts = event.step.parts
         if len(parts) == 1 and parts[0].kind in _COMPUTE:
             yield parts[0], event.end - event.start
+
+
+# A measured timeline: times of all steps, the messages between them, and the costs they give.
+
+
+def measured_timeline(
+    schedule: Schedule, seconds: Floats, links: Costs, period: float | None = None
+) -> Timeline:
+    """The timeline with these times, a row of start and end for each slot.
+
+    `links` are the costs of messages as far as they are known; the timeline's costs are derived from it.
+    """
+    start, end = seconds[:, 0].copy(), seconds[:, 1].copy()
+    transfers = _transfers(schedule, seconds, links)
+    timeline = Timeline(schedule, links, start, end, *transfers, period=period)
+    return replace(timeline, costs=calibrate([timeline], links))
+
+
+def _transfers(schedule: Schedule, times: Floats, links: Costs) -> tuple[Floats | None, Floats | None]:
+    """Per message: when it left, and when it arrived.
+
+    It leaves when its SEND begins, or its producer ends where there is none. If its rank was idle by then, it
+    arrives when its consumer starts; else after the latency, but before its use.
+    """
+    messages, slot = schedule.messages, schedule.table.slot
+    used = np.flatnonzero(messages.consumed)
+    if not used.size:
+        return None, None
+    has_send = messages.send[used] >= 0
+    sent = slot[np.where(has_send, messages.send[used], messages.producer[used])]
+    consumer = slot[messages.consumer[used]]
+    use = times[consumer, 0]
+    _, latency = message_seconds(messages, links)
+    begin, arrival = np.full((2, len(messages.send)), np.nan)
+    begin[used] = np.where(has_send, times[sent, 0], times[sent, 1])
+    arrived = np.minimum(np.maximum(begin[used] + latency[used], times[sent, 1]), use)
+    waited = _idle_since(schedule, times)[consumer] <= times[sent, 1]
+    arrival[used] = np.maximum(np.where(waited, use, arrived), begin[used])
+    return begin, arrival
+
+
+def _idle_since(schedule: Schedule, times: Floats) -> Floats:
+    """Per slot: when the last compute of the rank before it ended; 0 before the first."""
+    table = schedule.table
+    ends = np.where(table.is_compute_slot, times[:, 1], 0.0)
+    found = np.zeros(len(ends))
+    for first, last in pairwise(table.slot_bounds.tolist()):
+        found[first + 1 : last] = np.maximum.accumulate(ends[first:last])[:-1]
+    return found

@@ -18,8 +18,6 @@ from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
 
-__all__ = ["Comparison", "Comparisons", "compare", "comparison_of", "rank_costs"]
-
 
 @dataclass(frozen=True)
 class Comparison:

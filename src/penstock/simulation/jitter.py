@@ -9,12 +9,10 @@ import numpy as np
 
 from penstock.cost.costs import Costs
 from penstock.errors import CostsError
+from penstock.ir.encoding import Floats
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Floats
 from penstock.simulation.simulator import Simulator
 from penstock.validation import SendModel
-
-__all__ = ["Spread", "simulate_with_jitter"]
 
 _ENTRIES = 4_000_000  # steps times runs that are simulated at once: an array of them takes 32 MB
 

@@ -27,16 +27,13 @@ from penstock.cost.costs import Costs
 from penstock.cost.prices import collectives_take_time, host_copies_take_time, message_seconds, step_seconds
 from penstock.errors import CostsError, ScheduleError
 from penstock.ir.dataflow import Inputs, run_dataflow
+from penstock.ir.encoding import Bools, Floats, Ints
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Bools, Floats, Ints
 from penstock.lowering import AddCommunication
-from penstock.simulation.event_graph import EventGraph, Waits
-from penstock.simulation.network import Network, RunTimes
+from penstock.simulation.network import EventGraph, Network, RunTimes, Waits
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel, invalid_schedule_error, validate
-
-__all__ = ["Simulator", "message_waits", "simulate"]
 
 _WARM_UP, _MEASURED = 4, 4  # iterations before, and in, the mean that is the period
 

@@ -9,19 +9,301 @@ or claims to have sent what did not arrive. Where the waits close a cycle, the s
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-from penstock.arguments import listed
-from penstock.ir.kinds import Kind
+from penstock.arguments import listed, plural, some
+from penstock.errors import ActionError, FormatError, ScheduleError
+from penstock.formats.restricted_pickle import PickleRefusedError, unpickle_plain
+from penstock.ir.action import Action, parse_action
+from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
-from penstock.traces.evidence import PipelineEvidence
-from penstock.traces.rank_state import RankState
-from penstock.traces.schedule_differences import difference_of, reference_of
-from penstock.traces.waits import Wait, find_waits
+from penstock.traces.flight_recorder import (
+    FlightRecord,
+    align_records,
+    is_flight_record,
+    load_flight_record,
+    message_orders,
+)
+from penstock.traces.rank_state import STATE_FORMAT, RankState, load_state
 
-__all__ = ["KINDS", "Diagnosis", "Finding", "diagnose"]
+# Who waits for whom: the message that each rank waits for, and where the rank at its other end is.
+
+
+Peer = Literal["missing", "behind", "on its way", "there", "passed", "not in its list"]
+"""Where the rank at the other end is: it has no state, it has not begun the step, it has not reached the other
+end of the message, it is at it, it is past it, or its list does not have it."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank that waits for a message."""
+
+    rank: int
+    message: str
+    """Its SEND or RECV."""
+    for_rank: int
+    counterpart: str
+    """The SEND or RECV of the other rank."""
+    position: int
+    """The place of the counterpart in the other rank's list; -1 if unknown."""
+    peer: Peer
+
+    @property
+    def is_receive(self) -> bool:
+        """Whether it waits to receive."""
+        return "RECV" in self.message
+
+
+def find_waits(states: Mapping[int, RankState], schedule: Schedule) -> dict[int, Wait]:
+    """The wait of each rank that waits for a message of the schedule."""
+    found = {}
+    for rank, state in states.items():
+        if state.awaits and (wait := _wait(state, states, schedule)) is not None:
+            found[rank] = wait
+    return found
+
+
+def _wait(state: RankState, states: Mapping[int, RankState], schedule: Schedule) -> Wait | None:
+    try:
+        message = parse_action(state.awaits)
+    except ActionError:
+        return None
+    if not isinstance(message, Action) or message.kind.peer is None:
+        return None
+    hosts = schedule.placement.stage_to_rank
+    if not 0 <= message.other_end < len(hosts):
+        return None
+    peer = hosts[message.other_end]
+    counterpart = Action(message.kind.peer, message.other_end, message.microbatch, message.stage)
+    where, position = _where(state, states.get(peer), counterpart)
+    return Wait(state.rank, state.awaits, peer, str(counterpart), position, where)
+
+
+def _where(state: RankState, peer: RankState | None, counterpart: Action) -> tuple[Peer, int]:
+    if peer is None:
+        return "missing", -1
+    actions = [part for step in peer.schedule.ranks[peer.rank] for part in step.parts]
+    if counterpart not in actions:
+        return "not in its list", -1
+    position = next(
+        number for number, step in enumerate(peer.schedule.ranks[peer.rank]) if counterpart in step.parts
+    )
+    if peer.call < state.call or (peer.call == state.call and peer.mode == "connecting"):
+        return "behind", position
+    if peer.call > state.call or not peer.runs:
+        return "passed", position
+    if peer.position == position:
+        return "there", position
+    return ("passed" if peer.position > position else "on its way"), position
+
+
+# Which ranks run another schedule: the schedule in each rank's state, compared with the one that was meant.
+
+
+class ScheduleDifference(NamedTuple):
+    """How the schedule of a rank differs: `another-schedule`, or `skipped-send` if only sends are missing."""
+
+    kind: str
+    message: str
+
+
+def reference_of(states: Sequence[RankState], given: Schedule | None) -> tuple[Schedule, list[str]]:
+    """The schedule that the ranks are compared with: that of most ranks, the given one if they run it."""
+    counts = Counter(state.schedule for state in states if state.mode != "eval") or Counter(
+        state.schedule for state in states
+    )
+    if not counts:
+        assert given is not None, "records need a schedule to be aligned with"
+        return message_orders(given)[0], []
+    ranked = sorted(counts, key=lambda schedule: -counts[schedule])
+    if given is None or all(state.mode == "eval" for state in states):
+        tied = len(ranked) > 1 and counts[ranked[0]] == counts[ranked[1]]
+        text = "the ranks run different schedules, and --schedule says which of them is meant"
+        return ranked[0], [text] * tied
+    same = [schedule for schedule in ranked if _is_same(schedule, given)]
+    if same:
+        return same[0], []
+    if len(ranked) > 1:
+        return message_orders(given)[0], []
+    difference = _first_difference(ranked[0], _like(given, ranked[0]))
+    text = f"all ranks run {ranked[0].name}, which is not the given schedule {given.name}: {difference}"
+    return ranked[0], [text]
+
+
+def difference_of(state: RankState, reference: Schedule) -> ScheduleDifference | None:
+    """How the schedule of a rank differs from the one that is meant; None if it does not."""
+    if _is_same(state.schedule, reference) or state.mode == "eval":
+        return None
+    sizes = [_sizes(schedule) for schedule in (state.schedule, reference)]
+    if sizes[0] != sizes[1]:
+        return ScheduleDifference("another-schedule", f"it has {sizes[0]}, the others {sizes[1]}")
+    expected = _like(reference, state.schedule)
+    own, meant = (list(map(str, each.ranks[state.rank])) for each in (state.schedule, expected))
+    missing = Counter(meant) - Counter(own)
+    without = [step for step in meant if not missing[step]]
+    if missing and own == without and all("SEND" in step for step in missing):
+        return ScheduleDifference("skipped-send", f"its list has no {', '.join(missing)}")
+    return ScheduleDifference("another-schedule", _first_difference(state.schedule, expected, state.rank))
+
+
+def _like(schedule: Schedule, other: Schedule) -> Schedule:
+    """The schedule with messages if the other has them, without if not; sharding is left out."""
+    if other.table.has_communication:
+        orders = message_orders(schedule)
+        return min(orders, key=lambda order: sum(a != b for a, b in zip(order.ranks, _plain(other).ranks)))
+    return schedule.only(PASS_KINDS)
+
+
+def _plain(schedule: Schedule) -> Schedule:
+    """Only computation and messages."""
+    return schedule.only([kind for kind in Kind if kind.is_communication or kind in PASS_KINDS])
+
+
+def _is_same(schedule: Schedule, other: Schedule) -> bool:
+    """Whether two schedules are equal, apart from what only one of them has: messages, and sharding."""
+    if _sizes(schedule) != _sizes(other):
+        return False
+    if schedule.table.has_communication and other.table.has_communication:
+        return _plain(schedule) == _plain(other)
+    return schedule.only(PASS_KINDS) == other.only(PASS_KINDS)
+
+
+def _sizes(schedule: Schedule) -> str:
+    return (
+        f"{plural(schedule.num_ranks, 'rank')}, {plural(schedule.num_stages, 'stage')} (on ranks "
+        f"{list(schedule.placement.stage_to_rank)}), {plural(schedule.microbatches, 'microbatch')}"
+    )
+
+
+def _first_difference(schedule: Schedule, meant: Schedule, rank: int | None = None) -> str:
+    """The first step that differs, in the list of this rank if it differs there."""
+    if _sizes(schedule) != _sizes(meant):
+        return f"it has {_sizes(schedule)}, and not {_sizes(meant)}"
+    plain, expected = (_plain(schedule), _plain(meant))
+    order = [rank] if rank is not None else []
+    for each in [*order, *range(schedule.num_ranks)]:
+        own, other = (list(map(str, one.ranks[each])) for one in (plain, expected))
+        for number in range(max(len(own), len(other))):
+            texts = [row[number] if number < len(row) else "the end" for row in (own, other)]
+            if texts[0] != texts[1]:
+                return f"rank {each}, step {number}: {texts[0]} instead of {texts[1]}"
+    return "only in sharding or memory actions"
+
+
+# Reads the folder that a run left behind: state files of Penstock, or dumps of torch's flight recorder.
+#
+# Files are recognized by their names (`rank3.json`, or `rank` or `trace` and a number at the end, such as
+# `nccl_trace_rank_3`) and by what is in them. Pickles are read by a parser that knows plain values only:
+# nothing in them is run.
+
+
+_NAME = re.compile(r".*(?:rank|trace).*?(\d{1,8})(?:\.pipeline\d{1,8})?(?:\.(?:json|pkl|pickle))?", re.ASCII)
+_LARGEST = 256 << 20  # bytes of a file
+_OLD_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class PipelineEvidence:
+    """What is known of the ranks of one pipeline."""
+
+    members: tuple[int, ...]
+    states: tuple[RankState, ...]
+    differences: Mapping[int, str]
+    """The ranks whose operations are not those of the schedule, where a flight record shows it."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All pipelines of a folder, and sentences on what was left out."""
+
+    pipelines: tuple[PipelineEvidence, ...]
+    notes: tuple[str, ...]
+
+
+def read_evidence(folder: Path, schedule: Schedule | None) -> Evidence:
+    """Read all files of a folder; a `FormatError` lists the problems of all of them."""
+    states: list[RankState] = []
+    records: list[FlightRecord] = []
+    problems: list[str] = []
+    skipped: list[str] = []
+    for path in sorted(folder.iterdir()):
+        match = _NAME.fullmatch(path.name)
+        if match is None or not path.is_file() or path.name.startswith("."):
+            skipped.append(path.name)
+            continue
+        try:
+            found = _read_file(path, int(match[1]))
+        except FormatError as error:
+            problems += [f"{path.name}: {problem}" for problem in error.problems]
+            continue
+        (states if isinstance(found, RankState) else records).append(found)  # type: ignore[arg-type]
+    if problems:
+        raise FormatError(str(folder), problems)
+    if not states and not records:
+        raise FormatError(
+            str(folder), ["no state files (rank0.json, ...) and no dumps of torch's flight recorder here"]
+        )
+    notes = [f"not read: {some(skipped)}"] if skipped else []
+    if states:
+        notes += [
+            f"{plural(len(records), 'dump')} of the flight recorder not used: there are state files"
+        ] * bool(records)
+        return Evidence(_pipelines(states, notes), tuple(notes))
+    if schedule is None:
+        problem = f"{folder}: a flight record has no schedule: give that of the run as --schedule"
+        raise ScheduleError(problem, argument="schedule")
+    aligned = align_records(records, schedule)
+    return Evidence(
+        tuple(PipelineEvidence(each.states[0].members, each.states, each.differences) for each in aligned),
+        tuple(notes),
+    )
+
+
+def _read_file(path: Path, rank: int) -> RankState | FlightRecord:
+    source = path.name
+    if path.stat().st_size > _LARGEST:
+        raise FormatError(source, [f"larger than {_LARGEST >> 20} MiB, which no dump of a rank is"])
+    content = path.read_bytes()
+    try:
+        document = unpickle_plain(content) if content[:1] == b"\x80" else json.loads(content)
+    except PickleRefusedError as error:
+        problem = f"not a dump of the flight recorder: {error}; nothing in it was run"
+        raise FormatError(source, [problem]) from None
+    except (ValueError, RecursionError) as error:
+        why = "it is no text" if isinstance(error, UnicodeDecodeError) else str(error)
+        problem = f"neither JSON nor a pickle: {why}" if content else "the file is empty"
+        raise FormatError(source, [problem]) from None
+    if isinstance(document, dict) and document.get("format") == STATE_FORMAT:
+        return load_state(document, source)
+    if isinstance(document, dict) and is_flight_record(document):
+        return load_flight_record(document, rank, source)
+    raise FormatError(source, ["neither a state file of Penstock nor a dump of torch's flight recorder"])
+
+
+def _pipelines(states: Sequence[RankState], notes: list[str]) -> tuple[PipelineEvidence, ...]:
+    """The states of the newest launch, by pipeline; of several of one rank, the one that is inside a step."""
+    newest = max(states, key=lambda state: state.written_at)
+    if old := [state.source for state in states if state.job != newest.job]:
+        notes.append(f"left out, from another launch of the job: {some(old)}")
+    kept = [state for state in states if state.job == newest.job]
+    if late := [state.source for state in kept if newest.written_at - state.written_at > _OLD_SECONDS]:
+        notes.append(
+            f"more than {_OLD_SECONDS} s older than the newest state, and perhaps outdated: {some(late)}"
+        )
+    groups: dict[tuple[int, ...], dict[int, RankState]] = {}
+    for state in sorted(kept, key=lambda state: (state.runs, state.written_at)):
+        groups.setdefault(state.members, {})[state.rank] = state
+    return tuple(
+        PipelineEvidence(members, tuple(by_rank[rank] for rank in sorted(by_rank)), {})
+        for members, by_rank in sorted(groups.items())
+    )
+
 
 KINDS = {
     "exception": "raised an exception",

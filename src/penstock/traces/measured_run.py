@@ -15,12 +15,10 @@ from penstock.recognition import Recognition, recognize
 from penstock.simulation.calibration import calibrate
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
-from penstock.traces.clock_alignment import ClockAlignment
+from penstock.traces.clocks import ClockAlignment
 
 if TYPE_CHECKING:
     from penstock.search import OnProgress, SearchResult
-
-__all__ = ["MeasuredRun", "median_step"]
 
 
 def median_step(timelines: Sequence[Timeline]) -> int:

@@ -32,8 +32,6 @@ from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.traces.trace_files import OnRead, TraceSource, name_of, open_chunks
 
-__all__ = ["MegatronTimers", "is_megatron_log", "read_megatron_timers"]
-
 HEADER = "times across ranks (ms):"
 _NAME = re.compile(r"  ([a-z][a-z0-9-]*):", re.ASCII)
 _RANK = re.compile(r"     rank +([0-9]{1,7}): (\S+)", re.ASCII)

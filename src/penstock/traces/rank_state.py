@@ -20,8 +20,6 @@ from penstock.formats import dumps, reads
 from penstock.ir.action import MAX_ID
 from penstock.ir.schedule import Schedule
 
-__all__ = ["STATE_FORMAT", "RankState", "dump_state", "excerpt", "load_state", "state_file_name"]
-
 STATE_FORMAT = "penstock-rank-state"
 _VERSION = 2
 _LONGEST = 10_000  # characters of a text

@@ -11,15 +11,24 @@ from dataclasses import replace
 
 from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule, require_schedule
-from penstock.validation.actions import complete, ids_in_range, no_duplicates, on_rank_of_stage, order_on_rank
-from penstock.validation.communication import channel_order, delivered_in_time, sent_and_received
-from penstock.validation.deadlock import no_deadlock
-from penstock.validation.memory import held_when_offloaded, needed_by_a_backward, reloaded_once
-from penstock.validation.report import invalid_schedule_error, report
+from penstock.validation.deadlock import no_deadlock, suggested_move
+from penstock.validation.rules import (
+    channel_order,
+    complete,
+    delivered_in_time,
+    held_when_offloaded,
+    ids_in_range,
+    needed_by_a_backward,
+    no_duplicates,
+    on_rank_of_stage,
+    order_on_rank,
+    reduced_once,
+    reloaded_once,
+    sent_and_received,
+    unsharded_when_used,
+)
 from penstock.validation.send_model import SendModel
-from penstock.validation.sharding import reduced_once, unsharded_when_used
-from penstock.validation.suggestion import suggested_move
-from penstock.validation.violation import Violation, Violations, Wait
+from penstock.validation.violation import Violation, Violations, Wait, invalid_schedule_error, report
 
 __all__ = [
     "SendModel",

@@ -20,9 +20,7 @@ import numpy as np
 
 from penstock.arguments import printable
 from penstock.errors import ScheduleError
-from penstock.ir.table import Ints
-
-__all__ = ["SendModel"]
+from penstock.ir.encoding import Ints
 
 
 class SendModel(Enum):

@@ -19,12 +19,11 @@ from itertools import pairwise
 import numpy as np
 from rich.text import Text
 
-from penstock.ir.action import Kind, Step
+from penstock.ir.action import Step
 from penstock.ir.dataflow import Inputs, run_dataflow
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.view.kinds import style_of
-
-__all__ = ["cell_text", "grid", "unit_time"]
 
 
 def grid(schedule: Schedule, width: int = 80, marked: Mapping[int, int] | None = None) -> Text:

@@ -27,8 +27,7 @@ from penstock.validation import SendModel, Violations, report, validate
 from penstock.view.frontier import PlottedPlan, frontier_picture
 from penstock.view.grid import grid
 from penstock.view.marks import Picture
-from penstock.view.picture import picture
-from penstock.view.summary import summary
+from penstock.view.picture import picture, summary
 from penstock.view.svg import svg_of
 from penstock.view.tables import (
     comparison_notes,
@@ -38,8 +37,6 @@ from penstock.view.tables import (
     plan_table,
     result_lines,
 )
-
-__all__ = ["MAX_STEPS", "notebook_html"]
 
 MAX_STEPS = 2000
 """Pictures with more steps than this are summaries."""

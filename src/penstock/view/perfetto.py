@@ -27,12 +27,11 @@ import numpy as np
 
 from penstock.arguments import listed
 from penstock.cost.prices import all_to_all_seconds, exposed_all_to_all
-from penstock.ir.action import Action, Kind, Step
-from penstock.simulation.attribution import Gap, gaps
+from penstock.ir.action import Action, Step
+from penstock.ir.kinds import Kind
+from penstock.simulation.gaps import Gap, gaps
 from penstock.simulation.timeline import Event, Message, Timeline
 from penstock.view.kinds import style_of
-
-__all__ = ["trace"]
 
 Entry: TypeAlias = dict[str, Any]
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # Pillow is an extra
     from PIL.ImageDraw import ImageDraw
     from PIL.ImageFont import FreeTypeFont, ImageFont
 
-__all__ = ["png", "png_of", "require_pillow"]
 
 SCALE = 2
 MAX_PIXELS = 100_000_000

@@ -15,8 +15,6 @@ from penstock.simulation.timeline import Timeline
 from penstock.view.marks import Area, Box, Group, Label, Line, Mark, Picture, Style
 from penstock.view.picture import picture
 
-__all__ = ["svg", "svg_of"]
-
 FONT = "Helvetica,Arial,sans-serif"
 
 

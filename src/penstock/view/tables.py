@@ -15,15 +15,6 @@ from penstock.planning.planner import Plan
 from penstock.search.result import SearchResult
 from penstock.simulation.comparison import Comparison
 
-__all__ = [
-    "comparison_notes",
-    "comparison_table",
-    "family_table",
-    "job_table",
-    "plan_table",
-    "result_lines",
-]
-
 _ROUNDING = 1e-9
 
 

@@ -18,14 +18,12 @@ import numpy as np
 from rich.text import Text
 
 from penstock.cost.units import Scale, number_text
+from penstock.ir.encoding import Floats, Ints
 from penstock.ir.kinds import Kind
-from penstock.ir.table import Floats, Ints
 from penstock.simulation.timeline import Timeline
 from penstock.view.grid import cell_text
 from penstock.view.kinds import style_of
 from penstock.view.scales import round_step
-
-__all__ = ["terminal"]
 
 _MAX_LINES = 100
 """Lines of all panels together; beyond, steps have no names."""

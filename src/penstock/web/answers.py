@@ -17,8 +17,6 @@ from penstock.view.html import page_data
 from penstock.web.request import DrawRequest, expect, parse_costs, parse_request
 from penstock.web.what_if import WhatIf
 
-__all__ = ["compare", "robustness", "row_of", "timeline_of", "units"]
-
 
 def timeline_of(request: DrawRequest, index: int) -> Timeline:
     """One simulated schedule of a request, with its period."""

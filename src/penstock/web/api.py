@@ -15,8 +15,6 @@ from penstock.web.frontier import pareto
 from penstock.web.lessons import judge, lesson_catalogue
 from penstock.web.measured import measured
 
-__all__ = ["REQUESTS", "catalogue"]
-
 REQUESTS: dict[str, Callable[[object], dict[str, Any]]] = {
     "compare": compare,
     "edit": edit,

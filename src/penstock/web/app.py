@@ -22,9 +22,8 @@ from penstock.view.html import drawing_script, style_sheet
 from penstock.web.access import Access, AccessMiddleware
 from penstock.web.api import REQUESTS, catalogue
 from penstock.web.limits import LIMITS, Limit
-from penstock.web.workers import Busy, Reply, TooLong, WorkerPool
-
-__all__ = ["create_app"]
+from penstock.web.replies import Reply
+from penstock.web.workers import Busy, TooLong, WorkerPool
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _STATUS = {"result": 200, "error": 422, "memory": 413, "failure": 500}

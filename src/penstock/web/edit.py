@@ -17,8 +17,6 @@ from penstock.web.ready_steps import ready_steps
 from penstock.web.request import SOURCE, DrawRequest, parse_request
 from penstock.web.unfinished import lay_out
 
-__all__ = ["edit", "stamp"]
-
 _SHOWN_VIOLATIONS = 8
 
 

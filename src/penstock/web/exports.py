@@ -18,8 +18,6 @@ from penstock.planning.layout import even_layout
 from penstock.web.answers import timeline_of
 from penstock.web.request import SOURCE, DrawRequest, parse_request
 
-__all__ = ["export"]
-
 _PICTURES = {"svg": "image/svg+xml", "png": "image/png", "html": "text/html", "trace": "application/json"}
 _VIEWS = {"trace": "perfetto"}
 _FILES = {"csv": "text/csv", "json": "application/json"}

@@ -13,8 +13,6 @@ from penstock.families import Family, families
 from penstock.simulation.simulator import simulate
 from penstock.web.request import DrawRequest, parse_request
 
-__all__ = ["pareto"]
-
 _MAX_SECONDS = 8.0
 _REPORT_SECONDS = 0.3
 

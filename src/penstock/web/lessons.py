@@ -21,8 +21,6 @@ from penstock.ir.schedule import Schedule
 from penstock.simulation.simulator import simulate
 from penstock.validation import validate
 
-__all__ = ["Lesson", "judge", "lesson_catalogue", "lessons"]
-
 _ROUNDING = 1e-9
 _MAX_STEPS = 200  # of an attempt; the longest lesson has 36
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["LIMITS", "MAX_BODY", "MAX_SCHEDULES", "MAX_STEPS", "MAX_WORK", "Limit"]
-
 MAX_SCHEDULES = 8
 """In one request."""
 MAX_WORK = 1 << 15

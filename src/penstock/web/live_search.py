@@ -20,8 +20,6 @@ from penstock.web.answers import row_of
 from penstock.web.replies import send_reply
 from penstock.web.request import SOURCE, costs_of_model, expect, parse_costs, parse_weights
 
-__all__ = ["live_search"]
-
 _MAX_SECONDS = 120.0
 _MAX_WORK = 4096
 """Stages times microbatches."""

@@ -18,8 +18,6 @@ from penstock.view.html import page_data
 from penstock.web.answers import steps_of
 from penstock.web.request import SOURCE, expect
 
-__all__ = ["measured"]
-
 _MAX_FILES = 64
 
 

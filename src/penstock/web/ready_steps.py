@@ -16,8 +16,6 @@ from penstock.ir.messages import VALUES
 from penstock.ir.schedule import Schedule
 from penstock.web.unfinished import lay_out
 
-__all__ = ["ready_steps"]
-
 _MAX_STEPS = 4000
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-__all__ = ["STOPPED_EARLY", "Reply", "send_reply"]
-
 STOPPED_EARLY = "stopped before a schedule was found"
 """The error of a search that the user stops too early."""
 

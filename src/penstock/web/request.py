@@ -18,16 +18,6 @@ from penstock.lowering import AddCommunication, Offload, Recompute, lower, parse
 from penstock.validation import SendModel
 from penstock.web.limits import MAX_SCHEDULES, MAX_STEPS, MAX_WORK
 
-__all__ = [
-    "DrawRequest",
-    "build_schedule",
-    "costs_of_model",
-    "expect",
-    "parse_costs",
-    "parse_request",
-    "parse_weights",
-]
-
 SOURCE = "request"
 _FAMILY_KEYS = {"family", "ranks", "microbatches", "stages_per_rank", "group", "recompute", "offload", "name"}
 _TEXT_KEYS = {"csv", "json", "name", "recompute", "offload"}

@@ -11,8 +11,6 @@ from urllib.parse import urlsplit
 from penstock.arguments import install_command, printable
 from penstock.errors import MissingExtraError, PenstockError
 
-__all__ = ["serve"]
-
 
 def serve(
     host: str,

@@ -13,12 +13,10 @@ import numpy as np
 from penstock.cost.costs import Costs
 from penstock.cost.prices import step_seconds
 from penstock.ir.dataflow import Inputs, run_dataflow
+from penstock.ir.encoding import Bools
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Bools
 from penstock.simulation.simulator import message_waits
 from penstock.simulation.timeline import Timeline
-
-__all__ = ["Unfinished", "lay_out"]
 
 
 @dataclass(frozen=True, eq=False)

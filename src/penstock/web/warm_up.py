@@ -17,8 +17,6 @@ from typing import Any
 
 from penstock.processes import end_with_parent
 
-__all__ = ["WarmUp", "compile_search"]
-
 
 def compile_search() -> None:
     """Compile what searches run, or find it in the cache; the target of the warm-up process."""

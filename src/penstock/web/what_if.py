@@ -11,8 +11,6 @@ from penstock.errors import FormatError
 from penstock.ir.schedule import Schedule
 from penstock.web.request import SOURCE, DrawRequest, build_schedule, expect
 
-__all__ = ["WhatIf"]
-
 _KINDS = ("slow-rank", "slow-link", "larger-microbatch", "memory")
 
 

@@ -20,8 +20,6 @@ from penstock.web.limits import LIMITS, Limit
 from penstock.web.live_search import live_search
 from penstock.web.replies import STOPPED_EARLY, send_reply
 
-__all__ = ["limit_memory", "serve_requests"]
-
 
 def serve_requests(connection: Connection) -> None:
     """Answer until the other end is closed."""

@@ -28,9 +28,6 @@ from penstock.web.replies import STOPPED_EARLY, Reply
 from penstock.web.warm_up import WarmUp
 from penstock.web.worker import serve_requests
 
-__all__ = ["Busy", "Reply", "TooLong", "WorkerPool", "exit_reply"]
-
-
 _EXIT_SECONDS = 5.0
 """How long the exit code of a worker that ended is waited for."""
 _SILENT_SECONDS = 0.5

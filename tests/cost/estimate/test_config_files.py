@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.cost.estimate.config_files import ARCHITECTURES, config_of_keys, is_config, read_config
 from penstock.cost.estimate.layers import layer_operations
+from penstock.cost.estimate.model_config import ARCHITECTURES, config_of_keys, is_config, read_config
 from penstock.cost.estimate.setting import Setting
 from penstock.errors import EstimateError, FormatError
 from tests.support.model_configs import CONFIGS, config, gpt_keys

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cost.estimate import known_models, read_config
-from penstock.cost.estimate.known_models import is_model_name
+from penstock.cost.estimate.model_config import is_model_name
 from penstock.errors import FormatError
 from tests.support.model_configs import CONFIGS
 

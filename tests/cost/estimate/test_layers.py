@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from penstock.cost.estimate.config_files import config_of_keys
 from penstock.cost.estimate.layers import (
     active_parameters,
     layer_operations,
     model_flops,
     parameters,
 )
+from penstock.cost.estimate.model_config import config_of_keys
 from penstock.cost.estimate.setting import Setting
 from tests.support.model_configs import config, gpt_config
 

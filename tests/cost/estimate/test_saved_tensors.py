@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.cost.estimate.config_files import config_of_keys
 from penstock.cost.estimate.layers import layer_operations
+from penstock.cost.estimate.model_config import config_of_keys
 from penstock.cost.estimate.setting import Setting
-from penstock.runtime.demo import gpt as demo
+from penstock.runtime import demo
 from tests.support.grids import small
 from tests.support.model_configs import gpt_config
 

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.runtime import Pipeline, register_layer
-from penstock.runtime.backward import deferred_gradients
+from penstock.runtime.backward import deferral as deferred_gradients
 from penstock.runtime.backward.layer_rules import _REGISTRY, rule_of
 from tests.support.deferring import (
     Block,

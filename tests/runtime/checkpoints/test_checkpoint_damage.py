@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from penstock import CheckpointError
 from penstock.runtime import load_checkpoint, save_checkpoint
-from penstock.runtime.checkpoints import checksums, files, index_checks
-from penstock.runtime.checkpoints.optimizer_restore import OptimizerRestore
+from penstock.runtime.checkpoints import files
+from penstock.runtime.checkpoints import files as checksums
+from penstock.runtime.checkpoints import files as index_checks
+from penstock.runtime.checkpoints.optimizer_states import OptimizerRestore
 from tests.support.damage import DAMAGE, forge_index, made, outcome, restore, save_two_steps
 from tests.support.grids import small
 

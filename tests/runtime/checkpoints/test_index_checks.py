@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from penstock.runtime.checkpoints.index_checks import tiles
+from penstock.runtime.checkpoints.files import tiles
 from tests.support.grids import examples
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from penstock import CheckpointError, MissingExtraError
 from penstock.runtime import Pipeline, export_safetensors, import_safetensors, split
-from penstock.runtime.checkpoints import safetensors_export
+from penstock.runtime.checkpoints import safetensors as safetensors_export
 from tests.runtime.checkpoints.test_names import TIES, tied_stages
 from tests.support.checkpointing import Bits, Layout, bits, bits_of_model, named_model, sharded, stages_of
 from tests.support.grids import small

@@ -6,7 +6,7 @@ import pytest
 
 from penstock import Kind
 from penstock.errors import UnhandledKindError
-from penstock.runtime.execution.action_rules import rule_of
+from penstock.runtime.program.compiler import rule_of
 
 
 class MadeUpKind:

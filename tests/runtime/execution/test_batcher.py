@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BatchError
-from penstock.runtime.execution.batcher import Batcher
-from penstock.runtime.execution.splitters import REPLICATE, register_splitter
+from penstock.runtime.batch import REPLICATE, Batcher, register_splitter
 from tests.support.batches import Words, only_argument, rows
 
 

@@ -6,12 +6,7 @@ import torch
 
 from penstock import Placement, StageGraph, build
 from penstock.runtime.dtensors import Meshes
-from penstock.runtime.execution.channel_ends import (
-    ChannelEnds,
-    channels_between_ranks,
-    peers_of,
-    receiving_stage,
-)
+from penstock.runtime.program.channel_ends import ChannelEnds, channels_between_ranks, peers_of, receiving_stage
 from penstock.runtime.transport.buffer_pool import BufferPool
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import penstock
 from penstock import Kind
-from penstock.runtime.execution.action_rules import ExecutionContext
-from penstock.runtime.execution.compiler import compile_program
-from penstock.runtime.execution.program import CallType, Program
-from penstock.runtime.execution.verified_schedule import verify_schedule
+from penstock.runtime.program.compiler import ExecutionContext, compile_program
+from penstock.runtime.program.program import CallType, Program
+from penstock.runtime.session.config import verify_schedule
 
 
 class Recording:

@@ -7,8 +7,8 @@ import pytest
 import penstock
 from penstock import Kind
 from penstock.errors import UnhandledKindError
-from penstock.runtime.execution import forward_only as module
-from penstock.runtime.execution.forward_only import forward_only
+from penstock.runtime.program import compiler as module
+from penstock.runtime.program.compiler import forward_only
 
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipev"])

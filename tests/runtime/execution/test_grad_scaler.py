@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from penstock.errors import PipelineError
-from penstock.runtime.execution.grad_scaler import GradScaler
+from penstock.runtime.grad_scaler import GradScaler
 
 
 class OtherRanks:

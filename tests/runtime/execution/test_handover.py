@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from penstock import Schedule
 from penstock.errors import PipelineError
 from penstock.runtime import Pipeline
-from penstock.runtime.execution.handover import hand_over, overlapping_positions
+from penstock.runtime.stage.values import hand_over, overlapping_positions
 from tests.support.grids import small
 from tests.support.single_rank import WIDTH, batch, schedules, train_both
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.execution.handover import Envelope
-from penstock.runtime.execution.joined_inputs import joined_gradients, joined_inputs, one_source
 from penstock.runtime.pytree import flatten
+from penstock.runtime.stage.values import Envelope, joined_gradients, joined_inputs, one_source
 from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.channels import FlatValue
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock import Costs, Kind, Placement, Schedule, StageGraph, build, families, lower, simulate
 from penstock.cost.memory import memory_over_time
-from penstock.ir.table import Ints
+from penstock.ir.encoding import Ints
 from penstock.lowering import DEFAULT_PASSES, Offload, Pass, Policy, Recompute, SplitBackward
 from penstock.runtime import Pipeline
 from tests.support.grids import is_full, small

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.errors import BatchError
-from penstock.runtime.execution.batcher import Batcher
+from penstock.runtime.batch import Batcher
 from tests.support.batches import rows
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from penstock.runtime.execution.module_state import eval_mode, preserved_rng_state
+from penstock.runtime.stage.memory import eval_mode, preserved_rng_state
 
 
 def test_every_submodule_gets_its_own_mode_back() -> None:

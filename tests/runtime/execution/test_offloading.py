@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock import Kind, PipelineError, Schedule, StepFailedError, build, simulate
 from penstock.lowering import Offload
 from penstock.runtime import Pipeline
-from penstock.runtime.execution.offloading import HostStore, Offloadable, SavedTensors
+from penstock.runtime.stage.memory import HostStore, Offloadable, SavedTensors
 from tests.support.pool import Pools
 from tests.support.reference import TIMEOUT
 

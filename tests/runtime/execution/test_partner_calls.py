@@ -19,9 +19,9 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 from penstock.runtime import GradScaler, Pipeline
-from penstock.runtime.execution import partner_calls
-from penstock.runtime.execution.call_agreement import announcement
 from penstock.runtime.failure import job
+from penstock.runtime.session import agreement as partner_calls
+from penstock.runtime.session.agreement import announcement
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.grids import small
 from tests.support.pool import Pools

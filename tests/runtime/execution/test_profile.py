@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from penstock.ir.table import Bools
+from penstock.ir.encoding import Bools
 from penstock.runtime import Pipeline, register_layer
-from penstock.simulation.attribution import gaps
+from penstock.simulation.gaps import gaps
 from penstock.view.html import html
 from penstock.view.perfetto import trace
 from tests.support.pool import Pools

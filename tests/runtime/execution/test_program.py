@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import penstock
-from penstock.runtime.execution.program import Call, CallType, Program, Progress, StepAbortedError
+from penstock.runtime.program.program import Call, CallType, Program, Progress, StepAbortedError
 
 STEPS = penstock.Schedule.parse("0F0 0F1 0B0 0B1")
 

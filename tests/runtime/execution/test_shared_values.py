@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.execution.handover import Envelope
-from penstock.runtime.execution.shared_values import SharedInputs, SharedOutputs
+from penstock.runtime.stage.values import Envelope, SharedInputs, SharedOutputs
 from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.channels import FlatValue
 

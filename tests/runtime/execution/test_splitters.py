@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from penstock.errors import BatchError
-from penstock.runtime.execution.batcher import Batcher
-from penstock.runtime.execution.splitters import REPLICATE, Splitter, register_splitter
+from penstock.runtime.batch import REPLICATE, Batcher, Splitter, register_splitter
 from tests.support.batches import Words, only_argument, rows
 
 # --- splitters -----------------------------------------------------------------------------------
@@ -148,6 +147,6 @@ def test_a_block_mask_with_an_order_of_its_own_is_not_split() -> None:
 @pytest.mark.full
 def test_microbatches_do_not_wait_for_the_attention_module() -> None:
     module = "torch.nn.attention.flex_attention"
-    loaded = f"import sys, penstock.runtime.execution.batcher; print({module!r} in sys.modules)"
+    loaded = f"import sys, penstock.runtime.batch; print({module!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)  # noqa: S603
     assert done.stdout.strip() == "False"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.runtime.execution.splitting import size_problems, split_along, split_problems
+from penstock.runtime.batch import size_problems, split_along, split_problems
 
 
 def test_parts_are_views_and_a_tensor_that_appears_twice_is_one_in_each_part() -> None:

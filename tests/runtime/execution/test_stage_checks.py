@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BatchError, PipelineError
-from penstock.runtime.execution.batcher import Batcher
-from penstock.runtime.execution.stage_checks import (
-    check_finite,
-    check_gradient_shapes,
-    check_rows,
-    checked_loss,
-)
+from penstock.runtime.batch import Batcher
+from penstock.runtime.stage.microbatch import check_finite, check_gradient_shapes, check_rows, checked_loss
 
 
 def test_what_is_not_finite_is_counted_and_named() -> None:

@@ -7,7 +7,7 @@ import pytest
 import penstock
 from penstock import Schedule, lower
 from penstock.ir.kinds import Kind
-from penstock.runtime.execution.stage_config import microbatches_with, sends_at_once
+from penstock.runtime.stage.microbatch import microbatches_with, sends_at_once
 
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "interleaved-1f1b", "zbv", "zb-h2"])

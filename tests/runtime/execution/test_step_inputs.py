@@ -11,9 +11,9 @@ from torch import Tensor
 
 from penstock import build
 from penstock.errors import PipelineError
-from penstock.runtime.execution.batcher import Batcher
-from penstock.runtime.execution.microbatch_state import StepInputs
-from penstock.runtime.execution.step_inputs import StepInputBuilder
+from penstock.runtime.batch import Batcher
+from penstock.runtime.session.step_inputs import StepInputBuilder
+from penstock.runtime.stage.microbatch import StepInputs
 
 X, Y = torch.ones(8, 3), torch.ones(8)
 

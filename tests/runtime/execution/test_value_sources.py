@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock import Kind, Placement, StageGraph, build
-from penstock.runtime.execution.value_sources import ValueSources
+from penstock.runtime.program.channel_ends import ValueSources
 from penstock.runtime.transport.channels import FlatValue
 
 

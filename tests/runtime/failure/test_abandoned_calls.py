@@ -13,7 +13,7 @@ import sys, time
 from datetime import timedelta
 import torch.distributed as dist
 from penstock.runtime.failure.job import watch_of_job
-from penstock.runtime.transport.bounded import call_within
+from penstock.runtime.transport.stores import call_within
 from penstock.runtime.transport.stores import store_connection
 
 class Large:

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 
 from penstock.errors import StepFailedError
 from penstock.runtime import Custom, Pipeline
-from penstock.runtime.execution.loss_exchange import LossExchange
+from penstock.runtime.session.step_commit import LossExchange
 from tests.support.call_outcomes import SOON, attempt
 from tests.support.faults import (
     ROWS,

@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
-from penstock.runtime import GradScaler, Pipeline
+from penstock.runtime import GradScaler, Pipeline, grad_scaler
 from penstock.runtime.data_parallel import gradient_norm
-from penstock.runtime.execution import grad_scaler
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.faults import faulty_pipeline
 from tests.support.pool import Pool

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import penstock
 from penstock import PipelineError, StepFailedError
-from penstock.runtime import setup
+from penstock.runtime import pipeline_arguments as setup
 from penstock.runtime.failure import uncaught
 from penstock.runtime.failure.job_events import Ended
 from penstock.runtime.failure.process_names import local_pid, process_name

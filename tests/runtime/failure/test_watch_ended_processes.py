@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline, load_checkpoint, save_checkpoint, split
-from penstock.runtime.execution import meeting
 from penstock.runtime.failure import job
+from penstock.runtime.session import step_runner as meeting
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.grids import small
 from tests.support.pool import Pool

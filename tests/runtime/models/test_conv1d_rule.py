@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.models.conv1d_rule import register_conv1d
+from penstock.runtime.models.decoders import register_conv1d
 from tests.support.deferring import (
     assert_as_plain,
     deferred_calls,

@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 
 from penstock.errors import PipelineError
 from penstock.runtime import Pipeline, materialize
-from penstock.runtime.models import replaced_parameters
+from penstock.runtime.models.materialize import _replaced
 
 
 def on_meta() -> nn.Module:
@@ -43,7 +43,7 @@ def test_other_optimizers_step_and_nothing_is_kept() -> None:
     optimizer.step()
     assert not any(torch.equal(*pair) for pair in zip(before, stage.parameters()))
     gc.collect()
-    assert not len(replaced_parameters._replaced)
+    assert not len(_replaced)
 
 
 def test_parameters_that_stay_are_not_remembered() -> None:

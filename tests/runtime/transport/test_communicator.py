@@ -19,7 +19,8 @@ from torch.distributed.distributed_c10d import Store
 import penstock
 from penstock.errors import PipelineError
 from penstock.runtime import Pipeline
-from penstock.runtime.transport import communicator, device_groups
+from penstock.runtime.transport import communicator
+from penstock.runtime.transport import communicator as device_groups
 from tests.support.grids import small
 from tests.support.pool import Pools
 

@@ -5,12 +5,16 @@ sequence, tp, cp, ep, ...  ├-> operations of each layer -> seconds and bytes -
 h100 -> Device ────────────┘
 """
 
-from penstock.cost.estimate.config_files import config_of_keys, is_config, read_config
 from penstock.cost.estimate.devices import Device, device, devices
 from penstock.cost.estimate.estimate import Estimate, estimate
-from penstock.cost.estimate.known_models import known_models
 from penstock.cost.estimate.layers import active_parameters, model_flops, parameters
-from penstock.cost.estimate.model_config import ModelConfig
+from penstock.cost.estimate.model_config import (
+    ModelConfig,
+    config_of_keys,
+    is_config,
+    known_models,
+    read_config,
+)
 from penstock.cost.estimate.setting import Setting
 
 __all__ = [

@@ -14,8 +14,6 @@ from penstock.cost.estimate.operations import Passes
 from penstock.errors import EstimateError, FormatError
 from penstock.formats.files import read_keys
 
-__all__ = ["Attainable", "Device", "device", "devices", "read_device"]
-
 
 @dataclass(frozen=True)
 class Attainable:

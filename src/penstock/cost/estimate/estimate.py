@@ -14,8 +14,6 @@ from penstock.cost.estimate.operations import LayerOperations
 from penstock.cost.estimate.roofline import LayerSeconds, Link, layer_seconds, link_of
 from penstock.cost.estimate.setting import Setting
 
-__all__ = ["Estimate", "Estimator", "LayerEstimate", "WeightBytes", "estimate"]
-
 _UPDATE_BYTES = 30
 """AdamW moves for each weight: gradient, master weight and two moments in, the last three and a copy out."""
 

@@ -1,18 +1,331 @@
-"""The layers of a model on one rank: embedding, blocks, multi-token-prediction blocks, output layer."""
+"""The layers of a model on one rank: embedding, attention, feed-forward, blocks, output layer."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import ceil
 
-from penstock.cost.estimate.attention import attention_collectives, attention_operations
-from penstock.cost.estimate.building_blocks import dropout, gather_and_scatter, matmul, norm, pointwise
-from penstock.cost.estimate.feed_forward import feed_forward_collectives, feed_forward_operations
-from penstock.cost.estimate.model_config import ModelConfig
-from penstock.cost.estimate.operations import LayerOperations, Operation, Passes, Saved
+from penstock.cost.estimate.model_config import Experts, ModelConfig
+from penstock.cost.estimate.operations import Collective, LayerOperations, Operation, Passes, Saved
 from penstock.cost.estimate.setting import Setting
 
-__all__ = ["active_parameters", "layer_operations", "model_flops", "parameters", "parameters_of_kind"]
+# Building blocks of layers: matrix products, pointwise operations and collectives of tensor parallelism.
+
+
+def matmul(
+    name: str,
+    setting: Setting,
+    tokens: float,
+    inner: float,
+    outer: float,
+    *,
+    saved: tuple[Saved, ...] = (),
+    output_gradient: float | None = None,
+    bias: bool = False,
+    matrices: float = 1,
+    is_expert: bool = False,
+    repeated_at: str = "full",
+) -> Operation:
+    """Tokens times a matrix of inner by outer: 2·tokens·inner·outer FLOPs in each pass."""
+    flops = 2.0 * tokens * inner * outer
+    moved = setting.value_bytes * (tokens * (inner + outer) + matrices * inner * outer)
+    kept = setting.value_bytes * tokens * outer if output_gradient is None else output_gradient
+    return Operation(
+        name,
+        "matmul",
+        Passes(flops, flops, flops),
+        Passes(moved, moved, moved),
+        weights=matrices * (inner * outer + (outer if bias else 0)),
+        saved=saved,
+        output_gradient=kept,
+        repeated_at=repeated_at,
+        is_expert=is_expert,
+    )
+
+
+def pointwise(
+    name: str,
+    moved: float,
+    *,
+    backward: float | None = None,
+    weights: float = 0.0,
+    saved: tuple[Saved, ...] = (),
+    kernels: int = 1,
+    repeated_at: str = "pointwise",
+) -> Operation:
+    """An operation that is bound by memory bandwidth; `moved` bytes forward, one and a half times backward."""
+    back = 1.5 * moved if backward is None else backward
+    return Operation(
+        *(name, "memory", Passes(), Passes(moved, back, 0)),
+        weights=weights,
+        saved=saved,
+        repeated_at=repeated_at,
+        kernels=kernels,
+    )
+
+
+def norm(name: str, config: ModelConfig, setting: Setting, tokens: float, size: float) -> Operation:
+    """LayerNorm or RMSNorm: saves its input; eager RMSNorm also saves the normalized values."""
+    e = setting.value_bytes
+    saved = [Saved(f"input of {name}", e * tokens * size)]
+    eager = setting.kernels == "eager" and not config.layer_norm
+    if eager:
+        saved.append(Saved(f"normalized values of {name}", e * tokens * size, recomputed_at="pointwise"))
+    weights = size * (2 if config.layer_norm else 1)
+    moved = 2 * e * tokens * size * (3 if eager else 1)
+    return pointwise(name, moved, weights=weights, saved=tuple(saved), kernels=5 if eager else 1)
+
+
+def dropout(name: str, setting: Setting, tokens: float, size: float) -> Operation:
+    """Dropout: saves a mask of one byte per entry."""
+    moved = (2 * setting.value_bytes + 1) * tokens * size
+    mask = Saved(f"mask of {name}", tokens * size)
+    return pointwise(name, moved, backward=moved, saved=(mask,), repeated_at="full")
+
+
+def gather_and_scatter(name: str, setting: Setting, size: float) -> tuple[Collective, ...]:
+    """Around a pair of matrix products that tensor parallel ranks share.
+
+    With sequence parallelism: all-gather before, reduce-scatter after, both again for the input gradient, and
+    one all-gather of the saved input for the weight gradient. Without it: one all-reduce in each pass.
+    """
+    t = setting.tensor_parallel
+    if t == 1:
+        return ()
+    part = setting.value_bytes * setting.tokens * size * (t - 1) / t
+    again = part if setting.sequence_parallel else 0.0
+    calls = Passes(2, 2, 1) if again else Passes(1, 1, 0)
+    return (Collective(name, "tensor", Passes(2 * part, 2 * part, again), calls),)
+
+
+# Attention of one block: projections, rotary embedding, scores, output; multi-head, grouped or latent.
+
+
+def attention_operations(config: ModelConfig, setting: Setting) -> list[Operation]:
+    """All operations from the norm before attention to the residual after it."""
+    h, own, e = config.hidden, setting.own_tokens, setting.value_bytes
+    shape = config.attention
+    project = _latent_projections if shape.kv_rank is not None else _projections
+    per_rank = _heads(setting, shape.heads)
+    out = per_rank * shape.value_size
+    projection = matmul(
+        *("attention output", setting, setting.tokens, out, h),
+        saved=(
+            Saved("input of attention output", setting.input_bytes * setting.tokens * out, for_weight=True),
+        ),
+        output_gradient=e * own * h,
+        bias=shape.output_bias,
+    )
+    found = [norm("attention norm", config, setting, own, h), *project(config, setting)]
+    found += [_core(config, setting), projection]
+    if config.dropout:
+        found.append(dropout("attention dropout", setting, own, h))
+    found.append(pointwise("attention residual", 3 * e * own * h, backward=0.0, repeated_at="full"))
+    return found
+
+
+def attention_collectives(config: ModelConfig, setting: Setting) -> list[Collective]:
+    """Those of tensor parallelism, and keys and values that context parallel ranks exchange in a ring."""
+    found = [*gather_and_scatter("attention", setting, config.hidden)]
+    c, shape = setting.context_parallel, config.attention
+    if c > 1:
+        size = _heads(setting, shape.kv_heads) * (shape.head_size + shape.value_size)
+        part = setting.value_bytes * setting.tokens * size * (c - 1)
+        found.append(Collective("keys and values", "context", Passes(part, 2 * part, 0), Passes(c - 1, c - 1)))
+    return found
+
+
+def _heads(setting: Setting, heads: int) -> int:
+    """Heads per rank; fewer key and value heads than ranks are replicated."""
+    return ceil(heads / setting.tensor_parallel)
+
+
+def _linear_input(what: str, setting: Setting, tokens: float, size: float) -> tuple[Saved, ...]:
+    return (Saved(what, setting.input_bytes * tokens * size, for_weight=True, recomputed_at="pointwise"),)
+
+
+def _projections(config: ModelConfig, setting: Setting) -> list[Operation]:
+    shape, e, tokens = config.attention, setting.value_bytes, setting.tokens
+    heads, kv_heads = _heads(setting, shape.heads), _heads(setting, shape.kv_heads)
+    queries, keys, values = heads * shape.head_size, kv_heads * shape.head_size, kv_heads * shape.value_size
+    found = [
+        matmul(
+            *("queries, keys, values", setting, tokens, config.hidden, queries + keys + values),
+            saved=_linear_input("input of queries, keys, values", setting, setting.own_tokens, config.hidden),
+            bias=shape.biases,
+        )
+    ]
+    if shape.head_norms:
+        both = queries + keys
+        saved = Saved("input of head norms", e * tokens * both)
+        found.append(
+            pointwise("head norms", 2 * e * tokens * both, weights=2 * shape.head_size, saved=(saved,))
+        )
+    if not config.positions:
+        found.append(pointwise("rotary embedding", 2 * e * tokens * (queries + keys), repeated_at="full"))
+    return found
+
+
+def _latent_projections(config: ModelConfig, setting: Setting) -> list[Operation]:
+    """Down to a low rank, on every tensor parallel rank, and up to the heads of this rank."""
+    shape, h, tokens, own = config.attention, config.hidden, setting.tokens, setting.own_tokens
+    assert shape.kv_rank is not None
+    heads, plain = _heads(setting, shape.heads), shape.head_size - shape.rotary_size
+    queries, up = heads * shape.head_size, heads * (plain + shape.value_size)
+    down = (shape.query_rank or 0) + shape.kv_rank + shape.rotary_size
+    found = [
+        matmul(
+            *("latent down-projection", setting, own, h, down),
+            saved=_linear_input("input of the down-projection", setting, own, h),
+        )
+    ]
+    for name, rank, size in (("query", shape.query_rank, queries), ("key-value", shape.kv_rank, up)):
+        if rank is None:  # queries straight from the hidden states, whose tensor is saved already
+            found.append(matmul("queries", setting, tokens, h, size))
+            continue
+        found.append(norm(f"{name} norm", config, setting, own, rank))
+        saved = _linear_input(f"input of the {name} up-projection", setting, own, rank)
+        up_projection = (f"{name} up-projection", setting, tokens, rank, size)
+        found.append(matmul(*up_projection, saved=saved, repeated_at="latent"))
+    rotated = (heads + 1) * shape.rotary_size
+    moved = 2 * setting.value_bytes * tokens * rotated
+    found.append(pointwise("rotary embedding", moved, repeated_at="latent"))
+    return found
+
+
+def _core(config: ModelConfig, setting: Setting) -> Operation:
+    """Scores, softmax and the weighted values.
+
+    Flash attention computes the lower triangle only, and the scores again for the gradient: 2.5 times the
+    forward. Unfused attention computes and saves the whole square: as Megatron's formula counts it, softmax and
+    dropout of a·s·s·b entries take 5 bytes each.
+    """
+    shape, e, tokens, s = config.attention, setting.value_bytes, setting.tokens, setting.sequence
+    heads, kv_heads = _heads(setting, shape.heads), _heads(setting, shape.kv_heads)
+    if shape.kv_rank is not None:
+        kv_heads = heads
+    forward = 2.0 * tokens * s * heads * (shape.head_size + shape.value_size)
+    queries, keys = tokens * heads * shape.head_size, tokens * kv_heads * shape.head_size
+    values, out = tokens * kv_heads * shape.value_size, tokens * heads * shape.value_size
+    level = "full" if shape.kv_rank is None else "latent"
+    saved = [Saved("queries, keys, values", e * (queries + keys + values), recomputed_at=level)]
+    if setting.attention == "flash":
+        forward /= 2
+        saved.append(Saved("log of the softmax sums", 4 * tokens * heads))
+        flops, square = Passes(forward, 2.5 * forward), 0.0
+    else:
+        flops, square = Passes(forward, 2 * forward), tokens * s * heads
+        saved.append(Saved("softmax", e * square, recomputed_at="selective"))
+        if config.dropout:
+            saved.append(Saved("dropout of softmax", (e + 1) * square, recomputed_at="selective"))
+    moved = e * (queries + keys + values + out) + 4 * e * square
+    repeated = "selective" if square else "full"
+    return Operation(
+        *("attention scores", "attention", flops, Passes(moved, 2 * moved)),
+        saved=tuple(saved),
+        repeated_at=repeated,
+    )
+
+
+# The feed-forward of one block: dense, gated or not, or a mixture of experts with its all-to-all.
+
+
+def feed_forward_operations(config: ModelConfig, setting: Setting, *, dense: bool) -> list[Operation]:
+    """All operations from the norm before the feed-forward to the residual after it."""
+    h, own, e, t = config.hidden, setting.own_tokens, setting.value_bytes, setting.tensor_parallel
+    found = [norm("feed-forward norm", config, setting, own, h)]
+    if dense or config.experts is None:
+        found += _mlp("feed-forward", config, setting, setting.tokens, config.width / t)
+    else:
+        found += _experts(config, config.experts, setting)
+    if config.dropout:
+        found.append(dropout("feed-forward dropout", setting, own, h))
+    found.append(pointwise("feed-forward residual", 3 * e * own * h, backward=0.0, repeated_at="full"))
+    return found
+
+
+def feed_forward_collectives(config: ModelConfig, setting: Setting, *, dense: bool) -> list[Collective]:
+    """Those of tensor parallelism, or dispatch and combine between expert parallel ranks."""
+    if dense or config.experts is None:
+        return [*gather_and_scatter("feed-forward", setting, config.hidden)]
+    found: list[Collective] = []
+    if config.experts.shared_width:
+        found += gather_and_scatter("shared experts", setting, config.hidden)
+    ep = setting.expert_parallel
+    if ep > 1:
+        sent = setting.own_tokens * config.experts.top_k * config.hidden * (ep - 1) / ep
+        dispatch, combine = setting.input_bytes * sent, setting.value_bytes * sent
+        both = Passes(dispatch + combine, dispatch + combine)
+        most = config.experts.node_limit or config.experts.top_k
+        share = min(1.0, most / config.experts.top_k)
+        found.append(Collective("dispatch and combine", "expert", both, Passes(2, 2), share))
+    return found
+
+
+def _mlp(
+    name: str,
+    config: ModelConfig,
+    setting: Setting,
+    tokens: float,
+    width: float,
+    *,
+    experts: float = 0,
+) -> list[Operation]:
+    """Up to the width, the activation function, and down; `experts` is the number of experts on this rank."""
+    h, e, inner = config.hidden, setting.value_bytes, setting.input_bytes
+    own = tokens if experts else setting.own_tokens
+    ups = 2 if config.gated else 1
+    level = "full" if experts else "pointwise"
+    up_input = Saved(f"input of {name} up", inner * own * h, for_weight=True, recomputed_at=level)
+    middle = [Saved(f"input of {name} activation", e * tokens * ups * width)]
+    if config.gated and setting.kernels == "eager":
+        middle.append(Saved(f"activated gate of {name}", e * tokens * width, recomputed_at="pointwise"))
+    down_input = Saved(
+        f"input of {name} down", inner * tokens * width, for_weight=True, recomputed_at="pointwise"
+    )
+    common = {"bias": config.biases, "matrices": experts or 1, "is_expert": bool(experts)}
+    return [
+        matmul(f"{name} up", setting, tokens, h, ups * width, saved=(up_input,), **common),  # type: ignore[arg-type]
+        pointwise(f"{name} activation", e * tokens * (ups + 1) * width, saved=tuple(middle)),
+        matmul(
+            *(f"{name} down", setting, tokens, width, h),
+            saved=(down_input,),
+            output_gradient=e * own * h,
+            **common,  # type: ignore[arg-type]
+        ),
+    ]
+
+
+def _experts(config: ModelConfig, experts: Experts, setting: Setting) -> list[Operation]:
+    """Router, permutation, the experts on this rank with balanced loads, and the shared experts."""
+    h, own, e = config.hidden, setting.own_tokens, setting.value_bytes
+    routed = own * experts.top_k
+    router = matmul(
+        *("router", setting, own, h, experts.count),
+        saved=(Saved("router probabilities", 4 * own * experts.count),),
+        output_gradient=4 * own * experts.count,
+        bias=experts.selection_bias,
+    )
+    weighted = Saved("outputs of experts", e * routed * h)
+    permute = pointwise(
+        *("permute and unpermute", 4 * e * routed * h),
+        backward=4 * e * routed * h,
+        saved=(weighted,) if setting.kernels == "eager" else (),
+        repeated_at="full",
+        kernels=4,
+    )
+    own_experts = experts.count / setting.expert_parallel
+    found = [router, permute, *_mlp("experts", config, setting, routed, experts.width, experts=own_experts)]
+    if experts.shared_width:
+        width = experts.shared_width / setting.tensor_parallel
+        found += _mlp("shared experts", config, setting, setting.tokens, width)
+        if experts.shared_gate:
+            found.append(matmul("shared gate", setting, own, h, 1))
+    return found
+
+
+# The layers of a model on one rank: embedding, blocks, multi-token-prediction blocks, output layer.
 
 
 def layer_operations(config: ModelConfig, setting: Setting) -> dict[str, LayerOperations]:

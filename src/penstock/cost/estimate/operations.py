@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-__all__ = ["RECOMPUTATION", "Collective", "LayerOperations", "Operation", "Passes", "Saved"]
-
 RECOMPUTATION = ("none", "selective", "pointwise", "latent", "full")
 """What is recomputed in the backward instead of saved, each level including the one before:
 

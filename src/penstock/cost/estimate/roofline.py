@@ -14,8 +14,6 @@ from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.operations import Collective, LayerOperations, Operation, Passes
 from penstock.cost.estimate.setting import Setting
 
-__all__ = ["LayerSeconds", "Link", "collective_seconds", "layer_seconds", "link_of", "operation_seconds"]
-
 
 @dataclass(frozen=True)
 class Link:

@@ -10,8 +10,6 @@ from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.operations import RECOMPUTATION
 from penstock.errors import EstimateError
 
-__all__ = ["ATTENTION", "KERNELS", "PRECISIONS", "Setting", "size_problems"]
-
 PRECISIONS = ("bf16", "fp8", "fp32")
 KERNELS = ("fused", "eager")
 ATTENTION = ("flash", "unfused")

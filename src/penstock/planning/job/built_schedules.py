@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from penstock.cost.costs import Costs
-from penstock.cost.live_activations import LiveActivations, live_activations
+from penstock.cost.memory import LiveActivations, live_activations
 from penstock.cost.prices import edge_prices
 from penstock.errors import BuildError
 from penstock.families import build
@@ -13,8 +13,6 @@ from penstock.ir.schedule import Schedule
 from penstock.simulation.simulator import Simulator
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
-
-__all__ = ["BuiltSchedule", "BuiltSchedules"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,6 @@ from penstock.planning.job.request import JobRequest
 from penstock.planning.job.stages import Stages
 from penstock.planning.partition import LayerCounts
 
-__all__ = ["Candidate", "JobCandidates"]
-
 
 @dataclass(frozen=True, eq=False)
 class Candidate:

@@ -9,8 +9,6 @@ from penstock.arguments import some
 from penstock.planning.job.layouts import divides_batch, parallel_sizes
 from penstock.planning.job.request import JobRequest
 
-__all__ = ["DataSizes", "data_sizes"]
-
 
 @dataclass(frozen=True)
 class DataSizes:

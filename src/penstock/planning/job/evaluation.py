@@ -28,8 +28,6 @@ from penstock.planning.job.stages import Stages
 from penstock.planning.options import frontier
 from penstock.simulation.simulator import simulate
 
-__all__ = ["JobEvaluation", "OnJobProgress", "Over", "is_short"]
-
 _RANKED = 10
 _STEPS = 300_000
 """Actions that are simulated with a budget of 1."""

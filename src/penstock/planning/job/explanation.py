@@ -14,8 +14,6 @@ from penstock.planning.job.evaluation import OnJobProgress
 from penstock.planning.job.options import JobOption
 from penstock.planning.job.planner import JobPlan, plan_job
 
-__all__ = ["explain_job", "time_shares"]
-
 _REPLAN_BUDGET = 0.3
 
 

@@ -10,8 +10,6 @@ from penstock.families import build, families
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 
-__all__ = ["Traits", "families_by_traits"]
-
 _STAGES_PER_RANK = (2, 3, 4, 6, 8, 12)
 
 

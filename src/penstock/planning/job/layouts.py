@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from penstock.cost.estimate.setting import Setting
 from penstock.planning.job.request import JobRequest
 
-__all__ = ["JobLayout", "divides_batch", "job_layouts", "parallel_sizes"]
-
 _MICROBATCH_SIZES = (1, 2, 4, 8)
 _RECOMPUTATION = ("none", "pointwise", "latent", "full")
 _LEAST_TOKENS = 8192

@@ -11,8 +11,6 @@ from penstock.lowering import lower
 from penstock.planning.job.layouts import JobLayout
 from penstock.planning.partition import LayerCounts
 
-__all__ = ["JobOption"]
-
 
 @dataclass(frozen=True)
 class JobOption:

@@ -28,8 +28,6 @@ from penstock.planning.options import frontier
 from penstock.planning.planner import write_best
 from penstock.planning.technique_text import TECHNIQUES
 
-__all__ = ["JobPlan", "plan_job"]
-
 _MAX_ZERO_STAGE = 3
 """The ZeRO stage that shards everything."""
 

@@ -25,8 +25,6 @@ from penstock.search import Progress, search
 from penstock.search.fit_memory import FitMemory
 from penstock.simulation.jitter import Spread, simulate_with_jitter
 
-__all__ = ["rank_by_quantile", "refine_orders", "slowest", "try_techniques"]
-
 _SEARCHED, _WITH_JITTER = 2, 10
 _TECHNIQUES, _MORE_IF_NONE_FITS, _MAX_MEMORY_FACTOR = 8, 5, 4.0
 """Orders with techniques, with a budget of 1, and how many times the memory limit they may need without."""

@@ -12,8 +12,6 @@ from penstock.cost.units import bytes_text
 from penstock.errors import EstimateError, PlanError
 from penstock.planning.job.family_traits import families_by_traits
 
-__all__ = ["HEADROOM", "JobRequest"]
-
 HEADROOM = 0.1
 """Share of a device's memory that plans leave free by default, because the estimated memory does not count
 fragmentation, buffers of collectives and the CUDA context.

@@ -10,14 +10,12 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from penstock.cost.estimate.estimate import Estimate
-from penstock.cost.live_activations import LiveActivations
+from penstock.cost.memory import LiveActivations
+from penstock.ir.encoding import Floats, Ints
 from penstock.ir.placement import Placement
-from penstock.ir.table import Floats, Ints
 from penstock.planning.estimated import even_blocks
 from penstock.planning.job.family_traits import Traits
 from penstock.planning.partition import LayerCounts, move_layer
-
-__all__ = ["Stages"]
 
 _HALVINGS, _MOVES = 16, 8
 _BALANCED = 1.01

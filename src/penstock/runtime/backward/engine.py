@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-__all__ = ["run_backward"]
-
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
     """Add the gradients of all leaves below the roots to their `.grad`, given those of the roots.

@@ -19,8 +19,6 @@ from torch.nn import functional
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import is_dtensor
 
-__all__ = ["LayerRule", "Tensors", "register_layer", "rule_of", "supports_dtensors"]
-
 Tensors: TypeAlias = tuple[Tensor | None, ...]
 _Convolution: TypeAlias = Any
 Layer = TypeVar("Layer", bound=nn.Module)

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from penstock.runtime.checkpoints.collective import RankError
 
-__all__ = ["DATA_SUFFIX", "INDEX_FILE", "AtomicDirectory", "fsync_directory"]
-
 INDEX_FILE = ".metadata"
 """The file that is written last: a directory without it is not a checkpoint."""
 DATA_SUFFIX = ".distcp"

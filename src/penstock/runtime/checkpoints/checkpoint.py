@@ -21,17 +21,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.runtime.checkpoints.atomic_directory import AtomicDirectory
-from penstock.runtime.checkpoints.collective import Collective, Group, RankError, some
+from penstock.runtime.checkpoints.collective import Collective, RankError, some
 from penstock.runtime.checkpoints.names import JobNames, RankNames, describe, names_of_job
-from penstock.runtime.checkpoints.optimizer_restore import OptimizerRestore
-from penstock.runtime.checkpoints.optimizer_states import collect_state, join_headers, type_conflicts
-from penstock.runtime.checkpoints.plain_values import from_json, to_json
+from penstock.runtime.checkpoints.optimizer_states import (
+    OptimizerRestore,
+    collect_state,
+    from_json,
+    join_headers,
+    to_json,
+    type_conflicts,
+)
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.transport.process_groups import Group
 
 if TYPE_CHECKING:  # slow to load
     from penstock.runtime.checkpoints.files import StoredCheckpoint
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
 
 FORMAT = 2
 """The version of the format; a reader accepts its own and older ones. Format 1 has no checksums."""

@@ -16,8 +16,6 @@ from penstock.runtime.failure.lost_ranks import describe_lost_ranks, watched_col
 from penstock.runtime.transport.process_groups import Group, members_of, process_group
 from penstock.runtime.transport.transport_errors import TransportError, transport_errors
 
-__all__ = ["Collective", "Group", "RankError", "RankResults", "some"]
-
 T = TypeVar("T")
 
 _SHOWN = 20  # names in one message

@@ -20,8 +20,6 @@ from penstock.runtime.data_parallel.wrappers import prefixes
 from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.pipeline import Pipeline
 
-__all__ = ["JobNames", "Place", "RankNames", "describe", "names_of_job"]
-
 Place: TypeAlias = tuple[int, str]
 """A stage, and a name in it."""
 

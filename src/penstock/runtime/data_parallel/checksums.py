@@ -15,8 +15,6 @@ from penstock.errors import PipelineError
 from penstock.runtime.dtensors import local
 from penstock.runtime.transport.transport_errors import transport_errors
 
-__all__ = ["ReplicatedParameter", "checksum", "differing", "require_equal_replicas"]
-
 
 class ReplicatedParameter(NamedTuple):
     """A parameter, or a shard of one, that other ranks hold as well."""

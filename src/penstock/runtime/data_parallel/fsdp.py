@@ -25,8 +25,6 @@ from torch.distributed._composable_state import _get_module_state
 from penstock.errors import PipelineError
 from penstock.runtime.data_parallel.checksums import ReplicatedParameter
 
-__all__ = ["FsdpShards", "fsdp_shards_by_stage"]
-
 _FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 

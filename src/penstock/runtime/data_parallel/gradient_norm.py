@@ -19,8 +19,6 @@ from penstock.runtime.dtensors import is_dtensor, local
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.transport_errors import transport_errors
 
-__all__ = ["clip_grad_norm", "model_groups"]
-
 
 class _Named(NamedTuple):
     stage: int

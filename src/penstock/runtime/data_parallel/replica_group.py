@@ -1,39 +1,263 @@
-"""The ranks that train the same stages on other data, and the collectives that they run in a step.
-
-A stage may be replicated in three ways, and a rank may mix them:
-
-    fully_shard, replicate   FSDP2 holds a shard of each parameter; see `FsdpShards`
-    DistributedDataParallel  its own reductions are disabled, and the pipeline reduces the whole stage
-    `replicas=` of Pipeline  the same for modules without a wrapper
-
-Gradients are averaged over the replicas once per step, at REDUCE_GRAD.
-"""
+"""The ranks that train the same stages on other data, what they replicate, and their collectives."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from penstock.ir.action import Kind
+from penstock.arguments import listed, some
+from penstock.errors import PipelineError
+from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.runtime.data_parallel.checksums import checksum, require_equal_replicas
-from penstock.runtime.data_parallel.ddp import DdpWrappers
+from penstock.runtime.data_parallel.checksums import ReplicatedParameter, checksum, require_equal_replicas
 from penstock.runtime.data_parallel.fsdp import FsdpShards
-from penstock.runtime.data_parallel.gradient_buckets import GradientBucket
-from penstock.runtime.data_parallel.replica_layout import (
-    data_parallel_groups,
-    find_layout,
-    unsharded,
-)
+from penstock.runtime.dtensors import is_dtensor, local
 from penstock.runtime.transport.process_groups import Group, process_group
 from penstock.runtime.transport.transport_errors import transport_errors, wait
 
-__all__ = ["ReplicaGroup"]
+# Gradient buckets: the gradients of several weights in one flat tensor, so that one collective sums them all.
+#
+#     | gradient of a | gradient of b | ... | 1 if a has one | 1 if b has one | ... |
+#
+# A weight without a gradient counts as zeros. It has no gradient afterwards either, unless another rank had
+# one: an optimizer with weight decay changes a weight whose gradient is zero, and skips one without a gradient.
+
+
+class GradientBucket:
+    """The weights of a bucket, all of one dtype and on one device."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._weights = weights
+        self._sizes = [local(weight).numel() for weight in weights]
+
+    def pack(self) -> Tensor:
+        """The gradients, and a flag for each weight: whether it has one."""
+        first = local(self._weights[0])
+        parts = []
+        for weight, size in zip(self._weights, self._sizes):
+            grad = _gradient_placed_as(weight)
+            parts.append(first.new_zeros(size) if grad is None else local(grad).detach().reshape(-1))
+        present = [float(weight.grad is not None) for weight in self._weights]
+        return torch.cat([*parts, first.new_tensor(present)])
+
+    @torch.no_grad()
+    def unpack(self, packed: Tensor) -> None:
+        """Write the reduced gradients back to the weights."""
+        *parts, present = packed.split([*self._sizes, len(self._weights)])  # type: ignore[no-untyped-call]
+        for weight, part, is_present in zip(self._weights, parts, (present != 0).tolist()):
+            if not is_present:
+                continue
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            values = local(weight.grad)
+            values.copy_(part.view(values.shape))
+
+
+def _gradient_placed_as(weight: Tensor) -> Tensor | None:
+    """The gradient with the placements of its weight: only then can ranks add their local parts."""
+    grad = weight.grad
+    if grad is not None and grad.layout != torch.strided:
+        raise PipelineError(
+            f"a weight of shape {list(weight.shape)} has a sparse gradient, which cannot be summed over ranks: "
+            "create its layer with sparse=False"
+        )
+    if is_dtensor(grad) and is_dtensor(weight) and grad.placements != weight.placements:
+        with torch.no_grad():
+            weight.grad = grad.redistribute(placements=weight.placements)
+    return weight.grad
+
+
+def make_buckets(weights: Iterable[Tensor]) -> list[GradientBucket]:
+    """One bucket for each dtype and device."""
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for weight in weights:
+        found.setdefault((weight.dtype, weight.device), []).append(weight)
+    return [GradientBucket(each) for each in found.values()]
+
+
+# The DistributedDataParallel wrappers in the stages of a rank, whose own reductions the pipeline disables.
+
+
+class DdpWrappers:
+    """All wrappers by stage, those of the composable `replicate` included."""
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        self._switches: list[tuple[Any, str, bool]] = []
+        """Objects and attributes that control reduction, and the value that disables it."""
+        self._by_stage = {stage: list(self._find(stage, module)) for stage, module in modules.items()}
+
+    def _find(self, stage: int, module: nn.Module) -> Iterator[DistributedDataParallel]:
+        composable = sys.modules.get("torch.distributed._composable.replicate")
+        for part in module.modules():
+            wrapper = part
+            if composable is not None and isinstance(part, composable.DDP):  # the wrapper is beside the module
+                state = composable.replicate.state(part)
+                if state._init_args:  # noqa: SLF001 -- torch creates the wrapper in the first forward
+                    state.lazy_init()
+                wrapper = state._ddp  # noqa: SLF001
+                self._switches.append(
+                    (state, "_no_sync", True)
+                )  # it sets the wrapper's switch at every forward
+            if isinstance(wrapper, DistributedDataParallel):
+                _check_supported(wrapper, stage)
+                self._switches.append((wrapper, "require_backward_grad_sync", False))
+                yield wrapper
+
+    def process_groups(self, stage: int) -> dict[nn.Parameter, dist.ProcessGroup]:
+        """For each wrapped parameter of a stage: the group that its wrapper replicates it over."""
+        return {
+            parameter: wrapper.process_group
+            for wrapper in self._by_stage[stage]
+            for parameter in wrapper.parameters()
+        }
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """No wrapper reduces gradients in here."""
+        before = [getattr(owner, name) for owner, name, _ in self._switches]
+        try:
+            for owner, name, value in self._switches:
+                setattr(owner, name, value)
+            yield
+        finally:
+            for (owner, name, _), value in zip(self._switches, before):
+                setattr(owner, name, value)
+
+
+def _check_supported(wrapper: DistributedDataParallel, stage: int) -> None:
+    if wrapper._comm_hooks:  # noqa: SLF001
+        raise PipelineError(
+            f"stage {stage} is wrapped in DistributedDataParallel with a communication hook, which would never "
+            "run: a pipeline reduces the gradients of a stage itself, once per step"
+        )
+    if wrapper.static_graph:
+        raise PipelineError(
+            f"stage {stage} is wrapped in DistributedDataParallel with static_graph=True, which always reduces "
+            "after the first backward: remove it, a pipeline reduces once per step in any case"
+        )
+
+
+# Which parameters of a rank are replicated, over which process groups, and reduced in which buckets.
+
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+class ReplicaLayout(NamedTuple):
+    """The replicated parameters of a rank."""
+
+    parameters: dict[nn.Parameter, bool]
+    """The parameters that FSDP does not shard, and whether each is trained."""
+    replicated: list[ReplicatedParameter]
+    """The parameters that other ranks hold as well."""
+    buckets: dict[int, list[tuple[GradientBucket, dist.ProcessGroup]]]
+    """By stage: the buckets that its REDUCE_GRAD reduces, and over which group."""
+
+
+def unsharded(modules: Iterable[nn.Module], shards: Mapping[int, FsdpShards]) -> dict[nn.Parameter, bool]:
+    """The parameters that FSDP does not shard, and whether each is trained."""
+    sharded = {parameter for each in shards.values() for parameter in each.parameters}
+    everything = (parameter for module in modules for parameter in module.parameters())
+    return {parameter: parameter.requires_grad for parameter in everything if parameter not in sharded}
+
+
+def find_layout(
+    modules: Mapping[int, nn.Module],
+    shards: Mapping[int, FsdpShards],
+    ddp: DdpWrappers,
+    replicas: dist.ProcessGroup | None,
+    reduction_order: list[int],
+) -> ReplicaLayout:
+    """Find what is reduced with whom; a tied weight is reduced with the last of its stages."""
+    parameters = unsharded(modules.values(), shards)
+    replicated = [each for stage_shards in shards.values() for each in stage_shards.replicated()]
+    homes: dict[nn.Parameter, tuple[int, dist.ProcessGroup]] = {}
+    problems = []
+    for stage in sorted(modules, key=reduction_order.index if reduction_order else None):
+        wrapped = ddp.process_groups(stage)
+        unreplicated = []
+        for name, parameter in modules[stage].named_parameters():
+            group = wrapped.get(parameter, replicas)
+            if parameter not in parameters:  # it is sharded
+                continue
+            if group is not None:
+                replicated.append(ReplicatedParameter(f"{name} of stage {stage}", parameter, group))
+                homes[parameter] = stage, group
+            elif parameter.requires_grad:
+                unreplicated.append(name)
+        if unreplicated and (stage in shards or wrapped):
+            problems.append(f"  stage {stage}: {some(unreplicated)}")
+    if problems:
+        raise PipelineError(
+            "these parameters would be trained on the data of one rank alone, while others in their stage are "
+            "replicated or sharded; wrap the whole stage module, or pass replicas=:\n" + "\n".join(problems)
+        )
+    return ReplicaLayout(parameters, replicated, _buckets_by_stage(homes))
+
+
+def _buckets_by_stage(
+    homes: Mapping[nn.Parameter, tuple[int, dist.ProcessGroup]],
+) -> dict[int, list[tuple[GradientBucket, dist.ProcessGroup]]]:
+    by_home: dict[tuple[int, dist.ProcessGroup], list[nn.Parameter]] = {}
+    for parameter, home in homes.items():
+        if parameter.requires_grad:
+            by_home.setdefault(home, []).append(parameter)
+    found: dict[int, list[tuple[GradientBucket, dist.ProcessGroup]]] = {}
+    for (stage, group), parameters in by_home.items():
+        found.setdefault(stage, []).extend((bucket, group) for bucket in make_buckets(parameters))
+    return found
+
+
+def data_parallel_groups(
+    layout: ReplicaLayout, shards: Mapping[int, FsdpShards], replicas: dist.ProcessGroup | None
+) -> Groups:
+    """The process groups over which the data is distributed; all stages of the rank must agree."""
+    found: dict[tuple[int, ...], Groups] = {}
+    for groups in (
+        *(groups for each in shards.values() for groups in each.data_groups()),
+        *((group,) for buckets in layout.buckets.values() for _, group in buckets),
+    ):
+        found.setdefault(_ranks_of(groups), groups)
+    if replicas is not None:
+        members = set(dist.get_process_group_ranks(replicas))
+        if missing := sorted({rank for ranks in found for rank in ranks} - members):
+            raise PipelineError(
+                f"replicas= has world ranks {listed(sorted(members))}, but stages are also sharded or "
+                f"replicated with rank {listed(missing)}: replicas= names all ranks that train the same "
+                "stages; to replicate shards, pass a 2D mesh to fully_shard"
+            )
+        return (replicas,)
+    if len(found) > 1:
+        different = "; ".join(f"world ranks {listed(ranks)}" for ranks in found)
+        raise PipelineError(
+            f"the stages of this rank are replicated over different ranks ({different}): pass replicas= to "
+            "name the ranks that the data is distributed over"
+        )
+    return next(iter(found.values()), ())
+
+
+def _ranks_of(groups: Groups) -> tuple[int, ...]:
+    """All ranks that this rank reaches through these nested groups."""
+    return tuple(sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)}))
+
+
+# The ranks that train the same stages on other data, and the collectives that they run in a step.
+#
+# A stage may be replicated in three ways, and a rank may mix them:
+#
+#     fully_shard, replicate   FSDP2 holds a shard of each parameter; see `FsdpShards`
+#     DistributedDataParallel  its own reductions are disabled, and the pipeline reduces the whole stage
+#     `replicas=` of Pipeline  the same for modules without a wrapper
+#
+# Gradients are averaged over the replicas once per step, at REDUCE_GRAD.
 
 
 class ReplicaGroup:

@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.ir.graph import StageGraph
 
-__all__ = ["named_parameters", "owners", "prefixes", "split_graph", "split_metadata"]
-
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
 
 

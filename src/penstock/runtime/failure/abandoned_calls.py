@@ -15,10 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from penstock.runtime.transport.bounded import THREAD_NAME
-from penstock.runtime.transport.stores import open_connections, unwrapped
-
-__all__ = ["end_abandoned_calls"]
+from penstock.runtime.transport.stores import THREAD_NAME, open_connections, unwrapped
 
 _END_SECONDS = 2.0  # that calls to the store need; others, such as of gloo, wait longer and are left
 _DESCRIPTOR = re.compile(r"\bfd=([0-9]+)")

@@ -6,13 +6,11 @@ import traceback
 from dataclasses import replace
 
 from penstock.errors import PenstockError
-from penstock.runtime.execution.connection import Connection
-from penstock.runtime.execution.program import Program, StepAbortedError
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor
 from penstock.runtime.failure.report import failure_cause, failure_report
+from penstock.runtime.program.program import Program, StepAbortedError
+from penstock.runtime.session.connection import Connection
 from penstock.runtime.transport.transport_errors import TransportError, is_transport_error
-
-__all__ = ["abort_step", "race_seconds"]
 
 _RACE_SECONDS = 0.25
 _BROKEN_SECONDS = 2.5

@@ -16,10 +16,8 @@ from penstock.formats import dumps
 from penstock.ir.schedule import Schedule
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.data_parallel.wrappers import split_metadata
-from penstock.runtime.execution.config import ExecutionConfig
+from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.transport.communicator import Communicator
-
-__all__ = ["COMPLETED", "check_agreement", "differences", "digest", "facts_in", "schedule_digest"]
 
 Facts: TypeAlias = Mapping[str, tuple[Any, Any]]
 """By topic: the value that is compared, and its text for an error message."""

@@ -7,13 +7,11 @@ from contextlib import contextmanager
 
 from penstock.arguments import listed
 from penstock.errors import PipelineError
-from penstock.runtime.execution.config import ExecutionConfig
 from penstock.runtime.failure.job import current_watch
 from penstock.runtime.failure.lost_ranks import describe_lost_ranks
+from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.transport.stores import STORE_IS_SILENT
 from penstock.runtime.transport.transport_errors import TransportError
-
-__all__ = ["connecting", "raise_if_ended"]
 
 
 @contextmanager

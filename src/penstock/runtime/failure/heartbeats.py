@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-__all__ = ["SILENT_SECONDS", "Heartbeats"]
-
 SILENT_SECONDS = 2.5
 """Two heartbeats are missing."""
 _LATE_SECONDS = 1.0

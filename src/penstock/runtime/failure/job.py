@@ -24,19 +24,9 @@ from penstock.runtime.failure.links import neighbours
 from penstock.runtime.failure.process_names import has_ended, process_name
 from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.addresses import listening_socket
-from penstock.runtime.transport.bounded import call_within
 from penstock.runtime.transport.process_groups import abort_process_groups
-from penstock.runtime.transport.stores import STORE_IS_SILENT, first_line, store_connection
+from penstock.runtime.transport.stores import STORE_IS_SILENT, call_within, first_line, store_connection
 from penstock.runtime.transport.transport_errors import TransportError, transport_errors
-
-__all__ = [
-    "abort_groups",
-    "current_watch",
-    "link_members",
-    "raise_if_aborted",
-    "watch_of_job",
-    "watch_of_others",
-]
 
 T = TypeVar("T")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["Ended", "Listener", "check_message", "end_message"]
-
 _LARGEST = 2**53
 _NUMBER_OR_NONE = int, type(None)
 _CAUSE = {

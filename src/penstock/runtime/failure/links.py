@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 
 from penstock.runtime.transport.addresses import connect, without_delay
 
-__all__ = ["Identity", "Link", "connect_link", "neighbours"]
-
 _CONNECT_SECONDS = 5.0
 _LONGEST_LINE = 2**24
 _LONGEST_INTRODUCTION = 2**12

@@ -13,8 +13,6 @@ from penstock.runtime.failure.job_events import Ended
 from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.process_groups import rank_name
 
-__all__ = ["describe_lost_ranks", "watched_collective"]
-
 _NOTICE_SECONDS = 2.5
 """How long the end of a process may take to be known here."""
 _CLOSE_SECONDS = 2.0

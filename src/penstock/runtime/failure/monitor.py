@@ -21,8 +21,6 @@ from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.states.writer import request_states
 from penstock.runtime.transport.transport_errors import TransportError
 
-__all__ = ["FailureCause", "FailureMonitor", "RankStatus"]
-
 _GRACE_SECONDS = 3.0  # how long a rank with a broken connection waits for another rank's cause
 _MISSED_SECONDS = 20.0  # how long ago a failure of another pipeline can be that broke a connection of this one
 _STATUS_SECONDS = 1.0  # how long ranks have to send what they were doing

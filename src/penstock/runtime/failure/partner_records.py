@@ -22,8 +22,6 @@ from penstock.arguments import listed
 from penstock.runtime.failure.job_events import Ended
 from penstock.runtime.failure.watch import JobWatch
 
-__all__ = ["PartnerRecords", "PipelineRecord", "partner_records"]
-
 _ANSWER_SECONDS = 1.0
 _KEPT_NAMES = 256
 _WITHOUT = "created without replicas= or a wrapper for data parallelism"

@@ -6,8 +6,6 @@ import os
 import re
 import socket
 
-__all__ = ["has_ended", "local_pid", "process_name"]
-
 _NAME = re.compile(r"pid (\d+) on (.*)")
 
 

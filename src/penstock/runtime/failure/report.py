@@ -11,16 +11,14 @@ from datetime import timedelta
 from penstock.arguments import listed
 from penstock.errors import PipelineError, StepFailedError
 from penstock.ir.schedule import Schedule
-from penstock.runtime.execution.program import Program
 from penstock.runtime.failure.job_events import Ended
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
 from penstock.runtime.failure.tracebacks import traceback_of
+from penstock.runtime.program.program import Program
 from penstock.runtime.transport.process_groups import rank_name
 from penstock.runtime.transport.stores import first_line
 from penstock.runtime.transport.transport_errors import TransportError
 from penstock.traces.rank_state import excerpt
-
-__all__ = ["cause_summary", "collective_cause", "collective_failure", "failure_cause", "failure_report"]
 
 
 def failure_cause(error: BaseException, program: Program, rank: int, status: RankStatus) -> FailureCause:

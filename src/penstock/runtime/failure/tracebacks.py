@@ -12,8 +12,6 @@ import torch
 
 from penstock.errors import PenstockError
 
-__all__ = ["from_users_code", "only_users_code", "traceback_of", "users_line"]
-
 _PENSTOCK = str(Path(__file__).parents[2]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep

@@ -24,8 +24,6 @@ from penstock.runtime.failure.process_names import has_ended, local_pid
 from penstock.runtime.failure.tracebacks import from_users_code, only_users_code, users_line
 from penstock.runtime.failure.watch import JobWatch
 
-__all__ = ["install", "report_uncaught"]
-
 _EXIT_SECONDS = 15.0
 """How long a rank waits for the exit of the one that reports."""
 _LAUNCHER_SECONDS = 0.5

@@ -28,8 +28,6 @@ from penstock.runtime.failure.heartbeats import Heartbeats
 from penstock.runtime.failure.job_events import Ended, Listener, check_message, end_message
 from penstock.runtime.failure.links import Identity, Link, connect_link
 
-__all__ = ["JobWatch"]
-
 _BEAT_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0  # the thread ends at once, unless the machine is busy
 _INTRODUCTION_SECONDS = 20.0  # a rank proves in milliseconds that it has the key, unless the machine is busy

@@ -1,40 +1,167 @@
-"""Splitting a decoder model of `transformers`, such as Llama or GPT-2, into stages.
-
-A stage is an instance of the model's own class with its own backbone. Placeholders that do nothing replace the
-modules that other stages hold:
-
-                     stage 0         stage 1         stage 2
-    embed_tokens     Embedding       -               -
-    layers.0         DecoderLayer    -               -
-    layers.1         -               DecoderLayer    -
-    layers.2         -               -               DecoderLayer
-    norm             -               -               RMSNorm
-    rotary_emb       copy            copy            copy
-    lm_head          -               -               Linear
-
-The model's own code therefore computes masks, positions and other arguments of the layers, on every stage again
-from the same keyword arguments, and a layer keeps its number. One tensor travels between stages, the hidden
-states.
-"""
+"""Splitting a decoder model of `transformers`, such as Llama or GPT-2, into stages."""
 
 from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.arguments import printable
-from penstock.errors import PartitionError
+from penstock.errors import PartitionError, PipelineError
 from penstock.planning.layout import PipelineLayout, StageLayout
-from penstock.runtime.models.conv1d_rule import register_conv1d
-from penstock.runtime.models.decoder_stage import Identity, Zero, stage_class
+from penstock.runtime.backward.layer_rules import Tensors, register_layer
 from penstock.runtime.models.module_containers import has_hooks, shallow_copy
 from penstock.runtime.models.stage_starts import Start
 
-__all__ = ["Decoder", "is_pretrained"]
+# The layer rule of `Conv1D`, the linear layer of GPT-2 in transformers.
+
+
+class _Conv1DRule:
+    """GPT-2's linear layer, whose weight is transposed."""
+
+    weights = ("weight", "bias")
+
+    def forward(self, _layer: nn.Module, x: Tensor, *weights: Tensor | None) -> Tensor:
+        weight, bias = weights
+        assert weight is not None
+        assert bias is not None
+        y = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
+        return y.view(*x.shape[:-1], weight.shape[1])
+
+    def input_gradient(self, _layer: nn.Module, x: Tensor, weights: Tensors, gradient: Tensor) -> Tensor:
+        weight = weights[0]
+        assert weight is not None
+        flat = gradient.reshape(-1, weight.shape[1])
+        return (flat @ weight.to(gradient.dtype).t()).view(x.shape)
+
+    def weight_gradients(
+        self, _layer: nn.Module, x: Tensor, _weights: Tensors, gradient: Tensor, wanted: tuple[bool, ...]
+    ) -> Tensors:
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        weight_gradient = x.view(-1, x.shape[-1]).t() @ flat if wanted[0] else None
+        return weight_gradient, flat.sum(0) if wanted[1] else None
+
+    def add_weight_gradients(self, _layer: nn.Module, x: Tensor, gradient: Tensor, totals: Tensors) -> None:
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        if totals[0] is not None:
+            totals[0].addmm_(x.view(-1, x.shape[-1]).t(), flat)
+        if totals[1] is not None:
+            totals[1].add_(flat.sum(0))
+
+
+def register_conv1d() -> None:
+    """Register the rule, if transformers is loaded."""
+    utilities: Any = sys.modules.get("transformers.pytorch_utils")
+    if utilities is not None:
+        register_layer(utilities.Conv1D, _Conv1DRule())
+
+
+# The parts of a decoder stage: its class, the placeholders for modules of other stages, and shallow copies.
+
+
+_UNSUPPORTED_ARGUMENTS = {
+    "input_ids": "pass the ids as the first positional argument",
+    "inputs_embeds": "the first stage takes only ids",
+    "labels": "pass them to the pipeline as target=, and the loss function as loss=",
+    "past_key_values": "a pipeline trains and evaluates whole sequences",
+    "use_cache": "a pipeline trains and evaluates whole sequences, and never uses a cache",
+    "output_hidden_states": "they stay in the stages; use a forward hook on a layer",
+    "output_attentions": "they stay in the stages; use a forward hook on a layer",
+    "return_dict": "a stage returns one tensor",
+    "logits_to_keep": "the last stage returns all logits",
+}
+
+
+class Identity(nn.Module):
+    """Replaces a module that another stage holds: returns its first argument and ignores the others."""
+
+    def forward(self, value: Any, *_: object, **__: object) -> Any:
+        """The value itself."""
+        return value
+
+
+class Zero(nn.Module):
+    """Replaces an embedding that another stage holds and whose output is added: returns zero."""
+
+    def forward(self, value: Tensor, *_: object, **__: object) -> Tensor:
+        """A scalar zero, which broadcasts to any shape."""
+        return torch.zeros((), device=value.device)
+
+
+class _Stage(nn.Module):
+    """A mixin that turns a model class into a stage, from ids or hidden states to hidden states or logits."""
+
+    stage_layout: StageLayout
+    base_model: Any
+
+    def forward(self, *inputs: Tensor, **named: Any) -> Tensor:
+        """This stage's part of the model's forward."""
+        if len(inputs) != 1 or not named.keys().isdisjoint(_UNSUPPORTED_ARGUMENTS):
+            raise PipelineError(_argument_problems(len(inputs), named))
+        stage = self.stage_layout
+        named |= {"input_ids" if stage.has_embedding else "inputs_embeds": inputs[0]}
+        run = super().forward if stage.has_head else self.base_model
+        output = run(**named, use_cache=False, return_dict=True)
+        return output.logits if stage.has_head else output.last_hidden_state  # type: ignore[no-any-return]
+
+    @property
+    def own_layers(self) -> list[nn.Module]:
+        """The layers of this stage, in order, for example to shard or compile one by one."""
+        layers: Any = next(child for child in self.base_model.children() if isinstance(child, nn.ModuleList))
+        return [layers[number] for number in self.stage_layout.layers]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        model_class = next(base for base in type(self).__bases__ if base is not _Stage)
+        return _uninitialized_stage, (model_class,), self.__dict__
+
+
+def _argument_problems(count: int, named: Iterable[str]) -> str:
+    problems = [f"`{name}`: {_UNSUPPORTED_ARGUMENTS[name]}" for name in named if name in _UNSUPPORTED_ARGUMENTS]
+    if count != 1:
+        problems.insert(0, f"a stage takes one tensor, ids or hidden states, but {count} were passed")
+    return "\n".join(problems)
+
+
+_STAGE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def stage_class(model_class: type[nn.Module]) -> type[nn.Module]:
+    """The class of the stages of a model of this class; the same object on every call."""
+    if model_class not in _STAGE_CLASSES:
+        # transformers chooses the initialization by the module of the class
+        _STAGE_CLASSES[model_class] = type(
+            f"{model_class.__name__}Stage", (_Stage, model_class), {"__module__": model_class.__module__}
+        )
+    return _STAGE_CLASSES[model_class]
+
+
+def _uninitialized_stage(model_class: type[nn.Module]) -> nn.Module:
+    cls = stage_class(model_class)
+    return cls.__new__(cls)
+
+
+# Splitting a decoder model of `transformers`, such as Llama or GPT-2, into stages.
+#
+# A stage is an instance of the model's own class with its own backbone. Placeholders that do nothing replace
+# the modules that other stages hold:
+#
+#                      stage 0         stage 1         stage 2
+#     embed_tokens     Embedding       -               -
+#     layers.0         DecoderLayer    -               -
+#     layers.1         -               DecoderLayer    -
+#     layers.2         -               -               DecoderLayer
+#     norm             -               -               RMSNorm
+#     rotary_emb       copy            copy            copy
+#     lm_head          -               -               Linear
+#
+# The model's own code therefore computes masks, positions and other arguments of the layers, on every stage
+# again from the same keyword arguments, and a layer keeps its number. One tensor travels between stages, the
+# hidden states.
+
 
 _Model: TypeAlias = Any
 """A PreTrainedModel; transformers is optional, so its types are not available here."""

@@ -6,8 +6,6 @@ import copy
 
 from torch import nn
 
-__all__ = ["has_hooks", "shallow_copy"]
-
 _CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)]
 _HOOKS = [name for name in _CONTAINERS if name.endswith("hooks")]
 

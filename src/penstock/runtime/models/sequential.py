@@ -25,8 +25,6 @@ from penstock.planning.layout_text import parse_layout
 from penstock.runtime.models.module_containers import has_hooks
 from penstock.runtime.models.stage_starts import Start, order_problems, unknown_name
 
-__all__ = ["split_sequential"]
-
 
 def split_sequential(
     model: nn.Module, at: Sequence[str] | None, layout: str | PipelineLayout | None

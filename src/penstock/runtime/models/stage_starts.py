@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 from penstock.arguments import printable, some
 
-__all__ = ["Start", "order_problems", "unknown_name"]
-
 Start: TypeAlias = tuple[int, ...]
 """Where a stage begins: the index of a child, of a child of that child, and so on.
 

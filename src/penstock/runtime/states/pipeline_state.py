@@ -6,15 +6,13 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.runtime.execution.config import ExecutionConfig
-from penstock.runtime.execution.connection import Connection
-from penstock.runtime.execution.program import CallType
 from penstock.runtime.failure.heartbeats import SILENT_SECONDS
 from penstock.runtime.failure.monitor import FailureCause
+from penstock.runtime.program.program import CallType
+from penstock.runtime.session.config import ExecutionConfig
+from penstock.runtime.session.connection import Connection
 from penstock.runtime.states.writer import flush_states, register_states, request_states
 from penstock.traces.rank_state import RankState
-
-__all__ = ["PipelineState"]
 
 
 class PipelineState:

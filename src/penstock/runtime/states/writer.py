@@ -28,8 +28,6 @@ from penstock.formats import write_text
 from penstock.runtime.failure.process_names import process_name
 from penstock.traces.rank_state import RankState, dump_state, state_file_name
 
-__all__ = ["STATE_DIR", "StateSource", "flush_states", "register_states", "request_states", "state_folder"]
-
 STATE_DIR = "PENSTOCK_STATE_DIR"
 _SIGNAL = "PENSTOCK_STATE_SIGNAL"
 _AFTER = "PENSTOCK_STATE_AFTER"

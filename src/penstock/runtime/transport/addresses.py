@@ -10,15 +10,6 @@ from typing import Any
 
 from penstock.runtime.transport.stores import unwrapped
 
-__all__ = [
-    "address_of_interface",
-    "address_of_route",
-    "connect",
-    "listening_socket",
-    "own_address",
-    "without_delay",
-]
-
 _SIOCGIFADDR = 0x8915  # the request of Linux for the address of an interface
 
 

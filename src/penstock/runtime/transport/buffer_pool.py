@@ -10,8 +10,6 @@ from torch import Tensor
 from penstock.runtime.transport.eager import host_bytes
 from penstock.runtime.transport.message_spec import HEADER_BYTES, MessageSpec
 
-__all__ = ["Buffer", "BufferPool"]
-
 _CACHED_SPECS = 4  # per buffer: activations and gradients share buffers
 _KEPT_STEPS = 2  # a buffer that is unused for so many steps is freed
 

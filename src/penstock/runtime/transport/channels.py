@@ -31,8 +31,6 @@ from penstock.runtime.transport.message_spec import (
 )
 from penstock.runtime.transport.transport_errors import Pending, wait
 
-__all__ = ["UNLIMITED_BYTES", "FlatValue", "ReceiveChannel", "SendChannel"]
-
 UNLIMITED_BYTES = 2**20
 """As long as the pending messages of a channel are shorter in total, no send waits for an earlier one."""
 

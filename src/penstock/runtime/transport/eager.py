@@ -23,8 +23,6 @@ from torch.distributed.distributed_c10d import Store
 from penstock.runtime.transport.addresses import connect, listening_socket, without_delay
 from penstock.runtime.transport.transport_errors import Pending, TransportError
 
-__all__ = ["EAGER_BYTES", "EagerMessages", "host_bytes"]
-
 EAGER_BYTES = 2**16
 """The longest message that is sent eagerly."""
 

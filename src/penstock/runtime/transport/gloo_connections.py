@@ -22,8 +22,6 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.runtime.transport.addresses import own_address
 
-__all__ = ["abort_gloo_group", "gloo_group", "shut_down_gloo_groups"]
-
 _DESCRIPTORS = Path("/proc/self/fd")
 _UNUSED_TAG = 2**31 - 1
 

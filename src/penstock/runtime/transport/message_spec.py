@@ -26,8 +26,6 @@ from penstock.errors import PipelineError
 from penstock.runtime.dtensors import Meshes, Sharding, is_dtensor, local, placement_problem, sharding_of
 from penstock.runtime.pytree import Leaves, Structure
 
-__all__ = ["HEADER_BYTES", "MessageSpec", "check_sendable", "copied", "message_spec", "spec_key"]
-
 HEADER_BYTES = 64
 """Bytes before the first tensor; the first eight say whether the message has another spec than expected."""
 

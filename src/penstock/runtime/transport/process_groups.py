@@ -15,8 +15,6 @@ from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.runtime.transport.gloo_connections import shut_down_gloo_groups
 
-__all__ = ["Group", "abort_process_groups", "group_timeout", "members_of", "process_group", "rank_name"]
-
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
 

@@ -8,8 +8,6 @@ from typing import NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["Pending", "TransportError", "is_transport_error", "post", "transport_errors", "wait"]
-
 T = TypeVar("T")
 
 

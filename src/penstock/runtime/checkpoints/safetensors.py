@@ -1,0 +1,285 @@
+"""Weights as safetensors files in the layout of the Hub: export and import."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.arguments import install_command
+from penstock.errors import MissingExtraError
+from penstock.runtime.checkpoints.atomic_directory import fsync_directory
+from penstock.runtime.checkpoints.collective import Collective, RankError, some
+from penstock.runtime.checkpoints.names import JobNames, RankNames, describe, names_of_job
+from penstock.runtime.dtensors import is_dtensor, whole
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.transport.process_groups import Group
+
+# The optional package safetensors, and the file names of the Hub's layout.
+#
+# model.safetensors                        one file, or
+# model-00001-of-00004.safetensors ...     one for each rank that has its own stages, and
+# model.safetensors.index.json             the file of each name
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class SafetensorsPackage:
+    """The functions of the package that are used here."""
+
+    def __init__(self) -> None:
+        import safetensors  # noqa: PLC0415 -- an extra
+        from safetensors import torch as files  # noqa: PLC0415
+
+        self.safe_open: Any = safetensors.safe_open
+        self.SafetensorError: type[Exception] = safetensors.SafetensorError
+        self.save_file: Any = files.save_file
+
+
+def load_safetensors() -> SafetensorsPackage:
+    """Import the package, or raise an error that names it."""
+    try:
+        return SafetensorsPackage()
+    except ImportError:
+        raise MissingExtraError(
+            "safetensors files need the package safetensors, which is not installed: "
+            + install_command("torch")
+        ) from None
+
+
+# Export of a model's weights to safetensors files in the layout of the Hub, for other programs.
+
+
+_UNFINISHED = ".unfinished"
+
+
+def export_safetensors(
+    directory: str | os.PathLike[str], model: Pipeline | nn.Module, group: Group = None
+) -> None:
+    """Write the model's weights; all ranks of `group` call this, by default all ranks of the world.
+
+    A tied weight is written once, under its first name. The files appear when all of them are complete, the
+    index last. Other files in the directory stay; existing weights are not overwritten.
+    """
+    load_safetensors()
+    target = Path(directory)
+    ranks = Collective(group, f"the weights cannot be exported to {target}")
+    mine, job = names_of_job(model, ranks)
+    ranks.run_on_first(lambda: _begin(target))
+    stages = ranks.run(lambda: {stage for stage, _ in mine.tensors})
+    own = {stage for stage in stages[ranks.rank] if not any(stage in before for before in stages[: ranks.rank])}
+    try:
+        weights: list[dict[str, Tensor]] = []
+        ranks.run(lambda: weights.append(_gather_weights(mine, job, own)))
+        sizes = ranks.run(lambda: {name: tensor.nbytes for name, tensor in weights[0].items()})
+        writers = [rank for rank, names in enumerate(sizes) if names] or [0]
+        files = {rank: _file_name(number, len(writers)) for number, rank in enumerate(writers)}
+        ranks.run(lambda: _write(target, files.get(ranks.rank), weights[0]))
+        ranks.run_on_first(lambda: _commit(target, {files[rank]: sizes[rank] for rank in writers}))
+    finally:
+        if ranks.is_first:
+            shutil.rmtree(target / _UNFINISHED, ignore_errors=True)
+
+
+def _begin(directory: Path) -> None:
+    for name in (SINGLE_FILE, INDEX_FILE):
+        if (directory / name).exists():
+            raise RankError(
+                f"the directory already has weights ({name}): remove them, or use another directory"
+            )
+    unfinished = directory / _UNFINISHED
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    unfinished.mkdir(parents=True)
+
+
+def _gather_weights(mine: RankNames, job: JobNames, own: Collection[int]) -> dict[str, Tensor]:
+    """The weights of the stages in `own`, which this rank writes; gathering a DTensor is a collective."""
+    weights: dict[str, Tensor] = {}
+    for (stage, name), tensor in mine.tensors.items():
+        if job.first(name) != name or job.first_stage[name] != stage:
+            continue
+        gathered = whole(tensor)
+        if stage in own:
+            contiguous = gathered.cpu().contiguous()
+            shares_storage = contiguous.untyped_storage().nbytes() != contiguous.nbytes
+            weights[name] = contiguous.clone() if shares_storage else contiguous  # a file has no shared storage
+    return weights
+
+
+def _file_name(number: int, count: int) -> str:
+    return SINGLE_FILE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _write(directory: Path, file: str | None, weights: Mapping[str, Tensor]) -> None:
+    if file is None:
+        return
+    path = directory / _UNFINISHED / file
+    load_safetensors().save_file(dict(weights), path, metadata={"format": "pt"})
+    with path.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def _commit(directory: Path, sizes: Mapping[str, Mapping[str, int]]) -> None:
+    """Move the files into place, the index last: without it, files that a crash left are not an export."""
+    unfinished = directory / _UNFINISHED
+    if missing := [name for name in sizes if not (unfinished / name).is_file()]:
+        raise RankError(f"rank 0 does not see {some(missing)}: all ranks must write to the same file system")
+    names = list(sizes)
+    if len(sizes) > 1:
+        total = sum(size for file_sizes in sizes.values() for size in file_sizes.values())
+        file_of = {name: file for file, file_sizes in sizes.items() for name in file_sizes}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        with (unfinished / INDEX_FILE).open("w", encoding="utf-8") as written:
+            json.dump(index, written, indent=2)
+            written.flush()
+            os.fsync(written.fileno())
+        names.append(INDEX_FILE)
+    for name in names:
+        (unfinished / name).rename(directory / name)
+    fsync_directory(directory)
+
+
+# Import of a model's weights from safetensors files in the layout of the Hub.
+
+
+_LARGEST_INDEX = 100_000_000
+"""Bytes; the limit of safetensors for the header of a file."""
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "U8": torch.uint8,
+}
+"""By the name in a file; files with others are rejected."""
+
+
+def import_safetensors(
+    directory_or_file: str | os.PathLike[str], model: Pipeline | nn.Module, group: Group = None
+) -> None:
+    """Read weights into the model; each rank reads its own, for a sharded parameter its own shard.
+
+    A missing name is read under another name of its tied weight. Floating-point values are cast to the model's
+    dtype. Everything is checked first: all ranks raise all problems at once, and then nothing is changed.
+    """
+    load_safetensors()
+    source = Path(directory_or_file)
+    ranks = Collective(group, f"the weights of {source} cannot be imported")
+    mine, job = names_of_job(model, ranks)
+    with ExitStack() as open_files:
+        ranks.run_change(lambda: _WeightImport(source, mine, job, open_files))
+
+
+class _WeightImport:
+    """What this rank reads, checked against its model."""
+
+    def __init__(self, source: Path, mine: RankNames, job: JobNames, open_files: ExitStack) -> None:
+        self.problems: list[str] = []
+        self.used: set[str] = set()
+        """The names in the files that this rank uses."""
+        self._opened: dict[Path, Any] = {}
+        self._open_files = open_files
+        self._file_of = self._files_by_name(source)
+        self._wanted: list[tuple[str, Tensor]] = []
+        missing = []
+        for (_, name), tensor in mine.tensors.items():
+            stored_name = job.source(name, self._file_of)
+            if stored_name is None:
+                missing.append(name)
+            else:
+                self.used.update(each for each in (name, *job.ties.get(name, ())) if each in self._file_of)
+                self._want(name, stored_name, tensor.detach())
+        if missing:
+            self.problems.append(f"the model has names that are missing in the files: {some(missing)}")
+
+    def unused(self, used: Sequence[set[str]]) -> list[str]:
+        """The names that no rank reads."""
+        left = [name for name in self._file_of if not any(name in each for each in used)]
+        return [f"the files have names that no rank's model has: {some(left)}"] if left else []
+
+    def apply(self) -> None:
+        """Read the weights into the model."""
+        for name, tensor in self._wanted:
+            file = self._file(self._file_of[name])
+            if not is_dtensor(tensor):
+                tensor.copy_(file.get_tensor(name))
+            elif (shard := tensor.to_local()).numel():
+                part = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
+                slices = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes))
+                shard.copy_(file.get_slice(name)[slices] if slices else file.get_tensor(name))
+
+    def _want(self, name: str, stored_name: str, tensor: Tensor) -> None:
+        file = self._file_of[stored_name]
+        try:
+            stored = self._file(file).get_slice(stored_name)
+        except load_safetensors().SafetensorError as error:
+            self.problems.append(f"{stored_name!r} cannot be read from {file.name}: {error}")
+            return
+        shape, dtype = list(stored.get_shape()), stored.get_dtype()
+        known = _DTYPES.get(dtype)
+        is_cast = known is not None and known.is_floating_point and tensor.is_floating_point()
+        if shape != list(tensor.shape) or not (is_cast or known == tensor.dtype):
+            own = describe(tensor.shape, tensor.dtype)
+            self.problems.append(f"{name!r} is {dtype} {shape} in {file.name}, but {own} in the model")
+        self._wanted.append((stored_name, tensor))
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._opened:
+            try:
+                opened = load_safetensors().safe_open(path, framework="pt")
+            except (load_safetensors().SafetensorError, OSError) as error:
+                raise RankError(f"{path.name} cannot be read: {error}") from error
+            self._opened[path] = self._open_files.enter_context(opened)
+        return self._opened[path]
+
+    def _files_by_name(self, source: Path) -> dict[str, Path]:
+        """The file of each name."""
+        if source.is_dir():
+            if not (source / SINGLE_FILE).is_file() and (source / INDEX_FILE).is_file():
+                return _read_index(source)
+            source /= SINGLE_FILE
+        if not source.is_file():
+            no_index = f", nor {INDEX_FILE}" if source.name == SINGLE_FILE else ""
+            raise RankError(f"{source} does not exist{no_index}")
+        return dict.fromkeys(self._file(source).keys(), source)
+
+
+def _read_index(directory: Path) -> dict[str, Path]:
+    if (size := (directory / INDEX_FILE).stat().st_size) > _LARGEST_INDEX:
+        raise RankError(f"{INDEX_FILE} is not a valid index: it has {size} bytes")
+    try:
+        index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): str(file) for name, file in index.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RankError(f"{INDEX_FILE} is not a valid index: {type(error).__name__}: {error}") from error
+    outside = sorted({file for file in files.values() if Path(file).name != file})
+    missing = sorted(
+        {file for file in files.values() if file not in outside and not (directory / file).is_file()}
+    )
+    problems = [f"{INDEX_FILE} names files in other directories: {some(outside)}"] if outside else []
+    if missing:
+        problems.append(f"{INDEX_FILE} names files that are missing: {some(missing)}")
+    if problems:
+        raise RankError(*problems)
+    return {name: directory / file for name, file in files.items()}

@@ -1,0 +1,291 @@
+"""Checks the arguments of `Pipeline` before anything is connected: schedule, stages, losses, replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from numbers import Real
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.arguments import listed, plural, printable
+from penstock.errors import BuildError, PipelineError
+from penstock.families import build
+from penstock.formats import read
+from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.runtime.data_parallel.fsdp import fsdp_shards_by_stage
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
+from penstock.runtime.data_parallel.tied_weights import TiedNames, TiedWeights, find_tied_weights
+from penstock.runtime.data_parallel.wrappers import split_graph, split_metadata
+from penstock.runtime.session.config import CustomFunction
+from penstock.runtime.stage.microbatch import LossFunction
+from penstock.runtime.transport.process_groups import Group
+
+# The `schedule=` argument of a `Pipeline`: a family, a file or a `Schedule` that fits stages and ranks.
+
+
+def resolve_schedule(
+    schedule: Schedule | str | PathLike[str],
+    stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+    ranks: int,
+    microbatches: int | None,
+) -> Schedule:
+    """The schedule of a `schedule=` argument: itself, read from a file, or built; raises if it does not fit."""
+    if isinstance(stages, nn.Module):
+        raise PipelineError(
+            "`stages` is one module: give a list with a module for each stage of this rank, as [module], or "
+            "the result of split()"
+        )
+    if not isinstance(schedule, Schedule | str | PathLike):
+        raise PipelineError(
+            "a schedule is the name of a family, a .csv or .json file or a Schedule "
+            f"(given {type(schedule).__name__})"
+        )
+    if isinstance(schedule, str) and Path(schedule).suffix not in (".csv", ".json"):
+        if microbatches is None:
+            raise PipelineError(f'"{schedule}" is the name of a family: give microbatches= as well')
+        built = _built(schedule, stages, ranks, microbatches)
+        graph = _graph_for(built, stages)
+        schedule = built if graph is None else built.over(graph)
+    elif not isinstance(schedule, Schedule):
+        schedule = read(schedule)
+    _check_fit(schedule, stages, ranks, microbatches)
+    return schedule
+
+
+def _check_fit(
+    schedule: Schedule,
+    stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+    ranks: int,
+    microbatches: int | None,
+) -> None:
+    """Raise if the schedule is for other ranks, other microbatches or another stage graph."""
+    if schedule.num_ranks != ranks:
+        raise PipelineError(
+            f"the schedule {schedule.name} is for {plural(schedule.num_ranks, 'rank')}, "
+            f"but the process group has {ranks}"
+        )
+    if microbatches is not None and schedule.microbatches != microbatches:
+        raise PipelineError(
+            f"the schedule {schedule.name} is for {plural(schedule.microbatches, 'microbatch')}, but "
+            f"microbatches={microbatches} is given"
+        )
+    graph = _graph_for(schedule, stages)
+    if graph is not None and schedule.graph != graph:
+        edges = ", ".join(f"{source} -> {target}" for source, target in graph.edges)
+        raise PipelineError(
+            f"the stages feed each other as {edges}, but the schedule {schedule.name} is over another graph: "
+            "use schedule.over(stages[0].stage_graph), or build it with graph=stages[0].stage_graph"
+        )
+
+
+def _graph_for(schedule: Schedule, stages: Sequence[nn.Module] | Mapping[int, nn.Module]) -> StageGraph | None:
+    """The stage graph that `split` found, if it is for as many stages as the schedule has."""
+    graph = split_graph(stages.values() if isinstance(stages, Mapping) else stages)
+    return graph if graph is not None and graph.num_stages == schedule.num_stages else None
+
+
+def _built(
+    name: str, stages: Sequence[nn.Module] | Mapping[int, nn.Module], ranks: int, microbatches: int
+) -> Schedule:
+    """The schedule of a family, with the number of stages per rank that `stages` has."""
+    whole_model = isinstance(stages, Mapping) and sorted(stages) == list(range(len(stages)))
+    count, rest = divmod(len(stages), ranks) if whole_model and len(stages) >= ranks else (len(stages), 0)
+    if rest:
+        raise PipelineError(
+            f"{len(stages)} stages cannot be divided evenly over {plural(ranks, 'rank')}: "
+            f"give {count * ranks} or {(count + 1) * ranks}, or a Schedule with its own placement"
+        )
+    default = build(name, ranks=ranks, microbatches=microbatches)
+    if default.num_stages == count * ranks:
+        return default
+    try:
+        return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=count)
+    except BuildError as error:
+        per_rank = default.num_stages // ranks
+        modules = plural(len(stages), "module is", "modules are")
+        given = f"{modules} given, {count} for each rank" if whole_model else f"{modules} given for this rank"
+        advice = f"split the model into {default.num_stages}" if whole_model else f"give {per_rank}"
+        raise PipelineError(
+            f"{name} on {plural(ranks, 'rank')} has {plural(default.num_stages, 'stage')}, {per_rank} for each "
+            f"rank, but {given}: {advice}, or use another family ({error})"
+        ) from error
+
+
+# Checks the arguments of `Pipeline` before anything is connected: stages, losses, replicas, functions.
+
+
+class RankModel(NamedTuple):
+    """What one rank trains."""
+
+    modules: dict[int, nn.Module]
+    """The modules of its stages."""
+    trained: dict[int, nn.Module]
+    """The same with the parameters of the loss, if it has any."""
+    device: torch.device
+    """The device of its messages."""
+    ties: TiedWeights
+    replication: ReplicaGroup
+
+
+def check_options(timeout: object, tokens: object, *, average: bool) -> None:
+    """Check the options that do not depend on others."""
+    if timeout is not None and not _is_timeout(timeout):
+        given = printable(repr(timeout))
+        raise PipelineError(f"timeout= must be a finite number of seconds above 0 (given {given})")
+    if tokens is not None and not average:
+        raise PipelineError("average=False sums the losses, but tokens= weights them for a mean: give one")
+
+
+def _is_timeout(value: object) -> bool:
+    """Whether a value is a number of seconds that `timedelta` can hold."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return 0 < float(value) < timedelta.max.total_seconds()
+
+
+def rank_model(
+    stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+    schedule: Schedule,
+    rank: int,
+    losses: Mapping[int, LossFunction],
+    tied: Sequence[TiedNames],
+    replicas: Group,
+    device: torch.device | str | None,
+) -> RankModel:
+    """The modules of this rank, with their device, shards, ties and replicas."""
+    modules = _modules_of_rank(stages, schedule, rank)
+    tied = find_tied_weights(tied, stages, schedule.num_stages)
+    device = torch.device(device) if device is not None else _device_of(modules.values())
+    trained = _with_losses(modules, losses)
+    shards = fsdp_shards_by_stage(trained)
+    ties = TiedWeights(tied, modules, shards, schedule, rank)
+    return RankModel(modules, trained, device, ties, ReplicaGroup(trained, shards, replicas, schedule, rank))
+
+
+def _stages_are(stages: Sequence[int]) -> str:
+    return f"stage {stages[0]} is" if len(stages) == 1 else f"stages {listed(stages)} are"
+
+
+def _modules_of_rank(
+    stages: Sequence[nn.Module] | Mapping[int, nn.Module], schedule: Schedule, rank: int
+) -> dict[int, nn.Module]:
+    """The modules of this rank by stage."""
+    own = schedule.placement.stages_of_rank[rank]
+    if isinstance(stages, Mapping):
+        count = schedule.num_stages
+        if unknown := sorted(stage for stage in stages if stage not in range(count)):
+            raise PipelineError(
+                f"the schedule {schedule.name} has {plural(count, 'stage')}, 0 to {count - 1}: "
+                f"{_stages_are(unknown)} not among them, and would never run"
+            )
+        expected = own if set(stages) <= set(own) else range(count)  # the rank's own stages, or all stages
+        if missing := [stage for stage in expected if stage not in stages]:
+            raise PipelineError(
+                f"{_stages_are(missing)} missing in `stages`, which has {listed(sorted(stages)) or 'none'} of "
+                f"{count}: give all of them, or only those of rank {rank} (stage {listed(own)})"
+            )
+        return _with_checked_numbers({stage: stages[stage] for stage in own}, schedule)
+    if len(stages) != len(own):
+        raise PipelineError(
+            f"{plural(len(stages), 'stage module is', 'stage modules are')} given, but rank {rank} has "
+            f"{plural(len(own), 'stage')} of schedule {schedule.name}: stage {listed(own)}; "
+            "a mapping from stage to module may contain all stages"
+        )
+    return _with_checked_numbers(dict(zip(own, stages)), schedule)
+
+
+def _with_checked_numbers(modules: dict[int, nn.Module], schedule: Schedule) -> dict[int, nn.Module]:
+    """The modules; raises if split() made one of them, for as many stages, as another stage."""
+    for stage, module in modules.items():
+        number, parts = split_metadata(module, "split_stage") or (stage, ())
+        if number != stage and len(parts) == schedule.num_stages:
+            raise PipelineError(
+                f"stage {number} of the model is given as stage {stage}: with {schedule.name} this rank has "
+                f"stages {listed(modules)}; give the whole result of split(), or [stages[i] for i in "
+                "schedule.placement.stages_of_rank[rank]]"
+            )
+    return modules
+
+
+def losses_by_sink(loss: object, graph: StageGraph) -> dict[int, LossFunction]:
+    """The loss of each stage that feeds no other: one for all of them, or a mapping from stage to loss."""
+    if loss is None:
+        return {}
+    if not isinstance(loss, Mapping):
+        loss = _checked_loss(loss)
+        if len(graph.sinks) > 1 and _has_parameters(loss):
+            raise PipelineError(
+                f"stage {listed(graph.sinks)} would share the parameters of the loss: give each stage its own "
+                "module, as loss={stage: module, ...}"
+            )
+        return dict.fromkeys(graph.sinks, loss)
+    if sorted(loss, key=repr) != sorted(graph.sinks, key=repr):
+        raise PipelineError(
+            f"loss= has a loss for stage {listed(loss) or 'none'}, but it needs one for each stage that feeds "
+            f"no other: stage {listed(graph.sinks)}"
+        )
+    return {sink: _checked_loss(loss[sink]) for sink in graph.sinks}
+
+
+def _checked_loss(loss: object) -> LossFunction:
+    if not callable(loss):
+        raise PipelineError(f"loss= must be a function or a module (given {type(loss).__name__})")
+    return loss
+
+
+def _has_parameters(loss: object) -> bool:
+    return isinstance(loss, nn.Module) and any(True for _ in loss.parameters())
+
+
+def _with_losses(modules: Mapping[int, nn.Module], losses: Mapping[int, object]) -> dict[int, nn.Module]:
+    """The modules of this rank; a loss with parameters is trained together with its stage."""
+    trained = dict(modules)
+    for sink, loss in losses.items():
+        if sink in trained and isinstance(loss, nn.Module) and _has_parameters(loss):
+            trained[sink] = nn.ModuleDict({"stage": trained[sink], "loss": loss})
+    return trained
+
+
+def _device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """The device of the first parameter; the CPU if there is none."""
+    for module in modules:
+        for parameter in module.parameters():
+            if parameter.is_meta:
+                raise PipelineError(
+                    "the modules of this rank are on the meta device: allocate and initialize them with "
+                    "penstock.runtime.materialize(stage), for each stage of this rank"
+                )
+            return parameter.device
+    return torch.device("cpu")
+
+
+def functions_by_kind(functions: Mapping[Kind | str, CustomFunction] | None) -> dict[Kind, CustomFunction]:
+    """The user functions by kind; sends and receives can have none, because both ends must match."""
+    found: dict[Kind, CustomFunction] = {}
+    for key, function in (functions or {}).items():
+        kind = key if isinstance(key, Kind) else next((k for k in Kind if k.value == key), None)
+        allowed = [k.value for k in Kind if not k.is_communication]
+        if kind is None or kind.is_communication:
+            raise PipelineError(f"a function cannot replace {key!r}, only {', '.join(allowed)}")
+        found[kind] = function
+    return found
+
+
+def check_replicas_outside(members: Sequence[int], groups: Iterable[dist.ProcessGroup]) -> None:
+    """Raise if two ranks of this pipeline are replicas: they have different stages."""
+    for group in groups:
+        ranks = dist.get_process_group_ranks(group)
+        if len(shared := [rank for rank in ranks if rank in members]) > 1:
+            raise PipelineError(
+                f"stages are replicated over world ranks {listed(ranks)}, but {listed(shared)} are ranks of "
+                'this pipeline: give the other dimension of the mesh, such as replicas=mesh["dp"] with '
+                'group=mesh["pp"]'
+            )

@@ -1,0 +1,391 @@
+"""Measured timelines of steps on all ranks, on one clock, with live bytes, links and costs."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.cost.costs import Costs
+from penstock.errors import PipelineError
+from penstock.ir.encoding import Floats, Ints
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.runtime.program.program import Program
+from penstock.runtime.session.connection import Connection
+from penstock.runtime.stage.memory import StageMemory
+from penstock.runtime.transport.buffer_pool import Buffer
+from penstock.runtime.transport.communicator import Communicator, ControlMessage, gather_arrays
+from penstock.runtime.transport.transport_errors import wait
+from penstock.simulation.calibration import calibrate, measured_timeline
+from penstock.simulation.timeline import Timeline
+
+# Clocks of a profile: of the host, of a device, and the offsets between the clocks of ranks.
+#
+# Ranks of one machine read the same clock. The clocks of other machines are compared with rank 0's by round
+# trips, and are correct to within half of the fastest round trip (`Clocks.uncertainty`).
+
+
+_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Per rank: how far its clock is ahead of rank 0's, in seconds, and the largest error of that."""
+
+    offsets: tuple[float, ...]
+    uncertainty: tuple[float, ...]
+
+
+class HostClock:
+    """The clock of the host, in nanoseconds."""
+
+    now = staticmethod(perf_counter_ns)
+
+    def nanoseconds(self, marks: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The marks themselves."""
+        return marks
+
+
+class DeviceClock:
+    """Events on a device's stream, converted to the host's nanoseconds at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> torch.Event:
+        """An event at this point of the stream."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def nanoseconds(self, marks: list[tuple[torch.Event, torch.Event]]) -> list[tuple[int, int]]:
+        """The times of the events on the host's clock; waits for all of them."""
+        last = self.now()
+        last.synchronize()
+        host = perf_counter_ns()
+        return [
+            (host - round(begin.elapsed_time(last) * 1e6), host - round(end.elapsed_time(last) * 1e6))
+            for begin, end in marks
+        ]
+
+
+def compare_clocks(communicator: Communicator | None, rank: int, ranks: int) -> Clocks:
+    """Rank 0 asks every other rank for its time, several times; the fastest round trip counts."""
+    if communicator is None:
+        return Clocks((0.0,), (0.0,))
+    found = np.zeros((ranks, 2), dtype=np.int64)
+    token = torch.zeros(2, dtype=torch.int64)
+    tag = communicator.control_tag(ControlMessage.CLOCK)
+    for other in range(1, ranks):
+        if rank == other:
+            for _ in range(_ROUNDS):
+                wait(communicator.receive_host(token, 0, tag))
+                token[0], token[1] = perf_counter_ns(), _boot_id()
+                wait(communicator.send_host(token, 0, tag))
+        elif rank == 0:
+            found[other] = _offset_of(communicator, other, token)
+    offsets = gather_arrays(communicator, found, [ranks] * ranks)[0] / 1e9
+    return Clocks(tuple(offsets[:, 0].tolist()), tuple(offsets[:, 1].tolist()))
+
+
+def _offset_of(communicator: Communicator, other: int, token: torch.Tensor) -> tuple[int, int]:
+    """The offset of another rank's clock and its uncertainty, in nanoseconds."""
+    answers, tag = [], communicator.control_tag(ControlMessage.CLOCK)
+    for _ in range(_ROUNDS):
+        begin = perf_counter_ns()
+        wait(communicator.send_host(token, other, tag))
+        wait(communicator.receive_host(token, other, tag))
+        end = perf_counter_ns()
+        answers.append((end - begin, int(token[0]) - (begin + end) // 2))
+    if int(token[1]) == _boot_id() != -1:
+        return 0, 0
+    taken, offset = min(answers)
+    return offset, taken // 2
+
+
+def _boot_id() -> int:
+    """A number for this machine since its boot; processes with the same number read the same clock."""
+    with contextlib.suppress(OSError):
+        return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+    return -1
+
+
+# Measures the latency and the bandwidth of every edge between stages, by round trips on its channels.
+
+
+_SMALL, _LARGE = 64, 1 << 20  # bytes
+
+
+class LinkCosts(NamedTuple):
+    """Per edge between stages: seconds and bytes per second; 0 and None where the stages share a rank."""
+
+    latency: tuple[float, ...]
+    bandwidth: tuple[float | None, ...]
+
+
+def link_costs(network: LinkCosts) -> Costs:
+    """Costs of links alone; an edge between stages of one rank is as fast as the fastest link."""
+    measured = [speed for speed in network.bandwidth if speed]
+    bandwidth = tuple(speed or max(measured) for speed in network.bandwidth) if measured else None
+    return Costs(latency=network.latency or 0.0, bandwidth=bandwidth)
+
+
+def measure_links(communicator: Communicator | None, schedule: Schedule, rank: int) -> LinkCosts:
+    """Latency and bandwidth of each edge, from small and large messages, one edge after the other."""
+    hosts, edges = schedule.placement.stage_to_rank, schedule.graph.edges
+    found = np.zeros((len(edges), 2), dtype=np.int64)
+    for edge, ends in enumerate(edges):
+        here, there = (hosts[stage] for stage in ends)
+        if communicator is not None and here != there and rank in (here, there):
+            channels = 2 * int(schedule.table.carrier[edge]), 2 * edge + 1
+            small, large = (
+                _round_trip(communicator, channels, there if rank == here else here, size, first=rank == here)
+                for size in (_SMALL, _LARGE)
+            )
+            found[edge] = small // 2, max((large - small) // 2, 1)  # which may be noise
+    taken = np.maximum.reduce(gather_arrays(communicator, found, [len(edges)] * schedule.num_ranks))
+    bandwidth = [_LARGE / (seconds / 1e9) if seconds else None for seconds in taken[:, 1].tolist()]
+    return LinkCosts(tuple((taken[:, 0] / 1e9).tolist()), tuple(bandwidth))
+
+
+def _round_trip(
+    communicator: Communicator, channels: tuple[int, int], peer: int, size: int, *, first: bool
+) -> int:
+    """Nanoseconds of the fastest of several round trips on the two channels of an edge."""
+    up, down = channels
+    tags = [communicator.control_tag(ControlMessage.PING) + channel % 2 for channel in (up, down)]
+    message = Buffer(size, communicator.device)
+    best = 1 << 62
+    for _ in range(_ROUNDS):
+        begin = perf_counter_ns()
+        if first:
+            wait(communicator.send(message, peer, up, tags[0]))
+            wait(communicator.receive(message, peer, down, tags[1]))
+        else:
+            wait(communicator.receive(message, peer, up, tags[0]))
+            wait(communicator.send(message, peer, down, tags[1]))
+        if communicator.device.type != "cpu":
+            torch.accelerator.synchronize()
+        best = min(best, perf_counter_ns() - begin)
+    return best
+
+
+# Live bytes: what the stages of a rank hold for their backwards after each step of its list, counted in a run.
+#
+# Counted are the same things as in the simulated memory (`penstock.cost.memory`): what each microbatch holds of
+# its forward (`StageMemory.held_bytes`), and receive buffers from the posted receive on. The largest bytes of
+# each stage become costs.
+
+
+_NAMES = ("activation", "checkpoint", "offloadable", "after_input")
+
+
+class LiveBytes:
+    """Counts the bytes of one rank, step by step."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._held: dict[tuple[int, int], int] = {}
+        self._levels: list[int] = []
+        self._most = np.zeros((num_stages, len(_NAMES)), dtype=np.int64)
+
+    @contextmanager
+    def counting(self, connection: Connection, program: Program) -> Iterator[Callable[[int], None]]:
+        """Gives what has to be called after each step of the list with its index."""
+        self._held.clear()
+        self._levels.clear()
+        memories = {index: stage.memory for index, stage in connection.stages.items()}
+        for memory in memories.values():
+            memory.counts_bytes = True
+        try:
+            yield partial(self._after, memories, connection.receive_buffer_bytes, program)
+        finally:
+            for memory in memories.values():
+                memory.counts_bytes = False
+
+    def _after(
+        self,
+        memories: Mapping[int, StageMemory],
+        receive_buffer_bytes: Callable[[], int],
+        program: Program,
+        position: int,
+    ) -> None:
+        """Count again what the step of this index has changed."""
+        level = self._levels[-1] if self._levels else 0
+        self._levels += [level] * (position - len(self._levels))  # steps without a call change nothing
+        for part in program.steps[position].parts:
+            if part.microbatch is not None and not part.kind.is_communication:
+                self._count(memories[part.stage], part.kind, part.stage, part.microbatch)
+        self._levels.append(receive_buffer_bytes() + sum(self._held.values()))
+
+    def _count(self, memory: StageMemory, kind: Kind, stage: int, microbatch: int) -> None:
+        before = self._held.get((stage, microbatch), 0)
+        held, inputs = memory.held_bytes(microbatch)
+        self._held[stage, microbatch] = held
+        if kind is Kind.F and memory.is_recomputed(microbatch):
+            self._note("checkpoint", stage, held)
+        elif kind in (Kind.F, Kind.RECOMPUTE):
+            self._note("activation", stage, held)
+            self._note("checkpoint", stage, inputs)
+        elif kind is Kind.OFFLOAD and not memory.is_recomputed(microbatch):
+            self._note("offloadable", stage, before - held)
+        elif kind is Kind.I:
+            self._note("after_input", stage, held)
+
+    def _note(self, name: str, stage: int, size: int) -> None:
+        entry = stage, _NAMES.index(name)
+        self._most[entry] = max(self._most[entry], size)
+
+    # --- of all ranks ------------------------------------------------------------------------------
+
+    def gathered(self, communicator: Communicator | None, schedule: Schedule, rank: int) -> list[Ints]:
+        """Per rank: the bytes held after each step of its list, the same on every rank."""
+        steps = len(schedule.ranks[rank])
+        levels = [*self._levels, *self._levels[-1:] * (steps - len(self._levels))]
+        lengths = [len(row) for row in schedule.ranks]
+        return gather_arrays(communicator, np.array(levels, dtype=np.int64), lengths)
+
+    def costs(self, communicator: Communicator | None, schedule: Schedule, links: Costs) -> Costs:
+        """These costs with the most bytes of each stage that were counted, the same on every rank."""
+        gathered = gather_arrays(communicator, self._most, [len(self._most)] * schedule.num_ranks)
+        most: Floats = np.maximum.reduce(gathered).astype(np.float64)
+        full, kept, moved, after = most.T
+        table = schedule.table
+        return replace(
+            links,
+            activation=_listed(full),
+            checkpoint=_listed(np.minimum(kept, full)),
+            offloadable=_listed(np.where(moved > 0, moved, full)) if table.has(Kind.OFFLOAD) else None,
+            activation_freed_by_input=_listed(full - after if table.has(Kind.I) else 0 * full),
+        )
+
+
+def _listed(values: Floats) -> tuple[float, ...]:
+    return tuple(values.tolist())
+
+
+# Measured timelines of steps on all ranks, on one clock, and the costs derived from them.
+#
+#     with pipeline.profile() as profile:
+#         pipeline.step(x, target=y)
+#     profile.timeline.makespan, profile.costs.forward
+#
+# The time of an action is that of its own work; waiting for a message is before its start.
+
+
+@dataclass
+class Profile:
+    """The recorded timelines, one for each step or eval, in order."""
+
+    clocks: Clocks
+    timelines: list[Timeline] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    """When each of them started, in seconds of rank 0's clock."""
+    live_bytes: list[list[Ints]] = field(default_factory=list)
+    """For each step in which bytes were counted, per rank: the bytes held after each step of its list."""
+
+    def _require_steps(self) -> None:
+        if not self.timelines:
+            raise PipelineError("nothing was recorded: call step() or eval() inside `with pipeline.profile()`")
+
+    @property
+    def timeline(self) -> Timeline:
+        """The timeline of median makespan, with the period of all recorded steps."""
+        self._require_steps()
+        ordered = sorted(self.timelines, key=lambda timeline: timeline.makespan)
+        return replace(ordered[(len(ordered) - 1) // 2], period=self.period)
+
+    @property
+    def period(self) -> float | None:
+        """Mean seconds from the start of a recorded step to that of the next; None for a single step."""
+        if len(self.starts) < 2:
+            return None
+        return (self.starts[-1] - self.starts[0]) / (len(self.starts) - 1)
+
+    @property
+    def costs(self) -> Costs:
+        """The mean costs of all recorded steps of the same schedule as the last one."""
+        self._require_steps()
+        last = self.timelines[-1].schedule
+        return calibrate([timeline for timeline in self.timelines if timeline.schedule == last])
+
+
+class Recorder:
+    """Runs programs with a clock, and gathers the times of all ranks."""
+
+    def __init__(self, connection: Connection, *, memory: bool) -> None:
+        """`memory`: count bytes, which a schedule with OFFLOAD needs for the speed of the host link."""
+        config, communicator = connection.config, connection.communicator
+        self._rank = config.rank
+        self._ranks = len(config.members)
+        self._network = measure_links(communicator, config.schedule, self._rank)
+        self.profile = Profile(compare_clocks(communicator, self._rank, self._ranks))
+        self._clock: Any = HostClock() if config.device.type == "cpu" else DeviceClock(config.device)
+        counts = memory or config.schedule.table.has(Kind.OFFLOAD)
+        self._bytes = LiveBytes(config.schedule.num_stages) if counts else None
+        self._times: Any = None
+        self._start = 0.0
+        self._levels: list[Ints] | None = None
+
+    def run(self, connection: Connection, program: Program) -> None:
+        """Run a step and keep its times."""
+        if self._bytes is None:
+            marks = program.run_timed(self._clock.now)
+        else:
+            with self._bytes.counting(connection, program) as after:
+                marks = program.run_timed(self._clock.now, after)
+        self._times = np.array(self._clock.nanoseconds(marks), dtype=np.int64).reshape(-1, 2)
+
+    def gathered(self, connection: Connection, program: Program) -> Timeline:
+        """The timeline of the last step, the same on every rank."""
+        schedule, communicator = program.schedule, connection.communicator
+        offset = round(self.profile.clocks.offsets[self._rank] * 1e9)
+        rows = gather_arrays(communicator, self._times - offset, [len(row) for row in schedule.ranks])
+        times = np.concatenate(rows) if rows else np.zeros((0, 2), dtype=np.int64)
+        first = times[:, 0].min()
+        seconds = (times - first) / 1e9
+        sizes = gather_arrays(communicator, _sizes(connection), [len(schedule.graph.edges)] * self._ranks)
+        links = _link_costs(self._network, np.maximum.reduce(sizes))
+        if self._bytes is not None and program is connection.programs["step"]:
+            links = self._bytes.costs(communicator, schedule, links)
+            self._levels = self._bytes.gathered(communicator, schedule, self._rank)
+        self._start = float(first / 1e9)
+        before = self.profile.starts[-1:]
+        period = self._start - before[0] if before else None
+        return measured_timeline(schedule, seconds, links, period)
+
+    def keep(self, timeline: Timeline) -> None:
+        """Add the timeline of the last step, which has succeeded, to the profile."""
+        self.profile.timelines.append(timeline)
+        self.profile.starts.append(self._start)
+        if self._levels is not None:
+            self.profile.live_bytes.append(self._levels)
+            self._levels = None
+
+
+def _sizes(connection: Connection) -> Ints:
+    """Per edge, as far as this rank sends on it: bytes of an activation message and of a gradient message."""
+    graph = connection.config.schedule.graph
+    found = np.zeros((len(graph.edges), 2), dtype=np.int64)
+    for (kind, stage, peer), size in connection.message_sizes().items():
+        edge = graph.number[(stage, peer) if kind is Kind.SEND_F else (peer, stage)]
+        found[edge, int(kind is Kind.SEND_B)] = size
+    return found
+
+
+def _link_costs(network: LinkCosts, sizes: Ints) -> Costs:
+    """Costs of messages alone: the measured links, and the bytes that were sent."""
+    return replace(
+        link_costs(network),
+        activation_message=tuple(sizes[:, 0].tolist()) or 0.0,
+        gradient_message=tuple(sizes[:, 1].tolist()) or 0.0,
+    )

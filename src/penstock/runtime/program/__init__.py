@@ -1,0 +1,1 @@
+"""A rank's list of actions, compiled once and run."""

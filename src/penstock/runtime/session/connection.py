@@ -1,0 +1,291 @@
+"""The connected part of a pipeline on one rank: communicator, channels, stages, programs and failure monitor.
+
+A failed step breaks the connections, so all of this is discarded and created anew. Modules, gradients and the
+schedule stay. Neither the parts of a connection nor the thread of its monitor refer back to it, so all of it is
+freed with the last reference to the pipeline.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from penstock.errors import PenstockError
+from penstock.ir.kinds import Kind
+from penstock.runtime.dtensors import Meshes
+from penstock.runtime.failure.connecting import connecting, raise_if_ended
+from penstock.runtime.failure.job import abort_groups, link_members, raise_if_aborted, watch_of_job
+from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
+from penstock.runtime.failure.report import collective_cause, collective_failure
+from penstock.runtime.failure.watch import JobWatch
+from penstock.runtime.program.channel_ends import (
+    ChannelEnds,
+    ValueSources,
+    channels_between_ranks,
+    peers_of,
+    receiving_stage,
+)
+from penstock.runtime.program.compiler import ExecutionContext, compile_program, forward_only
+from penstock.runtime.program.program import Program
+from penstock.runtime.session.agreement import CallAgreement, PartnerCalls, partners_of
+from penstock.runtime.session.config import ExecutionConfig
+from penstock.runtime.session.step_commit import LossExchange
+from penstock.runtime.stage.microbatch import LiveActivations, StageConfig, microbatches_with, sends_at_once
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.transport.buffer_pool import BufferPool
+from penstock.runtime.transport.communicator import Communicator
+from penstock.runtime.transport.transport_errors import TransportError
+
+
+class Connection:
+    """One rank's connection; all ranks of the pipeline create it at the same time."""
+
+    def __init__(self, config: ExecutionConfig, activations: LiveActivations, pool: BufferPool) -> None:
+        self.config, self.pool = config, pool
+        self.mode = "outside"
+        """`step`, `eval` or the name of a collective while one runs."""
+        self.waiting_for = ""
+        """What this rank waits for before its first or after its last action, for error messages."""
+        self.step = 0
+        """The number of the current or last call of step or eval: one more than were completed before it."""
+        self.steps = 0
+        """The number of the current or last step; an eval has that of the step before it."""
+        self.call = ""
+        """Its name for messages, in which only steps are counted."""
+        self._failed = False
+        """Whether a step has failed on any rank."""
+        self.on_failure: Callable[[], Callable[[FailureCause], None] | None] | None = None
+        """A weak reference to what is called when a failure becomes known, before anything is aborted."""
+        schedule, rank = config.schedule, config.rank
+        self.partner_groups = partners_of(config)
+        watch = None if config.is_single_rank and not self.partner_groups else watch_of_job(config.timeout)
+        self.communicator = None if watch is None else self._connect(watch)
+        self.calls = CallAgreement(self.communicator, rank, peers_of(schedule, rank))
+        self.partners: PartnerCalls | None = None
+        """Compares calls with ranks of other pipelines; set by `meet`."""
+        meshes = Meshes(list(config.modules.values()), config.mesh)
+        self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
+        self.stages: dict[int, Stage] = {}
+        self._sources = ValueSources(schedule, self._channels, config.modules)
+        for index, module in config.modules.items():
+            self.stages[index] = Stage(index, module, self._stage_config(index), activations, pool)
+        self._sources.stages.update(self.stages)
+        self.sinks = {sink: self.stages[sink] for sink in schedule.graph.sinks if sink in self.stages}
+        """The stages of this rank that feed no other."""
+        self.losses = LossExchange(self.communicator, config, self.sinks)
+        self.programs = self._compiled()
+        self.monitor: FailureMonitor | None = None
+        if watch is not None:
+            own = weakref.ref(self)
+            watch.timeout = config.timeout.total_seconds()
+            self.monitor = FailureMonitor(
+                watch,
+                uuid4().hex if self.communicator is None else self.communicator.name,
+                config.members,
+                config.timeout.total_seconds(),
+                partial(_status_of, own),
+                partial(_stop_waiting_of, own),
+                partial(_abort_all_groups_of, own),
+            )
+            self._release = weakref.finalize(self, _release, self.monitor, self.communicator)
+
+    def _connect(self, watch: JobWatch) -> Communicator | None:
+        """The messages with the other ranks of the pipeline; None if there are none."""
+        config = self.config
+        raise_if_aborted(watch, config.members)
+        if config.is_single_rank:
+            return None
+        with connecting(config):
+            communicator = Communicator(
+                config.members,
+                config.rank,
+                channels_between_ranks(config.schedule),
+                config.schedule.microbatches,
+                config.device,
+                config.timeout,
+                partial(raise_if_ended, config.members),  # not the config, which has modules and losses
+            )
+            link_members(watch, config.members, config.timeout)
+        return communicator
+
+    # --- stages and programs -----------------------------------------------------------------------
+
+    def _stage_config(self, index: int) -> StageConfig:
+        config = self.config
+        inputs, outputs = config.schedule.graph.inputs(index), config.schedule.graph.outputs(index)
+        takers = tuple(each for each in outputs if receiving_stage(config.schedule, index, each) == each)
+        return StageConfig(
+            inputs=inputs,
+            outputs=outputs,
+            takers=takers,
+            input_source=self._sources.inputs(index),
+            gradient_source=self._sources.gradients(index),
+            split_microbatches=microbatches_with(Kind.I, config.schedule, index),
+            recomputed_microbatches=microbatches_with(Kind.RECOMPUTE, config.schedule, index),
+            offloaded_microbatches=microbatches_with(Kind.OFFLOAD, config.schedule, index),
+            sends_at_once=len(takers) == 1 and not config.functions and sends_at_once(config.schedule, index),
+            loss=config.losses.get(index),
+            shards=config.replication.shards.get(index),
+            is_replicated=config.replication.count > 1,
+            check_finite=config.check_finite,
+            gradient_accumulation_fusion=config.gradient_accumulation_fusion,
+        )
+
+    def _compiled(self) -> dict[str, Program]:
+        config, channels = self.config, self._channels
+        context = ExecutionContext(
+            self.stages,
+            channels.sends,
+            channels.receives,
+            config.functions,
+            config.replication,
+            self.calls.check,
+            self.communicator is not None and self.communicator.single_group,
+        )
+        verified = config.verified
+        evaluated = replace(verified, schedule=forward_only(verified.schedule))
+        return {
+            "step": compile_program(verified, config.rank, context),
+            "eval": compile_program(evaluated, config.rank, context),
+        }
+
+    def set_completed(self, calls: int, steps: int) -> None:
+        """The number of calls of step and eval, and of steps, that were completed before the next one."""
+        self.step, self.steps, self.call = calls, steps, f"step {steps}"
+
+    # --- a step ------------------------------------------------------------------------------------
+
+    def begin(self, mode: str, calls: int, steps: int) -> Program:
+        """Start a step or eval, of this number among all calls and among steps; gives the program to run."""
+        self._channels.set_mode(training=mode == "step")
+        self.call = f"step {steps}" if mode == "step" else f"the eval after step {steps}"
+        self.mode, self.step, self.steps, self.waiting_for = mode, calls, steps, ""
+        program = self.programs[mode]
+        program.begin()
+        if self._failed:  # read after the step is set, as `stop_waiting` reads the step after it has set this
+            self._request_abort()
+        if self.monitor is not None:
+            self.monitor.begin()
+        return program
+
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Messages outside of steps: if they fail, the error names the rank that ended, is silent or failed."""
+        self.mode, self.waiting_for = name, "the other ranks"
+        try:
+            if self.monitor is not None:
+                self.monitor.begin()
+                self.monitor.raise_if_failed()
+            yield
+        except TransportError as error:
+            raise collective_failure(name, self.monitor, self.config.timeout, error) from error
+        except PenstockError:
+            raise  # on every rank
+        except BaseException as error:
+            if self.monitor is not None:
+                cause = collective_cause(error, name, self.config.rank, self.status())
+                self.monitor.publish_cause(cause)
+            raise
+        finally:
+            self.mode = "outside"
+
+    def end(self) -> None:
+        """End a step or eval, successful or not."""
+        self.mode = "outside"
+        self.pool.end_step()
+
+    def stop_waiting(self) -> None:
+        """Make a running step stop before its next call and end its wait; a later step does not start.
+
+        A rank that is behind the failed one completes its step: all ranks have finished it by then.
+        """
+        self._failed = True
+        cause = None if self.monitor is None else self.monitor.cause
+        told = self.on_failure() if self.on_failure is not None else None
+        if told is not None and cause is not None:
+            told(cause)
+        if self.mode in self.programs and cause is not None and cause.step > self.step:
+            return
+        self._request_abort()
+        if self.mode != "outside":
+            self.abort()
+        if self.config.replication.has_unfinished:
+            abort_groups()
+
+    def _request_abort(self) -> None:
+        for program in self.programs.values():
+            program.progress.abort_requested = True
+        self.losses.abort_requested = True
+
+    def abort_all_groups(self) -> None:
+        """End the wait of this rank in a collective with ranks of other pipelines."""
+        if dist.get_world_size() > len(self.config.members):
+            abort_groups()
+
+    def message_sizes(self) -> dict[tuple[Kind, int, int], int]:
+        """Bytes of the longest message of each send channel so far."""
+        return {key: channel.max_nbytes for key, channel in self._channels.sends.items()}
+
+    def receive_buffer_bytes(self) -> int:
+        """Bytes of messages whose receive is posted and that a stage has still to use."""
+        return self._sources.receive_buffer_bytes()
+
+    # --- status ------------------------------------------------------------------------------------
+
+    def status(self) -> RankStatus:
+        """What this rank is doing."""
+        if self.mode not in self.programs:
+            return RankStatus(self.mode, self.step, 0, "", self.call)
+        program = self.programs[self.mode]
+        return RankStatus(self.mode, self.step, program.position, self.awaited(program), self.call)
+
+    def awaited(self, program: Program) -> str:
+        """What the rank waits for, as text; empty if it computes."""
+        between = program.current_call is None
+        return (self.waiting_for or self.losses.awaited) if between else program.awaited
+
+    def abort(self) -> None:
+        """End all waits for other ranks of the pipeline, and for its partners, here and there."""
+        if (communicator := self.communicator) is not None:
+            communicator.abort()
+        if self.partners is not None:
+            self.partners.abort()
+
+    def close(self) -> None:
+        """Close all connections; pending messages are released first, see `Communicator.close`."""
+        if self.partners is not None:
+            self.partners.close()
+        if self.communicator is not None:
+            self.communicator = None
+            self._channels.abandon()
+            self.calls.abandon()
+            self.losses.abandon()
+        if self.monitor is not None:
+            self._release()
+
+
+def _release(monitor: FailureMonitor, communicator: Communicator | None) -> None:
+    monitor.stop()
+    if communicator is not None:
+        communicator.close()
+
+
+def _status_of(connection: weakref.ref[Connection]) -> RankStatus:
+    alive = connection()
+    return RankStatus("outside", 0, 0, "") if alive is None else alive.status()
+
+
+def _stop_waiting_of(connection: weakref.ref[Connection]) -> None:
+    if (alive := connection()) is not None:
+        alive.stop_waiting()
+
+
+def _abort_all_groups_of(connection: weakref.ref[Connection]) -> None:
+    if (alive := connection()) is not None:
+        alive.abort_all_groups()

@@ -1,0 +1,362 @@
+"""Runs the steps of one rank; connects when needed, and again after a failure.
+
+Pipeline          what users create and call
+  StepRunner      one step after the other
+    Connection    what is created anew after a failure
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.arguments import listed, printable, whole_number
+from penstock.errors import PipelineError
+from penstock.runtime.data_parallel.tied_weights import TiedWeights
+from penstock.runtime.failure.abort import abort_step
+from penstock.runtime.failure.agreement import COMPLETED, check_agreement
+from penstock.runtime.failure.connecting import connecting
+from penstock.runtime.profile import Recorder
+from penstock.runtime.program.program import Program
+from penstock.runtime.session.agreement import ExpectedPartners, PartnerCalls
+from penstock.runtime.session.config import ExecutionConfig
+from penstock.runtime.session.connection import Connection
+from penstock.runtime.session.step_inputs import StepInputBuilder
+from penstock.runtime.stage.microbatch import LiveActivations, StepInputs
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.states.pipeline_state import PipelineState
+from penstock.runtime.transport.buffer_pool import BufferPool
+from penstock.runtime.transport.communicator import Communicator, gather_arrays
+from penstock.runtime.transport.transport_errors import TransportError
+from penstock.simulation.timeline import Timeline
+
+# The result of a step, the same on every rank.
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of `Pipeline.step` or `Pipeline.eval`."""
+
+    loss: float | None
+    """The mean of the microbatches' losses over all replicas, weighted by tokens if `tokens=` counts them, or
+    their sum with `average=False`; None without a loss."""
+    losses: Tensor | None
+    """The loss of each microbatch of this pipeline; the sum, if several stages have a loss."""
+    outputs: Any = None
+    """The merged outputs, with `return_outputs=True` on the rank of the last stage; by stage, if several stages
+    feed no other."""
+    timeline: Timeline | None = None
+    """The measured timeline of all ranks, inside `with pipeline.profile()`."""
+
+
+# What ranks do when they have connected: compare what they must have in common, and connect to partners.
+
+
+def meet(
+    connection: Connection,
+    ties: TiedWeights,
+    completed: int,
+    options: Mapping[str, object],
+    expected: ExpectedPartners,
+) -> None:
+    """Raise unless this rank agrees with all others on the model, the completed calls and the loss options."""
+    config, communicator, problem = connection.config, connection.communicator, ""
+    if communicator is not None:
+        with connecting(config):
+            check_agreement(config, ties, completed, options, communicator)
+            communicator.connect_subgroups(ties.rank_groups)
+    expected.begin(config, connection.partner_groups)
+    if connection.partner_groups:
+        try:
+            connection.partners = PartnerCalls(config, connection.partner_groups, options, expected)
+        except PipelineError as error:
+            problem = str(error)
+    if communicator is not None and dist.get_world_size() > len(config.members):
+        with connecting(config):  # the other ranks of this pipeline have other partners
+            problem = next(filter(None, _all_texts(communicator, problem)), "")
+    if problem:
+        if connection.partners is not None:
+            connection.partners.abort()
+        raise PipelineError(problem)
+    if connection.monitor is not None and connection.partners is not None:
+        connection.monitor.partners = connection.partners.ranks
+    expected.connected()
+
+
+def _all_texts(communicator: Communicator, own: str) -> list[str]:
+    """Every rank's text. Not through the store, in which an attempt to reach a lost partner may still wait."""
+    data = np.frombuffer(own.encode(), dtype=np.uint8).astype(np.int64)
+    lengths = [int(each) for each in communicator.all_gather(torch.tensor([len(data)]))]
+    return [bytes(each.tolist()).decode() for each in gather_arrays(communicator, data, lengths)]
+
+
+_log = logging.getLogger("penstock")
+_CLOSED = (
+    "world rank {} trains the same stages and has closed its pipeline, by close() or because nothing refers to "
+    "it any more, but this rank has not, and calls {}: all replicas must close their pipelines before the same "
+    "call, or none"
+)
+
+
+class StepRunner:
+    """The executor of one rank."""
+
+    def __init__(self, config: ExecutionConfig, ties: TiedWeights, input_builder: StepInputBuilder) -> None:
+        self._config, self._ties, self._input_builder = config, ties, input_builder
+        self._completed = 0
+        """The number of calls of `step` and `eval` that returned a result, with the steps before a resume."""
+        self._evals = 0
+        """How many of them were calls of `eval`."""
+        self._connection: Connection | None = None
+        self._expected = ExpectedPartners(config)
+        self._state = PipelineState(config)
+        self.activations = LiveActivations()
+        self.pool: BufferPool
+        self.recorder: Recorder | None = None
+        """Records the steps while the pipeline is profiled."""
+
+    # --- connecting --------------------------------------------------------------------------------
+
+    def connect(self) -> Connection:
+        """The connection, created if there is none; then all ranks must do this at the same time."""
+        if self._connection is not None:
+            return self._connection
+        state = self._state
+        state.is_connecting, state.completed = True, (self._completed, self.completed_steps)
+        try:
+            connection = self._new_connection()
+        except BaseException as error:
+            state.connecting_failed(error)
+            raise
+        finally:
+            state.is_connecting = False
+        self._connection = connection
+        state.use(connection)
+        return connection
+
+    def _new_connection(self) -> Connection:
+        config = self._config
+        self.pool = BufferPool(config.device)
+        connection = Connection(config, self.activations, self.pool)
+        connection.set_completed(self._completed, self.completed_steps)
+        self._warn_of_compiled_modules(connection)
+        try:
+            options = self._input_builder.loss_options
+            meet(connection, self._ties, self._completed, options, self._expected)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _warn_of_compiled_modules(self, connection: Connection) -> None:
+        for index, stage in connection.stages.items():
+            if stage.deferral is not None and stage.deferral.compiled and not self._completed:
+                names = ", ".join(name or "the whole stage" for name in stage.deferral.compiled)
+                text = "stage %d: the weight gradients of compiled modules are computed in I, not in W: %s"
+                _log.warning(text, index, names)
+
+    def close(self) -> None:
+        """Close the connection; the next step connects again."""
+        connection, self._connection = self._connection, None
+        self._expected.disconnected()
+        if connection is not None:
+            connection.close()
+
+    def discard(self) -> None:
+        """Close the connection after a failure: partners look for its cause, not for a rank that closed."""
+        if self._connection is not None and self._connection.partners is not None:
+            self._connection.partners.abort()
+        self.close()
+
+    @property
+    def completed_steps(self) -> int:
+        """The number of calls of `step` that returned a result; every rank must set the same number."""
+        return self._completed - self._evals
+
+    @completed_steps.setter
+    def completed_steps(self, steps: int) -> None:
+        if (number := whole_number(steps)) is None or number < 0:
+            raise PipelineError(
+                f"completed_steps must be a whole number of at least 0 (given {printable(repr(steps))})"
+            )
+        self._completed = number + self._evals
+        if self._connection is not None:
+            self._connection.set_completed(self._completed, number)
+
+    # --- running -----------------------------------------------------------------------------------
+
+    def step(self, *batch: Any, scale: float, reduces: bool, keep_outputs: bool) -> StepResult:
+        """Forward and backward."""
+        connection = self.connect()
+        with ExitStack() as installed:
+            for stage in connection.stages.values():
+                if stage.deferral is not None:
+                    installed.enter_context(stage.deferral.installed())
+            return self._run(connection, "step", batch, scale=scale, reduces=reduces, keep_outputs=keep_outputs)
+
+    def eval(self, *batch: Any, keep_outputs: bool) -> StepResult:
+        """Forward."""
+        return self._run(self.connect(), "eval", batch, scale=1.0, reduces=True, keep_outputs=keep_outputs)
+
+    def _run(
+        self,
+        connection: Connection,
+        mode: str,
+        batch: tuple[Any, ...],
+        *,
+        scale: float,
+        reduces: bool,
+        keep_outputs: bool,
+    ) -> StepResult:
+        self.activations.reset()
+        self.pool.peak = 0
+        program = connection.begin(mode, self._completed + 1, self.completed_steps + (mode == "step"))
+        try:
+            reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
+            options = {"gradients": reduced, "loss scale": scale}
+            self._expected.raise_if_unpaired()
+            self._config.replication.refresh()
+            self._announce(connection, f"{mode}()", options)
+            if mode == "step" or self._evaluates_with_partners(connection, batch):
+                self._compare_with_partners(connection, f"{mode}()", options)
+            result = self._run_call(
+                connection, program, batch, scale, reduces=reduces, keep_outputs=keep_outputs
+            )
+        except BaseException as error:  # noqa: BLE001 -- the other ranks must know of every failure
+            raise self._abort(error, connection, program)  # noqa: B904 -- it has its cause
+        finally:
+            connection.end()
+        if self.recorder is not None and result.timeline is not None:
+            self.recorder.keep(result.timeline)
+        self._completed += 1
+        self._evals += mode == "eval"
+        return result
+
+    def _announce(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
+        """Tell the other ranks which call this rank makes; they compare it with theirs."""
+        profiled = self.recorder is not None
+        connection.calls.begin(
+            {"call": name, COMPLETED: self._completed, "inside profile()": profiled, **options}
+        )
+
+    def _compare_with_partners(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
+        if connection.partners is not None:
+            connection.waiting_for = connection.partners.awaited
+            step = self.completed_steps if name == "step()" else None
+            call = {"call": name, "completed steps": self.completed_steps, **options}
+            try:
+                connection.partners.compare(call, step)
+            except TransportError as error:
+                if closed := connection.partners.closed_partners(connection.monitor):
+                    raise PipelineError(_CLOSED.format(listed(closed), name)) from error
+                raise
+            connection.waiting_for = ""
+
+    def _evaluates_with_partners(self, connection: Connection, batch: tuple[Any, ...]) -> bool:
+        *_, target = batch
+        partners = connection.partners
+        return partners is not None and partners.has_collectives_in_eval(with_loss=target is not None)
+
+    def _run_call(
+        self,
+        connection: Connection,
+        program: Program,
+        batch: tuple[Any, ...],
+        scale: float,
+        *,
+        reduces: bool,
+        keep_outputs: bool,
+    ) -> StepResult:
+        """Everything that can fail; the last of it is to wait until all ranks have come so far."""
+        connection.waiting_for = "its replicas" if self._config.replication.count > 1 else ""
+        training = program is connection.programs["step"]
+        inputs = self._input_builder.build(*batch, scale=scale, training=training, keep_outputs=keep_outputs)
+        for stage in connection.stages.values():
+            stage.begin(inputs)
+        connection.losses.begin()
+        self._run_program(connection, program, inputs, reduces=reduces)
+        outputs = self._merged_outputs(connection.sinks) if keep_outputs else None
+        connection.waiting_for = "the times of the other ranks"
+        timeline = None if self.recorder is None else self.recorder.gathered(connection, program)
+        connection.waiting_for = "the call of another rank"
+        connection.calls.check_all()
+        connection.waiting_for = ""
+        loss, microbatch_losses = connection.losses.finish(inputs.weights)
+        return StepResult(loss, microbatch_losses, outputs=outputs, timeline=timeline)
+
+    def begin_collective(
+        self, name: str, options: Mapping[str, object] | None = None, *, with_partners: bool = True
+    ) -> Connection:
+        """The connection for a collective outside of steps; raises if the ranks make different calls."""
+        connection = self.connect()
+        try:
+            self._expected.raise_if_unpaired()
+            self._announce(connection, name, options or {})
+            connection.calls.check_all()
+            if with_partners:
+                self._compare_with_partners(connection, name, options or {})
+        except BaseException:
+            self.discard()
+            raise
+        return connection
+
+    def _merged_outputs(self, sinks: Mapping[int, Stage]) -> Any:
+        """The output of the only sink, or of each of several by stage; None on other ranks."""
+        merged = {}
+        for index, sink in sinks.items():
+            outputs = [sink.outputs[microbatch] for microbatch in range(self._config.schedule.microbatches)]
+            sink.outputs.clear()
+            merged[index] = self._input_builder.batcher.merge_outputs(outputs)
+        if len(self._config.schedule.graph.sinks) > 1:
+            return merged or None
+        return next(iter(merged.values()), None)
+
+    def _run_program(
+        self, connection: Connection, program: Program, inputs: StepInputs, *, reduces: bool
+    ) -> None:
+        """Run the actions, and before and after them the collectives of replicas and tied weights."""
+        replication, training = self._config.replication, inputs.training
+        replication.begin(training=training, reduces=reduces)
+        if training:
+            connection.waiting_for = "the other ranks with its tied weights"
+            self._ties.begin(connection.communicator)
+        connection.waiting_for = ""
+        with replication.scheduled():
+            if self.recorder is not None:
+                self.recorder.run(connection, program)
+            else:
+                program.run()
+            program.finish()
+            connection.waiting_for = "the gradients of its replicas"
+            replication.finish(trained=training)
+        if training:
+            connection.waiting_for = "the gradients of tied weights"
+            self._ties.finish(connection.communicator, sums=reduces)
+        connection.waiting_for = ""
+
+    def _abort(self, error: BaseException, connection: Connection, program: Program) -> BaseException:
+        """Publish the failure and close the connection; gives the exception to raise.
+
+        A Ctrl-C during a wait for a message is raised only after the wait, possibly while this runs.
+        """
+        while True:
+            try:
+                connection.losses.abandon()
+                self._ties.drop()
+                with suppress(Exception):  # the first failure is the one to report
+                    self._config.replication.drop()
+                self._connection = None
+                self._expected.disconnected()
+                return abort_step(error, connection, program)
+            except KeyboardInterrupt as interrupt:  # noqa: PERF203 -- it happens once or twice
+                error = interrupt.with_traceback(None)  # which has this frame, which has the error
+            finally:
+                self._state.flush()

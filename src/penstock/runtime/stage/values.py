@@ -1,0 +1,293 @@
+"""The values between stages: handed on, joined and shared by stages of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PipelineError
+from penstock.runtime.dtensors import local
+from penstock.runtime.pytree import Leaves, Structure, unflatten
+from penstock.runtime.transport.channels import FlatValue
+from penstock.runtime.transport.message_spec import copied
+
+# What a stage hands on to the next one: values that nobody else can change before they are used or sent.
+#
+# A stage may return a tensor that it keeps: a buffer, a cache, its input, a view of them. Its next forward may
+# change it, before the next stage on the same rank has used it or before it is sent. Such tensors are copied. A
+# tensor whose memory has no other reference, as the output of nearly every stage, is handed on as it is.
+
+
+_AS_THEY_ARE = (
+    Tensor,
+    type(None),
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+"""What is not copied as an object: tensors, and what cannot be changed."""
+
+
+class Envelope(NamedTuple):
+    """The structure of a value between two stages, and what the next stage must know of it."""
+
+    structure: Structure
+    overlapping: tuple[int, ...]
+    """The positions of tensors whose memory overlaps that of another tensor of the value."""
+    rows: tuple[tuple[str, int], ...]
+    """Arguments of the first stages that were split, each with its number of rows; other ranks compare it."""
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The positional arguments that the value is: a tuple is several."""
+        value = unflatten(self.structure, leaves)
+        return value if type(value) is tuple else (value,)
+
+
+def hand_over(leaves: Leaves) -> Leaves:
+    """The leaves for the next stage, without their graph, which nobody else can change; empties `leaves`."""
+    differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    handed = own_tensors(leaves)
+    for position, needed in enumerate(differentiable):
+        if needed:
+            handed[position].requires_grad_()
+        elif not isinstance(handed[position], _AS_THEY_ARE):
+            handed[position] = copied(handed[position])
+    return handed
+
+
+def copied_leaves(leaves: Sequence[Any]) -> Leaves:
+    """Copies of leaves that were handed over, for one of several stages that use them."""
+    return [_copy(leaf) for leaf in leaves]
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return leaf if isinstance(leaf, _AS_THEY_ARE) else copied(leaf)
+
+
+def own_tensors(leaves: Leaves) -> Leaves:
+    """The leaves with tensors that have no graph and that nobody else can change; empties `leaves`."""
+    leaves.reverse()
+    return [_own(leaves) for _ in range(len(leaves))]
+
+
+def _own(leaves: Leaves) -> Any:
+    leaf = leaves.pop()
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach()  # drops the last reference to the output, unless somebody else holds it
+    return leaf if _is_only_reference(leaf) else leaf.clone()
+
+
+def _references(tensor: Tensor) -> int:
+    """How many tensors use its storage, and a constant."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001
+
+
+_ONE_REFERENCE = _references(torch.empty(1))
+
+
+def storage_references(tensor: Tensor) -> int:
+    """How many tensors use its storage."""
+    return _references(tensor) - _ONE_REFERENCE + 1
+
+
+def _is_only_reference(tensor: Tensor) -> bool:
+    memory = tensor if type(tensor) is Tensor else local(tensor)
+    # memory that is not torch's own, as of a numpy array, may have other references
+    return is_plain(memory) and storage_references(memory) == 1 and memory.untyped_storage().resizable()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is a dense tensor with memory of its own or of its base."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        return False
+    return not tensor.is_quantized and not tensor.is_nested
+
+
+# --- tensors that share memory ---------------------------------------------------------------------
+
+
+def overlapping_positions(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """The positions of tensors whose memory overlaps that of another one, as far as their ranges show."""
+    if len(leaves) == 1:
+        return ()
+    ranges = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and is_plain(leaf) and leaf.numel() and not leaf.is_meta:
+            start = leaf.data_ptr()
+            last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride()))
+            ranges.append((start, start + (last + 1) * leaf.element_size(), position))
+    ranges.sort()
+    found, end, before = set(), 0, -1
+    for start, stop, position in ranges:
+        if start < end:
+            found |= {before, position}
+        if stop > end:
+            end, before = stop, position
+    return tuple(sorted(found))
+
+
+def versions(leaves: Sequence[Any], positions: Sequence[int]) -> list[int]:
+    """The version counters of these tensors, which count changes in place."""
+    return [leaves[position]._version for position in positions if not leaves[position].is_inference()]  # noqa: SLF001
+
+
+def check_unchanged(before: Sequence[int], after: Sequence[int], stage: int, inputs: Sequence[int]) -> None:
+    """Raise if a stage changed inputs that overlap in memory: on other ranks they are separate tensors.
+
+    `inputs` are the stages that feed it.
+    """
+    if list(before) != list(after):
+        fed_by = " or ".join(map(str, inputs))
+        raise PipelineError(
+            f"stage {stage} changes an input in place, and stage {fed_by} returned it together with another "
+            "tensor of the same memory. The stages get separate tensors, so the change would be missing in the "
+            f"other one: return clone() of one of them in stage {fed_by}, or do not change it in place"
+        )
+
+
+# The inputs of a stage that several stages feed, as one value; the gradients of all its outputs as one list.
+#
+# The arguments of such a stage are those of its inputs one after the other, in ascending order of the stages
+# that feed it:
+#
+#     stage 0 returns x         stage 1 returns (y, z)         stage 2 is called with (x, y, z)
+
+
+Source: TypeAlias = Callable[[int], FlatValue]
+"""Gives the value of a microbatch that another stage computed."""
+
+
+class JoinedEnvelope(NamedTuple):
+    """The envelopes of several values whose leaves are one list."""
+
+    envelopes: tuple[Envelope, ...]
+    lengths: tuple[int, ...]
+    """How many leaves each value has."""
+    counts: tuple[int, ...]
+    """How many of them need a gradient."""
+    overlapping: tuple[int, ...]
+    """The positions of tensors whose memory overlaps that of another tensor of the same value."""
+    rows: tuple[tuple[str, int], ...]
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The positional arguments of all values."""
+        found, start = list[Any](), 0
+        for envelope, length in zip(self.envelopes, self.lengths):
+            found += envelope.arguments(leaves[start : start + length])
+            start += length
+        return tuple(found)
+
+
+def one_source(sources: Sequence[Source], join: Callable[[Sequence[FlatValue]], FlatValue]) -> Source | None:
+    """The only source, or all of them joined; None if there is none."""
+    if len(sources) <= 1:
+        return sources[0] if sources else None
+    return partial(_take_all, tuple(sources), join)
+
+
+def _take_all(
+    sources: Sequence[Source], join: Callable[[Sequence[FlatValue]], FlatValue], microbatch: int
+) -> FlatValue:
+    return join([source(microbatch) for source in sources])
+
+
+def joined_inputs(values: Sequence[FlatValue]) -> FlatValue:
+    """The values that several stages returned, as one."""
+    envelopes: list[Envelope] = [value.structure for value in values]
+    lengths = [len(value.leaves) for value in values]
+    starts = [sum(lengths[:position]) for position in range(len(lengths))]
+    envelope = JoinedEnvelope(
+        tuple(envelopes),
+        tuple(lengths),
+        tuple([sum(value.differentiable) for value in values]),
+        tuple([start + place for start, each in zip(starts, envelopes) for place in each.overlapping]),
+        tuple(dict.fromkeys(row for each in envelopes for row in each.rows)),
+    )
+    return _concatenated(values)._replace(structure=envelope)
+
+
+def joined_gradients(values: Sequence[FlatValue]) -> FlatValue:
+    """The gradients that several stages computed, as one list: autograd adds up those of the same output."""
+    return _concatenated(values)
+
+
+def _concatenated(values: Sequence[FlatValue]) -> FlatValue:
+    return FlatValue(
+        [leaf for value in values for leaf in value.leaves],
+        None,
+        [needed for value in values for needed in value.differentiable],
+        tuple([buffer for value in values for buffer in value.buffers]),
+    )
+
+
+# Values that several stages of a rank use, until each of them has its own.
+#
+# A message is a copy, but stages on the same rank would get the same tensors, and one of them may change its
+# input in place. So a stage takes a copy as long as another one still needs the value, and the last one takes
+# the value itself.
+
+
+class SharedOutputs:
+    """The outputs of one stage by microbatch. `consumers` are the stages that take them, on any rank."""
+
+    def __init__(self, consumers: Collection[int]) -> None:
+        self.consumers = tuple(consumers)
+        self._values: dict[int, tuple[Leaves, Envelope, set[int]]] = {}
+
+    def put(self, microbatch: int, leaves: Leaves, envelope: Envelope) -> None:
+        """Keep the output of a microbatch for all consumers."""
+        self._values[microbatch] = leaves, envelope, set(self.consumers)
+
+    def send(self, microbatch: int, consumer: int) -> tuple[Leaves, Envelope]:
+        """The value for a message, which copies it."""
+        leaves, envelope, waiting = self._values[microbatch]
+        waiting.remove(consumer)
+        if not waiting:
+            del self._values[microbatch]
+        return leaves, envelope
+
+    def take(self, microbatch: int, consumer: int) -> tuple[Leaves, Envelope]:
+        """The value for a stage on the same rank, which owns it."""
+        leaves, envelope = self.send(microbatch, consumer)
+        return (copied_leaves(leaves) if microbatch in self._values else leaves), envelope
+
+    def clear(self) -> None:
+        """Discard all values."""
+        self._values.clear()
+
+
+class SharedInputs:
+    """The values of one receive channel, which several stages of this rank use."""
+
+    def __init__(self, source: Source, consumers: Collection[int]) -> None:
+        self._source, self._consumers = source, tuple(consumers)
+        self._values: dict[int, tuple[FlatValue, set[int]]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the messages that one of the stages has still to use."""
+        return sum(buffer.nbytes for value, _ in self._values.values() for buffer in value.buffers)
+
+    def take(self, consumer: int, microbatch: int) -> FlatValue:
+        """The value for one of the stages, which owns it."""
+        if microbatch not in self._values:
+            self._values[microbatch] = self._source(microbatch), set(self._consumers)
+        value, waiting = self._values[microbatch]
+        waiting.remove(consumer)
+        if waiting:
+            return value._replace(leaves=copied_leaves(value.leaves), buffers=())
+        del self._values[microbatch]
+        return value
