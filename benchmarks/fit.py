@@ -33,8 +33,7 @@ from penstock import Schedule
 from penstock.cost.estimate import Estimate, Setting, config_of_keys, device, estimate
 from penstock.planning.estimated import even_blocks, fitted_device, stage_costs, with_measured_links
 from penstock.planning.layout import even_layout
-from penstock.runtime import demo
-from penstock.runtime import register_layer, split
+from penstock.runtime import demo, register_layer, split
 from penstock.simulation.calibration import KindError, calibrate, errors_by_kind, measured_jitter
 from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.timeline import Timeline

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline
-from penstock.runtime.failure.abort import race_seconds
+from penstock.runtime.session.step_runner import race_seconds
 from penstock.runtime.transport.transport_errors import TransportError
 from tests.support.call_outcomes import CallOutcome, assert_one_report, attempt, print_report
 from tests.support.faults import Fault, faults_of_each_kind, faulty_pipeline

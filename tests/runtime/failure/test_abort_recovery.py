@@ -19,8 +19,8 @@ from torch.nn.functional import mse_loss
 
 from penstock.errors import StepFailedError
 from penstock.runtime import Custom, Pipeline
-from penstock.runtime.failure.abort import abort_step
 from penstock.runtime.session import step_runner
+from penstock.runtime.session.step_runner import abort_step
 from tests.support.faults import Fault, faulty_pipeline
 from tests.support.grids import small
 from tests.support.pool import Pool, Pools

@@ -10,7 +10,7 @@ import pytest
 
 import penstock
 from penstock import PipelineError
-from penstock.runtime.failure.tracebacks import traceback_of
+from penstock.runtime.failure.report import traceback_of
 
 CODE = """
 def call(function):

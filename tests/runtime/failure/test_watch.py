@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.failure.job_events import Ended
-from penstock.runtime.failure.links import neighbours
+from penstock.runtime.failure.links import Ended, neighbours
 from penstock.runtime.failure.monitor import RankStatus
 from penstock.runtime.failure.watch import JobWatch
 from tests.runtime.failure.test_monitor import linked_watches, until

@@ -14,8 +14,9 @@ from unittest import mock
 
 import pytest
 
-from penstock.runtime.failure import job_events, watch
-from penstock.runtime.failure.job_events import check_message
+from penstock.runtime.failure import links as job_events
+from penstock.runtime.failure import watch
+from penstock.runtime.failure.links import check_message
 from penstock.runtime.failure.monitor import FailureCause, RankStatus
 from penstock.runtime.failure.watch import JobWatch
 from tests.runtime.failure.test_monitor import CAUSE, until

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import secrets
+import socket
 import sys
+import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import util as processes
 from typing import Any, TypeVar
@@ -19,14 +23,51 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PipelineError
 from penstock.runtime.failure import uncaught
-from penstock.runtime.failure.abandoned_calls import end_abandoned_calls
-from penstock.runtime.failure.links import neighbours
-from penstock.runtime.failure.process_names import has_ended, process_name
+from penstock.runtime.failure.links import has_ended, neighbours, process_name
 from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.addresses import listening_socket
 from penstock.runtime.transport.process_groups import abort_process_groups
-from penstock.runtime.transport.stores import STORE_IS_SILENT, call_within, first_line, store_connection
+from penstock.runtime.transport.stores import (
+    STORE_IS_SILENT,
+    THREAD_NAME,
+    call_within,
+    first_line,
+    open_connections,
+    store_connection,
+    unwrapped,
+)
 from penstock.runtime.transport.transport_errors import TransportError, transport_errors
+
+# Ends abandoned calls of torch before the interpreter ends, so that the process keeps its exit code.
+#
+# A call to the job's store that takes too long, or whose partner has ended, is abandoned on its thread
+# (`transport/bounded.py`). If it returns while the interpreter ends, such as when the store's host ends too,
+# Python before 3.14 ends the thread inside of C++ code, and that aborts the process.
+
+
+_END_SECONDS = 2.0  # that calls to the store need; others, such as of gloo, wait longer and are left
+_DESCRIPTOR = re.compile(r"\bfd=([0-9]+)")
+
+
+def end_abandoned_calls() -> None:
+    """End the connections to the store on which calls still wait, and wait for their threads."""
+    calls = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+    if not calls:
+        return
+    for descriptor in _store_descriptors():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    end = time.monotonic() + _END_SECONDS
+    for call in calls:
+        call.join(max(0.0, end - time.monotonic()))
+
+
+def _store_descriptors() -> Iterator[int]:
+    """The sockets of Penstock's own connections to the store, which only their descriptions tell."""
+    for store in open_connections():
+        if (found := _DESCRIPTOR.search(repr(unwrapped(store)))) is not None:
+            yield int(found[1])
+
 
 T = TypeVar("T")
 

@@ -1,17 +1,24 @@
-"""Collectives of torch.distributed outside of steps: a rank that ended or does not answer ends them."""
+"""Ranks that are lost outside of steps: in collectives of torch.distributed, and while ranks connect."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.runtime.failure.heartbeats import SILENT_SECONDS
+from penstock.arguments import listed
+from penstock.errors import PipelineError
 from penstock.runtime.failure.job import abort_groups, current_watch
-from penstock.runtime.failure.job_events import Ended
-from penstock.runtime.failure.watch import JobWatch
+from penstock.runtime.failure.links import Ended
+from penstock.runtime.failure.watch import SILENT_SECONDS, JobWatch
+from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.transport.process_groups import rank_name
+from penstock.runtime.transport.stores import STORE_IS_SILENT
+from penstock.runtime.transport.transport_errors import TransportError
+
+# Collectives of torch.distributed outside of steps: a rank that ended or does not answer ends them.
+
 
 _NOTICE_SECONDS = 2.5
 """How long the end of a process may take to be known here."""
@@ -82,3 +89,38 @@ def _texts(watch: JobWatch, names: Mapping[int, str]) -> list[str]:
         elif watch.silence(member) > SILENT_SECONDS:
             lost.append(f"{name} does not answer: {watch.describe_silence(member)}")
     return lost or exited
+
+
+# Failures while the ranks of a pipeline connect: errors name a rank that ended, is silent or is missing.
+
+
+@contextmanager
+def connecting(
+    config: ExecutionConfig,
+    partners: Sequence[int] | None = None,
+    reason: Callable[[str], str] = lambda lost: lost,
+) -> Iterator[None]:
+    """If the job's store or a connection fails inside, say which rank is lost.
+
+    `partners` are the world ranks that this rank connects to, by default those of the pipeline. `reason` adds
+    why partners have not connected to what is known of lost ranks.
+    """
+    members = config.members if partners is None else partners
+    others = "the others" if partners is None else "those of other pipelines that train the same stages"
+    try:
+        yield
+    except TransportError as error:
+        why = describe_lost_ranks(members, of_pipeline=partners is None)
+        if STORE_IS_SILENT not in str(error):
+            why = reason(why)
+        raise PipelineError(
+            f"rank {config.rank} of the pipeline could not connect to {others} (world ranks "
+            f"{listed(members)}) within {config.timeout.total_seconds():g} s: {why or error}"
+        ) from error
+
+
+def raise_if_ended(members: Sequence[int]) -> None:
+    """Raise if a process has ended that the pipeline needs."""
+    watch = current_watch()
+    if watch is not None and any(member in watch.ended for member in members):
+        raise TransportError(describe_lost_ranks(members))

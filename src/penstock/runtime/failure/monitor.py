@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.arguments import some
-from penstock.runtime.failure.heartbeats import SILENT_SECONDS
-from penstock.runtime.failure.job_events import Ended
-from penstock.runtime.failure.watch import JobWatch
+from penstock.runtime.failure.links import Ended
+from penstock.runtime.failure.watch import SILENT_SECONDS, JobWatch
 from penstock.runtime.states.writer import request_states
 from penstock.runtime.transport.transport_errors import TransportError
 

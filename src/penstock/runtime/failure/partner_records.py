@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from penstock.arguments import listed
-from penstock.runtime.failure.job_events import Ended
+from penstock.runtime.failure.links import Ended
 from penstock.runtime.failure.watch import JobWatch
 
 _ANSWER_SECONDS = 1.0

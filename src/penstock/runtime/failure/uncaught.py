@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from penstock.errors import PenstockError, StepFailedError
-from penstock.runtime.failure.process_names import has_ended, local_pid
-from penstock.runtime.failure.tracebacks import from_users_code, only_users_code, users_line
+from penstock.runtime.failure.links import has_ended, local_pid
+from penstock.runtime.failure.report import from_users_code, only_users_code, users_line
 from penstock.runtime.failure.watch import JobWatch
 
 _EXIT_SECONDS = 15.0

@@ -17,8 +17,8 @@ from penstock.errors import PipelineError
 from penstock.ir.kinds import Kind
 from penstock.runtime.data_parallel.gradient_norm import model_groups
 from penstock.runtime.failure.agreement import differences, digest, facts_in, schedule_digest
-from penstock.runtime.failure.connecting import connecting, raise_if_ended
 from penstock.runtime.failure.job import watch_of_others
+from penstock.runtime.failure.lost_ranks import connecting, raise_if_ended
 from penstock.runtime.failure.monitor import FailureMonitor
 from penstock.runtime.failure.partner_records import PartnerRecords, PipelineRecord, partner_records
 from penstock.runtime.session.config import ExecutionConfig

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from penstock.errors import PenstockError
 from penstock.ir.kinds import Kind
 from penstock.runtime.dtensors import Meshes
-from penstock.runtime.failure.connecting import connecting, raise_if_ended
 from penstock.runtime.failure.job import abort_groups, link_members, raise_if_aborted, watch_of_job
+from penstock.runtime.failure.lost_ranks import connecting, raise_if_ended
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
 from penstock.runtime.failure.report import collective_cause, collective_failure
 from penstock.runtime.failure.watch import JobWatch

@@ -8,9 +8,10 @@ Pipeline          what users create and call
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.arguments import listed, printable, whole_number
-from penstock.errors import PipelineError
+from penstock.errors import PenstockError, PipelineError
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
-from penstock.runtime.failure.abort import abort_step
 from penstock.runtime.failure.agreement import COMPLETED, check_agreement
-from penstock.runtime.failure.connecting import connecting
+from penstock.runtime.failure.lost_ranks import connecting
+from penstock.runtime.failure.monitor import FailureCause, FailureMonitor
+from penstock.runtime.failure.report import failure_cause, failure_report
 from penstock.runtime.profile import Recorder
-from penstock.runtime.program.program import Program
+from penstock.runtime.program.program import Program, StepAbortedError
 from penstock.runtime.session.agreement import ExpectedPartners, PartnerCalls
 from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.session.connection import Connection
@@ -35,8 +37,64 @@ from penstock.runtime.stage.stage import Stage
 from penstock.runtime.states.pipeline_state import PipelineState
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.communicator import Communicator, gather_arrays
-from penstock.runtime.transport.transport_errors import TransportError
+from penstock.runtime.transport.transport_errors import TransportError, is_transport_error
 from penstock.simulation.timeline import Timeline
+
+# Aborts a failed step on this rank: publishes the cause, closes the connection, gives the error to raise.
+
+
+_RACE_SECONDS = 0.25
+_BROKEN_SECONDS = 2.5
+
+
+def abort_step(error: BaseException, connection: Connection, program: Program) -> BaseException:
+    """Close all connections after this error; gives the error to raise, with the same text on every rank."""
+    monitor = connection.monitor
+    if monitor is None:
+        return error
+    schedules = {mode: each.schedule for mode, each in connection.programs.items()}
+    monitor.handled()
+    own = failure_cause(error, program, connection.config.rank, connection.status())
+    cause = _cause(error, own, monitor)
+    if program.communicates:
+        traceback.clear_frames(error.__traceback__)  # frames refer to pending messages
+    connection.abort()
+    settled, statuses = monitor.settled()
+    connection.close()
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return error
+    if isinstance(error, PenstockError) and not program.started:
+        return error
+    cause = settled or cause
+    if cause.process:  # it may have ended before this call
+        cause = replace(cause, call=connection.call)
+    report = failure_report(cause, statuses, schedules, monitor.members, monitor.ended())
+    is_own = cause.reporter == monitor.watch.rank and cause.kind == "exception"
+    report.__cause__ = error if is_own else None
+    return report
+
+
+def race_seconds(error: BaseException) -> float:
+    """How long an error of a stage waits for the failure elsewhere that it may follow from.
+
+    A connection that breaks in a collective of the stage (of FSDP or tensor parallelism) always follows from
+    one, which a busy machine may tell later. An error of the pipeline's own messages is a timeout here.
+    """
+    if is_transport_error(error) and not isinstance(error, TransportError):
+        return _BROKEN_SECONDS
+    return _RACE_SECONDS if isinstance(error, RuntimeError | OSError) else 0.0
+
+
+def _cause(error: BaseException, own: FailureCause, monitor: FailureMonitor) -> FailureCause:
+    """The cause that is known already, or else the failure of this rank."""
+    if isinstance(error, StepAbortedError) or own.kind == "lost":
+        known = monitor.wait_for_cause() or monitor.missed_cause()
+    else:
+        known = monitor.wait_for_cause(race_seconds(error))
+    if known is not None:
+        return known
+    return monitor.publish_cause(monitor.blamed(own) if own.kind in ("lost", "timeout") else own)
+
 
 # The result of a step, the same on every rank.
 

@@ -6,8 +6,8 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.runtime.failure.heartbeats import SILENT_SECONDS
 from penstock.runtime.failure.monitor import FailureCause
+from penstock.runtime.failure.watch import SILENT_SECONDS
 from penstock.runtime.program.program import CallType
 from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.session.connection import Connection
