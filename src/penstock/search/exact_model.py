@@ -1,8 +1,17 @@
 """The constraint model of all orders that the exact solver solves: its variables and its constraints.
 
-Every step is an interval in integer units of time, and the steps of a rank do not overlap. Inputs come first,
-and microbatches of a kind and stage run in ascending order. From the start of F to the end of I, or of W, an
-activation takes a part of its rank's memory.
+Every step is an interval in integer units of time, and the steps of a rank do not overlap. Inputs come first.
+From the start of F to the end of I, or of W, an activation takes a part of its rank's memory.
+
+Microbatches of a kind and stage run in ascending order. That leaves out no times of steps: microbatches are
+alike, so those of each kind and stage can be numbered anew by their start. If each step came after its inputs,
+the first, second, ... of its kind still come after the first, second, ... of these. So makespan and memory stay
+the same. A span does not follow from times alone: no rank may delay its first step, but that step may wait for
+any microbatch, not only for the first to arrive. So there are two models for spans:
+
+    all orders  the first step of a rank starts when any microbatch arrives. Steps ahead of it on other ranks
+                may be late in the model, so its optimum can be less than that of every order: a bound only
+    ascending   it starts when the first microbatch arrives: for an order, no bound
 
     B        where it is shorter than I and W, each backward may be joined: I then takes as long as B, and W
              follows at once and takes no time
@@ -75,9 +84,14 @@ def unit_of(problem: Problem) -> Unit:
     return Unit(sum(used) * problem.microbatches / _UNITS or 1.0, is_exact=False)
 
 
-def build(problem: Problem, model: Any, unit: Unit, horizon: int, least: int) -> tuple[Steps, Any]:
-    """Add all variables and constraints; returns the steps, and the objective in units, at least `least`."""
-    builder = _Builder(problem, model, unit, horizon)
+def build(
+    problem: Problem, model: Any, unit: Unit, horizon: int, least: int, *, ascending: bool
+) -> tuple[Steps, Any]:
+    """Add all variables and constraints; returns the steps, and the objective in units, at least `least`.
+
+    With `ascending`, a rank's first step is of the first microbatch that arrives: an optimum is then no bound.
+    """
+    builder = _Builder(problem, model, unit, horizon, ascending)
     builder.add_steps()
     builder.add_precedence()
     builder.add_memory()
@@ -90,6 +104,7 @@ class _Builder:
     model: Any
     unit: Unit
     horizon: int
+    ascending: bool
     steps: Steps = field(default_factory=Steps)
 
     def _length(self, token: int) -> int:
@@ -195,18 +210,29 @@ class _Builder:
             self._start_at_once(arrivals)
 
     def _start_at_once(self, arrivals: dict[Key, Any]) -> None:
-        """No rank delays its first step, which would shorten its span; rounded seconds could require that."""
+        """No rank delays its first step, which would shorten its span; rounded seconds could require that.
+
+        It starts when the last input of its microbatch arrives: the first microbatch, or any.
+        """
         messages, model, starts = self.problem.arrays.messages, self.model, self.steps.starts
+        waits_for = range(1 if self.ascending else self.problem.microbatches)
         for own in self.problem.placement.stages_of_rank:
             is_first = {s: model.new_bool_var("") for s in own}
             model.add_exactly_one(is_first.values())
             for s, literal in is_first.items():
-                inputs = messages.inputs[messages.input_bounds[3 * s] : messages.input_bounds[3 * s + 1]]
-                ready = self._time()
-                model.add_max_equality(ready, [0, *(arrivals[message, 0] for message in inputs.tolist())])
-                model.add(starts[3 * s, 0] == ready).only_enforce_if(literal)
+                start = starts[3 * s, 0]
+                inputs = messages.inputs[
+                    messages.input_bounds[3 * s] : messages.input_bounds[3 * s + 1]
+                ].tolist()
+                causes = {(message, i): model.new_bool_var("") for message in inputs for i in waits_for}
+                for key, cause in causes.items():
+                    model.add(start == arrivals[key]).only_enforce_if(cause)
+                if causes:
+                    model.add(sum(causes.values()) == literal)
+                else:
+                    model.add(start == 0).only_enforce_if(literal)
                 for other in own:
-                    model.add(starts[3 * s, 0] <= starts[3 * other, 0]).only_enforce_if(literal)
+                    model.add(start <= starts[3 * other, 0]).only_enforce_if(literal)
 
     def _arrivals(self) -> dict[Key, Any]:
         """When each message arrives, by its number and microbatch."""

@@ -219,7 +219,9 @@ class PlacementSearch:
         """Run the exact solver for a better order and a better bound."""
         found = exact.solve(self.problem, self.kept[0].order, self.bound.seconds, effort, stop)
         if gap_of(found.bound, self.bound.seconds):
-            self.bound = Bound(found.bound, "exact", "proved by the exact solver for all orders")
+            self.bound = Bound(
+                found.bound, "exact", "proved by the exact solver for all orders, microbatches in any order"
+            )
         if found.order is not None and self.problem.fits(found.order):
             value = self.problem.value(found.order)
             if value < self.kept[0].value:
