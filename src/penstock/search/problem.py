@@ -54,8 +54,8 @@ class Problem:
     """The work to order, its costs and the memory limit.
 
     All microbatches cost the same, so an order has kinds and stages only: within each, microbatches run
-    in ascending order. That loses no makespan. A span can be shorter with microbatches out of order: bounds hold
-    for these too, but a search has none of them.
+    in ascending order. That loses no makespan. A span can be shorter with microbatches out of order: bounds
+    hold for these too, but a search has none of them.
     """
 
     placement: Placement
