@@ -7,20 +7,26 @@ from typing import Any
 
 import penstock
 from penstock import Kind
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
 from penstock.runtime.program.compiler import ExecutionContext, compile_program
 from penstock.runtime.program.program import CallType, Program
 from penstock.runtime.session.config import verify_schedule
+from penstock.runtime.stage.stage import Stage
+from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 
 
 class Recording:
-    """Replaces a stage, a channel or a replica group, and records the calls of its methods."""
+    """Replaces a stage, a channel or a replica group, and records the calls of methods that `spec` has."""
 
-    def __init__(self, name: str, log: list[str]) -> None:
-        self._name, self._log = name, log
+    def __init__(self, name: str, log: list[str], spec: type) -> None:
+        self._name, self._log, self._spec = name, log, spec
         self.shards: dict[int, Any] = {}
         self.peer = 1
 
     def __getattr__(self, method: str) -> Any:
+        if not callable(getattr(self._spec, method, None)):
+            raise AttributeError(f"{self._spec.__name__} has no method {method}")  # noqa: TRY004 -- as Python does
+
         def record(*args: Any) -> tuple[()]:
             self._log.append(f"{self._name}.{method}({', '.join(map(str, args))})")
             return ()
@@ -33,7 +39,15 @@ class Recording:
 
 def context_of(log: list[str], functions: dict[Kind, Any] | None = None) -> ExecutionContext:
     """The context of the first of two ranks with a stage each."""
-    named: Any = {name: Recording(name, log) for name in ("stage", "send", "receive", "replication")}
+    named: Any = {
+        name: Recording(name, log, spec)
+        for name, spec in (
+            ("stage", Stage),
+            ("send", SendChannel),
+            ("receive", ReceiveChannel),
+            ("replication", ReplicaGroup),
+        )
+    }
     return ExecutionContext(
         {0: named["stage"]},
         {(Kind.SEND_F, 0, 1): named["send"]},
@@ -89,7 +103,11 @@ def test_an_action_waits_for_the_messages_of_all_its_edges() -> None:
     graph = penstock.StageGraph(3, ((0, 1), (0, 2), (1, 2)))
     schedule = penstock.build("gpipe", graph=graph, ranks=3, microbatches=1)
     channels: Any = {
-        (kind, stage, other): Recording(f"{kind.value} {stage} {other}", log)
+        (kind, stage, other): Recording(
+            f"{kind.value} {stage} {other}",
+            log,
+            SendChannel if kind in (Kind.SEND_F, Kind.SEND_B) else ReceiveChannel,
+        )
         for kind in Kind
         for stage in range(3)
         for other in range(3)
