@@ -38,7 +38,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.full
 def test_the_wheel_has_exactly_the_files_of_the_package(wheel: Path) -> None:
     source = ROOT / "src"
     expected = {

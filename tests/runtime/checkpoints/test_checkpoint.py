@@ -56,7 +56,7 @@ def test_training_continues_in_another_layout(
 
 
 @pytest.mark.parametrize("other", [(1, Layout()), (4, Layout(sharded=True)), (2, Layout("1f1b", 2))])
-@pytest.mark.full
+@small(lambda other: other[0] == 1)
 def test_shards_can_be_loaded_on_any_number_of_ranks(
     pools: Pools, tmp_path: Path, other: tuple[int, Layout]
 ) -> None:

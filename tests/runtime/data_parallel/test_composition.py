@@ -60,7 +60,7 @@ def test_every_wrapper_of_torch_reduces_once(pools: Pools, data: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["1f1b", "looped-bfs", "zbv"])
-@pytest.mark.full
+@small(lambda family: family == "1f1b")
 def test_stages_in_tensor_parallel_train_as_one_process(pools: Pools, family: str) -> None:
     cases = [
         Composed(schedule, tp=2, tied=place == 0, accumulated=2 - place, checkpointed=place == 1)
