@@ -1,4 +1,4 @@
-"""The best order of a small pipeline by trying all of them: the oracle for search, bounds and exact solver.
+"""The best order of a small pipeline by trying all with ascending microbatches: the oracle for search and bounds.
 
 It shares nothing with the library except `Costs`, `Placement` and the edges of a graph. Steps are dispatched in
 ascending order of their start, each as early as possible, and a branch ends where the work that is left cannot
@@ -30,7 +30,7 @@ def best_value(
     graph: StageGraph | None = None,
     pairs: bool = False,
 ) -> float:
-    """The least makespan or span of all orders of F, I, W and B within a memory limit.
+    """The least makespan or span of F, I, W and B within a memory limit, microbatches ascending on every rank.
 
     With `pairs` also of overlapped pairs, whose seconds follow from compute and all-to-all alone.
     """
