@@ -1,4 +1,4 @@
-"""The best order of a small pipeline by trying all with ascending microbatches: the oracle of search and bounds.
+"""The best order of a small pipeline by trying all with ascending microbatches: an oracle of search and bounds.
 
 It shares nothing with the library except `Costs`, `Placement` and the edges of a graph. Steps are dispatched in
 ascending order of their start, each as early as possible, and a branch ends where the work that is left cannot
