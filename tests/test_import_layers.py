@@ -41,6 +41,20 @@ LAYERS = (
     {"cli"},
     {"__main__"},
 )
+# the same within `runtime`
+RUNTIME_LAYERS = (
+    {"dtensors", "pytree", "torch_checks", "training_log", "local_ranks"},
+    {"backward", "batch", "grad_scaler", "transport"},
+    {"data_parallel", "models", "states"},
+    {"stage"},
+    {"config"},
+    {"pipeline_arguments", "program"},
+    {"failure"},
+    {"session"},
+    {"distributed_checks", "pipeline"},
+    {"checkpoints", "demo", "verification"},
+    {"runtime"},  # __init__.py, which gathers the public names
+)
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 
 
@@ -99,6 +113,24 @@ def test_imports_point_one_way() -> None:
         for module, names in imports().items()
         for name in names
         if package_of(name) != package_of(module) and layers[name] >= layers[module]
+    }
+    assert not wrong
+
+
+def room_of(module: str) -> str:
+    """The package or module of `runtime` that a module is in."""
+    return module.split(".")[2] if module.count(".") > 1 else "runtime"
+
+
+def test_imports_within_the_runtime_point_one_way() -> None:
+    layer_of = {room: layer for layer, rooms in enumerate(RUNTIME_LAYERS) for room in rooms}
+    modules = {module for module in trees() if package_of(module) == "runtime"}
+    assert {room_of(module) for module in modules} == set(layer_of)
+    wrong = {
+        (module, name)
+        for module in modules
+        for name in imports()[module] & modules
+        if room_of(name) != room_of(module) and layer_of[room_of(name)] >= layer_of[room_of(module)]
     }
     assert not wrong
 

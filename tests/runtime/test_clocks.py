@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.runtime.profile import Clocks, HostClock, compare_clocks
+from penstock.runtime.session.profile import Clocks, HostClock, compare_clocks
 
 
 def test_marks_of_the_host_are_nanoseconds_already() -> None:

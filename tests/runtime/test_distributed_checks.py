@@ -16,7 +16,7 @@ from penstock import Costs, build
 from penstock.diagnostics import Check
 from penstock.runtime import distributed_checks as ours
 from penstock.runtime.distributed_checks import DistributedReport, check_launch
-from penstock.runtime.profile import LinkCosts
+from penstock.runtime.session.profile import LinkCosts
 from tests.support.pool import Pools
 
 TORCHRUN = {

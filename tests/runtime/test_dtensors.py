@@ -16,8 +16,8 @@ from penstock import build
 from penstock.errors import PenstockError, PipelineError
 from penstock.lowering import Offload, Recompute, lower
 from penstock.runtime import Pipeline
+from penstock.runtime.config import Custom
 from penstock.runtime.dtensors import Meshes, is_dtensor, sharding_of
-from penstock.runtime.session.config import Custom
 from penstock.runtime.stage.memory import HostStore, Offloadable, SavedTensors
 from tests.support.grids import small, thinned
 from tests.support.models import TASKS, numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock import build
-from penstock.runtime.profile import LinkCosts, measure_links
+from penstock.runtime.session.profile import LinkCosts, measure_links
 
 
 def test_edges_of_a_single_rank_have_no_latency_and_no_limit() -> None:

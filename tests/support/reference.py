@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from penstock import Kind, Schedule
 from penstock.runtime import Pipeline
-from penstock.runtime.session.config import CustomFunction
+from penstock.runtime.config import CustomFunction
 from tests.support.models import TASKS, Batch, Task
 from tests.support.schedule_order import backwards_in_order, forwards_in_order
 

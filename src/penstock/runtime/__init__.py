@@ -20,13 +20,13 @@ from penstock.runtime.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
+from penstock.runtime.config import Custom
 from penstock.runtime.failure import uncaught
 from penstock.runtime.failure.job import current_watch
 from penstock.runtime.grad_scaler import GradScaler
 from penstock.runtime.local_ranks import LocalRanks
 from penstock.runtime.models import materialize, split
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.session.config import Custom
 from penstock.runtime.session.step_runner import StepResult
 from penstock.runtime.states.torch_runtime import label_actions, record_state
 from penstock.runtime.training_log import TrainingLog

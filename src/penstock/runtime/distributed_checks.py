@@ -26,8 +26,8 @@ from penstock.cost.costs import Costs
 from penstock.diagnostics import Check
 from penstock.families import build
 from penstock.ir.schedule import Schedule
-from penstock.runtime.profile import LinkCosts, compare_clocks, link_costs, measure_links
 from penstock.runtime.program.channel_ends import channels_between_ranks
+from penstock.runtime.session.profile import LinkCosts, compare_clocks, link_costs, measure_links
 from penstock.runtime.transport.addresses import address_of_interface, address_of_route, connect
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.stores import call_within, first_line

@@ -29,12 +29,12 @@ from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime import pipeline_arguments as setup
 from penstock.runtime.batch import Batcher, Splitter
+from penstock.runtime.config import CustomFunction, ExecutionConfig, verify_schedule
 from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm, model_groups
 from penstock.runtime.data_parallel.tied_weights import TiedNames
 from penstock.runtime.grad_scaler import GradScaler
 from penstock.runtime.pipeline_arguments import resolve_schedule
-from penstock.runtime.profile import Profile, Recorder
-from penstock.runtime.session.config import CustomFunction, ExecutionConfig, verify_schedule
+from penstock.runtime.session.profile import Profile, Recorder
 from penstock.runtime.session.step_inputs import StepInputBuilder
 from penstock.runtime.session.step_runner import StepResult, StepRunner
 from penstock.runtime.stage.memory import eval_mode, preserved_rng_state

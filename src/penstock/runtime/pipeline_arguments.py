@@ -20,11 +20,11 @@ from penstock.formats import read
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
+from penstock.runtime.config import CustomFunction
 from penstock.runtime.data_parallel.fsdp import fsdp_shards_by_stage
 from penstock.runtime.data_parallel.replica_group import ReplicaGroup
 from penstock.runtime.data_parallel.tied_weights import TiedNames, TiedWeights, find_tied_weights
 from penstock.runtime.data_parallel.wrappers import split_graph, split_metadata
-from penstock.runtime.session.config import CustomFunction
 from penstock.runtime.stage.microbatch import LossFunction
 from penstock.runtime.transport.process_groups import Group
 

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 import penstock
 from penstock import PipelineError, StepFailedError
+from penstock.processes import local_pid, process_name
 from penstock.runtime import pipeline_arguments as setup
 from penstock.runtime.failure import uncaught
-from penstock.runtime.failure.links import Ended, local_pid, process_name
+from penstock.runtime.failure.links import Ended
 
 REPORT = (
     "step 3 failed on rank 1, stage 1, in 1F2\n  ValueError: broken\n  traceback on rank 1:\n    Traceback ..."

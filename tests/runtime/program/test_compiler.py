@@ -7,10 +7,10 @@ from typing import Any
 
 import penstock
 from penstock import Kind
+from penstock.runtime.config import verify_schedule
 from penstock.runtime.data_parallel.replica_group import ReplicaGroup
 from penstock.runtime.program.compiler import ExecutionContext, compile_program
 from penstock.runtime.program.program import CallType, Program
-from penstock.runtime.session.config import verify_schedule
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 

@@ -11,8 +11,8 @@ import penstock
 from penstock.errors import ScheduleError
 from penstock.lowering import DeferReceives
 from penstock.runtime import Pipeline
-from penstock.runtime.session import config as verified_schedule
-from penstock.runtime.session.config import verify_schedule
+from penstock.runtime import config as verified_schedule
+from penstock.runtime.config import verify_schedule
 
 
 def test_a_compute_schedule_is_lowered_and_safe_with_blocking_sends() -> None:

@@ -14,9 +14,9 @@ from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.formats import dumps
 from penstock.ir.schedule import Schedule
+from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.data_parallel.wrappers import split_metadata
-from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.transport.communicator import Communicator
 
 Facts: TypeAlias = Mapping[str, tuple[Any, Any]]

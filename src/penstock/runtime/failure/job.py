@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PipelineError
+from penstock.processes import has_ended, process_name
 from penstock.runtime.failure import uncaught
-from penstock.runtime.failure.links import has_ended, neighbours, process_name
+from penstock.runtime.failure.links import neighbours
 from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.addresses import listening_socket
 from penstock.runtime.transport.process_groups import abort_process_groups

@@ -9,10 +9,10 @@ from typing import Any
 
 from penstock.arguments import listed
 from penstock.errors import PipelineError
+from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.failure.job import abort_groups, current_watch
 from penstock.runtime.failure.links import Ended
 from penstock.runtime.failure.watch import SILENT_SECONDS, JobWatch
-from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.transport.process_groups import rank_name
 from penstock.runtime.transport.stores import STORE_IS_SILENT
 from penstock.runtime.transport.transport_errors import TransportError

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from penstock.errors import PenstockError, StepFailedError
-from penstock.runtime.failure.links import has_ended, local_pid
+from penstock.processes import has_ended, local_pid
 from penstock.runtime.failure.report import from_users_code, only_users_code, users_line
 from penstock.runtime.failure.watch import JobWatch
 

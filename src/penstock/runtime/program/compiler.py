@@ -14,10 +14,10 @@ from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.encoding import JOINED, STAGE_SHIFT, Ints, kinds_in
 from penstock.ir.kinds import MEMORY_KINDS, Kind, handler_of
 from penstock.ir.schedule import Schedule
+from penstock.runtime.config import Custom, CustomFunction, VerifiedSchedule
 from penstock.runtime.data_parallel.replica_group import ReplicaGroup
 from penstock.runtime.program.channel_ends import receiving_stage
 from penstock.runtime.program.program import Call, CallType, Program, Progress
-from penstock.runtime.session.config import Custom, CustomFunction, VerifiedSchedule
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.ir.kinds import Kind
+from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.data_parallel.gradient_norm import model_groups
 from penstock.runtime.failure.agreement import differences, digest, facts_in, schedule_digest
 from penstock.runtime.failure.job import watch_of_others
 from penstock.runtime.failure.lost_ranks import connecting, raise_if_ended
 from penstock.runtime.failure.monitor import FailureMonitor
 from penstock.runtime.failure.partner_records import PartnerRecords, PipelineRecord, partner_records
-from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.transport.communicator import Communicator, ControlMessage
 from penstock.runtime.transport.transport_errors import Pending, TransportError, wait
 

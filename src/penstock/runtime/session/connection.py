@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from penstock.errors import PenstockError
 from penstock.ir.kinds import Kind
+from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.dtensors import Meshes
 from penstock.runtime.failure.job import abort_groups, link_members, raise_if_aborted, watch_of_job
 from penstock.runtime.failure.lost_ranks import connecting, raise_if_ended
@@ -34,7 +35,6 @@ from penstock.runtime.program.channel_ends import (
 from penstock.runtime.program.compiler import ExecutionContext, compile_program, forward_only
 from penstock.runtime.program.program import Program
 from penstock.runtime.session.agreement import CallAgreement, PartnerCalls, partners_of
-from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.session.step_commit import LossExchange
 from penstock.runtime.stage.microbatch import LiveActivations, StageConfig, microbatches_with, sends_at_once
 from penstock.runtime.stage.stage import Stage

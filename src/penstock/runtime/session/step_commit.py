@@ -22,10 +22,10 @@ from torch import Tensor
 
 from penstock.arguments import listed
 from penstock.errors import PipelineError
+from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.data_parallel.gradient_norm import model_groups
 from penstock.runtime.dtensors import whole
 from penstock.runtime.program.program import StepAbortedError
-from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.communicator import Communicator, ControlMessage
 from penstock.runtime.transport.transport_errors import Pending, TransportError, transport_errors, wait

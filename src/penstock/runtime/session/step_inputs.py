@@ -12,8 +12,8 @@ import torch
 from penstock.arguments import listed
 from penstock.errors import BatchError, PipelineError
 from penstock.runtime.batch import Batcher
+from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.dtensors import whole
-from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.stage.microbatch import StepInputs
 
 _log = logging.getLogger("penstock")

@@ -21,20 +21,20 @@ from torch import Tensor
 
 from penstock.arguments import listed, printable, whole_number
 from penstock.errors import PenstockError, PipelineError
+from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.failure.agreement import COMPLETED, check_agreement
 from penstock.runtime.failure.lost_ranks import connecting
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor
 from penstock.runtime.failure.report import failure_cause, failure_report
-from penstock.runtime.profile import Recorder
 from penstock.runtime.program.program import Program, StepAbortedError
 from penstock.runtime.session.agreement import ExpectedPartners, PartnerCalls
-from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.session.connection import Connection
+from penstock.runtime.session.pipeline_state import PipelineState
+from penstock.runtime.session.profile import Recorder
 from penstock.runtime.session.step_inputs import StepInputBuilder
 from penstock.runtime.stage.microbatch import LiveActivations, StepInputs
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.states.pipeline_state import PipelineState
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.communicator import Communicator, gather_arrays
 from penstock.runtime.transport.transport_errors import TransportError, is_transport_error

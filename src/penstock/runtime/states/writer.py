@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from penstock.errors import PipelineError
 from penstock.formats import write_text
-from penstock.runtime.failure.links import process_name
+from penstock.processes import process_name
 from penstock.traces.rank_state import RankState, dump_state, state_file_name
 
 STATE_DIR = "PENSTOCK_STATE_DIR"

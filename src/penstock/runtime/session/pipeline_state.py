@@ -6,10 +6,10 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.failure.monitor import FailureCause
 from penstock.runtime.failure.watch import SILENT_SECONDS
 from penstock.runtime.program.program import CallType
-from penstock.runtime.session.config import ExecutionConfig
 from penstock.runtime.session.connection import Connection
 from penstock.runtime.states.writer import flush_states, register_states, request_states
 from penstock.traces.rank_state import RankState

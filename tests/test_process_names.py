@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from penstock.runtime.failure.links import has_ended, local_pid, process_name
+from penstock.processes import has_ended, local_pid, process_name
 
 
 def test_a_name_has_the_pid_of_a_process_on_this_machine() -> None:
