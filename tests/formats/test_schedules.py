@@ -110,7 +110,6 @@ def test_no_module_uses_eval_pickle_or_yaml() -> None:
     allowed = {
         source / "runtime" / "transport" / "message_spec.py",  # between ranks of one job
         source / "runtime" / "checkpoints" / "collective.py",  # the same
-        source / "runtime" / "checkpoints" / "pickled_index.py",  # opcodes of old files
         source / "formats" / "restricted_pickle.py",  # parses them; allows only the classes it is given
     }
     for path in set(source.rglob("*.py")) - allowed:

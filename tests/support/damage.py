@@ -18,9 +18,8 @@ from torch.optim import SGD
 from penstock import CheckpointError
 from penstock.runtime import load_checkpoint, save_checkpoint
 
-__all__ = ["DAMAGE", "OLD_CHECKPOINTS", "forge_index", "made", "outcome", "restore", "save_two_steps"]
+__all__ = ["DAMAGE", "forge_index", "made", "outcome", "restore", "save_two_steps"]
 
-OLD_CHECKPOINTS = Path(__file__).parent.parent / "runtime" / "checkpoints" / "format_1"
 """Checkpoints that were saved before there were checksums, of the model of `made(1)`."""
 
 

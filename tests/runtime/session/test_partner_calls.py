@@ -215,7 +215,7 @@ def test_a_long_name_of_a_parameter_fits_into_an_announcement() -> None:
         "parameters": f"{10**6} of {10**6} are trained (digest of shapes {'f' * 12})",
         "values of a parameter": f"{short}: checksum {2**62}",
     }
-    assert len(announcement(call, partner_calls._REPLICA_BYTES)) == partner_calls._BYTES
+    assert len(announcement(call, partner_calls._REPLICA_BYTES)) == partner_calls._REPLICA_BYTES
 
 
 def diverge() -> list[CallOutcome]:

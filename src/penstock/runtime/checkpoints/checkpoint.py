@@ -13,7 +13,6 @@ Everything is stored under the names of the whole model, with torch.distributed.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:  # slow to load
 
 
 FORMAT = 2
-"""The version of the format; a reader accepts its own and older ones. Format 1 has no checksums."""
+"""The version of the format, the first that is read."""
 
 _MODEL = "model."
 
@@ -122,14 +121,7 @@ def load_checkpoint(
         stored = StoredCheckpoint(directory.readable(), verify=verify_checksums)
         return _CheckpointLoad(stored, mine, job, optimizer, slice(ranks.rank, None, len(ranks.members)))
 
-    loaded = ranks.run_change(prepare)
-    if ranks.is_first and not loaded.has_checksums:
-        warnings.warn(
-            f"the checkpoint {directory.path} was saved by an older version of Penstock and has no checksums: "
-            "not all damage to its files can be noticed. Save it again to add them",
-            stacklevel=2,
-        )
-    return loaded.extra
+    return ranks.run_change(prepare).extra
 
 
 class _Used(NamedTuple):
@@ -156,11 +148,10 @@ class _CheckpointLoad:
         self._stored = stored
         self.problems: list[str] = []
         self._header = header = stored.header()
-        self.has_checksums = stored.has_checksums
-        if header["format"] > FORMAT:
+        if header["format"] != FORMAT:
             raise RankError(
-                f"it has format {header['format']}, but this version of Penstock reads formats up to {FORMAT}: "
-                "install a newer version"
+                f"it has format {header['format']}, but this version of Penstock reads format {FORMAT}: "
+                f"install a {'newer' if header['format'] > FORMAT else 'older'} version"
             )
         self.extra = from_json(header["extra"])
         self._wanted: list[tuple[str, Tensor]] = []

@@ -6,10 +6,8 @@ import io
 import json
 import math
 import os
-import pickle
 import struct
 import warnings
-import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +29,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.errors import CheckpointError
-from penstock.formats.restricted_pickle import Operations, RestrictedUnpickler
 from penstock.runtime.checkpoints.atomic_directory import DATA_SUFFIX, INDEX_FILE
 from penstock.runtime.checkpoints.collective import Collective, RankError, some
 
@@ -167,7 +164,7 @@ class DamageError(Exception):
     """Why the content of an index is not that of an index."""
 
 
-def index_problems(stored: metadata.Metadata, files: Mapping[str, FileChecksums] | None) -> Iterator[str]:
+def index_problems(stored: metadata.Metadata, files: Mapping[str, FileChecksums]) -> Iterator[str]:
     """What is wrong with an index, whose objects may have any values."""
     entries, places = stored.state_dict_metadata, stored.storage_data
     if other := [key for key, entry in entries.items() if not _is_tensor(entry)]:
@@ -258,25 +255,23 @@ def _fill(boxes: Sequence[tuple[tuple[int, int], ...]], size: Sequence[int], dim
     return end == size[dimension] and all(_fill(row, size, dimension + 1) for row in rows.values())
 
 
-def _file_problems(places: Mapping[Any, Any], files: Mapping[str, FileChecksums] | None) -> Iterator[str]:
+def _file_problems(places: Mapping[Any, Any], files: Mapping[str, FileChecksums]) -> Iterator[str]:
     """Files with bytes that belong to no part or to several, with odd names, or without checksums."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for place in places.values():
         spans.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
-    names = {*spans, *(files or ())}
+    names = {*spans, *files}
     if odd := [name for name in names if Path(name).name != name or not name.endswith(DATA_SUFFIX)]:
         yield f"these are not names of data files in the directory: {some(sorted(odd))}"
-    elif files is not None and (
-        unknown := [name for name in names if name not in files or not _is_complete(files[name])]
-    ):
+    elif unknown := [name for name in names if name not in files or not _is_complete(files[name])]:
         yield f"it has no valid checksums of {some(sorted(unknown))}"
-    elif gaps := [name for name, parts in spans.items() if not _is_contiguous(parts, (files or {}).get(name))]:
+    elif gaps := [name for name, parts in spans.items() if not _is_contiguous(parts, files[name])]:
         yield f"bytes of these files belong to no entry, or to several: {some(sorted(gaps))}"
 
 
-def _is_contiguous(parts: Sequence[tuple[int, int]], known: FileChecksums | None) -> bool:
+def _is_contiguous(parts: Sequence[tuple[int, int]], known: FileChecksums) -> bool:
     ordered = sorted(parts)
-    begin, end = (0, ordered[-1][1]) if known is None else (len(known.label.encode()), known.size)
+    begin, end = len(known.label.encode()), known.size
     return all(one[1] == other[0] for one, other in pairwise([(0, begin), *ordered, (end, end)]))
 
 
@@ -289,104 +284,13 @@ def _is_complete(known: FileChecksums) -> bool:
     )
 
 
-# The index of format 1, a pickle, read with memory in proportion to its size.
-#
-# Only the operations and classes that a valid index has are allowed; no other class is even imported.
-
-
-_OBJECTS: tuple[Any, ...] = (
-    metadata.ChunkStorageMetadata,
-    metadata.Metadata,
-    metadata.MetadataIndex,
-    metadata.StorageMeta,
-    metadata.TensorProperties,
-    metadata.TensorStorageMetadata,
-    filesystem._StorageInfo,  # noqa: SLF001 -- a part of every index
-)
-_ENCODING = metadata._MEM_FORMAT_ENCODING  # noqa: SLF001
-_NAMED = {(each.__module__, each.__qualname__): each for each in (*_OBJECTS, _ENCODING)} | {
-    ("torch", "Size"): torch.Size
-}
-_ALLOWED = (
-    "APPEND APPENDS BINGET BININT BININT1 BININT2 BINUNICODE BUILD EMPTY_DICT EMPTY_LIST EMPTY_TUPLE FRAME "
-    "LONG1 LONG_BINGET MARK MEMOIZE NEWFALSE NEWOBJ NEWTRUE NONE PROTO REDUCE SETITEM SETITEMS "
-    "SHORT_BINUNICODE STACK_GLOBAL STOP TUPLE TUPLE1 TUPLE2 TUPLE3"
-)
-
-
-class _Unpickler(RestrictedUnpickler):
-    """Builds nothing but the objects of a valid index."""
-
-    dispatch = Operations(_ALLOWED, DamageError)
-    refusal = DamageError
-    key_types = (str, metadata.MetadataIndex)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if known := _NAMED.get((module, name)):
-            return known
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise RankError(
-            f"its index {INDEX_FILE} refers to {module}.{name}, which is not allowed there. The index is "
-            "damaged, or made to run code when it is loaded; nothing was run"
-        )
-
-    def load_newobj(self) -> None:
-        if self.stack.pop() != () or self.stack[-1] not in _OBJECTS:
-            raise DamageError("an object is not one of an index")
-        self.stack[-1] = object.__new__(self.stack[-1])
-
-    def load_reduce(self) -> None:
-        arguments = self.stack.pop()
-        if self.stack[-1] not in (torch.Size, _ENCODING, _layout):
-            raise DamageError("a call is not one of an index")
-        self.stack[-1] = self.stack[-1](*arguments)
-
-    def load_build(self) -> None:
-        state, built = self.stack.pop(), self.stack[-1]
-        if type(built) not in _OBJECTS:
-            raise DamageError("an object is not one of an index")
-        if isinstance(built, metadata.TensorProperties):
-            built.__setstate__(state)  # type: ignore[no-untyped-call]
-        else:
-            vars(built).update(state)
-
-
-_Unpickler.dispatch |= {
-    pickle.NEWOBJ[0]: _Unpickler.load_newobj,
-    pickle.REDUCE[0]: _Unpickler.load_reduce,
-    pickle.BUILD[0]: _Unpickler.load_build,
-    pickle.SETITEM[0]: _Unpickler.load_setitem,
-    pickle.SETITEMS[0]: _Unpickler.load_setitems,
-}
-
-
-def _layout(name: str) -> torch.layout:
-    if name != "torch.strided":
-        raise DamageError(f"it has a tensor of layout {name!r}; only dense tensors are stored")
-    return torch.strided
-
-
-def unpickle_index(content: bytes) -> metadata.Metadata:
-    """Read an index that is nothing but a pickle."""
-    file = io.BytesIO(content)
-    index = _Unpickler(file).load()
-    if file.tell() != len(content):
-        raise DamageError("there is more after the end of the pickle")
-    if not isinstance(index, metadata.Metadata):
-        raise DamageError(f"it is a {type(index).__name__}")
-    return index
-
-
 # The index of a checkpoint directory, read without trusting it: what is stored where, and the checksums.
 #
 # The file is a pickle of torch, JSON with the same content and the checksums of all data files, and a footer:
 #
 #     pickle | JSON | length of the JSON (8 bytes) | CRC-32 of everything before it (4 bytes) | PENSTOCK
 #
-# The pickle is for torch's own tools. Only that of format 1, which has nothing else, is read here.
+# The pickle is for torch's own tools and is never read here.
 
 
 _MAGIC = b"PENSTOCK"
@@ -398,8 +302,8 @@ class Index(NamedTuple):
     """The content of an index."""
 
     metadata: metadata.Metadata
-    files: Mapping[str, FileChecksums] | None
-    """By name; None for format 1, which has no checksums."""
+    files: Mapping[str, FileChecksums]
+    """By name."""
     checksum: int
     """Of the index itself."""
 
@@ -456,9 +360,12 @@ def read_index(file: Path) -> Index:
 
 
 def _parse(content: bytes) -> Index:
-    """The index from the JSON, or from the pickle if there is nothing else."""
+    """The index from the JSON behind torch's pickle."""
     if not content.endswith(_MAGIC):
-        return Index(unpickle_index(content), None, zlib.crc32(content))
+        raise RankError(
+            f"its index {INDEX_FILE} does not end as save_checkpoint() ends it: another program wrote the "
+            "checkpoint, or the file was cut"
+        )
     length, checksum, _ = _FOOTER.unpack(content[-_FOOTER.size :])
     end = len(content) - _FOOTER.size
     if zlib.crc32(content[: end + 8]) != checksum:
@@ -494,25 +401,17 @@ class StoredTensor(NamedTuple):
     sizes: torch.Size
 
 
-def archive_problems(directory: Path, tensors: Iterable[StoredTensor], *, crc: bool) -> Iterator[str]:
-    """What is wrong with the archives of these tensors; with `crc`, their own checksums are verified too."""
+def archive_problems(directory: Path, tensors: Iterable[StoredTensor]) -> Iterator[str]:
+    """What is wrong with the archives of these tensors."""
     for each in tensors:
         with (directory / each.file).open("rb") as file:
             view = _Part(file, each.offset, each.length)
             try:
-                why = (_damage(view) if crc else None) or _difference(view, each)
+                why = _difference(view, each)
             except Exception as error:  # noqa: BLE001 -- a damaged archive can raise anything
                 why = f"{type(error).__name__}: {error}"
         if why:
             yield f"its file {each.file} is damaged: {each.key!r} cannot be read ({why})"
-
-
-def _damage(view: _Part) -> str | None:
-    with zipfile.ZipFile(view) as archive:
-        if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
-            return "its archive is compressed"
-        bad = archive.testzip()
-    return bad and f"{bad} does not have its checksum"
 
 
 def _difference(view: _Part, stored: StoredTensor) -> str | None:
@@ -594,21 +493,13 @@ class StoredCheckpoint:
         self.directory, self._verify = directory, verify
         self._index = read_index(directory / INDEX_FILE)
         self.checksum = self._index.checksum
-        self.has_checksums = self._index.files is not None
         stored = self._index.metadata
         self.entries = {
             key: entry
             for key, entry in stored.state_dict_metadata.items()
             if isinstance(entry, metadata.TensorStorageMetadata)
         }
-        files = self._index.files
-        if files is None:  # format 1
-            sizes: dict[str, int] = {}
-            for place in stored.storage_data.values():
-                sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
-            files = {name: FileChecksums(size, "", []) for name, size in sizes.items()}
-        self._files = files
-        if problems := list(file_problems(directory, files)):
+        if problems := list(file_problems(directory, self._index.files)):
             raise RankError(*problems)
 
     def header(self) -> dict[str, Any]:
@@ -639,7 +530,7 @@ class StoredCheckpoint:
         except CheckpointException as error:
             first, _ = next(iter(error.failures.values()))
             raise first from None
-        if list(file_problems(self.directory, self._files)):
+        if list(file_problems(self.directory, self._index.files)):
             raise RankError("it was replaced while it was read: load it again")
 
     def damage(self, wanted: Wanted, share: slice = slice(0)) -> list[str]:
@@ -648,15 +539,13 @@ class StoredCheckpoint:
             return []
         tensors = list(self._stored_tensors(wanted))
         files = self._index.files
-        if files is None:
-            return list(archive_problems(self.directory, tensors, crc=True))
         blocks = [Block(name, number) for name, known in files.items() for number in range(len(known.blocks))]
         mine = blocks[share]
         for each in tensors:
             last = max(each.offset, each.offset + each.length - 1)
             mine += [Block(each.file, number) for number in range(each.offset // BLOCK, last // BLOCK + 1)]
         damaged = list(damaged_blocks(self.directory, files, mine))
-        return damaged or list(archive_problems(self.directory, tensors, crc=False))
+        return damaged or list(archive_problems(self.directory, tensors))
 
     def _stored_tensors(self, wanted: Wanted) -> Iterator[StoredTensor]:
         """What `read` reads."""
