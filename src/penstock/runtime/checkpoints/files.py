@@ -363,8 +363,8 @@ def _parse(content: bytes) -> Index:
     """The index from the JSON behind torch's pickle."""
     if not content.endswith(_MAGIC):
         raise RankError(
-            f"its index {INDEX_FILE} does not end as save_checkpoint() ends it: another program wrote the "
-            "checkpoint, or the file was cut"
+            f"its index {INDEX_FILE} is damaged, or another program wrote the checkpoint: the index does not end "
+            "as save_checkpoint() ends it"
         )
     length, checksum, _ = _FOOTER.unpack(content[-_FOOTER.size :])
     end = len(content) - _FOOTER.size
