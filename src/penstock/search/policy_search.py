@@ -18,34 +18,224 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
 
-from penstock.bounds import Bound, bounds
+import numpy as np
+
+from penstock.bounds import Bound, Workload, bounds, least_needed
+from penstock.cost.costs import Costs
+from penstock.cost.effects import held_bytes
 from penstock.cost.memory import exceeds
-from penstock.errors import SearchError
+from penstock.cost.recomputed import recomputed_costs
+from penstock.errors import ScheduleError, SearchError
+from penstock.ir.encoding import (
+    JOINED,
+    KIND_MASK,
+    KIND_SHIFT,
+    MICROBATCH_MASK,
+    MICROBATCH_SHIFT,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    code_of,
+)
 from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.search import exact
-from penstock.search.budget import Budget, Jitter
 from penstock.search.driver import run
-from penstock.search.fit_memory import FitMemory
+from penstock.search.memory_policies import FitMemory, without_memory_actions
 from penstock.search.problem import Problem
-from penstock.search.result import OnProgress, Progress, SearchResult, gap_of, rounded
-from penstock.search.seeds import family_builders
-from penstock.search.technique_moves import TechniqueMoves, timeline_of
-from penstock.search.technique_orders import (
-    name_with_techniques,
-    plain_order,
-    problems_to_order,
-    relaxed_workload,
-    require_feasible,
-    serial_order,
-)
-from penstock.simulation.simulator import simulate
+from penstock.search.result import Budget, Jitter, OnProgress, Progress, SearchResult, gap_of, rounded
+from penstock.search.seeds import family_builders, serial
+from penstock.simulation.simulator import Simulator, simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import validate
+
+# Orders that techniques are added to: families, the serial order, and problems for the compiled kernel.
+
+
+def relaxed_workload(problem: Problem, fit: FitMemory) -> Workload:
+    """The work of which every choice of techniques is one case, for lower bounds."""
+    return replace(problem.work, may_recompute=fit.recompute, may_offload=fit.offload)
+
+
+def require_feasible(problems: Sequence[Problem], fit: FitMemory) -> None:
+    """Raise if no placement has a schedule that fits, whatever is recomputed or offloaded."""
+    works = (relaxed_workload(problem, fit) for problem in problems)
+    needs = [max((need, -rank) for rank, need in enumerate(least_needed(work))) for work in works]
+    if all(exceeds(need, fit.memory_limit) for need, _ in needs):
+        (need, rank), units = min(needs), fit.costs.units
+        raise SearchError(
+            f"no schedule fits the memory limit of {units.memory(fit.memory_limit)} per rank: rank {-rank} "
+            f"needs {units.memory(need)} "
+            "for parameters, gradients, optimizer state and one backward, whatever is recomputed or offloaded"
+        )
+
+
+def serial_order(problem: Problem) -> Schedule:
+    """One microbatch after the other, which holds the least."""
+    return problem.fused_schedule(serial(problem).order, "serial order")
+
+
+def plain_order(problem: Problem, schedule: Schedule) -> Schedule:
+    """The order of a family; if it offloads, without its copies."""
+    if not schedule.table.has(Kind.OFFLOAD):
+        return _same_work(problem, schedule)
+    return _same_work(problem, without_memory_actions(schedule)).renamed(f"order of {schedule.name}")
+
+
+def name_with_techniques(schedule: Schedule) -> str:
+    """The name of an order, and how often it has each technique."""
+    counts = {kind: int(schedule.table.of_kind(kind).sum()) for kind in MEMORY_KINDS[:2]}
+    texts = [f"{count} {kind.value}" for kind, count in counts.items() if count]
+    return f"{schedule.name} with {' and '.join(texts)}" if texts else schedule.name
+
+
+def problems_to_order(problems: Sequence[Problem], *, recompute: bool) -> dict[str, list[Problem]]:
+    """Problems without techniques: within the limit, without a limit, and with everything recomputed."""
+    again = [made for each in problems if (made := _recomputed(each)) and _can_fit(made)]
+    return {
+        "within the limit": [each for each in problems if _can_fit(each)],
+        "without a limit": [replace(each, memory_limit=None) for each in problems],
+        "with all recomputed": again if recompute else [],
+    }
+
+
+def _same_work(problem: Problem, schedule: Schedule) -> Schedule:
+    """The schedule; fused backwards if they may not be split, and no pairs that save only a launch."""
+    if problem.split and (problem.can_pair or not schedule.table.has_pairs):
+        return schedule
+    return problem.fused_schedule(problem.order_of(schedule), schedule.name)
+
+
+def _can_fit(problem: Problem) -> bool:
+    """Whether the serial order fits."""
+    return problem.fits(serial(problem).order)
+
+
+def _recomputed(problem: Problem) -> Problem | None:
+    """The problem with every microbatch recomputed: its backward is longer, and it holds the checkpoint.
+
+    The rest of one activation at a time is left free. None if no memory remains.
+    """
+    costs, n = problem.costs, problem.placement.num_stages
+    full, kept = held_bytes(costs, n), held_bytes(costs, n, (Kind.RECOMPUTE,))
+    limit = float(problem.memory_limit or 0) - float((full - kept).max())
+    return replace(problem, costs=recomputed_costs(costs, n), memory_limit=limit) if limit > 0 else None
+
+
+# Moves on single pairs: recompute or offload one microbatch of one stage more or less, or shift one action.
+#
+#     recompute   add a RECOMPUTE directly before the backward, or remove it
+#     offload     add an OFFLOAD directly after F and a RELOAD a few steps before its use, or remove both
+#     shift       move one action of a rank past its neighbours
+#
+# A move keeps the order of the actions of a stage and microbatch, and of those of a kind and stage. So every
+# list stays in a valid order; whether the ranks then wait for each other in a cycle is for the simulator to
+# say.
+
+
+_FARTHEST = 6
+"""Places by which a RELOAD is ahead of its use, or an action is shifted, at most."""
+
+
+class TechniqueMoves:
+    """Random moves on schedules of the same stages, placement and microbatches."""
+
+    def __init__(self, schedule: Schedule, rng: random.Random, *, recompute: bool, offload: bool) -> None:
+        self._placement, self._microbatches, self._rng = schedule.placement, schedule.microbatches, rng
+        toggles = [self._recompute] * recompute + [self._offload] * offload
+        self._moves = [*toggles, self._shift]
+
+    def changed(self, schedule: Schedule) -> Schedule | None:
+        """The schedule after one move; None if the move is not possible."""
+        rows = [row.tolist() for row in schedule.table.rows]
+        rank = self._rng.randrange(len(rows))
+        changed = self._rng.choice(self._moves)(rows[rank], rank)
+        if changed is None:
+            return None
+        rows[rank] = changed
+        return schedule.with_rows(rows)
+
+    def _pair(self, rank: int) -> tuple[int, int]:
+        stages = self._placement.stages_of_rank[rank]
+        return self._rng.choice(stages), self._rng.randrange(self._microbatches)
+
+    def _recompute(self, row: list[int], rank: int) -> list[int] | None:
+        stage, microbatch = self._pair(rank)
+        again = code_of(Kind.RECOMPUTE, stage, microbatch)
+        if again in row:
+            return [code for code in row if code != again]
+        use = _step(row, _backward(row, stage, microbatch))
+        return [*row[:use], again, *row[use:]]
+
+    def _offload(self, row: list[int], rank: int) -> list[int] | None:
+        stage, microbatch = self._pair(rank)
+        both = [code_of(kind, stage, microbatch) for kind in (Kind.OFFLOAD, Kind.RELOAD)]
+        if both[0] in row:
+            return [code for code in row if code not in both]
+        again = code_of(Kind.RECOMPUTE, stage, microbatch)
+        use = row.index(again) if again in row else _step(row, _backward(row, stage, microbatch))
+        after = _end(row, _index(row, Kind.F, stage, microbatch))
+        before = _step(row, max(after, use - self._rng.randrange(_FARTHEST)))
+        return [*row[:after], both[0], *row[after:before], both[1], *row[before:]]
+
+    def _shift(self, row: list[int], rank: int) -> list[int] | None:
+        """Move one action, with its pair, past up to some neighbours."""
+        del rank
+        first = _step(row, self._rng.randrange(len(row)))
+        end = _end(row, first)
+        moved, places = row[first:end], self._rng.randrange(1, _FARTHEST)
+        if self._rng.random() < 0.5:
+            start = _step(row, max(first - places, 0))
+            passed, changed = row[start:first], [*row[:start], *moved, *row[start:first], *row[end:]]
+        else:
+            stop = _end(row, min(end + places, len(row)) - 1)
+            passed, changed = row[end:stop], [*row[:first], *row[end:stop], *moved, *row[stop:]]
+        return None if not passed or any(_are_ordered(a, b) for a in moved for b in passed) else changed
+
+
+def _are_ordered(one: int, two: int) -> bool:
+    """Whether the order of two actions of a rank has to stay: same stage, and same microbatch or same kind."""
+    same_stage = one >> STAGE_SHIFT & STAGE_MASK == two >> STAGE_SHIFT & STAGE_MASK
+    same_microbatch = one >> MICROBATCH_SHIFT & MICROBATCH_MASK == two >> MICROBATCH_SHIFT & MICROBATCH_MASK
+    return same_stage and (same_microbatch or one >> KIND_SHIFT & KIND_MASK == two >> KIND_SHIFT & KIND_MASK)
+
+
+def _index(row: Sequence[int], kind: Kind, stage: int, microbatch: int) -> int:
+    """Where an action is, also as the second part of a pair."""
+    code = code_of(kind, stage, microbatch)
+    return next(i for i, each in enumerate(row) if each & ~JOINED == code)
+
+
+def _backward(row: Sequence[int], stage: int, microbatch: int) -> int:
+    codes = [code_of(kind, stage, microbatch) for kind in (Kind.I, Kind.B)]
+    return next(i for i, each in enumerate(row) if each & ~JOINED in codes)
+
+
+def _step(row: Sequence[int], place: int) -> int:
+    """The first part of the step at this place."""
+    return place - 1 if place < len(row) and row[place] & JOINED else place
+
+
+def _end(row: Sequence[int], place: int) -> int:
+    """Behind the step at this place."""
+    return place + 2 if place + 1 < len(row) and row[place + 1] & JOINED else place + 1
+
+
+def timeline_of(schedule: Schedule, costs: Costs, objective: str) -> Timeline | None:
+    """The timeline of an order that can deadlock; None if it does."""
+    try:
+        simulator = Simulator(schedule, costs)
+    except ScheduleError:  # no messages can be added to what deadlocks
+        return None
+    done = simulator.run()
+    if np.min(done.end, initial=0) < 0:
+        return None
+    period = simulator.period(done) if objective == "period" else None
+    return Timeline(schedule, costs, *simulator.times(done), period=period)
+
 
 _KERNEL_MOVES = 200
 """Moves of the compiled kernel that a simulated move counts as."""
