@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 
 from penstock import Costs, Placement, search
-from penstock.bounds import Workload, bounds
+from penstock.bounds import OBJECTIVES, RankBounds, Workload, bounds
 from penstock.search.exact import Effort, solve
 from penstock.search.problem import Problem
 from penstock.search.seeds import serial
@@ -34,6 +34,20 @@ def test_a_v_has_the_closed_form(p: int) -> None:
     for m, k in ((2 * p, p), (3 * p, p + 1), (5 * p, 2 * p - 2)):
         found = bounds(Workload(Placement.v(p), m, Costs()), k)
         assert {each.name: each.seconds for each in found}["warm-up and drain"] >= 6 * m + 6 * p - 1 - 3 * k
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("split", [True, False])
+def test_activations_of_no_bytes_need_no_memory(objective: str, split: bool) -> None:  # noqa: FBT001
+    costs = Costs(forward=(5, 2, 1), backward_input=(9, 9, 4), backward_weight=(2, 9, 2), activation=0)
+    work = Workload(Placement.loop(3), 3, costs, split=split)
+    free = bounds(work, None, objective)[0].seconds
+    assert bounds(work, 0, objective)[0].seconds == free
+    best = search(ranks=3, microbatches=3, costs=costs, objective=objective, split=split, moves=4000).value
+    for limit in (0, 4):
+        few = RankBounds(work, limit, objective)
+        found = [bound.seconds for bound in few.bounds(best, lambda states: states / 10_000)]
+        assert 0 < max(found) <= best
 
 
 def little_memory(rng: random.Random) -> Problem:

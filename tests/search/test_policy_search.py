@@ -154,6 +154,21 @@ def test_techniques_make_a_schedule_faster_than_orders_that_fit_alone() -> None:
     assert peak(chosen) <= 12
 
 
+@pytest.mark.parametrize("activation", [2, (2, 0, 1), 0])
+def test_a_checkpoint_of_no_bytes_leaves_all_memory_free(activation: float | tuple[float, ...]) -> None:
+    costs = Costs(
+        forward=(5, 2, 1),
+        backward_input=(9, 9, 4),
+        backward_weight=(2, 9, 2),
+        activation=activation,
+        checkpoint=0,
+    )
+    for limit in (2, 4):
+        found = search(ranks=3, microbatches=3, costs=costs, memory_limit=limit, recompute=True, moves=4000)
+        assert peak(found) <= limit
+        assert found.bound.seconds <= found.value
+
+
 def test_a_limit_that_the_family_fits_needs_no_technique() -> None:
     found = search(ranks=3, microbatches=6, costs=COSTS, memory_limit=1000, recompute=True, offload=True)
     assert not found.schedule.table.has(Kind.RECOMPUTE, Kind.OFFLOAD)

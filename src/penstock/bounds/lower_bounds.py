@@ -201,6 +201,8 @@ class _Rank:
         """Bytes for activations, rounded down to a multiple of what all sizes are multiples of."""
         limit = self.work.activation_limit(self.rank, self.limit) * (1 + _ROUNDING)
         sizes = [size for size in (*self.sizes, *(item.size for item in self.weights)) if size]
+        if not sizes:  # nothing is held, such as checkpoints of no bytes: any limit is as good
+            return limit
         if all(size == round(size) for size in sizes):
             unit = float(math.gcd(*map(round, sizes)))
         else:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules as theirs
 
+from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
@@ -27,12 +28,26 @@ from penstock.pipelining._orders import (
     read_csv,
 )
 from penstock.pipelining._runner import Runner
-from penstock.pipelining.microbatch import TensorChunkSpec, _split_tensor
+from penstock.pipelining.microbatch import (
+    TensorChunkSpec,
+    _split_tensor,
+    check_same_arguments,
+    check_types,
+    refuse_whole_batch,
+)
 from penstock.pipelining.stage import _PipelineStageBase
 from penstock.runtime.batch import Batcher, Value
 
 Microbatches: TypeAlias = list[Value] | None
 LossKwargs: TypeAlias = dict[str, Value] | None
+
+_NOT_YET = {
+    "max_active_stages": 3,
+    "unshard_lookahead": "full",
+    "defer_reduce_grad_wait": False,
+    "max_outstanding_sends": None,
+}
+"""Options of torch 2.15 that would be ignored, with their defaults."""
 
 
 class _PipelineSchedule(theirs._PipelineSchedule):
@@ -43,6 +58,7 @@ class _PipelineSchedule(theirs._PipelineSchedule):
     _order: Order | None = None
     _runner: Runner | None = None
     _outputs: Value = None
+    _finalize_gradients = True
 
     # --- order -------------------------------------------------------------------------------------
 
@@ -109,16 +125,28 @@ class _PipelineSchedule(theirs._PipelineSchedule):
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: LossKwargs = None,
+        arg_mbs: Microbatches = None,
+        kwarg_mbs: Microbatches = None,
+        target_mbs: Microbatches = None,
+        finalize_gradients: bool = True,
         **kwargs: Value,
     ) -> Value:
         """Forward and backward of a batch; returns the merged outputs on the rank of the last stage.
 
+        `arg_mbs`, `kwarg_mbs` and `target_mbs` are a batch that is already split, with an entry per microbatch.
+        With `finalize_gradients=False` gradients are accumulated, and a later step reduces them.
         A subclass with its own `_step_microbatches` runs on torch's stages, unless it calls super().
         """
         with self._reporting_failures():
             if self._requires_autograd and not torch.is_grad_enabled():
                 raise RuntimeError("step() computes gradients, but autograd is disabled; use eval()")
-            split = *self._split_inputs(args, kwargs), None if target is None else self._split_target(target)
+            if self._has_own_steps and not finalize_gradients:
+                raise PipelineError(
+                    f"finalize_gradients=False would be ignored: {type(self).__name__} has its own "
+                    "_step_microbatches"
+                )
+            split = self._get_microbatch_inputs(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        self._finalize_gradients = finalize_gradients
         for stage in self._local_stages if self._has_own_steps else ():
             stage.has_backward = self._has_backward
             stage.clear_runtime_states()
@@ -128,6 +156,25 @@ class _PipelineSchedule(theirs._PipelineSchedule):
         if outputs is None and self._has_own_steps and last and last[0].output_chunks:
             return self._merge_outputs(last[0].output_chunks)
         return outputs
+
+    def eval(
+        self,
+        *args: Value,
+        target: Value = None,
+        losses: list[Tensor] | None = None,
+        arg_mbs: Microbatches = None,
+        kwarg_mbs: Microbatches = None,
+        target_mbs: Microbatches = None,
+        **kwargs: Value,
+    ) -> Value:
+        """Forward of a batch; an overridden `step` gets only what is given here."""
+        split = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        kwargs.update((name, entries) for name, entries in split.items() if entries is not None)
+        before, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, target=target, losses=losses, **kwargs)
+        finally:
+            self._has_backward = before
 
     @property
     def _requires_autograd(self) -> bool:
@@ -142,6 +189,23 @@ class _PipelineSchedule(theirs._PipelineSchedule):
         if self._has_own_steps:
             return nullcontext()
         return self._connect().reporting_failures(training=self._has_backward)
+
+    def _get_microbatch_inputs(
+        self,
+        args: tuple[Value, ...],
+        kwargs: dict[str, Value],
+        target: Value,
+        arg_mbs: Microbatches,
+        kwarg_mbs: Microbatches,
+        target_mbs: Microbatches,
+    ) -> tuple[Microbatches, Microbatches, Microbatches]:
+        """The microbatches of a call: split here, or given."""
+        if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+            return *self._split_inputs(args, kwargs), None if target is None else self._split_target(target)
+        refuse_whole_batch(args, kwargs, target)
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs)
+        check_types(arg_mbs, kwarg_mbs)
+        return arg_mbs, kwarg_mbs, target_mbs
 
     def _split_target(self, target: Value) -> list[Value]:
         """Split a tensor as torch does, other values as our batches; a list already is microbatches."""
@@ -165,11 +229,16 @@ class _PipelineSchedule(theirs._PipelineSchedule):
             if not self._computes_loss and (target_mbs is not None or losses is not None):
                 raise RuntimeError("a forward-only schedule computes no loss: remove target and losses")
             arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+            check_same_arguments(arg_mbs, kwarg_mbs)
         context = theirs._PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
         self._begin()
         with torch.set_grad_enabled(self._has_backward or torch.is_grad_enabled()):
             self._outputs = runner.run(
-                context, loss_kwargs or {}, training=self._has_backward, return_outputs=return_outputs
+                context,
+                loss_kwargs or {},
+                training=self._has_backward,
+                return_outputs=return_outputs,
+                reduces=self._finalize_gradients,
             )
         self._internal_losses = [runner.losses[k] for k in sorted(runner.losses)]
         self._update_losses(self._local_stages, losses)
@@ -217,6 +286,16 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
 
     _lowered: Schedule | None = None
     _order_with_comms: Order | None = None
+
+    if not TYPE_CHECKING:  # torch's constructor has no types, so callers see none here
+
+        def __init__(self, *args: Value, **kwargs: Value) -> None:
+            refused = [name for name, default in _NOT_YET.items() if kwargs.get(name, default) != default]
+            if refused:
+                raise PipelineError(
+                    f"Penstock cannot honour {listed(refused)} yet: leave out what is not the default"
+                )
+            super().__init__(*args, **kwargs)
 
     @property
     def pipeline_order_with_comms(self) -> Value:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import TypeAlias, cast
@@ -150,7 +150,13 @@ class Runner:
             raise
 
     def run(
-        self, context: _PipelineContext, loss_kwargs: Value, *, training: bool, return_outputs: bool
+        self,
+        context: _PipelineContext,
+        loss_kwargs: Value,
+        *,
+        training: bool,
+        return_outputs: bool,
+        reduces: bool,
     ) -> Value:
         """One training or evaluation step; returns the merged outputs on the rank of the last stage."""
         self.losses.clear()
@@ -165,7 +171,10 @@ class Runner:
         target = None if targets is None else list(enumerate(targets))
         call = self.pipeline.step if training else self.pipeline.eval
         try:
-            with stages_driven_by(self, self._stages.values() if self._is_driven else ()):
+            with (
+                nullcontext() if reduces else self.pipeline.accumulate(),
+                stages_driven_by(self, self._stages.values() if self._is_driven else ()),
+            ):
                 return call(*args, target=target, return_outputs=return_outputs, **kwargs).outputs
         finally:
             del self._context  # breaks the reference cycle context, schedule, runner

@@ -126,6 +126,11 @@ def check_methods(stages: Stages) -> None:
                 "sends messages, runs backwards and scales gradients itself; change the module instead, or "
                 "register a function for an action"
             )
+        if vars(stage).get("_forward_contexts"):  # torch 2.15
+            raise PipelineError(
+                f"stage {stage.stage_index} has a context of register_forward_context, which would be ignored: "
+                "remove it, and enter the context in the module"
+            )
         patched = [name for name in (*KINDS, FORWARD) if name in vars(stage)]
         if patched:
             raise PipelineError(

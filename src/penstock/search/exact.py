@@ -362,9 +362,11 @@ def solve(problem: Problem, start: Ints, bound: float, effort: Effort, stop: Eve
         return _solve(problem, start, bound, effort, stop, unit, ascending=False)
     half = replace(effort, seconds=effort.seconds / 2)
     found = _solve(problem, start, bound, half, stop, unit, ascending=False)
-    best = min([start, *([] if found.order is None else [found.order])], key=problem.value)
+    best = start
+    if found.order is not None and problem.fits(found.order):
+        best = min(start, found.order, key=problem.value)
     if stop.is_set() or problem.value(best) <= found.bound * (1 + 1e-9):
-        return found
+        return ExactResult(best, found.bound)
     other = _solve(problem, best, found.bound, half, stop, unit, ascending=True)
     return ExactResult(best if other.order is None else other.order, found.bound)
 
