@@ -1,29 +1,29 @@
-"""Recompute and offload what a memory limit needs, where simulation says that it costs the least time.
+"""Memory policies: what is recomputed and offloaded so that an order fits a memory limit, in the least time.
 
-    policies   `Recompute` and `Offload` for all stages, or for those of the ranks that hold too much; with
-               several policies for microbatches and distances of a RELOAD from its use
+    simple     all stages, those of the ranks that hold too much, or the fewest that are enough: recomputed,
+               offloaded, or both; a plan tries these in every configuration
+    uniform    also every n-th microbatch, or those that live long, and several distances of RELOAD and use
     single     from the fastest that fits, single microbatches of a stage are left out as long as the rest fits
                and is no slower
 
-Every candidate is simulated. The order of the other actions stays as it is.
+Every candidate is simulated. The order of the other actions stays as it is; `policy_search` changes it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice, product, takewhile
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
 from penstock.arguments import printable
 from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
-from penstock.cost.memory import exceeds
+from penstock.cost.memory import exceeds, live_activations
 from penstock.errors import SearchError
-from penstock.ir.encoding import kinds_in, microbatches_in, stages_in
+from penstock.ir.encoding import code_of
 from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import Offload, Pass, Policy, Recompute
@@ -33,7 +33,7 @@ from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
 
-_EVERY, _LONGER, _AHEAD = (1, 2, 3), (1, 2, 4, 8, 16), (0, 1, 2, 4)
+_EVERY, _LONGER, _AHEAD, _SIMPLY_AHEAD = (1, 2, 3), (1, 2, 4, 8, 16), (0, 1, 2, 4), (0, 1, 2)
 _SIMULATED_STEPS = 400_000  # of all attempts to leave one out together, and five times as many of policies
 _FEWEST_POLICIES = 24
 
@@ -64,7 +64,7 @@ class FitMemory(Pass):
             raise SearchError(f"objective must be one of {', '.join(OBJECTIVES)} (given {given})")
 
     @property
-    def techniques(self) -> str:
+    def allowed(self) -> str:
         """What it may add, in words."""
         return " and ".join(name for name in ("recompute", "offload") if getattr(self, name))
 
@@ -74,20 +74,66 @@ class FitMemory(Pass):
         return self.fitted(schedule).schedule
 
     def fitted(self, schedule: Schedule, is_late: Callable[[], bool] = lambda: False) -> Timeline:
-        """The same, simulated; when it is late, the best so far."""
+        """Return the fastest that is found as a timeline; stop at the best so far once `is_late()`."""
         return _Fitting(schedule, self, is_late).best()
 
     def fitted_simply(self, schedule: Schedule, is_late: Callable[[], bool] = lambda: False) -> Timeline | None:
-        """The same with the simplest policies only; None if none of them fits, or none before it is late."""
+        """Return the fastest simple policy; None if none fits, or none before `is_late()`."""
         return _Fitting(schedule, self, is_late).simple()
 
+    def fits(self, timeline: Timeline) -> bool:
+        """Whether no rank exceeds the limit."""
+        return not exceeds(max(timeline.peak_memory), self.memory_limit)
 
-class _Pair(NamedTuple):
-    """A stage and a microbatch whose actions of these kinds are left out together."""
+    def score(self, timeline: Timeline) -> tuple[float, int]:
+        """The objective without the noise of its last digits, and the number of memory actions."""
+        actions = int(timeline.schedule.table.of_kind(*MEMORY_KINDS).sum())
+        return rounded(timeline.length(self.objective)), actions
 
-    kinds: tuple[Kind, ...]
-    stage: int
-    microbatch: int
+
+def simple_policies(
+    schedule: Schedule,
+    costs: Costs,
+    limit: float,
+    peaks: Sequence[float],
+    *,
+    recompute: bool,
+    offload: bool,
+) -> Iterator[Schedule]:
+    """Yield the order with each simple policy, the least memory first; without one, ranks hold `peaks`."""
+    over = _stages_over(schedule, peaks, limit) or None
+    if recompute:
+        needed = _fewest_stages(schedule, costs, limit) if over else None
+        for stages in dict.fromkeys((None, needed, over)):
+            yield Recompute(stages)(schedule)
+    if recompute and offload:
+        for ahead in _SIMPLY_AHEAD[:2]:
+            yield Offload(ahead=ahead)(Recompute()(schedule))
+    if offload:
+        for stages, ahead in product(dict.fromkeys((None, over)), _SIMPLY_AHEAD[1:]):
+            yield Offload(stages, ahead=ahead)(schedule)
+
+
+def _stages_over(schedule: Schedule, peaks: Sequence[float], limit: float) -> tuple[int, ...]:
+    """The stages of the ranks whose peak exceeds the limit."""
+    own = schedule.placement.stages_of_rank
+    return tuple(sorted(s for rank, peak in enumerate(peaks) if exceeds(peak, limit) for s in own[rank]))
+
+
+def _fewest_stages(schedule: Schedule, costs: Costs, limit: float) -> tuple[int, ...] | None:
+    """The fewest first stages of each rank that have to be recomputed; None if all are too few."""
+    own = schedule.placement.stages_of_rank
+    count = [0] * len(own)
+    while True:
+        stages = tuple(sorted(stage for rank, n in enumerate(count) for stage in own[rank][:n]))
+        live = live_activations(Recompute(stages)(schedule).table)
+        over = [rank for rank, each in enumerate(live) if exceeds(each.peak(costs, schedule.num_stages), limit)]
+        if not over:
+            return stages or None
+        if any(count[rank] == len(own[rank]) for rank in over):
+            return None
+        for rank in over:
+            count[rank] += 1
 
 
 class _Fitting:
@@ -98,83 +144,65 @@ class _Fitting:
         self._plain = self._timed(schedule)
 
     def simple(self) -> Timeline | None:
-        if self._fits(self._plain):
+        fits, score = self._options.fits, self._options.score
+        if fits(self._plain):
             return self._plain
         policies = takewhile(lambda _: not self._is_late(), dict.fromkeys(self._simple()))
-        return min(filter(self._fits, map(self._timed, policies)), key=self._score, default=None)
+        return min(filter(fits, map(self._timed, policies)), key=score, default=None)
 
     def best(self) -> Timeline:
-        if self._fits(self._plain):
+        fits = self._options.fits
+        if fits(self._plain):
             return self._plain
         most = max(_FEWEST_POLICIES, 5 * _SIMULATED_STEPS // self._schedule.num_steps)
-        candidates: list[Timeline] = []
+        tried: list[Timeline] = []
         fitting: list[Timeline] = []
-        for each in islice(dict.fromkeys(self._policies()), most):
+        for each in islice(dict.fromkeys(self._uniform()), most):
             if fitting and self._is_late():
                 break
-            candidates.append(self._timed(each))
-            fitting += filter(self._fits, candidates[-1:])
+            tried.append(self._timed(each))
+            fitting += filter(fits, tried[-1:])
         if not fitting:
-            raise self._does_not_fit(min([self._plain, *candidates], key=lambda each: max(each.peak_memory)))
-        return self._without_needless(min(fitting, key=self._score))
+            raise self._does_not_fit(min([self._plain, *tried], key=lambda each: max(each.peak_memory)))
+        return self._without_needless(min(fitting, key=self._options.score))
 
     # --- candidates --------------------------------------------------------------------------------
 
-    @cached_property
-    def _stages(self) -> list[tuple[int, ...] | None]:
-        """All stages, and those of the ranks that hold too much."""
-        own, limit = self._schedule.placement.stages_of_rank, self._options.memory_limit
-        over = [rank for rank, peak in enumerate(self._plain.peak_memory) if exceeds(peak, limit)]
-        return [None, tuple(sorted(stage for rank in over for stage in own[rank]))]
-
     def _simple(self) -> Iterator[Schedule]:
-        """Everything, or everything of the ranks that hold too much."""
-        options, plain = self._options, self._schedule
-        again = Recompute()(plain)
-        for stages in self._stages:
-            if options.recompute:
-                yield Recompute(stages)(plain)
-            if options.offload:
-                yield Offload(stages)(plain)
-        if options.recompute and options.offload:
-            yield Offload(ahead=0)(again)
+        options, peaks = self._options, self._plain.peak_memory
+        return simple_policies(
+            self._schedule,
+            options.costs,
+            options.memory_limit,
+            peaks,
+            recompute=options.recompute,
+            offload=options.offload,
+        )
 
-    def _policies(self) -> Iterator[Schedule]:
-        options, policies = self._options, [*map(Policy, _EVERY), *(Policy(longer=n) for n in _LONGER)]
-        again = [Recompute(*each)(self._schedule) for each in product(self._stages, policies)]
+    def _uniform(self) -> Iterator[Schedule]:
+        yield from self._simple()
+        options = self._options
+        over = _stages_over(self._schedule, self._plain.peak_memory, options.memory_limit)
+        chosen = list(product((None, over), [*map(Policy, _EVERY), *(Policy(longer=n) for n in _LONGER)]))
+        bases = [self._schedule]
         if options.recompute:
-            yield from again[:1]  # what holds the least comes first
-            if options.offload:
-                yield Offload(ahead=0)(again[0])
-            yield from again
-        if options.offload:
-            bases = [self._schedule, *(again[:1] if options.recompute else [])]
-            for base, stages, policy, ahead in product(bases, self._stages, policies, _AHEAD):
-                yield Offload(stages, policy, ahead)(base)
+            yield from (Recompute(*each)(self._schedule) for each in chosen)
+            bases.append(Recompute()(self._schedule))
+        for base, each, ahead in product(bases, chosen, _AHEAD) if options.offload else ():
+            yield Offload(*each, ahead)(base)
 
     # --- single microbatches -----------------------------------------------------------------------
 
     def _without_needless(self, best: Timeline) -> Timeline:
-        """Leave out one pair after the other as long as the rest fits and is no slower."""
+        """Leave out the memory actions of one stage and microbatch after the other, where that is better."""
         left = max(_SIMULATED_STEPS // best.schedule.num_steps, 1)
-        for pair in self._pairs(best.schedule)[:left]:
+        for kinds, stage, microbatch in _removable(best.schedule)[:left]:
             if self._is_late():
                 break
-            changed = self._timed(_without(best.schedule, pair))
-            if self._fits(changed) and self._score(changed) < self._score(best):
+            changed = self._timed(_without(best.schedule, kinds, stage, microbatch))
+            if self._options.fits(changed) and self._options.score(changed) < self._options.score(best):
                 best = changed
         return best
-
-    @staticmethod
-    def _pairs(schedule: Schedule) -> list[_Pair]:
-        """What can be left out, late microbatches first: at the end of an iteration less is held."""
-        table = schedule.table
-        found = []
-        for kinds in ((Kind.RECOMPUTE,), (Kind.OFFLOAD, Kind.RELOAD)):
-            parts = np.flatnonzero(table.of_kind(kinds[0]))
-            pairs = zip(table.stage[parts].tolist(), table.microbatch[parts].tolist())
-            found += [_Pair(kinds, stage, microbatch) for stage, microbatch in pairs]
-        return sorted(found, key=lambda pair: (-pair.microbatch, -pair.stage))
 
     # --- simulation --------------------------------------------------------------------------------
 
@@ -183,32 +211,30 @@ class _Fitting:
         with_period = options.objective == "period"
         return simulate(schedule, options.costs, send_model=options.send_model, with_period=with_period)
 
-    def _score(self, timeline: Timeline) -> tuple[float, int]:
-        """The objective without the noise of its last digits, and the number of memory actions."""
-        actions = int(timeline.schedule.table.of_kind(*MEMORY_KINDS).sum())
-        return rounded(timeline.length(self._options.objective)), actions
-
-    def _fits(self, timeline: Timeline) -> bool:
-        return not exceeds(max(timeline.peak_memory), self._options.memory_limit)
-
     def _does_not_fit(self, least: Timeline) -> SearchError:
         peak, rank = max((peak, -rank) for rank, peak in enumerate(least.peak_memory))
         options, units = self._options, self._options.costs.units
         return SearchError(
-            f"fit-memory: no policy of {options.techniques} fits the memory limit of "
+            f"fit-memory: no policy of {options.allowed} fits the memory limit of "
             f"{units.memory(options.memory_limit)} per rank; the least that was found is "
             f"{units.memory(peak)}, on rank {-rank}: give more memory, another family, or more stages per rank"
         )
 
 
-def _without(schedule: Schedule, pair: _Pair) -> Schedule:
-    numbers = [kind.number for kind in pair.kinds]
-    rows = []
-    for row in schedule.table.rows:
-        stage, microbatch = stages_in(row), microbatches_in(row)
-        dropped = np.isin(kinds_in(row), numbers) & (stage == pair.stage) & (microbatch == pair.microbatch)
-        rows.append(row[~dropped])
-    return schedule.with_rows(rows)
+def _removable(schedule: Schedule) -> list[tuple[tuple[Kind, ...], int, int]]:
+    """Kinds, stage and microbatch of what can be left out, late microbatches first: less is held at the end."""
+    table = schedule.table
+    found = []
+    for kinds in ((Kind.RECOMPUTE,), (Kind.OFFLOAD, Kind.RELOAD)):
+        parts = np.flatnonzero(table.of_kind(kinds[0]))
+        where = zip(table.stage[parts].tolist(), table.microbatch[parts].tolist())
+        found += [(kinds, stage, microbatch) for stage, microbatch in where]
+    return sorted(found, key=lambda each: (-each[2], -each[1]))
+
+
+def _without(schedule: Schedule, kinds: Sequence[Kind], stage: int, microbatch: int) -> Schedule:
+    dropped = [code_of(kind, stage, microbatch) for kind in kinds]
+    return schedule.with_rows([row[~np.isin(row, dropped)] for row in schedule.table.rows])
 
 
 def without_memory_actions(schedule: Schedule) -> Schedule:

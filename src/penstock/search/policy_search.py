@@ -1,16 +1,17 @@
-"""Search with memory techniques: which microbatches of which stages to recompute or offload is chosen too.
+"""Search with memory policies: the order, and which microbatches of which stages are recomputed or offloaded.
 
     orders      families, the serial order, the best orders within the limit, without a limit, and those with
                 every microbatch recomputed
-    policies    `FitMemory` on each of them: uniform policies, and the fastest that fits with less
-    moves       from the best that fit: single pairs more or less, actions shifted; every one is simulated
+    policies    `FitMemory` on each of them: simple policies, then all policies, for the best orders first
+    moves       from the best that fit: memory actions of single microbatches more or less, actions shifted;
+                every one is simulated
 
 So the result is never slower than a family with a uniform policy that `FitMemory` tries, and than the best
-order that fits without techniques. The serial order with everything recomputed and offloaded as late as
+order that fits without memory actions. The serial order with everything recomputed and offloaded as late as
 possible holds the least, so where copies take no time, something is found whenever anything fits.
 
-The bound holds for every choice: required is only the work of the plain schedule, and every activation counts
-with the least that a technique leaves of it.
+The bound holds for every policy: required is only the work of the plain schedule, and every activation counts
+with the least that a policy leaves of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from penstock.bounds import Bound, Workload, bounds, least_needed
 from penstock.cost.costs import Costs
 from penstock.cost.effects import held_bytes
 from penstock.cost.memory import exceeds
-from penstock.cost.recomputed import recomputed_costs
+from penstock.cost.prices import action_seconds
 from penstock.errors import ScheduleError, SearchError
 from penstock.ir.encoding import (
     JOINED,
@@ -46,17 +47,17 @@ from penstock.search import exact
 from penstock.search.driver import run
 from penstock.search.memory_policies import FitMemory, without_memory_actions
 from penstock.search.problem import Problem
-from penstock.search.result import Budget, Jitter, OnProgress, Progress, SearchResult, gap_of, rounded
+from penstock.search.result import Budget, Jitter, OnProgress, Progress, SearchResult, gap_of
 from penstock.search.seeds import family_builders, serial
 from penstock.simulation.simulator import Simulator, simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import validate
 
-# Orders that techniques are added to: families, the serial order, and problems for the compiled kernel.
+# Orders that memory policies are for: families, the serial order, and problems for the compiled kernel.
 
 
 def relaxed_workload(problem: Problem, fit: FitMemory) -> Workload:
-    """The work of which every choice of techniques is one case, for lower bounds."""
+    """The work of which every memory policy is one case, for lower bounds."""
     return replace(problem.work, may_recompute=fit.recompute, may_offload=fit.offload)
 
 
@@ -85,15 +86,15 @@ def plain_order(problem: Problem, schedule: Schedule) -> Schedule:
     return _same_work(problem, without_memory_actions(schedule)).renamed(f"order of {schedule.name}")
 
 
-def name_with_techniques(schedule: Schedule) -> str:
-    """The name of an order, and how often it has each technique."""
+def name_with_policy(schedule: Schedule) -> str:
+    """The name of an order, and how often it has each memory action."""
     counts = {kind: int(schedule.table.of_kind(kind).sum()) for kind in MEMORY_KINDS[:2]}
     texts = [f"{count} {kind.value}" for kind, count in counts.items() if count]
     return f"{schedule.name} with {' and '.join(texts)}" if texts else schedule.name
 
 
 def problems_to_order(problems: Sequence[Problem], *, recompute: bool) -> dict[str, list[Problem]]:
-    """Problems without techniques: within the limit, without a limit, and with everything recomputed."""
+    """Problems without memory actions: within the limit, without a limit, and with everything recomputed."""
     again = [made for each in problems if (made := _recomputed(each)) and _can_fit(made)]
     return {
         "within the limit": [each for each in problems if _can_fit(each)],
@@ -125,7 +126,28 @@ def _recomputed(problem: Problem) -> Problem | None:
     return replace(problem, costs=recomputed_costs(costs, n), memory_limit=limit) if limit > 0 else None
 
 
-# Moves on single pairs: recompute or offload one microbatch of one stage more or less, or shift one action.
+def recomputed_costs(costs: Costs, num_stages: int) -> Costs:
+    """The costs of stages whose backward begins with a RECOMPUTE, and that hold the checkpoint until then.
+
+    The seconds of RECOMPUTE, its all-to-all included, are part of the compute of I and of B.
+    """
+    again = action_seconds(costs, num_stages)[Kind.RECOMPUTE.number] + costs.launch_overhead
+    backward_input, backward = (
+        tuple((np.array(costs.resolved(name, num_stages)) + again).tolist())
+        for name in ("backward_input", "backward")
+    )
+    return replace(
+        costs,
+        backward_input=backward_input,
+        backward=backward,
+        activation=tuple(held_bytes(costs, num_stages, (Kind.RECOMPUTE,)).tolist()),
+        activation_freed_by_input=0,
+        checkpoint=0,
+        offloadable=None,
+    )
+
+
+# Moves: recompute or offload one microbatch of one stage more or less, or shift one action.
 #
 #     recompute   add a RECOMPUTE directly before the backward, or remove it
 #     offload     add an OFFLOAD directly after F and a RELOAD a few steps before its use, or remove both
@@ -140,7 +162,7 @@ _FARTHEST = 6
 """Places by which a RELOAD is ahead of its use, or an action is shifted, at most."""
 
 
-class TechniqueMoves:
+class PolicyMoves:
     """Random moves on schedules of the same stages, placement and microbatches."""
 
     def __init__(self, schedule: Schedule, rng: random.Random, *, recompute: bool, offload: bool) -> None:
@@ -247,21 +269,17 @@ _SHARE_OF_ORDERS = 0.4
 
 
 @dataclass(frozen=True, eq=False)
-class _Choice:
+class _Fitted:
     """A schedule that fits."""
 
     timeline: Timeline
     value: float
+    score: tuple[float, int]
     found_by: str
-
-    @property
-    def score(self) -> tuple[float, int]:
-        actions = int(self.timeline.schedule.table.of_kind(*MEMORY_KINDS).sum())
-        return rounded(self.value), actions
 
 
 @dataclass(eq=False)
-class TechniqueSearch:
+class PolicySearch:
     """One search: its problems, which have a memory limit, and what was found."""
 
     problems: Sequence[Problem]
@@ -270,7 +288,7 @@ class TechniqueSearch:
     jitter: Jitter | None
     on_progress: OnProgress
     started: float = field(default_factory=perf_counter)
-    kept: list[_Choice] = field(default_factory=list)
+    kept: list[_Fitted] = field(default_factory=list)
     families: dict[str, float] = field(default_factory=dict)
     too_large: dict[str, float] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -301,7 +319,7 @@ class TechniqueSearch:
 
     @cached_property
     def bound(self) -> Bound:
-        """For every order and every choice of techniques."""
+        """For every order and every memory policy."""
         fit = self.fit
         works = (relaxed_workload(problem, fit) for problem in self.problems)
         return min(bounds(work, fit.memory_limit, fit.objective)[0] for work in works)
@@ -315,7 +333,7 @@ class TechniqueSearch:
     # --- orders ------------------------------------------------------------------------------------
 
     def _orders(self) -> Iterator[Schedule]:
-        """Families, the serial order, and orders that the kernel finds, which knows no techniques."""
+        """Families, the serial order, and orders that the kernel finds, which knows no memory actions."""
         for problem in self.problems:
             yield serial_order(problem)
             for name, builder in family_builders(problem, offloading=True).items():
@@ -339,7 +357,7 @@ class TechniqueSearch:
         """A family that has memory actions of its own."""
         timeline = simulate(schedule, self.fit.costs, with_period=True)
         self._keep(timeline, schedule.name)
-        if self._fits(timeline):
+        if self.fit.fits(timeline):
             self.families[schedule.name] = self._value(timeline)
         else:
             self.too_large[schedule.name] = max(timeline.peak_memory)
@@ -348,17 +366,17 @@ class TechniqueSearch:
     def _is_done(self) -> bool:
         return bool(self.kept) and not gap_of(self.kept[0].value, self.bound.seconds)
 
-    # --- techniques --------------------------------------------------------------------------------
+    # --- policies ----------------------------------------------------------------------------------
 
     def _simply_fitted(self) -> dict[Schedule, float]:
-        """The simplest policies for every order; gives the best value of each order."""
+        """The simplest policies for every order; return the best value of each order."""
         values: dict[Schedule, float] = {}
         for schedule in self._orders():
             if schedule not in values and not self._has_no_time_left():
                 timeline = self.fit.fitted_simply(schedule, self._has_no_time_left)
                 values[schedule] = math.inf if timeline is None else self._value(timeline)
                 if timeline is not None:
-                    self._keep(timeline, name_with_techniques(timeline.schedule))
+                    self._keep(timeline, name_with_policy(timeline.schedule))
         return values
 
     def _fit_all(self, values: dict[Schedule, float]) -> None:
@@ -380,8 +398,8 @@ class TechniqueSearch:
             self.too_large[schedule.name] = max(simulate(schedule, self.fit.costs).peak_memory)
             return
         self.runs += 1
-        self._keep(timeline, name_with_techniques(timeline.schedule))
-        self.families.setdefault(name_with_techniques(timeline.schedule), self._value(timeline))
+        self._keep(timeline, name_with_policy(timeline.schedule))
+        self.families.setdefault(name_with_policy(timeline.schedule), self._value(timeline))
 
     def _has_no_time_left(self) -> bool:
         """Whether it is late, and something fits."""
@@ -392,16 +410,16 @@ class TechniqueSearch:
         return self.budget.moves is None and self.fraction >= _SHARE_OF_POLICIES
 
     def _move(self) -> None:
-        """Anneal from the best: moves on single pairs, until the budget is used or the best is optimal."""
+        """Anneal from the best orders until the budget is used or the best is optimal."""
         rng = random.Random(self.budget.seed)  # noqa: S311 -- no secret
         while self.fraction < 1 and not self._is_done and self.kept:
             start = self.kept[0] if rng.random() < 0.5 else rng.choice(self.kept)
             self._anneal(start, rng)
             self._report("moves")
 
-    def _anneal(self, start: _Choice, rng: random.Random, moves: int = 200) -> None:
+    def _anneal(self, start: _Fitted, rng: random.Random, moves: int = 200) -> None:
         fit, now = self.fit, start
-        made = TechniqueMoves(start.timeline.schedule, rng, recompute=fit.recompute, offload=fit.offload)
+        made = PolicyMoves(start.timeline.schedule, rng, recompute=fit.recompute, offload=fit.offload)
         temperature = rng.choice((0.0, 0.003, 0.01)) * start.value
         for _ in range(moves):
             self.moves_made += _KERNEL_MOVES
@@ -410,9 +428,9 @@ class TechniqueSearch:
             changed = made.changed(now.timeline.schedule)
             self.runs += changed is not None
             timeline = None if changed is None else timeline_of(changed, fit.costs, fit.objective)
-            if timeline is None or not self._fits(timeline):
+            if timeline is None or not fit.fits(timeline):
                 continue
-            other = _Choice(timeline, self._value(timeline), f"{start.found_by}, then moves on pairs")
+            other = self._fitted(timeline, f"{start.found_by}, then moves")
             if other.value <= now.value + temperature * rng.random() and not validate(timeline.schedule):
                 now = other
                 if other.score < self.kept[0].score:
@@ -420,15 +438,13 @@ class TechniqueSearch:
 
     def _keep(self, timeline: Timeline, found_by: str) -> None:
         """Keep a schedule that fits, if it is valid and among the best."""
-        if not self._fits(timeline):
-            return
-        choice = _Choice(timeline, self._value(timeline), found_by)
-        if any(choice.timeline.schedule == other.timeline.schedule for other in self.kept):
-            return
-        self.kept = sorted([*self.kept, choice], key=lambda each: each.score)[:_KEPT]
+        is_known = any(timeline.schedule == other.timeline.schedule for other in self.kept)
+        if self.fit.fits(timeline) and not is_known:
+            found = self._fitted(timeline, found_by)
+            self.kept = sorted([*self.kept, found], key=lambda each: each.score)[:_KEPT]
 
-    def _fits(self, timeline: Timeline) -> bool:
-        return not exceeds(max(timeline.peak_memory), self.fit.memory_limit)
+    def _fitted(self, timeline: Timeline, found_by: str) -> _Fitted:
+        return _Fitted(timeline, self._value(timeline), self.fit.score(timeline), found_by)
 
     def _value(self, timeline: Timeline) -> float:
         return timeline.length(self.fit.objective)
@@ -467,18 +483,18 @@ class TechniqueSearch:
     def _does_not_fit(self) -> SearchError:
         limit = self.fit.costs.units.memory(self.fit.memory_limit)
         return SearchError(
-            f"no schedule was found with {self.fit.techniques} within the memory limit of {limit} per rank: "
+            f"no schedule was found with {self.fit.allowed} within the memory limit of {limit} per rank: "
             "give more memory, a faster host link, or more ranks"
         )
 
 
-def run_with_techniques(
+def run_with_policies(
     problems: Sequence[Problem],
     fit: FitMemory,
     budget: Budget,
     jitter: Jitter | None,
     on_progress: OnProgress,
 ) -> SearchResult:
-    """Search all problems; raise if even the least that a technique leaves exceeds the limit on a rank."""
+    """Search all problems; raise if even the least that a policy leaves exceeds the limit on a rank."""
     require_feasible(problems, fit)
-    return TechniqueSearch(problems, fit, budget, jitter, on_progress).run()
+    return PolicySearch(problems, fit, budget, jitter, on_progress).run()

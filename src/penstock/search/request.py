@@ -217,15 +217,15 @@ def search(
     budget = Budget(float(seconds), None if moves is None else int(moves), int(seed))
     ranking = None if jitter is None else Jitter(jitter, quantile)
     if limit is not None and (recompute or offload):
-        from penstock.search.policy_search import run_with_techniques  # noqa: PLC0415
+        from penstock.search.policy_search import run_with_policies  # noqa: PLC0415
 
         fit = FitMemory(limit, counted, recompute, offload, objective=objective)
-        return run_with_techniques(problems, fit, budget, ranking, on_progress or (lambda _: None))
+        return run_with_policies(problems, fit, budget, ranking, on_progress or (lambda _: None))
     return run(problems, costs or Costs(), budget, ranking, on_progress or (lambda _: None))
 
 
 def _require_bytes(memory_limit: float | None) -> None:
-    """Techniques change bytes, not the number of live activations."""
+    """Memory policies change bytes, not the number of live activations."""
     if memory_limit is None:
         raise SearchError(
             "recompute and offload need memory_limit, in bytes per rank: without it nothing needs them"
