@@ -41,7 +41,7 @@ def test_it_compiles_without_a_writable_cache() -> None:
 from numba.core.caching import CacheImpl
 CacheImpl._locator_classes = []
 from penstock.compilation import compiled
-from penstock.search.kernel_arrays import WEIGHT_GRAD
+from penstock.search.kernel import WEIGHT_GRAD
 print(compiled(lambda number: number + WEIGHT_GRAD)(3))
 """
     command = [sys.executable, "-c", code]

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.bounds import OBJECTIVES
 from penstock.search.annealing import anneal
-from penstock.search.kernel_arrays import TOKEN
+from penstock.search.kernel import TOKEN
 from penstock.search.seeds import serial
 from tests.support.search_instances import random_problem
 

@@ -10,8 +10,7 @@ import pytest
 
 from penstock import Costs, Placement
 from penstock.bounds import OBJECTIVES, Workload, bounds
-from penstock.search.exact import Effort, solve
-from penstock.search.exact_model import Unit, unit_of
+from penstock.search.exact import Effort, Unit, solve, unit_of
 from penstock.search.problem import Problem
 from penstock.search.seeds import serial
 from tests.bounds.test_lower_bounds import OPTIMA

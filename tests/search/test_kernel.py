@@ -14,7 +14,7 @@ from penstock import simulate, validate
 from penstock.bounds import OBJECTIVES
 from penstock.ir.encoding import Ints
 from penstock.search import kernel
-from penstock.search.kernel_arrays import INPUT_GRAD, PAIRED, SEPARATE, TOKEN, WEIGHT_GRAD, empty_state
+from penstock.search.kernel import INPUT_GRAD, PAIRED, SEPARATE, TOKEN, WEIGHT_GRAD, empty_state
 from penstock.search.problem import Problem
 from penstock.search.seeds import list_scheduled, serial
 from tests.support.grids import examples

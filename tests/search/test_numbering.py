@@ -11,9 +11,8 @@ import pytest
 
 from penstock import Costs, Placement
 from penstock.ir.encoding import Ints
-from penstock.search.kernel_arrays import FORWARD, INPUT_GRAD, PAIRED, SEPARATE, TOKEN, WEIGHT_GRAD
-from penstock.search.numbering import number_entries
-from penstock.search.problem import Problem
+from penstock.search.kernel import FORWARD, INPUT_GRAD, PAIRED, SEPARATE, TOKEN, WEIGHT_GRAD
+from penstock.search.problem import Problem, number_entries
 
 PROBLEMS = {
     "split": Problem(Placement.v(3), 5, Costs()),

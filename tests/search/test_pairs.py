@@ -11,9 +11,8 @@ import pytest
 import penstock
 from penstock import Costs, Placement, Schedule, StageGraph, simulate, validate
 from penstock.bounds import bounds
-from penstock.search.pairs import pair_prices, pair_variants
-from penstock.search.placement_search import PlacementSearch
-from penstock.search.problem import Problem
+from penstock.search.driver import PlacementSearch
+from penstock.search.problem import Problem, pair_prices, pair_variants
 from tests.support.grids import repetitions
 from tests.support.search_instances import best_of, search_for, tiny_expert_problem
 

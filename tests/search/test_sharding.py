@@ -15,7 +15,7 @@ from penstock import Costs, Kind, Schedule, ScheduleError, SearchError, SendMode
 from penstock.lowering import AddCommunication, AddGradReduction, AddSharding
 from penstock.lowering.sharding import with_reductions, with_sharding
 from penstock.search import PlaceSharding
-from penstock.search.sharding_plan import RankSteps, plan_rank
+from penstock.search.sharding import RankSteps, plan_rank
 from tests.support.grids import repetitions, small
 from tests.support.passes import after
 from tests.support.random_costs import random_costs

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.ir.encoding import Ints
 from penstock.search import driver, exact, search
-from penstock.search.placement_search import PlacementSearch
+from penstock.search.driver import PlacementSearch
 from penstock.search.problem import Problem
-from penstock.search.steady_state import repeat_steady_state
+from penstock.search.seeds import repeat_steady_state
 
 
 def test_no_steady_state_is_repeated_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from penstock import Costs
 from penstock.ir.schedule import Schedule
-from penstock.search import driver, exact, placement_search, search, technique_search
-from penstock.search.fit_memory import FitMemory
-from penstock.search.placement_search import PlacementSearch
+from penstock.search import driver, exact, policy_search, search
+from penstock.search.driver import PlacementSearch
+from penstock.search.memory_policies import FitMemory
 from penstock.simulation.timeline import Timeline
 
 _FAMILY_SECONDS = 1000.0
@@ -27,8 +27,7 @@ def test_time_is_left_for_the_result_where_families_take_long(monkeypatch: pytes
         evaluated.append(schedule.name)
         add_family(self, schedule)
 
-    for module in (driver, placement_search):
-        monkeypatch.setattr(module, "perf_counter", lambda: begin + _FAMILY_SECONDS * len(evaluated))
+    monkeypatch.setattr(driver, "perf_counter", lambda: begin + _FAMILY_SECONDS * len(evaluated))
     monkeypatch.setattr(PlacementSearch, "add_family", slowly)
     monkeypatch.setattr(exact, "available", lambda: False)
     found = search(ranks=4, microbatches=8, seconds=5.5 * _FAMILY_SECONDS)
@@ -37,7 +36,7 @@ def test_time_is_left_for_the_result_where_families_take_long(monkeypatch: pytes
     assert found.skipped
 
 
-def test_with_techniques_no_family_is_built_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_memory_policies_no_family_is_built_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only orders advance: the first that fits is the result, and the others are named."""
     begin, fitted, fitted_simply = perf_counter(), list[str](), FitMemory.fitted_simply
 
@@ -45,7 +44,7 @@ def test_with_techniques_no_family_is_built_after_the_time(monkeypatch: pytest.M
         fitted.append(schedule.name)
         return fitted_simply(self, schedule, is_late)
 
-    monkeypatch.setattr(technique_search, "perf_counter", lambda: begin + _FAMILY_SECONDS * len(fitted))
+    monkeypatch.setattr(policy_search, "perf_counter", lambda: begin + _FAMILY_SECONDS * len(fitted))
     monkeypatch.setattr(FitMemory, "fitted_simply", slowly)
     costs = Costs(activation=10, checkpoint=1)
     seconds = 1.9 * _FAMILY_SECONDS

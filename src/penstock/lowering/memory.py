@@ -17,7 +17,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.table import ActionTable
 from penstock.lowering.passes import Pass, arrange
 
-# Policies: which microbatches of which stages a memory technique is for.
+# Memory policies: which microbatches of which stages are recomputed or offloaded.
 #
 #     all           every microbatch
 #     every=2       microbatches 0, 2, 4, ...

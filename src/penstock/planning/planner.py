@@ -26,7 +26,7 @@ from penstock.planning.request import PlanRequest
 from penstock.planning.robustness import rank_by_quantile
 from penstock.planning.technique_text import TECHNIQUES, class_of
 from penstock.search import OnProgress, search
-from penstock.search.fit_memory import without_memory_actions
+from penstock.search.memory_policies import without_memory_actions
 from penstock.simulation.simulator import simulate
 
 _CLASSES = ("none", "recompute", "offload", "both")

@@ -1,8 +1,4 @@
-"""Techniques of a plan: what families need to fit, by recomputation, offload or both.
-
-    recompute   of the ranks that hold too much the first stages, as few as are needed; and all stages
-    offload     all microbatches of the ranks that hold too much; and all stages
-    both        all stages recomputed, and what they keep offloaded
+"""Memory policies of a plan: what families need to fit, by recomputation, offload or both.
 
 What a recomputed order holds follows from the order, so most are left out by their bounds. Copies have to be
 simulated. Orders with the lowest bounds come first, and only some of them are tried, unless none of these fits.
@@ -19,10 +15,10 @@ from penstock.cost.memory import live_activations
 from penstock.families import registry as matching
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.lowering import Offload, Recompute
 from penstock.planning.configuration import Configuration
 from penstock.planning.options import Option
 from penstock.planning.request import PlanRequest
+from penstock.search.memory_policies import simple_policies
 
 
 class Candidate(NamedTuple):
@@ -44,20 +40,16 @@ def ordered(candidates: Sequence[Candidate], request: PlanRequest) -> list[Candi
 
 
 def variants(candidate: Candidate, request: PlanRequest) -> Iterator[Schedule]:
-    """The order with each technique that is allowed."""
+    """Yield the order with each simple memory policy that is allowed."""
     schedule, configuration = candidate
-    limit = request.memory_limit or inf
-    over = _over(schedule, configuration, limit)
-    if request.recompute:
-        needed = _needed(schedule, configuration, limit) if over else None
-        yield from (Recompute(needed)(schedule),) if needed else ()
-        yield Recompute()(schedule)
-    if request.offload:
-        stages = tuple(sorted(s for rank in over for s in configuration.placement.stages_of_rank[rank]))
-        for each in dict.fromkeys((stages or None, None)):
-            yield Offload(each, ahead=2)(schedule)
-    if request.recompute and request.offload:
-        yield Offload()(Recompute()(schedule))
+    return simple_policies(
+        schedule,
+        configuration.costs,
+        request.memory_limit or inf,
+        _peaks(schedule, configuration),
+        recompute=request.recompute,
+        offload=request.offload,
+    )
 
 
 def offloading_schedules(configuration: Configuration) -> Iterator[Schedule]:
@@ -90,23 +82,3 @@ def is_dominated(options: Sequence[Option], memory: float | None, bound: Bound, 
 
 def _peaks(schedule: Schedule, configuration: Configuration) -> list[float]:
     return [each.peak(configuration.costs, schedule.num_stages) for each in live_activations(schedule.table)]
-
-
-def _over(schedule: Schedule, configuration: Configuration, limit: float) -> list[int]:
-    """The ranks that hold more than the limit."""
-    return [rank for rank, peak in enumerate(_peaks(schedule, configuration)) if peak > limit]
-
-
-def _needed(schedule: Schedule, configuration: Configuration, limit: float) -> tuple[int, ...] | None:
-    """The fewest first stages of each rank that have to be recomputed; None if all are too few."""
-    own = configuration.placement.stages_of_rank
-    count = [0] * len(own)
-    while True:
-        stages = tuple(sorted(stage for rank, n in enumerate(count) for stage in own[rank][:n]))
-        over = _over(Recompute(stages)(schedule) if stages else schedule, configuration, limit)
-        if not over:
-            return stages
-        if any(count[rank] == len(own[rank]) for rank in over):
-            return None
-        for rank in over:
-            count[rank] += 1

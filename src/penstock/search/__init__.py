@@ -5,12 +5,11 @@
 """
 
 from penstock.callable_package import make_callable
-from penstock.search.api import search
-from penstock.search.fit_memory import FitMemory
+from penstock.search.memory_policies import FitMemory
+from penstock.search.request import search
 from penstock.search.result import OnProgress, Progress, SearchResult
 from penstock.search.sharding import PlaceSharding
-from penstock.search.zbv_greedy import zbv_greedy
 
-__all__ = ["FitMemory", "OnProgress", "PlaceSharding", "Progress", "SearchResult", "search", "zbv_greedy"]
+__all__ = ["FitMemory", "OnProgress", "PlaceSharding", "Progress", "SearchResult", "search"]
 
 make_callable(__name__, search)

@@ -9,8 +9,7 @@ import numpy as np
 
 from penstock.compilation import compiled
 from penstock.ir.encoding import Ints
-from penstock.search.kernel import copy_suffix, evaluate, fits, resume, resume_point
-from penstock.search.kernel_arrays import (
+from penstock.search.kernel import (
     FORWARD,
     INPUT_GRAD,
     PAIRED,
@@ -20,7 +19,12 @@ from penstock.search.kernel_arrays import (
     WEIGHT_GRAD,
     ProblemArrays,
     RunState,
+    copy_suffix,
     empty_state,
+    evaluate,
+    fits,
+    resume,
+    resume_point,
 )
 
 _ROUNDING = 1e-9

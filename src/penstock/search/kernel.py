@@ -1,6 +1,19 @@
-"""The kernel: runs an order of work, in full or from the first change on, and checks a rank's memory.
+"""The kernel: an order of work as an array of tokens, run rank by rank, in full or from the first change on.
 
-Compiled by numba where it is installed. Orders and tokens are described in `kernel_arrays`.
+An order is one array of tokens, rank after rank. Token 3s + k is the next microbatch of stage s: k is 0 for
+the forward, 1 for the input gradient (I, or B where the backward is not split), 2 for the weight gradient
+(W). Within a stage and kind, microbatches go by number, so every permutation of a rank's tokens is a list of
+its work.
+
+Where a stage's B is shorter than its I and W, an I directly followed by a W of the stage is one B, unless
+that W has the flag `SEPARATE`: B ends before W would, but I alone passes the gradient on earlier. The other
+W belong to the other I, again by number.
+
+Where pairs can take less than their parts, an I with the flag `PAIRED` directly behind an F is an overlapped
+pair with it, one step that ends when both end. A W of its stage directly behind that I is in the pair, as
+part of B, unless it has the flag `SEPARATE`. `entry & TOKEN` is an entry of an order without its flags.
+
+Compiled by numba where it is installed.
 """
 
 # ruff: noqa: C901, PLR0912, PLR0915, PLR1730, SIM102 -- loops for a compiler
@@ -8,22 +21,199 @@ Compiled by numba where it is installed. Orders and tokens are described in `ker
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from penstock.compilation import compiled
+from penstock.cost.costs import Costs
+from penstock.cost.prices import edge_prices
 from penstock.ir.encoding import Floats, Ints
-from penstock.search.durations import set_durations
-from penstock.search.kernel_arrays import (
-    FORWARD,
-    MAKESPAN,
-    PAIRED,
-    PERIOD,
-    SPAN,
-    TOKEN,
-    ProblemArrays,
-    RunState,
-    empty_state,
-)
+from penstock.ir.graph import StageGraph
+from penstock.ir.placement import Placement
+
+# Arrays of the values between stages: which token makes each, which tokens need it, and how it travels.
+#
+# A value is an entry here if another stage needs it. One that several stages of another rank need crosses once
+# (`StageGraph.carriers`), so it is one entry that several tokens need.
+
+
+class MessageArrays(NamedTuple):
+    """Messages in the order of the tokens that make them, and of their edges."""
+
+    bounds: Ints
+    """Where the messages of each token begin, and the end of the last one's."""
+    producer: Ints
+    """Per message: the token that makes it."""
+    target: Ints
+    """Per message: the rank that needs it."""
+    lag: Floats
+    """Per message: from the end of the step to its arrival, if the channel is free; 0 within a rank."""
+    seconds: Floats
+    """Per message: how long it occupies its channel."""
+    channel: Ints
+    """Per message: from which rank to which, as one number."""
+    input_bounds: Ints
+    """Where the inputs of each token begin, and the end of the last one's."""
+    inputs: Ints
+    """The messages that each token needs, token by token."""
+
+
+class _Message(NamedTuple):
+    producer: int
+    edge: int
+    target: int
+    lag: float
+    seconds: float
+    channel: int
+
+
+def message_arrays(
+    graph: StageGraph, placement: Placement, costs: Costs, forward: int, backward: int
+) -> MessageArrays:
+    """The messages of a graph; stage s has the tokens 3s + `forward` and 3s + `backward`."""
+    rank_of_stage = placement.stage_to_rank
+    carrier = graph.carriers(np.array(rank_of_stage, dtype=np.int64)).tolist()
+    found: list[_Message] = []
+    needs: list[tuple[int, int, int]] = []  # a token, and the producer and the edge of what it needs
+    for value, kind in (("activation", forward), ("gradient", backward)):
+        prices = edge_prices(costs, graph, value)
+        for edge, ends in enumerate(graph.edges):
+            makes, uses = ends if value == "activation" else ends[::-1]
+            carried = carrier[edge] if value == "activation" else edge
+            needs.append((3 * uses + kind, 3 * makes + kind, carried))
+            if carried == edge:
+                source, target = rank_of_stage[makes], rank_of_stage[uses]
+                crosses = source != target
+                lag, seconds = (prices.total[edge], prices.transfer[edge]) if crosses else (0.0, 0.0)
+                channel = source * placement.num_ranks + target
+                found.append(_Message(3 * makes + kind, edge, target, float(lag), float(seconds), channel))
+    found.sort()
+    needs.sort()
+    number = {(each.producer, each.edge): i for i, each in enumerate(found)}
+    tokens = np.arange(3 * graph.num_stages + 1)
+    producer, _, targets, lags, taken, channels = (
+        np.array([each[field] for each in found]) for field in range(len(_Message._fields))
+    )
+    return MessageArrays(
+        bounds=np.searchsorted(producer, tokens).astype(np.int64),
+        producer=producer.astype(np.int64),
+        target=targets.astype(np.int64),
+        lag=lags.astype(np.float64),
+        seconds=taken.astype(np.float64),
+        channel=channels.astype(np.int64),
+        input_bounds=np.searchsorted(np.array([token for token, *_ in needs]), tokens).astype(np.int64),
+        inputs=np.array([number[key[0], key[1]] for _, *key in needs], dtype=np.int64),
+    )
+
+
+# Arrays of a problem and of an order that was run.
+
+
+FORWARD, INPUT_GRAD, WEIGHT_GRAD = 0, 1, 2
+SEPARATE = 1 << 40
+PAIRED = 1 << 41
+TOKEN = SEPARATE - 1
+MAKESPAN, SPAN, PERIOD = 0, 1, 2
+
+
+class ProblemArrays(NamedTuple):
+    """The work, its costs and its limits."""
+
+    rank_bounds: Ints
+    """Where the tokens of each rank begin in an order, and the end of the last rank."""
+    rank_of_stage: Ints
+    microbatches: int
+    kinds: int
+    """3 with weight gradients, 2 without."""
+    seconds: Floats
+    """Per token."""
+    fused_seconds: Floats
+    """Per stage: seconds of B where that is less than I and W, negative elsewhere."""
+    can_fuse: bool
+    """Whether there is a stage with fused seconds."""
+    pair_seconds: Floats
+    """By the stage of a pair's F, that of its backward, and whether a W is in it too (1) or not (0)."""
+    can_pair: bool
+    """Whether a pair can take less than its parts; if not, `pair_seconds` is empty."""
+    stage_order: Ints
+    """The stages in the order of the graph."""
+    messages: MessageArrays
+    """The values between stages."""
+    num_channels: int
+    has_queues: bool
+    """Whether any message occupies its channel."""
+    memory_change: Floats
+    """Per token: bytes that it allocates at its start, or, if negative, releases at its end."""
+    memory_limits: Floats
+    """Per rank: bytes available for activations."""
+    optimizer_step: float
+    """Seconds between the end of a rank's iteration and the start of its next one."""
+
+
+class RunState(NamedTuple):
+    """The times of an order that was run."""
+
+    starts: Floats
+    """Per position in the order."""
+    ends: Floats
+    microbatches: Ints
+    """Per position: its microbatch."""
+    durations: Floats
+    """Per position: its seconds."""
+    arrivals: Floats
+    """Per message and microbatch: when the value is there, negative if not yet known."""
+
+
+@compiled
+def empty_state(arrays: ProblemArrays) -> RunState:
+    """The state before anything is run."""
+    size = arrays.rank_bounds[-1]
+    arrivals = np.full((len(arrays.messages.producer), arrays.microbatches), -1.0)
+    return RunState(np.zeros(size), np.zeros(size), np.zeros(size, np.int64), np.zeros(size), arrivals)
+
+
+# Durations of the steps of an order, given which of them are one step: B of I and W, pairs of F and I or B.
+
+
+@compiled
+def set_durations(arrays: ProblemArrays, order: Ints, state: RunState, positions: Ints) -> Floats:
+    """Set the duration of every step from `positions` on; returns the remaining seconds of work per rank.
+
+    Where I and W are fused into B, the I has the seconds of B and the W none. The F of a pair has its seconds.
+    """
+    bounds, fused = arrays.rank_bounds, arrays.fused_seconds
+    pairs, can_pair = arrays.pair_seconds, arrays.can_pair
+    remaining = np.zeros(len(positions))
+    for rank in range(len(positions)):
+        for i in range(positions[rank], bounds[rank + 1]):
+            entry = order[i]
+            token = entry & TOKEN
+            duration = arrays.seconds[token]
+            if arrays.can_fuse and fused[token // 3] >= 0:
+                if token % 3 == INPUT_GRAD and i + 1 < bounds[rank + 1]:
+                    if order[i + 1] == token + 1:
+                        duration = fused[token // 3]
+                elif entry == token and token % 3 == WEIGHT_GRAD and i > bounds[rank]:
+                    if order[i - 1] & TOKEN == token - 1:
+                        duration = 0.0
+            # where the F of the pair is that the step is in, if there is one
+            first = i - token % 3
+            if can_pair and first >= bounds[rank] and first + 1 < bounds[rank + 1]:
+                back = order[first + 1]
+                if back & PAIRED != 0 and (order[first] & TOKEN) % 3 == FORWARD:
+                    back &= TOKEN
+                    is_whole = first + 2 < bounds[rank + 1] and order[first + 2] == back + 1
+                    if first == i:
+                        duration = pairs[token // 3, back // 3, int(is_whole)]
+                    elif first + 1 == i or is_whole:
+                        duration = 0.0
+            state.durations[i] = duration
+            remaining[rank] += duration
+    return remaining
+
+
+# Runs of an order.
 
 
 @compiled

@@ -1,26 +1,37 @@
-"""A scheduling problem: work, costs and limits; orders are arrays of tokens (see `kernel_arrays`)."""
+"""A scheduling problem: work, costs and limits; orders are arrays of tokens (see `kernel`)."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.bounds import OBJECTIVES, Workload
 from penstock.cost.costs import Costs
 from penstock.cost.memory import activation_limits, fixed_bytes, stage_bytes
-from penstock.cost.prices import action_seconds
+from penstock.cost.prices import action_seconds, pair_seconds, pairs_can_pay, stream_seconds
 from penstock.errors import ScheduleError
-from penstock.ir.encoding import JOINED, KIND_SHIFT, MICROBATCH_SHIFT, STAGE_SHIFT, Floats, Ints
+from penstock.ir.encoding import (
+    JOINED,
+    KIND_SHIFT,
+    MICROBATCH_SHIFT,
+    STAGE_SHIFT,
+    Bools,
+    Floats,
+    Ints,
+    stable_order,
+)
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.search import kernel
-from penstock.search.kernel_arrays import (
+from penstock.search.kernel import (
     FORWARD,
     INPUT_GRAD,
     MAKESPAN,
@@ -30,12 +41,138 @@ from penstock.search.kernel_arrays import (
     WEIGHT_GRAD,
     ProblemArrays,
     empty_state,
+    message_arrays,
 )
-from penstock.search.message_arrays import message_arrays
-from penstock.search.numbering import number_entries
-from penstock.search.pairs import pair_prices, pair_variants
 from penstock.simulation.simulator import Simulator
 from penstock.simulation.timeline import Timeline
+
+# Numbering: which microbatch each entry of an order has, and which entries are one step.
+#
+# Orders have kinds and stages only (see `kernel`). F and I are numbered in ascending order. A W that is
+# one B with the I ahead of it has its number; the other W of a stage have those of its other I, in order:
+#
+#     order         F F I W F I I W W
+#     microbatch    0 1 0 0 2 1 2 1 2        the first I and W are one B
+
+
+class Numbered(NamedTuple):
+    """Per entry of an order."""
+
+    token: Ints
+    microbatch: Ints
+    is_joined: Bools
+    """Whether it is one step with the entry ahead of it: a W that is B with its I, an I in a pair with an F."""
+
+
+def number_entries(arrays: ProblemArrays, order: Ints, fused: Collection[int] = ()) -> Numbered:
+    """The numbers of a whole order; on the stages `fused`, every I directly followed by a W is one B."""
+    token = order & TOKEN
+    stage, kind = token // 3, token % 3
+    is_weight = kind == WEIGHT_GRAD
+    previous = np.append(-1, token[:-1])
+    previous[arrays.rank_bounds[:-1][np.diff(arrays.rank_bounds) > 0]] = -1
+    follows_forward = (previous >= 0) & (previous % 3 == FORWARD)
+    is_paired = (kind == INPUT_GRAD) & (order & PAIRED != 0) & follows_forward & arrays.can_pair
+    pays = (arrays.fused_seconds >= 0)[stage] | np.append(False, is_paired[:-1])
+    can_join = ((order == token) & pays) | np.isin(stage, list(fused))
+    is_joined = is_weight & can_join & (previous == token - 1)
+    microbatch = np.where(is_weight, 0, _occurrence(token, len(arrays.seconds)))
+    joined = np.flatnonzero(is_joined)
+    microbatch[joined] = microbatch[joined - 1]
+    is_taken = np.append(is_joined[1:], False)  # an I whose W is the entry behind it
+    made, used = (
+        _by_stage(each, stage, len(arrays.rank_of_stage))
+        for each in ((kind == INPUT_GRAD) & ~is_taken, is_weight & ~is_joined)
+    )
+    if arrays.kinds == 3:
+        microbatch[used] = microbatch[made]
+    return Numbered(token, microbatch, is_joined | is_paired)
+
+
+def _by_stage(chosen: Bools, stage: Ints, stages: int) -> Ints:
+    """The positions of the chosen entries, stage by stage, in the order of the list within each."""
+    positions = np.flatnonzero(chosen)
+    return positions[stable_order(stage[positions], stages)]
+
+
+def _occurrence(token: Ints, tokens: int) -> Ints:
+    """Per entry: how many entries ahead of it have the same token."""
+    counts = np.bincount(token, minlength=tokens)
+    by_token = stable_order(token, tokens)
+    found = np.empty_like(token)
+    found[by_token] = np.arange(len(token)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return found
+
+
+# Overlapped pairs in a search: their seconds, and orders whose adjacent F and I become pairs.
+
+
+def pair_prices(costs: Costs, placement: Placement, *, split: bool) -> Floats | None:
+    """Seconds of a pair by its forward's stage, its backward's stage, and whether that is I (0) or B (1).
+
+    None if no pair of two stages of a rank takes less than its parts. A launch that a pair saves does not
+    count: a pair is worth its code where something is hidden.
+    """
+    if not pairs_can_pay(costs):
+        return None
+    stages = placement.num_stages
+    streams, alone = stream_seconds(costs, stages), action_seconds(costs, stages)
+    first = streams.of(Kind.F.number, np.arange(stages)[:, None])
+    kinds = (Kind.I if split else Kind.B, Kind.B)
+    prices = np.stack(
+        [pair_seconds(costs, first, streams.of(kind.number, np.arange(stages)[None, :])) for kind in kinds], -1
+    )
+    apart = np.stack([alone[Kind.F.number][:, None] + alone[kind.number][None, :] for kind in kinds], -1)
+    hosts = np.array(placement.stage_to_rank)
+    together = hosts[:, None] == hosts[None, :]
+    if not (prices[together] < apart[together] * (1 - 1e-12)).any():
+        return None
+    return prices + float(costs.launch_overhead)
+
+
+def pair_variants(order: Ints, rank_bounds: Ints) -> Iterator[Ints]:
+    """The order without pairs; with every adjacent F and I as a pair; and with forwards advanced for it."""
+    plain = order & ~PAIRED
+    yield plain
+    rows = [plain[first:last].tolist() for first, last in pairwise(rank_bounds.tolist())]
+    for advance in (False, True):
+        paired = [_paired(_advanced(row) if advance else row) for row in rows]
+        yield np.array([entry for row in paired for entry in row], dtype=np.int64)
+
+
+def _advanced(row: list[int]) -> list[int]:
+    """With the F that follows a backward ahead of it: I W F becomes F I W."""
+    found: list[int] = []
+    overtaken = 0  # up to here, every backward has its F
+    for entry in row:
+        at = len(found)
+        if (entry & TOKEN) % 3 == FORWARD:
+            at -= bool(found) and (found[-1] & TOKEN) % 3 == WEIGHT_GRAD
+            is_behind = at > overtaken and (found[at - 1] & TOKEN) % 3 == INPUT_GRAD
+            at = at - 1 if is_behind else len(found)
+            overtaken = at + 2 if is_behind else overtaken
+        found.insert(at, entry)
+    return found
+
+
+def _paired(row: list[int]) -> list[int]:
+    """With every I directly behind an F in a pair, unless it needs that F, and its W in the pair too."""
+    done: dict[int, int] = {}
+    found: list[int] = []
+    for entry in row:
+        token = entry & TOKEN
+        last = found[-1] if found else -1
+        if token % 3 == INPUT_GRAD and last >= 0 and (last & TOKEN) % 3 == FORWARD:
+            needs_it = (last & TOKEN) == token - 1 and done[token - 1] == done.get(token, 0) + 1
+            entry = token if needs_it else token | PAIRED  # noqa: PLW2901 -- the same entry with its flag
+        elif token % 3 == WEIGHT_GRAD and last == token - 1 | PAIRED:
+            entry = token  # noqa: PLW2901 -- the same entry without its flag
+        done[token] = done.get(token, 0) + 1
+        found.append(entry)
+    return found
+
+
+# The problem.
 
 _TOKEN_KIND = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.B: INPUT_GRAD, Kind.W: WEIGHT_GRAD}
 _TOKENS = np.array([_TOKEN_KIND.get(kind, -1) for kind in sorted(Kind, key=lambda kind: kind.number)])
@@ -53,9 +190,9 @@ _SKIPPED = frozenset(
 class Problem:
     """The work to order, its costs and the memory limit.
 
-    All microbatches cost the same, so an order has kinds and stages only: within each, microbatches run
-    in ascending order. That loses no makespan. A span can be shorter with microbatches out of order: bounds
-    hold for these too, but a search has none of them.
+    All microbatches cost the same, so an order has kinds and stages only: within each, microbatches run in
+    ascending order. That loses no makespan. A span can be shorter with microbatches out of order: bounds hold
+    for these too, but a search has none of them.
     """
 
     placement: Placement

@@ -1,4 +1,4 @@
-"""The arguments of a search, checked: all errors are reported at once."""
+"""The arguments of a search: all errors are reported at once, and the search is run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import cast
 
-from penstock.arguments import plural, printable, whole_number
+from penstock.arguments import plural, printable, some, whole_number
 from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
-from penstock.cost.memory import counting_activations
+from penstock.cost.memory import activation_bytes, activation_limits, counting_activations, fixed_bytes
 from penstock.errors import PenstockError, SearchError
 from penstock.families.depth_order import topological_placement
 from penstock.families.registry import MAX_WORK
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement, StagesPerRank, problems_of_counts
+from penstock.search.memory_policies import FitMemory
+from penstock.search.result import Budget, Jitter, OnProgress, SearchResult
 
 _PLACEMENTS = ("any", "loop", "v")
 _MAX_NUMBER = 1e18  # seconds or bytes
@@ -141,12 +143,110 @@ class SearchRequest:
         return costs, None if self.memory_limit is None else float(self.memory_limit)
 
 
-def check_memory_limit(limit: object) -> None:
-    """Raise `SearchError` unless this is a number of bytes."""
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
-        given = printable(repr(limit))
-        raise SearchError(f"memory_limit must be a number of bytes, at least 0 (given {given})")
-
-
 def _is_within(most: float, value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= cast("float", value) <= most
+
+
+# `penstock.search`.
+
+
+def search(
+    *,
+    ranks: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    stages_per_rank: StagesPerRank = 1,
+    placement: Placement | str = "any",
+    memory_limit: float | None = None,
+    live_limit: int | None = None,
+    objective: str = "makespan",
+    split: bool = True,
+    seconds: float = 10.0,
+    moves: int | None = None,
+    seed: int = 0,
+    jitter: float | None = None,
+    quantile: float = 0.95,
+    on_progress: OnProgress | None = None,
+    graph: StageGraph | None = None,
+    recompute: bool = False,
+    offload: bool = False,
+) -> SearchResult:
+    """Find the best schedule for these costs within a memory limit, with a bound on its optimality gap.
+
+    `ranks`            number of pipeline ranks; `microbatches`: of one step
+    `costs`            of the stages; unit costs unless given
+    `stages_per_rank`  one number for all ranks, or a list of one for each
+    `placement`        a `Placement`, or `loop`, `v`, or `any` for the better of the two
+    `memory_limit`     bytes per rank, parameters and optimizer state included
+    `live_limit`       instead of it, activations per rank, each of one stage and microbatch
+    `objective`        the objective to minimize: `makespan`, `span` or `period`
+    `split`            whether backwards may be split into I and W
+    `seconds`          time limit; the search ends earlier if it proves the result optimal
+    `moves`            instead of it, a number of moves, with which the same `seed` gives the same result
+    `seed`             random seed
+    `jitter`           rank the best schedules by the `quantile` of their makespan when steps vary by this share
+    `on_progress`      is called with a `Progress` from time to time
+    `graph`            a `StageGraph` of the stages; without a `Placement` they are on ranks in its order
+    `recompute`        also choose which microbatches of which stages are recomputed, so that the schedule fits
+                       `memory_limit`; `offload`: which wait on the host. The bound holds for every such choice
+
+    Returns a `SearchResult` with the schedule, its timeline and the bound. Ctrl-C ends the search early: the
+    result then has the best schedule so far, and is `interrupted`.
+
+    Raises `SearchError` with all errors of the arguments, or if no schedule fits the memory limit, and
+    `CostsError` if the costs are those of another number of stages.
+    """
+    request = SearchRequest(
+        *(ranks, microbatches, costs, stages_per_rank, placement, memory_limit, live_limit, objective),
+        *(seconds, moves, seed, jitter, quantile, graph),
+    )
+    request.check()
+    placements = request.placements()
+    counted, limit = request.limit()
+    if recompute or offload:
+        _require_bytes(memory_limit)
+    else:
+        _require_memory(placements, counted, limit)
+
+    from penstock.search.driver import run  # noqa: PLC0415
+    from penstock.search.problem import Problem  # noqa: PLC0415 -- compiled code takes a second to load
+
+    problems = [
+        Problem(each, int(microbatches), counted, limit, objective, split, graph) for each in placements
+    ]
+    budget = Budget(float(seconds), None if moves is None else int(moves), int(seed))
+    ranking = None if jitter is None else Jitter(jitter, quantile)
+    if limit is not None and (recompute or offload):
+        from penstock.search.policy_search import run_with_policies  # noqa: PLC0415
+
+        fit = FitMemory(limit, counted, recompute, offload, objective=objective)
+        return run_with_policies(problems, fit, budget, ranking, on_progress or (lambda _: None))
+    return run(problems, costs or Costs(), budget, ranking, on_progress or (lambda _: None))
+
+
+def _require_bytes(memory_limit: float | None) -> None:
+    """Memory policies change bytes, not the number of live activations."""
+    if memory_limit is None:
+        raise SearchError(
+            "recompute and offload need memory_limit, in bytes per rank: without it nothing needs them"
+        )
+
+
+def _require_memory(placements: list[Placement], costs: Costs, limit: float | None) -> None:
+    """One microbatch at a time needs the least memory; if a rank has less, no schedule fits."""
+    if limit is None:
+        return
+    errors = []
+    for placement in placements:
+        activation = activation_bytes(costs, placement.num_stages).full
+        fixed, limits = fixed_bytes(costs, placement), activation_limits(costs, placement, limit)
+        for rank, own in enumerate(placement.stages_of_rank):
+            held = sum(activation[stage] for stage in own)
+            if held > limits[rank]:
+                errors.append(f"rank {rank} needs {costs.units.memory(fixed[rank] + held)}")
+    if errors:
+        what = "for parameters, gradients, optimizer state and one microbatch of each of its stages"
+        raise SearchError(
+            f"no schedule fits the memory limit of {costs.units.memory(limit)} per rank: "
+            f"{some(errors, 4, '; ')}, {what}"
+        )

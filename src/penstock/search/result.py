@@ -1,16 +1,20 @@
-"""The result of a search, and its progress reports."""
+"""The result of a search, its progress, its budget, and the rank of schedules under jitter."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, TypeAlias
 
-from penstock.arguments import plural
+from penstock.arguments import plural, printable
 from penstock.bounds import Bound
+from penstock.cost.costs import Costs
 from penstock.display import Displayed
+from penstock.errors import SearchError
 from penstock.ir.schedule import Schedule
+from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.timeline import Timeline
 
 _ROUNDING = 1e-9
@@ -27,6 +31,13 @@ def gap_of(value: float, bound: float) -> float:
 def rounded(value: float) -> float:
     """The value without the noise of its last digits, to compare objectives."""
     return float(f"{value:.12g}")
+
+
+def check_memory_limit(limit: object) -> None:
+    """Raise `SearchError` unless this is a number of bytes."""
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
+        given = printable(repr(limit))
+        raise SearchError(f"memory_limit must be a number of bytes, at least 0 (given {given})")
 
 
 @dataclass(frozen=True)
@@ -114,3 +125,53 @@ class SearchResult(Displayed):
         found += [{"schedule": name, "value": value, "peak_memory": None} for name, value in fitting]
         large = self.too_large.items()
         return found + [{"schedule": name, "value": None, "peak_memory": size} for name, size in large]
+
+
+# Budget and jitter.
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds, or a number of moves, with which the same seed gives the same result."""
+
+    seconds: float
+    moves: int | None
+    seed: int
+
+    def fraction(self, seconds: float, moves: int) -> float:
+        """The share of the budget that so many seconds, or moves, have used."""
+        used, whole = (seconds, self.seconds) if self.moves is None else (moves, self.moves)
+        return min(used / whole, 1.0) if whole else 1.0
+
+    def is_over(self, seconds: float) -> bool:
+        """Whether so many seconds have used it up; a number of moves has no time limit."""
+        return self.moves is None and seconds >= self.seconds
+
+    def part(self, share: float, max_seconds: float = inf) -> Budget:
+        """A share of the budget."""
+        moves = None if self.moves is None else int(share * self.moves)
+        return Budget(min(share * self.seconds, max_seconds), moves, self.seed)
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """Rank schedules by a quantile of their makespan when the duration of steps varies by `share`."""
+
+    share: float
+    quantile: float
+
+    def best(
+        self, schedules: Sequence[Schedule], costs: Costs, seed: int, is_over: Callable[[], bool]
+    ) -> tuple[int, float]:
+        """The position of the schedule with the lowest quantile, and the quantile.
+
+        When time is over, only the schedules so far are compared, at least the first.
+        """
+        found: list[tuple[float, int]] = []
+        for position, schedule in enumerate(schedules):
+            if found and is_over():
+                break
+            spread = simulate_with_jitter(schedule, costs, jitter=self.share, seed=seed)
+            found.append((spread.quantile(self.quantile), position))
+        quantile, position = min(found)
+        return position, quantile

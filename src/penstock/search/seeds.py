@@ -1,26 +1,143 @@
-"""Orders that a search starts from: families, list scheduling by many rules, and the serial order."""
+"""Orders that a search starts from: families, the serial order, list scheduling, repeated steady states."""
+
+# ruff: noqa: C901, PLR0912, PLR0915 -- a loop for a compiler
+# mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.errors import PenstockError
+from penstock.compilation import compiled
 from penstock.families import build, families
 from penstock.families.registry import schedule_on, training_families
-from penstock.ir.encoding import Ints
+from penstock.ir.encoding import Floats, Ints
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.search.kernel_arrays import FORWARD
-from penstock.search.list_scheduling import Rule, list_schedule
+from penstock.search.kernel import FORWARD, INPUT_GRAD, TOKEN, WEIGHT_GRAD, MessageArrays, ProblemArrays
 from penstock.search.problem import Problem
-from penstock.search.zbv_greedy import zbv_greedy
+
+# List scheduling: builds an order step by step in time, by priority rules and within the memory limit.
+
+
+class Rule(NamedTuple):
+    """How a rank chooses among the steps it can take next."""
+
+    patience: float
+    """A W goes first if it delays the next F or I by at most this share of the W's seconds."""
+    lead: float
+    """Seconds by which an F must be able to start before an I to go before it."""
+    deep_first: bool
+    """Whether of two stages that can start at the same time, the later one goes first."""
+    eager: bool
+    """Whether an F may use memory that later stages of the rank need to finish a microbatch."""
+
+
+@compiled
+def _reserve(arrays: ProblemArrays, rule: Rule) -> Floats:
+    """Per stage: the activations of the later stages of its rank, unless the rule is eager."""
+    hosts, stages = arrays.rank_of_stage, arrays.stage_order
+    reserve = np.zeros(len(hosts))
+    if not rule.eager:
+        for index in range(len(stages)):
+            for later in stages[index + 1 :]:
+                if hosts[later] == hosts[stages[index]]:
+                    reserve[stages[index]] += arrays.memory_change[3 * later]
+    return reserve
+
+
+@compiled
+def _ready(messages: MessageArrays, arrivals: Floats, token: int, number: int) -> float:
+    """When all inputs of a token are there, negative if one is not known yet."""
+    latest = 0.0
+    for j in range(messages.input_bounds[token], messages.input_bounds[token + 1]):
+        arrival = arrivals[messages.inputs[j], number]
+        if arrival < 0:
+            return -1.0
+        latest = max(latest, arrival)
+    return latest
+
+
+@compiled
+def list_schedule(arrays: ProblemArrays, caps: Ints, rule: Rule) -> Ints:
+    """An order, empty if memory runs out; `caps` limits the microbatches in flight per stage.
+
+    The rank that can start soonest takes the next step.
+    """
+    bounds, hosts = arrays.rank_bounds, arrays.rank_of_stage
+    seconds, change = arrays.seconds, arrays.memory_change
+    ranks, stages, m = len(bounds) - 1, len(hosts), arrays.microbatches
+    done = np.zeros(3 * stages, np.int64)
+    messages = arrays.messages
+    arrivals = np.full((len(messages.producer), m), -1.0)
+    channel_free = np.zeros(arrays.num_channels)
+    clocks, live = np.zeros(ranks), np.zeros(ranks)
+    positions, order = bounds[:-1].copy(), np.zeros(bounds[-1], np.int64)
+    reserve = _reserve(arrays, rule)
+    choices, starts = np.full(ranks, -1, np.int64), np.full(ranks, np.inf)
+    is_stale = np.ones(ranks, np.bool_)
+    for _ in range(len(order)):
+        # the next step of every rank whose choice may have changed
+        for rank in range(ranks):
+            if not is_stale[rank]:
+                continue
+            is_stale[rank] = False
+            best, start, priority, pending_weight = -1, np.inf, np.inf, -1
+            for index in range(stages):
+                stage = arrays.stage_order[stages - 1 - index if rule.deep_first else index]
+                if hosts[stage] != rank:
+                    continue
+                token = 3 * stage
+                number = done[token + INPUT_GRAD]
+                if number < done[token]:
+                    ready = _ready(messages, arrivals, token + INPUT_GRAD, number)
+                    begin = max(clocks[rank], ready)
+                    if ready >= 0 and begin < priority:
+                        best, start, priority = token + INPUT_GRAD, begin, begin
+                number = done[token]
+                if number < m and number - done[token + INPUT_GRAD] < caps[stage]:
+                    ready = _ready(messages, arrivals, token, number)
+                    begin = max(clocks[rank], ready)
+                    free = arrays.memory_limits[rank] - live[rank] - change[token] - reserve[stage]
+                    if ready >= 0 and free >= 0 and begin + rule.lead < priority:
+                        best, start, priority = token, begin, begin + rule.lead
+                if (
+                    arrays.kinds == 3
+                    and done[token + WEIGHT_GRAD] < done[token + INPUT_GRAD]
+                    and pending_weight < 0
+                ):
+                    pending_weight = token + WEIGHT_GRAD
+            if pending_weight >= 0 and clocks[rank] + (1.0 - rule.patience) * seconds[pending_weight] <= start:
+                best, start = pending_weight, clocks[rank]
+            choices[rank], starts[rank] = best, start
+        rank = -1
+        for other in range(ranks):
+            if choices[other] >= 0 and (rank < 0 or starts[other] < starts[rank]):
+                rank = other
+        if rank < 0:
+            return np.zeros(0, np.int64)
+        # take it
+        token = choices[rank]
+        order[positions[rank]] = token
+        positions[rank] += 1
+        clocks[rank] = starts[rank] + seconds[token]
+        live[rank] += change[token]
+        for j in range(messages.bounds[token], messages.bounds[token + 1]):
+            leaves = clocks[rank]
+            if arrays.has_queues and messages.seconds[j] > 0:
+                leaves = max(leaves, channel_free[messages.channel[j]])
+                channel_free[messages.channel[j]] = leaves + messages.seconds[j]
+            arrivals[j, done[token]] = leaves + messages.lag[j]
+            is_stale[messages.target[j]] = True
+        done[token] += 1
+        is_stale[rank] = True
+    return order
 
 
 class Seed(NamedTuple):
@@ -49,8 +166,6 @@ def family_builders(problem: Problem, *, offloading: bool = False) -> dict[str, 
         family.name: partial(_family, problem, family.name, offloading=offloading)
         for family in training_families(placement)
     }
-    if placement.style == "v" and len(placement.stages_of_rank[0]) == 2:
-        found["zbv-greedy"] = partial(_zbv_greedy, problem)
     return found
 
 
@@ -59,15 +174,6 @@ def _family(problem: Problem, name: str, *, offloading: bool) -> Schedule | None
     if schedule is None or (schedule.table.has(Kind.OFFLOAD) and not offloading):
         return None
     return schedule
-
-
-def _zbv_greedy(problem: Problem) -> Schedule | None:
-    try:
-        return zbv_greedy(
-            problem.placement.num_ranks, problem.microbatches, problem.costs, problem.memory_limit
-        )
-    except PenstockError:  # unequal stages, or too little memory
-        return None
 
 
 def grouped_schedules(problem: Problem) -> Iterator[Schedule]:
@@ -145,3 +251,86 @@ def _filling_caps(problem: Problem, *, exceeding: bool) -> Ints:
             if sum(sizes[other] * caps[other] for other in own) + sizes[s] <= limit:
                 caps[s] += 1
     return caps
+
+
+# Orders for many microbatches from an order for few: its steady state is repeated.
+#
+# A part of a rank's list can be repeated if between its two ends every kind of step of every stage is done q
+# times:
+#
+#     list, 5 microbatches     F F F | I W F | I W F | I W I W I W          (one stage, q = 1)
+#     list, 8 microbatches     F F F | I W F | I W F | I W F | I W F | I W F | I W I W I W
+#
+# All ranks repeat a part for the same number of microbatches, from about the same time. Surplus microbatches
+# are removed.
+
+
+_MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""How many microbatches the repeated part has."""
+_STARTS = (0.35, 0.45, 0.55, 0.65)
+"""Where the repeated part starts, as a share of the order's time."""
+
+
+def repeat_steady_state(few: Problem, order: Ints, problem: Problem) -> Iterator[Ints]:
+    """Orders for `problem` from an order for `few`, the same problem with fewer microbatches."""
+    starts = few.start_times(order)
+    bounds = few.arrays.rank_bounds.tolist()
+    lists = [(order[a:b].tolist(), starts[a:b].tolist()) for a, b in pairwise(bounds)]
+    phases = [_phases(tokens) for tokens, _ in lists]
+    end = float(starts.max())
+    for q in _MICROBATCHES:
+        if 2 * q > few.microbatches:
+            continue
+        repeats = -(-(problem.microbatches - few.microbatches) // q)
+        for share in _STARTS:
+            found: list[int] = []
+            for (tokens, times), phase in zip(lists, phases):
+                part = _repeatable(times, phase, q, share * end)
+                if part is None:
+                    break
+                a, b = part
+                longer = tokens[:a] + tokens[a:b] * (repeats + 1) + tokens[b:]
+                found += _keep_microbatches(longer, problem.microbatches)
+            else:
+                yield np.array(found, dtype=np.int64)
+
+
+Phase = tuple[int, tuple[int, ...]]
+"""How often the first kind of step was done, and for the others the difference to it."""
+
+
+def _phases(tokens: list[int]) -> list[Phase]:
+    """The phase before each position of a list, and at its end."""
+    tokens = [entry & TOKEN for entry in tokens]
+    distinct = sorted(set(tokens))
+    counts = dict.fromkeys(distinct, 0)
+    found = []
+    for token in [*tokens, -1]:
+        first = counts[distinct[0]]
+        found.append((first, tuple(counts[each] - first for each in distinct)))
+        if token >= 0:
+            counts[token] += 1
+    return found
+
+
+def _repeatable(times: list[float], phases: list[Phase], q: int, near: float) -> tuple[int, int] | None:
+    """The two positions between which everything is done q times, the first as close to a time as possible."""
+    position_of = {phase: position for position, phase in enumerate(phases)}
+    best: tuple[float, int, int] | None = None
+    for a, (time, (first, others)) in enumerate(zip(times, phases)):
+        b = position_of.get((first + q, others))
+        if b is not None and (best is None or abs(time - near) < best[0]):
+            best = (abs(time - near), a, b)
+    return best[1:] if best else None
+
+
+def _keep_microbatches(tokens: list[int], microbatches: int) -> list[int]:
+    """The list without the steps of surplus microbatches."""
+    counts: dict[int, int] = {}
+    found = []
+    for entry in tokens:
+        token = entry & TOKEN
+        counts[token] = counts.get(token, 0) + 1
+        if counts[token] <= microbatches:
+            found.append(entry)
+    return found

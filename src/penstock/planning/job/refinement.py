@@ -22,7 +22,7 @@ from penstock.planning.options import frontier
 from penstock.planning.technique_text import technique_of
 from penstock.planning.techniques import offloading_schedules
 from penstock.search import Progress, search
-from penstock.search.fit_memory import FitMemory
+from penstock.search.memory_policies import FitMemory
 from penstock.simulation.jitter import Spread, simulate_with_jitter
 
 _SEARCHED, _WITH_JITTER = 2, 10

@@ -1,4 +1,4 @@
-"""Promises of a search with techniques: within the limit, as good as all choices, never worse than a policy."""
+"""Promises of a search with memory policies: within the limit, as good as all choices and as every policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock import Costs, Kind, Placement, Schedule, SearchError, build, simul
 from penstock.bounds import Workload, least_needed
 from penstock.lowering import Offload, Policy, Recompute
 from penstock.search import SearchResult, search
-from penstock.search.technique_moves import TechniqueMoves
+from penstock.search.policy_search import PolicyMoves
 from tests.support.grids import small, thinned
 
 COSTS = Costs(activation=10, checkpoint=1, host_bandwidth=8, activation_freed_by_input=6)
@@ -58,7 +58,7 @@ def choices(row: list[str], *, offload: bool) -> Iterator[list[str]]:
 
 
 def brute_force(placement: Placement, m: int, costs: Costs, *, offload: bool) -> list[tuple[float, float]]:
-    """Peak memory and makespan of every order with every choice of techniques."""
+    """Peak memory and makespan of every order with every memory policy."""
     found = []
     every = [[*rows(own, m)] for own in placement.stages_of_rank]
     for orders in product(*every):
@@ -112,10 +112,10 @@ def test_something_is_found_wherever_anything_fits(p: int, recompute: bool, offl
             work = Workload(style, m, costs, may_recompute=recompute, may_offload=offload)
             limit = max(least_needed(work))
             sizes = {"ranks": p, "microbatches": m, "placement": style, "costs": costs, "seconds": 0}
-            techniques = {"recompute": recompute, "offload": offload}
-            assert peak(search(memory_limit=limit, **sizes, **techniques)) <= limit  # type: ignore[arg-type]
+            policy = {"recompute": recompute, "offload": offload}
+            assert peak(search(memory_limit=limit, **sizes, **policy)) <= limit  # type: ignore[arg-type]
             with pytest.raises(SearchError, match=r"whatever is recomputed or offloaded"):
-                search(memory_limit=limit - 0.5, **sizes, **techniques)  # type: ignore[arg-type]
+                search(memory_limit=limit - 0.5, **sizes, **policy)  # type: ignore[arg-type]
 
 
 # --- policies --------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_it_is_never_slower_than_a_family_with_a_uniform_policy(p: int, m: int, 
         assert all(found.value <= time + 1e-9 for peak, time in policies if peak <= limit)
 
 
-def test_techniques_make_a_schedule_faster_than_orders_that_fit_alone() -> None:
+def test_memory_policies_make_a_schedule_faster_than_orders_that_fit_alone() -> None:
     sizes = {"ranks": 2, "microbatches": 4, "costs": COSTS, "memory_limit": 12, "moves": 20_000}
     plain, chosen = search(**sizes), search(recompute=True, **sizes)  # type: ignore[arg-type]
     assert chosen.value < plain.value
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_no_bytes_leaves_all_memory_free(activation: float | tup
         assert found.bound.seconds <= found.value
 
 
-def test_a_limit_that_the_family_fits_needs_no_technique() -> None:
+def test_a_limit_that_the_family_fits_needs_no_memory_policy() -> None:
     found = search(ranks=3, microbatches=6, costs=COSTS, memory_limit=1000, recompute=True, offload=True)
     assert not found.schedule.table.has(Kind.RECOMPUTE, Kind.OFFLOAD)
     assert found.proved
@@ -187,7 +187,7 @@ def test_other_objectives_and_jitter(objective: str) -> None:
     assert jittered.quantile >= jittered.value
 
 
-def test_techniques_need_a_limit_in_bytes() -> None:
+def test_memory_policies_need_a_limit_in_bytes() -> None:
     for live_limit in (None, 3):
         with pytest.raises(SearchError, match="recompute and offload need memory_limit, in bytes per rank"):
             search(ranks=2, microbatches=2, recompute=True, live_limit=live_limit)
@@ -200,7 +200,7 @@ def test_techniques_need_a_limit_in_bytes() -> None:
 def test_moves_keep_the_actions_and_the_order_of_every_list(family: str) -> None:
     plain = build(family, ranks=2, microbatches=3)
     rng = random.Random(1)
-    moves = TechniqueMoves(plain, rng, recompute=True, offload=True)
+    moves = PolicyMoves(plain, rng, recompute=True, offload=True)
     compute = sorted(str(part) for row in plain.ranks for step in row for part in step.parts)
     schedule, seen = plain, set()
     for _ in range(300):
