@@ -363,7 +363,7 @@ def _parse(content: bytes) -> Index:
     """The index from the JSON behind torch's pickle."""
     if not content.endswith(_MAGIC):
         raise RankError(
-            f"its index {INDEX_FILE} is damaged, or another program wrote the checkpoint: the index does not end "
+            f"its index {INDEX_FILE} is damaged, or another program wrote the checkpoint: it does not end "
             "as save_checkpoint() ends it"
         )
     length, checksum, _ = _FOOTER.unpack(content[-_FOOTER.size :])
