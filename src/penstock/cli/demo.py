@@ -29,8 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from penstock.arguments import plural
-from penstock.cli.progress import spinner
-from penstock.cli.rendering import print_table, require_suffix
+from penstock.cli.rendering import print_table, require_suffix, spinner
 from penstock.cost.costs import Costs
 from penstock.families import build
 from penstock.formats import write_bytes

@@ -14,13 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.arguments import plural
-from penstock.cli.inputs import graph_from
-from penstock.cli.options import AsJson, GraphOption
-from penstock.cli.progress import file_progress, search_progress
-from penstock.cli.rendering import TIMELINE_FORMATS, print_table, render, require_suffix, say_written
+from penstock.cli.options import AsJson, GraphOption, graph_from
+from penstock.cli.rendering import (
+    file_progress,
+    print_table,
+    require_suffix,
+    say_written,
+    search_progress,
+)
 from penstock.formats import dumps, write_bytes
-from penstock.records import idle_by_reason, order_of, run_record
 from penstock.search import SearchResult
+from penstock.service import TIMELINE_FORMATS, idle_by_reason, order_of, render, run_record
 from penstock.simulation.calibration import errors_by_kind
 from penstock.simulation.gaps import gaps
 from penstock.simulation.timeline import Timeline
