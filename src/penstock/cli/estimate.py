@@ -15,7 +15,7 @@ from rich.table import Table
 
 from penstock.arguments import plural
 from penstock.cli.options import AsJson, costs_from
-from penstock.cli.rendering import print_table, require_suffix, say_written
+from penstock.cli.rendering import empty_table, print_table, require_suffix, say_written
 from penstock.cost.costs import Costs
 from penstock.cost.estimate import Estimate, Setting, active_parameters, parameters
 from penstock.cost.estimate import estimate as make_estimate
@@ -150,7 +150,6 @@ KernelsOption: TypeAlias = Annotated[
 
 # The report of `penstock estimate`: tables per kind of layer and per stage, every operation, or JSON.
 
-
 _PASSES = ("F", "I", "W")
 
 
@@ -218,10 +217,7 @@ def _head(found: Estimate) -> list[str]:
 
 
 def _table(*columns: str, left: int = 1) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place < left else "right", no_wrap=True)
-    return table
+    return empty_table(*columns, left=left, no_wrap=True)
 
 
 def _time_table(found: Estimate) -> Table:

@@ -90,6 +90,14 @@ def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") ->
     return suffix[1:]
 
 
+def empty_table(*columns: str, left: int = 0, no_wrap: bool = False) -> Table:
+    """Return a table with these columns: the first `left` are text, the others numbers."""
+    table = Table(box=None, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < left else "right", no_wrap=no_wrap)
+    return table
+
+
 def print_table(table: Table, console: Console | None = None) -> None:
     """Print a table without trailing blanks.
 

@@ -33,7 +33,14 @@ from penstock.cli.options import (
     schedule_from,
     schedules_from,
 )
-from penstock.cli.rendering import phase_progress, print_table, require_suffix, say_written, write_json
+from penstock.cli.rendering import (
+    empty_table,
+    phase_progress,
+    print_table,
+    require_suffix,
+    say_written,
+    write_json,
+)
 from penstock.cost.costs import Costs
 from penstock.families import families
 from penstock.formats import write_bytes
@@ -146,10 +153,9 @@ def _table(timeline: Timeline, idle: Gaps) -> Table:
     named, first = np.unique(idle.reason, return_index=True)
     causes = [REASONS[number] for number in named[np.argsort(first)].tolist()]
     scale = units.time_scale(timeline.makespan)
-    table = Table(box=None, pad_edge=False)
     exposed = ["exposed all-to-all"] if any(timeline.exposed_all_to_all) else []
-    for name in ("rank", units.column("busy", timeline.makespan), *exposed, *causes, "peak memory"):
-        table.add_column(name, justify="right")
+    busy_name = units.column("busy", timeline.makespan)
+    table = empty_table("rank", busy_name, *exposed, *causes, "peak memory")
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory)):
         by_cause = (scale.number(waits[rank, REASONS.index(cause)]) for cause in causes)
         alone = [scale.number(timeline.exposed_all_to_all[rank])] * len(exposed)

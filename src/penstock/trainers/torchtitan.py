@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 # placement, and the CSV has the order. If the order is that of the named schedule, there is no CSV. The CSV has
 # F, I, W and B only: torch adds the messages and the sharding.
 
-
 _NAMES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",

@@ -43,7 +43,6 @@ from penstock.view.html import page_data
 
 # A request of the page, parsed: schedules, costs and options, with every problem at once.
 
-
 REQUEST = "request"
 MAX_SCHEDULES = 8
 """In one request."""
@@ -337,7 +336,6 @@ def robustness(document: object) -> dict[str, Any]:
 
 # What-if changes: a slow rank, a slow link, a larger microbatch, more memory.
 
-
 _KINDS = ("slow-rank", "slow-link", "larger-microbatch", "memory")
 
 
@@ -422,7 +420,6 @@ def _multiplied(costs: Costs, factors: Mapping[str, list[float]], *, unit: str) 
 
 
 # The Pareto chart: every family at these sizes by peak memory and time, with and without recomputation.
-
 
 _MAX_SECONDS = 8.0
 _REPORT_SECONDS = 0.3
@@ -517,7 +514,6 @@ def _point(request: DrawRequest, source: dict[str, Any]) -> dict[str, Any]:
 
 
 # Traces that are dropped onto the page: the measured step over the predicted one, and the costs it gives.
-
 
 _MAX_FILES = 64
 

@@ -68,7 +68,6 @@ def lay_out(schedule: Schedule, costs: Costs) -> Unfinished:
 
 # Ready steps: of the work that is not in a schedule yet, what each rank could run after its last step.
 
-
 _MAX_READY = 4000
 
 

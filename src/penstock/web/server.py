@@ -33,7 +33,6 @@ from penstock.web.workers import LIMITS, Busy, Limit, Reply, TooLong, WorkerPool
 
 # Access: requests for another host or from another site are refused, and the page loads nothing else.
 
-
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HEADERS = {
     "Content-Security-Policy": (
@@ -106,7 +105,6 @@ class AccessMiddleware:
 
 # The web server: the page, its scripts, and a route for every request of the API.
 
-
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _STATUS = {"result": 200, "error": 422, "memory": 413, "failure": 500}
 _UPLOADS = ("csv", "json")
@@ -140,7 +138,8 @@ def create_app(
         Route("/api/search", _search(workers, read_only=read_only), methods=["POST"]),
     ]
     middleware = [Middleware(AccessMiddleware, access=access or Access())]
-    return Starlette(routes=routes, lifespan=lifespan, middleware=middleware)
+    handlers: dict[Any, Any] = {_Refused: _refusal}
+    return Starlette(routes=routes, lifespan=lifespan, middleware=middleware, exception_handlers=handlers)
 
 
 # --- files -----------------------------------------------------------------------------------------
@@ -187,6 +186,10 @@ class _Refused(Exception):  # noqa: N818 -- an answer
         self.response = _error(status, message)
 
 
+async def _refusal(_: Request, refused: _Refused) -> Response:
+    return refused.response
+
+
 async def _document(request: Request, limit: Limit, *, read_only: bool = False) -> Any:  # noqa: ANN401 -- JSON
     """The body as JSON, if it is not too large, and with `read_only` only if it has no files."""
     if request.headers.get("content-type", "").split(";")[0] != "application/json":
@@ -223,10 +226,7 @@ def _endpoint(name: str, pool: WorkerPool, *, read_only: bool) -> Callable[[Requ
     limit = LIMITS.get(name, Limit())
 
     async def serve(request: Request) -> Response:
-        try:
-            document = await _document(request, limit, read_only=read_only)
-        except _Refused as refused:
-            return refused.response
+        document = await _document(request, limit, read_only=read_only)
         answering = asyncio.ensure_future(pool.ask(name, document))
         leaving = asyncio.ensure_future(_until_disconnected(request))
         try:
@@ -274,10 +274,7 @@ def _pareto(pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitab
     """A stream of lines of JSON: the points so far, and at the end all of them."""
 
     async def serve(request: Request) -> Response:
-        try:
-            document = await _document(request, LIMITS["pareto"], read_only=read_only)
-        except _Refused as refused:
-            return refused.response
+        document = await _document(request, LIMITS["pareto"], read_only=read_only)
         return _streamed(_lines(pool, "pareto", document))
 
     return serve
@@ -294,10 +291,7 @@ def _search(pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitab
     async def serve(request: Request) -> Response:
         if read_only:
             return _error(403, "this playground is read-only: it runs no searches")
-        try:
-            document = await _document(request, LIMITS["search"])
-        except _Refused as refused:
-            return refused.response
+        document = await _document(request, LIMITS["search"])
         if isinstance(document, dict) and set(document) == {"stop"}:
             if (stop := running.get(str(document["stop"]))) is not None:
                 stop.set()

@@ -32,7 +32,6 @@ from penstock.web.live_search import live_search
 
 # Replies of a worker on its pipe: the kind, a line feed, and the text as it is: JSON is encoded once.
 
-
 STOPPED_EARLY = "stopped before a schedule was found"
 """The error of a search that the user stops too early."""
 
