@@ -64,7 +64,7 @@ def _thin_large_grids(items: list[pytest.Item]) -> None:
 
 
 _WAITING = {"pipelining", "runtime", "test_troubleshooting.py"}
-_LONG = {"failure", "integrations", "test_docs.py", "test_examples.py", "test_troubleshooting.py", "web"}
+_LONG = {"failure", "trainers", "test_docs.py", "test_examples.py", "test_troubleshooting.py", "web"}
 _COMPUTING = {"cli", "planning", "search", "view"}
 
 

@@ -36,7 +36,7 @@ LAYERS = (
     {"penstock"},  # __init__.py, which has them
     {"runtime"},
     {"pipelining"},  # torch's names
-    {"integrations", "records"},
+    {"trainers", "service"},
     {"web"},
     {"cli"},
     {"__main__"},

@@ -112,7 +112,7 @@ def length(order: tuple[tuple[int, int, int], ...]) -> float:
 
 def test_each_row_of_a_comparison_has_its_gap_and_the_bound_that_binds() -> None:
     rows = compare(*(penstock.build(name, ranks=4, microbatches=8) for name in ("1f1b", "zb-h1", "v-half")))
-    assert [(row.name, row.makespan, row.binding, round(row.gap, 3)) for row in rows] == [
+    assert [(row.name, row.makespan, row.bound_name, round(row.gap, 3)) for row in rows] == [
         ("1f1b", 33, "one-machine", 0),
         ("zb-h1", 27, "one-machine", 0),
         ("v-half", 26.5, "one-machine", 0.039),

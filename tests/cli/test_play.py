@@ -75,6 +75,7 @@ def test_a_host_that_does_not_exist_is_named(run: Run) -> None:
 
 
 def test_without_the_server_the_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "penstock.web.server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     result = run("play", "--no-open")
     assert result.code == 2

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock.cli import progress
+from penstock.cli import rendering as progress
 from penstock.cost.units import Units
 from penstock.search import Progress
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from penstock.web.access import Access
-from penstock.web.app import create_app
+from penstock.web.server import Access, create_app
 from penstock.web.workers import WorkerPool
 
 __all__ = ["Playground", "running"]

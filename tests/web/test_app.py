@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.web.access import Access
-from penstock.web.limits import LIMITS, Limit
+from penstock.web.server import Access
+from penstock.web.workers import LIMITS, Limit
 from tests.support.playground import Playground, running
 
 BASIC: dict[str, Any] = {"schedules": [{"family": "1f1b", "ranks": 4, "microbatches": 8}]}

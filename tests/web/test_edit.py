@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import penstock
 from penstock.errors import FormatError
 from penstock.web.api import REQUESTS
-from penstock.web.ready_steps import ready_steps
-from penstock.web.unfinished import lay_out
+from penstock.web.edit import lay_out, ready_steps
 from tests.support.grids import examples
 from tests.support.schedule_rows import rows_of
 

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from penstock.web import warm_up
-from penstock.web.replies import Reply
-from penstock.web.workers import WorkerPool
+from penstock.web import workers as warm_up
+from penstock.web.workers import Reply, WorkerPool
 
 SEARCH = {"ranks": 2, "microbatches": 2, "seconds": 1}
 SCHEDULES = {"schedules": [{"family": "1f1b", "ranks": 2, "microbatches": 2}]}

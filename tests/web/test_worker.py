@@ -10,14 +10,14 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from penstock.web.worker import serve_requests
+from penstock.web.workers import serve_requests
 from tests.support.grids import small
 
 SEARCH = {"ranks": 6, "microbatches": 24, "seconds": 5, "live_limit": 5, "costs": {"forward_seconds": 1.3}}
 
 LIMITED = """
 import mmap
-from penstock.web.worker import limit_memory
+from penstock.web.workers import limit_memory
 MIB = 1 << 20
 loaded = bytearray({loaded} * MIB)  # as if by modules that were loaded before
 limit_memory(256 * MIB)

@@ -83,13 +83,17 @@ SUMMARIES = {
     "doctor": "Check this machine: Python, torch and its backends, ports, name resolution, clocks, extras.",
 }
 """The one-line help of each command, in the order of `penstock --help`."""
+_MODULES = dict.fromkeys(("list", "show", "check"), "schedules") | dict.fromkeys(
+    ("compare", "trace"), "simulate"
+)
+"""The module of each command that has none of its own name."""
 
 
 def load_command(name: str) -> Any:  # noqa: ANN401 -- a class of typer, or of click in older versions of typer
     """Import a command: the function of its name, with the summary ahead of its docstring."""
     stem = name.replace("-", "_")
-    module = import_module(f"penstock.cli.{stem}")
-    function = getattr(module, "list_families" if stem == "list" else stem)
+    module = import_module(f"penstock.cli.{_MODULES.get(name, stem)}")
+    function = getattr(module, "list_families" if name == "list" else stem)
     app = typer.Typer(add_completion=False)
     text = f"{SUMMARIES[name]}\n\n{inspect.getdoc(function)}"
     app.command(name, cls=_Command, help=text)(with_groups_expanded(function))

@@ -29,8 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from penstock.arguments import plural
-from penstock.cli.progress import spinner
-from penstock.cli.rendering import print_table, require_suffix
+from penstock.cli.rendering import empty_table, print_table, require_suffix, spinner
 from penstock.cost.costs import Costs
 from penstock.families import build
 from penstock.formats import write_bytes
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 
 # The verdict of `penstock demo`: one sentence that compares the measured gain with the noise of the run.
-
 
 _Z = 1.96  # 95 % of a normal distribution
 
@@ -165,7 +163,7 @@ class MeasuredSchedule:
 
 def kind_table(measured: Sequence[MeasuredSchedule]) -> Table:
     """Predicted and measured mean time per kind of action, and of the step."""
-    table = _table("kind", "predicted ms", "measured ms", "error")
+    table = empty_table("schedule", "kind", "predicted ms", "measured ms", "error", left=1)
     for each in measured:
         for row in errors_by_kind(each.predicted, each.timelines):
             times = (f"{seconds * 1e3:.2f}" for seconds in (row.predicted, row.measured))
@@ -176,7 +174,7 @@ def kind_table(measured: Sequence[MeasuredSchedule]) -> Table:
 def schedule_table(measured: Sequence[MeasuredSchedule]) -> Table:
     """Step time, bubble and peak live activations per schedule."""
     (_, *columns), *rows = schedule_rows(measured)
-    table = _table(*columns)
+    table = empty_table("schedule", *columns, left=1)
     for row in rows:
         table.add_row(*row)
     return table
@@ -191,17 +189,7 @@ def schedule_rows(measured: Sequence[MeasuredSchedule]) -> list[list[str]]:
     return rows
 
 
-def _table(*columns: str) -> Table:
-    """An empty table with the schedule and these columns."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule")
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
-
-
 # The head of the demo's `report.html`: the result, the gradient check, the loss curve and the machine.
-
 
 _EXPLANATION = (
     "1f1b is the usual schedule; found is the order of the same work that the search found at the measured "

@@ -11,10 +11,9 @@ import typer
 from rich.console import Console
 
 from penstock.arguments import listed
-from penstock.cli.inputs import Sizes, given_schedule_from
-from penstock.cli.options import AsJson
+from penstock.cli.options import AsJson, Sizes, given_schedule_from
 from penstock.ir.kinds import PASS_KINDS
-from penstock.records import order_of
+from penstock.service import order_of
 from penstock.traces.diagnosis import Diagnosis, Wait, read_evidence
 from penstock.traces.diagnosis import diagnose as diagnose_pipeline
 from penstock.traces.rank_state import RankState, excerpt

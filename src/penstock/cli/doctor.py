@@ -14,8 +14,7 @@ from rich.text import Text
 
 from penstock import __version__
 from penstock.arguments import install_command
-from penstock.cli.inputs import Sizes, given_schedule_from
-from penstock.cli.options import AsJson
+from penstock.cli.options import AsJson, Sizes, given_schedule_from
 from penstock.cli.rendering import require_suffix
 from penstock.cost.costs import Costs
 from penstock.diagnostics import (

@@ -14,40 +14,19 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.arguments import plural
-from penstock.cli.estimate_options import (
-    AttentionKernel,
-    AttentionOption,
-    ConfigFile,
-    ContextParallel,
-    DataParallel,
-    DeviceOption,
-    ExpertParallel,
-    GradientBytes,
-    Kernels,
-    KernelsOption,
-    MicrobatchSize,
-    Precision,
-    PrecisionOption,
-    Recomputation,
-    RecomputeOption,
-    SequenceLength,
-    SequenceParallel,
-    TensorParallel,
-    ZeroStage,
-    config_from,
-    device_from,
-)
-from penstock.cli.inputs import costs_from
-from penstock.cli.options import AsJson
-from penstock.cli.rendering import print_table, require_suffix, say_written
+from penstock.cli.options import AsJson, costs_from
+from penstock.cli.rendering import empty_table, print_table, require_suffix, say_written
 from penstock.cost.costs import Costs
 from penstock.cost.estimate import Estimate, Setting, active_parameters, parameters
 from penstock.cost.estimate import estimate as make_estimate
+from penstock.cost.estimate.devices import Device, device, devices
 from penstock.cost.estimate.estimate import LayerEstimate
+from penstock.cost.estimate.model_config import ModelConfig, known_models, read_config
 from penstock.cost.estimate.operations import Passes
 from penstock.cost.estimate.roofline import collective_seconds, operation_seconds
 from penstock.cost.memory import fixed_bytes_of
 from penstock.cost.units import bytes_text, count_text, seconds_text
+from penstock.errors import FormatError
 from penstock.ir.placement import Placement
 from penstock.planning.estimated import (
     balanced_layers,
@@ -57,8 +36,119 @@ from penstock.planning.estimated import (
     with_measured_links,
 )
 
-# The report of `penstock estimate`: tables per kind of layer and per stage, every operation, or JSON.
+# The options that describe a training job: model config, device, sequence, parallel sizes, precision.
 
+
+class Precision(str, Enum):
+    """Of matrix products."""
+
+    bf16 = "bf16"
+    fp8 = "fp8"
+    fp32 = "fp32"
+
+
+class Recomputation(str, Enum):
+    """What each layer recomputes in the backward."""
+
+    none = "none"
+    selective = "selective"
+    pointwise = "pointwise"
+    latent = "latent"
+    full = "full"
+
+
+class AttentionKernel(str, Enum):
+    """How attention is computed."""
+
+    flash = "flash"
+    unfused = "unfused"
+
+
+class Kernels(str, Enum):
+    """How norms and gates are computed."""
+
+    fused = "fused"
+    eager = "eager"
+
+
+def _complete_device(prefix: str) -> list[str]:
+    return [name for name in devices() if name.startswith(prefix)]
+
+
+def config_from(source: str) -> ModelConfig:
+    """Read a model config; what is wrong with it is a usage error."""
+    try:
+        return read_config(source)
+    except FormatError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def device_from(source: str) -> Device:
+    """Read a device; what is wrong with its file is a usage error."""
+    try:
+        return device(source)
+    except FormatError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def complete_model(prefix: str) -> list[str]:
+    """The names of well-known models that begin so."""
+    return [name for name in known_models() if name.startswith(prefix)]
+
+
+ConfigFile: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help=f"A model's config.json as Hugging Face writes it, or a name: {', '.join(known_models())}.",
+        autocompletion=complete_model,
+    ),
+]
+DeviceOption: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="NAME|FILE",
+        help=f"Device: {', '.join(devices())}, or a .toml file with the same keys.",
+        autocompletion=_complete_device,
+    ),
+]
+SequenceLength: TypeAlias = Annotated[int, typer.Option("--seq", metavar="TOKENS", help="Tokens of a sample.")]
+MicrobatchSize: TypeAlias = Annotated[
+    int, typer.Option("--microbatch-size", metavar="SAMPLES", help="Samples of a microbatch.")
+]
+TensorParallel: TypeAlias = Annotated[int, typer.Option("--tp", help="Tensor parallel ranks.")]
+ContextParallel: TypeAlias = Annotated[int, typer.Option("--cp", help="Context parallel ranks.")]
+ExpertParallel: TypeAlias = Annotated[
+    int, typer.Option("--ep", help="Expert parallel ranks, out of the tensor, context and data parallel ones.")
+]
+DataParallel: TypeAlias = Annotated[int, typer.Option("--dp", help="Data parallel ranks.")]
+SequenceParallel: TypeAlias = Annotated[
+    bool, typer.Option("--sp/--no-sp", help="Sequence parallelism between tensor parallel ranks.")
+]
+PrecisionOption: TypeAlias = Annotated[Precision, typer.Option("--precision", help="Of matrix products.")]
+GradientBytes: TypeAlias = Annotated[
+    int, typer.Option("--gradient-bytes", help="Bytes of each weight's gradient: 4 or 2.")
+]
+ZeroStage: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        "--zero",
+        help="What data parallel ranks shard: 1 optimizer state, 2 gradients too, 3 weights too (FSDP).",
+    ),
+]
+RecomputeOption: TypeAlias = Annotated[
+    Recomputation, typer.Option("--recompute", help="What each layer recomputes in the backward.")
+]
+AttentionOption: TypeAlias = Annotated[
+    AttentionKernel, typer.Option("--attention", help="flash, or unfused, which saves the probabilities.")
+]
+KernelsOption: TypeAlias = Annotated[
+    Kernels, typer.Option("--kernels", help="fused, or eager, which saves more tensors.")
+]
+
+
+# The report of `penstock estimate`: tables per kind of layer and per stage, every operation, or JSON.
 
 _PASSES = ("F", "I", "W")
 
@@ -127,10 +217,7 @@ def _head(found: Estimate) -> list[str]:
 
 
 def _table(*columns: str, left: int = 1) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place < left else "right", no_wrap=True)
-    return table
+    return empty_table(*columns, left=left, no_wrap=True)
 
 
 def _time_table(found: Estimate) -> Table:

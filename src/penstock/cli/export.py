@@ -10,14 +10,13 @@ from typing import Annotated, TypeAlias
 import typer
 
 from penstock.arguments import plural
-from penstock.cli.estimate_options import complete_model, config_from
-from penstock.cli.inputs import Sizes, schedule_from
-from penstock.cli.options import ScheduleSource
+from penstock.cli.estimate import complete_model, config_from
+from penstock.cli.options import ScheduleSource, Sizes, schedule_from
 from penstock.cli.rendering import require_folder
 from penstock.cost.estimate.model_config import ModelConfig
-from penstock.integrations import export_megatron, export_torchtitan
 from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts
 from penstock.planning.layout_text import parse_layout
+from penstock.trainers import export_megatron, export_torchtitan
 
 
 class Trainer(str, Enum):

@@ -1,16 +1,38 @@
-"""The options that several commands share, each declared once, with their completion and parsing."""
+"""The options that several commands share, each declared once, and the schedules and costs they stand for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import product
+from pathlib import Path
 from typing import Annotated, TypeAlias, TypeVar
 
 import typer
 
 from penstock.arguments import did_you_mean, printable
+from penstock.cost.costs import Costs
 from penstock.cost.presets import presets
-from penstock.families import families
+from penstock.errors import FormatError, PlacementError, ScheduleError
+from penstock.families import families, find
+from penstock.formats import format_of, read
+from penstock.ir.graph import StageGraph
+from penstock.ir.placement import most_stages
+from penstock.ir.schedule import Schedule
+from penstock.lowering import lower
+from penstock.service import (
+    FIT,
+    Source,
+    add_memory_actions,
+    is_file,
+    place_sharding,
+    read_costs,
+)
 from penstock.validation import SendModel
+
+# The options that several commands share, each declared once, with their completion and parsing.
 
 
 class Objective(str, Enum):
@@ -220,3 +242,169 @@ def quantile_from(quantile: float | None, jitter: float | None) -> float:
 
 Seed: TypeAlias = Annotated[int, typer.Option("--seed", help="Random seed.")]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+# Turns the values of shared options into schedules and costs.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The options that a family is built with."""
+
+    ranks: Ranks = None
+    microbatches: Microbatches = None
+    stages_per_rank: FamilyStages = None
+    group: Group = None
+
+    @property
+    def given(self) -> list[str]:
+        """The names of the options that are given."""
+        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
+
+
+@dataclass(frozen=True)
+class GraphSizes(Sizes):
+    """The options that a family is built with, also over a stage graph that is not a chain."""
+
+    graph: GraphOption = None
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """The options that say how a schedule is lowered, and its costs, by which some of it is chosen."""
+
+    lowered: Lowered = False
+    sharding: ShardingOption = Sharding.look_ahead
+    memory: MemoryLimit = None
+    recompute: RecomputeOption = None
+    offload: OffloadOption = None
+    costs: CostsSource = None
+
+    def __call__(self, schedule: Schedule, send_model: SendModel = SendModel.BUFFERED) -> Schedule:
+        """Return the schedule with memory actions, and lowered, on demand."""
+        policies = {"--recompute": self.recompute, "--offload": self.offload}
+        fitted = [option for option, text in policies.items() if text == FIT]
+        if fitted and self.memory is None:
+            raise typer.BadParameter(f"{' and '.join(fitted)} {FIT} needs --memory, the limit to fit")
+        by_cost = self.sharding is Sharding.cost
+        costs = costs_from(self.costs, self.memory) if fitted or by_cost else Costs()
+        with _about(" and ".join(option for option, text in policies.items() if text is not None)):
+            schedule = add_memory_actions(
+                schedule, costs, self.recompute, self.offload, self.memory, send_model
+            )
+        if by_cost and not self.lowered:
+            raise typer.BadParameter("--sharding cost places actions that --lowered adds; give both")
+        if self.memory is not None and not by_cost and not fitted:
+            raise typer.BadParameter(
+                f"--memory needs one of --sharding cost, --recompute {FIT} and --offload {FIT}; give one too"
+            )
+        if not self.lowered:
+            return schedule
+        with _about("--lowered"):
+            return place_sharding(schedule, costs, self.memory, send_model) if by_cost else lower(schedule)
+
+
+@contextmanager
+def _about(options: str) -> Iterator[None]:
+    """Raise a usage error of these options where their values do not match a valid schedule."""
+    try:
+        yield
+    except ScheduleError as error:
+        if not error.argument:
+            raise
+        option = f"--{error.argument}" if f"--{error.argument}" in options else options
+        raise typer.BadParameter(f"{option}: {error}") from None
+
+
+def read_schedule(path: Path) -> Schedule:
+    """Read a file; a suffix that no schedule format has is a usage error, not an invalid schedule."""
+    try:
+        format_of(path)
+    except FormatError as error:
+        raise typer.BadParameter(str(error)) from None
+    return read(path)
+
+
+def schedule_from(
+    source: str,
+    sizes: Sizes,
+    lowering: Lowering | None = None,
+    send_model: SendModel = SendModel.BUFFERED,
+) -> Schedule:
+    """Read a file, which has its own sizes, or build a family, which needs them; lower it on demand."""
+    if is_file(source):
+        if sizes.given:
+            raise typer.BadParameter(
+                f"{source} is a file with its own sizes; remove {' and '.join(sizes.given)}"
+            )
+        schedule = read_schedule(Path(source))
+    else:
+        find(source)  # an unknown name is the first error
+        if sizes.ranks is None or sizes.microbatches is None:
+            missing = [option for option in ("--ranks", "--microbatches") if option not in sizes.given]
+            example = f"{source} --ranks 4 --microbatches 8"
+            raise typer.BadParameter(f"{source} needs {' and '.join(missing)}, e.g. {example}")
+        stages = None if sizes.stages_per_rank is None else parse_stages(sizes.stages_per_rank)
+        graph = graph_from(sizes.graph) if isinstance(sizes, GraphSizes) else None
+        schedule = Source(source, sizes.ranks, sizes.microbatches, stages, sizes.group, graph).schedule()
+    return schedule if lowering is None else lowering(schedule, send_model)
+
+
+def given_schedule_from(source: str | None, sizes: Sizes) -> Schedule | None:
+    """The schedule of the option --schedule; None without it, which leaves no use for sizes."""
+    if source is None and sizes.given:
+        raise typer.BadParameter(f"{' and '.join(sizes.given)}: only with --schedule; give it too")
+    return None if source is None else schedule_from(source, sizes)
+
+
+def graph_from(source: str | None) -> StageGraph | None:
+    """The stage graph of these edges, or of the schedule in a file."""
+    if source is None:
+        return None
+    if is_file(source):
+        return read_schedule(Path(source)).graph
+    try:
+        return StageGraph.parse(source)
+    except PlacementError as error:
+        raise typer.BadParameter(f"--graph: {error}") from None
+
+
+def schedules_from(
+    sources: Sequence[str], sizes: Sizes, microbatches: Sequence[int] = (), groups: Sequence[int] = ()
+) -> Iterator[Schedule]:
+    """Files and families mixed, each family once per microbatch count and group, if several are given.
+
+    With several sources, stages per rank and groups apply only to families that leave them open.
+    """
+    several = [Sizes(microbatches=m) for m in microbatches[:1]] + [Sizes(group=g) for g in groups[:1]]
+    if all(map(is_file, sources)) and (given := [name for each in (sizes, *several) for name in each.given]):
+        raise typer.BadParameter(f"files have their own sizes; remove {', '.join(given)}")
+    for source in sources:
+        if is_file(source):
+            yield schedule_from(source, Sizes())
+            continue
+        own, family = sizes, find(source)
+        counts: Sequence[int | None] = microbatches or [sizes.microbatches]
+        own_groups: Sequence[int | None] = groups or [sizes.group]
+        stages = sizes.stages_per_rank and most_stages(parse_stages(sizes.stages_per_rank))
+        if len(sources) > 1 and family.stages_per_rank not in (None, stages):
+            own = replace(own, stages_per_rank=None)
+        if len(sources) > 1 and family.smallest_group is None:
+            own_groups = [None]
+        for m, group in product(counts, own_groups):
+            yield schedule_from(source, replace(own, microbatches=m, group=group))
+
+
+def costs_from(source: str | None, memory: MemorySize | None = None) -> Costs:
+    """Costs from a file or a preset, unit costs by default; bytes can limit only costs in bytes."""
+    try:
+        costs = read_costs(source)
+    except FormatError as error:
+        raise typer.BadParameter(str(error)) from None
+    if memory is not None and memory.unit and not costs.units.bytes:
+        given = "without --costs" if source is None else f"in {printable(source)}"
+        raise typer.BadParameter(
+            f"--memory has the unit {memory.unit}, but memory is counted in activations {given}: give --memory "
+            "as a number of activations, or costs in bytes"
+        )
+    return costs

@@ -7,14 +7,13 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from penstock.cli.estimate_options import complete_model
+from penstock.cli.estimate import complete_model
 from penstock.cli.options import parse_stages, quantile_from
 from penstock.cli.plan_job import JobArguments, is_job, job_request
 from penstock.cli.plan_job_report import render_frontier, report_job
 from penstock.cli.plan_options import PlanArguments, PlanOutput
 from penstock.cli.plan_report import plan_record, print_plan
-from penstock.cli.progress import search_progress
-from penstock.cli.rendering import require_folder, require_suffix, say_written
+from penstock.cli.rendering import require_folder, require_suffix, say_written, search_progress
 from penstock.errors import FormatError
 from penstock.formats import write_bytes
 from penstock.planning import Model, read_model

@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from penstock.cli.estimate_options import Precision, Recomputation, config_from, device_from
+from penstock.cli.estimate import Precision, Recomputation, config_from, device_from
 from penstock.cli.options import Objective, quantile_from
 from penstock.cli.plan_options import PlanArguments, names_in
 from penstock.cost.estimate import devices, is_config

@@ -13,8 +13,7 @@ from rich.console import Console
 from penstock.arguments import plural
 from penstock.cli.plan_options import PlanOutput
 from penstock.cli.plan_report import print_explanation
-from penstock.cli.progress import job_progress
-from penstock.cli.rendering import print_table, say_written
+from penstock.cli.rendering import job_progress, print_table, say_written
 from penstock.cost.units import bytes_text, seconds_text
 from penstock.formats import write_bytes
 from penstock.planning.explanation import Explanation

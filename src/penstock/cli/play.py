@@ -6,6 +6,9 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from penstock.arguments import install_command
+from penstock.errors import MissingExtraError
+
 Host: TypeAlias = Annotated[str, typer.Option("--host", help="Address to listen on; loopback unless given.")]
 Port: TypeAlias = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")]
 Origins: TypeAlias = Annotated[
@@ -35,7 +38,12 @@ def play(
       penstock play --port 8000 --no-open
       penstock play --host 0.0.0.0 --port 8000 --read-only --no-open --origin https://schedules.example.com
     """
-    from penstock.web.serve import serve  # noqa: PLC0415 -- other commands start without a server
+    try:
+        from penstock.web.server import serve  # noqa: PLC0415 -- an extra
+    except ImportError:
+        raise MissingExtraError(
+            "the playground needs starlette and uvicorn, which are not installed: " + install_command("serve")
+        ) from None
 
     serve(
         host,

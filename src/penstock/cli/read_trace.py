@@ -14,13 +14,18 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.arguments import plural
-from penstock.cli.inputs import graph_from
-from penstock.cli.options import AsJson, GraphOption
-from penstock.cli.progress import file_progress, search_progress
-from penstock.cli.rendering import TIMELINE_FORMATS, print_table, render, require_suffix, say_written
+from penstock.cli.options import AsJson, GraphOption, graph_from
+from penstock.cli.rendering import (
+    empty_table,
+    file_progress,
+    print_table,
+    require_suffix,
+    say_written,
+    search_progress,
+)
 from penstock.formats import dumps, write_bytes
-from penstock.records import idle_by_reason, order_of, run_record
 from penstock.search import SearchResult
+from penstock.service import TIMELINE_FORMATS, idle_by_reason, order_of, render, run_record
 from penstock.simulation.calibration import errors_by_kind
 from penstock.simulation.gaps import gaps
 from penstock.simulation.timeline import Timeline
@@ -32,7 +37,6 @@ from penstock.traces.trace_files import open_chunks, size_of
 from penstock.view.terminal import terminal
 
 # The report of `penstock read-trace`: what was run, what it took, why ranks were idle, what could be saved.
-
 
 _LONGEST_GAPS = 3
 
@@ -109,9 +113,7 @@ def _search_text(run: MeasuredRun, found: SearchResult | None) -> str:
 
 def _predictions(run: MeasuredRun) -> Table:
     """Mean time of each kind of action and of the step, predicted and measured."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("kind", "predicted ms", "measured ms", "error"):
-        table.add_column(name, justify="left" if name == "kind" else "right")
+    table = empty_table("kind", "predicted ms", "measured ms", "error", left=1)
     for row in errors_by_kind(run.predicted, run.alike):
         times = (_ms(seconds) for seconds in (row.predicted, row.measured))
         table.add_row(row.kind, *times, f"{row.error:+.1%}")
@@ -122,9 +124,7 @@ def _stages(run: MeasuredRun) -> Table:
     """The derived costs of each stage, in ms."""
     costs, count = run.costs, run.schedule.num_stages
     edges = costs.per_edge("latency", len(run.schedule.graph.edges))
-    table = Table(box=None, pad_edge=False)
-    for name in ("stage", "F ms", "I ms", "W ms", "B ms", "message to the next, ms"):
-        table.add_column(name, justify="right")
+    table = empty_table("stage", "F ms", "I ms", "W ms", "B ms", "message to the next, ms")
     columns = [
         costs.per_stage("forward", count),
         costs.per_stage("backward_input", count),
@@ -191,9 +191,7 @@ def _print(timers: MegatronTimers) -> None:
     sizes = f"p={schedule.num_ranks}, v={schedule.num_stages // schedule.num_ranks}, m={schedule.microbatches}"
     console.print(f"order     {schedule.name} ({sizes}), as given; timers have none", soft_wrap=True)
     console.print(f"logged    {plural(timers.steps, 'time')}; means per step\n")
-    table = Table(box=None, pad_edge=False)
-    for name in ("rank", "forward ms", "backward ms", "neither ms", "F ms", "B ms"):
-        table.add_column(name, justify="right")
+    table = empty_table("rank", "forward ms", "backward ms", "neither ms", "F ms", "B ms")
     count = schedule.num_stages
     costs = list(zip(timers.costs.per_stage("forward", count), timers.costs.full_backward(count)))
     for rank, own in enumerate(schedule.placement.stages_of_rank):

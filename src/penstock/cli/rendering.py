@@ -1,4 +1,4 @@
-"""What commands write: timelines in every format, tables, JSON, and checks of the files before the work."""
+"""What commands write: timelines, tables, JSON, progress; and checks of the files before the work."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
+from math import isfinite
 from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.measure import Measurement
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cost.units import Units, seconds_text
 from penstock.formats.files import open_stream
-from penstock.simulation.timeline import Timeline
+from penstock.search import Progress as SearchProgress
+
+# What commands write: timelines in every format, tables, JSON, and checks of the files before the work.
+
 
 # Checks of the files and directories that a command writes: before its work, not after it.
 
@@ -66,20 +73,8 @@ def write_json(record: Mapping[str, object], wrote: Callable[[int], None] = lamb
     sys.stdout.write("\n}\n")
 
 
-# Renders timelines in the formats that have a time axis; a view is imported only when it is used.
-
-
-TIMELINE_FORMATS = {"svg": "svg", "png": "png", "html": "html", "trace": "perfetto"}
-"""The module of `penstock.view` for each format; its function has the format's name."""
 _WIDEST = 1000
 """Columns of a table, at most."""
-
-
-def render(name: str, timelines: list[Timeline]) -> bytes:
-    """The timelines in one of these formats."""
-    view = getattr(import_module(f"penstock.view.{TIMELINE_FORMATS[name]}"), name)
-    content: str | bytes = view(timelines)
-    return content.encode() if isinstance(content, str) else content
 
 
 def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") -> str:
@@ -93,6 +88,14 @@ def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") ->
     if suffix == ".png":  # before the work, not after it
         import_module("penstock.view.png").require_pillow()
     return suffix[1:]
+
+
+def empty_table(*columns: str, left: int = 0, no_wrap: bool = False) -> Table:
+    """Return a table with these columns: the first `left` are text, the others numbers."""
+    table = Table(box=None, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < left else "right", no_wrap=no_wrap)
+    return table
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
@@ -115,3 +118,67 @@ def say_written(*paths: Path, as_json: bool = False, more: str = "") -> None:
     """Say which files were written, if any; on stderr if stdout has JSON."""
     if paths:
         typer.echo(f"wrote {', '.join(map(str, paths))}{more}", err=as_json)
+
+
+# Progress on stderr while a command runs; nothing is shown when stderr is not a terminal.
+
+
+@contextmanager
+def search_progress(units: Units) -> Iterator[Callable[[SearchProgress], None]]:
+    """A bar with the best value so far, the bound and the gap; yields the function that updates it."""
+    with phase_progress() as show:
+        yield lambda now: show(
+            f"{now.phase}: best {units.time(now.best)}, bound {units.time(now.bound)}, gap {now.gap:.2%}",
+            now.fraction,
+        )
+
+
+@contextmanager
+def phase_progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar with the phase; yields the function that updates it."""
+    stderr = Console(stderr=True)
+    columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
+    with Progress(
+        *columns,
+        console=stderr,
+        transient=True,
+        redirect_stdout=False,  # what is printed meanwhile, such as JSON in a pipe, must not go to the terminal
+        redirect_stderr=False,
+        disable=not stderr.is_terminal,
+    ) as bar:
+        task = bar.add_task("starting", total=1.0)
+
+        def update(phase: str, fraction: float) -> None:
+            bar.update(task, completed=fraction, description=phase)
+
+        yield update
+
+
+@contextmanager
+def file_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of the bytes that were read; yields the function that is called with how many more."""
+    stderr = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), DownloadColumn())
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count: bar.update(task, advance=count)
+
+
+@contextmanager
+def job_progress() -> Iterator[Callable[[str, float, float], None]]:
+    """A bar with the phase and the best step time so far; yields the function that updates it."""
+    with phase_progress() as show:
+        yield lambda phase, fraction, best: show(
+            f"{phase}: best {seconds_text(best)}" if isfinite(best) else phase, fraction
+        )
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """A spinner with a text."""
+    stderr = Console(stderr=True)
+    if stderr.is_terminal:
+        with stderr.status(text):
+            yield
+    else:
+        yield

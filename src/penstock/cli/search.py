@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 from penstock.arguments import install_command
-from penstock.cli.inputs import costs_from, graph_from
 from penstock.cli.options import (
     AsJson,
     CostsSource,
@@ -21,17 +20,18 @@ from penstock.cli.options import (
     ObjectiveOption,
     Quantile,
     Seed,
+    costs_from,
+    graph_from,
     parse_stages,
     quantile_from,
 )
-from penstock.cli.progress import search_progress
-from penstock.cli.rendering import print_table, require_writable, say_written, write_json
+from penstock.cli.rendering import print_table, require_writable, say_written, search_progress, write_json
 from penstock.errors import FormatError, PlacementError
 from penstock.formats import format_of, write
 from penstock.ir.placement import Placement
-from penstock.records import search_record
 from penstock.search import SearchResult
 from penstock.search import search as run_search
+from penstock.service import search_record
 from penstock.view.tables import family_table, result_lines
 from penstock.view.terminal import terminal
 

@@ -1,30 +1,62 @@
-"""`penstock simulate`: makespan, bubbles and their causes, and peak memory of a schedule at given costs."""
+"""`penstock simulate`, `compare` and `trace`: times, bubbles and memory of schedules at given costs."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from penstock.cli.inputs import GraphSizes, Lowering, costs_from, for_send_model, schedule_from
-from penstock.cli.options import AsJson, JitterShare, ScheduleSource, SendModelOption
-from penstock.cli.progress import phase_progress
-from penstock.cli.rendering import print_table, write_json
+from penstock.arguments import plural
+from penstock.cli.options import (
+    AsJson,
+    CostsSource,
+    FamilyStages,
+    GraphOption,
+    GraphSizes,
+    JitterShare,
+    Lowering,
+    Ranks,
+    ScheduleSource,
+    SendModelOption,
+    complete_family,
+    costs_from,
+    schedule_from,
+    schedules_from,
+)
+from penstock.cli.rendering import (
+    empty_table,
+    phase_progress,
+    print_table,
+    require_suffix,
+    say_written,
+    write_json,
+)
 from penstock.cost.costs import Costs
-from penstock.records import QUANTILES, collectives_of, simulation_record
+from penstock.families import families
+from penstock.formats import write_bytes
+from penstock.ir.schedule import Schedule
+from penstock.service import add_messages, collectives_of, jitter_quantiles, render, simulation_record
+from penstock.simulation.comparison import comparison_of, rank_costs
 from penstock.simulation.gaps import REASONS, Gaps, gaps
-from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.simulator import simulate as run_simulation
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel
 from penstock.view.kinds import stage_unit_text
+from penstock.view.tables import comparison_notes, comparison_table
 from penstock.view.terminal import terminal
+
+# `penstock simulate`: makespan, bubbles and their causes, and peak memory of a schedule at given costs.
+
 
 _LONGEST_GAPS = 5
 _SHOWN_EVERY = 10_000  # lines between two updates of the progress bar
@@ -56,15 +88,14 @@ def simulate(
     messages: Any = {"send_model": send_model, "blocking_receives": blocking_receives}
     with phase_progress() as show:
         show("building", 0.0)
-        simulated = for_send_model(schedule_from(schedule, sizes, lowering, send_model), **messages)
+        simulated = add_messages(schedule_from(schedule, sizes, lowering, send_model), **messages)
         known = costs_from(lowering.costs)
         show("simulating", 0.2)
         timeline = run_simulation(simulated, known, **messages, with_period=True)
         quantiles = None
         if jitter is not None:
             show("simulating with jitter", 0.5)
-            runs = simulate_with_jitter(simulated, known, jitter=jitter, **messages)
-            quantiles = {f"p{q}": runs.quantile(q / 100) for q in QUANTILES}
+            quantiles = jitter_quantiles(simulated, known, jitter, **messages)
         show("finding the causes of idle time", 0.6)
         idle = gaps(timeline)
         if as_json and not sys.stdout.isatty():  # on a terminal, the bar would be written into the output
@@ -122,12 +153,128 @@ def _table(timeline: Timeline, idle: Gaps) -> Table:
     named, first = np.unique(idle.reason, return_index=True)
     causes = [REASONS[number] for number in named[np.argsort(first)].tolist()]
     scale = units.time_scale(timeline.makespan)
-    table = Table(box=None, pad_edge=False)
     exposed = ["exposed all-to-all"] if any(timeline.exposed_all_to_all) else []
-    for name in ("rank", units.column("busy", timeline.makespan), *exposed, *causes, "peak memory"):
-        table.add_column(name, justify="right")
+    busy_name = units.column("busy", timeline.makespan)
+    table = empty_table("rank", busy_name, *exposed, *causes, "peak memory")
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory)):
         by_cause = (scale.number(waits[rank, REASONS.index(cause)]) for cause in causes)
         alone = [scale.number(timeline.exposed_all_to_all[rank])] * len(exposed)
         table.add_row(str(rank), scale.number(busy), *alone, *by_cause, units.memory(peak))
     return table
+
+
+# `penstock compare`: several schedules and microbatch counts under one cost model.
+
+
+ScheduleSources: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="NAME|FILE...",
+        help="Families or files; by default all families.",
+        autocompletion=complete_family,
+    ),
+]
+MicrobatchCounts: TypeAlias = Annotated[
+    list[int] | None,
+    typer.Option("--microbatches", "-m", help="Number of microbatches; may be repeated."),
+]
+Groups: TypeAlias = Annotated[
+    list[int] | None,
+    typer.Option("--group", help="Group of interleaved families, see show; may be repeated."),
+]
+PictureFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Draw all on one time axis: .svg, .png or .html."),
+]
+
+
+def compare(
+    schedules: ScheduleSources = None,
+    *,
+    ranks: Ranks = None,
+    microbatches: MicrobatchCounts = None,
+    stages_per_rank: FamilyStages = None,
+    group: Groups = None,
+    graph: GraphOption = None,
+    costs: CostsSource = None,
+    send_model: SendModelOption = SendModel.BUFFERED,
+    output: PictureFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Without --costs, all rows do the same work per microbatch: with v stages per rank, a stage costs 1/v of
+    the unit costs. Given costs are per stage, so more stages per rank are more work, and the table says so.
+
+    Examples:
+      penstock compare 1f1b zb-h1 zb-h2 -p 8 -m 24 --costs zb-h4096-p8-m24
+      penstock compare -p 4 -m 8 -m 16 -m 32
+      penstock compare 1f1b zb-h1 -p 4 -m 8 -o both.html
+      penstock compare interleaved-1f1b -p 4 -m 16 --group 4 --group 8 --group 16
+      penstock compare mine.csv other.csv --json
+    """
+    picture = None if output is None else require_suffix(output, (".svg", ".png", ".html"))
+    names = schedules or [
+        name
+        for name, family in families().items()
+        if name != "forward-only" and (graph is None or family.graph_builder is not None)
+    ]
+    if not schedules and (ranks is None or not microbatches):
+        example = "penstock compare --ranks 4 --microbatches 8"
+        raise typer.BadParameter(f"give --ranks and --microbatches to compare all families, e.g. {example}")
+    sizes = GraphSizes(ranks, None, stages_per_rank, graph=graph)
+    compared = list(schedules_from(names, sizes, microbatches or [], group or []))
+    timelines = _simulate_all(compared, None if costs is None else costs_from(costs), send_model)
+    if output is not None and picture is not None:
+        write_bytes(render(picture, timelines), output)
+    rows = [comparison_of(timeline) for timeline in timelines]
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        print_table(comparison_table(rows))
+        typer.echo("\n".join(["", *comparison_notes(rows, unit_costs=costs is None)]))
+    if output is not None:
+        say_written(output, as_json=as_json)
+
+
+def _simulate_all(schedules: list[Schedule], costs: Costs | None, send_model: SendModel) -> list[Timeline]:
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        tracked = bar.track(schedules, description="simulating")
+        return [
+            run_simulation(
+                add_messages(schedule, send_model),
+                rank_costs(schedule) if costs is None else costs,
+                send_model=send_model,
+                with_period=True,
+            )
+            for schedule in tracked
+        ]
+
+
+# `penstock trace`: write a simulated timeline for Perfetto or chrome://tracing.
+
+
+TraceFile: TypeAlias = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", help="Output file, .json.")
+]
+
+
+def trace(
+    schedule: ScheduleSource,
+    *,
+    sizes: GraphSizes,
+    lowering: Lowering,
+    send_model: SendModelOption = SendModel.BUFFERED,
+    output: TraceFile = Path("trace.json"),
+) -> None:
+    """
+    Examples:
+      penstock trace zbv -p 4 -m 8 -o zbv.trace.json
+      penstock trace mine.csv --costs costs.toml --lowered
+    """
+    require_suffix(output, (".json",))
+    chosen = schedule_from(schedule, sizes, lowering, send_model)
+    costs = costs_from(lowering.costs)
+    timeline = run_simulation(add_messages(chosen, send_model), costs, send_model=send_model)
+    write_bytes(render("trace", [timeline]), output)
+    steps, on = plural(chosen.num_steps, "step"), plural(chosen.num_ranks, "rank")
+    say_written(output, more=f": {steps} on {on}; open it at ui.perfetto.dev")

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.inputs import GraphSizes, schedules_from
-from penstock.cli.options import AsJson, complete_family
+from penstock.cli.options import AsJson, GraphSizes, complete_family, schedules_from
 from penstock.cli.rendering import print_table
 from penstock.families import families
 from penstock.ir.schedule import Schedule

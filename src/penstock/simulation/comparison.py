@@ -36,7 +36,7 @@ class Comparison:
     peak_memory: float
     sent: float
     bound: float
-    binding: str
+    bound_name: str
     gap: float
     """(makespan - bound) / bound: 0.02 is at most 2 % above the best possible."""
     time_unit: str = "seconds"

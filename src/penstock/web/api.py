@@ -8,12 +8,9 @@ from typing import Any
 from penstock.cost.presets import presets
 from penstock.families import families
 from penstock.validation import SendModel
-from penstock.web.answers import compare, robustness, units
+from penstock.web.answers import compare, export, measured, pareto, robustness, units
 from penstock.web.edit import edit, stamp
-from penstock.web.exports import export
-from penstock.web.frontier import pareto
 from penstock.web.lessons import judge, lesson_catalogue
-from penstock.web.measured import measured
 
 REQUESTS: dict[str, Callable[[object], dict[str, Any]]] = {
     "compare": compare,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,13 +13,11 @@ from typing import Any
 from penstock.cost.costs import Costs
 from penstock.cost.units import Units
 from penstock.errors import FormatError
-from penstock.records import search_record
 from penstock.search import Progress
 from penstock.search import search as run_search
+from penstock.service import costs_of_model, search_record
 from penstock.view.html import page_data
-from penstock.web.answers import row_of
-from penstock.web.replies import send_reply
-from penstock.web.request import SOURCE, costs_of_model, expect, parse_costs, parse_weights
+from penstock.web.answers import REQUEST, expect, parse_costs, parse_weights, row_of
 
 _MAX_SECONDS = 120.0
 _MAX_WORK = 4096
@@ -43,12 +42,14 @@ _KEYS: dict[str, tuple[type, ...]] = {
 }
 
 
-def live_search(document: object, connection: Connection | None = None) -> dict[str, Any]:
+def live_search(
+    document: object, connection: Connection | None = None, report: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
     """The result of `penstock.search`, its timeline to draw, and its certificate in words."""
     given = expect(document, _KEYS, ["ranks", "microbatches"])
     seconds, stages = float(given.get("seconds") or 10.0), given.get("stages_per_rank") or 1
     _check_limits(seconds, given["ranks"] * stages * given["microbatches"])
-    with _Interrupts(connection) as on_progress:
+    with _Interrupts(connection, report) as on_progress:
         result = run_search(
             ranks=given["ranks"],
             microbatches=given["microbatches"],
@@ -85,7 +86,7 @@ def _check_limits(seconds: float, work: int) -> None:
             f"stages times microbatches: at most {_MAX_WORK} in a search on this page (given {work})"
         )
     if problems:
-        raise FormatError(SOURCE, problems)
+        raise FormatError(REQUEST, problems)
 
 
 def _costs(given: dict[str, Any], ranks: int, stages: int) -> Costs:
@@ -99,7 +100,7 @@ def certificate(record: dict[str, Any]) -> str:
     """What the search proved, in a sentence."""
     units = Units(record["time_unit"] == "seconds")
     bound = f"no schedule of this work has a {record['objective']} below {units.time(record['bound'])}"
-    bound += f" ({record['because']})"
+    bound += f" ({record['bound_reason']})"
     if record["proved"]:
         return f"Proved optimal: {bound}, and this one takes exactly that."
     gap = "unknown" if record["gap"] is None else f"at most {record['gap']:.2%}"
@@ -112,8 +113,8 @@ class _Interrupts:
     The interrupt waits for the first report of progress: before it, the search has no order to end with.
     """
 
-    def __init__(self, connection: Connection | None) -> None:
-        self.connection = connection
+    def __init__(self, connection: Connection | None, report: Callable[[str], None]) -> None:
+        self.connection, self.report = connection, report
         self.reported, self.ended = threading.Event(), threading.Event()
 
     def __enter__(self) -> Any:  # noqa: ANN401 -- a callback
@@ -136,7 +137,6 @@ class _Interrupts:
                 return
 
     def _send(self, now: Progress) -> None:
-        assert self.connection is not None
         record = {
             "phase": now.phase,
             "best": now.best,
@@ -145,7 +145,7 @@ class _Interrupts:
             "fraction": now.fraction,
         }
         finite = {key: value for key, value in record.items() if value not in (float("inf"), float("-inf"))}
-        send_reply(self.connection, "progress", json.dumps(finite))
+        self.report(json.dumps(finite))
         self.reported.set()
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@ A worker would load the compiler in the middle of its first large answer.
 from __future__ import annotations
 
 import penstock.search.driver
-import penstock.web.worker  # noqa: F401 -- loads all requests
+import penstock.web.workers  # noqa: F401 -- loads all requests
 from penstock.loops import Loop
 from penstock.web.answers import compare
 

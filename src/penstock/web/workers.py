@@ -15,18 +15,176 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.processes import usable_cores
-from penstock.web.limits import LIMITS, Limit
-from penstock.web.replies import STOPPED_EARLY, Reply
-from penstock.web.warm_up import WarmUp
-from penstock.web.worker import serve_requests
+from penstock.errors import PenstockError
+from penstock.processes import end_with_parent, usable_cores
+from penstock.web.answers import pareto
+from penstock.web.api import REQUESTS
+from penstock.web.live_search import live_search
+
+# Replies of a worker on its pipe: the kind, a line feed, and the text as it is: JSON is encoded once.
+
+STOPPED_EARLY = "stopped before a schedule was found"
+"""The error of a search that the user stops too early."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A part of the answer of a worker: JSON text, or an error of the request."""
+
+    kind: str
+    """`result`, `progress`, `error` (of the user), `memory`, `failure` (ours)."""
+    text: str
+
+    @classmethod
+    def of_bytes(cls, sent: bytes) -> Reply:
+        """What `send_reply` sent."""
+        kind, _, text = sent.decode().partition("\n")
+        return cls(kind, text)
+
+
+def send_reply(connection: Connection, kind: str, text: str) -> None:
+    """Send a reply from the worker to the server."""
+    connection.send_bytes(f"{kind}\n{text}".encode())
+
+
+# A worker process: takes requests from a pipe, computes them within a memory limit, answers with JSON.
+
+
+class Limit(NamedTuple):
+    """Of one kind of request."""
+
+    seconds: float = 15.0
+    body: int = 8 * 1024 * 1024
+    """Bytes."""
+    memory: int = 3 * 1024**3
+    """Bytes of writable memory that the worker may add to what it has when the request begins."""
+
+
+LIMITS = {
+    "compare": Limit(),
+    "edit": Limit(10.0),
+    "robustness": Limit(30.0),
+    "pareto": Limit(30.0),
+    "export": Limit(30.0),
+    "search": Limit(150.0, memory=6 * 1024**3),
+    "trace": Limit(60.0, body=64 * 1024 * 1024),
+}
+"""By the name of the request."""
+
+
+def serve_requests(connection: Connection) -> None:
+    """Answer until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the server ends this process
+    threading.Thread(target=end_with_parent, args=(0,), daemon=True).start()
+    while True:
+        try:
+            name, document = json.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if name == "stop":  # of a search that had ended already
+            continue
+        send_reply(connection, *_reply_to(connection, name, document))
+
+
+def _reply_to(connection: Connection, name: str, document: object) -> tuple[str, str]:
+    limit = LIMITS.get(name, Limit())
+    try:
+        limit_memory(limit.memory)
+        if name == "search":
+            result: Any = live_search(
+                document, connection, lambda text: send_reply(connection, "progress", text)
+            )
+        elif name == "pareto":
+            result = pareto(document, lambda found: send_reply(connection, "progress", _dumps(found)))
+        else:
+            result = REQUESTS[name](document)
+        return "result", _dumps(result)
+    except PenstockError as error:
+        return "error", str(error)
+    except KeyboardInterrupt:  # the user's stop
+        return "error", STOPPED_EARLY
+    except (MemoryError, RecursionError):
+        return "memory", ""
+    except Exception:  # noqa: BLE001 -- the server answers, and prints it
+        return "failure", traceback.format_exc()
+
+
+def _dumps(record: object) -> str:
+    return json.dumps(record, separators=(",", ":"), allow_nan=False)
+
+
+def limit_memory(more: int) -> None:
+    """Let this process use so many bytes of writable memory in addition to what it has.
+
+    Address space is not limited: threads, of which a search has one for each core, and libraries reserve much
+    more of it than they use.
+    """
+    if sys.platform != "linux":
+        return
+    import resource  # noqa: PLC0415 -- not on every platform
+
+    with suppress(ValueError, OSError):
+        pages = int(open("/proc/self/statm").read().split()[5])  # noqa: SIM115, PTH123 -- one line of the kernel
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + more
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+# The warm-up of the playground: machine code of the search is compiled once, beside the workers.
+#
+#     server starts --> warm-up process compiles, or finds the code in the cache on disk --> it ends
+#                       a search that begins meanwhile waits; all other requests do not
+#
+# Workers then load the code from the cache, in a fraction of a second. Without this, the first search after an
+# installation would compile in its worker, within its time limit.
+
+
+def compile_search() -> None:
+    """Compile what searches run, or find it in the cache; the target of the warm-up process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the server ends this process
+    threading.Thread(target=end_with_parent, args=(0,), daemon=True).start()
+    from penstock.search.driver import compile_kernels  # noqa: PLC0415 -- loads the compiler
+
+    compile_kernels()
+
+
+class WarmUp:
+    """The warm-up process, and those who wait for its end."""
+
+    def __init__(self, context: Any) -> None:  # noqa: ANN401 -- a context of multiprocessing
+        self._process: BaseProcess = context.Process(target=compile_search, daemon=True)
+        self._process.start()
+        self._ended = asyncio.ensure_future(asyncio.to_thread(self._process.join))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended; if it failed, searches compile in their workers."""
+        return self._ended.done()
+
+    async def wait(self, stop: asyncio.Event | None, seconds: float | None = None) -> None:
+        """Return when the process has ended, `stop` is set, or after so many seconds."""
+        stopping = None if stop is None else asyncio.ensure_future(stop.wait())
+        try:
+            waited = [task for task in (self._ended, stopping) if task is not None]
+            await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if stopping is not None:
+                stopping.cancel()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+
 
 _EXIT_SECONDS = 5.0
 """How long the exit code of a worker that ended is waited for."""

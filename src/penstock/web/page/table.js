@@ -21,7 +21,7 @@ export function showTable(rows, { jitter = false, actions = () => [] } = {}) {
     const over = key === "peak_memory" && !each.row.fits;
     const proved = key === "gap" && value === 0;
     return h("td", { class: [good.length > 1 && value === best[key] ? "best" : "", over ? "over" : ""].join(" ").trim() },
-      proved ? h("span", { class: "proved", title: `No order of the same steps is faster: ${each.row.because}` }, "0 %, proved") : show(value),
+      proved ? h("span", { class: "proved", title: `No order of the same steps is faster: ${each.row.bound_reason}` }, "0 %, proved") : show(value),
       change && h("small", { class: change.startsWith("+") ? "worse" : "better" }, change),
       over && h("small", { class: "worse" }, "over the limit"));
   };
@@ -31,7 +31,7 @@ export function showTable(rows, { jitter = false, actions = () => [] } = {}) {
   const body = rows.map((each) => {
     const name = h("th", { scope: "row" }, each.name, each.row && h("small", {}, `p=${each.row.ranks} v=${short(each.row.stages / each.row.ranks)} m=${each.row.microbatches}`));
     if (!each.row) return h("tr", { class: "failed" }, name, h("td", { colSpan: COLUMNS.length + (jitter ? 1 : 0) }, each.error), h("td", {}, actions(each)));
-    return h("tr", { title: `bound ${time(each.row.bound)}: ${each.row.because}` }, name, COLUMNS.map((column) => cell(each, column)),
+    return h("tr", { title: `bound ${time(each.row.bound)}: ${each.row.bound_reason}` }, name, COLUMNS.map((column) => cell(each, column)),
       jitter && h("td", {}, each.quantiles ? time(each.quantiles.p95) : "…"), h("td", { class: "actions" }, actions(each)));
   });
   $("table").replaceChildren(h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Comparison of the schedules" }, h("table", {}, h("thead", {}, head), h("tbody", {}, body))));

@@ -1,4 +1,4 @@
-// Take it away: files of a schedule, and the lines that make the same elsewhere.
+// Downloads, and snippets that reproduce the page.
 
 import { $, h } from "./dom.js";
 import { Refused, ask } from "./api.js";

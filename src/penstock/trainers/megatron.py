@@ -8,9 +8,9 @@ Interleaved 1F1B has stages in a loop, equally many on each rank, in groups of `
 from __future__ import annotations
 
 from penstock.arguments import plural
-from penstock.integrations.export import Export, check_layout, check_schedule, raise_problems
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import PipelineLayout
+from penstock.trainers.export import Export, check_layout, check_schedule, raise_problems
 
 _FAMILIES = ("1f1b", "interleaved-1f1b", "interleaved-overlap")
 

@@ -1,29 +1,109 @@
-"""The web server: the page, its scripts, and a route for every request of the API."""
+"""The web server: who may ask, the page and a route for every request, and the start of it all."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import webbrowser
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
+from urllib.parse import urlsplit
 
+import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock import __version__
+from penstock.arguments import printable
+from penstock.errors import PenstockError
 from penstock.view.html import drawing_script, style_sheet
-from penstock.web.access import Access, AccessMiddleware
 from penstock.web.api import REQUESTS, catalogue
-from penstock.web.limits import LIMITS, Limit
-from penstock.web.replies import Reply
-from penstock.web.workers import Busy, TooLong, WorkerPool
+from penstock.web.workers import LIMITS, Busy, Limit, Reply, TooLong, WorkerPool
+
+# Access: requests for another host or from another site are refused, and the page loads nothing else.
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+@dataclass(frozen=True)
+class Access:
+    """The hosts that requests may name, and the origins they may come from.
+
+    Bound to loopback, a request must name loopback: a page of another site whose name is made to resolve to
+    127.0.0.1 names its own host. Bound to another address, any host is accepted, but an `Origin` must be the
+    same host, or one of `origins`, the public addresses of a proxy.
+    """
+
+    loopback: bool = True
+    origins: frozenset[str] = field(default_factory=frozenset)
+
+    def problem(self, headers: Headers) -> str | None:
+        """Why a request is refused."""
+        host = headers.get("host", "")
+        name = urlsplit(f"//{host}").hostname or ""
+        public = {urlsplit(origin).netloc for origin in self.origins}
+        if self.loopback and name not in LOOPBACK and host not in public:
+            return f"this server is for {', '.join(sorted(LOOPBACK))} (asked for {host})"
+        origin = headers.get("origin")
+        if origin is not None and origin not in self.origins and urlsplit(origin).netloc != host:
+            return "requests from other sites are refused"
+        if (
+            headers.get("sec-fetch-site") in ("cross-site", "same-site")
+            and headers.get("sec-fetch-mode") != "navigate"
+        ):
+            return "requests from other sites are refused"
+        return None
+
+
+class AccessMiddleware:
+    """Refuses what `Access` refuses, and adds the headers to every answer."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        problem = self.access.problem(Headers(scope=scope))
+        if problem is None:
+            await self.app(scope, receive, send_with_headers)
+            return
+        body = json.dumps({"error": problem}).encode()
+        headers = [(b"content-type", b"application/json")]
+        await send_with_headers({"type": "http.response.start", "status": 403, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+# The web server: the page, its scripts, and a route for every request of the API.
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _STATUS = {"result": 200, "error": 422, "memory": 413, "failure": 500}
@@ -58,7 +138,8 @@ def create_app(
         Route("/api/search", _search(workers, read_only=read_only), methods=["POST"]),
     ]
     middleware = [Middleware(AccessMiddleware, access=access or Access())]
-    return Starlette(routes=routes, lifespan=lifespan, middleware=middleware)
+    handlers: dict[Any, Any] = {_Refused: _refusal}
+    return Starlette(routes=routes, lifespan=lifespan, middleware=middleware, exception_handlers=handlers)
 
 
 # --- files -----------------------------------------------------------------------------------------
@@ -105,6 +186,10 @@ class _Refused(Exception):  # noqa: N818 -- an answer
         self.response = _error(status, message)
 
 
+async def _refusal(_: Request, refused: _Refused) -> Response:
+    return refused.response
+
+
 async def _document(request: Request, limit: Limit, *, read_only: bool = False) -> Any:  # noqa: ANN401 -- JSON
     """The body as JSON, if it is not too large, and with `read_only` only if it has no files."""
     if request.headers.get("content-type", "").split(";")[0] != "application/json":
@@ -141,10 +226,7 @@ def _endpoint(name: str, pool: WorkerPool, *, read_only: bool) -> Callable[[Requ
     limit = LIMITS.get(name, Limit())
 
     async def serve(request: Request) -> Response:
-        try:
-            document = await _document(request, limit, read_only=read_only)
-        except _Refused as refused:
-            return refused.response
+        document = await _document(request, limit, read_only=read_only)
         answering = asyncio.ensure_future(pool.ask(name, document))
         leaving = asyncio.ensure_future(_until_disconnected(request))
         try:
@@ -192,10 +274,7 @@ def _pareto(pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitab
     """A stream of lines of JSON: the points so far, and at the end all of them."""
 
     async def serve(request: Request) -> Response:
-        try:
-            document = await _document(request, LIMITS["pareto"], read_only=read_only)
-        except _Refused as refused:
-            return refused.response
+        document = await _document(request, LIMITS["pareto"], read_only=read_only)
         return _streamed(_lines(pool, "pareto", document))
 
     return serve
@@ -212,10 +291,7 @@ def _search(pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitab
     async def serve(request: Request) -> Response:
         if read_only:
             return _error(403, "this playground is read-only: it runs no searches")
-        try:
-            document = await _document(request, LIMITS["search"])
-        except _Refused as refused:
-            return refused.response
+        document = await _document(request, LIMITS["search"])
         if isinstance(document, dict) and set(document) == {"stop"}:
             if (stop := running.get(str(document["stop"]))) is not None:
                 stop.set()
@@ -256,3 +332,68 @@ async def _lines(
         if running is not None:
             running.pop(key, None)
         await stream.aclose()  # type: ignore[attr-defined]  # an async generator
+
+
+# Starts the server and opens the browser.
+
+
+def serve(
+    host: str,
+    port: int,
+    *,
+    origins: Sequence[str] = (),
+    read_only: bool = False,
+    browser: bool = True,
+    on_ready: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Serve the playground until Ctrl-C; `on_ready` is called with its address."""
+    public = frozenset(map(_origin, origins))
+    listening = _listen(host, port)
+    url = _url(host, listening)
+    access = Access(loopback=host in LOOPBACK, origins=public)
+    app = create_app(access, read_only=read_only)
+
+    class Server(uvicorn.Server):
+        async def startup(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 -- passed on
+            await super().startup(*arguments, **options)
+            on_ready(url)
+            if browser:
+                webbrowser.open(url)
+
+    limits: dict[str, Any] = {"timeout_graceful_shutdown": 1, "h11_max_incomplete_event_size": 65536}
+    try:
+        Server(uvicorn.Config(app, log_level="warning", **limits)).run([listening])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        listening.close()
+
+
+def _url(host: str, listening: socket.socket) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listening.getsockname()[1]}/"
+
+
+def _origin(url: str) -> str:
+    """The address of a proxy as browsers send it: scheme and host, with the port if it is not the usual one."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or parts.query:
+        raise PenstockError(
+            f"--origin is the address of a proxy, e.g. https://schedules.example.com (given {printable(url)})"
+        )
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket on this address; port 0 is any free one."""
+    listening: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except (OSError, OverflowError) as error:
+        if listening is not None:
+            listening.close()
+        raise PenstockError(f"cannot listen on --host {host} --port {port}: {error}") from None
+    return listening

@@ -1,7 +1,8 @@
-"""`penstock show`: build or read a schedule and draw it, print it, or write it to a file."""
+"""`penstock list`, `show` and `check`: families, and schedules drawn, written and validated."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from enum import Enum
@@ -13,17 +14,60 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.arguments import plural, printable
-from penstock.cli.inputs import GraphSizes, Lowering, costs_from, is_file, schedule_from
-from penstock.cli.options import ScheduleSource
-from penstock.cli.rendering import TIMELINE_FORMATS, render, require_writable, say_written
+from penstock.cli.options import (
+    SEND_MODELS,
+    AsJson,
+    GraphSizes,
+    Lowered,
+    Lowering,
+    ScheduleSource,
+    costs_from,
+    parse_send_model,
+    schedule_from,
+)
+from penstock.cli.rendering import require_writable, say_written
+from penstock.errors import FormatError
+from penstock.families import families
 from penstock.formats import dumps, write_bytes
 from penstock.ir.schedule import Schedule
-from penstock.records import order_of
+from penstock.service import TIMELINE_FORMATS, check_record, is_file, order_of, render
 from penstock.simulation.simulator import simulate
-from penstock.validation import validate
+from penstock.validation import SendModel, report, validate
 from penstock.view.grid import grid, unit_time
 from penstock.view.kinds import sizes_text, stage_unit_text
 from penstock.view.terminal import terminal
+
+# `penstock list`: the schedule families that can be built.
+
+
+def list_families(*, as_json: AsJson = False) -> None:
+    """
+    Examples:
+      penstock list
+      penstock list --json
+    """
+    known = families().values()
+    if as_json:
+        records = [
+            {
+                "name": family.name,
+                "summary": family.summary,
+                "stages_per_rank": family.stages_per_rank,
+                "aliases": list(family.aliases),
+                "group": family.smallest_group is not None,
+            }
+            for family in known
+        ]
+        typer.echo(json.dumps(records, indent=2))
+        return
+    width = max(len(family.name) for family in known)
+    typer.echo(f"{'name':<{width}}  stages per rank  description")
+    for family in known:
+        stages = "any" if family.stages_per_rank is None else str(family.stages_per_rank)
+        typer.echo(f"{family.name:<{width}}  {stages:<15}  {family.summary}")
+
+
+# `penstock show`: build or read a schedule and draw it, print it, or write it to a file.
 
 
 class Format(str, Enum):
@@ -137,3 +181,61 @@ def _grid(schedule: Schedule, costs: str | None, width: int) -> Text:
         footer = f"\n\nmakespan {plural(length, 'unit')} (F, I, W: 1, B: 2, communication: 0), {idle:.1%} idle"
         footer += f"\n{note}" if (note := stage_unit_text(schedule)) else ""
     return Text.assemble(f"{header}\n\n", grid(schedule, width), footer)
+
+
+# `penstock check`: validate the schedule in a file, or of a family, and report every error.
+
+
+StrictestSendModel: TypeAlias = Annotated[
+    SendModel,
+    typer.Option(
+        help=f"The strictest send model to check: {SEND_MODELS}.",
+        metavar="MODEL",
+        parser=parse_send_model,
+    ),
+]
+
+
+def check(
+    schedule: ScheduleSource,
+    *,
+    sizes: GraphSizes,
+    lowered: Lowered = False,
+    send_model: StrictestSendModel = SendModel.RENDEZVOUS,
+    as_json: AsJson = False,
+) -> None:
+    """Exit code 0: valid. 1: invalid, or not a schedule. 2: no such file, or wrong usage.
+
+    Examples:
+      penstock check mine.csv
+      penstock check mine.json --json
+      penstock check deferred.csv --send-model edge-streams
+      penstock check zbv -p 4 -m 8 --lowered
+    """
+    try:
+        checked = schedule_from(schedule, sizes, Lowering(lowered))
+    except FormatError as error:
+        if not as_json:
+            raise
+        answer = {"file": schedule, "valid": False, "unreadable": error.problems, "violations": []}
+        typer.echo(json.dumps(answer))
+        raise typer.Exit(1) from None
+    violations = validate(checked, send_model)
+    if as_json:
+        typer.echo(json.dumps({"file": schedule, **check_record(checked, violations)}, indent=2))
+    elif violations:
+        typer.echo(report(checked, violations))
+        typer.echo(f"\n{schedule}: {plural(len(violations), 'error')}")
+    else:
+        models = ", ".join(str(model) for model in SendModel if model <= send_model)
+        typer.echo(f"{schedule}: valid ({_sizes_of(checked)}); no deadlock under send models {models}")
+        typer.echo(f"order: {order_of(checked)}")
+    raise typer.Exit(1 if violations else 0)
+
+
+def _sizes_of(schedule: Schedule) -> str:
+    return (
+        f"{plural(schedule.num_ranks, 'rank')}, {plural(schedule.num_stages, 'stage')}, "
+        f"{plural(schedule.microbatches, 'microbatch')}, "
+        f"{plural(schedule.num_steps, 'step')}, {schedule.level}"
+    )

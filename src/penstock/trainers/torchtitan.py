@@ -1,24 +1,32 @@
-"""Export to torchtitan: the CSV of a schedule, and the settings of its `[parallelism]` and `[training]` tables.
-
-torchtitan takes the placement from the schedule's NAME, not from the CSV: a V with two stages per rank for
-ZBVZeroBubble and DualPipeV, else a loop with equally many stages on each rank. So the name is one with this
-placement, and the CSV has the order. If the order is that of the named schedule, there is no CSV. The CSV has
-F, I, W and B only: torch adds the messages and the sharding.
-"""
+"""torchtitan: the settings and the CSV of a schedule, and its `pipeline_llm` on Penstock's runtime."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from penstock.arguments import listed, plural
 from penstock.cost.estimate.model_config import ModelConfig
+from penstock.errors import MissingExtraError, PipelineError
 from penstock.formats import dumps
-from penstock.integrations.export import Export, check_layout, check_schedule, raise_problems
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import PipelineLayout
+from penstock.trainers.export import Export, check_layout, check_schedule, raise_problems
+
+if TYPE_CHECKING:
+    from penstock.pipelining.schedules import _PipelineSchedule
+
+# Export to torchtitan: the CSV of a schedule, and the settings of its `[parallelism]` and `[training]` tables.
+#
+# torchtitan takes the placement from the schedule's NAME, not from the CSV: a V with two stages per rank for
+# ZBVZeroBubble and DualPipeV, else a loop with equally many stages on each rank. So the name is one with this
+# placement, and the CSV has the order. If the order is that of the named schedule, there is no CSV. The CSV has
+# F, I, W and B only: torch adds the messages and the sharding.
 
 _NAMES = {
     "gpipe": "GPipe",
@@ -130,3 +138,71 @@ def _toml(settings: dict[str, object], layout: PipelineLayout, batch: dict[str, 
         lines.append(f"  {json.dumps(modules + ['norm', 'output'] * stage.has_head)},")
     lines += ["]", "", "[training]", *(f"{key} = {value}" for key, value in batch.items()), ""]
     return "\n".join(lines)
+
+
+# torchtitan's `pipeline_llm` on Penstock's runtime: give it to a `TrainSpec` in place of torchtitan's own.
+#
+# torchtitan splits the model and applies its other parallelisms; Penstock builds the schedule by its name, or
+# from the CSV, and runs it. A CSV may have any order with the placement that torchtitan derives from the name
+# (`penstock export torchtitan` chooses the name).
+
+
+# ruff: noqa: SLF001, ANN401 -- torch's private names; torchtitan has no types
+
+
+def pipeline_llm(
+    model: Any,
+    parallel_dims: Any,
+    job_config: Any,
+    device: Any,
+    model_args: Any,
+    parallelize_fn: Any,
+    loss_fn: Any,
+) -> tuple[_PipelineSchedule, list[Any], bool, bool]:
+    """The schedule, the model parts, and whether this rank has the first and the last stage."""
+    try:
+        from torchtitan.distributed import pipeline_parallel  # noqa: PLC0415 -- optional
+    except ImportError as error:
+        raise MissingExtraError(f"this function needs torchtitan: pip install torchtitan ({error})") from error
+    _check_overlap(parallel_dims, job_config)
+    without_csv = copy.copy(job_config)
+    without_csv.parallelism = dataclasses.replace(job_config.parallelism, pipeline_parallel_schedule_csv="")
+    built, parts, has_first, has_last = pipeline_parallel.pipeline_llm(
+        model, parallel_dims, without_csv, device, model_args, parallelize_fn, loss_fn
+    )
+    return _on_our_runtime(built, job_config.parallelism, loss_fn), parts, has_first, has_last
+
+
+def _on_our_runtime(built: Any, settings: Any, loss_fn: Any) -> _PipelineSchedule:
+    """The schedule of these settings over the stages of torch's schedule."""
+    from penstock.pipelining import schedules  # noqa: PLC0415 -- needs torch
+
+    stages = built._stages if hasattr(built, "_stages") else [built._stage]
+    csv = settings.pipeline_parallel_schedule_csv
+    kind: Any = (
+        schedules._PipelineScheduleRuntime
+        if csv
+        else schedules.get_schedule_class(settings.pipeline_parallel_schedule)
+    )
+    several = issubclass(kind, schedules.PipelineScheduleMulti)
+    schedule: _PipelineSchedule = kind(
+        stages if several else stages[0], built._n_microbatches, loss_fn=loss_fn, scale_grads=False
+    )
+    if csv:
+        schedule._load_csv(csv)  # type: ignore[attr-defined]
+    return schedule
+
+
+def _check_overlap(parallel_dims: Any, job_config: Any) -> None:
+    from penstock.pipelining import schedules  # noqa: PLC0415 -- needs torch
+
+    settings = job_config.parallelism
+    wanted = settings.pipeline_parallel_expert_parallel_overlap and parallel_dims.ep > 1
+    if (
+        wanted
+        and schedules.get_schedule_class(settings.pipeline_parallel_schedule) is schedules.ScheduleDualPipeV
+    ):
+        raise PipelineError(
+            "torchtitan's overlap of expert-parallel communication is code for torch's runtime: set "
+            "parallelism.pipeline_parallel_expert_parallel_overlap = false"
+        )

@@ -43,7 +43,7 @@ def load_torchtitan() -> Any:
 def trained(name: str, csv: str, *, ours: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of all steps, and the parameters of this rank after them."""
     titan = load_torchtitan()
-    from penstock.integrations.torchtitan import pipeline_llm  # noqa: PLC0415
+    from penstock.trainers.torchtitan import pipeline_llm  # noqa: PLC0415
 
     config = titan.JobConfig()
     config.parallelism.pipeline_parallel_degree = dist.get_world_size()

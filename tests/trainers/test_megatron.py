@@ -8,9 +8,9 @@ import pytest
 
 import penstock
 from penstock.errors import ExportError
-from penstock.integrations import export_megatron
 from penstock.planning.layout import even_layout
 from penstock.planning.layout_text import parse_layout
+from penstock.trainers import export_megatron
 
 
 def test_the_flags_of_1f1b_and_of_interleaved_1f1b_with_groups() -> None:

@@ -1,0 +1,378 @@
+"""What every front end needs: sources to schedules and costs, and results to JSON records.
+
+    family, file or text --> Schedule --prepare--> schedule that is simulated --> Timeline --> record
+
+The command line, the playground and its Python snippets call the same functions, so they get the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from penstock.arguments import did_you_mean, printable
+from penstock.cost.costs import Costs
+from penstock.cost.presets import preset, presets
+from penstock.errors import BuildError, CostsError, ScheduleError
+from penstock.families import build, find
+from penstock.formats import read
+from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.lowering import AddCommunication, Offload, Pass, Recompute, lower, parse_policy
+from penstock.recognition import Recognition, recognize
+from penstock.search import FitMemory, PlaceSharding, SearchResult
+from penstock.simulation.calibration import errors_by_kind
+from penstock.simulation.comparison import comparison_of
+from penstock.simulation.gaps import REASONS, Gaps, critical_path, gaps
+from penstock.simulation.jitter import simulate_with_jitter
+from penstock.simulation.timeline import Timeline
+from penstock.traces.measured_run import MeasuredRun
+from penstock.validation import SendModel, Violations
+
+QUANTILES = (5, 50, 95)
+"""Percentiles of the makespan under jitter."""
+TIMELINE_FORMATS = {"svg": "svg", "png": "png", "html": "html", "trace": "perfetto"}
+"""The module of `penstock.view` for each format with a time axis; its function has the format's name."""
+FIT = "fit"
+"""In place of a memory policy: what the memory limit needs."""
+_MAX_RECOGNIZED = 100_000
+"""Actions; families with a search of their own take seconds to build beyond it."""
+
+
+# --- sources ---------------------------------------------------------------------------------------
+
+
+def is_file(source: str) -> bool:
+    """Return whether a source has a suffix or a slash, or exists and is no family."""
+    if Path(source).suffix or "/" in source:
+        return True
+    try:
+        find(source)
+    except BuildError:
+        return Path(source).exists()
+    return False
+
+
+@dataclass(frozen=True)
+class Source:
+    """A schedule as a user names it: a family with its sizes, or a file, which has its own."""
+
+    name: str
+    ranks: int | None = None
+    microbatches: int | None = None
+    stages_per_rank: int | Sequence[int] | None = None
+    group: int | None = None
+    graph: StageGraph | None = None
+
+    def schedule(self) -> Schedule:
+        """Build the family, or read the file."""
+        if is_file(self.name):
+            return read(self.name)
+        return build(self.name, **self._sizes)
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "name" and value is not None}
+
+    def words(self) -> list[str]:
+        """Return the words of the source on the command line."""
+        flags = {"ranks": "-p", "microbatches": "-m", "stages_per_rank": "-v", "group": "--group"}
+        texts = {
+            key: ",".join(map(str, v)) if isinstance(v, list) else str(v) for key, v in self._sizes.items()
+        }
+        return [self.name, *(word for key, text in texts.items() for word in (flags[key], text))]
+
+    def python(self) -> str:
+        """Return the Python expression of the schedule."""
+        if is_file(self.name):
+            return f"penstock.read({self.name!r})"
+        sizes = (f"{key}={value!r}" for key, value in self._sizes.items())
+        return f"penstock.build({', '.join([repr(self.name), *sizes])})"
+
+
+def read_costs(source: str | None) -> Costs:
+    """Return the costs of a .toml or .json file, or of a preset; unit costs without a source."""
+    if source is None:
+        return Costs()
+    if Path(source).suffix.lower() in (".json", ".toml"):
+        return Costs.read(source)
+    known = presets()
+    if source in known:
+        return preset(source)
+    if files := [path for suffix in (".toml", ".json") if (path := Path(source + suffix)).exists()]:
+        raise CostsError(f"--costs: there is no preset {printable(source)}; did you mean {files[0]}?")
+    raise CostsError(
+        f"--costs is a .json or .toml file, or a preset (given {printable(source)})"
+        f"{did_you_mean(source, known)} (presets: {', '.join(known)})"
+    )
+
+
+def costs_of_model(costs: Costs, ranks: int, stages: int, weights: Sequence[float], *, divide: bool) -> Costs:
+    """Return the costs of each stage when the same model is cut into more stages.
+
+    `weights` are the relative work of equal parts of the model: stage s of n does part s * len(weights) // n.
+    With `divide`, `costs` are those of one stage per rank, and a stage gets its share of seconds and bytes.
+    Messages stay as they are: a cut has the same size wherever it is.
+    """
+    share = ranks / stages if divide else 1.0
+    part = [weights[s * len(weights) // stages] * share for s in range(stages)] if weights else [share] * stages
+    changed: dict[str, Any] = {}
+    for entry in fields(costs):
+        value = getattr(costs, entry.name)
+        if entry.metadata["per"] == "stage" and value and not isinstance(value, tuple):
+            scaled = [value * factor for factor in part]
+            changed[entry.name] = scaled[0] if len(set(scaled)) == 1 else tuple(scaled)
+    return replace(costs, **changed)
+
+
+# --- lowering --------------------------------------------------------------------------------------
+
+
+def prepare(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    recompute: str | None = None,
+    offload: str | None = None,
+    lowered: bool = False,
+    send_model: SendModel | str = SendModel.BUFFERED,
+) -> Schedule:
+    """Return the schedule as it is simulated: with memory policies, lowered, with messages.
+
+    `recompute` and `offload` are policies such as `all` or `0-2:every=2`. `lowered` adds sharding, gradient
+    reduction and messages. A send model other than buffered adds messages where the schedule has none.
+    """
+    model = SendModel.of(send_model)
+    schedule = add_memory_actions(schedule, costs or Costs(), recompute, offload, send_model=model)
+    return add_messages(lower(schedule) if lowered else schedule, model)
+
+
+def add_memory_actions(
+    schedule: Schedule,
+    costs: Costs,
+    recompute: str | None,
+    offload: str | None,
+    memory_limit: float | None = None,
+    send_model: SendModel = SendModel.BUFFERED,
+) -> Schedule:
+    """Return the schedule with these memory policies; `fit` chooses what `memory_limit` needs."""
+    makers: dict[str, Callable[..., Pass]] = {"recompute": Recompute, "offload": Offload}
+    policies = {"recompute": recompute, "offload": offload}
+    passes: list[Pass] = []
+    for name, text in policies.items():
+        if text is None or text == FIT:
+            continue
+        try:
+            passes.append(makers[name](*parse_policy(text, schedule.num_stages)))
+        except ScheduleError as error:
+            raise ScheduleError(str(error), argument=name) from None
+    if FIT in policies.values():
+        if memory_limit is None:
+            raise ScheduleError(f"the policy {FIT} needs a memory limit", argument="memory_limit")
+        passes.append(FitMemory(memory_limit, costs, recompute == FIT, offload == FIT, send_model))
+    return lower(schedule, passes) if passes else schedule
+
+
+def place_sharding(
+    schedule: Schedule, costs: Costs, memory_limit: float | None, send_model: SendModel
+) -> Schedule:
+    """Return the schedule lowered, with sharding where simulation says that it is fastest within the limit."""
+    place = PlaceSharding(costs, memory_limit, send_model)
+    return lower(schedule, [place] if schedule.table.has_communication else [AddCommunication(), place])
+
+
+def add_messages(schedule: Schedule, send_model: SendModel, *, blocking_receives: bool = False) -> Schedule:
+    """Return the schedule with SEND and RECV where the send model, or blocking receives, are about them."""
+    needed = blocking_receives or not send_model.is_buffered
+    if not needed or schedule.table.has_communication or schedule.num_ranks == 1:
+        return schedule
+    return lower(schedule, [AddCommunication()])
+
+
+# --- lines that reproduce a result -----------------------------------------------------------------
+
+
+def command_line(source: Source, costs: Costs, *, jitter: float | None = None, **options: Any) -> str:  # noqa: ANN401
+    """Return the command that simulates a source prepared with these options; costs are in costs.toml."""
+    words = ["penstock", "simulate", *source.words()]
+    for key, value in _given(options).items():
+        words += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]
+    words += ["--costs", "costs.toml"] if costs.to_keys() else []
+    words += ["--jitter", f"{jitter:g}"] if jitter else []
+    return shlex.join(words)
+
+
+def python_lines(source: Source, costs: Costs, **options: Any) -> str:  # noqa: ANN401 -- those of `prepare`
+    """Return a Python program that simulates a source prepared with these options."""
+    given = _given(options)
+    words = "".join(f", {key}={value if value is True else str(value)!r}" for key, value in given.items())
+    model = f", send_model={str(given['send_model'])!r}" if "send_model" in given else ""
+    lines = [
+        "import penstock",
+        *(["from penstock.service import prepare"] if given else []),
+        "",
+        f"schedule = {source.python()}",
+        f"costs = penstock.{costs!r}",
+        *([f"schedule = prepare(schedule, costs{words})"] if given else []),
+        f"timeline = penstock.simulate(schedule, costs{model})",
+        "print(timeline.makespan, timeline.bubble_rate, max(timeline.peak_memory))",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are not at their defaults."""
+    return {key: value for key, value in options.items() if value and value is not SendModel.BUFFERED}
+
+
+def costs_file(costs: Costs) -> str:
+    """Return costs as the text of a .toml file."""
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in costs.to_keys().items())
+
+
+def render(name: str, timelines: Sequence[Timeline]) -> bytes:
+    """Return the timelines in one of `TIMELINE_FORMATS`; its view is imported only here."""
+    view = getattr(import_module(f"penstock.view.{TIMELINE_FORMATS[name]}"), name)
+    content: str | bytes = view(timelines)
+    return content.encode() if isinstance(content, str) else content
+
+
+# --- records ---------------------------------------------------------------------------------------
+
+
+def jitter_quantiles(
+    schedule: Schedule, costs: Costs, jitter: float, send_model: SendModel, *, blocking_receives: bool = False
+) -> dict[str, float]:
+    """Return percentiles of the makespan when the seconds of every action vary by a share."""
+    runs = simulate_with_jitter(
+        schedule, costs, jitter=jitter, send_model=send_model, blocking_receives=blocking_receives
+    )
+    return {f"p{q}": runs.quantile(q / 100) for q in QUANTILES}
+
+
+def simulation_record(
+    timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None, *, streamed: bool = False
+) -> dict[str, Any]:
+    """A simulated timeline with a period: times, memory, causes of idle time.
+
+    With `streamed`, the gaps, of which there can be very many, are an iterator.
+    """
+    return asdict(comparison_of(timeline)) | {
+        "busy": timeline.busy,
+        "idle": timeline.idle,
+        "exposed_all_to_all": timeline.exposed_all_to_all,
+        "peak_memory_by_rank": timeline.peak_memory,
+        "collectives": collectives_of(timeline),
+        "critical_path": [str(event.step) for event in critical_path(timeline)],
+        "gaps": idle.records() if streamed else list(idle.records()),
+        "jitter": quantiles,
+    }
+
+
+def collectives_of(timeline: Timeline) -> dict[str, int]:
+    """How many there are of each kind; empty without any."""
+    table = timeline.schedule.table
+    counts = {kind.value: int(table.of_kind(kind).sum()) for kind in Kind if kind.is_collective}
+    return {name: count for name, count in counts.items() if count}
+
+
+def order_of(schedule: Schedule) -> Recognition | str:
+    """Which family's order this is, or why it was not compared."""
+    if len(schedule.table.code) > _MAX_RECOGNIZED:
+        return f"not compared with families: more than {_MAX_RECOGNIZED:,} actions"
+    return recognize(schedule)
+
+
+def check_record(schedule: Schedule, violations: Violations) -> dict[str, Any]:
+    """The verdict of the validator."""
+    order = None if violations else order_of(schedule)
+    return {
+        "valid": not violations,
+        "ranks": schedule.num_ranks,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.microbatches,
+        "level": schedule.level,
+        "order": asdict(order) if isinstance(order, Recognition) else None,
+        "violations": violations.to_rows(),
+    }
+
+
+def run_record(run: MeasuredRun, found: SearchResult | None) -> dict[str, Any]:
+    """A run that was traced: its order, times, causes of idle time, costs, and what a search found."""
+    timeline, order = run.timeline, order_of(run.schedule)
+    idle = gaps(timeline)
+    clocks = run.clocks
+    return {
+        "files": list(run.sources),
+        "ranks": run.schedule.num_ranks,
+        "stages": run.schedule.num_stages,
+        "microbatches": run.schedule.microbatches,
+        "order": asdict(order) if isinstance(order, Recognition) else None,
+        "steps": [each.makespan for each in run.timelines],
+        "step": run.step,
+        "replica": run.replica,
+        "replicas": list(run.replicas),
+        "period": timeline.period,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble_rate,
+        "busy": list(timeline.busy),
+        "idle_by_reason": idle_by_reason(idle),
+        "clocks": {
+            "offsets": list(clocks.offsets),
+            "uncertainty": [each if math.isfinite(each) else None for each in clocks.uncertainty],
+            "residual": clocks.residual,
+            "drift": list(clocks.drift),
+            "shared_clock": clocks.shared_clock,
+        },
+        "costs": run.costs.to_keys(),
+        "predicted": [
+            {"kind": row.kind, "predicted": row.predicted, "measured": row.measured, "error": row.error}
+            for row in errors_by_kind(run.predicted, run.alike)
+        ],
+        "search": None if found is None else search_record(found) | _saving(run, found),
+    }
+
+
+def _saving(run: MeasuredRun, found: SearchResult) -> dict[str, Any]:
+    """What the order found saves of the prediction for the one that ran, with as many live activations."""
+    return {"saved": 1 - found.value / run.predicted.makespan, "live_limit": run.live}
+
+
+def idle_by_reason(idle: Gaps) -> dict[str, float]:
+    """Seconds of all ranks together, longest first."""
+    seconds = dict(zip(REASONS, idle.seconds_by_rank.sum(axis=0).tolist()))
+    return dict(sorted(((name, each) for name, each in seconds.items() if each), key=lambda item: -item[1]))
+
+
+def search_record(result: SearchResult) -> dict[str, Any]:
+    """The best schedule of a search, with its certificate."""
+    return {
+        "objective": result.objective,
+        "value": result.value,
+        "bound": result.bound.seconds,
+        "bound_name": result.bound.name,
+        "bound_reason": result.bound.because,
+        "gap": result.gap if math.isfinite(result.gap) else None,
+        "proved": result.proved,
+        "found_by": result.found_by,
+        "peak_memory": max(result.timeline.peak_memory),
+        "placement": result.schedule.placement.style,
+        "quantile": result.quantile,
+        "time_unit": result.timeline.costs.units.time_name,
+        "memory_unit": result.timeline.costs.units.memory_name,
+        "families": dict(result.families),
+        "too_large": dict(result.too_large),
+        "skipped": list(result.skipped),
+        "runs": result.runs,
+        "seconds": result.seconds,
+        "interrupted": result.interrupted,
+        "missing": list(result.missing),
+        "schedule": [result.schedule.texts(rank) for rank in range(result.schedule.num_ranks)],
+    }
