@@ -65,7 +65,7 @@ _MAX_SOLVED_PAIRS = 1000
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class FoundOrder:
     """An order, its objective, and how it was found."""
 
     value: float
@@ -85,9 +85,9 @@ class PlacementSearch:
 
     problem: Problem
     bound: Bound = field(init=False)
-    kept: list[Candidate] = field(default_factory=list)
+    kept: list[FoundOrder] = field(default_factory=list)
     """The best orders, each with another value, best first."""
-    starts: list[Candidate] = field(default_factory=list)
+    starts: list[FoundOrder] = field(default_factory=list)
     """Starting orders of annealing runs."""
     families: dict[str, tuple[Schedule, float]] = field(default_factory=dict)
     """Families that fit, unchanged, with their objective."""
@@ -163,11 +163,11 @@ class PlacementSearch:
         for variant in self.problem.variants(order):
             if self.problem.fits(variant) and (value := self.problem.value(variant)) < float("inf"):
                 is_paired = bool((variant & PAIRED & ~order).any())
-                candidate = Candidate(value, variant, f"{name} in pairs" if is_paired else name)
+                candidate = FoundOrder(value, variant, f"{name} in pairs" if is_paired else name)
                 self.starts.append(candidate)
                 self.keep(candidate)
 
-    def keep(self, candidate: Candidate) -> None:
+    def keep(self, candidate: FoundOrder) -> None:
         """Keep an order among the best, unless one with the same value is kept already."""
         tolerance = 1e-9 * abs(candidate.value)
         if any(abs(other.value - candidate.value) <= tolerance for other in self.kept):
@@ -200,13 +200,13 @@ class PlacementSearch:
             order, value, made, runs = task.result()
             self.runs += runs
             total += made
-            self.keep(Candidate(float(value), order, start.name, start.moves + made))
+            self.keep(FoundOrder(float(value), order, start.name, start.moves + made))
         self.rounds += 1
         return total
 
     def _submit(
         self, rng: random.Random, pool: ThreadPoolExecutor, moves: int, stop: Ints
-    ) -> tuple[Candidate, Future[tuple[Ints, float, int, int]]]:
+    ) -> tuple[FoundOrder, Future[tuple[Ints, float, int, int]]]:
         """Start an annealing run with random parameters."""
         arrays, start = self.problem.arrays, self._choose_start(rng)
         temperature = rng.choice(_TEMPERATURES) * float(arrays.seconds.mean())
@@ -214,7 +214,7 @@ class PlacementSearch:
         objective = self.problem.objective_index
         return start, pool.submit(anneal, arrays, start.order, objective, moves, temperature, focus, seed, stop)
 
-    def _choose_start(self, rng: random.Random) -> Candidate:
+    def _choose_start(self, rng: random.Random) -> FoundOrder:
         """The best order, or with equal probability another of the best or a starting order."""
         chance = rng.random()
         return self.kept[0] if chance < 0.5 else rng.choice(self.kept if chance < 0.75 else self.starts)
@@ -248,7 +248,7 @@ class PlacementSearch:
         if found.order is not None and self.problem.fits(found.order):
             value = self.problem.value(found.order)
             if value < self.kept[0].value:
-                self.keep(Candidate(value, found.order, "exact solver"))
+                self.keep(FoundOrder(value, found.order, "exact solver"))
 
 
 _FEW_MICROBATCHES_SECONDS = 10.0
@@ -284,7 +284,7 @@ def compile_kernels() -> None:
         anneal(problem.arrays, order, 0, 1, 1.0, 1.0, 0, np.zeros(1, np.int64))
 
 
-class _Choice(NamedTuple):
+class _FoundSchedule(NamedTuple):
     """A schedule to choose from."""
 
     value: float
@@ -478,7 +478,7 @@ class _Driver:
             quantile=quantile,
         )
 
-    def _best_choice(self) -> tuple[_Choice, float | None]:
+    def _best_choice(self) -> tuple[_FoundSchedule, float | None]:
         """The best schedule by its objective, or with jitter by its quantile, which is returned too."""
         choices = sorted(self._choices(), key=lambda choice: choice.value)
         if self.jitter is None:
@@ -489,16 +489,16 @@ class _Driver:
         )
         return choices[best], quantile
 
-    def _choices(self) -> list[_Choice]:
+    def _choices(self) -> list[_FoundSchedule]:
         """The families that fit, and the best orders found."""
-        found: list[_Choice] = []
+        found: list[_FoundSchedule] = []
         best = min((value for each in self.searches for _, value in each.families.values()), default=inf)
         for search in self.searches:
             for name, (schedule, value) in search.families.items():
-                found.append(_Choice(value, f"family {name}", schedule, search))
+                found.append(_FoundSchedule(value, f"family {name}", schedule, search))
             for candidate in search.kept[: _RANKED_UNDER_JITTER if self.jitter else 1]:
                 if self.jitter is None and best <= candidate.value:
                     continue  # a family is as good
                 schedule, value = search.problem.schedule_of(candidate.order, "searched")
-                found.append(_Choice(value, candidate.found_by, schedule, search))
+                found.append(_FoundSchedule(value, candidate.found_by, schedule, search))
         return found

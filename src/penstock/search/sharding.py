@@ -172,7 +172,7 @@ class PlaceSharding(Pass):
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _RankChoice:
     """How one rank is planned."""
 
     lead: float
@@ -252,9 +252,9 @@ class _Placement:
         for count in range(1, most + 1):
             yield self._timed(AddGradReduction()(AddSharding(count)(self._schedule)))
 
-    def _planned(self, lead: float) -> tuple[list[_Choice], _Placed] | None:
+    def _planned(self, lead: float) -> tuple[list[_RankChoice], _Placed] | None:
         """All ranks planned with this lead, with fewer free bytes where the simulation exceeds the limit."""
-        choices = [_Choice(lead)] * self._schedule.num_ranks
+        choices = [_RankChoice(lead)] * self._schedule.num_ranks
         for repair in range(_REPAIRS + 1):
             placed = self._built(choices)
             over = [rank for rank, peak in enumerate(placed.timeline.peak_memory) if exceeds(peak, self._limit)]
@@ -272,10 +272,10 @@ class _Placement:
         if tightest or not (excess > 0).any():
             free[:] = 0
 
-    def _mixed(self, choices: list[_Choice], best: _Placed) -> _Placed:
+    def _mixed(self, choices: list[_RankChoice], best: _Placed) -> _Placed:
         """Change the plan of one rank after the other as long as that is better."""
         left = min(_MIXTURES, _SIMULATED_STEPS // self._schedule.num_steps)
-        options = [_Choice(lead, last) for last in (False, True) for lead in _LEADS]
+        options = [_RankChoice(lead, last) for last in (False, True) for lead in _LEADS]
         for rank in range(len(choices)):
             for option in options:
                 if left == 0 or self._same(rank, option, choices[rank]):
@@ -287,7 +287,7 @@ class _Placement:
                     choices, best = changed, placed
         return best
 
-    def _same(self, rank: int, choice: _Choice, other: _Choice) -> bool:
+    def _same(self, rank: int, choice: _RankChoice, other: _RankChoice) -> bool:
         """Whether two choices give the same list."""
         return choice.reduces_last == other.reduces_last and bool(
             np.array_equal(self._held(rank, choice.lead), self._held(rank, other.lead))
@@ -300,7 +300,7 @@ class _Placement:
 
     # --- schedules ---------------------------------------------------------------------------------
 
-    def _built(self, choices: Sequence[_Choice]) -> _Placed:
+    def _built(self, choices: Sequence[_RankChoice]) -> _Placed:
         """The schedule of these plans, simulated."""
         held = [self._held(rank, choice.lead) for rank, choice in enumerate(choices)]
         after = last_backwards(self._schedule.table)
