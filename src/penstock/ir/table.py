@@ -1,7 +1,7 @@
 """A schedule as a table of integers, and the dependency rule over it.
 
-The columns are those of `penstock.ir.table`. What must come before what is derived here, and nowhere else,
-from the kinds (`penstock.ir.kinds`) and the stage graph (`penstock.ir.graph`):
+What must come before what is derived here, and nowhere else, from the kinds (`penstock.ir.kinds`) and the stage
+graph (`penstock.ir.graph`):
 
     F(s, k)          needs  F(u, k) of every stage u that feeds s                    "activation"
     I(s, k), B(s, k) need   I or B(t, k) of every stage t that s feeds               "gradient"
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,20 +36,22 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Dependency, Kind, StageRelation, require_handled
 from penstock.ir.placement import Placement
 
-# The columns of a schedule: one entry per part, or per slot, in arrays of integers.
-#
 # A *part* is an action, or one half of an overlapped pair: `code`, `kind`, `stage`, `microbatch`, `slot`. A
 # *slot* is a step of a rank: `rank`. Slots are numbered through all ranks: rank 0's steps, then rank 1's, and
 # so on, so on one rank "earlier" is "smaller".
 
 
-Columns = TypeVar("Columns", bound="ActionColumns")
-"""The class whose `of` is called."""
+class Need(NamedTuple):
+    """Pairs of parts: `consumer[i]` needs what `producer[i]` makes. -1 is a part that is missing."""
+
+    what: str
+    producer: Ints
+    consumer: Ints
 
 
 @dataclass(frozen=True, eq=False)
-class ActionColumns:
-    """The parts and slots of a schedule; read-only arrays."""
+class ActionTable:
+    """The parts and slots of a schedule, its actions by stage and microbatch, and their dependencies."""
 
     placement: Placement
     graph: StageGraph
@@ -66,26 +68,17 @@ class ActionColumns:
     """Per slot: the rank it runs on."""
 
     @classmethod
-    def of(  # noqa: PYI019 -- Self needs Python 3.11
-        cls: type[Columns],
-        rows: Sequence[Ints],
-        placement: Placement,
-        graph: StageGraph,
-        microbatches: int,
-    ) -> Columns:
+    def of(
+        cls, rows: Sequence[Ints], placement: Placement, graph: StageGraph, microbatches: int
+    ) -> ActionTable:
         """From the integer form of every rank's list."""
         code = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
         return cls.of_code(code, np.cumsum([0, *map(len, rows)]), placement, graph, microbatches)
 
     @classmethod
-    def of_code(  # noqa: PYI019 -- Self needs Python 3.11
-        cls: type[Columns],
-        code: Ints,
-        part_bounds: Ints,
-        placement: Placement,
-        graph: StageGraph,
-        microbatches: int,
-    ) -> Columns:
+    def of_code(
+        cls, code: Ints, part_bounds: Ints, placement: Placement, graph: StageGraph, microbatches: int
+    ) -> ActionTable:
         """From the integer form of all lists, one after the other, and where each begins."""
         slot: Ints = np.arange(len(code))
         slot_bounds = part_bounds
@@ -103,7 +96,7 @@ class ActionColumns:
         """The integer form of every rank's list."""
         return np.split(self.code, self.part_bounds[1:-1])
 
-    def same_steps(self, other: ActionColumns) -> bool:
+    def same_steps(self, other: ActionTable) -> bool:
         """Whether every rank has the same list."""
         return np.array_equal(self.code, other.code) and np.array_equal(self.part_bounds, other.part_bounds)
 
@@ -249,18 +242,6 @@ class ActionColumns:
     def has_communication(self) -> bool:
         """Whether anything is sent or received; if not, values cross ranks as soon as they exist."""
         return any(kind.is_communication for kind in self.kinds)
-
-
-class Need(NamedTuple):
-    """Pairs of parts: `consumer[i]` needs what `producer[i]` makes. -1 is a part that is missing."""
-
-    what: str
-    producer: Ints
-    consumer: Ints
-
-
-class ActionTable(ActionColumns):
-    """The columns of a schedule with its actions by stage and microbatch, and their dependencies."""
 
     # --- per stage and microbatch ------------------------------------------------------------------
 
