@@ -31,8 +31,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.planning import plan
-from penstock.planning.layout import even_layout
-from penstock.planning.layout_text import parse_layout
+from penstock.planning.layout import even_layout, parse_layout
 from penstock.recognition import recognize
 from penstock.search import SearchResult, search
 from penstock.simulation.simulator import simulate

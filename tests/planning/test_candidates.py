@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from penstock import Placement, build
 from penstock.cost.memory import live_activations
 from penstock.planning import Model
-from penstock.planning.candidates import candidate_partitions, configurations, partition_within_memory
-from penstock.planning.configuration import configure
+from penstock.planning.configuration import (
+    candidate_partitions,
+    configurations,
+    configure,
+    partition_within_memory,
+)
 from penstock.planning.partition import balanced_partition, even_partition
 from penstock.planning.request import PlanRequest
 from tests.support.planning_models import decoder, layer

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts
-from penstock.planning.layout_text import parse_layout
+from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts, parse_layout
 
 
 def counts(layout: PipelineLayout) -> list[int]:

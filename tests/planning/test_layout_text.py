@@ -7,8 +7,7 @@ import time
 import pytest
 
 from penstock.errors import PartitionError
-from penstock.planning.layout import StageLayout
-from penstock.planning.layout_text import parse_layout
+from penstock.planning.layout import StageLayout, parse_layout
 
 
 def rejection(text: str, layers: int | None = None, stages: int | None = None) -> str:

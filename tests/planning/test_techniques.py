@@ -12,7 +12,7 @@ import pytest
 import penstock
 from penstock import Costs, PlanError, simulate
 from penstock.planning import Layer, Model, model_of_keys, plan, read_model
-from penstock.planning.technique_text import technique_of
+from penstock.planning.options import technique_of
 from penstock.search.memory_policies import without_memory_actions
 from tests.support.grids import small
 from tests.support.planning_models import layer, quick_plan, stub_search

@@ -8,8 +8,7 @@ import pytest
 
 import penstock
 from penstock.errors import ExportError
-from penstock.planning.layout import even_layout
-from penstock.planning.layout_text import parse_layout
+from penstock.planning.layout import even_layout, parse_layout
 from penstock.trainers import export_megatron
 
 

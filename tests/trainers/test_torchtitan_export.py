@@ -15,8 +15,7 @@ from penstock.cost.estimate.model_config import ARCHITECTURES
 from penstock.errors import ExportError
 from penstock.formats import reads
 from penstock.lowering import Recompute
-from penstock.planning.layout import even_layout
-from penstock.planning.layout_text import parse_layout
+from penstock.planning.layout import even_layout, parse_layout
 from penstock.trainers import Export, export_torchtitan
 from penstock.trainers.torchtitan import MODELS, MODELS_WITHOUT_PIPELINES, VERSION
 from tests.support.model_configs import config

@@ -14,8 +14,7 @@ from penstock.cli.estimate import complete_model, config_from
 from penstock.cli.options import ScheduleSource, Sizes, schedule_from
 from penstock.cli.rendering import require_folder
 from penstock.cost.estimate.model_config import ModelConfig
-from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts
-from penstock.planning.layout_text import parse_layout
+from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts, parse_layout
 from penstock.trainers import export_megatron, export_torchtitan
 
 

@@ -17,7 +17,7 @@ from penstock.cost.estimate.operations import Passes
 from penstock.cost.estimate.roofline import link_of
 from penstock.errors import EstimateError, PlanError
 from penstock.ir.placement import Placement
-from penstock.planning.candidates import candidate_partitions
+from penstock.planning.configuration import candidate_partitions
 from penstock.planning.model import Layer, Model
 from penstock.planning.partition import LayerCounts, even_partition
 

@@ -18,12 +18,14 @@ from penstock.families import build, families
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import StagesPerRank, most_stages
 from penstock.ir.schedule import Schedule
-from penstock.planning.candidates import configurations, partition_within_memory
-from penstock.planning.configuration import Configuration, configure, stages_text
-from penstock.planning.options import Option, Rejected
-from penstock.planning.partition import LayerCounts
-from penstock.planning.request import PlanRequest
-from penstock.planning.techniques import (
+from penstock.planning.configuration import (
+    Configuration,
+    configurations,
+    configure,
+    partition_within_memory,
+    stages_text,
+)
+from penstock.planning.memory_policies import (
     Candidate,
     bound_of,
     is_dominated,
@@ -32,6 +34,9 @@ from penstock.planning.techniques import (
     ordered,
     variants,
 )
+from penstock.planning.options import Option, Rejected
+from penstock.planning.partition import LayerCounts
+from penstock.planning.request import PlanRequest
 from penstock.search import OnProgress, Progress
 from penstock.simulation.simulator import simulate
 

@@ -20,8 +20,8 @@ from penstock.planning.model import Model
 from penstock.planning.options import Option
 from penstock.planning.partition import even_partition
 from penstock.planning.planner import Plan, run_plan
+from penstock.planning.refinement import quantile_seconds
 from penstock.planning.request import PlanRequest
-from penstock.planning.robustness import quantile_seconds
 from penstock.search import OnProgress
 from penstock.simulation.gaps import REASONS, gaps
 from penstock.simulation.simulator import simulate

@@ -18,13 +18,10 @@ from penstock.formats import write_text
 from penstock.ir.placement import StagesPerRank
 from penstock.ir.schedule import Schedule
 from penstock.planning.evaluation import Evaluation
-from penstock.planning.model import Model
-from penstock.planning.model_files import read_model
-from penstock.planning.options import Option, Rejected, frontier
-from penstock.planning.refinement import Searcher, refine
+from penstock.planning.model import Model, read_model
+from penstock.planning.options import TECHNIQUES, Option, Rejected, class_of, frontier
+from penstock.planning.refinement import Searcher, rank_by_quantile, refine
 from penstock.planning.request import PlanRequest
-from penstock.planning.robustness import rank_by_quantile
-from penstock.planning.technique_text import TECHNIQUES, class_of
 from penstock.search import OnProgress, search
 from penstock.search.memory_policies import without_memory_actions
 from penstock.simulation.simulator import simulate
@@ -174,7 +171,7 @@ def plan(
 ) -> Plan:
     """Choose partition, placement, stages per rank, microbatches and schedule for a model.
 
-    `model`            a file (see `penstock.planning.model_files`), a `Model`, or the costs of stages
+    `model`            a file (see `penstock.planning.model`), a `Model`, or the costs of stages
     `ranks`            instead of the model's; also `memory_limit` (bytes per rank) and `samples` (per step)
     `stages_per_rank`  one number for all ranks, or a list of one for each; any number unless given
     `objective`        the objective to minimize: `makespan`, `span` or `period`, optimizer step included

@@ -17,13 +17,10 @@ from penstock.cost.estimate.estimate import Estimator
 from penstock.errors import PlanError
 from penstock.planning.estimated import even_blocks, stage_costs
 from penstock.planning.job import JobPlan, JobRequest, plan_job
-from penstock.planning.job.built_schedules import BuiltSchedules
-from penstock.planning.job.candidates import JobCandidates
-from penstock.planning.job.evaluation import JobEvaluation
+from penstock.planning.job.evaluation import BuiltSchedules, JobCandidates, JobEvaluation, Stages
 from penstock.planning.job.explanation import explain_job, time_shares
-from penstock.planning.job.family_traits import Traits, families_by_traits
 from penstock.planning.job.layouts import job_layouts
-from penstock.planning.job.stages import Stages
+from penstock.planning.job.request import Traits, families_by_traits
 from tests.support.grids import small
 from tests.support.model_configs import config, gpt_config
 

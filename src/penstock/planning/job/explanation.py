@@ -11,7 +11,7 @@ from penstock.cost.units import bytes_text, seconds_text
 from penstock.errors import PlanError
 from penstock.planning.explanation import Explanation, WhatIf
 from penstock.planning.job.evaluation import OnJobProgress
-from penstock.planning.job.options import JobOption
+from penstock.planning.job.layouts import JobOption
 from penstock.planning.job.planner import JobPlan, plan_job
 
 _REPLAN_BUDGET = 0.3

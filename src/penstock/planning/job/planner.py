@@ -6,27 +6,71 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from math import ceil
+from math import ceil, lcm
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.arguments import plural
+from penstock.arguments import plural, some
 from penstock.cost.estimate.estimate import Estimate, Estimator
 from penstock.cost.units import Units, bytes_text, seconds_text
 from penstock.display import Displayed
 from penstock.errors import PlanError
 from penstock.planning.estimated import estimated_model, stage_costs
-from penstock.planning.job.data_sizes import DataSizes, data_sizes
-from penstock.planning.job.evaluation import JobEvaluation, OnJobProgress
-from penstock.planning.job.layouts import job_layouts
-from penstock.planning.job.options import JobOption
+from penstock.planning.job.evaluation import JobEvaluation, OnJobProgress, Stages
+from penstock.planning.job.layouts import JobOption, divides_batch, job_layouts, parallel_sizes
 from penstock.planning.job.refinement import rank_by_quantile, refine_orders, try_techniques
 from penstock.planning.job.request import JobRequest
-from penstock.planning.job.stages import Stages
-from penstock.planning.options import frontier
+from penstock.planning.options import TECHNIQUES, frontier
 from penstock.planning.planner import write_best
-from penstock.planning.technique_text import TECHNIQUES
+
+# Data parallel sizes of a job: those that its batch allows and excludes, and batches that allow more.
+
+
+@dataclass(frozen=True)
+class DataSizes:
+    """The data parallel sizes of all divisions of the devices, by whether they divide the batch."""
+
+    request: JobRequest
+    allowed: tuple[int, ...]
+    excluded: tuple[int, ...]
+
+    @property
+    def nearest_batches(self) -> dict[int, tuple[int, ...]]:
+        """The next smaller and the next larger batch that keep every allowed size, with the sizes they add."""
+        batch, least = self.request.batch, self.request.microbatch_size or 1
+        common = lcm(*self.allowed) * least
+        steps = {lcm(common, size * least) for size in self.excluded}
+        smaller = max((step * ((batch - 1) // step) for step in steps), default=0)
+        larger = min((step * (batch // step + 1) for step in steps), default=0)
+        return {
+            near: tuple(size for size in self.excluded if divides_batch(near, size, least))
+            for near in (smaller, larger)
+            if near > 0
+        }
+
+    def __str__(self) -> str:
+        """The rule that excludes sizes, and what to try; empty if none is excluded."""
+        if not self.excluded:
+            return ""
+        fixed, verb = self.request.microbatch_size, "are" if len(self.excluded) > 1 else "is"
+        size = "microbatch size" if fixed is None else f"--microbatch-size {fixed}"
+        nearest = (
+            f"--batch {near} also allows DP {some(added)}" for near, added in self.nearest_batches.items()
+        )
+        return (
+            f"DP {some(self.excluded)} {verb} left out: --batch {self.request.batch} must be divisible by "
+            f"DP x {size}; {', '.join(nearest)}"
+        )
+
+
+def data_sizes(request: JobRequest) -> DataSizes:
+    """The data parallel sizes of a request."""
+    every = sorted({data for _, _, _, data in parallel_sizes(request)})
+    least = request.microbatch_size or 1
+    allowed = tuple(size for size in every if divides_batch(request.batch, size, least))
+    return DataSizes(request, allowed, tuple(size for size in every if size not in allowed))
+
 
 _MAX_ZERO_STAGE = 3
 """The ZeRO stage that shards everything."""

@@ -17,10 +17,9 @@ from penstock.ir.schedule import Schedule
 from penstock.planning.configuration import Configuration
 from penstock.planning.estimated import stage_costs
 from penstock.planning.job.evaluation import JobEvaluation, Over, is_short
-from penstock.planning.job.options import JobOption
-from penstock.planning.options import frontier
-from penstock.planning.technique_text import technique_of
-from penstock.planning.techniques import offloading_schedules
+from penstock.planning.job.layouts import JobOption
+from penstock.planning.memory_policies import offloading_schedules
+from penstock.planning.options import frontier, technique_of
 from penstock.search import Progress, search
 from penstock.search.memory_policies import FitMemory
 from penstock.simulation.jitter import Spread, simulate_with_jitter

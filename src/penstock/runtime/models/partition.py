@@ -10,8 +10,7 @@ from torch.fx import GraphModule
 
 from penstock.arguments import printable
 from penstock.errors import PartitionError
-from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts
-from penstock.planning.layout_text import parse_layout
+from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts, parse_layout
 from penstock.runtime.models.decoders import Decoder, is_pretrained
 from penstock.runtime.models.sequential import split_sequential
 from penstock.runtime.models.stage_starts import order_problems, unknown_name

@@ -20,8 +20,7 @@ from torch import nn
 
 from penstock.arguments import printable, some
 from penstock.errors import PartitionError
-from penstock.planning.layout import PipelineLayout
-from penstock.planning.layout_text import parse_layout
+from penstock.planning.layout import PipelineLayout, parse_layout
 from penstock.runtime.models.module_containers import has_hooks
 from penstock.runtime.models.stage_starts import Start, order_problems, unknown_name
 
