@@ -43,6 +43,7 @@ LAYERS = (
 )
 # the same within `runtime`
 RUNTIME_LAYERS = (
+    {"torch_internals"},
     {"dtensors", "pytree", "torch_checks", "training_log", "local_ranks"},
     {"backward", "batch", "grad_scaler", "transport"},
     {"data_parallel", "models", "states"},

@@ -14,7 +14,7 @@ from tests.support.command_line import Run
 CORE = ["python", "penstock", "numpy", "cores", "memory", "clock", "ports", "port 29500"]
 NAMES = ["host name", "loopback name"]
 EXTRAS = ["extra torch", "extra view", "extra search", "extra serve"]
-TORCH = ["torch", "gloo", "gpu", "exchange"]
+TORCH = ["torch", "gloo", "gpu", "exchange", "internals"]
 
 
 @pytest.mark.full

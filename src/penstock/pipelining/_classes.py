@@ -1,6 +1,6 @@
 """The base classes of all schedules: torch's interface to an order of actions and our `Pipeline`."""
 
-# ruff: noqa: A002, FBT001, FBT002, SLF001 -- torch's signatures
+# ruff: noqa: A002, FBT001, FBT002 -- torch's signatures
 # mypy: disable-error-code="misc, override, no-untyped-call"
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What a connected pipeline has built in: a schedule object must not change it after the first step."""
 
-# ruff: noqa: SLF001 -- torch's private names
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

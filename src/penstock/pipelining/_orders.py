@@ -1,7 +1,5 @@
 """Orders in torch's form, a list of actions per rank: conversion, validation, lowering passes, dry runs."""
 
-# ruff: noqa: SLF001 -- torch's private names
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,7 +1,5 @@
 """Runs a schedule object: translates torch's calls, stages and functions to `penstock.runtime.Pipeline`."""
 
-# ruff: noqa: SLF001 -- torch's private names
-
 from __future__ import annotations
 
 import weakref

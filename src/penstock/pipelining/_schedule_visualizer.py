@@ -54,7 +54,7 @@ def get_schedule_ops(
         raise AssertionError(f"{schedule_class.__name__} has no order")
     if with_comms:
         runtime = _PipelineScheduleRuntime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)  # type: ignore[no-untyped-call]
-        runtime._prepare_schedule_with_comms(order)  # noqa: SLF001 -- our own
+        runtime._prepare_schedule_with_comms(order)
         order = runtime.pipeline_order_with_comms
     rows = [list(order[rank]) for rank in range(pp_degree)]
     return add_schedule_op_spacing(rows) if add_spacing else rows

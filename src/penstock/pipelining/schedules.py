@@ -1,6 +1,6 @@
 """torch's schedule classes: each builds one of our families, or takes an order from a subclass."""
 
-# ruff: noqa: SLF001 -- torch's private names
+
 # mypy: disable-error-code="misc, no-untyped-call"
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from penstock.pipelining._orders import ActionList, ActionLists, _Action, order_
 from penstock.pipelining._torch_names import names_of
 from penstock.pipelining.stage import _PipelineStageBase
 from penstock.runtime.batch import Value
+from penstock.runtime.torch_internals.pipelining import microbatches_of, stages_of
 
 __all__ = [
     "PipelineScheduleMulti",
@@ -164,6 +165,17 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
         if name.lower() == schedule_name.lower():
             return found  # type: ignore[no-any-return]
     raise ValueError(f"unknown schedule {schedule_name!r}; known: {', '.join(classes)}")
+
+
+def schedule_over(built: Value, name: str, csv: str = "", **options: Value) -> _PipelineSchedule:
+    """Return the schedule of this name, or of a CSV file, over the stages of one of torch's schedules."""
+    kind: Value = _PipelineScheduleRuntime if csv else get_schedule_class(name)
+    stages = stages_of(built)
+    several = issubclass(kind, PipelineScheduleMulti)
+    schedule: Value = kind(stages if several else stages[0], microbatches_of(built), **options)
+    if csv:
+        schedule._load_csv(csv)
+    return schedule  # type: ignore[no-any-return]
 
 
 def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedule_name: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PipelineError
+from penstock.runtime.torch_internals.distributed import is_masked_partial, local_tensor, root_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -32,7 +33,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, or the tensor itself; it shares memory."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # noqa: SLF001
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def whole(value: Any) -> Any:
@@ -88,7 +89,7 @@ def sharding_of(tensor: DTensor) -> Sharding:
 
 def placement_problem(tensor: DTensor) -> str:
     """Why a DTensor cannot be sent; empty if it can."""
-    masked = [placement for placement in tensor.placements if type(placement).__name__ == "_MaskPartial"]
+    masked = [placement for placement in tensor.placements if is_masked_partial(placement)]
     if not masked:
         return ""
     return (
@@ -140,7 +141,7 @@ class Meshes:
         tensors = chain.from_iterable(chain(each.parameters(), each.buffers()) for each in self._modules)
         own = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]
         for mesh in own if self._pipeline_mesh is None else [*own, self._pipeline_mesh]:
-            for each in (mesh, mesh._get_root_mesh()):  # noqa: SLF001 -- there is no public name
+            for each in (mesh, root_mesh(mesh)):
                 if not any(each is other for other in seen):
                     seen.append(each)
                     yield each

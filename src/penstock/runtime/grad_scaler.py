@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import local
+from penstock.runtime.torch_internals.autograd import GradScalerBase, unscale_all
 
 
 class _Pipeline(Protocol):
@@ -32,14 +33,12 @@ class _Pipeline(Protocol):
     def check_gradients_complete(self) -> None: ...
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(GradScalerBase):
     """torch's GradScaler for the gradients of a pipeline, with the same options."""
 
     def __init__(self, pipeline: _Pipeline, **options: Any) -> None:
-        super().__init__(pipeline.device.type, **options)
+        super().__init__(pipeline.device, **options)
         self._reference = weakref.ref(pipeline)  # the pipeline refers to the scaler
-        if self.is_enabled():
-            self._lazy_init_scale_growth_tracker(pipeline.device)
         pipeline.scaler = self if self.is_enabled() else None  # replaces an earlier scaler
 
     @property
@@ -51,12 +50,8 @@ class GradScaler(torch.amp.GradScaler):
             )
         return pipeline
 
-    def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,  # noqa: FBT001 -- torch's
+    def unscale_gradients(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Divide this rank's gradients by the scale; an overflow on any rank counts on all ranks."""
         self._pipeline.check_gradients_complete()
@@ -80,6 +75,6 @@ class GradScaler(torch.amp.GradScaler):
         with torch.no_grad():
             for (device, _), gradients in by_type.items():
                 on_device = overflows.setdefault(device, torch.zeros_like(found_inf, device=device))
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, on_device, inv_scale.to(device))
+                unscale_all(gradients, on_device, inv_scale.to(device))
         largest = torch.stack([each.to(found_inf.device) for each in overflows.values()]).max()
         return largest.reshape(1)

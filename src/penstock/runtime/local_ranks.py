@@ -31,8 +31,9 @@ import torch.distributed as dist
 from penstock.arguments import printable, whole_number
 from penstock.errors import PenstockError, PipelineError
 from penstock.processes import end_with_parent, free_port
+from penstock.runtime.torch_internals.modules import COMPILER
 
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "penstock.api", "penstock.runtime"]
+_PRELOADED = ["torch", "torch.distributed", COMPILER, "penstock.api", "penstock.runtime"]
 _GRACE = 10
 """Seconds that the other ranks have to finish once a rank has failed."""
 

@@ -21,11 +21,11 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.config import CustomFunction
-from penstock.runtime.data_parallel.fsdp import fsdp_shards_by_stage
 from penstock.runtime.data_parallel.replica_group import ReplicaGroup
 from penstock.runtime.data_parallel.tied_weights import TiedNames, TiedWeights, find_tied_weights
 from penstock.runtime.data_parallel.wrappers import split_graph, split_metadata
 from penstock.runtime.stage.microbatch import LossFunction
+from penstock.runtime.torch_internals.data_parallel import fsdp_shards_by_stage
 from penstock.runtime.transport.process_groups import Group
 
 # The `schedule=` argument of a `Pipeline`: a family, a file or a `Schedule` that fits stages and ranks.

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from penstock.arguments import install_command
 from penstock.diagnostics import Check
+from penstock.runtime.torch_internals.registry import VERIFIED, all_features, missing
 
-TESTED_WITH = (2, 13)
+TESTED_WITH = tuple(int(part) for part in VERIFIED[0].split("."))
 
 
 def main() -> None:
@@ -26,6 +27,8 @@ def main() -> None:
     for check in torch_checks():
         print(json.dumps(asdict(check)), flush=True)  # noqa: T201 -- for the parent process
     print(json.dumps(asdict(_exchange(rank, port, seconds))), flush=True)  # noqa: T201
+    for check in internals_checks() if rank == 0 else ():
+        print(json.dumps(asdict(check)), flush=True)  # noqa: T201
 
 
 def torch_checks() -> list[Check]:
@@ -42,7 +45,7 @@ def _version(installed: str) -> Check:
         return Check(
             "torch",
             "warn",
-            f"{installed}; tested with {wanted}: sharded stages use FSDP2 internals that may have changed",
+            f"{installed}; tested with {wanted}: private names may have changed: see internals",
         )
     return Check("torch", "ok", f"{installed} (tested with {wanted})")
 
@@ -63,6 +66,25 @@ def _gpus() -> Check:
         return Check("gpu", "fail", "there are GPUs, but NCCL is not in this build of torch")
     found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     return Check("gpu", "warn", f"{found}, with NCCL; Penstock's path over NCCL is written but not tested")
+
+
+def internals_checks() -> list[Check]:
+    """Return the features whose private names of torch are all there, and a warning for each other feature."""
+    lost = {feature: missing(feature.names) for feature in all_features()}
+    present = [feature.title for feature, names in lost.items() if not names]
+    found = f"torch has the private names that these features need: {', '.join(present)}"
+    return [
+        Check("internals", "ok", found),
+        *(
+            Check(
+                "internals",
+                "warn",
+                f"{feature.title}: torch has no {', '.join(names)}; {feature.without} works",
+            )
+            for feature, names in lost.items()
+            if names
+        ),
+    ]
 
 
 def _exchange(rank: int, port: int, seconds: int) -> Check:

@@ -147,7 +147,7 @@ def _toml(settings: dict[str, object], layout: PipelineLayout, batch: dict[str, 
 # (`penstock export torchtitan` chooses the name).
 
 
-# ruff: noqa: SLF001, ANN401 -- torch's private names; torchtitan has no types
+# ruff: noqa: ANN401 -- torch's private names; torchtitan has no types
 
 
 def pipeline_llm(
@@ -177,20 +177,8 @@ def _on_our_runtime(built: Any, settings: Any, loss_fn: Any) -> _PipelineSchedul
     """The schedule of these settings over the stages of torch's schedule."""
     from penstock.pipelining import schedules  # noqa: PLC0415 -- needs torch
 
-    stages = built._stages if hasattr(built, "_stages") else [built._stage]
-    csv = settings.pipeline_parallel_schedule_csv
-    kind: Any = (
-        schedules._PipelineScheduleRuntime
-        if csv
-        else schedules.get_schedule_class(settings.pipeline_parallel_schedule)
-    )
-    several = issubclass(kind, schedules.PipelineScheduleMulti)
-    schedule: _PipelineSchedule = kind(
-        stages if several else stages[0], built._n_microbatches, loss_fn=loss_fn, scale_grads=False
-    )
-    if csv:
-        schedule._load_csv(csv)  # type: ignore[attr-defined]
-    return schedule
+    csv, name = settings.pipeline_parallel_schedule_csv, settings.pipeline_parallel_schedule
+    return schedules.schedule_over(built, name, csv, loss_fn=loss_fn, scale_grads=False)
 
 
 def _check_overlap(parallel_dims: Any, job_config: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.runtime.backward.engine import run_backward
+from penstock.runtime.torch_internals.autograd import run_backward
 
 
 def graph() -> tuple[nn.Module, Tensor, Tensor]:

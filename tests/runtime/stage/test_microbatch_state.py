@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime.backward.engine import run_backward
 from penstock.runtime.stage.microbatch import LiveActivations, MicrobatchState, count_changes, non_leaf_inputs
+from penstock.runtime.torch_internals.autograd import run_backward
 
 
 def test_the_peak_is_the_most_at_once_since_the_reset() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -17,6 +16,8 @@ from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.runtime.backward.layer_rules import LayerRule, Tensors, rule_of, supports_dtensors
 from penstock.runtime.dtensors import is_dtensor
+from penstock.runtime.torch_internals.autograd import has_hooks, is_view, node_class, transform_level
+from penstock.runtime.torch_internals.modules import is_compiled, own_parameters
 
 # The weight gradients that an input-gradient backward (I) defers, and their computation in W.
 
@@ -120,11 +121,6 @@ def accumulator_is_held(leaf: Tensor) -> bool:
 def _metadata(leaf: Tensor) -> dict[str, Any]:
     """What is noted on the node that accumulates a leaf's gradient."""
     return cast("dict[str, Any]", get_gradient_edge(leaf).node.metadata)  # torch declares a method
-
-
-def has_hooks(leaf: Tensor) -> bool:
-    """Whether a weight has hooks on its gradient."""
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # noqa: SLF001
 
 
 def _has_only_a_gradient(leaf: Tensor) -> bool:
@@ -256,7 +252,7 @@ def _leaves_below(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
     to_visit: list[Any] = [
         (get_gradient_edge(root) if isinstance(root, Tensor) else root).node for root in roots
     ]
-    alias: type = _JoinedAlias._backward_cls  # noqa: SLF001 -- the type of its nodes
+    alias: type = node_class(_JoinedAlias)
     seen: set[Any] = {None}
     while to_visit:
         node = to_visit.pop()
@@ -305,7 +301,7 @@ class DeferredLayer:
         layer = self.layer
         deferrable = len(inputs) == 1 and not named and torch.is_grad_enabled() and self._accepts(inputs[0])
         mode = self.state.mode
-        if deferrable and mode is not LayerMode.PLAIN and not _in_a_transform():
+        if deferrable and mode is not LayerMode.PLAIN and transform_level() is None:  # vmap looks into nodes
             weights = self._weights_for(inputs[0])
             joined = mode is LayerMode.JOINED
             aliases = None if weights is None else self.state.aliases.of(weights, joined=joined)
@@ -322,17 +318,12 @@ class DeferredLayer:
 
         Also None unless input and weights are all DTensors or all plain tensors.
         """
-        parameters = self.layer._parameters  # noqa: SLF001 -- a parametrization is a property, not an entry here
+        parameters = own_parameters(self.layer)
         if not all(name in parameters for name in self.rule.weights):
             return None
         weights: list[Tensor | None] = [parameters[name] for name in self.rule.weights]
         sharded = is_dtensor(x)
         return weights if all(each is None or is_dtensor(each) is sharded for each in weights) else None
-
-
-def _in_a_transform() -> bool:
-    """Whether vmap or another transform of torch.func is active; these look into nodes."""
-    return torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001
 
 
 class _LayerNode(torch.autograd.Function):
@@ -351,7 +342,7 @@ class _LayerNode(torch.autograd.Function):
         ctx.leaves = tuple(leaves)
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
-        return y.detach() if y._is_view() else y  # noqa: SLF001 -- autograd forbids in-place changes of a view
+        return y.detach() if is_view(y) else y  # autograd forbids in-place changes of a view
 
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor | None) -> Tensors:
@@ -428,7 +419,7 @@ class Deferral:
         if module in seen:
             return
         seen.add(module)
-        if _is_compiled(module):
+        if is_compiled(module):
             self.compiled += (name,)
             return
         rule = rule_of(module)
@@ -512,12 +503,3 @@ class Deferral:
         """The weights of deferred layers that have gradients."""
         weights = (weight for layer in self.layers for weight in layer.parameters(recurse=False))
         return (weight for weight in weights if weight.requires_grad)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile or TorchScript runs the module; does not load the compiler."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return wrapped or module._compiled_call_impl is not None  # noqa: SLF001

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import is_dtensor
+from penstock.runtime.torch_internals.modules import has_own_convolution
 
 Tensors: TypeAlias = tuple[Tensor | None, ...]
 _Convolution: TypeAlias = Any
@@ -151,12 +152,8 @@ class _ConvolutionRule:
 
     def applies(self, layer: nn.Module) -> bool:
         """Whether the layer pads with zeros, symmetrically, and no subclass overrides a part of the forward."""
-        names = ("_conv_forward", "_output_padding")
-        unchanged = all(
-            getattr(type(layer), name, None) is getattr(self.layer_type, name, None) for name in names
-        )
         return (
-            unchanged
+            not has_own_convolution(layer, self.layer_type)
             and layer.padding_mode == "zeros"
             and all(total % 2 == 0 for total in _twice_padding(layer))
         )

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.atomic_directory import DATA_SUFFIX, INDEX_FILE
 from penstock.runtime.checkpoints.collective import Collective, RankError, some
+from penstock.runtime.torch_internals.distributed import stored_part
 
 # Checksums of data files: CRC-32 of each block, computed while a file is written, verified before it is read.
 #
@@ -382,7 +383,7 @@ def _parse(content: bytes) -> Index:
             if where in stored.storage_data:
                 raise DamageError(f"two parts of {key!r} are at {offsets}")
             entry.chunks.append(metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            stored.storage_data[where] = filesystem._StorageInfo(name, start, stored_bytes)  # noqa: SLF001
+            stored.storage_data[where] = stored_part(name, start, stored_bytes)
         stored.state_dict_metadata[key] = entry
     return Index(stored, files, checksum)
 

@@ -19,6 +19,7 @@ from penstock.runtime.checkpoints.collective import Collective, RankError, some
 from penstock.runtime.data_parallel.wrappers import prefixes
 from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.torch_internals.modules import transient_buffers
 
 Place: TypeAlias = tuple[int, str]
 """A stage, and a name in it."""
@@ -140,7 +141,7 @@ def _named_tensors(module: nn.Module, problems: list[str]) -> Iterator[tuple[str
                 f"the module {path or type(part).__name__!r} has extra state (get_extra_state), which is not "
                 "stored: keep it in buffers, or pass it as `extra`"
             )
-        transient = part._non_persistent_buffers_set  # noqa: SLF001 -- there is no public name
+        transient = transient_buffers(part)
         own = [
             *part.named_parameters(recurse=False, remove_duplicate=False),
             *(

@@ -20,6 +20,7 @@ from penstock.runtime.checkpoints.collective import Collective, RankError, some
 from penstock.runtime.checkpoints.names import JobNames, RankNames, describe, names_of_job
 from penstock.runtime.dtensors import is_dtensor, whole
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.torch_internals.distributed import local_slices
 from penstock.runtime.transport.process_groups import Group
 
 # The optional package safetensors, and the file names of the Hub's layout.
@@ -225,8 +226,7 @@ class _WeightImport:
             if not is_dtensor(tensor):
                 tensor.copy_(file.get_tensor(name))
             elif (shard := tensor.to_local()).numel():
-                part = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
-                slices = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes))
+                slices = local_slices(tensor)
                 shard.copy_(file.get_slice(name)[slices] if slices else file.get_tensor(name))
 
     def _want(self, name: str, stored_name: str, tensor: Tensor) -> None:

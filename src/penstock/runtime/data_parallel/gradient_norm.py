@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import is_dtensor, local
+from penstock.runtime.torch_internals.autograd import scale_all
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.transport_errors import transport_errors
 
@@ -156,7 +157,7 @@ def _scale_gradients(parameters: Iterable[nn.Parameter], max_norm: float, total:
         if parameter.grad is not None:
             by_device.setdefault(parameter.grad.device, []).append(local(parameter.grad))
     for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, factor.to(device))
+        scale_all(gradients, factor.to(device))
 
 
 def model_groups(modules: Iterable[nn.Module], data: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:

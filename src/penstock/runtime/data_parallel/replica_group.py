@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -18,8 +17,8 @@ from penstock.errors import PipelineError
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.data_parallel.checksums import ReplicatedParameter, checksum, require_equal_replicas
-from penstock.runtime.data_parallel.fsdp import FsdpShards
 from penstock.runtime.dtensors import is_dtensor, local
+from penstock.runtime.torch_internals.data_parallel import FsdpShards, has_communication_hooks, wrapper_of
 from penstock.runtime.transport.process_groups import Group, process_group
 from penstock.runtime.transport.transport_errors import transport_errors, wait
 
@@ -95,17 +94,9 @@ class DdpWrappers:
         self._by_stage = {stage: list(self._find(stage, module)) for stage, module in modules.items()}
 
     def _find(self, stage: int, module: nn.Module) -> Iterator[DistributedDataParallel]:
-        composable = sys.modules.get("torch.distributed._composable.replicate")
         for part in module.modules():
-            wrapper = part
-            if composable is not None and isinstance(part, composable.DDP):  # the wrapper is beside the module
-                state = composable.replicate.state(part)
-                if state._init_args:  # noqa: SLF001 -- torch creates the wrapper in the first forward
-                    state.lazy_init()
-                wrapper = state._ddp  # noqa: SLF001
-                self._switches.append(
-                    (state, "_no_sync", True)
-                )  # it sets the wrapper's switch at every forward
+            wrapper, switches = wrapper_of(part)
+            self._switches += switches
             if isinstance(wrapper, DistributedDataParallel):
                 _check_supported(wrapper, stage)
                 self._switches.append((wrapper, "require_backward_grad_sync", False))
@@ -133,7 +124,7 @@ class DdpWrappers:
 
 
 def _check_supported(wrapper: DistributedDataParallel, stage: int) -> None:
-    if wrapper._comm_hooks:  # noqa: SLF001
+    if has_communication_hooks(wrapper):
         raise PipelineError(
             f"stage {stage} is wrapped in DistributedDataParallel with a communication hook, which would never "
             "run: a pipeline reduces the gradients of a stage itself, once per step"
@@ -178,7 +169,9 @@ def find_layout(
 ) -> ReplicaLayout:
     """Find what is reduced with whom; a tied weight is reduced with the last of its stages."""
     parameters = unsharded(modules.values(), shards)
-    replicated = [each for stage_shards in shards.values() for each in stage_shards.replicated()]
+    replicated = [
+        ReplicatedParameter(*each) for stage_shards in shards.values() for each in stage_shards.replicated()
+    ]
     homes: dict[nn.Parameter, tuple[int, dist.ProcessGroup]] = {}
     problems = []
     for stage in sorted(modules, key=reduction_order.index if reduction_order else None):

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from penstock.errors import PipelineError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.data_parallel.checksums import checksum, differing
-from penstock.runtime.data_parallel.fsdp import FsdpShards
 from penstock.runtime.data_parallel.replica_group import GradientBucket
 from penstock.runtime.data_parallel.wrappers import named_parameters, owners, split_metadata
 from penstock.runtime.dtensors import is_dtensor, local
+from penstock.runtime.torch_internals.data_parallel import FsdpShards
 from penstock.runtime.transport.communicator import Communicator
 
 # Which weights are tied: declared by the user, recorded by `split`, or one parameter in several stages.

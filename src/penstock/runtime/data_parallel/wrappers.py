@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.ir.graph import StageGraph
-
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
+from penstock.runtime.torch_internals.modules import WRAPPED_NAMES
 
 
 def prefixes(module: nn.Module) -> dict[str, str]:
@@ -21,7 +20,7 @@ def prefixes(module: nn.Module) -> dict[str, str]:
         if path:
             above, _, last = path.rpartition(".")
             of_ddp = last == "module" and isinstance(modules[above], DistributedDataParallel)
-            found[path] = found[above] + ("" if last in _WRAPPED or of_ddp else f"{last}.")
+            found[path] = found[above] + ("" if last in WRAPPED_NAMES or of_ddp else f"{last}.")
     return found
 
 
@@ -45,8 +44,8 @@ def split_metadata(module: nn.Module, name: str) -> Any:
     while part is not None:
         if name in vars(part):
             return vars(part)[name]
-        inside = (part._modules[each] for each in ("module", *_WRAPPED) if each in part._modules)  # noqa: SLF001
-        part = next(inside, None)
+        children = dict(part.named_children())
+        part = next((children[each] for each in ("module", *WRAPPED_NAMES) if each in children), None)
     return None
 
 

@@ -16,6 +16,7 @@ from penstock.planning.layout import PipelineLayout, StageLayout
 from penstock.runtime.backward.layer_rules import Tensors, register_layer
 from penstock.runtime.models.module_containers import has_hooks, shallow_copy
 from penstock.runtime.models.stage_starts import Start
+from penstock.runtime.torch_internals.modules import replace_children
 
 # The layer rule of `Conv1D`, the linear layer of GPT-2 in transformers.
 
@@ -229,9 +230,8 @@ class Decoder:
             elif name == self._layers_name:
                 kept = () if stage is None else stage.layers
                 own = shallow_copy(child, type(child))
-                own._modules = {  # noqa: SLF001 -- ModuleList has no API that sets modules by name
-                    str(number): layer if number in kept else Identity() for number, layer in enumerate(child)
-                }
+                layers = enumerate(child)
+                replace_children(own, {str(n): layer if n in kept else Identity() for n, layer in layers})
             elif name in _NORMS:
                 own = child if stage is not None and stage.has_head else Identity()
             elif stage is not None and stage.has_embedding:

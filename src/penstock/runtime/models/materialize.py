@@ -17,6 +17,8 @@ from penstock.arguments import some
 from penstock.errors import PartitionError, PipelineError
 from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.models.decoders import is_pretrained
+from penstock.runtime.torch_internals.autograd import version
+from penstock.runtime.torch_internals.modules import replace_tensors, reset_method
 
 # Parameters that `materialize` has replaced; an optimizer that still holds one raises at its first step.
 #
@@ -75,7 +77,7 @@ def materialize(stage: nn.Module, device: torch.device | str = "cpu") -> nn.Modu
     replaced = dict(stage.named_parameters())
     _allocate(stage, device)
     remember_replaced(replaced, dict(stage.named_parameters()))
-    versions = {name: tensor._version for name, tensor in _named_tensors(stage)}  # noqa: SLF001
+    versions = {name: version(tensor) for name, tensor in _named_tensors(stage)}
     initialize = _initialize_transformers if is_pretrained(stage) else _reset_parameters
     with torch.no_grad():
         initialize(stage, unallocated)
@@ -119,7 +121,7 @@ def _allocate(stage: nn.Module, device: torch.device) -> None:
             made[id(tensor)] = torch.full_like(tensor, _invalid(tensor.dtype), device=device)
         return made[id(tensor)]
 
-    stage._apply(moved)  # type: ignore[no-untyped-call]  # noqa: SLF001 -- `to()` and `to_empty()` call it, and FSDP overrides it
+    replace_tensors(stage, moved)
     for (first, name), *others in homes.values():
         for other, other_name in others:
             setattr(other, other_name, getattr(first, name))
@@ -131,7 +133,7 @@ def _invalid(dtype: torch.dtype) -> float | int | bool:
     return False if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _is_initialized(tensor: Tensor, version: int) -> bool:
+def _is_initialized(tensor: Tensor, before: int) -> bool:
     """Whether all values were set, as far as this can be detected."""
     if tensor.is_meta:
         return False
@@ -139,7 +141,7 @@ def _is_initialized(tensor: Tensor, version: int) -> bool:
     here = tensor.to_local() if is_dtensor(tensor) else tensor
     if here.is_floating_point() or here.is_complex():
         return not bool(here.isnan().any())
-    return tensor._version != version or not bool((here == _invalid(here.dtype)).all())  # noqa: SLF001
+    return version(tensor) != before or not bool((here == _invalid(here.dtype)).all())
 
 
 def _initialize_transformers(stage: Any, modules: Sequence[nn.Module]) -> None:
@@ -151,8 +153,7 @@ def _initialize_transformers(stage: Any, modules: Sequence[nn.Module]) -> None:
 
 def _reset_parameters(_stage: nn.Module, modules: Sequence[nn.Module]) -> None:
     for module in reversed(modules):  # children before parents
-        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if callable(reset):
+        if callable(reset := reset_method(module)):
             reset()
 
 

@@ -13,13 +13,13 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import TreeSpec
 
 from penstock.arguments import listed, some
 from penstock.errors import PartitionError
 from penstock.ir.graph import StageGraph
 from penstock.runtime.models.module_containers import has_hooks
 from penstock.runtime.models.stage_starts import Start, order_problems, unknown_name
+from penstock.runtime.torch_internals.modules import is_mutable_operator, nesting
 
 # What a traced module must be like to be split: its inputs and outputs, its hooks, and no value that one stage
 # changes in place and another one uses.
@@ -33,7 +33,7 @@ _VIEW = re.compile(
 
 def check_module(model: GraphModule) -> None:
     """Raise for what the stages would lose."""
-    spec = _spec(model, "in_spec")
+    spec = nesting(model, "in_spec")
     if spec is None:
         if has_hooks(model):
             raise PartitionError("the traced module has hooks, which would never run: put them on its modules")
@@ -49,7 +49,7 @@ def check_module(model: GraphModule) -> None:
 def output_of(model: GraphModule) -> Any:
     """What the module returns."""
     (output,) = (node for node in model.graph.nodes if node.op == "output")
-    values, spec = output.args[0], _spec(model, "out_spec")
+    values, spec = output.args[0], nesting(model, "out_spec")
     if spec is None:
         return values
     if spec.is_leaf():
@@ -57,12 +57,6 @@ def output_of(model: GraphModule) -> Any:
     if spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children()):
         return spec.type(values)
     raise PartitionError("the exported module returns nested values: export one that returns tensors")
-
-
-def _spec(model: GraphModule, name: str) -> TreeSpec | None:
-    """How an exported module's arguments or results are nested; None for one that is not exported."""
-    info = getattr(model.graph._codegen, "pytree_info", None)  # noqa: SLF001 -- torch has no other way
-    return None if info is None else getattr(info, name)
 
 
 def check_mutations(nodes: Sequence[Node], stage: Mapping[Node, int], same: Mapping[Node, Node]) -> None:
@@ -94,9 +88,9 @@ def _changed(node: Node) -> Node | None:
         module = node.graph.owning_module
         in_place = module is not None and getattr(module.get_submodule(str(node.target)), "inplace", False)
     else:
-        schema, name = getattr(node.target, "_schema", None), _name(node)
+        is_mutable, name = is_mutable_operator(node.target), _name(node)
         is_operator = name in ("iadd", "isub", "imul", "itruediv", "ipow", "setitem")
-        in_place = schema.is_mutable if schema is not None else is_operator or _ends_in_one_underscore(name)
+        in_place = is_mutable if is_mutable is not None else is_operator or _ends_in_one_underscore(name)
         in_place |= bool(node.kwargs.get("inplace", False))
     return node.all_input_nodes[0] if in_place else None
 

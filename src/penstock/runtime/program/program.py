@@ -19,6 +19,7 @@ import torch
 from penstock.ir.action import Action
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
+from penstock.runtime.torch_internals.autograd import profiler_enabled
 
 Mark = TypeVar("Mark")
 
@@ -148,7 +149,7 @@ class Program:
 
         If torch's profiler is active, every action and every wait is a range in it.
         """
-        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 -- no public name
+        profiled = profiler_enabled()
         for index, call in enumerate(self._calls_to_run()):
             if profiled:
                 with torch.profiler.record_function(self._names[index]):

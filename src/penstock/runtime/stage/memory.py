@@ -25,6 +25,8 @@ from penstock.runtime.dtensors import Sharding, is_dtensor, local, sharding_of
 from penstock.runtime.pytree import flatten
 from penstock.runtime.stage.microbatch import LiveActivations, MicrobatchState, StageConfig, StepInputs
 from penstock.runtime.stage.values import is_plain, storage_references
+from penstock.runtime.torch_internals.autograd import storage_identity, version
+from penstock.runtime.torch_internals.modules import own_buffers
 from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
 from penstock.runtime.transport.channels import FlatValue
 
@@ -186,7 +188,7 @@ class Offloadable:
         """An alias: the tensor itself would keep the graph that saves it."""
         sharding = (sharding_of(tensor), tensor.device_mesh) if is_dtensor(tensor) else None
         own = local(tensor)
-        return cls(own.detach(), own._version, sharding)  # noqa: SLF001
+        return cls(own.detach(), version(own), sharding)
 
     @property
     def value(self) -> Tensor:
@@ -230,10 +232,10 @@ class SavedTensors:
             tensor = entry.tensor
             if tensor is not None and type(tensor) is Tensor and tensor.layout == torch.strided:
                 _check_version(entry)
-                by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(entry)  # noqa: SLF001
+                by_storage.setdefault(storage_identity(tensor), []).append(entry)
         in_use = []
         for buffer in buffers:
-            group = by_storage.pop(buffer.storage.untyped_storage()._cdata, [])  # noqa: SLF001
+            group = by_storage.pop(storage_identity(buffer.storage), [])
             if buffer.external_references > len(group):
                 in_use.append(buffer)
             elif group:
@@ -263,12 +265,12 @@ class SavedTensors:
             storage = store.get(size, place, device)
             for entry, (dtype, offset, shape, stride) in group:
                 entry.tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
-                entry.version = entry.tensor._version  # noqa: SLF001
+                entry.version = version(entry.tensor)
         self._on_host = []
 
 
 def _check_version(entry: Offloadable) -> None:
-    if entry.tensor is not None and entry.tensor._version != entry.version:  # noqa: SLF001
+    if entry.tensor is not None and version(entry.tensor) != entry.version:
         raise PipelineError(
             "a tensor that the backward needs was changed in place after the forward saved it: change a clone()"
         )
@@ -318,7 +320,7 @@ class KeptForward:
         """The output of the stages before it; None for a stage that gets the batch."""
         self._offloaded: dict[int, Offloadable] = {}
         self._inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        self._versions = [leaf._version for leaf in self._inputs]  # noqa: SLF001 -- counts changes in place
+        self._versions = [version(leaf) for leaf in self._inputs]
         parameters = (parameter for module in self._modules for parameter in module.parameters())
         self._devices = {p.device for p in parameters if p.device.type not in ("cpu", "meta")}
         self._random = RandomStates(self._devices)
@@ -342,7 +344,7 @@ class KeptForward:
 
     def finish(self, stage: int) -> None:
         """After F: check that the input is as it was, and keep only the buffers that F has changed."""
-        if [leaf._version for leaf in self._inputs] != self._versions:  # noqa: SLF001
+        if [version(leaf) for leaf in self._inputs] != self._versions:
             raise PipelineError(
                 f"stage {stage} changes its input in place, so its forward cannot be recomputed: change a "
                 f"clone() of it, or leave out the RECOMPUTE actions of stage {stage}"
@@ -429,7 +431,7 @@ def _exchanged(modules: Sequence[nn.Module], buffers: Mapping[_Place, Any]) -> d
     before = {}
     for place, buffer in buffers.items():
         owner_path, _, name = place[1].rpartition(".")
-        owner = modules[place[0]].get_submodule(owner_path)._buffers  # noqa: SLF001 -- assigning checks the type
+        owner = own_buffers(modules[place[0]].get_submodule(owner_path))  # assigning checks the type
         before[place], owner[name] = owner[name], buffer
     return before
 
@@ -576,4 +578,4 @@ def _bytes_of(buffers: tuple[Buffer, ...], tensors: Iterable[Tensor], others: se
 
 
 def _storage_of(tensor: Tensor) -> int:
-    return int(local(tensor).untyped_storage()._cdata)  # noqa: SLF001 -- identifies it
+    return storage_identity(local(tensor))

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
+from torch.autograd.graph import GradientEdge, increment_version
 
 from penstock.errors import BatchError, PipelineError
 from penstock.ir.action import Step
@@ -16,10 +16,11 @@ from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.backward.deferral import DeferredGradients, LayerMode
 from penstock.runtime.batch import size_problems
-from penstock.runtime.data_parallel.fsdp import FsdpShards
 from penstock.runtime.dtensors import whole
 from penstock.runtime.pytree import Leaves
 from penstock.runtime.stage.values import Source, is_plain
+from penstock.runtime.torch_internals.autograd import gradient_edge, unsafe_view, version
+from penstock.runtime.torch_internals.data_parallel import FsdpShards
 from penstock.runtime.transport.buffer_pool import Buffer
 
 # How one stage runs: where its values come from, which backwards are split, and its loss.
@@ -223,33 +224,22 @@ class MicrobatchState:
     def start_at(self, outputs: Sequence[Tensor], uses: int) -> None:
         """Start the backward of a stage that feeds others at its outputs, once for each use."""
         # autograd adds up the gradients of the same output
-        self.roots = [*map(_edge, outputs)] * uses
+        self.roots = [*map(gradient_edge, outputs)] * uses
         self.shapes = [output.shape for output in outputs] * uses
-
-
-def _edge(output: Tensor) -> GradientEdge:
-    """Where the gradient of an output enters the graph; it keeps the graph, but not the memory of the output.
-
-    `get_gradient_edge` gives the same in more time, and is needed for leaves and nodes of Python.
-    """
-    node: Any = output.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):  # noqa: SLF001 -- no public name
-        return get_gradient_edge(output)
-    return GradientEdge(node, output.output_nr)
 
 
 def non_leaf_inputs(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """The inputs as results of a node: a stage may change them in place, which it may not with leaves."""
-    if all(is_plain(each) and not each._version for each in inputs):  # noqa: SLF001 -- counts changes in place
+    if all(is_plain(each) and not version(each) for each in inputs):
         # a node of Python would take several times as long
-        return [torch.ops.aten._unsafe_view.default(each, each.shape) for each in inputs]  # noqa: SLF001
+        return [unsafe_view(each, each.shape) for each in inputs]
     return _Identity.apply(*inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def count_changes(inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
     """After a forward: leaves count the changes in place of what entered the stage, which has their memory."""
     for leaf, each in zip(inputs, entered):
-        if leaf._version != each._version:  # noqa: SLF001 -- results of `_Identity` have the leaves' counters
+        if version(leaf) != version(each):  # results of `_Identity` have the leaves' counters
             increment_version(leaf)
 
 

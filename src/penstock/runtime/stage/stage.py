@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral, LayerMode
-from penstock.runtime.backward.engine import run_backward
 from penstock.runtime.pytree import Leaves, Structure, flatten, unflatten
 from penstock.runtime.stage.memory import KeptForward, StageMemory
 from penstock.runtime.stage.microbatch import (
@@ -36,6 +35,7 @@ from penstock.runtime.stage.values import (
     own_tensors,
     versions,
 )
+from penstock.runtime.torch_internals.autograd import run_backward
 from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
 from penstock.runtime.transport.channels import FlatValue
 

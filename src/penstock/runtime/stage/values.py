@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.errors import PipelineError
 from penstock.runtime.dtensors import local
 from penstock.runtime.pytree import Leaves, Structure, unflatten
+from penstock.runtime.torch_internals.autograd import storage_identity, storage_uses, version
 from penstock.runtime.transport.channels import FlatValue
 from penstock.runtime.transport.message_spec import copied
 
@@ -92,15 +93,17 @@ def _own(leaves: Leaves) -> Any:
 
 def _references(tensor: Tensor) -> int:
     """How many tensors use its storage, and a constant."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001
+    return storage_uses(storage_identity(tensor))
 
 
-_ONE_REFERENCE = _references(torch.empty(1))
+@cache
+def _one_reference() -> int:
+    return _references(torch.empty(1))
 
 
 def storage_references(tensor: Tensor) -> int:
     """How many tensors use its storage."""
-    return _references(tensor) - _ONE_REFERENCE + 1
+    return _references(tensor) - _one_reference() + 1
 
 
 def _is_only_reference(tensor: Tensor) -> bool:
@@ -141,7 +144,7 @@ def overlapping_positions(leaves: Sequence[Any]) -> tuple[int, ...]:
 
 def versions(leaves: Sequence[Any], positions: Sequence[int]) -> list[int]:
     """The version counters of these tensors, which count changes in place."""
-    return [leaves[position]._version for position in positions if not leaves[position].is_inference()]  # noqa: SLF001
+    return [version(leaves[position]) for position in positions if not leaves[position].is_inference()]
 
 
 def check_unchanged(before: Sequence[int], after: Sequence[int], stage: int, inputs: Sequence[int]) -> None:

@@ -25,6 +25,14 @@ from penstock.runtime.states.writer import (
     request_states,
     state_folder,
 )
+from penstock.runtime.torch_internals.pipelining import (
+    RUNTIME_CLASS,
+    is_eval,
+    microbatches_of,
+    stage_count,
+    stages_of,
+    wrap_steps,
+)
 from penstock.runtime.transport.transport_errors import is_transport_error
 from penstock.traces.flight_recorder import messages_at_use
 from penstock.traces.rank_state import RankState
@@ -61,16 +69,13 @@ def _labelled(stage: Any, method: str, kind: str) -> Callable[..., Any]:
 # The methods also show the tensors of each message, and whether the rank computes or waits.
 
 
-# ruff: noqa: SLF001 -- torch's private names
-
-
 _MESSAGES = {
     "get_fwd_recv_ops": Kind.RECV_F,
     "get_fwd_send_ops": Kind.SEND_F,
     "get_bwd_recv_ops": Kind.RECV_B,
     "get_bwd_send_ops": Kind.SEND_B,
 }
-_ORDERS = {"_PipelineScheduleRuntime": "", "Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}
+_ORDERS = {RUNTIME_CLASS: "", "Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}
 """The family of a class without a list, by its name: torch's module takes seconds to import."""
 _COMPUTE = {"forward_one_chunk": Kind.F, "backward_one_chunk": Kind.B, "backward_weight_one_chunk": Kind.W}
 
@@ -93,7 +98,7 @@ def record_state(schedule: Any, state_dir: str | PathLike[str] | None = None) ->
         )
     if folder is not None:
         recorder = _Recorder(schedule)
-        schedule._penstock_recorder = recorder
+        schedule.penstock_recorder = recorder
         register_states(recorder, folder)
 
 
@@ -126,7 +131,7 @@ class _Recorder:
     """Follows one schedule object; other threads read its fields."""
 
     def __init__(self, schedule: Any) -> None:
-        stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+        stages = stages_of(schedule)
         self._has_list = not _family_of(schedule)
         group = stages[0].group
         members = tuple(dist.get_process_group_ranks(group))
@@ -143,7 +148,7 @@ class _Recorder:
         self._done: set[str] = set()
         """The computations of the current action that have ended."""
         self._messages: dict[str, tuple[str, ...]] = {}
-        schedule._step_microbatches = functools.partial(self._run, schedule._step_microbatches, schedule)
+        wrap_steps(schedule, self._run)
         for stage in stages:
             for name, kind in (_MESSAGES | _COMPUTE).items():
                 method = getattr(stage, name)
@@ -189,7 +194,7 @@ class _Recorder:
         """One step of torch's runtime, or one eval: a step whose backward is switched off."""
         self._track(schedule)
         self._messages.clear()
-        mode = "eval" if schedule._loss_fn is not None and not schedule._has_backward else "step"
+        mode = "eval" if is_eval(schedule) else "step"
         step, call = self._state.step + (mode == "step"), self._state.call + 1
         self._state = replace(self._state, mode=mode, step=step, call=call, position=-1)
         try:
@@ -243,6 +248,6 @@ class _Recorder:
             hosts = schedule.stage_index_to_group_rank
             placement = Placement(tuple(hosts[stage] for stage in range(len(hosts))))
             texts = [[str(action) for action in list.__iter__(rows[rank])] for rank in sorted(rows)]
-            return Schedule(texts, placement, schedule._n_microbatches, type(schedule).__name__)
-        built = build(family, ranks=schedule._num_stages, microbatches=schedule._n_microbatches)
+            return Schedule(texts, placement, microbatches_of(schedule), type(schedule).__name__)
+        built = build(family, ranks=stage_count(schedule), microbatches=microbatches_of(schedule))
         return messages_at_use(built).renamed(type(schedule).__name__)

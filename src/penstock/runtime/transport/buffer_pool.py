@@ -7,6 +7,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from penstock.runtime.torch_internals.autograd import storage_identity, storage_uses
 from penstock.runtime.transport.eager import host_bytes
 from penstock.runtime.transport.message_spec import HEADER_BYTES, MessageSpec
 
@@ -37,7 +38,7 @@ class Buffer:
         self.capacity = self.nbytes = capacity  # `len` of a tensor takes microseconds
         self.last_step = 0
         self._views: dict[MessageSpec, list[Tensor]] = {}
-        self._identity = self.storage.untyped_storage()._cdata  # noqa: SLF001
+        self._identity = storage_identity(self.storage)
         self.host_bytes = host_bytes(self.storage) if device.type == "cpu" else None
         """The memory of the message, on a CPU."""
         # on a CPU the flag is written and read in place; on other devices it is a message of its own
@@ -77,7 +78,7 @@ class Buffer:
 
     def _reference_count(self) -> int:
         """How many tensors use the storage, those of this buffer included."""
-        return int(torch._C._storage_Use_Count(self._identity))  # noqa: SLF001
+        return storage_uses(self._identity)
 
     @property
     def external_references(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PipelineError
+from penstock.runtime.torch_internals.distributed import new_nccl_group
 from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.eager import EAGER_BYTES, EagerMessages, host_bytes
 from penstock.runtime.transport.gloo_connections import abort_gloo_group, gloo_group
@@ -61,10 +62,7 @@ def device_group(
     """A group for one directed edge, in which rank 0 sends and rank 1 receives, or for a subgroup."""
     if not (device.type == "cuda" and dist.is_nccl_available()):
         raise PipelineError(f"a pipeline runs on CPUs (gloo) and CUDA devices (NCCL), not on {device}")
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout  # noqa: SLF001 -- it has no public name
-    group: MessageGroup = nccl(store, rank, size, options)
+    group: MessageGroup = new_nccl_group(store, rank, size, timeout)
     return group
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from penstock.runtime.torch_internals.distributed import new_gloo_group
 from penstock.runtime.transport.addresses import own_address
 
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -33,11 +34,9 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     has on the host itself, which is often that of the loopback interface.
     """
     gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()  # noqa: SLF001 -- it has no public name
     host = own_address(store)
     device = gloo.create_default_device() if host is None else gloo.create_device(hostname=host)
-    options._devices, options._timeout = [device], timeout  # noqa: SLF001
-    return gloo(store, rank, size, options)
+    return new_gloo_group(store, rank, size, [device], timeout)
 
 
 def abort_gloo_group(group: Any) -> None:

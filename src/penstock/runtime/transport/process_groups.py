@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.arguments import listed
 from penstock.errors import PipelineError
+from penstock.runtime.torch_internals.distributed import abort_registered_groups, timeout_of
 from penstock.runtime.transport.gloo_connections import shut_down_gloo_groups
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
@@ -53,18 +53,11 @@ def rank_name(rank: int, world_rank: int) -> str:
 def abort_process_groups() -> None:
     """End all waits of this process in torch.distributed; its groups do not work afterwards."""
     shut_down_gloo_groups()
-    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 -- no public list of groups
-        with suppress(RuntimeError):  # gloo has no abort
-            group.abort()
+    abort_registered_groups()
 
 
 def group_timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
     """How long the operations of a group on this device wait."""
     if not dist.is_initialized():
         return default_pg_timeout
-    chosen: Any = dist.group.WORLD if group is None else group
-    try:
-        found: timedelta = chosen._get_backend(device).options._timeout  # noqa: SLF001 -- no public name
-    except (AttributeError, RuntimeError):  # a backend of another kind, or none for this device
-        return default_pg_timeout
-    return found
+    return timeout_of(dist.group.WORLD if group is None else group, device) or default_pg_timeout

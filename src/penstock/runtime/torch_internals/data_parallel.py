@@ -1,4 +1,4 @@
-"""The parameters of one stage that `fully_shard` shards; the actions of the schedule gather and free them.
+"""Data-parallel wrappers in a stage: `fully_shard`, `replicate` and DistributedDataParallel.
 
 By itself, FSDP2 gathers the parameters of a module when its forward begins, frees them when it ends, and
 reduces gradients after every backward. In a pipeline, actions decide instead:
@@ -8,7 +8,7 @@ reduces gradients after every backward. In a pipeline, actions decide instead:
     REDUCE_GRAD   one reduce-scatter per FSDP parameter group, once per step
 
 The end of the step does what the schedule leaves out. FSDP2 has no public API to disable reductions and start
-them later, so this module reads and sets fields of its parameter groups, as torch 2.13 has them.
+them later, so `FsdpShards` reads and sets fields of its parameter groups.
 """
 
 from __future__ import annotations
@@ -20,23 +20,67 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable_state import _get_module_state
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PipelineError
-from penstock.runtime.data_parallel.checksums import ReplicatedParameter
+from penstock.runtime.torch_internals.registry import Feature
 
-_FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+SHARDING = Feature(
+    "stages in fully_shard, or in a replicate built on it",
+    without="DistributedDataParallel, or replicas= of a Pipeline",
+)
+WRAPPING = Feature(
+    "stages in DistributedDataParallel or replicate", without="fully_shard, or replicas= of a Pipeline"
+)
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_FSDP_STATE = f"{_FSDP}._fsdp_state"
+_module_state = SHARDING.name("torch.distributed._composable_state._get_module_state")
+_REPLICATE = "torch.distributed._composable.replicate"
 
 
 def fsdp_shards_by_stage(modules: Mapping[int, nn.Module]) -> dict[int, FsdpShards]:
-    """The shards that `fully_shard`, or the `replicate` built on it, made of these stages."""
+    """Return the shards that `fully_shard`, or the `replicate` built on it, made of these stages."""
     loaded = sys.modules.get(_FSDP_STATE)
-    if loaded is None:  # nothing is sharded, and the import is slow
-        return {}
+    # the import is slow, and nothing is sharded without it
+    return {} if loaded is None else _shards_by_stage(modules, loaded.FSDPState)
+
+
+@SHARDING.uses(
+    f"{_FSDP_STATE}.FSDPState._fsdp_param_groups",
+    f"{_FSDP_STATE}.FSDPState._is_root",
+    f"{_FSDP_STATE}.FSDPState._lazy_init",
+    f"{_FSDP_STATE}.FSDPState._reset_iter_state",
+    f"{_FSDP_STATE}.FSDPState._root_post_backward_final_callback",
+    f"{_FSDP_STATE}.FSDPState._state_ctx",
+    f"{_FSDP_STATE}.FSDPState._training_state",
+    f"{_FSDP_STATE}.FSDPStateContext.is_last_backward",
+    f"{_FSDP}._fsdp_param.FSDPParam._param_fqn",
+    f"{_FSDP}._fsdp_param.FSDPParam._setattr_on_modules",
+    f"{_FSDP}._fsdp_param.FSDPParam._sharded_param_data",
+    f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param",
+    f"{_FSDP}._fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed",
+    f"{_FSDP}._fsdp_param.FSDPParam.reduce_dtype",
+    f"{_FSDP}._fsdp_param.FSDPParam.sharded_param",
+    f"{_FSDP}._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
+    f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup._all_gather_result",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup._training_state",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.mesh_info",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_forward_mesh_info",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.reduce_grads",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.reshard",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.reshard_after_backward",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.unshard",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
+)
+def _shards_by_stage(modules: Mapping[int, nn.Module], state_class: type) -> dict[int, FsdpShards]:
     shards = {}
     for stage, module in modules.items():
-        found = [_get_module_state(part) for part in module.modules()]
-        states = dict.fromkeys(state for state in found if isinstance(state, loaded.FSDPState))
+        found = [_module_state(part) for part in module.modules()]
+        states = dict.fromkeys(state for state in found if isinstance(state, state_class))
         if states:
             shards[stage] = FsdpShards(list(states), f"stage {stage}")
     return shards
@@ -48,15 +92,15 @@ class FsdpShards:
     def __init__(self, states: list[Any], owner: str) -> None:
         try:
             for state in states:  # outermost first: it becomes the root of the others
-                state._lazy_init()  # noqa: SLF001
+                state._lazy_init()
         except RuntimeError as error:
             raise PipelineError(
                 f"{owner}: FSDP does not support the way its modules are sharded ({error}): also call "
                 "fully_shard on the whole stage module, after its children"
             ) from error
-        self._roots = [state for state in states if state._is_root]  # noqa: SLF001
-        self._groups: list[Any] = [group for state in states for group in state._fsdp_param_groups]  # noqa: SLF001
-        self._idle = type(states[0]._training_state).IDLE  # noqa: SLF001
+        self._roots = [state for state in states if state._is_root]
+        self._groups: list[Any] = [group for state in states for group in state._fsdp_param_groups]
+        self._idle = type(states[0]._training_state).IDLE
         self._with_reduce_dtype = [each for each in self._parameters if each.reduce_dtype is not None]
         self._gathered_once = not self._with_reduce_dtype
         self.reshard()
@@ -75,8 +119,8 @@ class FsdpShards:
         (source,) = (each for each in other._parameters if each.sharded_param is kept)
         (target,) = (each for each in self._parameters if each.sharded_param is parameter)
         target.sharded_param = source.sharded_param
-        target._sharded_param_data = source._sharded_param_data  # noqa: SLF001
-        target._setattr_on_modules(kept)  # noqa: SLF001
+        target._sharded_param_data = source._sharded_param_data
+        target._setattr_on_modules(kept)
 
     def data_groups(self) -> list[tuple[dist.ProcessGroup, ...]]:
         """For each parameter group: the process groups that reduce its gradients."""
@@ -87,25 +131,25 @@ class FsdpShards:
             found.append(tuple([each for each in groups if each is not None]))
         return found
 
-    def replicated(self) -> Iterator[ReplicatedParameter]:
-        """The parameters whose shard other ranks hold as well (hybrid sharding)."""
+    def replicated(self) -> Iterator[tuple[str, nn.Parameter, dist.ProcessGroup]]:
+        """Yield the parameters whose shard other ranks hold as well (hybrid sharding): name, shard, group."""
         for group in self._groups:
             replicas = getattr(group.mesh_info, "replicate_process_group", None)
             if replicas is not None:
                 for each in group.fsdp_params:
-                    yield ReplicatedParameter(each._param_fqn, each.sharded_param, replicas)  # noqa: SLF001
+                    yield each._param_fqn, each.sharded_param, replicas
 
     @contextmanager
     def scheduled(self) -> Iterator[None]:
         """Only the methods below gather, reshard and reduce in here; FSDP itself does not."""
         self._gather_once()
         before = [(g.reduce_grads, g.reshard_after_backward, g.post_forward_mesh_info) for g in self._groups]
-        last = [root._state_ctx.is_last_backward for root in self._roots]  # noqa: SLF001
+        last = [root._state_ctx.is_last_backward for root in self._roots]
         for group in self._groups:
             group.reduce_grads = group.reshard_after_backward = False
             group.post_forward_mesh_info = None
         for root in self._roots:
-            root._state_ctx.is_last_backward = False  # noqa: SLF001
+            root._state_ctx.is_last_backward = False
         try:
             yield
         finally:
@@ -113,7 +157,7 @@ class FsdpShards:
                 group.reduce_grads, group.reshard_after_backward = reduces, reshards
                 group.post_forward_mesh_info = mesh
             for root, was in zip(self._roots, last):
-                root._state_ctx.is_last_backward = was  # noqa: SLF001
+                root._state_ctx.is_last_backward = was
 
     def _gather_once(self) -> None:
         """Gather and free all parameters once, if gradients are reduced in another dtype.
@@ -153,16 +197,16 @@ class FsdpShards:
             group.reduce_grads = True
             group.post_backward()
             group.reduce_grads = False
-            group._training_state = self._idle  # noqa: SLF001
+            group._training_state = self._idle
 
     def finish(self, *, reduces: bool) -> None:
         """The end of a step: reduce the remaining gradients, wait for all, and free all gathered parameters."""
         for group in self._groups:
             group.reduce_grads = reduces
         for root in self._roots:
-            root._state_ctx.is_last_backward = True  # noqa: SLF001
-            root._root_post_backward_final_callback()  # noqa: SLF001
-            root._state_ctx.is_last_backward = False  # noqa: SLF001
+            root._state_ctx.is_last_backward = True
+            root._root_post_backward_final_callback()
+            root._state_ctx.is_last_backward = False
         for group in self._groups:
             group.reduce_grads = False
         self.reshard()
@@ -170,10 +214,39 @@ class FsdpShards:
     def drop(self) -> None:
         """After a failed step: discard the gathered parameters and the unreduced gradients."""
         for group in self._groups:
-            group._all_gather_result = None  # noqa: SLF001 -- another rank may never send its part
+            group._all_gather_result = None  # another rank may never send its part
         for each in self._parameters:
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
                 each.unsharded_param.grad = None
         for root in self._roots:
-            root._reset_iter_state()  # noqa: SLF001
+            root._reset_iter_state()
+
+
+def wrapper_of(part: nn.Module) -> tuple[nn.Module, list[tuple[Any, str, bool]]]:
+    """Return the DistributedDataParallel wrapper that `replicate` made for a module, or else the module itself.
+
+    The second value has objects and attributes that control reductions, and the value that disables them.
+    """
+    composable = sys.modules.get(_REPLICATE)
+    if composable is None or not isinstance(part, composable.DDP):
+        return part, []
+    return _composable_wrapper(composable.replicate.state(part))
+
+
+@WRAPPING.uses(
+    f"{_REPLICATE}._ReplicateState._ddp",
+    f"{_REPLICATE}._ReplicateState._init_args",
+    f"{_REPLICATE}._ReplicateState._no_sync",
+    f"{_REPLICATE}._ReplicateState.lazy_init",
+)
+def _composable_wrapper(state: Any) -> tuple[nn.Module, list[tuple[Any, str, bool]]]:
+    if state._init_args:  # torch creates the wrapper in the first forward
+        state.lazy_init()
+    return state._ddp, [(state, "_no_sync", True)]  # which sets the wrapper's switch at every forward
+
+
+@WRAPPING.uses("torch.nn.parallel.DistributedDataParallel._comm_hooks")
+def has_communication_hooks(wrapper: DistributedDataParallel) -> bool:
+    """Return whether a wrapper has communication hooks."""
+    return bool(wrapper._comm_hooks)
