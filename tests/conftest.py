@@ -42,25 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             keep = mark.args[0]
             if not keep(**{name: parameters[name] for name in inspect.signature(keep).parameters}):
                 item.add_marker("full")
-    _thin_large_grids(items)
     place = _order_of_files(list(dict.fromkeys(item.path for item in items)))
     items.sort(key=lambda item: place[item.path])
-
-
-_LARGE_GRID, _EACH = 6, 3
-
-
-def _thin_large_grids(items: list[pytest.Item]) -> None:
-    """Of more than 6 cases of a test without `small`, leave every third in `make test`."""
-    grids: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if not any(item.iter_markers("small")):
-            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in grids.values():
-        if len(cases) > _LARGE_GRID:
-            for number, case in enumerate(cases):
-                if number % _EACH:
-                    case.add_marker("full")
 
 
 _WAITING = {"pipelining", "runtime", "test_troubleshooting.py"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.grids import small
 from tests.support.pool import Pool
 from tests.support.troubles import ALONE
 from tests.support.troubles_of_ranks import TOGETHER
@@ -38,6 +39,7 @@ def test_what_one_process_says_is_what_the_page_quotes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOGETHER)
+@small(lambda name: name in {"timeout", "step_and_eval", "one_rank_is_behind"})  # a late rank, and other calls
 def test_what_ranks_say_is_what_the_page_quotes(name: str, failing_pool: Pool) -> None:
     lost = (1,) if name in {"lost_rank", "stopped_rank"} else ()
     assert_quoted(name, failing_pool.run(TOGETHER[name], lost=lost)[0])

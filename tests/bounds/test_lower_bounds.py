@@ -13,7 +13,7 @@ from penstock import Costs, Placement, Schedule, StageGraph, simulate
 from penstock.bounds import Workload, bounds, bounds_of, preemptive
 from penstock.lowering import Offload, Pass, Policy, Recompute, lower
 from penstock.simulation.comparison import compare
-from tests.support.grids import examples
+from tests.support.grids import examples, small
 
 UNITS = Costs(
     forward=10, backward_input=10, backward_weight=8, latency=1, activation=2, activation_freed_by_input=1
@@ -132,6 +132,7 @@ MEMORY_PASSES: tuple[list[Pass], ...] = (
 
 @pytest.mark.parametrize("objective", ["makespan", "span", "period"])
 @pytest.mark.parametrize("name", [name for name in penstock.families() if name != "forward-only"])
+@small(lambda objective: objective == "makespan")
 def test_no_family_beats_a_bound_at_its_own_peak_of_memory(name: str, objective: str) -> None:
     rng = random.Random(name + objective)
     for _ in range(examples(40)):

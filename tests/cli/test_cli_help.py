@@ -10,6 +10,7 @@ import pytest
 import penstock
 from penstock.cli.commands import SUMMARIES, load_command
 from tests.support.command_line import SLOW_COMMANDS, Run, write_example_files
+from tests.support.grids import small
 
 EXAMPLES = [
     line.strip()
@@ -17,6 +18,7 @@ EXAMPLES = [
     for line in str(load_command(command).help).partition("Examples:")[2].splitlines()
     if line.strip()
 ]
+FIRST_OF_EACH_COMMAND = {line.split()[1]: line for line in reversed(EXAMPLES)}.values()
 
 
 # --- help ------------------------------------------------------------------------------------------
@@ -34,6 +36,7 @@ def test_the_help_of_every_command_has_its_examples_one_per_line(
 
 
 @pytest.mark.parametrize("line", [line for line in EXAMPLES if not SLOW_COMMANDS & set(line.split())])
+@small(lambda line: line in FIRST_OF_EACH_COMMAND)
 def test_the_examples_in_the_help_run(line: str, run: Run, tmp_path: Path) -> None:
     write_example_files(tmp_path)
     program, *arguments = shlex.split(line)

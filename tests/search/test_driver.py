@@ -67,6 +67,7 @@ def test_no_family_is_better_for_unequal_stages(p: int, v: int, kind: str) -> No
 
 
 @pytest.mark.parametrize(("p", "m", "limit"), OPTIMA)
+@small(lambda p, m: p < 4 and m == 4)  # one of each number of ranks that is solved in a second
 def test_the_known_optima_are_found_and_proved(p: int, m: int, limit: int) -> None:
     found = search(ranks=p, microbatches=m, costs=UNITS, memory_limit=limit, seconds=60)
     assert (found.value, found.proved) == (OPTIMA[p, m, limit], True)
@@ -211,7 +212,7 @@ def test_the_time_limit_holds_and_progress_is_reported() -> None:
         seconds=1.5,
         on_progress=reports.append,
     )
-    assert 1.4 < found.seconds < 6 * slowness()
+    assert 0.75 < found.seconds < 6 * slowness()  # a slow machine reserves more of it for the result
     assert found.value <= reports[-1].best * (1 + 1e-9)
     assert [each.best for each in reports[2:]] == sorted((each.best for each in reports[2:]), reverse=True)
     assert [each.fraction for each in reports] == sorted(each.fraction for each in reports)

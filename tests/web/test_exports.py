@@ -17,6 +17,7 @@ from penstock.families import build
 from penstock.formats import dumps, reads
 from penstock.ir.graph import StageGraph
 from penstock.web.api import REQUESTS
+from tests.support.grids import small
 from tests.support.schedule_rows import rows_of
 
 SOURCE = {"family": "interleaved-1f1b", "ranks": 4, "microbatches": 8, "group": 6}
@@ -88,9 +89,18 @@ COSTS: tuple[dict[str, Any], ...] = (
     {"bandwidth_bytes_per_second": 2.0, "activation_message_bytes": 1.0, "backward_weight_seconds": 0.5},
 )
 
+ONE_OF_EACH = {
+    ("1f1b", "buffered"),
+    ("zbv", "edge-streams"),
+    ("interleaved-1f1b", "rendezvous"),
+    ("looped-bfs", "rendezvous"),
+}
+"""Each source, and each send model."""
+
 
 @pytest.mark.parametrize("source", FAMILIES, ids=lambda source: source["family"])
 @pytest.mark.parametrize("send_model", ["buffered", "edge-streams", "rendezvous"])
+@small(lambda source, send_model: (source["family"], send_model) in ONE_OF_EACH)
 def test_the_command_and_the_python_lines_give_the_numbers_of_the_page(
     source: dict[str, Any],
     send_model: str,
