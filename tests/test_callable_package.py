@@ -9,7 +9,7 @@ import penstock
 import penstock.families
 import penstock.search
 from penstock.families.registry import families
-from penstock.search.request import search
+from penstock.search import search
 
 
 def test_a_call_of_the_package_calls_its_function() -> None:

@@ -36,7 +36,7 @@ ONE_OF_EACH = (
     BuildError("unknown family '1f1c'"),
     FormatError("mine.csv", ["row 1, column 2: wrong", "row 3: wrong too"]),
     TraceError(["rank0.json: event 3: ts is not a number", "rank1.json: no complete step"]),
-    UnhandledKindError("RECOMPUTE", "simulation.network"),
+    UnhandledKindError("RECOMPUTE", "simulation"),
     ScheduleError("a schedule needs at least 1 microbatch"),
     SearchError("nothing fits"),
     CostsError("forward: it must be 0 or more"),

@@ -10,7 +10,7 @@ import pytest
 import penstock
 from penstock import Costs, Placement, StageGraph, search, simulate
 from penstock.bounds import RankBounds, Workload, bounds
-from penstock.bounds.rank_orders import RankChain, RankOrders
+from penstock.bounds.lower_bounds import RankChain, RankOrders
 from penstock.ir.kinds import Kind
 from penstock.search.problem import Problem
 from tests.support.grids import examples, repetitions

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.bounds import OBJECTIVES
-from penstock.search.annealing import anneal
-from penstock.search.kernel import TOKEN
+from penstock.search.kernel import TOKEN, anneal
 from penstock.search.seeds import serial
 from tests.support.search_instances import random_problem
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import penstock
 from penstock import Costs
-from penstock.search.result import Budget, Jitter
+from penstock.search.request import Budget, Jitter
 from penstock.simulation.jitter import simulate_with_jitter
 
 

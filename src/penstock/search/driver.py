@@ -32,10 +32,9 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.processes import usable_cores
 from penstock.search import exact
-from penstock.search.annealing import anneal
-from penstock.search.kernel import PAIRED
+from penstock.search.kernel import PAIRED, anneal
 from penstock.search.problem import Problem
-from penstock.search.result import Budget, Jitter, OnProgress, Progress, SearchResult, gap_of
+from penstock.search.request import Budget, Jitter, OnProgress, Progress, SearchResult, gap_of
 from penstock.search.seeds import (
     family_builders,
     grouped_schedules,

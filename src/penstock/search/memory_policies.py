@@ -28,7 +28,7 @@ from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import Offload, Pass, Policy, Recompute
 from penstock.lowering.passes import require_absent
-from penstock.search.result import check_memory_limit, rounded
+from penstock.search.request import check_memory_limit, rounded
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel

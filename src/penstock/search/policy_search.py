@@ -47,7 +47,7 @@ from penstock.search import exact
 from penstock.search.driver import run
 from penstock.search.memory_policies import FitMemory, without_memory_actions
 from penstock.search.problem import Problem
-from penstock.search.result import Budget, Jitter, OnProgress, Progress, SearchResult, gap_of
+from penstock.search.request import Budget, Jitter, OnProgress, Progress, SearchResult, gap_of
 from penstock.search.seeds import family_builders, serial
 from penstock.simulation.simulator import Simulator, simulate
 from penstock.simulation.timeline import Timeline

@@ -1,26 +1,31 @@
-"""The arguments of a search: all errors are reported at once, and the search is run."""
+"""A request for a search, with all errors of its arguments at once; its budget, its progress and its result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 from penstock.arguments import plural, printable, some, whole_number
-from penstock.bounds import OBJECTIVES
+from penstock.bounds import OBJECTIVES, Bound
 from penstock.cost.costs import Costs
 from penstock.cost.memory import activation_bytes, activation_limits, counting_activations, fixed_bytes
+from penstock.display import Displayed
 from penstock.errors import PenstockError, SearchError
 from penstock.families.depth_order import topological_placement
 from penstock.families.registry import MAX_WORK
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement, StagesPerRank, problems_of_counts
-from penstock.search.memory_policies import FitMemory
-from penstock.search.result import Budget, Jitter, OnProgress, SearchResult
+from penstock.ir.schedule import Schedule
+from penstock.simulation.jitter import simulate_with_jitter
+from penstock.simulation.timeline import Timeline
 
 _PLACEMENTS = ("any", "loop", "v")
 _MAX_NUMBER = 1e18  # seconds or bytes
+_ROUNDING = 1e-9
 _MAX_SEARCHED = 1 << 20
 """Stages times microbatches; a single order of a larger problem takes longer than most time limits."""
 
@@ -147,84 +152,7 @@ def _is_within(most: float, value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= cast("float", value) <= most
 
 
-# `penstock.search`.
-
-
-def search(
-    *,
-    ranks: int,
-    microbatches: int,
-    costs: Costs | None = None,
-    stages_per_rank: StagesPerRank = 1,
-    placement: Placement | str = "any",
-    memory_limit: float | None = None,
-    live_limit: int | None = None,
-    objective: str = "makespan",
-    split: bool = True,
-    seconds: float = 10.0,
-    moves: int | None = None,
-    seed: int = 0,
-    jitter: float | None = None,
-    quantile: float = 0.95,
-    on_progress: OnProgress | None = None,
-    graph: StageGraph | None = None,
-    recompute: bool = False,
-    offload: bool = False,
-) -> SearchResult:
-    """Find the best schedule for these costs within a memory limit, with a bound on its optimality gap.
-
-    `ranks`            number of pipeline ranks; `microbatches`: of one step
-    `costs`            of the stages; unit costs unless given
-    `stages_per_rank`  one number for all ranks, or a list of one for each
-    `placement`        a `Placement`, or `loop`, `v`, or `any` for the better of the two
-    `memory_limit`     bytes per rank, parameters and optimizer state included
-    `live_limit`       instead of it, activations per rank, each of one stage and microbatch
-    `objective`        the objective to minimize: `makespan`, `span` or `period`
-    `split`            whether backwards may be split into I and W
-    `seconds`          time limit; the search ends earlier if it proves the result optimal
-    `moves`            instead of it, a number of moves, with which the same `seed` gives the same result
-    `seed`             random seed
-    `jitter`           rank the best schedules by the `quantile` of their makespan when steps vary by this share
-    `on_progress`      is called with a `Progress` from time to time
-    `graph`            a `StageGraph` of the stages; without a `Placement` they are on ranks in its order
-    `recompute`        also choose which microbatches of which stages are recomputed, so that the schedule fits
-                       `memory_limit`; `offload`: which wait on the host. The bound holds for every such choice
-
-    Returns a `SearchResult` with the schedule, its timeline and the bound. Ctrl-C ends the search early: the
-    result then has the best schedule so far, and is `interrupted`.
-
-    Raises `SearchError` with all errors of the arguments, or if no schedule fits the memory limit, and
-    `CostsError` if the costs are those of another number of stages.
-    """
-    request = SearchRequest(
-        *(ranks, microbatches, costs, stages_per_rank, placement, memory_limit, live_limit, objective),
-        *(seconds, moves, seed, jitter, quantile, graph),
-    )
-    request.check()
-    placements = request.placements()
-    counted, limit = request.limit()
-    if recompute or offload:
-        _require_bytes(memory_limit)
-    else:
-        _require_memory(placements, counted, limit)
-
-    from penstock.search.driver import run  # noqa: PLC0415
-    from penstock.search.problem import Problem  # noqa: PLC0415 -- compiled code takes a second to load
-
-    problems = [
-        Problem(each, int(microbatches), counted, limit, objective, split, graph) for each in placements
-    ]
-    budget = Budget(float(seconds), None if moves is None else int(moves), int(seed))
-    ranking = None if jitter is None else Jitter(jitter, quantile)
-    if limit is not None and (recompute or offload):
-        from penstock.search.policy_search import run_with_policies  # noqa: PLC0415
-
-        fit = FitMemory(limit, counted, recompute, offload, objective=objective)
-        return run_with_policies(problems, fit, budget, ranking, on_progress or (lambda _: None))
-    return run(problems, costs or Costs(), budget, ranking, on_progress or (lambda _: None))
-
-
-def _require_bytes(memory_limit: float | None) -> None:
+def require_bytes(memory_limit: float | None) -> None:
     """Memory policies change bytes, not the number of live activations."""
     if memory_limit is None:
         raise SearchError(
@@ -232,7 +160,7 @@ def _require_bytes(memory_limit: float | None) -> None:
         )
 
 
-def _require_memory(placements: list[Placement], costs: Costs, limit: float | None) -> None:
+def require_memory(placements: list[Placement], costs: Costs, limit: float | None) -> None:
     """One microbatch at a time needs the least memory; if a rank has less, no schedule fits."""
     if limit is None:
         return
@@ -250,3 +178,163 @@ def _require_memory(placements: list[Placement], costs: Costs, limit: float | No
             f"no schedule fits the memory limit of {costs.units.memory(limit)} per rank: "
             f"{some(errors, 4, '; ')}, {what}"
         )
+
+
+# The result, the progress and the budget.
+
+
+def gap_of(value: float, bound: float) -> float:
+    """The excess of a value over its lower bound, as a share of the bound; 0 proves it optimal."""
+    if not bound:
+        return math.inf if value else 0.0
+    gap = value / bound - 1
+    return 0.0 if gap < _ROUNDING else gap
+
+
+def rounded(value: float) -> float:
+    """The value without the noise of its last digits, to compare objectives."""
+    return float(f"{value:.12g}")
+
+
+def check_memory_limit(limit: object) -> None:
+    """Raise `SearchError` unless this is a number of bytes."""
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
+        given = printable(repr(limit))
+        raise SearchError(f"memory_limit must be a number of bytes, at least 0 (given {given})")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a running search or plan."""
+
+    phase: str
+    best: float
+    """The objective of the best schedule so far, in seconds."""
+    bound: float
+    seconds: float
+    """Since the start."""
+    fraction: float
+    """Of the budget of the phase, from 0 to 1."""
+
+    @property
+    def gap(self) -> float:
+        """Of the best so far, as a share of the bound."""
+        return gap_of(self.best, self.bound)
+
+
+OnProgress: TypeAlias = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult(Displayed):
+    """The best schedule found.
+
+    `value` is its objective in seconds. No schedule of the same work within the memory limit has a lower
+    objective than `bound.seconds`, so the optimality gap is at most `gap`, a share of the bound.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    objective: str
+    value: float
+    bound: Bound
+    found_by: str
+    """How the order was found."""
+    families: Mapping[str, float]
+    """The objective of every family that does the same work within the limit."""
+    too_large: Mapping[str, float]
+    """Peak memory in bytes of the families that exceed the limit."""
+    skipped: tuple[str, ...]
+    """Families that were not tried, because the time limit was reached."""
+    runs: int
+    """Number of orders evaluated."""
+    seconds: float
+    interrupted: bool
+    """Whether Ctrl-C ended the search early."""
+    missing: tuple[str, ...]
+    """Optional parts that are not installed."""
+    quantile: float | None
+    """With `jitter`: the quantile of the makespan under jitter."""
+
+    def __repr__(self) -> str:
+        value = self.timeline.costs.units.time(self.value)
+        quality = "proved optimal" if self.proved else f"gap <= {self.gap:.2%}"
+        return f"<SearchResult: {self.objective} {value}, {quality}, found by {self.found_by}>"
+
+    @property
+    def origin(self) -> str:
+        """How the order was found, and among how many, if the search evaluated orders of its own."""
+        return (
+            f"{self.found_by} ({plural(f'{self.runs:,}', 'order')} evaluated)" if self.runs else self.found_by
+        )
+
+    @property
+    def gap(self) -> float:
+        """The excess over the bound, as a share of the bound."""
+        return gap_of(self.value, self.bound.seconds)
+
+    @property
+    def proved(self) -> bool:
+        """Whether the schedule is proved optimal."""
+        return self.gap == 0
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """The result, then the families of the same work; memory in bytes where it is known.
+
+        A family within the limit has a `value`, one that exceeds the limit has its `peak_memory`.
+        """
+        found = [{"schedule": "result", "value": self.value, "peak_memory": max(self.timeline.peak_memory)}]
+        fitting = sorted(self.families.items(), key=lambda item: item[1])
+        found += [{"schedule": name, "value": value, "peak_memory": None} for name, value in fitting]
+        large = self.too_large.items()
+        return found + [{"schedule": name, "value": None, "peak_memory": size} for name, size in large]
+
+
+# Budget and jitter.
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds, or a number of moves, with which the same seed gives the same result."""
+
+    seconds: float
+    moves: int | None
+    seed: int
+
+    def fraction(self, seconds: float, moves: int) -> float:
+        """The share of the budget that so many seconds, or moves, have used."""
+        used, whole = (seconds, self.seconds) if self.moves is None else (moves, self.moves)
+        return min(used / whole, 1.0) if whole else 1.0
+
+    def is_over(self, seconds: float) -> bool:
+        """Whether so many seconds have used it up; a number of moves has no time limit."""
+        return self.moves is None and seconds >= self.seconds
+
+    def part(self, share: float, max_seconds: float = inf) -> Budget:
+        """A share of the budget."""
+        moves = None if self.moves is None else int(share * self.moves)
+        return Budget(min(share * self.seconds, max_seconds), moves, self.seed)
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """Rank schedules by a quantile of their makespan when the duration of steps varies by `share`."""
+
+    share: float
+    quantile: float
+
+    def best(
+        self, schedules: Sequence[Schedule], costs: Costs, seed: int, is_over: Callable[[], bool]
+    ) -> tuple[int, float]:
+        """The position of the schedule with the lowest quantile, and the quantile.
+
+        When time is over, only the schedules so far are compared, at least the first.
+        """
+        found: list[tuple[float, int]] = []
+        for position, schedule in enumerate(schedules):
+            if found and is_over():
+                break
+            spread = simulate_with_jitter(schedule, costs, jitter=self.share, seed=seed)
+            found.append((spread.quantile(self.quantile), position))
+        quantile, position = min(found)
+        return position, quantile

@@ -29,7 +29,7 @@ from penstock.ir.table import ActionTable
 from penstock.lowering import AddGradReduction, AddSharding, Pass
 from penstock.lowering.passes import require_absent
 from penstock.lowering.sharding import last_backwards, with_reductions, with_sharding
-from penstock.search.result import check_memory_limit, rounded
+from penstock.search.request import check_memory_limit, rounded
 from penstock.simulation.simulator import Simulator, simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel

@@ -11,14 +11,19 @@ OFFLOAD, and what needs the reloaded activation waits for the RELOAD. A message 
 A buffered channel is free again once it has taken the bytes, a stream only once the message has arrived. In a
 schedule without SEND and RECV, a value is sent when it is computed and its receive is already posted.
 
-Two engines give one answer: `ir.dataflow` where messages cost latency only, `simulation.network` for the rest.
+Two engines compute the same times: `ir.dataflow` where messages cost latency only, `Network` for the rest.
 """
+
+# ruff: noqa: ANN401 -- a loop runs over lists or arrays
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,11 +34,324 @@ from penstock.errors import CostsError, ScheduleError
 from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.encoding import Bools, Floats, Ints
 from penstock.ir.kinds import Kind
+from penstock.ir.messages import Messages
 from penstock.ir.schedule import Schedule
+from penstock.loops import Loop
 from penstock.lowering import AddCommunication
-from penstock.simulation.network import EventGraph, Network, RunTimes, Waits
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel, invalid_schedule_error, validate
+
+# Event graphs: events that wait for events, each as early as possible, in one run or in many at once.
+#
+#     start(i) = max(floor(i), max over inputs d of i: end(d) + lag)
+#     end(i)   = start(i) + duration(i)
+#
+# Which event waits for which does not depend on the durations. So many runs with other durations are one pass
+# over the *wavefronts*: events whose inputs are all in earlier wavefronts, each with one number per run.
+
+
+_NOT_YET = -1.0
+_NEW, _OPEN, _DONE, _STUCK = range(4)
+
+
+class Waits(NamedTuple):
+    """Event `after[i]` waits for the end of event `before[i]` and `lag[i]`, or `lag` for all, from then on."""
+
+    before: Ints
+    after: Ints
+    lag: Floats | float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class EventGraph:
+    """What each event waits for; events are numbered from 0."""
+
+    bounds: Ints
+    """Per event, and one more: where its waits begin."""
+    producer: Ints
+    lag: Floats
+
+    @classmethod
+    def of(cls, num_events: int, waits: Sequence[Waits]) -> EventGraph:
+        """From waits in no particular order."""
+        before, after = (np.concatenate([each[side] for each in waits]).astype(np.int64) for side in (0, 1))
+        lag = np.concatenate([np.broadcast_to(np.float64(each.lag), each.before.shape) for each in waits])
+        order = np.argsort(after, kind="stable")
+        bounds = np.concatenate(([0], np.cumsum(np.bincount(after, minlength=num_events))))
+        return cls(bounds, before[order], lag[order])
+
+    def run(self, durations: Floats, floor: Floats) -> tuple[Floats, Floats]:
+        """Start and end of every event; -1 for those that wait for each other in a cycle, or for such ones."""
+        events = len(floor)
+        start, end = np.full(events, _NOT_YET), np.full(events, _NOT_YET)
+        state, stack, cursor = (np.zeros(events, dtype=np.int64) for _ in range(3))
+        inputs = (self.bounds, self.producer, self.lag, durations, floor)
+        _RUN.run(2 * events, inputs, (start, end, state, stack, cursor))
+        return start, end
+
+    @cached_property
+    def wavefronts(self) -> list[Ints]:
+        """The events in groups: each waits for events of earlier groups only; without those in cycles."""
+        events = len(self.bounds) - 1
+        unit = EventGraph(self.bounds, self.producer, np.zeros_like(self.lag))
+        level = unit.run(np.ones(events), np.zeros(events))[1].astype(np.int64)
+        order = np.argsort(level, kind="stable")
+        return np.split(order, np.flatnonzero(np.diff(level[order])) + 1)
+
+    def run_many(self, durations: Floats, floor: Floats) -> Floats:
+        """The end of every event in every run; `durations` has a row per event and a column per run."""
+        ends = np.empty_like(durations)
+        counts = np.diff(self.bounds)
+        for events in self.wavefronts:
+            waiting, free = events[counts[events] > 0], events[counts[events] == 0]
+            ends[free] = floor[free, None] + durations[free]
+            if waiting.size:
+                first = np.cumsum(counts[waiting]) - counts[waiting]
+                waits = np.repeat(self.bounds[waiting] - first, counts[waiting])
+                waits += np.arange(len(waits))
+                arrivals = ends[self.producer[waits]]
+                arrivals += self.lag[waits, None]
+                latest = np.maximum.reduceat(arrivals, first, axis=0)
+                np.maximum(latest, floor[waiting, None], out=latest)
+                latest += durations[waiting]
+                ends[waiting] = latest
+        return ends
+
+
+def _run(
+    bounds: Any,
+    producer: Any,
+    lag: Any,
+    durations: Any,
+    floor: Any,
+    start: Any,
+    end: Any,
+    state: Any,
+    stack: Any,
+    cursor: Any,
+) -> None:
+    """Depth-first: an event that waits for a new one stays on the stack until that one is done."""
+    for root in range(len(state)):
+        if state[root] != _NEW:
+            continue
+        top, stack[0], state[root], cursor[root] = 0, root, _OPEN, bounds[root]
+        while top >= 0:
+            event = stack[top]
+            i, stop, result = cursor[event], bounds[event + 1], _DONE
+            while i < stop:
+                result = state[producer[i]]
+                if result != _DONE:
+                    break
+                i += 1
+            cursor[event] = i
+            if i < stop and result == _NEW:
+                top += 1
+                new = producer[i]
+                stack[top], state[new], cursor[new] = new, _OPEN, bounds[new]
+                continue
+            top -= 1
+            if i < stop:  # it waits for one that waits for it, or for one that is stuck
+                state[event] = _STUCK
+                continue
+            now = floor[event]
+            for j in range(bounds[event], stop):
+                arrival = end[producer[j]] + lag[j]
+                if arrival > now:  # noqa: PLR1730 -- max() would double the time of this loop
+                    now = arrival
+            start[event] = now
+            end[event] = now + durations[event]
+            state[event] = _DONE
+
+
+_RUN = Loop(_run)
+
+
+# The network engine: every rank's list, its messages, collectives and copies to the host, event by event.
+#
+# The dataflow engine (`penstock.ir.dataflow`) knows steps that wait for steps. Here messages are events of
+# their own: posted by their send and their receive, queued in a stream, in transfer, arrived. All of it is one
+# event graph: the starts of the ranks, then the slots, then the messages.
+#
+#   a slot      waits for its rank's last step before it that moves the clock, for what occupies its stream, and
+#                 for the messages, the UNSHARD and the copies that it needs
+#   a message   takes its transfer time; it waits for the clocks at which its send and its receive are reached,
+#                 and for the messages directly ahead of it in its streams
+
+
+class _Role(IntEnum):
+    """How the engine treats a step."""
+
+    COMPUTE = 0
+    SEND = 1
+    RECEIVE = 2
+    COLLECTIVE = 3
+    UNSHARD = 4
+    OFFLOAD = 5
+    RELOAD = 6
+
+
+_ROLES = {
+    **dict.fromkeys((Kind.F, Kind.I, Kind.W, Kind.B, Kind.RECOMPUTE, Kind.OVERLAP_F_B), _Role.COMPUTE),
+    **dict.fromkeys((Kind.SEND_F, Kind.SEND_B), _Role.SEND),
+    **dict.fromkeys((Kind.RECV_F, Kind.RECV_B), _Role.RECEIVE),
+    **dict.fromkeys((Kind.RESHARD, Kind.REDUCE_GRAD), _Role.COLLECTIVE),
+    Kind.UNSHARD: _Role.UNSHARD,
+    Kind.OFFLOAD: _Role.OFFLOAD,
+    Kind.RELOAD: _Role.RELOAD,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RunTimes:
+    """When each slot started and ended; when each message (`penstock.ir.messages`) began and arrived.
+
+    Where messages were not followed, `begin` and `arrival` are None; a message that does not exist has nan.
+    """
+
+    start: Floats
+    end: Floats
+    begin: Floats | None = None
+    arrival: Floats | None = None
+    stream_free: Floats | None = None
+    """When each stream of messages is free again; what a message takes after the last step counts here only."""
+
+
+class Network:
+    """A schedule prepared for the network engine, to be run once or many times."""
+
+    def __init__(
+        self,
+        messages: Messages,
+        transfer: Floats,
+        latency: Floats,
+        send_model: SendModel,
+        *,
+        blocking_receives: bool,
+    ) -> None:
+        """`transfer` and `latency` are per message: seconds on its channel, and until its arrival."""
+        self.table = table = messages.table
+        table.require_handled(_ROLES, "simulation")
+        self.messages, self.numbers = messages, np.flatnonzero(messages.paired)
+        paired = self.numbers
+        self.send, self.receive = (table.slots_of(end[paired]) for end in (messages.send, messages.receive))
+        self.transfer, self.latency = transfer[paired], latency[paired]
+        self.buffered, self.sends_block = send_model.is_buffered, send_model.blocks_rank
+        self.receives_block = blocking_receives or send_model.blocks_rank
+        # a slot is of one kind; the first part represents an overlapped pair
+        self.first_part = np.searchsorted(table.slot, np.arange(len(table.rank)))
+        self.role = np.array([_ROLES.get(kind, -1) for kind in Kind])[table.kind[self.first_part]]
+        streams = send_model.streams(
+            messages.source[paired], messages.target[paired], table.placement.num_ranks
+        )
+        known, numbers = np.unique(np.concatenate(streams), return_inverse=True)
+        self.streams = numbers.reshape(2, -1)
+        """Per message: the streams that it queues in at its sender and at its receiver."""
+        self.num_streams, ranks = len(known), table.placement.num_ranks
+        self.first_slot, self.first_message = ranks, ranks + len(table.rank)
+        self.num_events = self.first_message + len(paired)
+        self.graph = EventGraph.of(self.num_events, list(self._waits()))
+
+    def _waits(self) -> Iterator[Waits]:
+        table, slots = self.table, np.arange(len(self.table.rank))
+        message = self.first_message + np.arange(len(self.numbers))
+        clock = self.clock_before
+        yield Waits(clock, self.first_slot + slots)
+        yield Waits(clock[self.send], message)
+        consumer = table.slots_of(self.messages.consumer[self.numbers])
+        used = consumer >= 0
+        yield Waits(message[used], self.first_slot + consumer[used], self.latency[used])
+        if not self.buffered:
+            yield Waits(clock[self.receive], message)
+        for ends, block in ((self.send, self.sends_block), (self.receive, self.receives_block)):
+            if block:
+                yield Waits(message, self.first_slot + ends, self.latency)
+        copies, waiting = table.host_copy_waits
+        yield Waits(self.first_slot + copies, self.first_slot + waiting)
+        yield from self._queues()
+        yield from self._unshards()
+        for roles in ((_Role.COLLECTIVE, _Role.UNSHARD), (_Role.OFFLOAD,), (_Role.RELOAD,)):
+            own = np.flatnonzero(np.isin(self.role, roles))
+            same = table.rank[own[1:]] == table.rank[own[:-1]]
+            yield Waits(self.first_slot + own[:-1][same], self.first_slot + own[1:][same])
+
+    @property
+    def clock_before(self) -> Ints:
+        """Per slot: the event at whose end its rank reaches it."""
+        table, slots = self.table, np.arange(len(self.table.rank))
+        moves = np.isin(self.role, (_Role.COMPUTE, _Role.SEND, _Role.RECEIVE))
+        last = np.concatenate(([-1], np.maximum.accumulate(np.where(moves, slots, -1))))[: len(slots)]
+        return np.where(last >= table.slot_bounds[table.rank], self.first_slot + last, table.rank)
+
+    def _queues(self) -> Iterator[Waits]:
+        """Messages wait for those directly ahead of them in their streams."""
+        _, order, same = self._in_streams
+        ahead, behind = order[:-1][same] % len(self.numbers), order[1:][same] % len(self.numbers)
+        # a buffered channel is free once it has taken the bytes, a stream once the message has arrived
+        lag = 0.0 if self.buffered else self.latency[ahead]
+        yield Waits(self.first_message + ahead, self.first_message + behind, lag)
+
+    @property
+    def _in_streams(self) -> tuple[Ints, Ints, Bools]:
+        """All messages at their senders, then at their receivers: streams, an order by stream and list, where
+        the next in the order is in the same stream.
+        """
+        stream = self.streams.ravel()
+        order = np.lexsort((np.concatenate((self.send, self.receive)), stream))
+        return stream, order, stream[order][1:] == stream[order][:-1]
+
+    def _unshards(self) -> Iterator[Waits]:
+        """Compute waits for the last UNSHARD of its stage before it."""
+        table = self.table
+        parts = np.flatnonzero(table.of_kind(Kind.UNSHARD) | (self.role == _Role.COMPUTE)[table.slot])
+        parts = parts[np.argsort(table.stage[parts] * np.int64(1), kind="stable")]
+        unshards = table.of_kind(Kind.UNSHARD)[parts]
+        latest = np.maximum.accumulate(np.where(unshards, np.arange(len(parts)), -1))
+        waiting = np.flatnonzero(~unshards & (latest >= 0))
+        by = latest[waiting]
+        own = table.stage[parts[by]] == table.stage[parts[waiting]]
+        before, after = table.slot[parts[by[own]]], table.slot[parts[waiting[own]]]
+        yield Waits(self.first_slot + before, self.first_slot + after)
+
+    def durations(self, of_slots: Floats) -> Floats:
+        """Per event: the given seconds of slots, the transfer time of messages; also for a column per run."""
+        shape = of_slots.shape[1:]
+        transfer = np.broadcast_to(self.transfer.reshape(-1, *(1 for _ in shape)), (len(self.transfer), *shape))
+        seconds = np.concatenate((np.zeros((self.first_slot, *shape)), of_slots, transfer))
+        seconds[self.first_slot : self.first_message][np.isin(self.role, (_Role.SEND, _Role.RECEIVE))] = 0.0
+        return seconds
+
+    def floor(self, starts: Sequence[float] | Floats, stream_free: Floats | None) -> Floats:
+        """Per event: the earliest start, from the clocks of the ranks and streams that may still be busy."""
+        floor = np.zeros(self.num_events)
+        floor[: self.first_slot] = starts
+        floor[self.first_slot : self.first_message] = -np.inf
+        if stream_free is not None and len(self.numbers):
+            stream, order, same = self._in_streams
+            first = order[np.concatenate(([True], ~same))]
+            message = self.first_message + first % len(self.numbers)
+            np.maximum.at(floor, message, stream_free[stream[first]])
+        return floor
+
+    def run(
+        self, starts: Sequence[float] | Floats, durations: Floats, stream_free: Floats | None = None
+    ) -> RunTimes:
+        """One iteration, from these clocks of the ranks on, with streams that may still be busy."""
+        start, end = self.graph.run(self.durations(durations), self.floor(starts, stream_free))
+        slots, messages = slice(self.first_slot, self.first_message), slice(self.first_message, None)
+        posted = np.isin(self.role, (_Role.SEND, _Role.RECEIVE))
+        begun = start[slots]
+        begun[posted] = end[self.clock_before][posted]  # also where the step then waits for its message
+        arrival = np.where(end[messages] < 0, end[messages], end[messages] + self.latency)
+        times = np.full((2, len(self.messages.send)), np.nan)
+        times[:, self.numbers] = start[messages], arrival
+        free = np.zeros(self.num_streams) if stream_free is None else stream_free.copy()
+        held = end[messages] if self.buffered else arrival
+        np.maximum.at(free, self.streams.ravel(), np.tile(held, 2))
+        return RunTimes(begun, end[slots], times[0], times[1], free)
+
+
+# The simulator.
+
 
 _WARM_UP, _MEASURED = 4, 4  # iterations before, and in, the mean that is the period
 

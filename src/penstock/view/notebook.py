@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 from penstock.ir.schedule import Schedule
 from penstock.planning.job.planner import JobPlan
 from penstock.planning.planner import Plan
-from penstock.search.result import SearchResult
+from penstock.search.request import SearchResult
 from penstock.simulation.comparison import Comparisons, rank_costs
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline

@@ -12,7 +12,7 @@ from penstock.cost.units import Units, bytes_text, number_text, seconds_text
 from penstock.planning.configuration import stages_text
 from penstock.planning.job.planner import JobPlan
 from penstock.planning.planner import Plan
-from penstock.search.result import SearchResult
+from penstock.search.request import SearchResult
 from penstock.simulation.comparison import Comparison
 
 _ROUNDING = 1e-9
