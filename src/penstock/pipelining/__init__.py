@@ -5,6 +5,7 @@ validation, pictures and steps are ours. docs/migrate.md lists the differences.
 """
 
 import penstock.runtime  # noqa: F401 -- first: its error names a missing torch
+from penstock.pipelining import _torch_names  # noqa: F401 -- its error says which names this torch has lost
 
 # isort: split
 from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, build_stage, pipe_split, pipeline

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as theirs
@@ -21,24 +21,15 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils.hooks import RemovableHandle
 
 from penstock.arguments import listed
-from penstock.errors import PipelineError
+from penstock.errors import PenstockError, PipelineError
 from penstock.ir.action import Action, Overlap, Step
 from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
-from penstock.pipelining._fixed_settings import check_unchanged, settings_of
+from penstock.pipelining._IR import traced_graph
 from penstock.pipelining._orders import action_of
-from penstock.pipelining._stage_methods import (
-    FORWARD,
-    KINDS,
-    StageForward,
-    check_methods,
-    overrides,
-    stages_driven_by,
-)
-from penstock.pipelining._traced_pipes import traced_graph
 from penstock.pipelining.stage import _PipelineStageBase
-from penstock.runtime import Custom, Pipeline, register_splitter
-from penstock.runtime.batch import Splitter, Value
+from penstock.runtime import Custom, Pipeline
+from penstock.runtime.batch import Value
 
 Functions: TypeAlias = Mapping[Kind, _CustomFunctionProtocol]
 _NO_TARGET = object()
@@ -57,15 +48,193 @@ def _merger(owner: _PipelineSchedule) -> Value:
     return SimpleNamespace(split=len, merge=merge)  # its split is never called
 
 
-class _Failure(SimpleNamespace):
-    """An argument that raises `error` when the batch is split."""
+# What a connected pipeline has built in: a schedule object must not change it after the first step.
 
 
-def _raise_failure(failure: _Failure, *_: object) -> Value:
-    raise failure.error
+Settings: TypeAlias = Mapping[str, Value]
+
+_UNUSED_OF_SCHEDULES = ("_initialize_stage", "_initialize_stages", "_maybe_compute_loss", "_maybe_get_loss")
+"""Methods of schedules that torch calls in every step and Penstock does not."""
+
+_PACKAGES = ("torch.distributed.pipelining", "penstock.pipelining")
 
 
-register_splitter(_Failure, cast("Splitter", SimpleNamespace(split=_raise_failure, merge=_raise_failure)))
+def _settings_of(owner: _PipelineSchedule, stages: Sequence[_PipelineStageBase]) -> Settings:
+    """The settings by name; objects count as changed if they are replaced."""
+    return {
+        "_n_microbatches": owner._n_microbatches,
+        "scale_grads": owner.scale_grads,
+        "_output_merge_spec": owner._output_merge_spec,
+        "_loss_fn": owner._loss_fn is None,
+        **{f"submod of stage {stage.stage_index}": stage.submod for stage in stages},
+        **{f"dw_builder of stage {stage.stage_index}": stage.dw_builder is None for stage in stages},
+    }
+
+
+def _check_unchanged(before: Settings, owner: _PipelineSchedule, stages: Sequence[_PipelineStageBase]) -> None:
+    """Raise if a setting differs from the first step, or a method was overridden that would be ignored."""
+    now = _settings_of(owner, stages)
+    changed = [
+        name for name, value in now.items() if value is not before[name] and not _equal(value, before[name])
+    ]
+    if changed:
+        raise PipelineError(
+            f"{listed(changed)} changed after the first step, which would be ignored: create another schedule "
+            "object with these stages"
+        )
+    own = [
+        name
+        for name in _UNUSED_OF_SCHEDULES
+        if name in vars(owner) or not _is_known(getattr(type(owner), name, None))
+    ]
+    if own:
+        raise PipelineError(
+            f"{type(owner).__name__} overrides {', '.join(own)}, which would be ignored: Penstock needs no "
+            "trial step, and computes losses in the last stage's forward; override _compute_loss, or "
+            "_step_microbatches to run steps on torch's stages"
+        )
+
+
+def _equal(one: Value, other: Value) -> bool:
+    return isinstance(one, int) and isinstance(other, int) and one == other
+
+
+def _is_known(method: Value) -> bool:
+    return method is None or method.__module__.startswith(_PACKAGES)
+
+
+# The methods of stages that a function for an action, or an override in a subclass, calls during a step.
+
+
+_KINDS: Mapping[str, tuple[Kind, ...]] = {
+    "forward_one_chunk": (Kind.F,),
+    "backward_one_chunk": (Kind.B, Kind.I),
+    "backward_weight_one_chunk": (Kind.W,),
+    "perform_reduce_grad": (Kind.REDUCE_GRAD,),
+}
+"""The methods that run actions of these kinds."""
+
+_FORWARD = "forward_maybe_with_nosync"
+"""The method that calls the module."""
+
+_UNUSED_OF_STAGES = (
+    "backward_maybe_with_nosync",
+    "scale_grads",
+    "get_fwd_recv_ops",
+    "get_fwd_send_ops",
+    "get_bwd_recv_ops",
+    "get_bwd_send_ops",
+    "set_local_fwd_input",
+    "get_local_bwd_output",
+    "set_local_bwd_input",
+    "_retrieve_recv_activations",
+    "_retrieve_recv_grads",
+)
+"""The methods for which the runtime has its own way."""
+
+Stages: TypeAlias = Iterable[_PipelineStageBase]
+
+
+class _StepMethods(_PipelineStageBase):
+    """The methods of a stage during a step: those that run an action in torch run the action of the runner."""
+
+    _driver: Runner
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: Value = (),
+        kwargs: Value = None,
+        save_forward_output: bool = True,  # noqa: ARG002, FBT001, FBT002 -- torch's signature
+    ) -> Value:
+        return self._driver.drive_forward(self, fwd_chunk_id, args, kwargs)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Value = None,  # noqa: ARG002
+        full_backward: bool = True,  # noqa: FBT001, FBT002
+        last_backward: bool = False,  # noqa: ARG002, FBT001, FBT002
+    ) -> None:
+        self._driver.drive(Kind.B if full_backward else Kind.I, self.stage_index, bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002
+        self._driver.drive(Kind.W, self.stage_index, bwd_chunk_id)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:  # noqa: ARG002
+        self._driver.drive(Kind.REDUCE_GRAD, self.stage_index, None)
+
+    # the runtime passes values between stages of one rank
+
+    def set_local_fwd_input(self, prev_stage_outputs: Value, mb_index: int) -> None:
+        pass
+
+    def get_local_bwd_output(self, mb_index: int) -> Value:
+        pass
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Value, mb_index: int) -> None:
+        pass
+
+
+class _StageForward(nn.Module):
+    """A stage's module, called by the stage's own `forward_maybe_with_nosync`."""
+
+    def __init__(self, stage: _PipelineStageBase) -> None:
+        super().__init__()
+        self.submod = stage.submod
+        self._stage = stage
+
+    def forward(self, *args: Value, **kwargs: Value) -> Value:
+        """What the stage makes of the module's output."""
+        return self._stage.forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _overrides(stage: _PipelineStageBase, name: str) -> bool:
+    """Whether a subclass of torch's stages has a method of its own."""
+    torchs = next(each for each in type(stage).__mro__ if each.__module__ == _PipelineStageBase.__module__)
+    return getattr(type(stage), name) is not getattr(torchs, name)
+
+
+def _check_methods(stages: Stages) -> None:
+    """Raise if methods of a stage were replaced in a way that would be ignored."""
+    for stage in stages:
+        unused = [name for name in _UNUSED_OF_STAGES if _overrides(stage, name) or name in vars(stage)]
+        if unused:
+            raise PipelineError(
+                f"stage {stage.stage_index} overrides {', '.join(unused)}, which would be ignored: Penstock "
+                "sends messages, runs backwards and scales gradients itself; change the module instead, or "
+                "register a function for an action"
+            )
+        if vars(stage).get("_forward_contexts"):  # torch 2.15
+            raise PipelineError(
+                f"stage {stage.stage_index} has a context of register_forward_context, which would be ignored: "
+                "remove it, and enter the context in the module"
+            )
+        patched = [name for name in (*_KINDS, _FORWARD) if name in vars(stage)]
+        if patched:
+            raise PipelineError(
+                f"{', '.join(patched)} of stage {stage.stage_index} is replaced on the object, which would be "
+                "ignored: override it in a subclass of PipelineStage that calls super()"
+            )
+
+
+@contextmanager
+def _stages_driven_by(driver: Runner, stages: Stages) -> Iterator[None]:
+    """Let methods of these stages that run an action in torch run the action of the driver.
+
+    An override in a subclass calls them by `super()`, which reads the class and not the object: so each stage
+    has a class of the step, in which `_StepMethods` comes between the user's classes and torch's.
+    """
+    classes = [(stage, type(stage)) for stage in stages]
+    for stage, own in classes:
+        stage.__class__ = type(own.__name__, (own, _StepMethods), {"__module__": own.__module__})
+        vars(stage)["_driver"] = driver
+    try:
+        yield
+    finally:
+        for stage, own in classes:
+            stage.__class__ = own
+            del vars(stage)["_driver"]
 
 
 class Runner:
@@ -80,9 +249,9 @@ class Runner:
     ) -> None:
         self._traced = traced_graph(stages[0])
         self._stages = {stage.stage_index: stage for stage in stages}
-        self._settings = settings_of(owner, stages)
+        self._settings = _settings_of(owner, stages)
         self._modules = {
-            stage.stage_index: StageForward(stage) if overrides(stage, FORWARD) else stage.submod
+            stage.stage_index: _StageForward(stage) if _overrides(stage, _FORWARD) else stage.submod
             for stage in stages
         }
         self._functions = functions
@@ -95,11 +264,11 @@ class Runner:
         self._weight_runners: dict[tuple[int, int | None], Callable[..., None]] = {}
         self.losses: dict[int, Tensor] = {}
         """The losses of the last step by microbatch, on the last stage's rank."""
-        overridden = [name for name in KINDS if any(overrides(stage, name) for stage in stages)]
+        overridden = [name for name in _KINDS if any(_overrides(stage, name) for stage in stages)]
         self._is_driven = bool(functions or overridden)
         deferring = any(stage.dw_builder is not None for stage in stages)
         intercepted = [*functions, *((Kind.B, Kind.I, Kind.W) if deferring else ())]
-        intercepted += [kind for name in overridden for kind in KINDS[name]]
+        intercepted += [kind for name in overridden for kind in _KINDS[name]]
         self._remove_hooks = weakref.finalize(self, _remove, self._register_hooks(stages))
         self.pipeline = Pipeline(
             self._modules,
@@ -127,8 +296,8 @@ class Runner:
 
     def check_stages(self, owner: _PipelineSchedule) -> None:
         """Raise if something was replaced since the first step that would be ignored."""
-        check_methods(self._stages.values())
-        check_unchanged(self._settings, owner, list(self._stages.values()))
+        _check_methods(self._stages.values())
+        _check_unchanged(self._settings, owner, list(self._stages.values()))
 
     @property
     def is_running(self) -> bool:
@@ -141,10 +310,8 @@ class Runner:
         try:
             yield
         except Exception as error:
-            failure = _Failure(error=error)
-            with suppress(Exception):
-                (self.pipeline.step if training else self.pipeline.eval)(failure=failure)
-            del failure.error  # its traceback refers to the failure
+            with suppress(PenstockError):  # the other ranks cannot be reached, so they do not wait
+                self.pipeline.fail(error, training=training)
             raise
 
     def run(
@@ -171,7 +338,7 @@ class Runner:
         try:
             with (
                 nullcontext() if reduces else self.pipeline.accumulate(),
-                stages_driven_by(self, self._stages.values() if self._is_driven else ()),
+                _stages_driven_by(self, self._stages.values() if self._is_driven else ()),
             ):
                 return call(*args, target=target, return_outputs=return_outputs, **kwargs).outputs
         finally:
@@ -213,8 +380,8 @@ class Runner:
         """The registered function for an action, or else the overridden method of its stage."""
         function = self._functions.get(action.kind)
         if function is None and isinstance(action, Action):
-            names = [name for name, kinds in KINDS.items() if action.kind in kinds]
-            if names and overrides(self._stages[action.stage], names[0]):
+            names = [name for name, kinds in _KINDS.items() if action.kind in kinds]
+            if names and _overrides(self._stages[action.stage], names[0]):
                 return self._call_method
         return function
 

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from penstock.runtime.torch_internals.pipelining import DROP_IN
+
+DROP_IN.require()
+
 
 def names_of(torchs: ModuleType) -> Callable[[str], Any]:
     """A `__getattr__` for the module of the same name in our package."""

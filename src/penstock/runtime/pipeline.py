@@ -160,6 +160,14 @@ class Pipeline:
         ):
             return self._runner.eval(args, kwargs, target, keep_outputs=return_outputs)
 
+    def fail(self, error: BaseException, *, training: bool = True) -> None:
+        """Announce that this rank cannot make its next call of `step`, or of `eval`.
+
+        The call then fails on the other ranks, which name this rank. The caller raises `error` itself.
+        """
+        with_backward = self.schedule.table.has(Kind.B, Kind.I)
+        self._runner.fail(error, "step" if training and with_backward else "eval")
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Steps inside accumulate gradients without reducing them; the next step outside reduces them all."""

@@ -298,6 +298,15 @@ class StepRunner:
         self._evals += mode == "eval"
         return result
 
+    def fail(self, error: BaseException, mode: str) -> None:
+        """Fail the next step or eval with this error, which came before it."""
+        connection = self.connect()
+        program = connection.begin(mode, self._completed + 1, self.completed_steps + (mode == "step"))
+        try:
+            self._abort(error, connection, program)
+        finally:
+            connection.end()
+
     def _announce(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
         """Tell the other ranks which call this rank makes; they compare it with theirs."""
         profiled = self.recorder is not None
