@@ -26,7 +26,7 @@ def write_states(
         position = list(map(str, SCHEDULE.ranks[rank])).index(action)
         known = lost.get(rank, {})
         state = RankState(
-            members, members[rank], SCHEDULE, step=7, position=position, awaits=awaits, lost=known
+            members, members[rank], SCHEDULE, step_number=7, position=position, awaits=awaits, lost=known
         )
         (folder / state_file_name(state)).write_text(dump_state(state))
 

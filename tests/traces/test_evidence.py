@@ -14,7 +14,7 @@ from penstock.errors import FormatError, ScheduleError
 from penstock.formats.restricted_pickle import PickleRefusedError, unpickle_plain
 from penstock.lowering import lower
 from penstock.traces.diagnosis import read_evidence
-from penstock.traces.rank_state import RankState, dump_state, state_file_name
+from penstock.traces.rank_state import RankState, Wait, WaitKind, dump_state, state_file_name
 from tests.support.flight_records import dump_of, operations_of
 
 SCHEDULE = lower(build("1f1b", ranks=2, microbatches=4))
@@ -99,7 +99,16 @@ def test_the_problems_of_all_files_are_listed_and_capped(tmp_path: Path) -> None
     assert "and 10 more problems" in text
 
 
-STATE = RankState((0, 1), 1, SCHEDULE, step=3, call=5, position=4, awaits="1RECV_F1", lost={0: "gone"}, job="a")
+STATE = RankState(
+    *((0, 1), 1, SCHEDULE),
+    step_number=3,
+    call_number=5,
+    position=4,
+    awaits="1RECV_F1",
+    waiting_for=Wait(WaitKind.COMMIT, "the end of the step", 0),
+    lost={0: "gone"},
+    job="a",
+)
 
 
 def write_state(folder: Path, state: RankState, **changes: Any) -> None:
@@ -118,10 +127,15 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"version": 1}, "version: expected 2"),
+        ({"version": 1}, "version: expected 3"),
         ({"position": "x"}, "position: expected a number"),
         ({"members": [0]}, "members: expected 2 ranks as in the schedule"),
         ({"world_rank": 5}, "and world_rank among them"),
+        (
+            {"waiting_for": {"kind": "nap", "what": "", "peer": None}},
+            "waiting_for: expected null, or",
+        ),
+        ({"waiting_for": {"kind": "receive"}}, "waiting_for: expected null, or"),
         ({"lost": {"x": "y"}}, "lost: expected texts by world rank"),
         ({"schedule": {"ranks": 3}}, "schedule"),
         ({"more": 1}, "more: unknown key"),

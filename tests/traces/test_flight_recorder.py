@@ -11,6 +11,7 @@ from penstock import Schedule, build
 from penstock.lowering import AddCommunication, lower
 from penstock.traces.diagnosis import Diagnosis, diagnose, read_evidence
 from penstock.traces.flight_recorder import load_flight_record, messages_at_use
+from penstock.traces.rank_state import Wait, WaitKind
 from tests.support.flight_records import dump_of, operations_of, write_dumps
 
 P, M = 4, 8
@@ -44,7 +45,7 @@ def test_a_rank_without_a_dump_is_the_culprit(tmp_path: Path, *, as_json: bool) 
     dumps = {rank: until(LOWERED, rank, action) for rank, action in awaited.items()}
     found = diagnosed(tmp_path, dumps, as_json=as_json)
     assert {rank: state.awaits for rank, state in found.states.items()} == awaited
-    assert {state.step for state in found.states.values()} == {0}
+    assert {state.step_number for state in found.states.values()} == {0}
     assert found.culprit is not None
     assert (found.culprit.kind, found.culprit.ranks) == ("no-state", (2,))
     assert found.waits[1].for_rank == 2
@@ -116,7 +117,7 @@ def test_a_rank_that_is_a_step_behind(tmp_path: Path) -> None:
     # rank 0 has finished two steps, and computes between them; rank 1 waits in the third
     dumps = {0: dump_of(0, P, operations_of(LOWERED, 0, 2)), 1: until(LOWERED, 1, "1RECV_F0", steps=3)}
     found = diagnosed(tmp_path, dumps)
-    assert found.states[0].step + 1 == found.states[1].step
+    assert found.states[0].step_number + 1 == found.states[1].step_number
     assert any(finding.kind == "never-arrived" and finding.ranks == (0,) for finding in found.findings)
 
 
@@ -135,4 +136,4 @@ def test_a_pending_collective_is_named(tmp_path: Path) -> None:
     entry = dict(dump["entries"][0], profiling_name="nccl:all_reduce", state="started", record_id=10_000)
     dump["entries"].append(entry)
     found = diagnosed(tmp_path, {1: dump})
-    assert found.states[1].waiting_for == "the collective all_reduce"
+    assert found.states[1].waiting_for == Wait(WaitKind.COLLECTIVE, "the collective all_reduce")

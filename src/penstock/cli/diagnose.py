@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -114,8 +115,8 @@ def _where(diagnosis: Diagnosis, rank: int) -> str:
         return "no state"
     if not state.runs:
         where = "connecting" if state.mode == "connecting" else f"in {state.mode}"
-        return f"{'outside of steps' if state.mode == 'outside' else where}, after step {state.step}"
-    step = f"{state.name}: " if state.step or state.mode == "eval" else ""
+        return f"{'outside of steps' if state.mode == 'outside' else where}, after step {state.step_number}"
+    step = f"{state.name}: " if state.step_number or state.mode == "eval" else ""
     return f"{step}{excerpt(state.steps, state.position)}   {_doing(diagnosis, state)}".rstrip()
 
 
@@ -170,7 +171,7 @@ def _rank_record(diagnosis: Diagnosis, rank: int) -> dict[str, Any]:
     wait = diagnosis.waits.get(rank)
     return base | {
         "state": state.mode,
-        "step": state.step,
+        "step_number": state.step_number,
         "position": state.position,
         "action": state.action or None,
         "waits_for": None
@@ -181,7 +182,7 @@ def _rank_record(diagnosis: Diagnosis, rank: int) -> dict[str, Any]:
             "counterpart": wait.counterpart,
             "peer": wait.peer,
         },
-        "waiting_for": state.waiting_for or None,
+        "waiting_for": None if state.waiting_for is None else asdict(state.waiting_for),
         "error": state.error or None,
         "process": state.process or None,
         "file": state.source,

@@ -94,9 +94,10 @@ def _where(state: RankState, peer: RankState | None, counterpart: Action) -> tup
     position = next(
         number for number, step in enumerate(peer.schedule.ranks[peer.rank]) if counterpart in step.parts
     )
-    if peer.call < state.call or (peer.call == state.call and peer.mode == "connecting"):
+    calls_behind = state.call_number - peer.call_number
+    if calls_behind > 0 or (calls_behind == 0 and peer.mode == "connecting"):
         return "behind", position
-    if peer.call > state.call or not peer.runs:
+    if calls_behind < 0 or not peer.runs:
         return "passed", position
     if peer.position == position:
         return "there", position
@@ -478,7 +479,7 @@ def _outside(state: RankState) -> str:
     if state.mode == "connecting":
         return "it is still connecting"
     where = "neither in step nor in eval" if state.mode == "outside" else f"in {state.mode}"
-    return f"it is {where}, after step {state.step}"
+    return f"it is {where}, after step {state.step_number}"
 
 
 def _stack(state: RankState) -> str:

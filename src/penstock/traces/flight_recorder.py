@@ -16,7 +16,7 @@ from penstock.ir.action import Action, Step
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, lower
-from penstock.traces.rank_state import RankState
+from penstock.traces.rank_state import RankState, Wait, WaitKind
 
 # A dump of torch's flight recorder: the sends and receives of one rank, from JSON or from a pickle.
 #
@@ -427,14 +427,14 @@ def _state(
         awaits = ""
     else:
         position, awaits = messages[index].position, str(messages[index].action)
-    waiting_for = f"the collective {record.collective}" if record.collective and not awaits else ""
+    collective = Wait(WaitKind.COLLECTIVE, f"the collective {record.collective}") if record.collective else None
     return RankState(
         members,
         record.world_rank,
         order,
         position=position,
         awaits=awaits,
-        waiting_for=waiting_for,
+        waiting_for=None if awaits else collective,
         messages=_tensors_by_action(tail, first - begin, messages, fit),
         runtime="flight recorder",
     )
@@ -458,13 +458,13 @@ def _same_steps(states: Sequence[RankState], unknown: set[int]) -> list[RankStat
     while left:
         state = left.pop(0)
         near = next((other for other in found.values() if _shared(state, other)), None)
-        step = 0 if near is None else near.step + _step_offset(state, near)
-        found[state.rank] = replace(state, step=step)
+        step = 0 if near is None else near.step_number + _step_offset(state, near)
+        found[state.rank] = replace(state, step_number=step)
         left.sort(key=lambda each: not any(_shared(each, other) for other in found.values()))
-    lowest = min((state.step for state in found.values()), default=0)
-    numbers = {rank: state.step - lowest for rank, state in found.items()}
+    lowest = min((state.step_number for state in found.values()), default=0)
+    numbers = {rank: state.step_number - lowest for rank, state in found.items()}
     return [
-        replace(found[state.rank], step=numbers[state.rank], call=numbers[state.rank])
+        replace(found[state.rank], step_number=numbers[state.rank], call_number=numbers[state.rank])
         if state.rank in found
         else state
         for state in states

@@ -1,7 +1,8 @@
 """The state of one rank of a pipeline, and its file: the schedule it runs, where it is, and what it waits for.
 
-{"format": "penstock-rank-state", "version": 2, "runtime": "penstock", "members": [0, 1], "world_rank": 1,
- "mode": "step", "step": 12, "call": 14, "position": 7, "awaits": "1RECV_F2", "schedule": {...}, ...}
+{"format": "penstock-rank-state", "version": 3, "runtime": "penstock", "members": [0, 1], "world_rank": 1,
+ "mode": "step", "step_number": 12, "call_number": 14, "position": 7, "awaits": "1RECV_F2",
+ "waiting_for": {"kind": "receive", "what": "the losses", "peer": 1}, "schedule": {...}, ...}
 
 A rank writes it when a step fails, when it makes no progress, or on a signal; `penstock diagnose` reads it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -21,9 +23,52 @@ from penstock.ir.action import MAX_ID
 from penstock.ir.schedule import Schedule
 
 STATE_FORMAT = "penstock-rank-state"
-_VERSION = 2
+_VERSION = 3
 _LONGEST = 10_000  # characters of a text
 _CONTEXT = 3  # steps shown before and after the current one
+
+
+class WaitKind(str, Enum):
+    """What kind of wait a `Wait` is."""
+
+    RECEIVE = "receive"
+    """For a message of a peer."""
+    SEND = "send"
+    """Until a peer receives a message."""
+    COMMIT = "commit"
+    """For a peer to finish the step."""
+    CALL = "call"
+    """For other ranks to begin the same call."""
+    COLLECTIVE = "collective"
+    """For other ranks in a collective."""
+
+    __str__ = str.__str__
+
+
+_BEFORE_PEER = {
+    WaitKind.RECEIVE: "from",
+    WaitKind.SEND: "to be received by",
+    WaitKind.COMMIT: "on",
+    WaitKind.CALL: "of",
+    WaitKind.COLLECTIVE: "with",
+}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for; `peer` is the one rank of the pipeline that it waits for, if there is one."""
+
+    kind: WaitKind
+    what: str
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        return self.what if self.peer is None else f"{self.what} {_BEFORE_PEER[self.kind]} rank {self.peer}"
+
+    @classmethod
+    def load(cls, keys: Mapping[str, Any] | None) -> Wait | None:
+        """Return the wait with the keys of `asdict`; None for None."""
+        return None if keys is None else cls(WaitKind(keys["kind"]), keys["what"], keys["peer"])
 
 
 @dataclass(frozen=True)
@@ -37,16 +82,16 @@ class RankState:
     """The schedule that this rank runs, with its communication."""
     mode: str = "step"
     """`step`, `eval`, `connecting`, the name of a collective, or `outside` if it runs none of them."""
-    step: int = 0
+    step_number: int = 0
     """The number of its current or last step; an eval has that of the step before it."""
-    call: int = 0
+    call_number: int = 0
     """The number of its current or last call of step and eval: by it ranks are ahead of each other."""
     position: int = -1
     """Its step in its list: -1 before the first, the length of the list after the last."""
     awaits: str = ""
     """The SEND or RECV that it waits for."""
-    waiting_for: str = ""
-    """What it waits for, as text, if that is no message of the schedule."""
+    waiting_for: Wait | None = None
+    """What it waits for, if that is no message of the schedule."""
     error: str = ""
     """The exception that it raised, or the failure that it was told of."""
     is_origin: bool = False
@@ -88,7 +133,7 @@ class RankState:
     @property
     def name(self) -> str:
         """What it is inside, in words."""
-        return f"the eval after step {self.step}" if self.mode == "eval" else f"step {self.step}"
+        return f"the eval after step {self.step_number}" if self.mode == "eval" else f"step {self.step_number}"
 
     @property
     def action(self) -> str:
@@ -141,6 +186,7 @@ def load_state(document: Mapping[str, Any], source: str) -> RankState:
     schedule = reads(json.dumps(document.get("schedule")), "json", source=f"{source}: schedule")
     values = {key: document[key] for key in _FIELDS}
     values["members"] = tuple(values["members"])
+    values["waiting_for"] = Wait.load(values["waiting_for"])
     values["lost"] = {int(rank): text for rank, text in values["lost"].items()}
     for key in ("messages", "stacks"):
         values[key] = {name: tuple(texts) for name, texts in values[key].items()}
@@ -157,6 +203,16 @@ def _is_text(value: object) -> bool:
 
 def _is_number(value: object, least: int = 0) -> bool:
     return type(value) is int and least <= value <= MAX_ID
+
+
+def _is_wait(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == {"kind", "what", "peer"}
+        and value["kind"] in list(WaitKind)
+        and _is_text(value["what"])
+        and (value["peer"] is None or _is_number(value["peer"]))
+    )
 
 
 def _is_rank(key: str) -> bool:
@@ -180,11 +236,11 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "world_rank": _NUMBER,
     "mode": _TEXT,
-    "step": _NUMBER,
-    "call": _NUMBER,
+    "step_number": _NUMBER,
+    "call_number": _NUMBER,
     "position": (lambda x: _is_number(x, -1), "a number of at least -1"),
     "awaits": _TEXT,
-    "waiting_for": _TEXT,
+    "waiting_for": (_is_wait, "null, or an object with kind, what and peer"),
     "error": _TEXT,
     "is_origin": (lambda x: isinstance(x, bool), "true or false"),
     "lost": (

@@ -38,7 +38,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def monitor_of(watch: JobWatch, members: int | Sequence[int], failures: list[int]) -> FailureMonitor:
-    status = RankStatus("step", 3, watch.rank, "")
+    status = RankStatus("step", 3, watch.rank, None)
     fail = lambda: failures.append(watch.rank)  # noqa: E731
     ranks = range(members) if isinstance(members, int) else members
     return FailureMonitor(watch, "one", ranks, 60, lambda: status, fail, fail)
@@ -53,7 +53,7 @@ def test_the_first_published_cause_wins_and_all_send_their_status() -> None:
         assert (published.world_rank, published.members, published.reporter) == (1, (0, 1, 2), 1)
         assert monitors[2].wait_for_cause(20) == published
         assert monitors[2].publish_cause(replace(CAUSE, rank=2)) == published
-        wanted = published, {rank: RankStatus("step", 3, rank, "") for rank in range(3)}
+        wanted = published, {rank: RankStatus("step", 3, rank, None) for rank in range(3)}
         assert [monitor.settled() for monitor in monitors] == [wanted] * 3
         assert sorted(failures) == [0, 1, 2]
 
@@ -71,7 +71,7 @@ def test_of_two_causes_at_once_all_ranks_choose_the_same() -> None:
 def test_another_connection_of_the_same_ranks_is_not_affected() -> None:
     with linked_watches(2) as watches:
         monitors = [monitor_of(watch, 2, []) for watch in watches]
-        status = RankStatus("outside", 0, 0, "")
+        status = RankStatus("outside", 0, 0, None)
         other = FailureMonitor(watches[1], "two", range(2), 60, lambda: status, lambda: None, lambda: None)
         monitors[0].publish_cause(CAUSE)
         assert monitors[1].wait_for_cause(20) is not None
@@ -120,7 +120,7 @@ def test_a_silent_rank_of_another_pipeline_is_named_and_precedes_the_timeout_of_
 
 
 def monitor_of_step(watch: JobWatch, step: int) -> FailureMonitor:
-    status = RankStatus("step", step, 0, "")
+    status = RankStatus("step", step, 0, None)
     return FailureMonitor(watch, "two", (0, 1), 60, lambda: status, lambda: None, lambda: None)
 
 

@@ -91,7 +91,7 @@ def test_the_silence_of_a_rank_is_known_without_a_link_to_it_and_so_is_its_end()
 def test_the_status_of_a_rank_can_be_sent() -> None:
     with linked_watches(2) as watches:
         recorder = Recorder(watches[1])
-        status = vars(RankStatus("step", 1, 2, ""))
+        status = vars(RankStatus("step", 1, 2, None))
         watches[0].send({"type": "status", "connection": "one", "rank": 0, "status": status}, [1])
         until(lambda: bool(recorder.messages))
-        assert RankStatus(**recorder.messages[0]["status"]) == RankStatus("step", 1, 2, "")
+        assert RankStatus(**recorder.messages[0]["status"]) == RankStatus("step", 1, 2, None)

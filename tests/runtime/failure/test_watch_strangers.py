@@ -19,9 +19,10 @@ from penstock.runtime.failure import watch
 from penstock.runtime.failure.links import check_message
 from penstock.runtime.failure.monitor import FailureCause, RankStatus
 from penstock.runtime.failure.watch import JobWatch
+from penstock.traces.rank_state import Wait, WaitKind
 from tests.runtime.failure.test_monitor import CAUSE, until
 
-STATUS = asdict(RankStatus("step", 1, 2, ""))
+STATUS = asdict(RankStatus("step", 1, 2, Wait(WaitKind.RECEIVE, "the losses", 0)))
 SENT_CAUSE = {**asdict(CAUSE), "members": [0, 1]}
 
 

@@ -28,5 +28,5 @@ def test_the_culprit_of_a_hang_is_named(pools: Pools, tmp_path: Path, runtime: s
     assert (CULPRIT in found.states) == (fault != "stop")
     for rank, state in found.states.items():
         assert state.runs
-        assert state.step == (1 if fault == "another schedule" else 2)
+        assert state.step_number == (1 if fault == "another schedule" else 2)
         assert rank == CULPRIT or state.awaits or state.waiting_for

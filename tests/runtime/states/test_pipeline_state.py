@@ -119,7 +119,7 @@ def test_evals_are_no_steps_of_a_state(pools: Pools, tmp_path: Path, run: Callab
     pools(2).run(run, str(tmp_path))
     (pipeline,) = read_evidence(tmp_path, None).pipelines
     for state in diagnose(pipeline, SCHEDULE).states.values():
-        assert (state.mode, state.step, state.call) == ("outside", 2, 5)
+        assert (state.mode, state.step_number, state.call_number) == ("outside", 2, 5)
 
 
 def refused(folder: str) -> str:

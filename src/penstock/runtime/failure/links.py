@@ -25,6 +25,7 @@ import time
 from typing import Any, NamedTuple, Protocol
 
 from penstock.runtime.transport.addresses import connect, without_delay
+from penstock.traces.rank_state import WaitKind
 
 # The events of a job that the watch reports: a message, the end of a process, a second that has passed.
 
@@ -38,7 +39,8 @@ _CAUSE = {
     "kind": {"exception", "timeout", "lost", "interrupted"},
     "members": [int],
 }
-_STATUS = {"mode": str, "step": int, "position": int, "awaited": str, "call": str}
+_WAIT = {"kind": {kind.value for kind in WaitKind}, "what": str, "peer": _NUMBER_OR_NONE}
+_STATUS = {"mode": str, "step": int, "position": int, "awaited": (_WAIT, type(None)), "call": str}
 _QUESTION = {"question": str, "rank": int, "group": [int]}
 _SHAPES: dict[str, dict[str, Any]] = {
     "aborted": {"rank": int},
@@ -52,7 +54,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "unmet": {**_QUESTION, "stages": str, "seconds": float, "are_replicas": bool},
     "withdrawn": {"rank": int, "stages": str},
 }
-"""The fields of each type of message: a type or several, a set of values, a list, or an object."""
+"""The fields of each type of message: a type, a set of texts, a list, an object, or a tuple of alternatives."""
 
 
 class Ended:
@@ -94,6 +96,8 @@ def check_message(message: dict[str, Any]) -> None:
 
 
 def _fits(value: Any, shape: Any) -> bool:
+    if isinstance(shape, tuple):
+        return any(_fits(value, each) for each in shape)
     if isinstance(shape, dict):
         is_object = isinstance(value, dict) and value.keys() == shape.keys()
         return is_object and all(_fits(value[name], shape[name]) for name in shape)
@@ -105,7 +109,7 @@ def _fits(value: Any, shape: Any) -> bool:
         return False
     if shape is float:
         return type(value) in (int, float)
-    return type(value) in (shape if isinstance(shape, tuple) else (shape,))  # True is no int
+    return type(value) is shape  # True is no int
 
 
 class Listener(Protocol):

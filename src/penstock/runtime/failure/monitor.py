@@ -19,6 +19,7 @@ from penstock.runtime.failure.links import Ended
 from penstock.runtime.failure.watch import SILENT_SECONDS, JobWatch
 from penstock.runtime.states.writer import request_states
 from penstock.runtime.transport.transport_errors import TransportError
+from penstock.traces.rank_state import Wait
 
 _GRACE_SECONDS = 3.0  # how long a rank with a broken connection waits for another rank's cause
 _MISSED_SECONDS = 20.0  # how long ago a failure of another pipeline can be that broke a connection of this one
@@ -65,8 +66,8 @@ class RankStatus:
     """The number of its current or last step or eval."""
     position: int
     """The position in its list."""
-    awaited: str
-    """What it waits for; empty if it computes."""
+    awaited: Wait | None
+    """What it waits for; None if it computes."""
     call: str = ""
     """Its current or last step or eval for messages."""
 
@@ -213,7 +214,7 @@ class FailureMonitor:
             request_states(f"signal on world rank {message['rank']}")
         elif message["type"] == "status" and own:
             with self._changed:
-                self._statuses[int(message["rank"])] = RankStatus(**message["status"])
+                self._statuses[int(message["rank"])] = _status_in(message["status"])
                 self._changed.notify_all()
         elif message["type"] == "cause":
             cause = _cause_in(message)
@@ -295,3 +296,7 @@ class FailureMonitor:
 
 def _cause_in(message: dict[str, Any]) -> FailureCause:
     return FailureCause(**message["cause"] | {"members": tuple(message["cause"]["members"])})
+
+
+def _status_in(keys: dict[str, Any]) -> RankStatus:
+    return RankStatus(**keys | {"awaited": Wait.load(keys["awaited"])})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sysconfig
 import traceback
 from collections.abc import Mapping
@@ -171,11 +170,11 @@ def _blocking_rank(
 ) -> FailureCause | None:
     """The rank that the waits of a rank lead to, and what it does instead; None if that is not known."""
     rank, seen = cause.rank, set[int]()
-    while rank not in seen and (status := statuses.get(rank)) is not None and status.awaited:
+    while rank not in seen and (status := statuses.get(rank)) is not None and status.awaited is not None:
         seen.add(rank)
-        if (awaited := re.search(r"\brank ([0-9]+)$", status.awaited)) is None:
+        if status.awaited.peer is None:
             return None
-        rank = int(awaited[1])
+        rank = status.awaited.peer
     if rank in seen:
         return None
     found = replace(cause, rank=rank, world_rank=cause.members[rank], action="", stage=None, microbatch=None)

@@ -20,6 +20,7 @@ from penstock.ir.action import Action
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.torch_internals.autograd import profiler_enabled
+from penstock.traces.rank_state import Wait, WaitKind
 
 Mark = TypeVar("Mark")
 
@@ -109,21 +110,20 @@ class Program:
         return self._calls[self.progress.index].position if self.started else -1
 
     @property
-    def awaited(self) -> str:
-        """The message that the current call waits for, and its peer, as text; empty if it computes."""
+    def awaited(self) -> Wait | None:
+        """The message that the current call waits for, and its peer; None if it computes."""
         call, hosts = self.current_call, self.schedule.placement.stage_to_rank
         if call is None or call.type is CallType.POST:
-            return ""
+            return None
         part = call.subject if call.type is not CallType.ACTION else self.steps[call.position].parts[0]
         assert part is not None, "every wait has a subject"
         if part.kind.is_send:
-            return f"{part} to be received by rank {hosts[part.other_end]}"
+            return Wait(WaitKind.SEND, str(part), hosts[part.other_end])
         if call.type is CallType.ACTION:
-            return ""
-        peer = part.other_end
-        if part.kind is Kind.RECV_F:
-            return f"the output of {peer}F{part.microbatch} from rank {hosts[peer]}"
-        return f"the gradient of {peer}F{part.microbatch}'s input from rank {hosts[peer]}"
+            return None
+        forward = f"{part.other_end}F{part.microbatch}"
+        what = f"the output of {forward}" if part.kind is Kind.RECV_F else f"the gradient of {forward}'s input"
+        return Wait(WaitKind.RECEIVE, what, hosts[part.other_end])
 
     @property
     def communicates(self) -> bool:

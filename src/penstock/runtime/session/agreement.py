@@ -24,6 +24,7 @@ from penstock.runtime.failure.monitor import FailureMonitor
 from penstock.runtime.failure.partner_records import PartnerRecords, PipelineRecord, partner_records
 from penstock.runtime.transport.communicator import Communicator, ControlMessage
 from penstock.runtime.transport.transport_errors import Pending, TransportError, wait
+from penstock.traces.rank_state import Wait, WaitKind
 
 # Which partners a pipeline has and which other ranks expect it to have: nobody trains alone by mistake.
 #
@@ -244,9 +245,10 @@ class PartnerCalls:
         """The world ranks of all partners."""
 
     @property
-    def awaited(self) -> str:
-        """What a rank waits for that compares its call, for messages."""
-        return f"the call of world rank {listed(self.ranks)}, which trains the same stages in another pipeline"
+    def awaited(self) -> Wait:
+        """What a rank waits for that compares its call."""
+        others = f"world rank {listed(self.ranks)}, which trains the same stages in another pipeline"
+        return Wait(WaitKind.CALL, f"the call of {others}")
 
     def has_collectives_in_eval(self, *, with_loss: bool) -> bool:
         """Whether an eval on this rank needs its partners: to gather shards, or to add up losses."""

@@ -41,6 +41,7 @@ from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.transport_errors import TransportError
+from penstock.traces.rank_state import Wait, WaitKind
 
 
 class Connection:
@@ -50,8 +51,8 @@ class Connection:
         self.config, self.pool = config, pool
         self.mode = "outside"
         """`step`, `eval` or the name of a collective while one runs."""
-        self.waiting_for = ""
-        """What this rank waits for before its first or after its last action, for error messages."""
+        self.waiting_for: Wait | None = None
+        """What this rank waits for before its first or after its last action."""
         self.step = 0
         """The number of the current or last call of step or eval: one more than were completed before it."""
         self.steps = 0
@@ -165,7 +166,7 @@ class Connection:
         """Start a step or eval, of this number among all calls and among steps; gives the program to run."""
         self._channels.set_mode(training=mode == "step")
         self.call = f"step {steps}" if mode == "step" else f"the eval after step {steps}"
-        self.mode, self.step, self.steps, self.waiting_for = mode, calls, steps, ""
+        self.mode, self.step, self.steps, self.waiting_for = mode, calls, steps, None
         program = self.programs[mode]
         program.begin()
         if self._failed:  # read after the step is set, as `stop_waiting` reads the step after it has set this
@@ -177,7 +178,7 @@ class Connection:
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
         """Messages outside of steps: if they fail, the error names the rank that ended, is silent or failed."""
-        self.mode, self.waiting_for = name, "the other ranks"
+        self.mode, self.waiting_for = name, Wait(WaitKind.COLLECTIVE, "the other ranks")
         try:
             if self.monitor is not None:
                 self.monitor.begin()
@@ -241,12 +242,12 @@ class Connection:
     def status(self) -> RankStatus:
         """What this rank is doing."""
         if self.mode not in self.programs:
-            return RankStatus(self.mode, self.step, 0, "", self.call)
+            return RankStatus(self.mode, self.step, 0, None, self.call)
         program = self.programs[self.mode]
         return RankStatus(self.mode, self.step, program.position, self.awaited(program), self.call)
 
-    def awaited(self, program: Program) -> str:
-        """What the rank waits for, as text; empty if it computes."""
+    def awaited(self, program: Program) -> Wait | None:
+        """What the rank waits for; None if it computes."""
         between = program.current_call is None
         return (self.waiting_for or self.losses.awaited) if between else program.awaited
 
@@ -278,7 +279,7 @@ def _release(monitor: FailureMonitor, communicator: Communicator | None) -> None
 
 def _status_of(connection: weakref.ref[Connection]) -> RankStatus:
     alive = connection()
-    return RankStatus("outside", 0, 0, "") if alive is None else alive.status()
+    return RankStatus("outside", 0, 0, None) if alive is None else alive.status()
 
 
 def _stop_waiting_of(connection: weakref.ref[Connection]) -> None:

@@ -56,14 +56,18 @@ class PipelineState:
         if connection is None or self.is_connecting:
             mode = "connecting" if self.is_connecting else "outside"
             calls, steps = self.completed
-            return replace(self._nothing, mode=mode, step=steps, call=calls)
+            return replace(self._nothing, mode=mode, step_number=steps, call_number=calls)
         mode = connection.mode
         base = replace(
-            self._nothing, mode=mode, step=connection.steps, call=connection.step, lost=_lost(connection)
+            self._nothing,
+            mode=mode,
+            step_number=connection.steps,
+            call_number=connection.step,
+            lost=_lost(connection),
         )
         program = connection.programs.get(mode)
         if program is None:
-            return replace(base, waiting_for=connection.waiting_for if mode != "outside" else "")
+            return replace(base, waiting_for=connection.waiting_for if mode != "outside" else None)
         base = replace(base, schedule=program.schedule)
         call = program.current_call
         if call is None:

@@ -29,6 +29,7 @@ from penstock.runtime.program.program import StepAbortedError
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.communicator import Communicator, ControlMessage
 from penstock.runtime.transport.transport_errors import Pending, TransportError, transport_errors, wait
+from penstock.traces.rank_state import Wait, WaitKind
 
 
 class LossExchange:
@@ -54,7 +55,7 @@ class LossExchange:
         self._finished: dict[int, Tensor] = {}
         self._pending: dict[int, Pending] = {}
         self._sent: list[Pending] = []
-        self.awaited = ""
+        self.awaited: Wait | None = None
         """What this rank waits for at the end of a step."""
         self.abort_requested = False
         """Set by another thread when the step has failed on another rank."""
@@ -62,7 +63,7 @@ class LossExchange:
     def begin(self) -> None:
         """Post the receives."""
         self._message = self._empty()
-        self.awaited = ""
+        self.awaited = None
         if (communicator := self._communicator) is None:
             return
         if self._is_source:
@@ -85,11 +86,11 @@ class LossExchange:
             finished = self._finished_message(self._config.rank)
             self._add_own(finished, weights)
             self._send(finished, [self._source])
-            self._wait_for(self._source, "the losses from")
+            self._wait_for(Wait(WaitKind.RECEIVE, "the losses", self._source))
         else:
             self._add_own(self._message, weights)
             for rank in list(self._pending):
-                self._wait_for(rank, "the end of the step on")
+                self._wait_for(Wait(WaitKind.COMMIT, "the end of the step", rank))
             self._add_others()
             self._wait_for_tensor_parallel_ranks()
             if self.abort_requested:
@@ -112,10 +113,11 @@ class LossExchange:
             tag = communicator.control_tag(purpose)
             self._sent = [communicator.send_host(message, rank, tag) for rank in ranks]
 
-    def _wait_for(self, rank: int, what: str) -> None:
-        self.awaited = f"{what} rank {rank}"
-        wait(self._pending.pop(rank))
-        self.awaited = ""
+    def _wait_for(self, awaited: Wait) -> None:
+        self.awaited = awaited
+        assert awaited.peer is not None, "it waits for one rank"
+        wait(self._pending.pop(awaited.peer))
+        self.awaited = None
 
     def _add_own(self, message: Tensor, weights: Sequence[float]) -> None:
         """Add the losses of this rank's sinks, and this replica's part of the loss of the step."""
@@ -145,20 +147,20 @@ class LossExchange:
                 "give target= on the ranks of all such stages, or on none"
             )
         if message[0]:
-            self.awaited = "the losses of its replicas"
+            self.awaited = Wait(WaitKind.COLLECTIVE, "the losses of its replicas")
             message[1] = replication.total(message[1], self._config.device)
-            self.awaited = ""
+            self.awaited = None
 
     def _wait_for_tensor_parallel_ranks(self) -> None:
         """Wait until the pipelines of the tensor-parallel ranks have finished the step too."""
         if self._tensor_groups:
-            self.awaited = "the end of the step on its tensor-parallel ranks"
+            self.awaited = Wait(WaitKind.COLLECTIVE, "the end of the step on its tensor-parallel ranks")
             token = torch.zeros(1, device=self._config.device)
             for group in self._tensor_groups:
                 with transport_errors():
                     dist.all_reduce(token, group=group)
             token.cpu()  # on a device, the host has not waited yet
-            self.awaited = ""
+            self.awaited = None
 
     def abandon(self) -> None:
         """Release pending messages, which keep the connections open."""

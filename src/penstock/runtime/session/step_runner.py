@@ -39,6 +39,7 @@ from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.communicator import Communicator, gather_arrays
 from penstock.runtime.transport.transport_errors import TransportError, is_transport_error
 from penstock.simulation.timeline import Timeline
+from penstock.traces.rank_state import Wait, WaitKind
 
 # Aborts a failed step on this rank: publishes the cause, closes the connection, gives the error to raise.
 
@@ -162,6 +163,10 @@ _CLOSED = (
     "it any more, but this rank has not, and calls {}: all replicas must close their pipelines before the same "
     "call, or none"
 )
+
+
+def _collective(what: str) -> Wait:
+    return Wait(WaitKind.COLLECTIVE, what)
 
 
 class StepRunner:
@@ -325,7 +330,7 @@ class StepRunner:
                 if closed := connection.partners.closed_partners(connection.monitor):
                     raise PipelineError(_CLOSED.format(listed(closed), name)) from error
                 raise
-            connection.waiting_for = ""
+            connection.waiting_for = None
 
     def _evaluates_with_partners(self, connection: Connection, batch: tuple[Any, ...]) -> bool:
         *_, target = batch
@@ -343,7 +348,7 @@ class StepRunner:
         keep_outputs: bool,
     ) -> StepResult:
         """Everything that can fail; the last of it is to wait until all ranks have come so far."""
-        connection.waiting_for = "its replicas" if self._config.replication.count > 1 else ""
+        connection.waiting_for = _collective("its replicas") if self._config.replication.count > 1 else None
         training = program is connection.programs["step"]
         inputs = self._input_builder.build(*batch, scale=scale, training=training, keep_outputs=keep_outputs)
         for stage in connection.stages.values():
@@ -351,11 +356,11 @@ class StepRunner:
         connection.losses.begin()
         self._run_program(connection, program, inputs, reduces=reduces)
         outputs = self._merged_outputs(connection.sinks) if keep_outputs else None
-        connection.waiting_for = "the times of the other ranks"
+        connection.waiting_for = _collective("the times of the other ranks")
         timeline = None if self.recorder is None else self.recorder.gathered(connection, program)
-        connection.waiting_for = "the call of another rank"
+        connection.waiting_for = Wait(WaitKind.CALL, "the call of another rank")
         connection.calls.check_all()
-        connection.waiting_for = ""
+        connection.waiting_for = None
         loss, microbatch_losses = connection.losses.finish(inputs.weights)
         return StepResult(loss, microbatch_losses, outputs=outputs, timeline=timeline)
 
@@ -393,21 +398,21 @@ class StepRunner:
         replication, training = self._config.replication, inputs.training
         replication.begin(training=training, reduces=reduces)
         if training:
-            connection.waiting_for = "the other ranks with its tied weights"
+            connection.waiting_for = _collective("the other ranks with its tied weights")
             self._ties.begin(connection.communicator)
-        connection.waiting_for = ""
+        connection.waiting_for = None
         with replication.scheduled():
             if self.recorder is not None:
                 self.recorder.run(connection, program)
             else:
                 program.run()
             program.finish()
-            connection.waiting_for = "the gradients of its replicas"
+            connection.waiting_for = _collective("the gradients of its replicas")
             replication.finish(trained=training)
         if training:
-            connection.waiting_for = "the gradients of tied weights"
+            connection.waiting_for = _collective("the gradients of tied weights")
             self._ties.finish(connection.communicator, sums=reduces)
-        connection.waiting_for = ""
+        connection.waiting_for = None
 
     def _abort(self, error: BaseException, connection: Connection, program: Program) -> BaseException:
         """Publish the failure and close the connection; gives the exception to raise.

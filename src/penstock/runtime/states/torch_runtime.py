@@ -35,7 +35,7 @@ from penstock.runtime.torch_internals.pipelining import (
 )
 from penstock.runtime.transport.transport_errors import is_transport_error
 from penstock.traces.flight_recorder import messages_at_use
-from penstock.traces.rank_state import RankState
+from penstock.traces.rank_state import RankState, Wait, WaitKind
 
 # Labels of actions for torch's profiler, on stages of torch whose schedule records none (1F1B).
 
@@ -163,8 +163,8 @@ class _Recorder:
         if not state.runs:
             return replace(state, messages=messages)
         finished = state.position >= len(state.steps)
-        waiting_for = "its last sends to be received" if finished else ""
-        return replace(state, awaits=self._awaited(state), waiting_for=waiting_for, messages=messages)
+        last = Wait(WaitKind.SEND, "its last sends to be received") if finished else None
+        return replace(state, awaits=self._awaited(state), waiting_for=last, messages=messages)
 
     def _awaited(self, state: RankState) -> str:
         """The receive that the current action needs, if its computation has not begun."""
@@ -195,8 +195,8 @@ class _Recorder:
         self._track(schedule)
         self._messages.clear()
         mode = "eval" if is_eval(schedule) else "step"
-        step, call = self._state.step + (mode == "step"), self._state.call + 1
-        self._state = replace(self._state, mode=mode, step=step, call=call, position=-1)
+        step, call = self._state.step_number + (mode == "step"), self._state.call_number + 1
+        self._state = replace(self._state, mode=mode, step_number=step, call_number=call, position=-1)
         try:
             return original(*args, **kwargs)
         except BaseException as error:

@@ -167,7 +167,7 @@ os.register_at_fork(after_in_child=_writers.clear)
 
 
 def _progress_of(state: RankState) -> object:
-    return state.mode, state.step, state.position, state.awaits
+    return state.mode, state.step_number, state.position, state.awaits
 
 
 def _write(state: RankState, folder: Path, number: int, reason: str) -> Path:
