@@ -26,8 +26,8 @@ def test_foreign_text_is_shortened_and_control_characters_are_escaped() -> None:
 
 
 def test_a_number_out_of_range_is_told_the_range_and_the_count() -> None:
-    assert index_problem("step", 9, 3, "step") == "step must be from 0 to 2: there are 3 steps (given 9)"
-    assert index_problem("step", -1, 1, "step") == "step must be 0: there is 1 step (given -1)"
+    assert str(index_problem("step", 9, 3, "step")) == "step must be from 0 to 2: there are 3 steps (given 9)"
+    assert str(index_problem("step", -1, 1, "step")) == "step must be 0: there is 1 step (given -1)"
 
 
 def test_a_count_has_its_noun_in_singular_or_plural() -> None:

@@ -17,7 +17,9 @@ from penstock.errors import (
     EstimateError,
     ExportError,
     FormatError,
+    Message,
     MissingExtraError,
+    Parameter,
     PartitionError,
     PenstockError,
     PipelineError,
@@ -43,7 +45,7 @@ ONE_OF_EACH = (
     MissingExtraError("PNG needs Pillow"),
     PartitionError("no module is called 'layers.9'"),
     BatchError("3 rows cannot be split into 4 microbatches"),
-    EstimateError("--tp 3 does not divide 32 attention heads"),
+    EstimateError(Parameter("tensor_parallel", 3), " does not divide 32 attention heads"),
     ExportError("Megatron runs 1f1b only"),
     PlanError("no configuration fits into 10 bytes per rank; the smallest needs 12"),
     PipelineError("the schedule is for 4 ranks, but the process group has 2"),
@@ -102,3 +104,18 @@ def test_a_file_with_very_many_problems_gives_a_short_message() -> None:
     lines = str(error).splitlines()
     assert (len(lines), lines[-1], len(error.problems)) == (21, "mine.csv: and 80 more problems", 100)
     assert str(FormatError("mine.csv", ["wrong"] * 21)).endswith("and 1 more problem")
+
+
+def test_a_message_has_parameters_by_their_python_names_and_front_ends_name_them_otherwise() -> None:
+    error = PlanError(
+        "give ", Parameter("ranks"), " or ", Message(Parameter("objective", "span")), ", not both"
+    )
+    assert str(error) == "give ranks or objective='span', not both"
+    assert error.message.text(lambda each: f"<{each.name}>") == "give <ranks> or <objective>, not both"
+
+
+def test_an_error_has_the_parameter_that_it_is_about() -> None:
+    assert PlanError("it must be more", parameter="samples").parameter == "samples"
+    assert PlanError(Parameter("ranks"), " must be at least ", Parameter("tensor", 2)).parameter == "ranks"
+    assert TraceError([Message(Parameter("step"), " must be 0")]).parameter == "step"
+    assert PlanError("nothing fits").parameter == ""

@@ -18,7 +18,8 @@ SOURCE = Path(penstock.__file__).parent
 
 # from the bottom up: a package imports packages of lower layers, never of its own
 LAYERS = (
-    {"errors", "arguments", "callable_package", "compilation", "loops", "processes"},
+    {"errors"},
+    {"arguments", "callable_package", "compilation", "loops", "processes"},
     {"diagnostics"},
     {"display"},
     {"ir"},

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from operator import index
 
+from penstock.errors import Message, Parameter
+
 
 def whole_number(value: object) -> int | None:
     """Convert an integer of any type, such as numpy's, to `int`; return None for a bool and everything else."""
@@ -24,8 +26,8 @@ def printable(text: str, most: int = 60) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """The known name that is nearest to this one, as the end of a message; nothing if none is near."""
-    by_key = {each.lower().lstrip("-"): each for each in known}  # the dashes of options are no likeness
+    """Return the nearest known name as the end of a message, or nothing if none is near."""
+    by_key = {each.lower().lstrip("-"): each for each in known}  # ignore leading dashes
     close = get_close_matches(name.lower().lstrip("-"), by_key, n=1, cutoff=cutoff)
     return f"; did you mean {by_key[close[0]]}?" if close else ""
 
@@ -36,7 +38,7 @@ def listed(values: Iterable[object]) -> str:
 
 
 def plural(count: object, noun: str, nouns: str = "") -> str:
-    """A count with its noun: `1 rank`, `2 ranks`, `2 processes`."""
+    """Return a count with its noun: `1 rank`, `2 ranks`, `2 processes`."""
     regular = f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
     return f"{count} {noun if str(count) == '1' else nouns or regular}"
 
@@ -47,14 +49,14 @@ def some(values: Sequence[object], most: int = 8, separator: str = ", ") -> str:
     return separator.join(map(str, values[:most])) + (f", and {more} more" if more > 0 else "")
 
 
-def index_problem(name: str, given: int, count: int, noun: str) -> str:
-    """Why a number that counts from 0 is wrong: `step must be from 0 to 2: there are 3 steps (given 9)`."""
+def index_problem(name: str, given: int, count: int, noun: str) -> Message:
+    """Return why a number from 0 is wrong: `step must be from 0 to 2: there are 3 steps (given 9)`."""
     valid, verb = ("0", "is") if count == 1 else (f"from 0 to {count - 1}", "are")
-    return f"{name} must be {valid}: there {verb} {plural(count, noun)} (given {given})"
+    return Message(Parameter(name), f" must be {valid}: there {verb} {plural(count, noun)} (given {given})")
 
 
 def number_ranges(numbers: Iterable[int], separator: str = ", ", most: int = 8) -> str:
-    """Whole numbers in ascending order, consecutive ones as first and last: `0-3, 5, 7-8`."""
+    """Return ascending numbers with consecutive ones as first and last: `0-3, 5, 7-8`."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][-1] + 1:
@@ -66,5 +68,5 @@ def number_ranges(numbers: Iterable[int], separator: str = ", ", most: int = 8) 
 
 
 def install_command(extra: str) -> str:
-    """What to type to install an extra."""
+    """Return what to type to install an extra."""
     return f"pip install 'penstock[{extra}]', or in a clone: pip install -e '.[{extra}]'"

@@ -25,7 +25,8 @@ All of them are also `ValueError`s, because almost all are about an argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 __all__ = [
     "ActionError",
@@ -54,16 +55,74 @@ _SHOWN_PROBLEMS = 20
 """Problems of files that a message lists; the error has all of them."""
 
 
-def _others(problems: Sequence[str]) -> str:
-    more = len(problems) - _SHOWN_PROBLEMS
-    return f"{more} more problem{'s' * (more > 1)}"
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that a message names: `ranks`, or `ranks=4` with a value.
+
+    The command line writes the option in its place: `--ranks`, or `--ranks 4`.
+    """
+
+    name: str
+    value: object = None
+
+    def __str__(self) -> str:
+        return self.name if self.value is None else f"{self.name}={self.value!r}"
+
+
+class Message:
+    """A text that can name parameters, so that each front end can write them as its users do."""
+
+    def __init__(self, *parts: str | Parameter | Message) -> None:
+        self.parts: tuple[str | Parameter, ...] = tuple(
+            part for each in parts for part in (each.parts if isinstance(each, Message) else (each,))
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Message) and self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+    @staticmethod
+    def join(separator: str, messages: Iterable[str | Message]) -> Message:
+        """Return one message of several."""
+        parts = [part for each in messages for part in (separator, each)]
+        return Message(*parts[1:])
+
+    def text(self, name: Callable[[Parameter], str] = str) -> str:
+        """Return the text; `name` writes a parameter."""
+        return "".join(name(part) if isinstance(part, Parameter) else part for part in self.parts)
+
+    __str__ = text
+
+
+def _lines(problems: Sequence[str | Message], location: str = "") -> Message:
+    """Return the first problems, one per line, and the number of the others."""
+    shown: list[str | Message] = list(problems[:_SHOWN_PROBLEMS])
+    if (more := len(problems) - _SHOWN_PROBLEMS) > 0:
+        shown.append(f"and {more} more problem{'s' * (more > 1)}")
+    return Message.join("\n", [Message(location, each) for each in shown])
 
 
 class PenstockError(ValueError):
-    """The base class of all errors that Penstock raises on purpose."""
+    """The base class of all errors that Penstock raises on purpose.
 
-    argument: str = ""
-    """Of errors about a schedule or about traces: the argument that does not match them, if they are valid."""
+    `parameter` is the Python name of the parameter that is wrong, if one is.
+    """
+
+    def __init__(self, *parts: str | Parameter | Message, parameter: str = "") -> None:
+        message = Message(*parts)
+        super().__init__(*message.parts)
+        named = (part.name for part in message.parts if isinstance(part, Parameter))
+        self.parameter = parameter or next(named, "")
+
+    @property
+    def message(self) -> Message:
+        """The text, with the parameters that it names as values."""
+        return Message(*self.args)
+
+    def __str__(self) -> str:
+        return self.message.text()
 
 
 class ActionError(PenstockError):
@@ -97,31 +156,26 @@ class BuildError(PenstockError):
 class FormatError(PenstockError):
     """A file that cannot be parsed; `problems` has one sentence per problem, with its location."""
 
-    def __init__(self, source: str, problems: Sequence[str]) -> None:
-        lines = [f"{source}: {problem}" for problem in problems[:_SHOWN_PROBLEMS]]
-        if len(problems) > _SHOWN_PROBLEMS:
-            lines.append(f"{source}: and {_others(problems)}")
-        super().__init__("\n".join(lines))
+    def __init__(self, source: str, problems: Sequence[str | Message]) -> None:
+        super().__init__(_lines(problems, f"{source}: "))
         self.source = source
-        self.problems = tuple(problems)
+        self.problems = tuple(map(str, problems))
+        self._given = tuple(problems)
 
-    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
-        return type(self), (self.source, self.problems)
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[str | Message, ...]]]:
+        return type(self), (self.source, self._given)
 
 
 class TraceError(PenstockError):
     """Traces that cannot be read as one run; `problems` has one sentence per problem, with its location."""
 
-    def __init__(self, problems: Sequence[str], argument: str = "") -> None:
-        lines = list(problems[:_SHOWN_PROBLEMS])
-        if len(problems) > _SHOWN_PROBLEMS:
-            lines.append(f"and {_others(problems)}")
-        super().__init__("\n".join(lines))
-        self.problems = tuple(problems)
-        self.argument = argument
+    def __init__(self, problems: Sequence[str | Message]) -> None:
+        super().__init__(_lines(problems))
+        self.problems = tuple(map(str, problems))
+        self._given = tuple(problems)
 
-    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], str]]:
-        return type(self), (self.problems, self.argument)
+    def __reduce__(self) -> tuple[type, tuple[tuple[str | Message, ...]]]:
+        return type(self), (self._given,)
 
 
 class UnhandledKindError(PenstockError):
@@ -138,10 +192,6 @@ class UnhandledKindError(PenstockError):
 
 class ScheduleError(PenstockError):
     """A schedule that cannot be created, lowered or run."""
-
-    def __init__(self, message: str, argument: str = "") -> None:
-        super().__init__(message)
-        self.argument = argument
 
 
 class CostsError(PenstockError):

@@ -19,7 +19,7 @@ from typing import Any
 from penstock.arguments import did_you_mean, printable
 from penstock.cost.costs import Costs
 from penstock.cost.presets import preset, presets
-from penstock.errors import BuildError, CostsError, ScheduleError
+from penstock.errors import BuildError, CostsError, Parameter, ScheduleError
 from penstock.families import build, find
 from penstock.formats import read
 from penstock.ir.graph import StageGraph
@@ -107,10 +107,13 @@ def read_costs(source: str | None) -> Costs:
     if source in known:
         return preset(source)
     if files := [path for suffix in (".toml", ".json") if (path := Path(source + suffix)).exists()]:
-        raise CostsError(f"--costs: there is no preset {printable(source)}; did you mean {files[0]}?")
+        raise CostsError(
+            Parameter("costs"), f": there is no preset {printable(source)}; did you mean {files[0]}?"
+        )
     raise CostsError(
-        f"--costs is a .json or .toml file, or a preset (given {printable(source)})"
-        f"{did_you_mean(source, known)} (presets: {', '.join(known)})"
+        Parameter("costs"),
+        f" is a .json or .toml file, or a preset (given {printable(source)})"
+        f"{did_you_mean(source, known)} (presets: {', '.join(known)})",
     )
 
 
@@ -172,10 +175,10 @@ def add_memory_actions(
         try:
             passes.append(makers[name](*parse_policy(text, schedule.num_stages)))
         except ScheduleError as error:
-            raise ScheduleError(str(error), argument=name) from None
+            raise ScheduleError(error.message, parameter=name) from None
     if FIT in policies.values():
         if memory_limit is None:
-            raise ScheduleError(f"the policy {FIT} needs a memory limit", argument="memory_limit")
+            raise ScheduleError(f"the policy {FIT} needs a memory limit", parameter="memory_limit")
         passes.append(FitMemory(memory_limit, costs, recompute == FIT, offload == FIT, send_model))
     return lower(schedule, passes) if passes else schedule
 

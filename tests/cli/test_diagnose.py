@@ -83,7 +83,7 @@ def test_flight_records_need_the_schedule(run: Run, tmp_path: Path) -> None:
     folder.mkdir()
     write_dumps(folder, {0: dump_of(0, 3, operations_of(SCHEDULE, 0)[:4], pending=1)})
     missing = run("diagnose", "traces")
-    assert (missing.code, "give that of the run as --schedule" in missing.err) == (2, True)
+    assert (missing.code, "give the schedule of the run as --schedule" in missing.err) == (2, True)
     other = run("diagnose", "traces", "--schedule", "1f1b", "-p", 5, "-m", 4)
     assert (other.code, "and the schedule has 5 ranks: give the schedule of this run" in other.err) == (2, True)
     out = run("diagnose", "traces", "--schedule", "1f1b", "-p", 3, "-m", 4).out

@@ -50,6 +50,7 @@ def test_a_model_that_torchtitan_does_not_have_is_refused_with_those_it_has(run:
     result = run("export", "torchtitan", "1f1b", "-p", 4, "-m", 8, "--model", "gpt2", "-o", "out")
     assert (result.code, result.out) == (2, "")
     assert "torchtitan 0.2.2 has no gpt2 model" in result.message
+    assert "give --layers 12 in place of --model" in result.message
     assert "it runs the model types llama, deepseek_v2, deepseek_v3" in result.message
     assert not (tmp_path / "out").exists()
     assert run("export", "torchtitan", "1f1b", "-p", 4, "-m", 8, "--layers", 12).code == 0

@@ -55,7 +55,7 @@ def test_a_text_that_is_almost_an_action_gets_that_action(
             "give --memory, in bytes, or --live, in activations, not both",
         ),
         (["simulate", "1f1b", "--jitter", "7"], "--jitter must be a share from 0 to 1 (given 7.0)"),
-        (["search", "--jitter", "0.1", "--objective", "span"], "only (given --objective 'span')"),
+        (["search", "--jitter", "0.1", "--objective", "span"], "only (given --objective span)"),
     ],
 )
 def test_messages_name_the_options_that_were_typed(arguments: list[str], message: str, run: Run) -> None:

@@ -26,6 +26,8 @@ def files(tmp_path: Path) -> None:
     (tmp_path / "empty.toml").write_text("")
     (tmp_path / "relative.toml").write_text('time_unit = "units"\n')
     (tmp_path / "other.json").write_text('{"a": 1}')
+    (tmp_path / "costs.json").write_text('{"forward_seconds": 1}')
+    (tmp_path / "layers.json").write_text('{"layers": []}')
     (tmp_path / "binary.json").write_bytes(bytes(range(200, 256)))
     (tmp_path / "few.json").write_text('{"model_type": "llama"}')
 
@@ -37,6 +39,9 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("check mine", 2, "mine: unknown file extension (none); use .csv or .json"),
     ("check empty.json", 1, "empty.json: invalid JSON: the file is empty"),
     ("check other.json", 1, "other.json: not a schedule: it has none of the keys format, version, "),
+    ("check costs.json", 1, "costs.json: not a schedule: it is costs of stages, which --costs takes"),
+    ("check model/config.json", 1, "a model's config.json, which penstock estimate (--output writes costs) and"),
+    ("check layers.json", 1, "costs of layers, which penstock plan reads (--write writes a schedule and costs)"),
     ("check binary.json", 1, "binary.json: not a text file: byte 0 is not valid UTF-8"),
     (
         "estimate model",
@@ -104,7 +109,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     (
         "show 1f1b -p 99999 -m 99999",
         2,
-        "stages times --microbatches must be at most 16777216 (given 99999 ranks, 1 st",
+        "stages times microbatches must be at most 16777216 (given 99999 ranks, 1 st",
     ),
     (
         "show 1f1b -p 3 -m 8 --graph 0>99999999",

@@ -179,7 +179,7 @@ def test_the_stages_of_a_profile_are_planned_as_layers(run: Run, tmp_path: Path)
     assert "layers per stage [" in result.out
     missing = run("plan", "costs.toml", "--seconds", 0)
     assert missing.code == 2
-    assert "give the number of ranks (--ranks) and of samples per batch (--batch)" in missing.message
+    assert "give --ranks and --batch: the model" in missing.message
 
 
 def test_techniques_are_offered_with_their_price(run: Run, tmp_path: Path) -> None:

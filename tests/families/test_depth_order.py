@@ -121,7 +121,7 @@ def test_a_topological_placement_sends_no_value_to_a_lower_rank() -> None:
         ("1f1b", {"placement": (0, 1)}, r"placement must be a Placement \(given \(0, 1\)\)"),
         ("1f1b", {"ranks": 7}, "the stage graph has 6 stages, too few for 7 ranks"),
         ("1f1b", {"ranks": 0}, "ranks must be a whole number of at least 1"),
-        ("1f1b", {"stages_per_rank": 1}, "give graph=, which has its stages, or stages_per_rank=1, not both"),
+        ("1f1b", {"stages_per_rank": 1}, "give graph, which has its stages, or stages_per_rank=1, not both"),
         ("1f1b", {"placement": Placement.loop(3)}, "the placement has 3 stages on 3 ranks, the graph 6 stages"),
         ("1f1b", {"graph": None, "placement": Placement.loop(6)}, "a placement needs a graph="),
         ("1f1b", {"microbatches": 1 << 24}, r"at most 16777216 \(given 6 stages, 16777216 microbatches\)"),

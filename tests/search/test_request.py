@@ -86,7 +86,7 @@ def test_the_package_shows_the_signature_and_the_documentation_of_the_function()
         ({"graph": 3}, "graph must be a StageGraph (given 3)"),
         ({"graph": StageGraph(1, ())}, "the graph has 1 stage, too few for 2 ranks"),
         ({"stages_per_rank": [1, 2, 1]}, "stages_per_rank has 3 numbers for 2 ranks"),
-        ({"graph": SKIP, "stages_per_rank": 2}, "give graph=, which has its stages, or stages_per_rank=2, not"),
+        ({"graph": SKIP, "stages_per_rank": 2}, "give graph, which has its stages, or stages_per_rank=2, not"),
         ({"graph": SKIP, "placement": "v"}, "with a graph, placement must be a Placement or any (given 'v')"),
         ({"graph": SKIP, "placement": Placement.loop(2)}, "the placement has 2 stages, the graph 3"),
         (

@@ -171,5 +171,5 @@ def test_other_files_are_not_read_and_a_folder_without_states_is_an_error(tmp_pa
     assert "not read: train.log" in read_evidence(tmp_path, None).notes
     (tmp_path / "rank1.json").unlink()
     (tmp_path / "trace_0.json").write_text(json.dumps(DUMP))
-    with pytest.raises(ScheduleError, match="give that of the run as --schedule"):
+    with pytest.raises(ScheduleError, match="give the schedule of the run as schedule"):
         read_evidence(tmp_path, None)

@@ -68,5 +68,5 @@ def test_what_is_missing_is_said_all_at_once(text: str, problems: list[str]) -> 
 
 
 def test_ranks_that_do_not_divide_the_job_are_refused() -> None:
-    with pytest.raises(TraceError, match="4 ranks in the log cannot be --ranks 3 pipelines"):
+    with pytest.raises(TraceError, match="4 ranks in the log cannot be pipelines with ranks=3"):
         read_megatron_timers(io.StringIO(LOG), ranks=3, microbatches=4)

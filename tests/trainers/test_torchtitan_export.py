@@ -130,7 +130,7 @@ def test_models_that_torchtitan_does_not_run_in_pipelines_are_refused(name: str,
         export_torchtitan(schedule, even_layout(model.layers, 2), model=model)
     assert reason in str(caught.value)
     assert "it runs the model types llama, deepseek_v2, deepseek_v3" in str(caught.value)
-    assert str(caught.value).endswith(f"give --layers {model.layers} in place of --model")
+    assert str(caught.value).endswith(f"give layers={model.layers} in place of model")
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3"])

@@ -14,17 +14,8 @@ import typer
 
 from penstock import __version__
 from penstock.cli.commands import SUMMARIES, LazyGroup
-from penstock.cli.usage_errors import UsageError, usage_message, with_options
-from penstock.errors import (
-    BuildError,
-    CostsError,
-    FormatError,
-    PenstockError,
-    PlanError,
-    ScheduleError,
-    SearchError,
-    TraceError,
-)
+from penstock.cli.usage_errors import UsageError, error_message, usage_message
+from penstock.errors import FormatError, PenstockError, ScheduleError, TraceError
 
 __all__ = ["app", "command", "main"]
 
@@ -86,13 +77,13 @@ def main() -> None:
 
 
 def _failure(error: Any) -> tuple[str, int]:  # noqa: ANN401 -- one of several classes
-    """The message and the exit code; no message where the help is printed already."""
+    """Return the message and the exit code; no message where the help is printed already."""
     if isinstance(error, UsageError):
         return "" if type(error).__name__ == "NoArgsIsHelpError" else usage_message(error), 2
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error), 2
     if isinstance(error, MemoryError):
         return "there is not enough memory on this machine: use fewer ranks or microbatches", 2
-    if isinstance(error, BuildError | CostsError | PlanError | SearchError) or error.argument:
-        return with_options(str(error)), 2  # about arguments, by their Python names
-    return str(error), 1 if isinstance(error, FormatError | ScheduleError | TraceError) else 2
+    of_file = isinstance(error, FormatError | ScheduleError | TraceError)
+    of_option = error.parameter and not isinstance(error, FormatError)
+    return error_message(error), 1 if of_file and not of_option else 2

@@ -13,6 +13,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import typer
 
 from penstock.arguments import did_you_mean, printable
+from penstock.cli.usage_errors import option_name
 from penstock.cost.costs import Costs
 from penstock.cost.presets import presets
 from penstock.errors import FormatError, PlacementError, ScheduleError
@@ -282,13 +283,13 @@ class Lowering:
 
     def __call__(self, schedule: Schedule, send_model: SendModel = SendModel.BUFFERED) -> Schedule:
         """Return the schedule with memory actions, and lowered, on demand."""
-        policies = {"--recompute": self.recompute, "--offload": self.offload}
-        fitted = [option for option, text in policies.items() if text == FIT]
+        policies = {"recompute": self.recompute, "offload": self.offload}
+        fitted = [option_name(name) for name, text in policies.items() if text == FIT]
         if fitted and self.memory is None:
             raise typer.BadParameter(f"{' and '.join(fitted)} {FIT} needs --memory, the limit to fit")
         by_cost = self.sharding is Sharding.cost
         costs = costs_from(self.costs, self.memory) if fitted or by_cost else Costs()
-        with _about(" and ".join(option for option, text in policies.items() if text is not None)):
+        with _about([name for name, text in policies.items() if text is not None]):
             schedule = add_memory_actions(
                 schedule, costs, self.recompute, self.offload, self.memory, send_model
             )
@@ -300,20 +301,20 @@ class Lowering:
             )
         if not self.lowered:
             return schedule
-        with _about("--lowered"):
+        with _about(["lowered"]):
             return place_sharding(schedule, costs, self.memory, send_model) if by_cost else lower(schedule)
 
 
 @contextmanager
-def _about(options: str) -> Iterator[None]:
-    """Raise a usage error of these options where their values do not match a valid schedule."""
+def _about(parameters: Sequence[str]) -> Iterator[None]:
+    """Raise a usage error of these parameters where their values do not match a valid schedule."""
     try:
         yield
     except ScheduleError as error:
-        if not error.argument:
+        if not error.parameter:
             raise
-        option = f"--{error.argument}" if f"--{error.argument}" in options else options
-        raise typer.BadParameter(f"{option}: {error}") from None
+        wrong = [error.parameter] if error.parameter in parameters else parameters
+        raise typer.BadParameter(f"{' and '.join(map(option_name, wrong))}: {error}") from None
 
 
 def read_schedule(path: Path) -> Schedule:

@@ -2,51 +2,70 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
+from enum import Enum, EnumMeta
 from typing import Any
 
 import typer
 
 from penstock.arguments import did_you_mean, printable
+from penstock.errors import Parameter, PenstockError
 
-# Names of arguments in messages of the library, as the options that the user typed.
-
-
-_LONG = {"live_limit": "--live", "memory_limit": "--memory", "stages_per_rank": "--stages-per-rank"}
-"""Names that only arguments have."""
-_SHORT = (
-    *("ranks", "microbatches", "moves", "seed", "seconds", "jitter", "quantile", "objective", "placement"),
-    *("graph", "group", "step", "replica"),
-)
-"""Names that are arguments where a message says what they must be."""
-_ARGUMENT = re.compile(
-    rf"(?<![\w-])({'|'.join(_LONG)}|(?:{'|'.join(_SHORT)})(?= must| is supported|=| of [\w-]+ must)"
-    r"|(?<=has no )group)(=)?",
-    re.ASCII,
-)
-
-
-def with_options(message: str) -> str:
-    """The message with `--live` instead of `live_limit`, `--jitter must` instead of `jitter must`."""
-
-    def option(found: re.Match[str]) -> str:
-        return _LONG.get(found[1], f"--{found[1]}") + (" " if found[2] else "")
-
-    return _ARGUMENT.sub(option, message)
+_OPTIONS = {
+    "batch": "--batch",
+    "context": "--cp",
+    "context_parallel": "--cp",
+    "data_parallel": "--dp",
+    "expert": "--ep",
+    "expert_parallel": "--ep",
+    "families": "--schedules",
+    "live_limit": "--live",
+    "memory_limit": "--memory",
+    "passes": "--lowered",
+    "pipeline": "--ranks",
+    "samples": "--batch",
+    "sequence": "--seq",
+    "sequence_parallel": "--sp",
+    "tensor": "--tp",
+    "tensor_parallel": "--tp",
+}
+"""The options of parameters whose names differ; the others are `--` and the name with dashes."""
 
 
-# Wrong usage in one line: an unknown option or command, a missing argument, a value of the wrong kind.
+def option_name(parameter: str) -> str:
+    """Return the option of a parameter of the library: `--memory` for `memory_limit`."""
+    return _OPTIONS.get(parameter, f"--{parameter.replace('_', '-')}")
+
+
+def _option(parameter: Parameter) -> str:
+    """Return a parameter as it is typed, with its value if it has one."""
+    name, value = option_name(parameter.name), parameter.value
+    if value is None or value is True:
+        return name
+    typed = ",".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return f"{name} {typed}"
+
+
+def error_message(error: PenstockError) -> str:
+    """Return the message with options instead of parameters, and first the one that it is about."""
+    text = error.message.text(_option)
+    if not error.parameter or any(isinstance(part, Parameter) for part in error.args):
+        return text
+    return f"{option_name(error.parameter)}: {text}"
+
+
+# Wrong usage that typer finds: an unknown option or command, a missing argument, a value of the wrong kind.
 
 
 UsageError: Any = typer.BadParameter.__base__
 """Click's base class of wrong usage; newer versions of typer have their own copy of click."""
 
-_ONE_OF = re.compile(r"(?:Value error, )?'(.*)' is not one of (.*?)\.?")
-_MUST_BE = re.compile(r"Input should be (.*?)(?:, unable to .*)?")
+_KINDS = {"int_parsing": "an integer", "int_from_float": "an integer", "float_parsing": "a number"}
+"""What pydantic's kinds of errors want."""
 
 
 def usage_message(error: Any) -> str:  # noqa: ANN401 -- one of two classes
-    """The message, with the option or argument it is about, the given value, and where to read more."""
+    """Return the message, with the option or argument it is about, the given value, and where to read more."""
     if isinstance(error, typer.BadParameter):
         if error.param is None:  # of a command's own checks, complete
             return str(error.message)
@@ -62,17 +81,28 @@ def usage_message(error: Any) -> str:  # noqa: ANN401 -- one of two classes
 
 
 def _value_message(error: Any) -> str:  # noqa: ANN401 -- as above
-    """A value that cannot be converted, or is out of range."""
+    """Return the message about a value that cannot be converted, or is out of range."""
     name = max(error.param.opts, key=len) if error.param.param_type_name == "option" else None
     name = name or error.param.metavar or error.param.name
-    details = error.__cause__.errors()[0] if hasattr(error.__cause__, "errors") else {"msg": error.message}
-    if found := _ONE_OF.fullmatch(details["msg"]):
-        known = found[2].replace("'", "").split(", ")
-        given = f"(given {printable(found[1])}){did_you_mean(found[1], known)}"
-        return f"{name} is one of {', '.join(known)} {given}"
-    if found := _MUST_BE.fullmatch(details["msg"]):
-        wanted = found[1].replace("a valid i", "an i").replace("a valid", "a")
-        wanted = wanted.replace("greater than or equal to", "at least")
-        wanted = wanted.replace("less than or equal to", "at most")
-        return f"{name} must be {wanted} (given {printable(str(details['input']))})"
+    details: Any = (
+        error.__cause__.errors()[0] if hasattr(error.__cause__, "errors") else {"type": "", "input": ""}
+    )
+    given = printable(str(details["input"]))
+    if (choices := _choices(error.param)) and given:
+        return f"{name} is one of {', '.join(choices)} (given {given}){did_you_mean(given, choices)}"
+    limits = details.get("ctx", {})
+    wanted = _KINDS.get(details["type"], "")
+    wanted = f"at least {limits['ge']}" if "ge" in limits else wanted
+    wanted = f"at most {limits['le']}" if "le" in limits else wanted
+    if wanted:
+        return f"{name} must be {wanted} (given {given})"
     return str(error.message) if error.message.startswith(name) else f"{name}: {error.message}"
+
+
+def _choices(parameter: Any) -> list[str]:  # noqa: ANN401 -- an option or argument
+    """Return the values that a parameter with an enum can have."""
+    annotation: Any = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+    if not isinstance(annotation, EnumMeta):
+        return []
+    members: list[Enum] = list(annotation)
+    return [str(each.value) for each in members]

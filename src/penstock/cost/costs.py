@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from penstock.arguments import did_you_mean, listed, plural, printable
 from penstock.cost.units import Units
-from penstock.errors import CostsError, FormatError
+from penstock.errors import CostsError, FormatError, Message
 from penstock.formats.files import COSTS, kind_of_file, read_keys, require_extension, write_text
 from penstock.ir.graph import StageGraph
 
@@ -297,8 +297,8 @@ class Costs:
         if not isinstance(document, dict):
             raise FormatError(source, [f"costs are an object with keys such as {', '.join(list(_keys())[:3])}"])
         unknown = [str(key) for key in document if key not in _keys()]
-        if unknown and (kind := kind_of_file(document)) not in (None, COSTS):
-            raise FormatError(source, [f"not costs: it is {kind}"])
+        if unknown and (kind := kind_of_file(document)) and kind != COSTS:
+            raise FormatError(source, [Message("not costs: it is ", kind)])
         problems = [
             f"{printable(key)}: not a key of costs{did_you_mean(key, _keys()) or '; keys: ' + listed(_keys())}"
             for key in unknown

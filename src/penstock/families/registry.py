@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from penstock.arguments import did_you_mean, plural, printable, whole_number
-from penstock.errors import BuildError, PenstockError
+from penstock.errors import BuildError, Message, Parameter, PenstockError
 from penstock.families.depth_order import topological_placement
 from penstock.families.rank_order import keep_stages
 from penstock.ir.graph import StageGraph
@@ -158,7 +158,7 @@ def build(
     counts = [] if stages_per_rank is None else problems_of_counts(ranks, stages_per_rank)
     most = None if stages_per_rank is None or counts else most_stages(stages_per_rank)
     if problems := counts + _problems(family, ranks, microbatches, most) + group_problems:
-        raise BuildError("; ".join(problems))
+        raise BuildError(Message.join("; ", problems))
     per_rank = most or family.stages_per_rank or family.default_stages_per_rank
     per_rank_text = plural(per_rank, "stage per rank", "stages per rank")
     given = f"{plural(ranks, 'rank')}, {per_rank_text}, {plural(microbatches, 'microbatch')}"
@@ -179,26 +179,32 @@ def _build_on_graph(
 ) -> Schedule:
     """The schedule of a family over a stage graph."""
     if not isinstance(graph, StageGraph):
-        raise BuildError(f"graph must be a StageGraph (given {printable(repr(graph))})")
+        raise BuildError(Parameter("graph"), f" must be a StageGraph (given {printable(repr(graph))})")
     if not isinstance(placement, Placement | None):
-        raise BuildError(f"placement must be a Placement (given {printable(repr(placement))})")
+        raise BuildError(Parameter("placement"), f" must be a Placement (given {printable(repr(placement))})")
     problems = _problems(family, ranks, microbatches, None)
     if family.graph_builder is None:
         others = ", ".join(f.name for f in families().values() if f.graph_builder is not None)
         problems.append(f"{family.name} needs stages in a chain; any stage graph works with {others}")
     if stages_per_rank is not None:
-        problems.append(f"give graph=, which has its stages, or stages_per_rank={stages_per_rank!r}, not both")
+        problems.append(graph_and_stages(stages_per_rank))
     if placement is not None and (placement.num_stages, placement.num_ranks) != (graph.num_stages, ranks):
         problems.append(
             f"the placement has {plural(placement.num_stages, 'stage')} on "
             f"{plural(placement.num_ranks, 'rank')}, the graph {plural(graph.num_stages, 'stage')} "
-            f"(given ranks={ranks!r})"
+            f"(given {plural(ranks, 'rank')})"
         )
     if problems or family.graph_builder is None:
-        raise BuildError("; ".join(problems))
+        raise BuildError(Message.join("; ", problems))
     given = f"{plural(graph.num_stages, 'stage')}, {plural(microbatches, 'microbatch')}"
     _check_work(graph.num_stages, microbatches, given)
     return family.graph_builder(graph, placement or topological_placement(graph, ranks), microbatches)
+
+
+def graph_and_stages(stages_per_rank: object) -> Message:
+    """Return the refusal of a graph together with a number of stages per rank."""
+    stages = Parameter("stages_per_rank", stages_per_rank)
+    return Message("give ", Parameter("graph"), ", which has its stages, or ", stages, ", not both")
 
 
 def _check_work(stages: int, microbatches: int, given: str) -> None:
@@ -206,10 +212,12 @@ def _check_work(stages: int, microbatches: int, given: str) -> None:
         raise BuildError(f"stages times microbatches must be at most {MAX_WORK} (given {given})")
 
 
-def _problems(family: Family, ranks: int, microbatches: int, stages_per_rank: int | None) -> list[str]:
+def _problems(
+    family: Family, ranks: int, microbatches: int, stages_per_rank: int | None
+) -> list[str | Message]:
     """List the arguments that are not positive integers or that the family does not support."""
-    problems = [
-        f"{what} must be a whole number of at least 1 (given {value!r})"
+    problems: list[str | Message] = [
+        Message(Parameter(what), f" must be a whole number of at least 1 (given {value!r})")
         for what, value in (
             ("ranks", ranks),
             ("microbatches", microbatches),
@@ -227,23 +235,25 @@ def _problems(family: Family, ranks: int, microbatches: int, stages_per_rank: in
     return problems
 
 
-def _group_problems(family: Family, ranks: int, microbatches: int, group: int) -> list[str]:
+def _group_problems(family: Family, ranks: int, microbatches: int, group: int) -> list[str | Message]:
     """List what is wrong with the group: not an integer, none in this family, or out of range."""
     number = whole_number(group)
     if number is None:
-        return [f"group must be a whole number (given {group!r})"]
+        return [Message(Parameter("group"), f" must be a whole number (given {group!r})")]
     if family.smallest_group is None:
         others = ", ".join(f.name for f in families().values() if f.smallest_group)
-        return [f"{family.name} has no group (given {group!r}): remove it, or use {others}"]
+        instead = f" (given {group!r}): remove it, or use {others}"
+        return [Message(f"{family.name} has no ", Parameter("group"), instead)]
     if (whole_number(ranks) or 0) < 1 or (whole_number(microbatches) or 0) < 1:
         return []  # reported, and the range depends on them
     allowed = family.group_range(ranks, microbatches)
     if number in allowed:
         return []
     given = f"given {number}, with {plural(ranks, 'rank')} and {plural(microbatches, 'microbatch')}"
-    text = f"group of {family.name} must be from {allowed[0]} to {allowed[-1]}, the microbatches ({given})"
+    text = f" of {family.name} must be from {allowed[0]} to {allowed[-1]}, the microbatches ({given})"
     smaller = [f.name for f in families().values() if number in f.group_range(ranks, microbatches) and f.trains]
-    return [f"{text}; {', '.join(smaller)} can have {number}" if smaller else text]
+    others = f"; {', '.join(smaller)} can have {number}" if smaller else ""
+    return [Message(Parameter("group"), text, others)]
 
 
 def _key(name: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from penstock.errors import FormatError
+from penstock.errors import FormatError, Message, Parameter
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -120,11 +120,17 @@ def write_bytes(content: bytes, path: Path) -> None:
 # What a file of another kind is, and which command reads it: for messages about the wrong file.
 
 
-SCHEDULE = "a schedule, which penstock show, check, simulate and compare read"
-COSTS = "costs of stages, which --costs takes"
-_CONFIG = "a model's config.json, which penstock estimate (-o writes costs) and penstock plan read"
-_MODEL = "a model file with costs of layers, which penstock plan reads (--write writes a schedule and costs)"
-_TRACE = "a trace, which penstock read-trace reads"
+SCHEDULE = Message("a schedule, which penstock show, check, simulate and compare read")
+COSTS = Message("costs of stages, which ", Parameter("costs"), " takes")
+_CONFIG = Message(
+    *("a model's config.json, which penstock estimate (", Parameter("output"), " writes costs) and "),
+    "penstock plan read",
+)
+_MODEL = Message(
+    *("a model file with costs of layers, which penstock plan reads (", Parameter("write")),
+    " writes a schedule and costs)",
+)
+_TRACE = Message("a trace, which penstock read-trace reads")
 _KINDS = {
     "stage_to_rank": SCHEDULE,
     "model_type": _CONFIG,
@@ -136,7 +142,7 @@ _KINDS = {
 """By a key that only files of this kind have."""
 
 
-def kind_of_file(document: object) -> str | None:
+def kind_of_file(document: object) -> Message | None:
     """The kind of a file with these keys, and what reads it; None if it is not known."""
     keys = document if isinstance(document, Mapping) else {}
     return next((kind for key, kind in _KINDS.items() if key in keys), None)

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from penstock.arguments import printable
-from penstock.errors import FormatError, PlacementError, ScheduleError
+from penstock.errors import FormatError, Message, PlacementError, ScheduleError
 from penstock.formats.files import SCHEDULE, JsonError, kind_of_file, parse_json
 from penstock.formats.step_texts import Row, parse_row, schedule_of
 from penstock.ir.action import MAX_ID
@@ -83,8 +83,8 @@ def _load_object(text: str, source: str) -> tuple[dict[str, Any], list[str]]:
         raise FormatError(source, [str(error)]) from None
     if not isinstance(document, dict):
         raise FormatError(source, [f"expected a JSON object with the keys {', '.join(_EXPECTED)}"])
-    if (kind := kind_of_file(document)) not in (None, SCHEDULE):
-        raise FormatError(source, [f"not a schedule: it is {kind}"])
+    if (kind := kind_of_file(document)) and kind != SCHEDULE:
+        raise FormatError(source, [Message("not a schedule: it is ", kind)])
     if not _EXPECTED.keys() & document.keys():
         raise FormatError(source, [f"not a schedule: it has none of the keys {', '.join(_EXPECTED)}"])
     problems = [f"{printable(key)}: duplicate key" for key in duplicates]

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 
 from penstock.arguments import plural, printable, whole_number
-from penstock.errors import PlacementError
+from penstock.errors import Message, Parameter, PlacementError
 
 MAX_STAGES = 1 << 20
 """The largest number of stages."""
@@ -142,22 +142,25 @@ def most_stages(stages_per_rank: StagesPerRank) -> int:
     return max((number for each in stages_per_rank if (number := whole_number(each))), default=0)
 
 
-def problems_of_counts(ranks: int, stages_per_rank: StagesPerRank, name: str = "stages_per_rank") -> list[str]:
+def problems_of_counts(
+    ranks: int, stages_per_rank: StagesPerRank, name: str = "stages_per_rank"
+) -> list[Message]:
     """List what is wrong with a list of stages per rank, which is given as the argument `name`."""
     if not isinstance(stages_per_rank, Sequence):
         return []
     given = printable(repr(stages_per_rank))
     if any((whole_number(count) or 0) < 1 for count in stages_per_rank):
-        return [f"every number in {name} must be a whole number of at least 1 (given {given})"]
+        rule = f" must be a whole number of at least 1 (given {given})"
+        return [Message("every number in ", Parameter(name), rule)]
     if len(stages_per_rank) != ranks:
         counts = f"{plural(len(stages_per_rank), 'number')} for {plural(ranks, 'rank')}"
-        return [f"{name} has {counts} (given {given}): give one for each"]
+        return [Message(Parameter(name), f" has {counts} (given {given}): give one for each")]
     return []
 
 
 def _checked_most(ranks: int, stages_per_rank: StagesPerRank, name: str) -> int:
     if problems := problems_of_counts(ranks, stages_per_rank, name):
-        raise PlacementError("; ".join(problems))
+        raise PlacementError(*problems)
     return most_stages(stages_per_rank)
 
 

@@ -65,11 +65,11 @@ def parse_policy(text: str, num_stages: int | None = None) -> tuple[tuple[int, .
     ends = [[int(n) for n in part.split("-")] for part in match["stages"].split(",")]
     for first, last in ((each[0], each[-1]) for each in ends):
         if first > last:
-            raise ScheduleError(f"the stages {first}-{last} are none; write {last}-{first}", argument="stages")
+            raise ScheduleError(f"the stages {first}-{last} are none; write {last}-{first}", parameter="stages")
         if num_stages is not None and last >= num_stages:
             raise ScheduleError(
                 f"stages must be from 0 to {num_stages - 1} (given {printable(match['stages'])})",
-                argument="stages",
+                parameter="stages",
             )
     return tuple(dict.fromkeys(s for each in ends for s in range(each[0], each[-1] + 1))), policy
 
@@ -81,7 +81,7 @@ def chosen(table: ActionTable, name: str, stages: Iterable[int] | None, policy: 
     for stage in range(count) if stages is None else stages:
         if not 0 <= stage < count:
             problem = f"{name}: there is no stage {stage}: the schedule has stages 0 to {count - 1}"
-            raise ScheduleError(problem, argument="stages")
+            raise ScheduleError(problem, parameter="stages")
         is_chosen[stage, :: policy.every] = True
     steps, use = steps_of(table), first_uses(table)
     there = (table.forward >= 0) & (use >= 0)

@@ -56,5 +56,5 @@ def require_absent(schedule: Schedule, name: str, *kinds: Kind) -> None:
         present = ", ".join(kind.value for kind in kinds if schedule.table.has(kind))
         raise ScheduleError(
             f"{name}: the schedule already has {present} actions; lower the compute schedule it was made from",
-            argument="passes",
+            parameter="passes",
         )

@@ -15,7 +15,7 @@ from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.estimate import Estimate
 from penstock.cost.estimate.operations import Passes
 from penstock.cost.estimate.roofline import link_of
-from penstock.errors import EstimateError, PlanError
+from penstock.errors import EstimateError, Parameter, PlanError
 from penstock.ir.placement import Placement
 from penstock.planning.configuration import candidate_partitions
 from penstock.planning.model import Layer, Model
@@ -87,8 +87,9 @@ def fitted_device(found: Estimate, measured: Costs, counts: Sequence[int]) -> De
         whole = sum(measured.full_backward(stages))
     except ValueError as error:
         raise EstimateError(
-            f"--fit: the profile must have one entry for each of {plural(stages, 'stage')} (--ranks x "
-            f"--stages-per-rank, as it was measured): {error}"
+            f"the profile must have one entry for each of {plural(stages, 'stage')} (",
+            *(Parameter("ranks"), " x ", Parameter("stages_per_rank"), f", as it was measured): {error}"),
+            parameter="fit",
         ) from None
     own = Passes()
     for layer in found.layers:

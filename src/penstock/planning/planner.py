@@ -13,7 +13,7 @@ from penstock.arguments import plural
 from penstock.cost.costs import Costs
 from penstock.cost.units import Units
 from penstock.display import Displayed
-from penstock.errors import PlanError
+from penstock.errors import Message, Parameter, PlanError
 from penstock.formats import write_text
 from penstock.ir.placement import StagesPerRank
 from penstock.ir.schedule import Schedule
@@ -189,9 +189,10 @@ def plan(
     ranks = model.ranks if ranks is None else ranks
     samples = model.samples if samples is None else samples
     if ranks is None or samples is None:
-        known = {"ranks (--ranks)": ranks, "samples per batch (--batch)": samples}
-        missing = " and of ".join(name for name, value in known.items() if value is None)
-        raise PlanError(f"give the number of {missing}: the model {model.name!r} does not have it")
+        known = {"ranks": ranks, "samples": samples}
+        missing = [Message(Parameter(name)) for name, value in known.items() if value is None]
+        lacks = f": the model {model.name!r} does not have it"
+        raise PlanError("give ", Message.join(" and ", missing), lacks)
     limit = model.memory if memory_limit is None else memory_limit
     request = PlanRequest(
         *(model, ranks, samples, limit, stages_per_rank, objective, seconds, seed, jitter, quantile),

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from penstock.arguments import plural, printable, whole_number
 from penstock.bounds import OBJECTIVES
-from penstock.errors import PlanError
+from penstock.errors import Message, Parameter, PlanError
 from penstock.ir.placement import StagesPerRank, problems_of_counts
 from penstock.planning.model import Model
+from penstock.search.request import jitter_needs_makespan
 from penstock.simulation.timeline import Timeline
 
 
@@ -40,33 +41,36 @@ class PlanRequest:
     def __post_init__(self) -> None:
         errors = self._errors_in_counts()
         if self.memory_limit is not None and not self.memory_limit > 0:
-            errors.append(f"the memory limit must be a number of bytes above 0 (given {self.memory_limit})")
+            must = f" must be a number of bytes above 0 (given {self.memory_limit})"
+            errors.append(Message(Parameter("memory_limit"), must))
         if self.objective not in OBJECTIVES:
-            errors.append(f"the objective must be one of {', '.join(OBJECTIVES)} (given {self.objective!r})")
+            must = f" must be one of {', '.join(OBJECTIVES)} (given {self.objective!r})"
+            errors.append(Message(Parameter("objective"), must))
         if not self.seconds >= 0:
-            errors.append(f"seconds for the search must be 0 or more (given {self.seconds})")
+            errors.append(Message(Parameter("seconds"), f" must be 0 or more (given {self.seconds})"))
         if (seed := whole_number(self.seed)) is None or seed < 0:
-            errors.append(f"the seed must be an integer of at least 0 (given {printable(repr(self.seed))})")
+            must = f" must be an integer of at least 0 (given {printable(repr(self.seed))})"
+            errors.append(Message(Parameter("seed"), must))
         if self.jitter is not None and not 0 <= self.jitter <= 1:
-            errors.append(f"jitter must be a share from 0 to 1 (given {self.jitter})")
+            errors.append(Message(Parameter("jitter"), f" must be a share from 0 to 1 (given {self.jitter})"))
         if self.jitter is not None and self.objective != "makespan":
-            errors.append(f"jitter is supported for the makespan only (given objective={self.objective!r})")
+            errors.append(jitter_needs_makespan(self.objective))
         if not 0 < self.quantile < 1:
-            errors.append(f"the quantile must be between 0 and 1 (given {self.quantile})")
+            errors.append(Message(Parameter("quantile"), f" must be between 0 and 1 (given {self.quantile})"))
         if self.offload and self.model.common.host_bandwidth is None:
             errors.append(
                 "offload needs the speed of the host link: host_bandwidth_bytes_per_second of the devices"
             )
         if errors:
-            raise PlanError("; ".join(errors))
+            raise PlanError(Message.join("; ", errors))
 
-    def _errors_in_counts(self) -> list[str]:
+    def _errors_in_counts(self) -> list[str | Message]:
         stages_per_rank = 1 if self.stages_per_rank is None else self.stages_per_rank
         given: dict[str, object] = {"ranks": self.ranks, "samples": self.samples}
         if not isinstance(stages_per_rank, Sequence):
-            given["stages per rank"] = stages_per_rank
-        errors = [
-            f"{name} must be an integer above 0 (given {printable(repr(value))})"
+            given["stages_per_rank"] = stages_per_rank
+        errors: list[str | Message] = [
+            Message(Parameter(name), f" must be an integer above 0 (given {printable(repr(value))})")
             for name, value in given.items()
             if (whole_number(value) or 0) < 1
         ]

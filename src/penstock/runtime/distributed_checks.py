@@ -276,7 +276,7 @@ def _versions() -> Check:
 def _world_size(schedule: Schedule | None) -> Check:
     world = dist.get_world_size()
     if schedule is None:
-        return Check("world size", "ok", f"{world}; give --schedule to compare it with the ranks of a schedule")
+        return Check("world size", "ok", f"{world}; give a schedule to compare it with the ranks of a schedule")
     replicas, rest = divmod(world, schedule.num_ranks)
     if rest or not replicas:
         needed = plural(schedule.num_ranks, "rank")

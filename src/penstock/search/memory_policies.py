@@ -22,7 +22,7 @@ from penstock.arguments import printable
 from penstock.bounds import OBJECTIVES
 from penstock.cost.costs import Costs
 from penstock.cost.memory import exceeds, live_activations
-from penstock.errors import SearchError
+from penstock.errors import Parameter, SearchError
 from penstock.ir.encoding import code_of
 from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
@@ -61,7 +61,9 @@ class FitMemory(Pass):
             raise SearchError("fit-memory needs recompute=True or offload=True")
         if self.objective not in OBJECTIVES:
             given = printable(repr(self.objective))
-            raise SearchError(f"objective must be one of {', '.join(OBJECTIVES)} (given {given})")
+            raise SearchError(
+                Parameter("objective"), f" must be one of {', '.join(OBJECTIVES)} (given {given})"
+            )
 
     @property
     def allowed(self) -> str:

@@ -14,9 +14,9 @@ from penstock.bounds import OBJECTIVES, Bound
 from penstock.cost.costs import Costs
 from penstock.cost.memory import activation_bytes, activation_limits, counting_activations, fixed_bytes
 from penstock.display import Displayed
-from penstock.errors import PenstockError, SearchError
+from penstock.errors import Message, Parameter, PenstockError, SearchError
 from penstock.families.depth_order import topological_placement
-from penstock.families.registry import MAX_WORK
+from penstock.families.registry import MAX_WORK, graph_and_stages
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement, StagesPerRank, problems_of_counts
 from penstock.ir.schedule import Schedule
@@ -55,9 +55,9 @@ class SearchRequest:
         if self.jitter is not None:
             errors += self._errors_in_jitter(self.jitter)
         if errors:
-            raise SearchError("; ".join(errors))
+            raise SearchError(Message.join("; ", errors))
 
-    def _errors_in_counts(self) -> Iterator[str]:
+    def _errors_in_counts(self) -> Iterator[str | Message]:
         minima = {"ranks": 1, "microbatches": 1, "live_limit": 1, "moves": 0, "seed": 0}
         if isinstance(self.stages_per_rank, Sequence):
             yield from problems_of_counts(self.ranks, self.stages_per_rank)
@@ -68,54 +68,63 @@ class SearchRequest:
             if value is None and name in ("live_limit", "moves"):
                 continue
             if (number := whole_number(value)) is None or number < least:
-                yield f"{name} must be an integer of at least {least} (given {value!r})"
+                yield Message(Parameter(name), f" must be an integer of at least {least} (given {value!r})")
 
-    def _errors_in_limits(self) -> Iterator[str]:
+    def _errors_in_limits(self) -> Iterator[Message]:
         if not _is_within(_MAX_NUMBER, self.seconds):
-            yield f"seconds must be from 0 to {_MAX_NUMBER:g} (given {printable(repr(self.seconds))})"
+            given = printable(repr(self.seconds))
+            yield Message(Parameter("seconds"), f" must be from 0 to {_MAX_NUMBER:g} (given {given})")
         if self.memory_limit is not None and self.live_limit is not None:
-            yield "give memory_limit, in bytes, or live_limit, in activations, not both"
+            limits = Parameter("memory_limit"), ", in bytes, or ", Parameter("live_limit"), ", in activations"
+            yield Message("give ", *limits, ", not both")
         if self.memory_limit is not None and not _is_within(_MAX_NUMBER, self.memory_limit):
             given = printable(repr(self.memory_limit))
-            yield f"memory_limit must be from 0 to {_MAX_NUMBER:g} bytes (given {given})"
+            yield Message(
+                Parameter("memory_limit"), f" must be from 0 to {_MAX_NUMBER:g} bytes (given {given})"
+            )
 
-    def _errors_in_choices(self) -> Iterator[str]:
+    def _errors_in_choices(self) -> Iterator[str | Message]:
         if self.objective not in OBJECTIVES:
             given = printable(repr(self.objective))
-            yield f"objective must be one of {', '.join(OBJECTIVES)} (given {given})"
+            yield Message(Parameter("objective"), f" must be one of {', '.join(OBJECTIVES)} (given {given})")
         if not isinstance(self.placement, Placement):
             if self.placement not in _PLACEMENTS:
                 given = printable(repr(self.placement))
-                yield f"placement must be a Placement, or one of {', '.join(_PLACEMENTS)} (given {given})"
+                names = ", ".join(_PLACEMENTS)
+                yield Message(
+                    Parameter("placement"), f" must be a Placement, or one of {names} (given {given})"
+                )
         elif self.placement.num_ranks != self.ranks:
-            yield f"the placement has {plural(self.placement.num_ranks, 'rank')} (given ranks={self.ranks!r})"
+            ranks = Parameter("ranks", self.ranks)
+            yield Message(f"the placement has {plural(self.placement.num_ranks, 'rank')} (given ", ranks, ")")
         if self.graph is not None:
             yield from self._errors_in_graph(self.graph)
         if not isinstance(self.costs, Costs | None):
             yield f"costs must be Costs (given {printable(repr(self.costs))})"
 
-    def _errors_in_graph(self, graph: StageGraph) -> Iterator[str]:
+    def _errors_in_graph(self, graph: StageGraph) -> Iterator[str | Message]:
         if not isinstance(graph, StageGraph):
-            yield f"graph must be a StageGraph (given {printable(repr(graph))})"
+            yield Message(Parameter("graph"), f" must be a StageGraph (given {printable(repr(graph))})")
             return
         if isinstance(self.placement, Placement):
             if self.placement.num_stages != graph.num_stages:
                 given = f"{plural(self.placement.num_stages, 'stage')}, the graph {graph.num_stages}"
                 yield f"the placement has {given}"
         elif self.placement != "any":
-            yield f"with a graph, placement must be a Placement or any (given {self.placement!r})"
+            must = f" must be a Placement or any (given {self.placement!r})"
+            yield Message("with a graph, ", Parameter("placement"), must)
         elif (whole_number(self.ranks) or 0) > graph.num_stages:
             yield f"the graph has {plural(graph.num_stages, 'stage')}, too few for {plural(self.ranks, 'rank')}"
         if self.stages_per_rank != 1:
-            yield f"give graph=, which has its stages, or stages_per_rank={self.stages_per_rank!r}, not both"
+            yield graph_and_stages(self.stages_per_rank)
 
-    def _errors_in_jitter(self, jitter: float) -> Iterator[str]:
+    def _errors_in_jitter(self, jitter: float) -> Iterator[Message]:
         if not _is_within(1, jitter):
-            yield f"jitter must be a share from 0 to 1 (given {jitter!r})"
+            yield Message(Parameter("jitter"), f" must be a share from 0 to 1 (given {jitter!r})")
         if not (_is_within(1, self.quantile) and 0 < self.quantile < 1):
-            yield f"quantile must be between 0 and 1 (given {self.quantile!r})"
+            yield Message(Parameter("quantile"), f" must be between 0 and 1 (given {self.quantile!r})")
         if self.objective != "makespan":
-            yield f"jitter is supported for the makespan only (given objective={self.objective!r})"
+            yield jitter_needs_makespan(self.objective)
 
     def placements(self) -> list[Placement]:
         """The placements to search, each small enough and with costs for its stages."""
@@ -156,7 +165,8 @@ def require_bytes(memory_limit: float | None) -> None:
     """Memory policies change bytes, not the number of live activations."""
     if memory_limit is None:
         raise SearchError(
-            "recompute and offload need memory_limit, in bytes per rank: without it nothing needs them"
+            *(Parameter("recompute"), " and ", Parameter("offload"), " need ", Parameter("memory_limit")),
+            ", in bytes per rank: without it nothing needs them",
         )
 
 
@@ -200,7 +210,13 @@ def check_memory_limit(limit: object) -> None:
     """Raise `SearchError` unless this is a number of bytes."""
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
         given = printable(repr(limit))
-        raise SearchError(f"memory_limit must be a number of bytes, at least 0 (given {given})")
+        raise SearchError(Parameter("memory_limit"), f" must be a number of bytes, at least 0 (given {given})")
+
+
+def jitter_needs_makespan(objective: object) -> Message:
+    """Return the refusal of jitter with another objective than the makespan."""
+    given = Parameter("objective", objective)
+    return Message(Parameter("jitter"), " is supported for the makespan only (given ", given, ")")
 
 
 @dataclass(frozen=True)

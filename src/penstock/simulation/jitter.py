@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost.costs import Costs
-from penstock.errors import CostsError
+from penstock.errors import CostsError, Parameter
 from penstock.ir.encoding import Floats
 from penstock.ir.schedule import Schedule
 from penstock.simulation.simulator import Simulator
@@ -68,7 +68,7 @@ def simulate_with_jitter(
 
 def _check(schedule: Schedule, jitter: float, stragglers: Mapping[int, float], runs: int) -> None:
     if not 0 <= jitter <= 1:
-        raise CostsError(f"jitter must be a share from 0 to 1 (given {jitter})")
+        raise CostsError(Parameter("jitter"), f" must be a share from 0 to 1 (given {jitter})")
     if runs < 1:
         raise CostsError(f"runs must be at least 1 (given {runs})")
     if invalid := [r for r, factor in stragglers.items() if not (0 <= r < schedule.num_ranks and factor > 0)]:

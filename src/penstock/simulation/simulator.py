@@ -543,5 +543,5 @@ def _no_messages_error(schedule: Schedule, model: SendModel) -> ScheduleError:
     what = "blocking receives" if model.is_buffered else f"send model {model}"
     return ScheduleError(
         f"{what}: {schedule.name} has no SEND and RECV actions to block; lower it first: "
-        "penstock.lower(schedule), or --lowered on the command line"
+        "penstock.lower(schedule)"
     )

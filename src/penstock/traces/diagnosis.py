@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from penstock.arguments import listed, plural, some
-from penstock.errors import ActionError, FormatError, ScheduleError
+from penstock.errors import ActionError, FormatError, Parameter, ScheduleError
 from penstock.formats.restricted_pickle import PickleRefusedError, unpickle_plain
 from penstock.ir.action import Action, parse_action
 from penstock.ir.kinds import PASS_KINDS, Kind
@@ -125,7 +125,7 @@ def reference_of(states: Sequence[RankState], given: Schedule | None) -> tuple[S
     ranked = sorted(counts, key=lambda schedule: -counts[schedule])
     if given is None or all(state.mode == "eval" for state in states):
         tied = len(ranked) > 1 and counts[ranked[0]] == counts[ranked[1]]
-        text = "the ranks run different schedules, and --schedule says which of them is meant"
+        text = "the ranks run different schedules: give the schedule of this run"
         return ranked[0], [text] * tied
     same = [schedule for schedule in ranked if _is_same(schedule, given)]
     if same:
@@ -257,8 +257,8 @@ def read_evidence(folder: Path, schedule: Schedule | None) -> Evidence:
         ] * bool(records)
         return Evidence(_pipelines(states, notes), tuple(notes))
     if schedule is None:
-        problem = f"{folder}: a flight record has no schedule: give that of the run as --schedule"
-        raise ScheduleError(problem, argument="schedule")
+        problem = f"{folder}: a flight record has no schedule: give the schedule of the run as "
+        raise ScheduleError(problem, Parameter("schedule"))
     aligned = align_records(records, schedule)
     return Evidence(
         tuple(PipelineEvidence(each.states[0].members, each.states, each.differences) for each in aligned),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.arguments import listed, plural, printable
-from penstock.errors import FormatError, ScheduleError
+from penstock.errors import FormatError, Parameter, ScheduleError
 from penstock.ir.action import Action, Step
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
@@ -305,8 +305,8 @@ def _pipelines(records: Sequence[FlightRecord], size: int) -> list[tuple[int, ..
     if bad := [ranks for ranks in connected if len(ranks) != size]:
         raise ScheduleError(
             f"the flight records have messages between world ranks {listed(sorted(bad[0]))}, and the schedule "
-            f"has {plural(size, 'rank')}: give the schedule of this run as --schedule",
-            argument="schedule",
+            f"has {plural(size, 'rank')}: give the schedule of this run as ",
+            Parameter("schedule"),
         )
     return [tuple(sorted(ranks)) for ranks in connected]
 

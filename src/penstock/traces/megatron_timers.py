@@ -25,7 +25,7 @@ from statistics import fmean
 
 from penstock.arguments import plural, printable
 from penstock.cost.costs import Costs
-from penstock.errors import TraceError
+from penstock.errors import Message, Parameter, TraceError
 from penstock.families import build
 from penstock.ir.schedule import Schedule
 from penstock.simulation.simulator import simulate
@@ -124,7 +124,7 @@ class _Parser:
     """Takes lines one by one; timers are those under a header."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._problems = name, list[str]()
+        self._name, self._problems = name, list[str | Message]()
         self._inside, self._timer, self._is_first = False, "", True
         self._sums: dict[str, dict[int, float]] = {}
         self.blocks = 0
@@ -173,9 +173,8 @@ class _Parser:
             ]
         world = max((rank for times in self._sums.values() for rank in times), default=-1) + 1
         if world and world % ranks:
-            self._problems.append(
-                f"{self._name}: {plural(world, 'rank')} in the log cannot be --ranks {ranks} pipelines"
-            )
+            logged = f"{self._name}: {plural(world, 'rank')} in the log cannot be pipelines with "
+            self._problems.append(Message(logged, Parameter("ranks", ranks)))
         if self._problems:
             raise TraceError(self._problems)
         group = world // ranks

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.arguments import index_problem, plural, printable, some
 from penstock.cost.costs import Costs
-from penstock.errors import ActionError, ScheduleError, TraceError
+from penstock.errors import ActionError, Message, Parameter, ScheduleError, TraceError
 from penstock.ir.action import Action, parse_action
 from penstock.ir.encoding import Ints
 from penstock.ir.graph import StageGraph
@@ -230,10 +230,10 @@ class PenstockTrace:
             raise TraceError([f"{self.name}: no process is named rank 0, rank 1, ..."])
         if len(names) > 1 and timeline is None:
             shown = ", ".join(f"{number} ({printable(name)})" for number, name in enumerate(names))
-            problem = f"step must be the number of one of the {len(names)} timelines in {self.name}: {shown}"
-            raise TraceError([problem], argument="step")
+            must = f" must be the number of one of the {len(names)} timelines in {self.name}: {shown}"
+            raise TraceError([Message(Parameter("step"), must)])
         if timeline is not None and not 0 <= timeline < len(names):
-            raise TraceError([index_problem("step", timeline, len(names), "timeline")], argument="step")
+            raise TraceError([index_problem("step", timeline, len(names), "timeline")])
         chosen = names[timeline or 0]
         found = [trace for trace in self._ranks.values() if trace.timeline == chosen]
         for trace in found:
@@ -281,7 +281,7 @@ def _chosen_replica(
     count = len(found)
     if replica is not None and not 0 <= replica < count:
         problem = index_problem("replica", replica, count, "pipeline")
-        raise TraceError([problem], argument="replica")
+        raise TraceError([problem])
     if count == 1:
         return _assemble(found[0], step, graph)
     runs = [_assemble(each, step, graph) for each in found]
@@ -344,7 +344,7 @@ def _assemble(traces: list[RankTrace], step: int | None, graph: StageGraph | Non
     _require_one_pipeline(traces)
     steps = matched_steps(traces)
     if step is not None and not 0 <= step < len(steps):
-        raise TraceError([index_problem("step", step, len(steps), "complete step")], argument="step")
+        raise TraceError([index_problem("step", step, len(steps), "complete step")])
     schedules = [_schedule(rows, graph) for rows in steps]
     times = [_nanoseconds(rows) for rows in steps]
     clocks, times = align_steps(schedules, times, steps, [trace.host for trace in traces])
@@ -382,8 +382,8 @@ def _require_one_pipeline(traces: Sequence[RankTrace]) -> None:
 def _schedule(rows: Rows, graph: StageGraph | None) -> Schedule:
     stages = len({part.stage for row in rows for each in row for part in each.step.parts})
     if graph is not None and graph.num_stages != stages:
-        problem = f"graph must have the {plural(stages, 'stage')} of the traces (given {graph.num_stages})"
-        raise TraceError([problem], argument="graph")
+        must = f" must have the {plural(stages, 'stage')} of the traces (given {graph.num_stages})"
+        raise TraceError([Message(Parameter("graph"), must)])
     try:
         schedule = Schedule([[each.step for each in row] for row in rows], name="measured", graph=graph)
         compute = schedule.only(PASS_KINDS)

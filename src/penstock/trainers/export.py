@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.arguments import plural
-from penstock.errors import ExportError
+from penstock.errors import ExportError, Message
 from penstock.formats import write_text
 from penstock.ir.kinds import MEMORY_KINDS
 from penstock.ir.schedule import Schedule
@@ -33,11 +33,11 @@ class Export:
             write_text(text, directory / name)
 
 
-def check_schedule(schedule: Schedule, trainer: str) -> tuple[Recognition, list[str]]:
+def check_schedule(schedule: Schedule, trainer: str) -> tuple[Recognition, list[str | Message]]:
     """The family of a schedule, and why no other trainer can run it."""
     if violations := validate(schedule):
         raise invalid_schedule_error(schedule, violations)
-    problems = []
+    problems: list[str | Message] = []
     if not schedule.graph.is_chain:
         problems.append(
             f"{trainer} runs stages in a chain only, and this schedule has another stage graph; nearest is "
@@ -65,8 +65,8 @@ def check_layout(schedule: Schedule, layout: PipelineLayout, *, can_be_empty: bo
     return problems
 
 
-def raise_problems(trainer: str, schedule: Schedule, problems: Sequence[str]) -> None:
+def raise_problems(trainer: str, schedule: Schedule, problems: Sequence[str | Message]) -> None:
     """Raise all problems at once."""
     if problems:
         lines = [f"{schedule.name} cannot be exported to {trainer}:", *problems]
-        raise ExportError("\n  ".join(lines))
+        raise ExportError(Message.join("\n  ", lines))

@@ -62,7 +62,7 @@ def _check_groups(schedule: Schedule, family: str) -> list[str]:
     problem = (
         f"Megatron divides the microbatches of interleaved schedules into groups of {group}, and the last one "
         f"must have at least {ranks}, one for each rank (given {plural(microbatches, 'microbatch')}): "
-        f"try --microbatches {nearest}"
+        f"try {plural(nearest, 'microbatch')}"
     )
     return [problem]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.arguments import listed, plural
 from penstock.cost.estimate.model_config import ModelConfig
-from penstock.errors import MissingExtraError, PipelineError
+from penstock.errors import Message, MissingExtraError, Parameter, PipelineError
 from penstock.formats import dumps
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
@@ -100,17 +100,17 @@ def _check_loop(placement: Placement) -> list[str]:
     ]
 
 
-def _check_model(model: ModelConfig) -> list[str]:
+def _check_model(model: ModelConfig) -> list[str | Message]:
     """Why torchtitan does not run a model in pipelines."""
     if not model.architecture or model.architecture in MODELS:
         return []
     known = MODELS_WITHOUT_PIPELINES.get(model.architecture)
     reason = f"has no {model.architecture} model" if known is None else f"has no pipelining_fn for its {known}"
-    problem = (
+    refusal = (
         f"torchtitan {VERSION} {reason}, so it cannot run {model.name} in a pipeline: it runs the model types "
-        f"{listed(MODELS)}; for a TrainSpec of your own give --layers {model.layers} in place of --model"
+        f"{listed(MODELS)}; for a TrainSpec of your own give "
     )
-    return [problem]
+    return [Message(refusal, Parameter("layers", model.layers), " in place of ", Parameter("model"))]
 
 
 def _notes(schedule: Schedule, name: str, *, is_named: bool) -> list[str]:

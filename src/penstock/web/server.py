@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock import __version__
 from penstock.arguments import printable
-from penstock.errors import PenstockError
+from penstock.errors import Parameter, PenstockError
 from penstock.view.html import drawing_script, style_sheet
 from penstock.web.api import REQUESTS, catalogue
 from penstock.web.workers import LIMITS, Busy, Limit, Reply, TooLong, WorkerPool
@@ -379,7 +379,8 @@ def _origin(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or parts.query:
         raise PenstockError(
-            f"--origin is the address of a proxy, e.g. https://schedules.example.com (given {printable(url)})"
+            Parameter("origin"),
+            f" is the address of a proxy, e.g. https://schedules.example.com (given {printable(url)})",
         )
     return f"{parts.scheme}://{parts.netloc}"
 
@@ -395,5 +396,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         if listening is not None:
             listening.close()
-        raise PenstockError(f"cannot listen on --host {host} --port {port}: {error}") from None
+        where = Parameter("host", host), " ", Parameter("port", port)
+        raise PenstockError("cannot listen on ", *where, f": {error}") from None
     return listening

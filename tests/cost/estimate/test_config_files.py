@@ -67,17 +67,29 @@ def test_a_multimodal_config_says_which_part_to_use() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama-3-8b", {"tensor_parallel": 5}, "--tp 5 does not divide 32 .attention heads.*try --tp 4"),
-        ("llama-3-8b", {"expert_parallel": 2}, "llama-3-8b has no experts; leave --ep out"),
-        ("llama-3-8b", {"sequence": 0}, "--seq must be an integer above 0 .given 0"),
-        ("llama-3-8b", {"sequence": 4100, "context_parallel": 8}, "--seq 4100 must be a multiple of 16"),
+        (
+            "llama-3-8b",
+            {"tensor_parallel": 5},
+            "tensor_parallel=5 does not divide 32 .attention.*try tensor_parallel=4",
+        ),
+        ("llama-3-8b", {"expert_parallel": 2}, "llama-3-8b has no experts; leave it out"),
+        ("llama-3-8b", {"sequence": 0}, "sequence must be an integer above 0 .given 0"),
+        ("llama-3-8b", {"sequence": 4100, "context_parallel": 8}, "sequence=4100 must be a multiple of 16"),
         (
             "llama-3-8b",
             {"recompute": "all"},
-            "--recompute must be one of none, selective, pointwise, lat",
+            "recompute must be one of none, selective, pointwise, lat",
         ),
-        ("mixtral-8x7b", {"expert_parallel": 3, "data_parallel": 3}, "--ep 3 does not divide the 8 experts"),
-        ("mixtral-8x7b", {"expert_parallel": 8}, "--ep 8 does not divide --tp x --cp x --dp = 1.*try --dp 8"),
+        (
+            "mixtral-8x7b",
+            {"expert_parallel": 3, "data_parallel": 3},
+            "expert_parallel=3 does not divide the 8 experts",
+        ),
+        (
+            "mixtral-8x7b",
+            {"expert_parallel": 8},
+            "expert_parallel=8 does not divide tensor_parallel x .* = 1.*try data_parallel=8",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_a_model_say_what_would(

@@ -27,7 +27,7 @@ def test_the_promised_devices_are_there_with_a_source() -> None:
 def test_an_unknown_device_says_which_are_known() -> None:
     with pytest.raises(EstimateError, match=r"'h10'; did you mean h100. known are a100, h100"):
         device("h10")
-    with pytest.raises(EstimateError, match="a100 has no fp8: use --precision bf16, fp32"):
+    with pytest.raises(EstimateError, match="a100 has no fp8: use precision bf16, fp32"):
         estimate(LLAMA, Setting(sequence=128, precision="fp8"), device("A100"))
 
 

@@ -26,8 +26,8 @@ def sizes_of_layouts(asked: JobRequest) -> set[int]:
 
 def test_a_batch_with_few_divisors_names_the_rule_and_the_nearest_batches() -> None:
     assert str(data_sizes(request())) == (
-        "DP 2, 4, 8, 16, 32, 64 are left out: --batch 63 must be divisible by DP x microbatch size; "
-        "--batch 62 also allows DP 2, --batch 64 also allows DP 2, 4, 8, 16, 32, 64"
+        "DP 2, 4, 8, 16, 32, 64 are left out: the batch of 63 must be divisible by DP x microbatch size; "
+        "a batch of 62 also allows DP 2, a batch of 64 also allows DP 2, 4, 8, 16, 32, 64"
     )
 
 
@@ -35,8 +35,8 @@ def test_a_fixed_microbatch_size_is_a_part_of_the_rule() -> None:
     found = data_sizes(request(batch=32, microbatch_size=2, devices=32))
     assert found.excluded == (32,)
     assert str(found) == (
-        "DP 32 is left out: --batch 32 must be divisible by DP x --microbatch-size 2; "
-        "--batch 64 also allows DP 32"
+        "DP 32 is left out: the batch of 32 must be divisible by DP x microbatch size 2; "
+        "a batch of 64 also allows DP 32"
     )
 
 

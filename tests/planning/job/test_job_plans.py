@@ -145,18 +145,24 @@ def test_the_explanation_accounts_for_the_whole_step(made: JobPlan) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"devices": 0}, "--devices must be an integer above 0 .given 0."),
-        ({"tensor": 3}, "--tp 3 does not divide --devices 8: try --devices 6; --tp 3 does not divide 16"),
-        ({"tensor": 2, "sequence": 1023}, "--seq 1023 must be a multiple of 2 for --tp 2.*try --seq 1022"),
-        ({"expert": 2}, "--ep 2: model has no experts"),
-        ({"precision": "fp8", "device": device("a100")}, "a100 has no fp8: use --precision bf16, fp32"),
-        ({"pipeline": 11, "devices": 11}, "--ranks 11: model has 10 blocks"),
-        ({"batch": 5, "pipeline": 1, "tensor": 1}, "--batch 5 samples cannot be .* works is --batch 8"),
+        ({"devices": 0}, "devices must be an integer above 0 .given 0."),
+        (
+            {"tensor": 3},
+            "tensor=3 does not divide devices=8: try devices=6; tensor_parallel=3 does not divide 16",
+        ),
+        (
+            {"tensor": 2, "sequence": 1023},
+            "sequence=1023 must be a multiple of 2 for tensor_parallel=2.*try sequence=1022",
+        ),
+        ({"expert": 2}, "expert_parallel=2: model has no experts"),
+        ({"precision": "fp8", "device": device("a100")}, "a100 has no fp8: use precision bf16, fp32"),
+        ({"pipeline": 11, "devices": 11}, "pipeline=11: model has 10 blocks"),
+        ({"batch": 5, "pipeline": 1, "tensor": 1}, "batch=5 cannot be .* works is batch=8"),
         (
             {"memory_limit": 1e9},
-            "fits no layout of 8 h100 with 954 MiB each.*what would fit: --memory .*GB, or --devices 16",
+            "fits no layout of 8 h100 with 954 MiB each.*what would fit: memory_limit=.*GB.*, or devices=16",
         ),
-        ({"config": config("llama-3-405b"), "devices": 16}, "the smallest, TP8 PP2.* fit: --devices 128"),
+        ({"config": config("llama-3-405b"), "devices": 16}, "the smallest, TP8 PP2.* fit: devices=128"),
     ],
 )
 def test_what_cannot_be_planned_says_what_could(changes: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.arguments import did_you_mean, printable
 from penstock.cost.estimate.operations import Passes
-from penstock.errors import EstimateError, FormatError
+from penstock.errors import EstimateError, FormatError, Parameter
 from penstock.formats.files import read_keys
 
 
@@ -56,7 +56,7 @@ class Device:
         """FLOP/s of matrix products."""
         if precision not in self.peak_flops:
             known = ", ".join(self.peak_flops)
-            raise EstimateError(f"{self.name} has no {precision}: use --precision {known}")
+            raise EstimateError(f"{self.name} has no {precision}: use ", Parameter("precision"), f" {known}")
         return self.peak_flops[precision]
 
 

@@ -8,30 +8,26 @@ from dataclasses import dataclass
 from penstock.arguments import printable, whole_number
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.operations import RECOMPUTATION
-from penstock.errors import EstimateError
+from penstock.errors import EstimateError, Message, Parameter
 
 PRECISIONS = ("bf16", "fp8", "fp32")
 KERNELS = ("fused", "eager")
 ATTENTION = ("flash", "unfused")
-_SIZES = {
-    "sequence": "--seq",
-    "microbatch_size": "--microbatch-size",
-    "tensor_parallel": "--tp",
-    "context_parallel": "--cp",
-    "expert_parallel": "--ep",
-    "data_parallel": "--dp",
-}
+_SIZES = (
+    *("sequence", "microbatch_size", "tensor_parallel", "context_parallel", "expert_parallel"),
+    "data_parallel",
+)
 _LARGEST = 10**9
 
 
-def size_problems(sizes: Mapping[str, object]) -> list[str]:
-    """Which of these options are no integers from 1 to a thousand million."""
+def size_problems(sizes: Mapping[str, object]) -> list[Message]:
+    """List the parameters that are not integers from 1 to a thousand million."""
     problems = []
-    for option, value in sizes.items():
+    for name, value in sizes.items():
         number = whole_number(value)
         if number is None or not 1 <= number <= _LARGEST:
             rule = "at most 1e9" if number is not None and number > _LARGEST else "an integer above 0"
-            problems.append(f"{option} must be {rule} (given {printable(repr(value))})")
+            problems.append(Message(Parameter(name), f" must be {rule} (given {printable(repr(value))})"))
     return problems
 
 
@@ -103,56 +99,61 @@ class Setting:
         if not problems:
             problems = [*self._problems_of_sizes(config), *self._problems_of_experts(config)]
         if problems:
-            raise EstimateError("; ".join(problems))
+            raise EstimateError(Message.join("; ", problems))
 
-    def _problems_of_values(self) -> list[str]:
-        problems = size_problems({option: getattr(self, name) for name, option in _SIZES.items()})
-        choices = {
-            "--precision": (self.precision, PRECISIONS),
-            "--recompute": (self.recompute, RECOMPUTATION),
-            "--attention": (self.attention, ATTENTION),
-            "--kernels": (self.kernels, KERNELS),
-            "--zero": (self.zero, (0, 1, 2, 3)),
-            "--gradient-bytes": (self.gradient_bytes, (2, 4)),
+    def _problems_of_values(self) -> list[Message]:
+        problems = size_problems({name: getattr(self, name) for name in _SIZES})
+        choices: dict[str, tuple[object, ...]] = {
+            "precision": PRECISIONS,
+            "recompute": RECOMPUTATION,
+            "attention": ATTENTION,
+            "kernels": KERNELS,
+            "zero": (0, 1, 2, 3),
+            "gradient_bytes": (2, 4),
         }
-        for option, (value, allowed) in choices.items():
-            if value not in allowed:
-                given = printable(str(value))
-                problems.append(f"{option} must be one of {', '.join(map(str, allowed))} (given {given})")
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                known = f" must be one of {', '.join(map(str, allowed))} (given {printable(str(value))})"
+                problems.append(Message(Parameter(name), known))
         return problems
 
-    def _problems_of_sizes(self, config: ModelConfig) -> list[str]:
+    def _problems_of_sizes(self, config: ModelConfig) -> list[Message]:
         problems, t, heads = [], self.tensor_parallel, config.attention.heads
         divided = {"attention heads": heads, "the feed-forward's width": config.width}
         for what, size in divided.items():
             if size % t:
                 near = max(n for n in range(1, min(t, size + 1)) if size % n == 0)
-                problems.append(f"--tp {t} does not divide {size} ({what} of {config.name}): try --tp {near}")
+                divides = f" does not divide {size} ({what} of {config.name}): try "
+                tensor = Parameter("tensor_parallel", t), Parameter("tensor_parallel", near)
+                problems.append(Message(tensor[0], divides, tensor[1]))
         parts = 2 * self.context_parallel if self.context_parallel > 1 else 1
         if self.sequence_parallel:
             parts *= t
         if not problems and self.sequence % parts:
-            why = f"--tp {t}, --cp {self.context_parallel}" if self.sequence_parallel else "twice --cp"
-            near = self.sequence - self.sequence % parts
-            problems.append(
-                f"--seq {self.sequence} must be a multiple of {parts} for {why}: try --seq {near or parts}"
-            )
+            context = Parameter("context_parallel", self.context_parallel)
+            why = Message(Parameter("tensor_parallel", t), ", ") if self.sequence_parallel else Message()
+            given, must = Parameter("sequence", self.sequence), f" must be a multiple of {parts} for "
+            nearest = Parameter("sequence", self.sequence - self.sequence % parts or parts)
+            problems.append(Message(given, must, why, context, ": try ", nearest))
         return problems
 
-    def _problems_of_experts(self, config: ModelConfig) -> list[str]:
+    def _problems_of_experts(self, config: ModelConfig) -> list[Message]:
         ep, count = self.expert_parallel, config.experts.count if config.experts else 0
         if not count:
-            return [f"--ep {ep}: {config.name} has no experts; leave --ep out"] if ep > 1 else []
-        problems = []
+            refusal = Message(Parameter("expert_parallel", ep), f": {config.name} has no experts; leave it out")
+            return [refusal] if ep > 1 else []
+        problems, expert = [], Parameter("expert_parallel", ep)
         if count % ep:
             near = max(n for n in range(1, min(ep, count + 1)) if count % n == 0)
-            problems.append(f"--ep {ep} does not divide the {count} experts of {config.name}: try --ep {near}")
+            divides = f" does not divide the {count} experts of {config.name}: try "
+            problems.append(Message(expert, divides, Parameter("expert_parallel", near)))
         if self.ranks_per_stage % ep:
-            product = f"--tp x --cp x --dp = {self.ranks_per_stage}"
-            problems.append(
-                f"--ep {ep} does not divide {product}, whose ranks share the experts: try --dp "
-                f"{ep * self.data_parallel}"
-            )
+            names = ("tensor_parallel", "context_parallel", "data_parallel")
+            product = Message.join(" x ", [Message(Parameter(name)) for name in names])
+            share = f" = {self.ranks_per_stage}, whose ranks share the experts: try "
+            larger = Parameter("data_parallel", ep * self.data_parallel)
+            problems.append(Message(expert, " does not divide ", product, share, larger))
         if self.tensor_parallel > 1 and not self.sequence_parallel:
-            problems.append("experts with --tp above 1 need sequence parallelism: remove --no-sp")
+            tensor, parallel = Parameter("tensor_parallel"), Parameter("sequence_parallel", value=True)
+            problems.append(Message("experts with ", tensor, " above 1 need ", parallel))
         return problems

@@ -15,7 +15,7 @@ from penstock.arguments import plural, some
 from penstock.cost.estimate.estimate import Estimate, Estimator
 from penstock.cost.units import Units, bytes_text, seconds_text
 from penstock.display import Displayed
-from penstock.errors import PlanError
+from penstock.errors import Message, Parameter, PlanError
 from penstock.planning.estimated import estimated_model, stage_costs
 from penstock.planning.job.evaluation import JobEvaluation, OnJobProgress, Stages
 from penstock.planning.job.layouts import JobOption, divides_batch, job_layouts, parallel_sizes
@@ -54,12 +54,12 @@ class DataSizes:
         if not self.excluded:
             return ""
         fixed, verb = self.request.microbatch_size, "are" if len(self.excluded) > 1 else "is"
-        size = "microbatch size" if fixed is None else f"--microbatch-size {fixed}"
+        size = "microbatch size" if fixed is None else f"microbatch size {fixed}"
         nearest = (
-            f"--batch {near} also allows DP {some(added)}" for near, added in self.nearest_batches.items()
+            f"a batch of {near} also allows DP {some(added)}" for near, added in self.nearest_batches.items()
         )
         return (
-            f"DP {some(self.excluded)} {verb} left out: --batch {self.request.batch} must be divisible by "
+            f"DP {some(self.excluded)} {verb} left out: the batch of {self.request.batch} must be divisible by "
             f"DP x {size}; {', '.join(nearest)}"
         )
 
@@ -212,7 +212,7 @@ def plan_job(request: JobRequest, on_progress: OnJobProgress | None = None) -> J
 # --- nothing fits -----------------------------------------------------------------------------------
 
 
-def _no_option(evaluation: JobEvaluation) -> str:
+def _no_option(evaluation: JobEvaluation) -> Message:
     """Why there is no option, and the smallest change that would fit."""
     request = evaluation.request
     if not evaluation.counts["layouts"]:
@@ -225,17 +225,20 @@ def _no_option(evaluation: JobEvaluation) -> str:
         needs.append((stages.memory_of_1f1b(counts, layout.microbatches), stages.state_of(counts), layout))
     least, state, layout = min(needs, key=lambda each: each[0])
     fitting = [*_fitting_techniques(evaluation), *_fitting_changes(request, least)]
-    advice = f"what would fit: {', or '.join(fitting[:3])}" if fitting else "give devices with more memory"
+    advice = Message("give devices with more memory")
+    if fitting:
+        advice = Message("what would fit: ", Message.join(", or ", fitting[:3]))
     limit = f"{bytes_text(request.memory_limit)} each ({request.limit_share})"
     devices = f"{request.devices} {request.device.name} with {limit}"
-    return (
+    return Message(
         f"{request.config.name} fits no layout of {devices}: the smallest, {layout} with 1F1B and "
         f"{layout.recompute} recomputation, needs {bytes_text(least)}, of which up to {bytes_text(state)} for "
-        f"weights, gradients and optimizer state; {advice}"
+        "weights, gradients and optimizer state; ",
+        advice,
     )
 
 
-def _fitting_techniques(evaluation: JobEvaluation) -> list[str]:
+def _fitting_techniques(evaluation: JobEvaluation) -> list[Message]:
     """Techniques of schedules with which something fits, as an option; none if they were tried already."""
     request = evaluation.request
     found = []
@@ -244,26 +247,31 @@ def _fitting_techniques(evaluation: JobEvaluation) -> list[str]:
         try_techniques(evaluation)
         if evaluation.options:
             best = min(evaluation.options, key=lambda each: each.sort_key)
-            found.append(f"--techniques {name} ({seconds_text(best.seconds)} per step)")
+            each = Parameter("techniques", name), f" ({seconds_text(best.seconds)} per step)"
+            found.append(Message(*each))
             evaluation.options = []
     evaluation.request = request
     return found
 
 
-def _fitting_changes(request: JobRequest, least: float) -> Iterator[str]:
-    """Options with which 1F1B fits, the smallest number of devices last."""
-    changes: dict[str, dict[str, Any]] = {}
+def _fitting_changes(request: JobRequest, least: float) -> Iterator[Message]:
+    """Parameters with which 1F1B fits, the smallest number of devices last."""
+    changes: dict[str, object] = {}
     if (request.microbatch_size or 1) > 1:
-        changes["--microbatch-size 1"] = {"microbatch_size": 1}
+        changes["microbatch_size"] = 1
     if request.recompute not in {None, "full"}:
-        changes["--recompute full"] = {"recompute": "full"}
+        changes["recompute"] = "full"
     if request.zero < _MAX_ZERO_STAGE:
-        changes[f"--zero 3 instead of {request.zero}"] = {"zero": _MAX_ZERO_STAGE}
-    yield from (text for text, change in changes.items() if _fits(request, change))
+        changes["zero"] = _MAX_ZERO_STAGE
+    for name, value in changes.items():
+        if _fits(request, {name: value}):
+            instead = f" instead of {request.zero}" if name == "zero" else ""
+            yield Message(Parameter(name, value), instead)
     if request.memory_limit < least <= request.device.memory_bytes:
-        yield f"--memory {ceil(least / 1e8) / 10:g}GB"
+        yield Message(Parameter("memory_limit", f"{ceil(least / 1e8) / 10:g}GB"))
     more = (n * request.devices for n in (2, 4, 8, 16, 32))
-    yield from (f"--devices {n}" for n in islice((n for n in more if _fits(request, {"devices": n})), 1))
+    fitting = (n for n in more if _fits(request, {"devices": n}))
+    yield from (Message(Parameter("devices", n)) for n in islice(fitting, 1))
 
 
 def _fits(request: JobRequest, change: dict[str, Any]) -> bool:
@@ -278,16 +286,21 @@ def _fits(request: JobRequest, change: dict[str, Any]) -> bool:
     return False
 
 
-def _no_layout(request: JobRequest) -> str:
+def _no_layout(request: JobRequest) -> Message:
     """No division of the devices divides everything else."""
     if larger := max(data_sizes(request).nearest_batches, default=0):
-        return (
-            f"--batch {plural(request.batch, 'sample')} cannot be divided over "
-            f"{plural(request.devices, 'device')}: no data parallel size divides both with the given "
-            f"sizes; the next that works is --batch {larger}"
+        return Message(
+            *(
+                Parameter("batch", request.batch),
+                f" cannot be divided over {plural(request.devices, 'device')}",
+            ),
+            ": no data parallel size divides both with the given sizes; the next that works is ",
+            Parameter("batch", larger),
         )
-    return (
-        f"--devices {request.devices} cannot be divided for {request.config.name}, --batch {request.batch}: "
-        f"tensor parallel sizes divide {plural(request.config.attention.heads, 'head')}, pipeline sizes are up "
-        f"to {plural(request.config.layers, 'block')}, data parallel sizes divide the batch; try a power of two"
+    return Message(
+        *(Parameter("devices", request.devices), f" cannot be divided for {request.config.name}, "),
+        *(Parameter("batch", request.batch), ": "),
+        f"tensor parallel sizes divide {plural(request.config.attention.heads, 'head')}, pipeline sizes are "
+        f"up to {plural(request.config.layers, 'block')}, data parallel sizes divide the batch; try a power "
+        "of two",
     )

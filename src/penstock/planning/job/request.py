@@ -11,7 +11,7 @@ from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.setting import Setting, size_problems
 from penstock.cost.units import bytes_text
-from penstock.errors import BuildError, EstimateError, PlanError
+from penstock.errors import BuildError, EstimateError, Message, Parameter, PlanError
 from penstock.families import build, families
 from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
@@ -101,57 +101,50 @@ class JobRequest:
     def __post_init__(self) -> None:
         if not self.memory_limit:
             object.__setattr__(self, "memory_limit", (1 - HEADROOM) * self.device.memory_bytes)
-        required = {"--devices": self.devices, "--batch": self.batch, "--seq": self.sequence}
-        optional = {
-            "--tp": self.tensor,
-            "--cp": self.context,
-            "--ep": self.expert,
-            "--ranks": self.pipeline,
-            "--microbatch-size": self.microbatch_size,
-        }
-        given = required | {name: value for name, value in optional.items() if value is not None}
-        problems = size_problems(given)
+        sizes = {name: getattr(self, name) for name in ("devices", "batch", "sequence")}
+        for name in ("tensor", "context", "expert", "pipeline", "microbatch_size"):
+            if (value := getattr(self, name)) is not None:
+                sizes[name] = value
+        problems = size_problems(sizes)
         if not problems:
             problems = [*self._sizes_that_do_not_divide(), *self._sizes_without_the_model()]
         problems += self._unknown_families()
         if not self.budget > 0:
-            problems.append(f"--budget must be a number above 0 (given {self.budget})")
+            problems.append(Message(Parameter("budget"), f" must be a number above 0 (given {self.budget})"))
         if self.jitter is not None and not 0 <= self.jitter <= 1:
-            problems.append(f"--jitter must be a share from 0 to 1 (given {self.jitter})")
+            must = f" must be a share from 0 to 1 (given {self.jitter})"
+            problems.append(Message(Parameter("jitter"), must))
         if not 0 < self.quantile < 1:
-            problems.append(f"--quantile must be between 0 and 1 (given {self.quantile})")
+            problems.append(Message(Parameter("quantile"), f" must be between 0 and 1 (given {self.quantile})"))
         if problems:
-            raise PlanError("; ".join(problems))
+            raise PlanError(Message.join("; ", problems))
 
-    def _sizes_that_do_not_divide(self) -> list[str]:
-        fixed = {"--tp": self.tensor, "--cp": self.context, "--ranks": self.pipeline}
-        product, names = 1, []
-        for name, value in fixed.items():
-            if value is not None:
+    def _sizes_that_do_not_divide(self) -> list[Message]:
+        product, given, problems = 1, [], []
+        for name in ("tensor", "context", "pipeline"):
+            if (value := getattr(self, name)) is not None:
                 product *= value
-                names.append(f"{name} {value}")
-        problems = []
+                given.append(Message(Parameter(name, value)))
         if self.devices % product:
             near = max(product, self.devices - self.devices % product)
-            given = " x ".join(names)
-            problems.append(f"{given} does not divide --devices {self.devices}: try --devices {near}")
+            devices = Parameter("devices", self.devices), ": try ", Parameter("devices", near)
+            problems.append(Message(Message.join(" x ", given), " does not divide ", *devices))
         blocks = self.config.layers
         if self.pipeline is not None and self.pipeline > blocks:
-            problems.append(
-                f"--ranks {self.pipeline}: {self.config.name} has {plural(blocks, 'block')}, one for each rank "
-                "at least"
-            )
+            few = f": {self.config.name} has {plural(blocks, 'block')}, one for each rank at least"
+            problems.append(Message(Parameter("pipeline", self.pipeline), few))
         return problems
 
-    def _unknown_families(self) -> list[str]:
+    def _unknown_families(self) -> list[Message]:
         known = {name for names in families_by_traits().values() for name in names}
         unknown = (name for name in self.families if name not in known)
+        must = f" are of {listed(sorted(known))}"
         return [
-            f"--schedules are of {listed(sorted(known))} (given {printable(name)}){did_you_mean(name, known)}"
+            Message(Parameter("families"), f"{must} (given {printable(name)}){did_you_mean(name, known)}")
             for name in unknown
         ]
 
-    def _sizes_without_the_model(self) -> list[str]:
+    def _sizes_without_the_model(self) -> list[Message]:
         """Sizes that are given and do not divide heads, experts, width or sequence."""
         expert = self.expert or 1
         fixed = Setting(
@@ -164,5 +157,5 @@ class JobRequest:
             fixed.check(self.config)
             self.device.peak(self.precision)
         except EstimateError as error:
-            return [str(error)]
+            return [error.message]
         return []

@@ -118,8 +118,8 @@ def _check_equal_microbatches(user_model: UserModel, schedule: Schedule) -> None
     if rows is not None and rows % schedule.microbatches:
         raise BatchError(
             f"{rows} rows cannot be split into {schedule.microbatches} microbatches of the same "
-            "size, and the mean of their losses would not be that of the batch: change the batch or "
-            "--microbatches, or return tokens, a function that counts the tokens of a target"
+            "size, and the mean of their losses would not be that of the batch: change the batch or the "
+            "number of microbatches, or return tokens, a function that counts the tokens of a target"
         )
 
 
