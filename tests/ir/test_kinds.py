@@ -22,7 +22,7 @@ from penstock.view.perfetto import trace
 from penstock.view.svg import svg
 
 pytest.importorskip("torch", reason="the runtime is one of the components")
-from penstock.runtime.program.compiler import forward_only, rule_of
+from penstock.runtime.program.program import forward_only, rule_of
 
 MADE_UP = "MADE_UP"
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock import Kind
 from penstock.errors import UnhandledKindError
-from penstock.runtime.program.compiler import rule_of
+from penstock.runtime.program.program import rule_of
 
 
 class MadeUpKind:
@@ -21,7 +21,7 @@ def test_every_kind_has_a_rule(kind: Kind) -> None:
 
 
 def test_a_kind_without_a_rule_is_rejected_by_name() -> None:
-    with pytest.raises(UnhandledKindError, match=r"runtime\.execution does not handle actions of kind MADE_UP"):
+    with pytest.raises(UnhandledKindError, match=r"runtime\.program does not handle actions of kind MADE_UP"):
         rule_of(MadeUpKind())  # type: ignore[arg-type]
 
 

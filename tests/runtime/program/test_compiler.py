@@ -9,8 +9,7 @@ import penstock
 from penstock import Kind
 from penstock.runtime.config import verify_schedule
 from penstock.runtime.data_parallel.replica_group import ReplicaGroup
-from penstock.runtime.program.compiler import ExecutionContext, compile_program
-from penstock.runtime.program.program import CallType, Program
+from penstock.runtime.program.program import CallType, ExecutionContext, Program, compile_program
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 
@@ -33,7 +32,7 @@ class Recording:
 
         return record
 
-    def has(self, *_: object) -> bool:
+    def reduces_stage(self, *_: object) -> bool:
         return False
 
 

@@ -7,8 +7,8 @@ import pytest
 import penstock
 from penstock import Kind
 from penstock.errors import UnhandledKindError
-from penstock.runtime.program import compiler as module
-from penstock.runtime.program.compiler import forward_only
+from penstock.runtime.program import program as module
+from penstock.runtime.program.program import forward_only
 
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipev"])

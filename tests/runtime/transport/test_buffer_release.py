@@ -12,7 +12,7 @@ from penstock.ir.kinds import Kind
 from penstock.ir.messages import Messages
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication
-from penstock.runtime.program.compiler import release_points
+from penstock.runtime.program.program import release_points
 from tests.support.random_schedules import random_valid
 
 FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev", "zb-h2")

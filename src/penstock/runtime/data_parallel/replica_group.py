@@ -327,9 +327,9 @@ class ReplicaGroup:
             entered.enter_context(self._ddp.no_sync())
             yield
 
-    def has(self, kind: Kind, stage: int) -> bool:
-        """Whether an action of this kind has anything to do for a stage."""
-        return stage in self.shards or (kind is Kind.REDUCE_GRAD and stage in self._layout.buckets)
+    def reduces_stage(self, stage: int) -> bool:
+        """Return whether REDUCE_GRAD has anything to do for a stage."""
+        return stage in self.shards or stage in self._layout.buckets
 
     def reduce(self, stage: int) -> None:
         """REDUCE_GRAD: begin to average the gradients of a stage."""

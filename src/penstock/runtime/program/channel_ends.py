@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping
 from functools import partial
+from typing import TypeAlias
 
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
@@ -14,6 +15,9 @@ from penstock.runtime.stage.values import SharedInputs, Source, joined_gradients
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.channels import FlatValue, ReceiveChannel, SendChannel
 from penstock.runtime.transport.communicator import Communicator
+
+ChannelKey: TypeAlias = tuple[Kind, int, int]
+"""The kind and the stage of an action, and the stage at the other end."""
 
 
 def receiving_stage(schedule: Schedule, source: int, target: int) -> int:
@@ -67,8 +71,8 @@ class ChannelEnds:
         pool: BufferPool,
         meshes: Meshes,
     ) -> None:
-        self.sends: dict[tuple[Kind, int, int], SendChannel] = {}
-        self.receives: dict[tuple[Kind, int, int], ReceiveChannel] = {}
+        self.sends: dict[ChannelKey, SendChannel] = {}
+        self.receives: dict[ChannelKey, ReceiveChannel] = {}
         self._microbatches = schedule.microbatches
         if communicator is None:
             return
@@ -109,7 +113,7 @@ class ValueSources:
         self.stages: weakref.WeakValueDictionary[int, Stage] = weakref.WeakValueDictionary()
         """The stages of this rank, which take values from each other."""
         self._schedule, self._receives, self._own = schedule, channels.receives, own
-        self._shared: dict[tuple[Kind, int, int], SharedInputs] = {}
+        self._shared: dict[ChannelKey, SharedInputs] = {}
 
     def inputs(self, index: int) -> Source | None:
         """The outputs of the stages that feed this one; None if it gets the batch."""

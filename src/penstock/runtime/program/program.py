@@ -1,4 +1,4 @@
-"""The compiled list of one rank: bound calls in order, and the progress through them.
+"""The program of one rank: its list of actions compiled into bound calls, and the progress through them.
 
 A step is one loop over the calls, without decisions. An action becomes the call that runs it, after waits for
 the messages that it needs. What can be done while a rank waits, it does before the wait: it posts the next
@@ -9,20 +9,31 @@ receive and releases the buffers of sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 
-from penstock.ir.action import Action
-from penstock.ir.kinds import Kind
+from penstock.ir.action import Action, Overlap, Step
+from penstock.ir.dataflow import Inputs, run_dataflow
+from penstock.ir.encoding import JOINED, STAGE_SHIFT, Ints, kinds_in
+from penstock.ir.kinds import MEMORY_KINDS, Kind, handler_of
 from penstock.ir.schedule import Schedule
+from penstock.runtime.config import Custom, CustomFunction, VerifiedSchedule
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
+from penstock.runtime.program.channel_ends import ChannelKey, receiving_stage
+from penstock.runtime.stage.stage import Stage
 from penstock.runtime.torch_internals.autograd import profiler_enabled
+from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 from penstock.traces.rank_state import Wait, WaitKind
 
 Mark = TypeVar("Mark")
+Work: TypeAlias = Callable[[], None]
 
 
 class CallType(Enum):
@@ -38,9 +49,9 @@ class Call(NamedTuple):
     """One call of a program."""
 
     position: int
-    """The index of the step in the rank's list."""
+    """The index of the action in the rank's list."""
     type: CallType
-    run: Callable[[], None]
+    run: Work
     subject: Action | None = None
     """The receive that is posted or waited for, or the send that is released."""
 
@@ -76,8 +87,6 @@ class Program:
         if call.type is CallType.ACTION:
             return f"PP:{self.steps[call.position]}"
         return f"{call.type.name.lower()} {call.subject}"
-
-    # --- progress ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Set the progress to before the first call."""
@@ -133,8 +142,6 @@ class Program:
             return self.finished
         return call.type is not CallType.ACTION or self.steps[call.position].parts[0].kind.is_communication
 
-    # --- running -----------------------------------------------------------------------------------
-
     def _calls_to_run(self) -> Iterator[Call]:
         """The calls in order; raises as soon as the step is known to have failed on another rank."""
         progress = self.progress
@@ -181,3 +188,324 @@ class Program:
         end = now()
         marks[done:] = [(end, end)] * (len(marks) - done)
         return marks
+
+
+# What the runtime does for each kind of action: the message it waits for, and the call that runs it.
+
+
+class ExecutionContext(NamedTuple):
+    """What the actions of a rank work on; channels are by kind, stage and other end of their action."""
+
+    stages: Mapping[int, Stage]
+    send_channels: Mapping[ChannelKey, SendChannel]
+    receive_channels: Mapping[ChannelKey, ReceiveChannel]
+    functions: Mapping[Kind, CustomFunction]
+    replication: ReplicaGroup
+    check_call: Callable[[int], None]
+    """Checks that another rank makes the same call."""
+    posts_ahead: bool = False
+    """Whether the next receive of a channel is posted before the wait for the one before it."""
+
+
+class ActionRule(NamedTuple):
+    """How actions of one kind run."""
+
+    bind: Callable[[ExecutionContext, Action], Callable[..., None] | None]
+    """Returns the function for an action, called with its microbatch if it has one; None if it does nothing."""
+    needs: Kind | None = None
+    """The receive whose messages the action waits for, if the stage has such channels."""
+
+
+def rule_of(kind: Kind) -> ActionRule:
+    """Return the rule of a kind; raise `UnhandledKindError` for a kind that the runtime does not handle."""
+    return handler_of(_RULES, kind, "runtime.program")
+
+
+def _microbatch(action: Action) -> int:
+    assert action.microbatch is not None, "checked when the action was made"
+    return action.microbatch
+
+
+def channel_key(message: Action) -> ChannelKey:
+    """Return the key of the channel of a SEND or RECV."""
+    return message.kind, message.stage, message.other_end
+
+
+def _send(context: ExecutionContext, action: Action) -> Callable[[int], None]:
+    channel, stage = context.send_channels[channel_key(action)], context.stages[action.stage]
+    pop = stage.pop_output if action.kind is Kind.SEND_F else stage.pop_input_gradient
+    return lambda microbatch: channel.send(microbatch, *pop(microbatch, action.other_end))
+
+
+def _post(context: ExecutionContext, action: Action) -> Callable[[int], None]:
+    return context.receive_channels[channel_key(action)].post
+
+
+def _shard_method(name: str) -> Callable[[ExecutionContext, Action], Work | None]:
+    return lambda context, action: getattr(context.replication.shards.get(action.stage), name, None)
+
+
+def _reduce_gradients(context: ExecutionContext, action: Action) -> Work | None:
+    replication = context.replication
+    return partial(replication.reduce, action.stage) if replication.reduces_stage(action.stage) else None
+
+
+_RULES: Mapping[Kind, ActionRule] = {
+    Kind.F: ActionRule(lambda context, action: context.stages[action.stage].forward, needs=Kind.RECV_F),
+    Kind.B: ActionRule(lambda context, action: context.stages[action.stage].backward, needs=Kind.RECV_B),
+    Kind.I: ActionRule(lambda context, action: context.stages[action.stage].backward_input, needs=Kind.RECV_B),
+    Kind.W: ActionRule(lambda context, action: context.stages[action.stage].backward_weight),
+    Kind.SEND_F: ActionRule(_send),
+    Kind.SEND_B: ActionRule(_send),
+    Kind.RECV_F: ActionRule(_post),
+    Kind.RECV_B: ActionRule(_post),
+    Kind.UNSHARD: ActionRule(_shard_method("unshard")),
+    Kind.RESHARD: ActionRule(_shard_method("reshard")),
+    Kind.REDUCE_GRAD: ActionRule(_reduce_gradients),
+    Kind.RECOMPUTE: ActionRule(lambda context, action: context.stages[action.stage].recompute),
+    Kind.OFFLOAD: ActionRule(lambda context, action: context.stages[action.stage].memory.offload),
+    Kind.RELOAD: ActionRule(lambda context, action: context.stages[action.stage].memory.reload),
+}
+
+
+# The points in a rank's list at which a send is known to be received, so that its buffer can be released.
+#
+# gloo has no way to test whether a send is complete, only to wait for it. But the schedule shows it: if rank 1
+# uses an activation of rank 0 and later sends a gradient to rank 0, then the gradient's arrival proves that the
+# activation was received. What each rank knows about the others is a vector clock that every message carries.
+#
+#     rank 0   SEND a ---.              .--> uses g: a was received, release its buffer
+#     rank 1              '--> uses a   SEND g
+
+
+class ReleasePoints(NamedTuple):
+    """When the sends of one rank are known to be received; sends and points are positions in its list."""
+
+    at: dict[int, list[int]]
+    """Per position: the sends known to be received once the action there has its inputs."""
+    at_end: list[int]
+    """Sends that no later message proves to be received."""
+    limits: dict[int, list[int]]
+    """Per send: the earlier sends that it waits for before they are known to be received, if they are long."""
+
+
+def release_points(schedule: Schedule, rank: int, most_pending: int | None = None) -> ReleasePoints:
+    """The release points of a valid, lowered schedule.
+
+    With `most_pending`, a send waits for the oldest one if so many of its channel are pending. Such a wait
+    cannot deadlock only if the schedule is safe when every send blocks until it is received.
+    """
+    table = schedule.table
+    messages = schedule.messages
+    there = messages.used
+    sends, consumers = table.slot[messages.send[there]], table.slot[messages.consumer[there]]
+    first = int(table.slot_bounds[rank])
+    known = _vector_clocks(schedule, sends, consumers, rank)
+    positions = np.array(sorted(known), dtype=np.int64)
+    clocks = np.array([known[slot] for slot in sorted(known)]).reshape(len(known), schedule.num_ranks)
+    result = ReleasePoints({}, [], {})
+    for send, consumer in sorted(zip(sends.tolist(), consumers.tolist())):
+        if table.rank[send] != rank:
+            continue
+        # vector clocks only grow, so the first one that covers the consumer is found by bisection
+        found = int(np.searchsorted(clocks[:, table.rank[consumer]], consumer, side="right")) if known else 0
+        if found < len(known):
+            result.at.setdefault(int(positions[found]) - first, []).append(send - first)
+        else:
+            result.at_end.append(send - first)
+    if most_pending is None:
+        return result
+    return result._replace(limits=_limits(schedule, rank, result, most_pending))
+
+
+def _limits(schedule: Schedule, rank: int, known: ReleasePoints, most_pending: int) -> dict[int, list[int]]:
+    """Per send: the oldest one of the same channel, if there are this many of it that may be pending."""
+    steps = schedule.ranks[rank]
+    release_at = {send: position for position, sends in known.at.items() for send in sends}
+    pending: dict[ChannelKey, list[int]] = {}
+    limits: dict[int, list[int]] = {}
+    for send in sorted([*release_at, *known.at_end]):
+        (action,) = steps[send].parts
+        queue = pending.setdefault((action.kind, action.stage, action.other_end), [])
+        queue[:] = [earlier for earlier in queue if release_at.get(earlier, send) >= send]
+        if len(queue) == most_pending:
+            limits[send] = [queue.pop(0)]
+        queue.append(send)
+    return limits
+
+
+def _vector_clocks(schedule: Schedule, sends: Ints, consumers: Ints, rank: int) -> dict[int, Ints]:
+    """Per slot of this rank that waits for a message: the last slot of every rank known to be finished."""
+    table = schedule.table
+    inputs = Inputs.of(schedule.num_steps, sends, consumers, np.zeros(len(sends), dtype=np.int64))
+    ends = run_dataflow(table, inputs, [1] * schedule.num_steps, [0] * schedule.num_ranks).ends
+    carried: dict[int, Ints] = {}
+    sources: dict[int, list[int]] = {}
+    for send, consumer in zip(sends.tolist(), consumers.tolist()):
+        sources.setdefault(consumer, []).append(send)
+    sending = set(sends.tolist())
+    events = np.array(sorted(sending | set(sources)), dtype=np.int64)
+    clocks = np.full((schedule.num_ranks, schedule.num_ranks), -1, dtype=np.int64)
+    found: dict[int, Ints] = {}
+    for slot in events[np.argsort(ends[events], kind="stable")].tolist():
+        here = int(table.rank[slot])
+        for source in sources.get(slot, ()):
+            np.maximum(clocks[here], carried[source], out=clocks[here])
+        clocks[here, here] = slot
+        if slot in sending:
+            carried[slot] = clocks[here].copy()
+        if here == rank and slot in sources:
+            found[slot] = clocks[here].copy()
+    return found
+
+
+# The forward-only part of a schedule: what `eval` runs.
+
+
+_KEPT = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
+_OMITTED = (Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The schedule without backward actions, gradient messages, gradient reductions and memory actions."""
+    schedule.table.require_handled((*_KEPT, *_OMITTED, *MEMORY_KINDS), "runtime.program.forward_only")
+    rows = [row & ~np.int64(JOINED) for row in schedule.only(_KEPT).table.rows]
+    return schedule.with_rows([_without_idle_unshards(row) for row in rows])
+
+
+def _without_idle_unshards(row: Ints) -> Ints:
+    """Remove every UNSHARD and its RESHARD if no action of the stage is between them."""
+    by_stage = np.argsort(row >> STAGE_SHIFT, kind="stable")
+    stage, kind = row[by_stage] >> STAGE_SHIFT, kinds_in(row[by_stage])
+    idle = (kind[:-1] == Kind.UNSHARD.number) & (kind[1:] == Kind.RESHARD.number) & (stage[:-1] == stage[1:])
+    first = np.flatnonzero(idle)
+    return np.delete(row, by_stage[np.concatenate((first, first + 1))])
+
+
+_MAX_PENDING_SENDS = 8  # long sends per channel, where a send may block
+
+
+def compile_program(verified: VerifiedSchedule, rank: int, context: ExecutionContext) -> Program:
+    """Return the program of one rank.
+
+    The buffer of a send is released where the send is known to be received, or else at the end. If the schedule
+    is safe with blocking sends, the number of pending sends is bounded as well.
+    """
+    schedule, progress = verified.schedule, Progress()
+    releases = ReleasePoints({}, [], {})
+    if schedule.num_ranks > 1:
+        most_pending = _MAX_PENDING_SENDS if verified.safe_with_blocking_sends else None
+        releases = release_points(schedule, rank, most_pending)
+    calls = _Compiler(schedule, rank, context, progress).calls(releases)
+    return Program(schedule, rank, tuple(calls), progress)
+
+
+class _Compiler:
+    def __init__(self, schedule: Schedule, rank: int, context: ExecutionContext, progress: Progress) -> None:
+        self._schedule, self._context, self._progress = schedule, context, progress
+        self._steps = schedule.ranks[rank]
+        self._unposted: dict[ChannelKey, deque[Action]] = {}
+        """The receives of each channel that are not posted yet, in order, if they are posted ahead."""
+        if context.posts_ahead:
+            for receive in (part for step in self._steps for part in step.parts if part.kind.is_receive):
+                self._unposted.setdefault(channel_key(receive), deque()).append(receive)
+        self._received: set[Action] = set()
+        """The receives that an earlier action waits for."""
+        self._checked: set[int] = set()
+        """The ranks whose call is checked by now."""
+
+    def calls(self, releases: ReleasePoints) -> Iterator[Call]:
+        """Yield the calls; what is not urgent comes before the next wait, where the rank has time for it."""
+        due: list[Call] = []
+        for channel in self._unposted:
+            yield from self._post_next(0, channel)
+        for position, step in enumerate(self._steps):
+            if waits := [call for part in step.parts for call in self._waits(position, part)]:
+                yield from due
+                due.clear()
+            yield from waits
+            for send in releases.limits.get(position, ()):
+                yield self._release(position, send, if_long=True)
+            if (work := self._work(step)) is not None:
+                yield Call(position, CallType.ACTION, work)
+            first = step.parts[0]
+            if first.kind.is_receive and first in (unposted := self._unposted.get(channel_key(first), deque())):
+                unposted.remove(first)  # posted at its own place in the list
+            due += [self._release(position, send) for send in releases.at.get(position, ())]
+        yield from due
+        yield from (self._release(len(self._steps) - 1, send) for send in releases.at_end)
+
+    def _post_next(self, position: int, channel: ChannelKey) -> Iterator[Call]:
+        """Yield the post of the next receive of a channel, if there is one; its place in the list is later."""
+        if unposted := self._unposted.get(channel):
+            receive = unposted.popleft()
+            post = partial(self._context.receive_channels[channel].post_ahead, _microbatch(receive))
+            yield Call(position, CallType.POST, post, receive)
+
+    def _waits(self, position: int, part: Action) -> Iterator[Call]:
+        """Yield the waits for the messages that an action needs; the call of each sender is checked once."""
+        for receive in self._needed(part):
+            channel = self._context.receive_channels.get(channel_key(receive))
+            if channel is None or receive in self._received:
+                continue
+            self._received.add(receive)
+            yield from self._post_next(position, channel_key(receive))
+            if channel.peer not in self._checked:
+                self._checked.add(channel.peer)
+                yield Call(position, CallType.WAIT, partial(self._context.check_call, channel.peer), receive)
+            yield Call(position, CallType.WAIT, partial(channel.wait, _microbatch(part)), receive)
+
+    def _needed(self, part: Action) -> Iterator[Action]:
+        """Yield the receives of the values that an action needs, also of values that are on this rank already."""
+        schedule, needs = self._schedule, rule_of(part.kind).needs
+        if needs is Kind.RECV_F:
+            for source in schedule.graph.inputs(part.stage):
+                yield Action(needs, receiving_stage(schedule, source, part.stage), part.microbatch, source)
+        elif needs is not None:
+            for target in schedule.graph.outputs(part.stage):
+                yield Action(needs, part.stage, part.microbatch, target)
+
+    def _release(self, position: int, earlier: int, *, if_long: bool = False) -> Call:
+        (send,) = self._steps[earlier].parts
+        channel = self._context.send_channels[channel_key(send)]
+        release = channel.limit if if_long else channel.release
+        return Call(position, CallType.RELEASE, partial(release, _microbatch(send)), send)
+
+    def _work(self, step: Step) -> Work | None:
+        """Return the call that runs an action, or the user's function for its kind; None if it does nothing."""
+        if isinstance(step, Overlap):
+            return self._overlap(step)
+        run = rule_of(step.kind).bind(self._context, step)
+        if run is not None and step.microbatch is not None:
+            run = partial(run, step.microbatch)
+        if (function := self._context.functions.get(step.kind)) is None:
+            return run
+        return partial(function, Custom(step, self._context.stages, run or _do_nothing))
+
+    def _overlap(self, pair: Overlap) -> Work:
+        """Return the call that runs a pair; it sets the progress to the part that runs."""
+        works = [partial(self._run_part, number, self._work(part)) for number, part in enumerate(pair.parts)]
+
+        def run_in_order() -> None:
+            for work in works:
+                work()
+
+        run, stages = run_in_order, self._context.stages
+        if (function := self._context.functions.get(pair.kind)) is not None:
+            parts = tuple(Custom(part, stages, work) for part, work in zip(pair.parts, works))
+            run = partial(function, Custom(pair, stages, run_in_order, parts))
+
+        def run_pair() -> None:
+            run()
+            self._progress.part = 0
+
+        return run_pair
+
+    def _run_part(self, number: int, work: Work | None) -> None:
+        self._progress.part = number
+        if work is not None:
+            work()
+
+
+def _do_nothing() -> None:
+    """Run an action that has nothing to do on this rank."""

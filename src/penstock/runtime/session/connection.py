@@ -32,8 +32,7 @@ from penstock.runtime.program.channel_ends import (
     peers_of,
     receiving_stage,
 )
-from penstock.runtime.program.compiler import ExecutionContext, compile_program, forward_only
-from penstock.runtime.program.program import Program
+from penstock.runtime.program.program import ExecutionContext, Program, compile_program, forward_only
 from penstock.runtime.session.agreement import CallAgreement, PartnerCalls, partners_of
 from penstock.runtime.session.step_commit import LossExchange
 from penstock.runtime.stage.microbatch import LiveActivations, StageConfig, microbatches_with, sends_at_once
