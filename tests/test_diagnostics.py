@@ -13,7 +13,7 @@ import pytest
 
 from penstock import diagnostics
 from penstock.diagnostics import Check
-from penstock.runtime import torch_checks
+from penstock.runtime import doctor
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -76,7 +76,7 @@ def test_processes_that_crash_are_quoted(code: str, says: str, monkeypatch: pyte
     ],
 )
 def test_versions_of_torch_are_distinguished(version: str, verdict: str, says: str) -> None:
-    check = torch_checks._version(version)
+    check = doctor._version(version)
     assert (check.verdict, says in check.message) == (verdict, True)
 
 

@@ -45,7 +45,7 @@ LAYERS = (
 # the same within `runtime`
 RUNTIME_LAYERS = (
     {"torch_internals"},
-    {"dtensors", "pytree", "torch_checks", "training_log", "local_ranks"},
+    {"dtensors", "pytree", "training_log", "local_ranks"},
     {"backward", "batch", "grad_scaler", "transport"},
     {"data_parallel", "models", "states"},
     {"stage"},
@@ -53,7 +53,7 @@ RUNTIME_LAYERS = (
     {"pipeline_arguments", "program"},
     {"failure"},
     {"session"},
-    {"distributed_checks", "pipeline"},
+    {"doctor", "pipeline"},
     {"checkpoints", "demo", "verification"},
     {"runtime"},  # __init__.py, which gathers the public names
 )

@@ -221,7 +221,7 @@ def torch_checks(seconds: int = TORCH_TIMEOUT_SECONDS) -> list[Check]:
     port = free_port()
     started = [
         subprocess.Popen(  # noqa: S603 -- our own module
-            [sys.executable, "-m", "penstock.runtime.torch_checks", str(rank), str(port), str(seconds // 2)],
+            [sys.executable, "-m", "penstock.runtime.doctor", str(rank), str(port), str(seconds // 2)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.distributed_checks import DistributedReport, distributed_checks
+from penstock.runtime.doctor import DistributedReport, distributed_checks
 from tests.support.call_outcomes import CallOutcome
 from tests.support.host_ranks import HostRanks, join
 from tests.support.host_training import LARGE, TRAININGS, Training, train

@@ -15,7 +15,7 @@ import torch
 
 import penstock
 from penstock.errors import PipelineError
-from penstock.runtime.torch_checks import internals_checks
+from penstock.runtime.doctor import internals_checks
 from penstock.runtime.torch_internals.registry import FEATURES, Feature, all_features, missing
 
 SOURCE = Path(penstock.__file__).parent

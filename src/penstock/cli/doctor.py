@@ -94,7 +94,7 @@ def _distributed(
         raise MissingExtraError(
             "--distributed needs torch, which is not installed: " + install_command("torch")
         )
-    from penstock.runtime.distributed_checks import distributed_checks  # noqa: PLC0415 -- needs torch
+    from penstock.runtime.doctor import distributed_checks  # noqa: PLC0415 -- needs torch
 
     report = distributed_checks(schedule, seconds)
     if os.environ.get("RANK", "0") != "0":

@@ -456,7 +456,7 @@ class _Compiler:
             yield Call(position, CallType.WAIT, partial(channel.wait, _microbatch(part)), receive)
 
     def _needed(self, part: Action) -> Iterator[Action]:
-        """Yield the receives of the values that an action needs, also of values that are on this rank already."""
+        """Yield the receives of the values that an action needs, also if they are on this rank already."""
         schedule, needs = self._schedule, rule_of(part.kind).needs
         if needs is Kind.RECV_F:
             for source in schedule.graph.inputs(part.stage):

@@ -1,4 +1,4 @@
-"""The checks of `penstock doctor --distributed`: the processes of a launch meet and measure their links."""
+"""The checks of `penstock doctor` that need torch: of the installation, and of the processes of a launch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import os
 import platform
 import socket
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,18 +22,100 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 import penstock
-from penstock.arguments import plural, some
+from penstock.arguments import install_command, plural, some
 from penstock.cost.costs import Costs
 from penstock.diagnostics import Check
 from penstock.families import build
 from penstock.ir.schedule import Schedule
 from penstock.runtime.program.channel_ends import channels_between_ranks
 from penstock.runtime.session.profile import LinkCosts, compare_clocks, link_costs, measure_links
+from penstock.runtime.torch_internals.registry import VERIFIED, all_features, missing
 from penstock.runtime.transport.addresses import address_of_interface, address_of_route, connect
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.stores import call_within, first_line
 
-# The check `addresses` of `penstock doctor --distributed`: whether gloo listens where other hosts reach it.
+# --- the installation, in two processes ------------------------------------------------------------
+
+
+def main() -> None:
+    """Run one of the two processes; its arguments are its rank, the rendezvous port, and a timeout.
+
+    It prints one line of JSON per check, so that the parent knows how far it came if it hangs.
+    """
+    rank, port, seconds = (int(argument) for argument in sys.argv[1:])
+    checks: list[Callable[[], list[Check]]] = [
+        lambda: [_version(torch.__version__), _gloo(), _gpus()],
+        lambda: [_exchange(rank, port, seconds)],
+        lambda: internals_checks() if rank == 0 else [],
+    ]
+    for run in checks:
+        for check in run():
+            print(json.dumps(asdict(check)), flush=True)  # noqa: T201 -- for the parent process
+
+
+def _version(installed: str) -> Check:
+    wanted = VERIFIED[0]
+    found, tested = (tuple(int(part) for part in version.split(".")[:2]) for version in (installed, wanted))
+    if found < tested:
+        return Check("torch", "fail", f"{installed}, older than {wanted}: {install_command('torch')}")
+    if found > tested:
+        changed = "private names may have changed: see internals"
+        return Check("torch", "warn", f"{installed}; tested with {wanted}: {changed}")
+    return Check("torch", "ok", f"{installed} (tested with {wanted})")
+
+
+def _gloo() -> Check:
+    if dist.is_available() and dist.is_gloo_available():
+        return Check("gloo", "ok", "in this build of torch")
+    return Check("gloo", "fail", "not in this build of torch: install one that has torch.distributed")
+
+
+def _gpus() -> Check:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        if built is None:
+            return Check("gpu", "ok", "none, and torch is built without GPU support: ranks run on CPUs")
+        return Check("gpu", "warn", f"torch is built for {built} but finds no GPU: check the driver")
+    if not dist.is_nccl_available():
+        return Check("gpu", "fail", "there are GPUs, but NCCL is not in this build of torch")
+    found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return Check("gpu", "warn", f"{found}, with NCCL; Penstock's path over NCCL is written but not tested")
+
+
+def internals_checks() -> list[Check]:
+    """Return the features whose private names of torch are all there, and a warning for each other feature."""
+    lost = {feature: missing(feature.names) for feature in all_features()}
+    present = ", ".join(feature.title for feature, names in lost.items() if not names)
+    return [
+        Check("internals", "ok", f"torch has the private names that these features need: {present}"),
+        *(
+            Check("internals", "warn", f"{each.title}: torch has no {', '.join(names)}; {each.without} works")
+            for each, names in lost.items()
+            if names
+        ),
+    ]
+
+
+def _exchange(rank: int, port: int, seconds: int) -> Check:
+    """Rank 0 sends three numbers, rank 1 sends them back doubled."""
+    begin = time.monotonic()
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout=limit, rank=rank, world_size=2)
+    numbers = torch.arange(3.0)
+    if rank == 0:
+        dist.send(numbers, 1)
+        dist.recv(numbers, 1)
+    else:
+        dist.recv(numbers, 0)
+        dist.send(2 * numbers, 0)
+    dist.destroy_process_group()
+    elapsed = time.monotonic() - begin
+    if rank == 0 and numbers.tolist() != [0.0, 2.0, 4.0]:
+        return Check("exchange", "fail", f"two processes exchanged [0, 1, 2] and received {numbers.tolist()}")
+    return Check("exchange", "ok", f"two processes connected and exchanged a tensor in {elapsed:.1f} s")
+
+
+# --- addresses of a launch -------------------------------------------------------------------------
 #
 # gloo listens at the address of GLOO_SOCKET_IFNAME, or else at the address that the name of its host has on
 # that host, which is often one of the loopback interface. The ranks compare these addresses through the job's
@@ -65,7 +148,9 @@ def check_addresses(job_store: Store, rank: int, size: int, limit: timedelta) ->
             unreached = _exchanged(store, "unreached", rank, size, _unreached(places, rank), limit)
             problem = next(filter(None, map(json.loads, unreached)), "")
     if problem:
-        _end_together(store, rank, size, limit)
+        store.set(f"end/{rank}", "")
+        if rank == 0:  # which may host the store
+            store.wait([f"end/{other}" for other in range(size)], limit)
         return Check("addresses", "fail", problem)
     hosts = {place.host: place.address for place in places}
     shown = some([f"{address} ({host})" for host, address in hosts.items()])
@@ -78,13 +163,6 @@ def _exchanged(store: Store, name: str, rank: int, size: int, own: object, limit
     store.set(keys[rank], json.dumps(own))
     store.wait(keys, limit)
     return [store.get(key) for key in keys]
-
-
-def _end_together(store: Store, rank: int, size: int, limit: timedelta) -> None:
-    """Rank 0, which may host the store, goes on when no other rank needs it."""
-    store.set(f"end/{rank}", "")
-    if rank == 0:
-        store.wait([f"end/{other}" for other in range(size)], limit)
 
 
 def _own_place(store: Store, listener: socket.socket) -> _Place:
@@ -136,16 +214,12 @@ def _problem(places: Sequence[_Place]) -> str:
     given = os.environ.get("GLOO_SOCKET_IFNAME")
     why = f"GLOO_SOCKET_IFNAME is {given}" if given else "a host's own name resolves to it"
     shown = some([f"{each.address} on {host}" for host, each in local.items()])
-    return f"gloo listens on {shown}, where other hosts do not reach it ({why}): {_advice(local)}"
-
-
-def _advice(places: Mapping[str, _Place]) -> str:
-    hosts_by_advice: dict[str, list[str]] = {}
-    for host, place in places.items():
-        hosts_by_advice.setdefault(place.advice, []).append(host)
-    if len(hosts_by_advice) == 1:
-        return next(iter(hosts_by_advice))
-    return "; ".join(f"on {some(hosts)} {advice}" for advice, hosts in hosts_by_advice.items())
+    advice: dict[str, list[str]] = {}
+    for host, each in local.items():
+        advice.setdefault(each.advice, []).append(host)
+    single = len(advice) == 1
+    todo = "; ".join(what if single else f"on {some(hosts)} {what}" for what, hosts in advice.items())
+    return f"gloo listens on {shown}, where other hosts do not reach it ({why}): {todo}"
 
 
 def _unreached(places: Sequence[_Place], rank: int) -> str:
@@ -164,9 +238,9 @@ def _unreached(places: Sequence[_Place], rank: int) -> str:
     return ""
 
 
-# The checks of `penstock doctor --distributed`: the processes of a launch meet and measure their links.
+# --- all checks of a launch: every process runs them, and rank 0 gets the result --------------------
 #
-# Every process runs them; rank 0 gets the result. A check that would hang is made before the processes connect.
+# A check that would hang is made before the processes connect.
 
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -303,11 +377,18 @@ def _measured(
     members = list(range(rank % replicas, world, replicas))
     links = _links(schedule, members, rank // replicas, device, limit)
     measured: list[LinkCosts] = [LinkCosts(*each) for each in _gathered(tuple(links))][:replicas]
-    names = _edge_names(schedule, replicas, hosts)
-    results = [*checks, _clocks(rank, world, limit), *_link_checks(measured, names)]
+    edges = [tuple(schedule.placement.stage_to_rank[stage] for stage in edge) for edge in schedule.graph.edges]
+
+    def name(edge: int, replica: int) -> str:
+        sender, receiver = (rank * replicas + replica for rank in edges[edge])
+        here, there = hosts[sender], hosts[receiver]
+        return f"rank {sender} to {receiver}, " + (f"on {here}" if here == there else f"{here} to {there}")
+
+    results = [*checks, _clocks(rank, world, limit), *_link_checks(measured, name)]
+    speeds = zip(*(each.bandwidth for each in measured))
     worst = LinkCosts(
         tuple(map(max, zip(*(each.latency for each in measured)))),
-        tuple(_slowest(speeds) for speeds in zip(*(each.bandwidth for each in measured))),
+        tuple(min((speed for speed in of_edge if speed is not None), default=None) for of_edge in speeds),
     )
     return DistributedReport(tuple(results), link_costs(worst))
 
@@ -318,28 +399,18 @@ def _links(
     if len(members) == 1:
         return measure_links(None, schedule, rank)
     channels = channels_between_ranks(schedule)
-    communicator = Communicator(members, rank, channels, schedule.microbatches, device, limit)
-    try:
+    with closing(Communicator(members, rank, channels, schedule.microbatches, device, limit)) as communicator:
         return measure_links(communicator, schedule, rank)
-    finally:
-        communicator.close()
 
 
 def _clocks(rank: int, world: int, limit: timedelta) -> Check:
-    """How far the clocks of the ranks are apart: those that logs show."""
+    """Compare the clocks of the ranks that logs show."""
     if world == 1:
         return _clock_check([0.0])
-    communicator = Communicator(range(world), rank, [], 1, torch.device("cpu"), limit)
-    try:
+    with closing(Communicator(range(world), rank, [], 1, torch.device("cpu"), limit)) as communicator:
         ahead = compare_clocks(communicator, rank, world).offsets  # of clocks that start at the boot of a host
-    finally:
-        communicator.close()
     starts = _gathered(time.time() - time.perf_counter())
     return _clock_check([start - starts[0] + offset for start, offset in zip(starts, ahead)])
-
-
-def _slowest(speeds: Sequence[float | None]) -> float | None:
-    return min((speed for speed in speeds if speed is not None), default=None)
 
 
 def _clock_check(offsets: Sequence[float]) -> Check:
@@ -350,25 +421,10 @@ def _clock_check(offsets: Sequence[float]) -> Check:
     return Check("clocks", "ok", shown)
 
 
-def _edge_names(schedule: Schedule, replicas: int, hosts: Sequence[str]) -> list[Callable[[int], str]]:
-    """Per edge: its name in the pipeline with this number."""
-
-    def name(source: int, target: int) -> Callable[[int], str]:
-        def of(replica: int) -> str:
-            ranks = [schedule.placement.stage_to_rank[stage] * replicas + replica for stage in (source, target)]
-            here, there = (hosts[rank] for rank in ranks)
-            where = f"on {here}" if here == there else f"{here} to {there}"
-            return f"rank {ranks[0]} to {ranks[1]}, {where}"
-
-        return of
-
-    return [name(*edge) for edge in schedule.graph.edges]
-
-
-def _link_checks(measured: Sequence[LinkCosts], names: Sequence[Callable[[int], str]]) -> list[Check]:
-    """One check for each edge between ranks of each pipeline."""
+def _link_checks(measured: Sequence[LinkCosts], name: Callable[[int, int], str]) -> list[Check]:
+    """Return one check for each edge between ranks of each pipeline; `name` is called with both numbers."""
     found = [
-        (f"edge {edge}", names[edge](replica), latency, speed)
+        (edge, name(edge, replica), latency, speed)
         for replica, each in enumerate(measured)
         for edge, (latency, speed) in enumerate(zip(each.latency, each.bandwidth))
         if speed is not None
@@ -377,11 +433,13 @@ def _link_checks(measured: Sequence[LinkCosts], names: Sequence[Callable[[int], 
         return []
     usual = median(latency for _, _, latency, _ in found), median(speed for *_, speed in found)
     checks = []
-    for edge, name, latency, speed in found:
-        slow = latency > _SLOW * usual[0] or speed < usual[1] / _SLOW
-        shown = f"{name}: {latency * 1e6:.0f} us, {speed / 1e9:.2f} GB/s"
-        advice = (
-            f"; {_SLOW} times worse than the others: check the interface (NCCL_SOCKET_IFNAME)" if slow else ""
-        )
-        checks.append(Check(edge, "warn" if slow else "ok", shown + advice))
+    for edge, where, latency, speed in found:
+        shown = f"{where}: {latency * 1e6:.0f} us, {speed / 1e9:.2f} GB/s"
+        if slow := latency > _SLOW * usual[0] or speed < usual[1] / _SLOW:
+            shown += f"; {_SLOW} times worse than the others: check the interface (NCCL_SOCKET_IFNAME)"
+        checks.append(Check(f"edge {edge}", "warn" if slow else "ok", shown))
     return checks
+
+
+if __name__ == "__main__":
+    main()

@@ -1,21 +1,27 @@
-"""Promise: `penstock doctor --distributed` names what is wrong with a launch, and measures clocks and links."""
+"""Promise: `penstock doctor --distributed` names what is wrong with a launch, and measures clocks and links.
+
+It names a host that others do not reach before gloo connects.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from penstock import Costs, build
 from penstock.diagnostics import Check
-from penstock.runtime import distributed_checks as ours
-from penstock.runtime.distributed_checks import DistributedReport, check_launch
+from penstock.runtime import doctor as ours
+from penstock.runtime.doctor import DistributedReport, _Place, check_addresses, check_launch
 from penstock.runtime.session.profile import LinkCosts
 from tests.support.pool import Pools
 
@@ -112,8 +118,11 @@ def test_a_world_that_does_not_fit_the_schedule_is_named(pools: Pools) -> None:
 
 def test_an_edge_that_is_much_slower_than_the_others_is_a_warning() -> None:
     measured = LinkCosts((1e-5, 1e-5, 1e-3), (1e10, 1e9, 1e10))
-    names = [lambda _: "here"] * 3
-    assert [check.verdict for check in ours._link_checks([measured], names)] == ["ok", "warn", "warn"]
+    assert [check.verdict for check in ours._link_checks([measured], lambda *_: "here")] == [
+        "ok",
+        "warn",
+        "warn",
+    ]
 
 
 def test_clocks_that_are_far_apart_are_a_warning() -> None:
@@ -148,3 +157,59 @@ def test_under_torchrun_only_rank_0_prints_and_the_links_are_written(tmp_path: P
     assert len(lines) == 9
     costs = Costs.read(tmp_path / "links.toml")
     assert lines[7] == f"latency_seconds = {costs.to_keys()['latency_seconds']}"
+
+
+# --- addresses -------------------------------------------------------------------------------------
+
+
+LIMIT = timedelta(seconds=60)
+
+
+def checked(ranks: int) -> list[Check]:
+    """What ranks of this host find."""
+    store = HashStore()
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(lambda rank: check_addresses(store, rank, ranks, LIMIT), range(ranks)))
+
+
+def test_ranks_of_one_host_may_listen_on_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    message = f"gloo listens on 127.0.0.1 ({socket.gethostname()})"
+    assert checked(3) == [Check("addresses", "ok", message)] * 3
+
+
+def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
+    for found in checked(2):
+        assert found.verdict == "fail"
+        assert found.message.startswith(f"GLOO_SOCKET_IFNAME is none7, but {socket.gethostname()} has lo")
+        assert found.message.endswith(": set GLOO_SOCKET_IFNAME")
+
+
+def test_a_host_that_listens_on_the_loopback_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    places = [
+        _Place("node0", "10.0.0.1", 1, "", "set GLOO_SOCKET_IFNAME=eth0"),
+        _Place("node1", "127.0.1.1", 1, "", "set GLOO_SOCKET_IFNAME=eth1"),
+        _Place("node2", "127.0.0.1", 1, "", "set GLOO_SOCKET_IFNAME=eth2"),
+    ]
+    assert ours._problem(places[:1]) == ""
+    assert ours._problem(places[:2]) == (
+        "gloo listens on 127.0.1.1 on node1, where other hosts do not reach it (a host's own name resolves to "
+        "it): set GLOO_SOCKET_IFNAME=eth1"
+    )
+    assert ours._problem(places).endswith(
+        ": on node1 set GLOO_SOCKET_IFNAME=eth1; on node2 set GLOO_SOCKET_IFNAME=eth2"
+    )
+
+
+def test_a_host_that_does_not_accept_connections_is_named() -> None:
+    with socket.socket() as bound:  # it does not listen
+        bound.bind(("127.0.0.1", 0))
+        here, there = ("node0", "127.0.0.1", 1, "", ""), ("node1", *bound.getsockname(), "", "")
+        places = [_Place(*here), _Place(*there)]
+        assert ours._unreached(places, 0) == (
+            "rank 0 on node0 does not reach rank 1 at 127.0.0.1 on node1 (Connection refused): check the "
+            "interface (GLOO_SOCKET_IFNAME) and the firewall"
+        )
+        assert ours._unreached(places[:1], 0) == ""
