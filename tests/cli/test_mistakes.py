@@ -40,8 +40,16 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("check empty.json", 1, "empty.json: invalid JSON: the file is empty"),
     ("check other.json", 1, "other.json: not a schedule: it has none of the keys format, version, "),
     ("check costs.json", 1, "costs.json: not a schedule: it is costs of stages, which --costs takes"),
-    ("check model/config.json", 1, "a model's config.json, which penstock estimate (--output writes costs) and"),
-    ("check layers.json", 1, "costs of layers, which penstock plan reads (--write writes a schedule and costs)"),
+    (
+        "check model/config.json",
+        1,
+        "a model's config.json, which penstock estimate (--output writes costs) and",
+    ),
+    (
+        "check layers.json",
+        1,
+        "costs of layers, which penstock plan reads (--write writes a schedule and costs)",
+    ),
     ("check binary.json", 1, "binary.json: not a text file: byte 0 is not valid UTF-8"),
     (
         "estimate model",
