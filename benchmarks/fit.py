@@ -3,10 +3,10 @@
     python -m benchmarks.fit [gpt] [sleep] [rounds] [real-time]
 
 One schedule is profiled: 1F1B in which every second microbatch has a split backward, so that B, I and W are
-measured. Its costs fit the estimate (`penstock.planning.estimated.fitted_device`), and others are predicted,
-those with two stages per rank too, which the profile does not have. In each round every schedule runs once, so
-that load affects all of them alike; times are those of the fastest quarter of the rounds. The measured schedule
-runs twice: what its two times differ by is noise.
+measured. Its costs fit the estimate (`penstock.planning.estimated_model.fitted_device`), and others are
+predicted, those with two stages per rank too, which the profile does not have. In each round every schedule
+runs once, so that load affects all of them alike; times are those of the fastest quarter of the rounds.
+The measured schedule runs twice: what its two times differ by is noise.
 Steps of a busy machine vary, and wait for each other: predictions have the jitter of the measured schedule.
 `gpt` is the demo's model on two ranks with one thread each, `sleep` the same stages on four ranks with layers
 that sleep instead, which need no cores. With `real-time` the ranks come before other processes while they are
@@ -30,8 +30,8 @@ from benchmarks import modules
 from benchmarks.processes import on_ranks
 from benchmarks.rounds import half_split, profiled_rounds
 from penstock import Schedule
-from penstock.cost.estimate import Estimate, Setting, config_of_keys, device, estimate
-from penstock.planning.estimated import even_blocks, fitted_device, stage_costs, with_measured_links
+from penstock.cost.estimate import Estimate, ParallelConfig, config_of_keys, device, estimate
+from penstock.planning.estimated_model import even_blocks, fitted_device, stage_costs, with_measured_links
 from penstock.planning.layout import even_layout
 from penstock.runtime import demo, register_layer, split
 from penstock.simulation.calibration import KindError, calibrate, errors_by_kind, measured_jitter
@@ -82,8 +82,8 @@ def gpt_estimate() -> Estimate:
     """Of the demo's GPT on a CPU that nobody measured."""
     embedding: Any = demo.gpt()[0]
     config = config_of_keys({**KEYS, "vocab_size": embedding.characters.num_embeddings})
-    setting = Setting(sequence=demo.LENGTH, microbatch_size=demo.ROWS, precision="fp32")
-    return estimate(config, setting, device("cpu"))
+    parallel = ParallelConfig(sequence=demo.LENGTH, microbatch_size=demo.ROWS, precision="fp32")
+    return estimate(config, parallel, device("cpu"))
 
 
 # --- measured steps ---------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def predictions(found: Estimate, timelines: dict[str, list[Timeline]]) -> list[P
     """Every schedule predicted from the profile of the first one."""
     typical, jitter = calibrate(_fastest(timelines[MEASURED])), measured_jitter(_fastest(timelines[MEASURED]))
     stages = timelines[MEASURED][0].schedule.num_stages
-    fitted = estimate(found.config, found.setting, fitted_device(found, typical, even_blocks(found, stages)))
+    fitted = estimate(found.config, found.parallel, fitted_device(found, typical, even_blocks(found, stages)))
     rows = []
     for name, steps in timelines.items():
         schedule = steps[0].schedule

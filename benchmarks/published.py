@@ -15,10 +15,10 @@ from functools import cache
 from itertools import product
 
 import penstock
-from penstock.cost.estimate import ModelConfig, Setting, config_of_keys, device, estimate, read_config
+from penstock.cost.estimate import ModelConfig, ParallelConfig, config_of_keys, device, estimate, read_config
 from penstock.cost.estimate.devices import Attainable
 from penstock.ir.placement import Placement
-from penstock.planning.estimated import even_blocks, stage_costs
+from penstock.planning.estimated_model import even_blocks, stage_costs
 
 VOCABULARIES = (32, 64, 128, 256)
 """In units of 1024 tokens."""
@@ -54,7 +54,7 @@ class Job:
     """A pipeline of a published run."""
 
     config: ModelConfig
-    setting: Setting
+    parallel: ParallelConfig
     device: str
     ranks: int
     microbatches: int
@@ -64,7 +64,7 @@ class Job:
     """Layers of each stage; blocks evenly unless given."""
 
     def run(self) -> Result:
-        found = estimate(self.config, self.setting, device(self.device))
+        found = estimate(self.config, self.parallel, device(self.device))
         placement = Placement.loop(self.ranks, self.stages_per_rank)
         costs = stage_costs(found, placement, self.counts or even_blocks(found, placement.num_stages))
         schedule = penstock.build(
@@ -73,12 +73,12 @@ class Job:
             microbatches=self.microbatches,
             stages_per_rank=self.stages_per_rank,
         )
-        if self.setting.replicas > 1:
+        if self.parallel.replicas > 1:
             schedule = penstock.lower(schedule)
         timeline = penstock.simulate(schedule, costs)
         seconds = timeline.makespan + costs.optimizer_step
-        tokens = self.microbatches * self.setting.microbatch_size * self.setting.sequence
-        devices = self.ranks * self.setting.tensor_parallel * self.setting.context_parallel
+        tokens = self.microbatches * self.parallel.microbatch_size * self.parallel.sequence
+        devices = self.ranks * self.parallel.tensor_parallel * self.parallel.context_parallel
         mfu = found.mfu(seconds, self.microbatches, self.ranks)
         return Result(seconds, 100 * mfu, max(timeline.peak_memory), tokens / seconds / devices)
 
@@ -98,9 +98,9 @@ def gpt(ranks: int, sequence: int, vocabulary: int) -> ModelConfig:
 @cache
 def vocabulary_row(ranks: int, sequence: int) -> tuple[Result, ...]:
     """1F1B with each vocabulary."""
-    setting = Setting(sequence=sequence, zero=0, gradient_bytes=2)
+    parallel = ParallelConfig(sequence=sequence, zero=0, gradient_bytes=2)
     configs = [gpt(ranks, sequence, size) for size in VOCABULARIES]
-    return tuple(Job(each, setting, "a100", ranks, 128, family="1f1b").run() for each in configs)
+    return tuple(Job(each, parallel, "a100", ranks, 128, family="1f1b").run() for each in configs)
 
 
 def ratio_errors(ranks: int, sequence: int) -> list[float]:
@@ -139,7 +139,7 @@ def share_errors(shares: tuple[float, ...]) -> tuple[float, float, float]:
     for (ranks, sequence), theirs in MFU.items():
         mine = []
         for size in VOCABULARIES:
-            found = estimate(gpt(ranks, sequence, size), Setting(sequence=sequence, zero=0), assumed)
+            found = estimate(gpt(ranks, sequence, size), ParallelConfig(sequence=sequence, zero=0), assumed)
             block, output = (found.by_kind[kind].seconds.compute.total for kind in ("block", "output"))
             stage = SIZES[ranks][0] / ranks * block
             mine.append(100 * found.mfu(128 * (stage + output) + (ranks - 1) * stage, 128, ranks))
@@ -174,16 +174,16 @@ def print_shares() -> None:
 
 def llama(replicas: int) -> Job:
     """Llama 3 405B: 16 million tokens per step, one layer per stage, 8 stages per rank."""
-    setting = Setting(sequence=8192, tensor_parallel=8, data_parallel=replicas, zero=2)
+    parallel = ParallelConfig(sequence=8192, tensor_parallel=8, data_parallel=replicas, zero=2)
     config = read_config("llama-3-405b")
-    return Job(config, setting, "h100", 16, 2048 // replicas, 8, counts=(1,) * 128)
+    return Job(config, parallel, "h100", 16, 2048 // replicas, 8, counts=(1,) * 128)
 
 
 def megascale(replicas: int) -> Job:
     """MegaScale, 175 billion parameters, 6144 sequences per step."""
     keys = {"n_embd": 12288, "n_layer": 96, "n_head": 128, "n_positions": 2048, "vocab_size": 64_000}
-    setting = Setting(sequence=2048, tensor_parallel=8, data_parallel=replicas, zero=2)
-    return Job(config_of_keys({"model_type": "gpt2", **keys}), setting, "a100", 8, 6144 // replicas, 6)
+    parallel = ParallelConfig(sequence=2048, tensor_parallel=8, data_parallel=replicas, zero=2)
+    return Job(config_of_keys({"model_type": "gpt2", **keys}), parallel, "a100", 8, 6144 // replicas, 6)
 
 
 def nemotron(replicas: int) -> Job:
@@ -192,15 +192,15 @@ def nemotron(replicas: int) -> Job:
     drop = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "tie_word_embeddings": False}
     config = config_of_keys({"model_type": "gpt2", "vocab_size": 256_000, **keys, **drop})
     config = replace(config, attention=replace(config.attention, kv_heads=8))
-    setting = Setting(sequence=4096, tensor_parallel=8, data_parallel=replicas)
-    return Job(config, setting, "h100", 8, 16, 12)
+    parallel = ParallelConfig(sequence=4096, tensor_parallel=8, data_parallel=replicas)
+    return Job(config, parallel, "h100", 8, 16, 12)
 
 
 def titan(family: str, stages_per_rank: int) -> Job:
     """torchtitan, Llama 3 405B on 512 devices; 16 microbatches are assumed."""
-    setting = Setting(sequence=8192, tensor_parallel=8, data_parallel=8, zero=2, recompute="full")
+    parallel = ParallelConfig(sequence=8192, tensor_parallel=8, data_parallel=8, zero=2, recompute="full")
     config = read_config("llama-3-405b")
-    return Job(config, setting, "h100", 8, 16, stages_per_rank, family)
+    return Job(config, parallel, "h100", 8, 16, stages_per_rank, family)
 
 
 def print_clusters() -> None:

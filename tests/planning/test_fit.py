@@ -21,7 +21,7 @@ from benchmarks import fit, modules
 import penstock
 from penstock.cost.estimate import estimate
 from penstock.cost.estimate.operations import Passes
-from penstock.planning.estimated import even_blocks, stage_costs
+from penstock.planning.estimated_model import even_blocks, stage_costs
 from penstock.runtime import register_layer
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ PREDICTED = ("gpipe", "zb-h1", "interleaved-1f1b", "interleaved-zero-bubble", "z
 def test_one_profile_of_a_simulated_machine_predicts_its_other_steps_exactly() -> None:
     own = fit.gpt_estimate()
     other = replace(own.device.attainable, passes=Passes(2.0, 3.0, 1.5), whole_backward=0.8)
-    machine = estimate(own.config, own.setting, replace(own.device, attainable=other))
+    machine = estimate(own.config, own.parallel, replace(own.device, attainable=other))
     timelines = {}
     for name, schedule in fit.schedules(ranks=4).items():
         costs = stage_costs(machine, schedule.placement, even_blocks(machine, schedule.num_stages))

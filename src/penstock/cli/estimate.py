@@ -17,7 +17,7 @@ from penstock.arguments import plural
 from penstock.cli.options import AsJson, costs_from
 from penstock.cli.rendering import empty_table, print_table, require_suffix, say_written
 from penstock.cost.costs import Costs
-from penstock.cost.estimate import Estimate, Setting, active_parameters, parameters
+from penstock.cost.estimate import Estimate, ParallelConfig, active_parameters, parameters
 from penstock.cost.estimate import estimate as make_estimate
 from penstock.cost.estimate.devices import Device, device, devices
 from penstock.cost.estimate.estimate import LayerEstimate
@@ -28,7 +28,7 @@ from penstock.cost.memory import fixed_bytes_of
 from penstock.cost.units import bytes_text, count_text, seconds_text
 from penstock.errors import FormatError
 from penstock.ir.placement import Placement
-from penstock.planning.estimated import (
+from penstock.planning.estimated_model import (
     balanced_layers,
     even_blocks,
     fitted_device,
@@ -198,21 +198,21 @@ def print_estimate(found: Estimate, stages: Stages, *, explained: bool) -> None:
 
 
 def _head(found: Estimate) -> list[str]:
-    config, setting, device = found.config, found.setting, found.device
+    config, parallel, device = found.config, found.parallel, found.device
     active = active_parameters(config)
     count = f"{parameters(config) / 1e9:.4g} billion parameters"
     if active != parameters(config):
         count += f", {active / 1e9:.4g} billion active"
-    sizes = {"tp": setting.tensor_parallel, "cp": setting.context_parallel, "ep": setting.expert_parallel}
-    sizes["dp"] = setting.data_parallel
-    parallel = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    peak = count_text(device.peak(setting.precision), "FLOP/s")
-    rest = f"ZeRO {setting.zero}, recomputation: {setting.recompute}"
-    per_token = found.model_flops / (setting.microbatch_size * setting.sequence)
+    sizes = {"tp": parallel.tensor_parallel, "cp": parallel.context_parallel, "ep": parallel.expert_parallel}
+    sizes["dp"] = parallel.data_parallel
+    ranks = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    peak = count_text(device.peak(parallel.precision), "FLOP/s")
+    rest = f"ZeRO {parallel.zero}, recomputation: {parallel.recompute}"
+    per_token = found.model_flops / (parallel.microbatch_size * parallel.sequence)
     return [
         f"{config.name}: {count}, {count_text(per_token, 'FLOPs')} per token and step",
-        f"{device.name}: {peak} in {setting.precision}, {_size(device.memory_bytes)}; {parallel}; {rest}",
-        f"microbatch: {setting.microbatch_size} x {plural(setting.sequence, 'token')}",
+        f"{device.name}: {peak} in {parallel.precision}, {_size(device.memory_bytes)}; {ranks}; {rest}",
+        f"microbatch: {parallel.microbatch_size} x {plural(parallel.sequence, 'token')}",
     ]
 
 
@@ -278,7 +278,7 @@ def _explanation(found: Estimate, layer: LayerEstimate) -> list[Table]:
     saved = _table("saved tensor", "size", "until", left=1)
     kept = {each.what for each in layer.operations.saved}
     for each in layer.operations.operations:
-        seconds = operation_seconds(each, found.device, found.setting.precision)
+        seconds = operation_seconds(each, found.device, found.parallel.precision)
         again = " (repeated)" if each in layer.operations.repeated else ""
         operations.add_row(
             *(each.name + again, each.resource),
@@ -293,7 +293,7 @@ def _explanation(found: Estimate, layer: LayerEstimate) -> list[Table]:
     if layer.operations.collectives:
         collectives = _table("collective", "group", "bytes F", "I", "W", "time F", "I", "W", left=2)
         for other in layer.operations.collectives:
-            taken = collective_seconds(other, found.device, found.setting)
+            taken = collective_seconds(other, found.device, found.parallel)
             collectives.add_row(other.name, other.group, *map(_size, other.bytes), *map(_time, taken))
         found_tables.append(collectives)
     return found_tables
@@ -329,7 +329,7 @@ def record_of(found: Estimate, stages: Stages) -> dict[str, Any]:
         "active_parameters": active_parameters(found.config),
         "model_flops_per_microbatch": found.model_flops,
         "device": found.device.name,
-        "setting": vars(found.setting),
+        "parallel_config": vars(found.parallel),
         "factors": list(found.device.attainable.passes),
         "whole_backward_factor": found.device.attainable.whole_backward,
         "layers": [
@@ -416,11 +416,11 @@ def estimate(
     """
     if output is not None:
         require_suffix(output, (".toml", ".json"))
-    setting = Setting(
+    parallel = ParallelConfig(
         *(sequence, microbatch_size, tensor, context, expert, data, sequence_parallel),
         *(precision.value, gradient_bytes, zero, recompute.value, attention.value, kernels.value),
     )
-    found = make_estimate(config_from(config), setting, device_from(device_name))
+    found = make_estimate(config_from(config), parallel, device_from(device_name))
     placement = Placement.loop(ranks, stages_per_rank)
     counts = even_blocks(found, placement.num_stages)
     if partition is Partition.balanced:
@@ -446,5 +446,5 @@ def _fitted(
     measured = costs_from(profile)
     if not measured.units.seconds:
         raise typer.BadParameter(f"--fit takes measured seconds, and the costs of {profile} are relative")
-    fitted = make_estimate(found.config, found.setting, fitted_device(found, measured, counts))
+    fitted = make_estimate(found.config, found.parallel, fitted_device(found, measured, counts))
     return fitted, with_measured_links(stage_costs(fitted, placement, counts), measured)

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.cost.estimate.layers import layer_operations
 from penstock.cost.estimate.model_config import ARCHITECTURES, config_of_keys, is_config, read_config
-from penstock.cost.estimate.setting import Setting
+from penstock.cost.estimate.parallel_config import ParallelConfig
 from penstock.errors import EstimateError, FormatError
 from tests.support.model_configs import CONFIGS, config, gpt_keys
 
@@ -96,7 +96,7 @@ def test_settings_that_do_not_fit_a_model_say_what_would(
     name: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EstimateError, match=message):
-        layer_operations(config(name), Setting(**{"sequence": 4096, **changes}))
+        layer_operations(config(name), ParallelConfig(**{"sequence": 4096, **changes}))
 
 
 def test_gpt2_ties_its_weights_unless_the_config_says_otherwise() -> None:

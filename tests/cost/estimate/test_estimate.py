@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.cost.costs import Costs
-from penstock.cost.estimate import Setting, device, devices, estimate
+from penstock.cost.estimate import ParallelConfig, device, devices, estimate
 from penstock.cost.estimate.layers import parameters
 from penstock.cost.estimate.operations import Operation, Passes
 from penstock.cost.estimate.roofline import link_of, operation_seconds
@@ -28,7 +28,7 @@ def test_an_unknown_device_says_which_are_known() -> None:
     with pytest.raises(EstimateError, match=r"'h10'; did you mean h100. known are a100, h100"):
         device("h10")
     with pytest.raises(EstimateError, match="a100 has no fp8: use precision bf16, fp32"):
-        estimate(LLAMA, Setting(sequence=128, precision="fp8"), device("A100"))
+        estimate(LLAMA, ParallelConfig(sequence=128, precision="fp8"), device("A100"))
 
 
 def test_a_device_can_be_a_file(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_an_operation_takes_the_longer_of_flops_and_bytes_and_its_kernels() -> N
 
 def test_large_operations_are_more_efficient() -> None:
     small, large = (
-        estimate(LLAMA, Setting(sequence=each), H100).by_kind["output"].seconds.compute.total / each
+        estimate(LLAMA, ParallelConfig(sequence=each), H100).by_kind["output"].seconds.compute.total / each
         for each in (128, 8192)
     )
     assert large < small
@@ -78,7 +78,7 @@ def test_large_operations_are_more_efficient() -> None:
 def test_groups_that_leave_the_node_use_the_network(
     group: str, changes: dict[str, Any], *, inside: bool
 ) -> None:
-    link = link_of(group, H100, Setting(sequence=128, **changes), stages=2)
+    link = link_of(group, H100, ParallelConfig(sequence=128, **changes), stages=2)
     expected = H100.node_link if inside else H100.network_link
     assert link.bandwidth == expected * H100.attainable.links
 
@@ -87,15 +87,15 @@ def test_groups_that_leave_the_node_use_the_network(
     ("zero", "per_weight"), [(0, 18.0), (1, 2 + 4 + 12 / 4), (2, 2 + 4 / 4 + 12 / 4), (3, 18 / 4)]
 )
 def test_sharding_divides_the_bytes_of_weights(zero: int, per_weight: float) -> None:
-    found = estimate(LLAMA, Setting(sequence=128, data_parallel=4, zero=zero), H100)
+    found = estimate(LLAMA, ParallelConfig(sequence=128, data_parallel=4, zero=zero), H100)
     names = ("parameters", "gradients", "optimizer_state")
     held = sum(getattr(layer.costs, name) for layer in found.layers for name in names)
     assert held == pytest.approx(per_weight * parameters(LLAMA))
 
 
 def test_experts_are_replicated_by_fewer_ranks() -> None:
-    setting = Setting(sequence=4096, data_parallel=16, expert_parallel=8)
-    block = estimate(config("mixtral-8x7b"), setting, H100).by_kind["expert block"]
+    parallel = ParallelConfig(sequence=4096, data_parallel=16, expert_parallel=8)
+    block = estimate(config("mixtral-8x7b"), parallel, H100).by_kind["expert block"]
     experts, rest = (block.operations.weights(expert=each) for each in (True, False))
     assert block.costs.optimizer_state == pytest.approx(12 * (experts / 2 + rest / 16))
     assert block.costs.forward_all_to_all == block.costs.backward_input_all_to_all
@@ -104,7 +104,7 @@ def test_experts_are_replicated_by_fewer_ranks() -> None:
 
 def test_full_recomputation_adds_a_forward_to_the_input_gradient() -> None:
     none, full = (
-        estimate(LLAMA, Setting(sequence=8192, recompute=each), H100).by_kind["block"].seconds
+        estimate(LLAMA, ParallelConfig(sequence=8192, recompute=each), H100).by_kind["block"].seconds
         for each in ("none", "full")
     )
     assert full.recomputed == none.compute.forward
@@ -114,14 +114,14 @@ def test_full_recomputation_adds_a_forward_to_the_input_gradient() -> None:
 def test_context_parallel_ranks_hide_keys_and_values_behind_attention() -> None:
     slow = replace(H100, network_link=1e6, node_devices=1)
     hidden, exposed = (
-        estimate(LLAMA, Setting(sequence=65536, context_parallel=4), each).by_kind["block"].seconds
+        estimate(LLAMA, ParallelConfig(sequence=65536, context_parallel=4), each).by_kind["block"].seconds
         for each in (H100, slow)
     )
     assert exposed.compute.forward > 2 * hidden.compute.forward
 
 
 def test_every_layer_has_one_number_for_each_cost() -> None:
-    found = estimate(config("deepseek-v3"), Setting(sequence=4096), device("h800"))
+    found = estimate(config("deepseek-v3"), ParallelConfig(sequence=4096), device("h800"))
     assert len(found.layers) == 1 + 61 + 1 + 1
     for layer in found.layers:
         assert not any(isinstance(getattr(layer.costs, each.name), tuple) for each in fields(Costs))

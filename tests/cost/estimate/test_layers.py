@@ -13,7 +13,7 @@ from penstock.cost.estimate.layers import (
     parameters,
 )
 from penstock.cost.estimate.model_config import config_of_keys
-from penstock.cost.estimate.setting import Setting
+from penstock.cost.estimate.parallel_config import ParallelConfig
 from tests.support.model_configs import config, gpt_config
 
 PARAMETERS = {
@@ -61,18 +61,18 @@ def test_the_prediction_block_of_deepseek_has_its_published_weights() -> None:
     ],
 )
 def test_saved_bytes_equal_the_formulas_of_megatron(changes: dict[str, Any], factor: float) -> None:
-    setting = Setting(sequence=S, microbatch_size=B, attention="unfused", **changes)
-    block = layer_operations(GPT, setting)["block"]
+    parallel = ParallelConfig(sequence=S, microbatch_size=B, attention="unfused", **changes)
+    block = layer_operations(GPT, parallel)["block"]
     assert block.activation == pytest.approx(S * B * H * factor)
 
 
 def test_a_deferred_weight_gradient_keeps_what_the_zero_bubble_paper_says() -> None:
-    block = layer_operations(GPT, Setting(sequence=S, attention="unfused"))["block"]
+    block = layer_operations(GPT, ParallelConfig(sequence=S, attention="unfused"))["block"]
     assert block.kept_for_weight == 32 * S * H
 
 
 def test_flops_equal_the_formulas_of_megatron() -> None:
-    layers = layer_operations(GPT, Setting(sequence=S, microbatch_size=B, attention="unfused"))
+    layers = layer_operations(GPT, ParallelConfig(sequence=S, microbatch_size=B, attention="unfused"))
     assert layers["block"].flops.total == B * S * H * (72 * H + 12 * S)
     assert layers["output"].flops.total == 6 * B * S * H * 50_000
     whole = 4 * B * S * H * (72 * H + 12 * S) + 6 * B * S * H * 50_000
@@ -87,9 +87,9 @@ def test_flops_of_a_token_are_six_for_each_weight_of_a_product_and_those_of_atte
 
 def test_ranks_of_a_block_share_weights_flops_and_saved_bytes() -> None:
     model = config("mixtral-8x7b")
-    whole = layer_operations(model, Setting(sequence=4096))["expert block"]
-    setting = Setting(sequence=4096, tensor_parallel=4, data_parallel=2, expert_parallel=8)
-    part = layer_operations(model, setting)["expert block"]
+    whole = layer_operations(model, ParallelConfig(sequence=4096))["expert block"]
+    parallel = ParallelConfig(sequence=4096, tensor_parallel=4, data_parallel=2, expert_parallel=8)
+    part = layer_operations(model, parallel)["expert block"]
     assert part.weights(expert=True) == whole.weights(expert=True) / 8
     assert part.flops.total == pytest.approx(whole.flops.total / 4)
     assert part.activation == pytest.approx(whole.activation / 4, rel=1e-3)
@@ -100,7 +100,7 @@ def test_ranks_of_a_block_share_weights_flops_and_saved_bytes() -> None:
 def test_recomputation_repeats_the_forward_it_saves() -> None:
     model = config("llama-3-8b")
     levels = {
-        level: layer_operations(model, Setting(sequence=8192, recompute=level))["block"]
+        level: layer_operations(model, ParallelConfig(sequence=8192, recompute=level))["block"]
         for level in ("none", "selective", "pointwise", "full")
     }
     none, full = levels["none"], levels["full"]
@@ -114,14 +114,16 @@ def test_recomputation_repeats_the_forward_it_saves() -> None:
 def test_latent_attention_can_save_low_ranks_only() -> None:
     """As DeepSeek-V3 was trained: 128 heads of 192 + 192 + 128 values are computed again from 1536 + 512."""
     pointwise, latent = (
-        layer_operations(config("deepseek-v3"), Setting(sequence=4096, recompute=level))["expert block"]
+        layer_operations(config("deepseek-v3"), ParallelConfig(sequence=4096, recompute=level))["expert block"]
         for level in ("pointwise", "latent")
     )
     assert pointwise.activation - latent.activation == 2 * 4096 * 128 * (192 + 192 + 128)
     again = 2 * 4096 * 128 * (1536 * 192 + 512 * (128 + 128))
     assert latent.flops.input_gradient - pointwise.flops.input_gradient == again
     plain = [
-        layer_operations(config("llama-3-8b"), Setting(sequence=4096, recompute=level))["block"].activation
+        layer_operations(config("llama-3-8b"), ParallelConfig(sequence=4096, recompute=level))[
+            "block"
+        ].activation
         for level in ("pointwise", "latent")
     ]
     assert plain[0] == plain[1]
@@ -129,7 +131,9 @@ def test_latent_attention_can_save_low_ranks_only() -> None:
 
 def test_precision_changes_what_is_saved() -> None:
     sizes = [
-        layer_operations(config("llama-3-8b"), Setting(sequence=8192, precision=each))["block"].activation
+        layer_operations(config("llama-3-8b"), ParallelConfig(sequence=8192, precision=each))[
+            "block"
+        ].activation
         for each in ("fp8", "bf16", "fp32")
     ]
     assert sizes[2] == pytest.approx(2 * sizes[1], rel=0.01)
@@ -154,7 +158,7 @@ def test_the_output_layer_runs_again_for_each_predicted_token() -> None:
         "moe_intermediate_size": 32,
     }
     one, two = (
-        layer_operations(config_of_keys({**keys, "num_nextn_predict_layers": n}), Setting(sequence=32))
+        layer_operations(config_of_keys({**keys, "num_nextn_predict_layers": n}), ParallelConfig(sequence=32))
         for n in (0, 1)
     )
     assert two["output"].flops.total == 2 * one["output"].flops.total

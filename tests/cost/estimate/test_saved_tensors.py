@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.cost.estimate.layers import layer_operations
 from penstock.cost.estimate.model_config import config_of_keys
-from penstock.cost.estimate.setting import Setting
+from penstock.cost.estimate.parallel_config import ParallelConfig
 from penstock.runtime import demo
 from tests.support.grids import small
 from tests.support.model_configs import gpt_config
@@ -46,8 +46,8 @@ def test_a_block_of_the_demo_saves_what_is_estimated() -> None:
     blocks: Any = model[1]
     measured = of_one_block(model, blocks, lambda: model(inputs))
     config = gpt_config(*(demo.WIDTH, demo.LAYERS, demo.HEADS), resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
-    setting = Setting(sequence=demo.LENGTH, microbatch_size=demo.ROWS, precision="fp32")
-    assert layer_operations(config, setting)["block"].activation == pytest.approx(measured, rel=0.05)
+    parallel = ParallelConfig(sequence=demo.LENGTH, microbatch_size=demo.ROWS, precision="fp32")
+    assert layer_operations(config, parallel)["block"].activation == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -65,6 +65,6 @@ def test_a_block_of_transformers_saves_what_is_estimated(kind: str) -> None:
     model = decoder(kind, **sizes, use_cache=False)
     tokens = torch.randint(64, (2, 128))
     measured = of_one_block(model, model.model.layers, lambda: model(tokens))
-    setting = Setting(sequence=128, microbatch_size=2, precision="fp32", kernels="eager")
+    parallel = ParallelConfig(sequence=128, microbatch_size=2, precision="fp32", kernels="eager")
     config = config_of_keys({"model_type": kind, **sizes})
-    assert layer_operations(config, setting)["block"].activation == pytest.approx(measured, rel=0.05)
+    assert layer_operations(config, parallel)["block"].activation == pytest.approx(measured, rel=0.05)

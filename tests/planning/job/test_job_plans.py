@@ -15,12 +15,12 @@ from penstock import Costs
 from penstock.cost.estimate import device, estimate
 from penstock.cost.estimate.estimate import Estimator
 from penstock.errors import PlanError
-from penstock.planning.estimated import even_blocks, stage_costs
+from penstock.planning.estimated_model import even_blocks, stage_costs
 from penstock.planning.job import JobPlan, JobRequest, plan_job
 from penstock.planning.job.evaluation import BuiltSchedules, JobCandidates, JobEvaluation, Stages
 from penstock.planning.job.explanation import explain_job, time_shares
 from penstock.planning.job.layouts import job_layouts
-from penstock.planning.job.request import Traits, families_by_traits
+from penstock.planning.job.request import FamilyShape, families_by_shape
 from tests.support.grids import small
 from tests.support.model_configs import config, gpt_config
 
@@ -44,7 +44,7 @@ def test_layouts_use_all_devices_and_the_whole_batch() -> None:
     for each in layouts:
         assert prod((each.tensor, each.context, each.pipeline, each.data)) == 48
         assert each.data * each.microbatch_size * each.microbatches == 96
-        each.setting(asked).check(asked.config)
+        each.parallel_config(asked).check(asked.config)
     assert {each.expert for each in layouts} == {1, 2, 4, 8}
     assert {each.context for each in layouts} == {1, 2, 4}
 
@@ -57,7 +57,7 @@ def test_sizes_that_are_given_are_not_searched() -> None:
 
 
 def test_stages_are_no_longer_than_with_blocks_evenly_divided() -> None:
-    found = estimate(GPT, next(job_layouts(request())).setting(request()), H100)
+    found = estimate(GPT, next(job_layouts(request())).parallel_config(request()), H100)
     stages, times = Stages(found), [each.seconds.compute.total for each in found.layers]
     for number in range(1, 11):
         counts = stages.counts(number)
@@ -79,14 +79,14 @@ def test_no_option_is_faster_than_its_bound_and_bounds_come_in_order() -> None:
     schedules = BuiltSchedules()
     for each in ordered[:: len(ordered) // 30]:
         costs, layout = stage_costs(each.stages.estimate, each.placement, each.counts), each.layout
-        for family in families_by_traits()[each.traits]:
-            sizes = layout.pipeline, layout.microbatches, each.traits.stages_per_rank
+        for family in families_by_shape()[each.shape]:
+            sizes = layout.pipeline, layout.microbatches, each.shape.stages_per_rank
             if (built := schedules.get(family, *sizes)) is not None:
                 assert built.simulated(costs).makespan >= each.bound * (1 - 1e-9)
 
 
 def test_families_that_need_the_host_or_do_not_train_take_no_part() -> None:
-    names = {name for group in families_by_traits().values() for name in group}
+    names = {name for group in families_by_shape().values() for name in group}
     assert {"1f1b", "interleaved-1f1b", "zbv", "dualpipev", "zb-h1"} <= names
     assert not {"forward-only", "po-h"} & names
 
@@ -107,8 +107,8 @@ def test_an_extended_step_is_as_long_as_the_whole_one() -> None:
     for each in JobCandidates(asked, Estimator(GPT, H100)):
         costs = stage_costs(each.stages.estimate, each.placement, each.counts)
         for option in evaluation._evaluate(each):
-            if each.traits.stages_per_rank <= 2:
-                built = evaluation._schedules.get(option.family, 4, 64, each.traits.stages_per_rank)
+            if each.shape.stages_per_rank <= 2:
+                built = evaluation._schedules.get(option.family, 4, 64, each.shape.stages_per_rank)
                 assert built is not None
                 assert option.makespan == pytest.approx(built.simulated(costs).makespan, rel=0.01)
 
@@ -174,11 +174,11 @@ def test_what_cannot_be_planned_says_what_could(changes: dict[str, Any], message
 def test_layers_are_moved_from_the_busiest_rank(stages_per_rank: int) -> None:
     """In a V the first rank has the embedding and the output layer."""
     asked = request(config=gpt_config(1024, 30, 16, vocab_size=256_000))
-    found = estimate(asked.config, next(job_layouts(asked)).setting(asked), H100)
-    stages, traits = Stages(found), Traits(stages_per_rank, is_v=True, split=True, paired=False)
-    before = stages.bound(stages.counts(4 * stages_per_rank), traits, 4, 16)
-    bound, counts = stages.partition(traits, 4, 16)
-    assert bound == stages.bound(counts, traits, 4, 16) < before
+    found = estimate(asked.config, next(job_layouts(asked)).parallel_config(asked), H100)
+    stages, shape = Stages(found), FamilyShape(stages_per_rank, is_v=True, split=True, paired=False)
+    before = stages.bound(stages.counts(4 * stages_per_rank), shape, 4, 16)
+    bound, counts = stages.partition(shape, 4, 16)
+    assert bound == stages.bound(counts, shape, 4, 16) < before
     assert (sum(counts), min(counts) > 0) == (32, True)
 
 

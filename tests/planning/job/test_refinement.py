@@ -13,7 +13,7 @@ from penstock.cost.estimate import device
 from penstock.cost.estimate.estimate import Estimator
 from penstock.errors import PlanError
 from penstock.ir.kinds import Kind
-from penstock.planning.estimated import stage_costs
+from penstock.planning.estimated_model import stage_costs
 from penstock.planning.job import JobRequest, plan_job
 from penstock.planning.job.refinement import slowest
 from penstock.simulation.jitter import Spread
@@ -76,7 +76,7 @@ def test_searched_orders_are_never_worse_and_are_written(tmp_path: Any) -> None:
 def test_collectives_of_replicas_are_where_the_schedule_places_them(zero: int) -> None:
     made = plan_job(request(devices=16, batch=64, zero=zero))
     best = made.best
-    found = Estimator(GPT, made.request.device)(best.layout.setting(made.request))
+    found = Estimator(GPT, made.request.device)(best.layout.parallel_config(made.request))
     costs = stage_costs(found, best.placement, best.counts)
     lowered = best.lowered
     assert lowered.table.has(Kind.REDUCE_GRAD)
@@ -95,7 +95,7 @@ def test_reductions_that_nothing_hides_cost_their_whole_time() -> None:
     """The last reduction of a rank starts when its last gradient is there."""
     made = plan_job(request(devices=16, batch=64))
     best = made.best
-    found = Estimator(GPT, made.request.device)(best.layout.setting(made.request))
+    found = Estimator(GPT, made.request.device)(best.layout.parallel_config(made.request))
     costs = stage_costs(found, best.placement, best.counts)
     late = replace(costs, reduce_grad=10.0)
     makespan = penstock.simulate(best.schedule, replace(costs, reduce_grad=0.0)).makespan

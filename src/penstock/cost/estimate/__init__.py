@@ -1,4 +1,4 @@
-"""Estimates: costs of a decoder transformer's layers from its config, the training setting and the device.
+"""Estimates: costs of a decoder transformer's layers from its config, the parallel config and the device.
 
 config.json -> ModelConfig ┐
 sequence, tp, cp, ep, ...  ├-> operations of each layer -> seconds and bytes -> Costs of each layer
@@ -15,13 +15,13 @@ from penstock.cost.estimate.model_config import (
     known_models,
     read_config,
 )
-from penstock.cost.estimate.setting import Setting
+from penstock.cost.estimate.parallel_config import ParallelConfig
 
 __all__ = [
     "Device",
     "Estimate",
     "ModelConfig",
-    "Setting",
+    "ParallelConfig",
     "active_parameters",
     "config_of_keys",
     "device",

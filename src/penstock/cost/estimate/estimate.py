@@ -1,4 +1,4 @@
-"""`estimate`: the costs of every layer of a model, from its config, the training setting and the device."""
+"""`estimate`: the costs of every layer of a model, from its config, the parallel config and the device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.layers import layer_operations, model_flops
 from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.operations import LayerOperations
+from penstock.cost.estimate.parallel_config import ParallelConfig
 from penstock.cost.estimate.roofline import LayerSeconds, Link, layer_seconds, link_of
-from penstock.cost.estimate.setting import Setting
 
 _UPDATE_BYTES = 30
 """AdamW moves for each weight: gradient, master weight and two moments in, the last three and a copy out."""
@@ -81,7 +81,7 @@ class Estimate:
     """The estimate of a model."""
 
     config: ModelConfig
-    setting: Setting
+    parallel: ParallelConfig
     device: Device
     by_kind: dict[str, LayerEstimate]
 
@@ -93,8 +93,8 @@ class Estimate:
     @property
     def model_flops(self) -> float:
         """FLOPs of one microbatch on all ranks of a replica, as MFU counts them."""
-        tokens = self.setting.microbatch_size * self.setting.sequence
-        return model_flops(self.config, self.setting.sequence) * tokens
+        tokens = self.parallel.microbatch_size * self.parallel.sequence
+        return model_flops(self.config, self.parallel.sequence) * tokens
 
     def update_seconds(self, weights: float) -> float:
         """Of the optimizer's update of this many weights."""
@@ -105,67 +105,69 @@ class Estimate:
 
         Weights are gathered layer by layer while earlier layers compute the first microbatch.
         """
-        if self.setting.zero not in {1, 2} or self.setting.replicas == 1:
+        if self.parallel.zero not in {1, 2} or self.parallel.replicas == 1:
             return 0.0
-        bandwidth = link_of("data", self.device, self.setting).bandwidth
+        bandwidth = link_of("data", self.device, self.parallel).bandwidth
         delay = sum(layer.weights.gathered for layer in layers) / bandwidth
         hidden = sum(layer.seconds.compute.forward for layer in layers[:-1])
         return max(delay - hidden, layers[0].weights.gathered / bandwidth)
 
     def mfu(self, seconds: float, microbatches: int, ranks: int) -> float:
         """Model FLOPs utilization of a step of one pipeline with this many ranks."""
-        devices = ranks * self.setting.tensor_parallel * self.setting.context_parallel
-        precision = "bf16" if self.setting.precision == "fp8" else self.setting.precision
+        devices = ranks * self.parallel.tensor_parallel * self.parallel.context_parallel
+        precision = "bf16" if self.parallel.precision == "fp8" else self.parallel.precision
         return self.model_flops * microbatches / (seconds * devices * self.device.peak(precision))
 
 
 class Estimator:
-    """Estimates of a model on a device in many settings; what does not depend on replicas is computed once."""
+    """Estimates of a model on a device; what does not depend on replicas is computed once."""
 
     def __init__(self, config: ModelConfig, device: Device) -> None:
         self.config, self.device = config, device
-        self._timed: dict[Setting, dict[str, tuple[LayerOperations, LayerSeconds]]] = {}
+        self._timed: dict[ParallelConfig, dict[str, tuple[LayerOperations, LayerSeconds]]] = {}
 
-    def __call__(self, setting: Setting) -> Estimate:
-        """The estimate in one setting."""
-        setting.check(self.config)
-        alike = replace(setting, data_parallel=1, zero=0)
+    def __call__(self, parallel: ParallelConfig) -> Estimate:
+        """The estimate for one parallel config."""
+        parallel.check(self.config)
+        alike = replace(parallel, data_parallel=1, zero=0)
         if alike not in self._timed:
-            layers = layer_operations(self.config, setting)
+            layers = layer_operations(self.config, parallel)
             self._timed[alike] = {
-                kind: (each, layer_seconds(each, self.device, setting)) for kind, each in layers.items()
+                kind: (each, layer_seconds(each, self.device, parallel)) for kind, each in layers.items()
             }
         return Estimate(
-            *(self.config, setting, self.device),
-            {kind: _layer(*each, setting, self.device) for kind, each in self._timed[alike].items()},
+            *(self.config, parallel, self.device),
+            {kind: _layer(*each, parallel, self.device) for kind, each in self._timed[alike].items()},
         )
 
 
-def estimate(config: ModelConfig, setting: Setting, device: Device) -> Estimate:
+def estimate(config: ModelConfig, parallel: ParallelConfig, device: Device) -> Estimate:
     """Estimate the costs of a model's layers on a device."""
-    return Estimator(config, device)(setting)
+    return Estimator(config, device)(parallel)
 
 
-def _layer(layer: LayerOperations, seconds: LayerSeconds, setting: Setting, device: Device) -> LayerEstimate:
-    link = link_of("data", device, setting)
-    is_sharded = setting.zero == 3 and setting.replicas > 1
-    weights, factor = weight_bytes(layer, setting), device.attainable.whole_backward
+def _layer(
+    layer: LayerOperations, seconds: LayerSeconds, parallel: ParallelConfig, device: Device
+) -> LayerEstimate:
+    link = link_of("data", device, parallel)
+    is_sharded = parallel.zero == 3 and parallel.replicas > 1
+    weights, factor = weight_bytes(layer, parallel), device.attainable.whole_backward
     return LayerEstimate(layer, seconds, weights, link, is_sharded, factor)
 
 
-def weight_bytes(layer: LayerOperations, setting: Setting) -> WeightBytes:
+def weight_bytes(layer: LayerOperations, parallel: ParallelConfig) -> WeightBytes:
     """Of one layer: experts have their own number of replicas."""
-    each, state = setting.value_bytes, 8 if setting.precision == "fp32" else 12
+    each, state = parallel.value_bytes, 8 if parallel.precision == "fp32" else 12
     sums = [0.0] * 7
-    for expert, replicas in ((False, float(setting.replicas)), (True, setting.expert_replicas)):
-        count, zero = layer.weights(expert=expert), setting.zero
+    for expert, replicas in ((False, float(parallel.replicas)), (True, parallel.expert_replicas)):
+        count, zero = layer.weights(expert=expert), parallel.zero
         sent = (replicas - 1) / replicas
         row = (
             each * count / (replicas if zero == 3 else 1),
-            setting.gradient_bytes * count / (replicas if zero >= 2 else 1),
+            parallel.gradient_bytes * count / (replicas if zero >= 2 else 1),
             state * count / (replicas if zero >= 1 else 1),
             each * count * sent if zero == 3 else 0.0,
-            setting.gradient_bytes * count * sent * (1 if zero else 2),
+            parallel.gradient_bytes * count * sent * (1 if zero else 2),
             each * count * sent,
             count / (replicas if zero else 1),
         )

@@ -8,14 +8,14 @@ from math import ceil
 
 from penstock.cost.estimate.model_config import Experts, ModelConfig
 from penstock.cost.estimate.operations import Collective, LayerOperations, Operation, Passes, Saved
-from penstock.cost.estimate.setting import Setting
+from penstock.cost.estimate.parallel_config import ParallelConfig
 
 # Building blocks of layers: matrix products, pointwise operations and collectives of tensor parallelism.
 
 
 def matmul(
     name: str,
-    setting: Setting,
+    parallel: ParallelConfig,
     tokens: float,
     inner: float,
     outer: float,
@@ -29,8 +29,8 @@ def matmul(
 ) -> Operation:
     """Tokens times a matrix of inner by outer: 2·tokens·inner·outer FLOPs in each pass."""
     flops = 2.0 * tokens * inner * outer
-    moved = setting.value_bytes * (tokens * (inner + outer) + matrices * inner * outer)
-    kept = setting.value_bytes * tokens * outer if output_gradient is None else output_gradient
+    moved = parallel.value_bytes * (tokens * (inner + outer) + matrices * inner * outer)
+    kept = parallel.value_bytes * tokens * outer if output_gradient is None else output_gradient
     return Operation(
         name,
         "matmul",
@@ -65,11 +65,11 @@ def pointwise(
     )
 
 
-def norm(name: str, config: ModelConfig, setting: Setting, tokens: float, size: float) -> Operation:
+def norm(name: str, config: ModelConfig, parallel: ParallelConfig, tokens: float, size: float) -> Operation:
     """LayerNorm or RMSNorm: saves its input; eager RMSNorm also saves the normalized values."""
-    e = setting.value_bytes
+    e = parallel.value_bytes
     saved = [Saved(f"input of {name}", e * tokens * size)]
-    eager = setting.kernels == "eager" and not config.layer_norm
+    eager = parallel.kernels == "eager" and not config.layer_norm
     if eager:
         saved.append(Saved(f"normalized values of {name}", e * tokens * size, recomputed_at="pointwise"))
     weights = size * (2 if config.layer_norm else 1)
@@ -77,24 +77,24 @@ def norm(name: str, config: ModelConfig, setting: Setting, tokens: float, size: 
     return pointwise(name, moved, weights=weights, saved=tuple(saved), kernels=5 if eager else 1)
 
 
-def dropout(name: str, setting: Setting, tokens: float, size: float) -> Operation:
+def dropout(name: str, parallel: ParallelConfig, tokens: float, size: float) -> Operation:
     """Dropout: saves a mask of one byte per entry."""
-    moved = (2 * setting.value_bytes + 1) * tokens * size
+    moved = (2 * parallel.value_bytes + 1) * tokens * size
     mask = Saved(f"mask of {name}", tokens * size)
     return pointwise(name, moved, backward=moved, saved=(mask,), repeated_at="full")
 
 
-def gather_and_scatter(name: str, setting: Setting, size: float) -> tuple[Collective, ...]:
+def gather_and_scatter(name: str, parallel: ParallelConfig, size: float) -> tuple[Collective, ...]:
     """Around a pair of matrix products that tensor parallel ranks share.
 
     With sequence parallelism: all-gather before, reduce-scatter after, both again for the input gradient, and
     one all-gather of the saved input for the weight gradient. Without it: one all-reduce in each pass.
     """
-    t = setting.tensor_parallel
+    t = parallel.tensor_parallel
     if t == 1:
         return ()
-    part = setting.value_bytes * setting.tokens * size * (t - 1) / t
-    again = part if setting.sequence_parallel else 0.0
+    part = parallel.value_bytes * parallel.tokens * size * (t - 1) / t
+    again = part if parallel.sequence_parallel else 0.0
     calls = Passes(2, 2, 1) if again else Passes(1, 1, 0)
     return (Collective(name, "tensor", Passes(2 * part, 2 * part, again), calls),)
 
@@ -102,57 +102,57 @@ def gather_and_scatter(name: str, setting: Setting, size: float) -> tuple[Collec
 # Attention of one block: projections, rotary embedding, scores, output; multi-head, grouped or latent.
 
 
-def attention_operations(config: ModelConfig, setting: Setting) -> list[Operation]:
+def attention_operations(config: ModelConfig, parallel: ParallelConfig) -> list[Operation]:
     """All operations from the norm before attention to the residual after it."""
-    h, own, e = config.hidden, setting.own_tokens, setting.value_bytes
+    h, own, e = config.hidden, parallel.own_tokens, parallel.value_bytes
     shape = config.attention
     project = _latent_projections if shape.kv_rank is not None else _projections
-    per_rank = _heads(setting, shape.heads)
+    per_rank = _heads(parallel, shape.heads)
     out = per_rank * shape.value_size
     projection = matmul(
-        *("attention output", setting, setting.tokens, out, h),
+        *("attention output", parallel, parallel.tokens, out, h),
         saved=(
-            Saved("input of attention output", setting.input_bytes * setting.tokens * out, for_weight=True),
+            Saved("input of attention output", parallel.input_bytes * parallel.tokens * out, for_weight=True),
         ),
         output_gradient=e * own * h,
         bias=shape.output_bias,
     )
-    found = [norm("attention norm", config, setting, own, h), *project(config, setting)]
-    found += [_core(config, setting), projection]
+    found = [norm("attention norm", config, parallel, own, h), *project(config, parallel)]
+    found += [_core(config, parallel), projection]
     if config.dropout:
-        found.append(dropout("attention dropout", setting, own, h))
+        found.append(dropout("attention dropout", parallel, own, h))
     found.append(pointwise("attention residual", 3 * e * own * h, backward=0.0, repeated_at="full"))
     return found
 
 
-def attention_collectives(config: ModelConfig, setting: Setting) -> list[Collective]:
+def attention_collectives(config: ModelConfig, parallel: ParallelConfig) -> list[Collective]:
     """Those of tensor parallelism, and keys and values that context parallel ranks exchange in a ring."""
-    found = [*gather_and_scatter("attention", setting, config.hidden)]
-    c, shape = setting.context_parallel, config.attention
+    found = [*gather_and_scatter("attention", parallel, config.hidden)]
+    c, shape = parallel.context_parallel, config.attention
     if c > 1:
-        size = _heads(setting, shape.kv_heads) * (shape.head_size + shape.value_size)
-        part = setting.value_bytes * setting.tokens * size * (c - 1)
+        size = _heads(parallel, shape.kv_heads) * (shape.head_size + shape.value_size)
+        part = parallel.value_bytes * parallel.tokens * size * (c - 1)
         found.append(Collective("keys and values", "context", Passes(part, 2 * part, 0), Passes(c - 1, c - 1)))
     return found
 
 
-def _heads(setting: Setting, heads: int) -> int:
+def _heads(parallel: ParallelConfig, heads: int) -> int:
     """Heads per rank; fewer key and value heads than ranks are replicated."""
-    return ceil(heads / setting.tensor_parallel)
+    return ceil(heads / parallel.tensor_parallel)
 
 
-def _linear_input(what: str, setting: Setting, tokens: float, size: float) -> tuple[Saved, ...]:
-    return (Saved(what, setting.input_bytes * tokens * size, for_weight=True, recomputed_at="pointwise"),)
+def _linear_input(what: str, parallel: ParallelConfig, tokens: float, size: float) -> tuple[Saved, ...]:
+    return (Saved(what, parallel.input_bytes * tokens * size, for_weight=True, recomputed_at="pointwise"),)
 
 
-def _projections(config: ModelConfig, setting: Setting) -> list[Operation]:
-    shape, e, tokens = config.attention, setting.value_bytes, setting.tokens
-    heads, kv_heads = _heads(setting, shape.heads), _heads(setting, shape.kv_heads)
+def _projections(config: ModelConfig, parallel: ParallelConfig) -> list[Operation]:
+    shape, e, tokens = config.attention, parallel.value_bytes, parallel.tokens
+    heads, kv_heads = _heads(parallel, shape.heads), _heads(parallel, shape.kv_heads)
     queries, keys, values = heads * shape.head_size, kv_heads * shape.head_size, kv_heads * shape.value_size
     found = [
         matmul(
-            *("queries, keys, values", setting, tokens, config.hidden, queries + keys + values),
-            saved=_linear_input("input of queries, keys, values", setting, setting.own_tokens, config.hidden),
+            *("queries, keys, values", parallel, tokens, config.hidden, queries + keys + values),
+            saved=_linear_input("input of queries, keys, values", parallel, parallel.own_tokens, config.hidden),
             bias=shape.biases,
         )
     ]
@@ -167,42 +167,42 @@ def _projections(config: ModelConfig, setting: Setting) -> list[Operation]:
     return found
 
 
-def _latent_projections(config: ModelConfig, setting: Setting) -> list[Operation]:
+def _latent_projections(config: ModelConfig, parallel: ParallelConfig) -> list[Operation]:
     """Down to a low rank, on every tensor parallel rank, and up to the heads of this rank."""
-    shape, h, tokens, own = config.attention, config.hidden, setting.tokens, setting.own_tokens
+    shape, h, tokens, own = config.attention, config.hidden, parallel.tokens, parallel.own_tokens
     assert shape.kv_rank is not None
-    heads, plain = _heads(setting, shape.heads), shape.head_size - shape.rotary_size
+    heads, plain = _heads(parallel, shape.heads), shape.head_size - shape.rotary_size
     queries, up = heads * shape.head_size, heads * (plain + shape.value_size)
     down = (shape.query_rank or 0) + shape.kv_rank + shape.rotary_size
     found = [
         matmul(
-            *("latent down-projection", setting, own, h, down),
-            saved=_linear_input("input of the down-projection", setting, own, h),
+            *("latent down-projection", parallel, own, h, down),
+            saved=_linear_input("input of the down-projection", parallel, own, h),
         )
     ]
     for name, rank, size in (("query", shape.query_rank, queries), ("key-value", shape.kv_rank, up)):
         if rank is None:  # queries straight from the hidden states, whose tensor is saved already
-            found.append(matmul("queries", setting, tokens, h, size))
+            found.append(matmul("queries", parallel, tokens, h, size))
             continue
-        found.append(norm(f"{name} norm", config, setting, own, rank))
-        saved = _linear_input(f"input of the {name} up-projection", setting, own, rank)
-        up_projection = (f"{name} up-projection", setting, tokens, rank, size)
+        found.append(norm(f"{name} norm", config, parallel, own, rank))
+        saved = _linear_input(f"input of the {name} up-projection", parallel, own, rank)
+        up_projection = (f"{name} up-projection", parallel, tokens, rank, size)
         found.append(matmul(*up_projection, saved=saved, repeated_at="latent"))
     rotated = (heads + 1) * shape.rotary_size
-    moved = 2 * setting.value_bytes * tokens * rotated
+    moved = 2 * parallel.value_bytes * tokens * rotated
     found.append(pointwise("rotary embedding", moved, repeated_at="latent"))
     return found
 
 
-def _core(config: ModelConfig, setting: Setting) -> Operation:
+def _core(config: ModelConfig, parallel: ParallelConfig) -> Operation:
     """Scores, softmax and the weighted values.
 
     Flash attention computes the lower triangle only, and the scores again for the gradient: 2.5 times the
     forward. Unfused attention computes and saves the whole square: as Megatron's formula counts it, softmax and
     dropout of a·s·s·b entries take 5 bytes each.
     """
-    shape, e, tokens, s = config.attention, setting.value_bytes, setting.tokens, setting.sequence
-    heads, kv_heads = _heads(setting, shape.heads), _heads(setting, shape.kv_heads)
+    shape, e, tokens, s = config.attention, parallel.value_bytes, parallel.tokens, parallel.sequence
+    heads, kv_heads = _heads(parallel, shape.heads), _heads(parallel, shape.kv_heads)
     if shape.kv_rank is not None:
         kv_heads = heads
     forward = 2.0 * tokens * s * heads * (shape.head_size + shape.value_size)
@@ -210,7 +210,7 @@ def _core(config: ModelConfig, setting: Setting) -> Operation:
     values, out = tokens * kv_heads * shape.value_size, tokens * heads * shape.value_size
     level = "full" if shape.kv_rank is None else "latent"
     saved = [Saved("queries, keys, values", e * (queries + keys + values), recomputed_at=level)]
-    if setting.attention == "flash":
+    if parallel.attention == "flash":
         forward /= 2
         saved.append(Saved("log of the softmax sums", 4 * tokens * heads))
         flops, square = Passes(forward, 2.5 * forward), 0.0
@@ -231,31 +231,31 @@ def _core(config: ModelConfig, setting: Setting) -> Operation:
 # The feed-forward of one block: dense, gated or not, or a mixture of experts with its all-to-all.
 
 
-def feed_forward_operations(config: ModelConfig, setting: Setting, *, dense: bool) -> list[Operation]:
+def feed_forward_operations(config: ModelConfig, parallel: ParallelConfig, *, dense: bool) -> list[Operation]:
     """All operations from the norm before the feed-forward to the residual after it."""
-    h, own, e, t = config.hidden, setting.own_tokens, setting.value_bytes, setting.tensor_parallel
-    found = [norm("feed-forward norm", config, setting, own, h)]
+    h, own, e, t = config.hidden, parallel.own_tokens, parallel.value_bytes, parallel.tensor_parallel
+    found = [norm("feed-forward norm", config, parallel, own, h)]
     if dense or config.experts is None:
-        found += _mlp("feed-forward", config, setting, setting.tokens, config.width / t)
+        found += _mlp("feed-forward", config, parallel, parallel.tokens, config.width / t)
     else:
-        found += _experts(config, config.experts, setting)
+        found += _experts(config, config.experts, parallel)
     if config.dropout:
-        found.append(dropout("feed-forward dropout", setting, own, h))
+        found.append(dropout("feed-forward dropout", parallel, own, h))
     found.append(pointwise("feed-forward residual", 3 * e * own * h, backward=0.0, repeated_at="full"))
     return found
 
 
-def feed_forward_collectives(config: ModelConfig, setting: Setting, *, dense: bool) -> list[Collective]:
+def feed_forward_collectives(config: ModelConfig, parallel: ParallelConfig, *, dense: bool) -> list[Collective]:
     """Those of tensor parallelism, or dispatch and combine between expert parallel ranks."""
     if dense or config.experts is None:
-        return [*gather_and_scatter("feed-forward", setting, config.hidden)]
+        return [*gather_and_scatter("feed-forward", parallel, config.hidden)]
     found: list[Collective] = []
     if config.experts.shared_width:
-        found += gather_and_scatter("shared experts", setting, config.hidden)
-    ep = setting.expert_parallel
+        found += gather_and_scatter("shared experts", parallel, config.hidden)
+    ep = parallel.expert_parallel
     if ep > 1:
-        sent = setting.own_tokens * config.experts.top_k * config.hidden * (ep - 1) / ep
-        dispatch, combine = setting.input_bytes * sent, setting.value_bytes * sent
+        sent = parallel.own_tokens * config.experts.top_k * config.hidden * (ep - 1) / ep
+        dispatch, combine = parallel.input_bytes * sent, parallel.value_bytes * sent
         both = Passes(dispatch + combine, dispatch + combine)
         most = config.experts.node_limit or config.experts.top_k
         share = min(1.0, most / config.experts.top_k)
@@ -266,30 +266,30 @@ def feed_forward_collectives(config: ModelConfig, setting: Setting, *, dense: bo
 def _mlp(
     name: str,
     config: ModelConfig,
-    setting: Setting,
+    parallel: ParallelConfig,
     tokens: float,
     width: float,
     *,
     experts: float = 0,
 ) -> list[Operation]:
     """Up to the width, the activation function, and down; `experts` is the number of experts on this rank."""
-    h, e, inner = config.hidden, setting.value_bytes, setting.input_bytes
-    own = tokens if experts else setting.own_tokens
+    h, e, inner = config.hidden, parallel.value_bytes, parallel.input_bytes
+    own = tokens if experts else parallel.own_tokens
     ups = 2 if config.gated else 1
     level = "full" if experts else "pointwise"
     up_input = Saved(f"input of {name} up", inner * own * h, for_weight=True, recomputed_at=level)
     middle = [Saved(f"input of {name} activation", e * tokens * ups * width)]
-    if config.gated and setting.kernels == "eager":
+    if config.gated and parallel.kernels == "eager":
         middle.append(Saved(f"activated gate of {name}", e * tokens * width, recomputed_at="pointwise"))
     down_input = Saved(
         f"input of {name} down", inner * tokens * width, for_weight=True, recomputed_at="pointwise"
     )
     common = {"bias": config.biases, "matrices": experts or 1, "is_expert": bool(experts)}
     return [
-        matmul(f"{name} up", setting, tokens, h, ups * width, saved=(up_input,), **common),  # type: ignore[arg-type]
+        matmul(f"{name} up", parallel, tokens, h, ups * width, saved=(up_input,), **common),  # type: ignore[arg-type]
         pointwise(f"{name} activation", e * tokens * (ups + 1) * width, saved=tuple(middle)),
         matmul(
-            *(f"{name} down", setting, tokens, width, h),
+            *(f"{name} down", parallel, tokens, width, h),
             saved=(down_input,),
             output_gradient=e * own * h,
             **common,  # type: ignore[arg-type]
@@ -297,12 +297,12 @@ def _mlp(
     ]
 
 
-def _experts(config: ModelConfig, experts: Experts, setting: Setting) -> list[Operation]:
+def _experts(config: ModelConfig, experts: Experts, parallel: ParallelConfig) -> list[Operation]:
     """Router, permutation, the experts on this rank with balanced loads, and the shared experts."""
-    h, own, e = config.hidden, setting.own_tokens, setting.value_bytes
+    h, own, e = config.hidden, parallel.own_tokens, parallel.value_bytes
     routed = own * experts.top_k
     router = matmul(
-        *("router", setting, own, h, experts.count),
+        *("router", parallel, own, h, experts.count),
         saved=(Saved("router probabilities", 4 * own * experts.count),),
         output_gradient=4 * own * experts.count,
         bias=experts.selection_bias,
@@ -311,32 +311,32 @@ def _experts(config: ModelConfig, experts: Experts, setting: Setting) -> list[Op
     permute = pointwise(
         *("permute and unpermute", 4 * e * routed * h),
         backward=4 * e * routed * h,
-        saved=(weighted,) if setting.kernels == "eager" else (),
+        saved=(weighted,) if parallel.kernels == "eager" else (),
         repeated_at="full",
         kernels=4,
     )
-    own_experts = experts.count / setting.expert_parallel
-    found = [router, permute, *_mlp("experts", config, setting, routed, experts.width, experts=own_experts)]
+    own_experts = experts.count / parallel.expert_parallel
+    found = [router, permute, *_mlp("experts", config, parallel, routed, experts.width, experts=own_experts)]
     if experts.shared_width:
-        width = experts.shared_width / setting.tensor_parallel
-        found += _mlp("shared experts", config, setting, setting.tokens, width)
+        width = experts.shared_width / parallel.tensor_parallel
+        found += _mlp("shared experts", config, parallel, parallel.tokens, width)
         if experts.shared_gate:
-            found.append(matmul("shared gate", setting, own, h, 1))
+            found.append(matmul("shared gate", parallel, own, h, 1))
     return found
 
 
 # The layers of a model on one rank: embedding, blocks, multi-token-prediction blocks, output layer.
 
 
-def layer_operations(config: ModelConfig, setting: Setting) -> dict[str, LayerOperations]:
+def layer_operations(config: ModelConfig, parallel: ParallelConfig) -> dict[str, LayerOperations]:
     """Each kind of layer that the model has, in the order of the model."""
-    setting.check(config)
-    return {kind: _layer(kind, config, setting) for kind in dict.fromkeys(config.kinds)}
+    parallel.check(config)
+    return {kind: _layer(kind, config, parallel) for kind in dict.fromkeys(config.kinds)}
 
 
 def parameters_of_kind(config: ModelConfig, kind: str) -> float:
     """Weights of a layer; those of a tied output layer belong to the embedding."""
-    whole = _layer(kind, config, Setting(sequence=1))
+    whole = _layer(kind, config, ParallelConfig(sequence=1))
     return whole.weights(expert=False) + whole.weights(expert=True)
 
 
@@ -352,7 +352,7 @@ def active_parameters(config: ModelConfig) -> float:
     if config.experts is None:
         return parameters(config)
     idle = 1 - config.experts.top_k / config.experts.count
-    experts = _layer("expert block", config, Setting(sequence=1)).weights(expert=True)
+    experts = _layer("expert block", config, ParallelConfig(sequence=1)).weights(expert=True)
     return parameters(config) - idle * experts * config.kinds.count("expert block")
 
 
@@ -363,59 +363,59 @@ def model_flops(config: ModelConfig, sequence: int) -> float:
     Three times the forward's matrix products, with the whole square of attention scores, as Megatron and PaLM
     count: 6·(weights in products) + 12·layers·heads·head size·sequence for multi-head attention.
     """
-    setting = Setting(sequence=sequence, attention="unfused")
-    layers = {kind: _layer(kind, config, setting) for kind in dict.fromkeys(config.kinds)}
+    parallel = ParallelConfig(sequence=sequence, attention="unfused")
+    layers = {kind: _layer(kind, config, parallel) for kind in dict.fromkeys(config.kinds)}
     return 3 * sum(layers[kind].model_flops.forward for kind in config.kinds) / sequence
 
 
-def _layer(kind: str, config: ModelConfig, setting: Setting) -> LayerOperations:
-    h, e, own = config.hidden, setting.value_bytes, setting.own_tokens
+def _layer(kind: str, config: ModelConfig, parallel: ParallelConfig) -> LayerOperations:
+    h, e, own = config.hidden, parallel.value_bytes, parallel.own_tokens
     hidden_states = e * own * h
     if kind == "embedding":
-        return _embedding(config, setting)
+        return _embedding(config, parallel)
     if kind == "output":
-        return _output(config, setting)
+        return _output(config, parallel)
     dense = kind == "block"
     block = LayerOperations(
         kind,
         (
-            *attention_operations(config, setting),
-            *feed_forward_operations(config, setting, dense=dense),
+            *attention_operations(config, parallel),
+            *feed_forward_operations(config, parallel, dense=dense),
         ),
         (
-            *attention_collectives(config, setting),
-            *feed_forward_collectives(config, setting, dense=dense),
+            *attention_collectives(config, parallel),
+            *feed_forward_collectives(config, parallel, dense=dense),
         ),
         input_bytes=hidden_states,
         message=hidden_states,
-        recompute=setting.recompute,
+        recompute=parallel.recompute,
     )
-    return _with_prediction(block, config, setting) if kind == "mtp block" else block
+    return _with_prediction(block, config, parallel) if kind == "mtp block" else block
 
 
-def _with_prediction(block: LayerOperations, config: ModelConfig, setting: Setting) -> LayerOperations:
+def _with_prediction(block: LayerOperations, config: ModelConfig, parallel: ParallelConfig) -> LayerOperations:
     """A block that also takes the next tokens' embeddings, and hands on both hidden states."""
-    h, own, e = config.hidden, setting.own_tokens, setting.value_bytes
-    both = Saved("input of the prediction's projection", setting.input_bytes * own * 2 * h, for_weight=True)
+    h, own, e = config.hidden, parallel.own_tokens, parallel.value_bytes
+    both = Saved("input of the prediction's projection", parallel.input_bytes * own * 2 * h, for_weight=True)
     first: tuple[Operation, ...] = (
-        norm("norm of hidden states", config, setting, own, h),
-        norm("norm of embeddings", config, setting, own, h),
-        matmul("prediction's projection", setting, own, 2 * h, h, saved=(both,)),
-        norm("norm of predictions", config, setting, own, h),
+        norm("norm of hidden states", config, parallel, own, h),
+        norm("norm of embeddings", config, parallel, own, h),
+        matmul("prediction's projection", parallel, own, 2 * h, h, saved=(both,)),
+        norm("norm of predictions", config, parallel, own, h),
     )
     return replace(block, operations=(*first, *block.operations), message=2 * e * own * h)
 
 
-def _embedding(config: ModelConfig, setting: Setting) -> LayerOperations:
-    h, e, own = config.hidden, setting.value_bytes, setting.own_tokens
-    weights = (config.vocabulary / setting.tensor_parallel + config.positions) * h
+def _embedding(config: ModelConfig, parallel: ParallelConfig) -> LayerOperations:
+    h, e, own = config.hidden, parallel.value_bytes, parallel.own_tokens
+    weights = (config.vocabulary / parallel.tensor_parallel + config.positions) * h
     look_up = Operation(
         *("look-up", "memory", Passes(), Passes(2 * e * own * h, 0, 3 * e * own * h)), weights=weights
     )
     found = [look_up]
     if config.dropout:
-        found.append(dropout("embedding dropout", setting, own, h))
-    reduced = gather_and_scatter("embedding", setting, h)[:1]
+        found.append(dropout("embedding dropout", parallel, own, h))
+    reduced = gather_and_scatter("embedding", parallel, h)[:1]
     once = tuple(
         replace(each, bytes=each.bytes.times(0.5)._replace(weight_gradient=0), messages=Passes(1, 1))
         for each in reduced
@@ -423,15 +423,15 @@ def _embedding(config: ModelConfig, setting: Setting) -> LayerOperations:
     return LayerOperations("embedding", tuple(found), once, message=e * own * h)
 
 
-def _output(config: ModelConfig, setting: Setting) -> LayerOperations:
+def _output(config: ModelConfig, parallel: ParallelConfig) -> LayerOperations:
     """Final norm, logits, and the loss in fp32: once, and once more for each multi-token prediction."""
-    h, e, own, tokens = config.hidden, setting.value_bytes, setting.own_tokens, setting.tokens
-    part = config.vocabulary / setting.tensor_parallel
+    h, e, own, tokens = config.hidden, parallel.value_bytes, parallel.own_tokens, parallel.tokens
+    part = config.vocabulary / parallel.tensor_parallel
     found: list[Operation] = []
     for number in range(1 + config.mtp_layers):
         which = f" of prediction {number + 1}" if number else ""
         saved = (Saved(f"input of the logits{which}", e * own * h, for_weight=True),)
-        product = matmul(f"logits{which}", setting, tokens, h, part, saved=saved)
+        product = matmul(f"logits{which}", parallel, tokens, h, part, saved=saved)
         loss = pointwise(
             *(f"softmax and loss{which}", (e + 3 * 4) * tokens * part),
             backward=(e + 4) * tokens * part,
@@ -441,8 +441,8 @@ def _output(config: ModelConfig, setting: Setting) -> LayerOperations:
         if number:  # the weights are those of the first
             product = replace(product, weights=0.0)
         else:
-            found.append(norm("final norm", config, setting, own, h))
+            found.append(norm("final norm", config, parallel, own, h))
         found += [product, loss]
-    collectives = gather_and_scatter("logits", setting, h)[:1]
+    collectives = gather_and_scatter("logits", parallel, h)[:1]
     once = tuple(replace(each, bytes=each.bytes.times(0.5), messages=Passes(1, 1, 1)) for each in collectives)
     return LayerOperations("output", tuple(found), once)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.operations import Collective, LayerOperations, Operation, Passes
-from penstock.cost.estimate.setting import Setting
+from penstock.cost.estimate.parallel_config import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -51,50 +51,52 @@ def operation_seconds(operation: Operation, device: Device, precision: str) -> P
     )
 
 
-def link_of(group: str, device: Device, setting: Setting, stages: int = 1, network_share: float = 1.0) -> Link:
+def link_of(
+    group: str, device: Device, parallel: ParallelConfig, stages: int = 1, network_share: float = 1.0
+) -> Link:
     """The link of a group's ranks. Ranks are numbered tensor, context, data, pipeline parallel, from inside."""
-    t, c, node = setting.tensor_parallel, setting.context_parallel, device.node_devices
+    t, c, node = parallel.tensor_parallel, parallel.context_parallel, device.node_devices
     share = device.attainable.links
-    others = {"tensor": t - 1, "context": c - 1, "expert": setting.expert_parallel - 1, "pipeline": 1}
-    peers = max(1, others.get(group, setting.replicas - 1))
+    others = {"tensor": t - 1, "context": c - 1, "expert": parallel.expert_parallel - 1, "pipeline": 1}
+    peers = max(1, others.get(group, parallel.replicas - 1))
     rate = min(device.node_link, peers * device.node_peer_link)
     inside = Link(rate * share, device.node_latency_seconds)
     outside = Link(device.network_link * share, device.network_latency_seconds)
     reach = {
         "tensor": t,
         "context": t * c,
-        "expert": setting.expert_parallel,
-        "data": setting.ranks_per_stage,
-        "pipeline": setting.ranks_per_stage * stages,
+        "expert": parallel.expert_parallel,
+        "data": parallel.ranks_per_stage,
+        "pipeline": parallel.ranks_per_stage * stages,
     }
     if reach[group] <= node:
         return inside
     if group == "expert":  # what goes to other nodes takes longer than what stays
-        leaving = network_share * (setting.expert_parallel - node) / (setting.expert_parallel - 1)
+        leaving = network_share * (parallel.expert_parallel - node) / (parallel.expert_parallel - 1)
         return Link(min(inside.bandwidth, outside.bandwidth / leaving), outside.latency)
     if group == "data":  # the ranks of the group in a node share the adapters of all of them
-        local = max(1, min(node // t, setting.replicas))
+        local = max(1, min(node // t, parallel.replicas))
         return Link(min(inside.bandwidth, outside.bandwidth * local), outside.latency)
     return outside
 
 
-def collective_seconds(collective: Collective, device: Device, setting: Setting) -> Passes:
+def collective_seconds(collective: Collective, device: Device, parallel: ParallelConfig) -> Passes:
     """Of each pass."""
-    link = link_of(collective.group, device, setting, network_share=collective.network_share)
+    link = link_of(collective.group, device, parallel, network_share=collective.network_share)
     pairs = zip(collective.bytes, collective.messages)
     return Passes(*(size / link.bandwidth + calls * link.latency if size else 0.0 for size, calls in pairs))
 
 
-def layer_seconds(layer: LayerOperations, device: Device, setting: Setting) -> LayerSeconds:
+def layer_seconds(layer: LayerOperations, device: Device, parallel: ParallelConfig) -> LayerSeconds:
     """Of a layer, with what is recomputed as part of the input gradient."""
-    seconds = {each.name: operation_seconds(each, device, setting.precision) for each in layer.operations}
+    seconds = {each.name: operation_seconds(each, device, parallel.precision) for each in layer.operations}
     compute, all_to_all, again = Passes(), Passes(), 0.0
     for each in seconds.values():
         compute = compute.plus(each)
     for operation in layer.repeated:
         again += seconds[operation.name].forward
     for collective in layer.collectives:
-        taken = collective_seconds(collective, device, setting)
+        taken = collective_seconds(collective, device, parallel)
         if layer.recompute == "full":  # the repeated forward communicates too
             taken = taken._replace(input_gradient=taken.input_gradient + taken.forward)
         if collective.group == "expert":

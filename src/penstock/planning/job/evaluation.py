@@ -23,9 +23,9 @@ from penstock.families import build
 from penstock.ir.encoding import Floats, Ints
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.planning.estimated import even_blocks, stage_costs
+from penstock.planning.estimated_model import even_blocks, stage_costs
 from penstock.planning.job.layouts import JobLayout, JobOption, job_layouts
-from penstock.planning.job.request import JobRequest, Traits, families_by_traits
+from penstock.planning.job.request import FamilyShape, JobRequest, families_by_shape
 from penstock.planning.options import frontier
 from penstock.planning.partition import LayerCounts, move_layer
 from penstock.simulation.simulator import Simulator, simulate
@@ -68,21 +68,21 @@ class Stages:
             self._counts[stages] = even if packed is None or is_even else packed
         return self._counts[stages]
 
-    def partition(self, traits: Traits, ranks: int, microbatches: int) -> tuple[float, LayerCounts]:
+    def partition(self, shape: FamilyShape, ranks: int, microbatches: int) -> tuple[float, LayerCounts]:
         """The partition with the least bound that was found, and that bound.
 
         With several stages per rank the longest stage may be on the busiest rank. Its layers are moved to the
         rank with the least to do, as long as that lowers the bounds.
         """
-        counts = self.counts(ranks * traits.stages_per_rank)
-        best = self._rank_bounds(counts, traits, ranks, microbatches)
-        own = _own_stages(ranks, traits.stages_per_rank, is_v=traits.is_v)
-        for _ in range(_MOVES if traits.stages_per_rank > 1 else 0):
+        counts = self.counts(ranks * shape.stages_per_rank)
+        best = self._rank_bounds(counts, shape, ranks, microbatches)
+        own = _own_stages(ranks, shape.stages_per_rank, is_v=shape.is_v)
+        for _ in range(_MOVES if shape.stages_per_rank > 1 else 0):
             if best.max() < best.mean() * _BALANCED:
                 break
             sources, targets = own[best.argmax()][[0, -1]], own[best.argmin()][[0, -1]]
             moves = [move_layer(counts, s, t) for s in sources for t in targets if counts[s] > 1 and s != t]
-            tried = [(self._rank_bounds(each, traits, ranks, microbatches), each) for each in moves]
+            tried = [(self._rank_bounds(each, shape, ranks, microbatches), each) for each in moves]
             found = min(tried, key=lambda each: _key(each[0]), default=None)
             if found is None or _key(found[0]) >= _key(best):
                 break
@@ -113,11 +113,11 @@ class Stages:
         streams = self._compute.sum(), self._exchanged.sum()
         return microbatches * float(max(streams) if paired else sum(streams)) / ranks
 
-    def bound(self, counts: LayerCounts, traits: Traits, ranks: int, microbatches: int) -> float:
+    def bound(self, counts: LayerCounts, shape: FamilyShape, ranks: int, microbatches: int) -> float:
         """Lower bound on the makespan."""
-        return float(self._rank_bounds(counts, traits, ranks, microbatches).max())
+        return float(self._rank_bounds(counts, shape, ranks, microbatches).max())
 
-    def _rank_bounds(self, counts: LayerCounts, traits: Traits, ranks: int, microbatches: int) -> Floats:
+    def _rank_bounds(self, counts: LayerCounts, shape: FamilyShape, ranks: int, microbatches: int) -> Floats:
         """By each rank: it waits for its first input, works, and its last gradient goes on.
 
         An overlapped pair hides the shorter of its two streams. With a split backward, weight gradients may be
@@ -128,12 +128,12 @@ class Stages:
         exchanged = np.add.reduceat(self._exchanged, starts, axis=1)
         forward, backward = compute + exchanged
         before = np.cumsum(forward) - forward
-        ends_early = traits.split or traits.paired
+        ends_early = shape.split or shape.paired
         after = np.zeros_like(backward) if ends_early else np.cumsum(backward) - backward
         work = np.array((compute.sum(axis=0), exchanged.sum(axis=0)))
-        own = _own_stages(ranks, traits.stages_per_rank, is_v=traits.is_v)
+        own = _own_stages(ranks, shape.stages_per_rank, is_v=shape.is_v)
         streams = work[:, own].sum(axis=2)
-        busy = streams.max(axis=0) if traits.paired else streams.sum(axis=0)
+        busy = streams.max(axis=0) if shape.paired else streams.sum(axis=0)
         bounds: Floats = before[own].min(axis=1) + microbatches * busy + after[own].min(axis=1)
         return bounds
 
@@ -141,10 +141,10 @@ class Stages:
         """Bytes of weights, gradients and optimizer state of the mean rank: no partition needs less."""
         return float(self._state.sum()) / ranks
 
-    def least_memory(self, counts: LayerCounts, traits: Traits, ranks: int) -> float:
+    def least_memory(self, counts: LayerCounts, shape: FamilyShape, ranks: int) -> float:
         """Lower bound on the memory of a rank: its state, and one activation of one of its stages."""
         state, activation, working = self._stage_bytes(counts)
-        own = _own_stages(ranks, traits.stages_per_rank, is_v=traits.is_v)
+        own = _own_stages(ranks, shape.stages_per_rank, is_v=shape.is_v)
         held: Floats = state[own].sum(axis=1) + (activation + working)[own].max(axis=1)
         return float(held.max())
 
@@ -230,7 +230,7 @@ class Candidate:
     """A layout with families that have the same bound."""
 
     layout: JobLayout
-    traits: Traits
+    shape: FamilyShape
     stages: Stages
     counts: LayerCounts
     bound: float
@@ -238,8 +238,8 @@ class Candidate:
     @property
     def placement(self) -> Placement:
         """Stages on ranks."""
-        make = Placement.v if self.traits.is_v else Placement.loop
-        return make(self.layout.pipeline, self.traits.stages_per_rank)
+        make = Placement.v if self.shape.is_v else Placement.loop
+        return make(self.layout.pipeline, self.shape.stages_per_rank)
 
 
 class JobCandidates:
@@ -282,7 +282,7 @@ class JobCandidates:
         """Every layout whose weights and optimizer state fit, with a bound for all of its candidates."""
         for layout in job_layouts(self.request):
             self.counts["layouts"] += 1
-            stages = Stages(self._estimator(layout.setting(self.request)))
+            stages = Stages(self._estimator(layout.parallel_config(self.request)))
             if stages.mean_state(layout.pipeline) > self.request.memory_limit:
                 self.set_aside(layout)
             else:
@@ -290,22 +290,22 @@ class JobCandidates:
                 yield stages.layout_bound(layout.pipeline, layout.microbatches, paired=hides), layout, stages
 
     def _of_layout(self, layout: JobLayout, stages: Stages) -> Iterator[Candidate]:
-        for traits in self._traits(layout):
-            bound, counts = stages.partition(traits, layout.pipeline, layout.microbatches)
-            if stages.least_memory(counts, traits, layout.pipeline) > self.request.memory_limit:
+        for shape in self._shapes(layout):
+            bound, counts = stages.partition(shape, layout.pipeline, layout.microbatches)
+            if stages.least_memory(counts, shape, layout.pipeline) > self.request.memory_limit:
                 self.set_aside(layout)
             else:
-                yield Candidate(layout, traits, stages, counts, bound)
+                yield Candidate(layout, shape, stages, counts, bound)
 
-    def _traits(self, layout: JobLayout) -> Iterator[Traits]:
+    def _shapes(self, layout: JobLayout) -> Iterator[FamilyShape]:
         blocks = self.request.config.layers
-        for traits in families_by_traits(self.request.families):
-            if layout.pipeline == 1 and (traits.stages_per_rank > 1 or traits.split or traits.paired):
+        for shape in families_by_shape(self.request.families):
+            if layout.pipeline == 1 and (shape.stages_per_rank > 1 or shape.split or shape.paired):
                 continue  # one rank has no bubble
-            if traits.paired and layout.expert == 1:
+            if shape.paired and layout.expert == 1:
                 continue  # a pair hides nothing
-            if layout.pipeline * traits.stages_per_rank <= blocks:
-                yield traits
+            if layout.pipeline * shape.stages_per_rank <= blocks:
+                yield shape
 
 
 # Schedules of candidates, each built once, with what their ranks hold.
@@ -434,7 +434,7 @@ class JobEvaluation:
 
     def _evaluate(self, each: Candidate) -> Iterator[JobOption]:
         placement, found = each.placement, each.stages.estimate
-        known = families_by_traits(self.request.families)[each.traits]
+        known = families_by_shape(self.request.families)[each.shape]
         fitting = [family for family in known if self._fits(family, each)]
         costs = stage_costs(found, placement, each.counts) if fitting else Costs()
         for family in fitting:
@@ -445,7 +445,7 @@ class JobEvaluation:
 
     def _fits(self, family: str, each: Candidate) -> bool:
         """Whether the family can be built, and its activations are within the memory limit."""
-        built = self._schedules.get(family, *self._lengths(each)[-1], each.traits.stages_per_rank)
+        built = self._schedules.get(family, *self._lengths(each)[-1], each.shape.stages_per_rank)
         if built is None:
             return False
         memory = each.stages.memory(each.counts, built.live)
@@ -465,7 +465,7 @@ class JobEvaluation:
         """A step, extended from fewer microbatches."""
         runs, lengths = [], self._lengths(each)
         for ranks, number in lengths:
-            built = self._schedules.get(family, ranks, number, each.traits.stages_per_rank)
+            built = self._schedules.get(family, ranks, number, each.shape.stages_per_rank)
             assert built is not None, "a family that has a longer step has a shorter one"
             self._steps += built.schedule.num_steps
             timeline, memory = built.simulated(costs), each.stages.memory(each.counts, built.live)
@@ -505,7 +505,7 @@ class JobEvaluation:
             return option
         request = request or self.request
         estimator = self.estimator if request is self.request else Estimator(request.config, request.device)
-        found = estimator(option.layout.setting(request))
+        found = estimator(option.layout.parallel_config(request))
         costs = stage_costs(found, option.placement, option.counts)
         timeline = simulate(option.lowered, costs)
         working = Stages(found).working(option.counts, option.placement)
@@ -519,7 +519,7 @@ class JobEvaluation:
 
     def timed(self, option: JobOption, seconds: float) -> JobOption:
         """The option with another step time under jitter."""
-        found = self.estimator(option.layout.setting(self.request))
+        found = self.estimator(option.layout.parallel_config(self.request))
         changed = _timed(option, self.request, found, option.makespan, seconds)
         return replace(changed, seconds_without_jitter=option.seconds)
 

@@ -26,7 +26,7 @@ def explain_job(plan: JobPlan, on_progress: OnJobProgress | None = None) -> Expl
 def time_shares(plan: JobPlan, option: JobOption) -> dict[str, float]:
     """Shares of the step that the mean rank spends on what."""
     estimator = Estimator(plan.request.config, plan.request.device)
-    found = estimator(option.layout.setting(plan.request))
+    found = estimator(option.layout.parallel_config(plan.request))
     factor = option.layout.microbatches / option.layout.pipeline / option.seconds
     shares = {name: seconds * factor for name, seconds in _seconds(found).items()}
     busy = (1 - option.bubble) * option.makespan / option.seconds
@@ -44,7 +44,7 @@ def _seconds(found: Estimate) -> dict[str, float]:
     for kind, layer in found.by_kind.items():
         count = kinds.count(kind)
         for each in layer.operations.operations:
-            seconds = operation_seconds(each, found.device, found.setting.precision).total
+            seconds = operation_seconds(each, found.device, found.parallel.precision).total
             totals[each.resource] += count * seconds
         compute += count * layer.seconds.compute.total
         recomputed += count * layer.seconds.recomputed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from penstock.cost.estimate.setting import Setting
+from penstock.cost.estimate.parallel_config import ParallelConfig
 from penstock.families import build
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -41,9 +41,9 @@ class JobLayout:
         """The parallel sizes."""
         return self.tensor, self.context, self.expert, self.pipeline, self.data
 
-    def setting(self, request: JobRequest) -> Setting:
-        """The training setting of its stages."""
-        return Setting(
+    def parallel_config(self, request: JobRequest) -> ParallelConfig:
+        """The parallel config of its stages."""
+        return ParallelConfig(
             *(request.sequence, self.microbatch_size, self.tensor, self.context, self.expert, self.data),
             precision=request.precision,
             gradient_bytes=request.gradient_bytes,

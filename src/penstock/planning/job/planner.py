@@ -16,7 +16,7 @@ from penstock.cost.estimate.estimate import Estimate, Estimator
 from penstock.cost.units import Units, bytes_text, seconds_text
 from penstock.display import Displayed
 from penstock.errors import Message, Parameter, PlanError
-from penstock.planning.estimated import estimated_model, stage_costs
+from penstock.planning.estimated_model import estimated_model, stage_costs
 from penstock.planning.job.evaluation import JobEvaluation, OnJobProgress, Stages
 from penstock.planning.job.layouts import JobOption, divides_batch, job_layouts, parallel_sizes
 from penstock.planning.job.refinement import rank_by_quantile, refine_orders, try_techniques
@@ -174,7 +174,9 @@ class JobPlan(Displayed):
     @cached_property
     def _estimate(self) -> Estimate:
         """For the best option."""
-        return Estimator(self.request.config, self.request.device)(self.best.layout.setting(self.request))
+        return Estimator(self.request.config, self.request.device)(
+            self.best.layout.parallel_config(self.request)
+        )
 
     @property
     def layout(self) -> str:
@@ -220,7 +222,7 @@ def _no_option(evaluation: JobEvaluation) -> Message:
     estimator = Estimator(request.config, request.device)
     needs = []
     for layout in evaluation.candidates.too_large:
-        stages = Stages(estimator(layout.setting(request)))
+        stages = Stages(estimator(layout.parallel_config(request)))
         counts = stages.counts(layout.pipeline)
         needs.append((stages.memory_of_1f1b(counts, layout.microbatches), stages.state_of(counts), layout))
     least, state, layout = min(needs, key=lambda each: each[0])
@@ -279,7 +281,7 @@ def _fits(request: JobRequest, change: dict[str, Any]) -> bool:
     changed: JobRequest = replace(request, **change)
     estimator = Estimator(changed.config, changed.device)
     for layout in job_layouts(changed):
-        stages = Stages(estimator(layout.setting(changed)))
+        stages = Stages(estimator(layout.parallel_config(changed)))
         counts = stages.counts(layout.pipeline)
         if stages.memory_of_1f1b(counts, layout.microbatches) <= changed.memory_limit:
             return True

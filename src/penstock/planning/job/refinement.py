@@ -15,7 +15,7 @@ from penstock.cost.costs import Costs
 from penstock.errors import SearchError
 from penstock.ir.schedule import Schedule
 from penstock.planning.configuration import Configuration
-from penstock.planning.estimated import stage_costs
+from penstock.planning.estimated_model import stage_costs
 from penstock.planning.job.evaluation import JobEvaluation, Over, is_short
 from penstock.planning.job.layouts import JobOption
 from penstock.planning.memory_policies import offloading_schedules
@@ -102,7 +102,7 @@ def _can_search(option: JobOption) -> bool:
 
 def _search(evaluation: JobEvaluation, option: JobOption) -> None:
     request, layout = evaluation.request, option.layout
-    found = evaluation.estimator(layout.setting(request))
+    found = evaluation.estimator(layout.parallel_config(request))
     costs = stage_costs(found, option.placement, option.counts)
     steps = 3 * option.placement.num_stages * layout.microbatches
 
@@ -161,7 +161,7 @@ def rank_by_quantile(evaluation: JobEvaluation) -> None:
 
 def _with_jitter(evaluation: JobEvaluation, option: JobOption, jitter: float) -> JobOption:
     request, schedule = evaluation.request, option.lowered
-    found = evaluation.estimator(option.layout.setting(request))
+    found = evaluation.estimator(option.layout.parallel_config(request))
     costs: Costs = stage_costs(found, option.placement, option.counts)
     runs = int(min(_MAX_RUNS, max(_MIN_RUNS, _JITTER_STEPS * request.budget / schedule.num_steps)))
     spread = simulate_with_jitter(schedule, costs, jitter=jitter, runs=runs, seed=request.seed)

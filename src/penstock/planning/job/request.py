@@ -9,7 +9,7 @@ from typing import NamedTuple
 from penstock.arguments import did_you_mean, listed, plural, printable
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.model_config import ModelConfig
-from penstock.cost.estimate.setting import Setting, size_problems
+from penstock.cost.estimate.parallel_config import ParallelConfig, size_problems
 from penstock.cost.units import bytes_text
 from penstock.errors import BuildError, EstimateError, Message, Parameter, PlanError
 from penstock.families import build, families
@@ -22,7 +22,7 @@ from penstock.ir.placement import Placement
 _STAGES_PER_RANK = (2, 3, 4, 6, 8, 12)
 
 
-class Traits(NamedTuple):
+class FamilyShape(NamedTuple):
     """What families have in common that have the same bound."""
 
     stages_per_rank: int
@@ -32,9 +32,9 @@ class Traits(NamedTuple):
 
 
 @cache
-def families_by_traits(only: tuple[str, ...] = ()) -> dict[Traits, tuple[str, ...]]:
+def families_by_shape(only: tuple[str, ...] = ()) -> dict[FamilyShape, tuple[str, ...]]:
     """The training families, or only these, by what bounds depend on; those that offload are left out."""
-    found: dict[Traits, list[str]] = {}
+    found: dict[FamilyShape, list[str]] = {}
     for name, family in families().items():
         if only and name not in only:
             continue
@@ -48,8 +48,8 @@ def families_by_traits(only: tuple[str, ...] = ()) -> dict[Traits, tuple[str, ..
             if not table.has(Kind.B, Kind.I) or table.has(Kind.OFFLOAD) or table.has(Kind.RECOMPUTE):
                 continue
             is_v = count > 1 and small.placement == Placement.v(2, count)
-            found.setdefault(Traits(count, is_v, table.has(Kind.I), table.has_pairs), []).append(name)
-    return {traits: tuple(names) for traits, names in found.items()}
+            found.setdefault(FamilyShape(count, is_v, table.has(Kind.I), table.has_pairs), []).append(name)
+    return {shape: tuple(names) for shape, names in found.items()}
 
 
 HEADROOM = 0.1
@@ -136,7 +136,7 @@ class JobRequest:
         return problems
 
     def _unknown_families(self) -> list[Message]:
-        known = {name for names in families_by_traits().values() for name in names}
+        known = {name for names in families_by_shape().values() for name in names}
         unknown = (name for name in self.families if name not in known)
         must = f" are of {listed(sorted(known))}"
         return [
@@ -147,7 +147,7 @@ class JobRequest:
     def _sizes_without_the_model(self) -> list[Message]:
         """Sizes that are given and do not divide heads, experts, width or sequence."""
         expert = self.expert or 1
-        fixed = Setting(
+        fixed = ParallelConfig(
             *(self.sequence, 1, self.tensor or 1, self.context or 1, expert, expert),
             precision=self.precision,
             zero=self.zero,

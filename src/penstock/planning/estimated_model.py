@@ -27,7 +27,7 @@ _KINDS = {"embedding": "embedding", "output": "head", "mtp block": "mtp"}
 
 def estimated_model(found: Estimate, ranks: int) -> Model:
     """The layers as a model to plan, of which one sample is one microbatch."""
-    link = link_of("pipeline", found.device, found.setting, ranks)
+    link = link_of("pipeline", found.device, found.parallel, ranks)
     common = Costs(latency=link.latency, bandwidth=link.bandwidth)
     layers = tuple(
         Layer(f"{kind} {number}", found.by_kind[kind].costs, _KINDS.get(kind, "layer"))

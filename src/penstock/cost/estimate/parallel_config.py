@@ -1,4 +1,4 @@
-"""The setting of a training job: sequence, microbatch, parallel sizes, precision, sharding, recomputation."""
+"""`ParallelConfig`: sequence, microbatch, parallel sizes, precision, sharding and recomputation of a job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def size_problems(sizes: Mapping[str, object]) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ParallelConfig:
     """How a model is trained, apart from the pipeline."""
 
     sequence: int
