@@ -15,7 +15,7 @@ except ImportError:
     COMPILED = False
 
     def compiled(function: Function) -> Function:
-        """The function itself: without numba it gives the same results, only slower."""
+        """The function itself: without numba the results are the same, only slower."""
         return function
 else:
 

@@ -1,8 +1,8 @@
-"""Loops over columns that numpy cannot vectorise: plain Python at first, compiled by numba once it pays.
+"""Loops over columns that numpy cannot vectorise: plain Python at first, compiled by numba once that is faster.
 
 Loading the compiler takes half a second, so a process that plans one small schedule never does. The entries
 that all loops have passed are counted, and from `COMPILE_AFTER` on every loop is compiled; the machine code is
-kept on disk. Both run the same source, over lists or over arrays, and give the same bits.
+kept on disk. Both run the same source, over lists or over arrays, with the same bits as result.
 """
 
 from __future__ import annotations

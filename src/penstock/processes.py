@@ -16,7 +16,7 @@ def usable_cores() -> int:
 
 
 _OWN_PORTS = range(10_000, 30_000)
-"""Below those that systems give to outgoing connections, which could take a port before it is bound."""
+"""Below the ports that systems use for outgoing connections, which could take a port before it is bound."""
 
 
 def free_port() -> int:
@@ -51,7 +51,7 @@ def local_pid(name: str) -> int | None:
 
 
 def has_ended(name: str) -> bool:
-    """Whether a process of this machine does not exist any more; False for those of others."""
+    """Whether a process of this machine does not exist any more; False for processes of other machines."""
     pid = local_pid(name)
     if pid is None:
         return False

@@ -187,7 +187,7 @@ def test_the_span_of_a_rank_is_no_less_than_what_is_done_on_another_in_between()
     limit = 16 * float(costs.per_stage("activation", 8)[0])
     bound = bounds(Workload(Placement.loop(8), 24, costs), limit, "span")[0]
     assert bound.seconds == pytest.approx(1.152599, rel=1e-9)
-    assert bound.because.startswith("the work of rank 7 from the first to the last step of rank 0")
+    assert bound.because.startswith("rank 7's own work between the first and the last step of rank 0")
 
 
 def test_pairs_of_a_fixed_length_do_not_beat_a_bound() -> None:

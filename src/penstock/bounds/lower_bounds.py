@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from penstock.ir.schedule import Schedule
 # What it can do is limited by the bytes it may hold, so it idles the rest of both times. They do not coincide
 # if the activations of all microbatches on s1..sj do not fit. The greatest sum over all cuts counts, one for
 # each time. For p ranks with two stages each in a V, room for k activations and F = I = W = 1, the rank with
-# the two middle stages, cut behind both, gives
+# the two middle stages, cut behind both, takes at least
 #
 #     head of its first F + idle in the warm-up + work + idle in the drain and after it
 #     (p - 1)             + (2p - k)            + 6m   + (3p - 2k)                      = 6m + 6p - 1 - 3k
@@ -345,7 +345,9 @@ def bounds(work: Workload, memory_limit: float | None = None, objective: str = "
     if memory_limit is not None and work.trains:
         found += [bound(work, memory_limit, own_span=own_span) for bound in (residency, warm_up_and_drain)]
     if objective == "period":
-        found = [replace(bound, seconds=bound.seconds + work.costs.optimizer_step) for bound in found]
+        step = work.costs.optimizer_step
+        besides = f", and the optimizer step {work.costs.units.time(step)}" if step else ""
+        found = [Bound(each.seconds + step, each.name, each.because + besides) for each in found]
     return sorted(found, key=lambda bound: -bound.seconds)  # of equal ones, the simplest comes first
 
 
@@ -357,15 +359,17 @@ def _load(work: Workload, *, own_span: bool) -> Bound:
         )
 
     seconds, rank = worst(work, of)
-    waits = "does all its work" if own_span else "waits for its first input and does all its work"
-    return Bound(seconds, "load", f"rank {rank} {waits}")
+    waits = "" if own_span else " after its first input"
+    time = work.costs.units.time(seconds)
+    return Bound(seconds, "load", f"rank {rank}'s own work{waits} already takes {time}")
 
 
 def _one_machine(work: Workload, *, own_span: bool) -> Bound:
     if own_span:
         return _one_machine_in_spans(work)
     seconds, rank = worst(work, lambda rank: max(map(preemptive, work.machines(rank))))
-    return Bound(seconds, "one-machine", f"the work of rank {rank} alone, in its best order, takes as long")
+    time = work.costs.units.time(seconds)
+    return Bound(seconds, "one-machine", f"rank {rank}'s own work already takes {time}")
 
 
 def _one_machine_in_spans(work: Workload) -> Bound:
@@ -379,8 +383,8 @@ def _one_machine_in_spans(work: Workload) -> Bound:
         for rank in dict.fromkeys((spanned, *(() if work.paired else busiest))):
             seconds = max(map(preemptive, work.machines(rank, window)))
             if seconds > found.seconds * (1 + 1e-12):
-                within = "alone" if rank == spanned else f"from the first to the last step of rank {spanned}"
-                because = f"the work of rank {rank} {within}, in its best order, takes as long"
+                within = "" if rank == spanned else f" between the first and the last step of rank {spanned}"
+                because = f"rank {rank}'s own work{within} already takes {work.costs.units.time(seconds)}"
                 found = Bound(seconds, "one-machine", because)
     return found
 
@@ -411,7 +415,9 @@ def preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
 def _critical_path(work: Workload) -> Bound:
     launch, tails = work.costs.launch_overhead, work.tails["F"]
     seconds = max(head + f + launch + tail for head, f, tail in zip(work.heads["F"], work.forward, tails))
-    return Bound(seconds, "critical path", "one microbatch, forward and backward through all stages")
+    time = work.costs.units.time(seconds)
+    because = f"one microbatch, forward and backward through all stages, already takes {time}"
+    return Bound(seconds, "critical path", because)
 
 
 # Bounds from all orders of a few ranks.
@@ -543,7 +549,7 @@ class RankChain:
 
     @cached_property
     def code(self) -> Ints | None:
-        """Per token: a number; their products with counts tell apart those of equal sum. None if too many."""
+        """Per token: a number; their products with counts tell apart states of equal sum. None if too many."""
         most = [self.in_flight + 1] * (self.length - 1) + [self.work.microbatches + 1] * len(self.deferred)
         if math.prod(most) >= 1 << 62:
             return None
@@ -605,7 +611,7 @@ class RankOrders:
         return _FREE + len(self.chain.ranks)
 
     def least(self, best: float, is_over: Callable[[int], bool]) -> float:
-        """A bound on the end, up to `best`, that of an order that is known.
+        """A bound on the end, up to `best`, the end of a known order.
 
         `is_over` is asked with the number of states of each layer.
         """
@@ -713,7 +719,7 @@ def _dominated(times: Floats, code: Ints, most: int) -> Bools:
     return found
 
 
-# Which few ranks give the best bound from all of their orders: one by one, then the best with one more.
+# Which few ranks have the best bound from all of their orders: one by one, then the best with one more.
 #
 # A rank alone, with all others as delays, shows what its own memory costs in the warm-up, in the drain and in
 # each microbatch between. Two or three ranks show what they cost each other. Each set of ranks gets half of the
@@ -738,10 +744,10 @@ class RankBounds:
 
     @property
     def applies(self) -> bool:
-        """Whether there is a memory limit, and a chain of stages without pairs and memory techniques."""
+        """Whether there is a memory limit, and a chain of stages without pairs and memory policies."""
         work = self.work
-        techniques = work.may_recompute or work.may_offload or any(work.recomputed) or any(work.offloaded)
-        plain = work.trains and not work.paired and not techniques
+        policies = work.may_recompute or work.may_offload or any(work.recomputed) or any(work.offloaded)
+        plain = work.trains and not work.paired and not policies
         return self.limit is not None and plain and work.stage_graph.is_chain
 
     @cached_property

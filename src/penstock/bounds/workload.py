@@ -20,9 +20,8 @@ from penstock.ir.placement import Placement
 #
 # head     of an action: the longest chain of work that has to end before it can start
 # tail     of an action: the longest chain of work that can only start once it has ended
-# machine  what does one thing at a time: a rank that runs step after step; where it may run overlapped pairs,
-# its
-#          compute stream, its all-to-all stream, its forwards and its backwards each by themselves
+# machine  what does one thing at a time: a rank that runs step after step; where it may run overlapped
+#          pairs, its compute stream, its all-to-all stream, its forwards and its backwards each by themselves
 
 
 _NEVER = float("-inf")
@@ -146,7 +145,7 @@ class Workload:
 
     def heads_on(self, rank: int) -> dict[str, list[float]]:
         """For F, I (or B) and W, per stage: chains that begin on this rank."""
-        if self.stage_graph.is_chain:  # those of its first stage are the longest
+        if self.stage_graph.is_chain:  # the chains from its first stage are the longest
             first, own = self.first_head(rank), self.placement.stages_of_rank[rank][0]
             found = {kind: [head - first for head in heads] for kind, heads in self.heads.items()}
             return found | {"F": [_NEVER] * own + found["F"][own:]}
@@ -307,6 +306,11 @@ class Bound:
         """How much longer than the bound this is, as a share of the bound; 0 is a proof of optimality."""
         gap = seconds / self.seconds - 1 if self.seconds else 0.0
         return 0.0 if abs(gap) < _ROUNDING else gap
+
+    def verdict(self, seconds: float) -> str:
+        """Return what the bound says about an order that takes `seconds`, and why."""
+        gap = self.gap(seconds)
+        return f"{f'gap <= {gap:.1%}' if gap else 'proved optimal'}: {self.because}"
 
 
 def worst(work: Workload, of: Callable[[int], float]) -> tuple[float, int]:

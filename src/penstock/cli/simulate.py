@@ -127,8 +127,8 @@ def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None) -
         time = units.time(getattr(timeline, name))
         console.print(f"{name:<9} {time:<12} {timeline.bubble(name):.1%} idle")
     bound = timeline.bound
-    gap = f"gap <= {timeline.gap:.1%} ({bound.name}: {bound.because})"
-    console.print(f"bound     {units.time(bound.seconds):<12} {gap}", soft_wrap=True)
+    verdict = bound.verdict(timeline.makespan)
+    console.print(f"bound     {units.time(bound.seconds):<12} {verdict}", soft_wrap=True)
     if timeline.costs == Costs() and (note := stage_unit_text(timeline.schedule)):
         console.print(f"units     {note.removeprefix('units are ')}", soft_wrap=True)
     if collectives := collectives_of(timeline):

@@ -129,11 +129,11 @@ class Costs:
     """All-to-all of F (dispatch and combine of experts), on a second stream: `penstock.cost.prices`."""
     backward_input_all_to_all: Cost = _cost(0, "seconds", "stage", grows=True)
     backward_weight_all_to_all: Cost = _cost(0, "seconds", "stage", grows=True)
-    """B has those of I and of W."""
+    """B has the all-to-all of I and of W."""
     overlap: float | None = _cost(None, "seconds", "step")
     """An overlapped pair, whatever its stages; unless given, `overlap_factor` applies."""
     overlap_factor: float = _cost(1, "", "step")
-    """Compute of an overlapped pair: from that of its longer part (0) to the sum of both (1)."""
+    """Compute of an overlapped pair: from its longer part (0) to the sum of both (1)."""
     launch_overhead: float = _cost(0, "seconds", "step")
     """Added to every compute step."""
     latency: Cost = _cost(0, "seconds", "edge")

@@ -34,16 +34,16 @@ def _sum(costs: Costs, num_stages: int, factors: Mapping[str, int]) -> Floats:
     return found
 
 
-def held_bytes(costs: Costs, num_stages: int, techniques: Collection[Kind] = ()) -> Floats:
+def held_bytes(costs: Costs, num_stages: int, policies: Collection[Kind] = ()) -> Floats:
     """Per stage: bytes that a microbatch holds between its F and its backward.
 
-    `techniques` are RECOMPUTE and OFFLOAD if the microbatch has such actions; copies are taken to have ended.
+    `policies` are RECOMPUTE and OFFLOAD if the microbatch has such actions; copies are taken to have ended.
     """
     factors: Counter[str] = Counter()
-    for kind in (Kind.F, *techniques):
+    for kind in (Kind.F, *policies):
         for effect in kind.spec.memory:
             changed = Kind(effect.of or kind.value)
-            is_before = changed is Kind.F or (changed is Kind.OFFLOAD and changed in techniques)
+            is_before = changed is Kind.F or (changed is Kind.OFFLOAD and changed in policies)
             if effect.line is MemoryLine.ACTIVATIONS and is_before:
                 factors.update(effect.bytes)
     return _sum(costs, num_stages, factors)

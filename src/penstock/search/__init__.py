@@ -58,7 +58,7 @@ def search(
     `objective`        the objective to minimize: `makespan`, `span` or `period`
     `split`            whether backwards may be split into I and W
     `seconds`          time limit; the search ends earlier if it proves the result optimal
-    `moves`            instead of it, a number of moves, with which the same `seed` gives the same result
+    `moves`            instead of it, a number of moves, with which `seed` fixes the result
     `seed`             random seed
     `jitter`           rank the best schedules by the `quantile` of their makespan when steps vary by this share
     `on_progress`      is called with a `Progress` from time to time
@@ -70,7 +70,7 @@ def search(
     result then has the best schedule so far, and is `interrupted`.
 
     Raises `SearchError` with all errors of the arguments, or if no schedule fits the memory limit, and
-    `CostsError` if the costs are those of another number of stages.
+    `CostsError` if the costs are for another number of stages.
     """
     request = SearchRequest(
         *(ranks, microbatches, costs, stages_per_rank, placement, memory_limit, live_limit, objective),

@@ -50,7 +50,7 @@ from penstock.simulation.timeline import Timeline
 
 _KEPT = 12
 _TASKS = 4
-"""Concurrent annealing runs; the same number on every machine, so that the same seed gives the same result."""
+"""Concurrent annealing runs; the same number on every machine, so that a seed fixes the result."""
 _TEMPERATURES = (0.03, 0.1, 0.3, 1.0)
 """Initial temperatures, in mean step durations."""
 _FOCUS = (0.5, 0.8)

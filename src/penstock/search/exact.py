@@ -28,13 +28,13 @@ from penstock.search.problem import Problem, number_entries
 # From the start of F to the end of I, or of W, an activation takes a part of its rank's memory.
 #
 # Microbatches of a kind and stage run in ascending order. That leaves out no times of steps: microbatches are
-# alike, so those of each kind and stage can be numbered anew by their start. If each step came after its
+# alike, so each kind and stage can number its microbatches anew by their start. If each step came after its
 # inputs, the first, second, ... of its kind still come after the first, second, ... of these. So makespan and
 # memory stay the same. A span does not follow from times alone: no rank may delay its first step, but that
 # step may wait for any microbatch, not only for the first to arrive. So there are two models for spans:
 #
 #     all orders  the first step of a rank starts when any microbatch arrives. Steps ahead of it on other ranks
-#                 may be late in the model, so its optimum can be less than that of every order: a bound only
+#                 may be late in the model, so its optimum can be below every order: a bound only
 #     ascending   it starts when the first microbatch arrives: for an order, no bound
 #
 #     B        where it is shorter than I and W, each backward may be joined: I then takes as long as B, and W
@@ -169,7 +169,7 @@ class _Builder:
         return model.new_interval_var(start, size, steps.ends[key], "")
 
     def _forward(self, key: Key) -> Any:
-        """F; in a pair it starts and ends with an I, whose interval is that of the pair."""
+        """F; in a pair it starts and ends with an I, whose interval covers the pair."""
         model, steps, length = self.model, self.steps, self._length(key[0])
         pairs = [(var, back) for (forward, back, _), var in steps.pairs.items() if forward == key]
         if not self.problem.can_pair:
@@ -448,7 +448,7 @@ def _add_hints(problem: Problem, model: Any, steps: Steps, order: Ints, unit: Un
 
 
 def _order(problem: Problem, solver: Any, steps: Steps) -> Ints:
-    """The order of a solution; of steps that start together, those of zero length come first."""
+    """The order of a solution; zero-length steps come before others that start with them."""
     by_rank: list[list[tuple[int, bool, int, int]]] = [[] for _ in problem.placement.stages_of_rank]
     joined = {key for key, var in steps.joined.items() if solver.value(var)}
     forward_of = {back: forward for (forward, back, _), var in steps.pairs.items() if solver.value(var)}

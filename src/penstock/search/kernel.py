@@ -133,7 +133,7 @@ class ProblemArrays(NamedTuple):
     can_fuse: bool
     """Whether there is a stage with fused seconds."""
     pair_seconds: Floats
-    """By the stage of a pair's F, that of its backward, and whether a W is in it too (1) or not (0)."""
+    """By the stage of a pair's F, the stage of its backward, and whether a W is in it too (1) or not (0)."""
     can_pair: bool
     """Whether a pair can take less than its parts; if not, `pair_seconds` is empty."""
     stage_order: Ints
@@ -558,7 +558,7 @@ def anneal(
 
     A move shifts a step, or joins or separates adjacent steps: I and W as B, F and I as a pair. A share `focus`
     of the moves is of steps on the critical path. A worse order is accepted too: at first by `temperature`
-    seconds on average, at the end by none. The same seed gives the same result; a `stop[0]` other than 0 ends
+    seconds on average, at the end by none. A seed fixes the result; a `stop[0]` other than 0 ends
     it early.
     """
     np.random.seed(seed)

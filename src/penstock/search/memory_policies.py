@@ -1,6 +1,6 @@
 """Memory policies: what is recomputed and offloaded so that an order fits a memory limit, in the least time.
 
-    simple     all stages, those of the ranks that hold too much, or the fewest that are enough: recomputed,
+    simple     all stages, the stages of ranks that hold too much, or the fewest that are enough: recomputed,
                offloaded, or both; a plan tries these in every configuration
     uniform    also every n-th microbatch, or those that live long, and several distances of RELOAD and use
     single     from the fastest that fits, single microbatches of a stage are left out as long as the rest fits

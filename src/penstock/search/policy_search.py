@@ -153,9 +153,8 @@ def recomputed_costs(costs: Costs, num_stages: int) -> Costs:
 #     offload     add an OFFLOAD directly after F and a RELOAD a few steps before its use, or remove both
 #     shift       move one action of a rank past its neighbours
 #
-# A move keeps the order of the actions of a stage and microbatch, and of those of a kind and stage. So every
-# list stays in a valid order; whether the ranks then wait for each other in a cycle is for the simulator to
-# say.
+# A move keeps the order of the actions of a stage and microbatch, and of the microbatches of a kind and stage.
+# So every list stays in a valid order; the simulator says whether the ranks wait for each other in a cycle.
 
 
 _FARTHEST = 6

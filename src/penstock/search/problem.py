@@ -49,7 +49,7 @@ from penstock.simulation.timeline import Timeline
 # Numbering: which microbatch each entry of an order has, and which entries are one step.
 #
 # Orders have kinds and stages only (see `kernel`). F and I are numbered in ascending order. A W that is
-# one B with the I ahead of it has its number; the other W of a stage have those of its other I, in order:
+# one B with the I ahead of it has its number; the other W of a stage have the numbers of its other I, in order:
 #
 #     order         F F I W F I I W W
 #     microbatch    0 1 0 0 2 1 2 1 2        the first I and W are one B
@@ -73,8 +73,8 @@ def number_entries(arrays: ProblemArrays, order: Ints, fused: Collection[int] = 
     previous[arrays.rank_bounds[:-1][np.diff(arrays.rank_bounds) > 0]] = -1
     follows_forward = (previous >= 0) & (previous % 3 == FORWARD)
     is_paired = (kind == INPUT_GRAD) & (order & PAIRED != 0) & follows_forward & arrays.can_pair
-    pays = (arrays.fused_seconds >= 0)[stage] | np.append(False, is_paired[:-1])
-    can_join = ((order == token) & pays) | np.isin(stage, list(fused))
+    is_shorter = (arrays.fused_seconds >= 0)[stage] | np.append(False, is_paired[:-1])
+    can_join = ((order == token) & is_shorter) | np.isin(stage, list(fused))
     is_joined = is_weight & can_join & (previous == token - 1)
     microbatch = np.where(is_weight, 0, _occurrence(token, len(arrays.seconds)))
     joined = np.flatnonzero(is_joined)
@@ -262,8 +262,8 @@ class Problem:
         seconds = action_seconds(self.costs, self.placement.num_stages)
         i, w, b = (seconds[kind.number] for kind in (Kind.I, Kind.W, Kind.B))
         fused, split = b + self.costs.launch_overhead, i + w + 2 * self.costs.launch_overhead
-        pays = (fused < split * (1 - 1e-12)) & self.split
-        return np.where(pays, fused, -1.0)
+        is_shorter = (fused < split * (1 - 1e-12)) & self.split
+        return np.where(is_shorter, fused, -1.0)
 
     @cached_property
     def fused_stages(self) -> frozenset[int]:

@@ -311,7 +311,7 @@ class SearchResult(Displayed):
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds, or a number of moves, with which the same seed gives the same result."""
+    """Seconds, or a number of moves, with which a seed fixes the result."""
 
     seconds: float
     moves: int | None

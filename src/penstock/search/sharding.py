@@ -1,4 +1,4 @@
-"""Add UNSHARD, RESHARD and REDUCE_GRAD where simulation says that they pay, within a memory limit per rank.
+"""Add UNSHARD, RESHARD and REDUCE_GRAD by simulation, for the shortest makespan within a memory limit per rank.
 
     look-aheads   `AddSharding(k)` for every k: what the result is compared with
     plans         `plan_rank` for every rank, with gathers given more or less time ahead of their use
@@ -288,7 +288,7 @@ class _Placement:
         return best
 
     def _same(self, rank: int, choice: _RankChoice, other: _RankChoice) -> bool:
-        """Whether two choices give the same list."""
+        """Whether two choices produce the same list."""
         return choice.reduces_last == other.reduces_last and bool(
             np.array_equal(self._held(rank, choice.lead), self._held(rank, other.lead))
         )

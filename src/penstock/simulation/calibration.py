@@ -21,7 +21,7 @@ from penstock.simulation.timeline import Timeline
 
 # Calibration: the one estimator of costs from measured timelines.
 #
-# Steps of several schedules may be combined: one with B and one with I and W give both. Means, not medians,
+# Steps of several schedules may be combined: B from one, I and W from another. Means, not medians,
 # because the makespan is a sum along a path: what now and then takes longer must count. A clock around a step
 # does not tell its all-to-all from its compute: the all-to-all stays as in the known costs, the rest is
 # compute. Nor does it tell the latency of a copy to the host from its transfer: the latency stays as it is
@@ -134,7 +134,7 @@ def _derived(means: Means, num_stages: int) -> dict[str, tuple[float, ...]]:
 
 
 def _host_link(timelines: Sequence[Timeline], base: Costs) -> dict[str, Any]:
-    """The bandwidth of each rank's link to the host; ranks without copies have that of all others together."""
+    """The bandwidth of each rank's link to the host; ranks without copies have the mean of the others."""
     ranks = max(timeline.schedule.num_ranks for timeline in timelines)
     moved, seconds = np.zeros(ranks), np.zeros(ranks)
     for timeline in timelines:
@@ -230,7 +230,7 @@ def _single_actions(timeline: Timeline) -> Iterator[tuple[Action, float]]:
             yield parts[0], event.end - event.start
 
 
-# A measured timeline: times of all steps, the messages between them, and the costs they give.
+# A measured timeline: times of all steps, the messages between them, and the costs that follow from them.
 
 
 def measured_timeline(

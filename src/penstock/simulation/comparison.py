@@ -1,6 +1,6 @@
 """Schedules side by side under one cost model.
 
-Without costs, all schedules do the same work per microbatch: the unit costs are those of a rank, and its v
+Without costs, all schedules do the same work per microbatch: the unit costs are per rank, and its v
 stages share them, so F of a stage takes 1/v units and its activation is 1/v. Given costs are per stage.
 """
 

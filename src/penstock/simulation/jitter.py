@@ -48,7 +48,7 @@ def simulate_with_jitter(
 
     A step takes its cost times a random factor of mean 1 and standard deviation `jitter` (log-normal), and
     times the factor of its rank in `stragglers`: `{3: 1.2}` makes rank 3 slower by 20 %. Messages do not vary.
-    The same seed gives the same answer.
+    A seed fixes the answer.
     """
     _check(schedule, jitter, stragglers or {}, runs)
     simulator = Simulator.of_valid(schedule, costs, send_model, blocking_receives=blocking_receives)

@@ -81,7 +81,7 @@ class EventGraph:
         return cls(bounds, before[order], lag[order])
 
     def run(self, durations: Floats, floor: Floats) -> tuple[Floats, Floats]:
-        """Start and end of every event; -1 for those that wait for each other in a cycle, or for such ones."""
+        """Return start and end of every event; -1 for events in or behind a cycle."""
         events = len(floor)
         start, end = np.full(events, _NOT_YET), np.full(events, _NOT_YET)
         state, stack, cursor = (np.zeros(events, dtype=np.int64) for _ in range(3))
@@ -439,7 +439,7 @@ class Simulator:
     ) -> RunTimes:
         """One iteration of `executed`, from these clocks of the ranks on, with these durations of the steps.
 
-        `stream_free` is that of the iteration before: its last messages may still occupy their streams.
+        `stream_free` comes from the iteration before: its last messages may still occupy their streams.
         """
         starts = [0] * self.executed.num_ranks if starts is None else starts
         durations = self.durations if durations is None else durations

@@ -192,7 +192,7 @@ class Timeline(Displayed):
         )
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One row per step: those of the schedule, with start and end in seconds."""
+        """Return the rows of the schedule, one per step, with start and end in seconds."""
         rows = zip(self.schedule.to_rows(), self.start.tolist(), self.end.tolist())
         return [{**row, "start": start, "end": end} for row, start, end in rows]
 
@@ -271,7 +271,7 @@ class Timeline(Displayed):
 
     @cached_property
     def _by_consumer(self) -> tuple[Ints, Ints]:
-        """The numbers of all messages in the order of their consumers, and these."""
+        """Return message indices sorted by consumer, and the consumers."""
         consumer = self.message_columns["consumer"]
         order = np.argsort(consumer, kind="stable")
         return order, consumer[order]

@@ -52,7 +52,7 @@ def save_checkpoint(
 ) -> None:
     """Write the directory `path`; all ranks of `group` call this, by default all ranks of the world.
 
-    `extra` is any plain value: numbers, strings, lists, tuples and mappings; that of the first rank is stored.
+    `extra` is any plain value: numbers, strings, lists, tuples and mappings; the first rank's value is stored.
     An existing checkpoint is replaced only when the new one is complete. If saving fails on any rank, all ranks
     raise a `CheckpointError`.
     """

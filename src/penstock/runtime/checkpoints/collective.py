@@ -53,7 +53,7 @@ class Change(Protocol):
         """What this rank uses of the source, in a form that can be pickled."""
 
     def unused(self, used: Sequence[Any]) -> list[str]:
-        """The problems with what no rank uses; `used` is that of all ranks."""
+        """The problems with what no rank uses; `used` is the union over all ranks."""
 
     def apply(self) -> None:
         """Change the model."""
@@ -103,7 +103,7 @@ class Collective:
         return RankResults([result for result, _ in gathered], list(all_problems), raised)
 
     def run(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and give all results; a failure on any rank is raised on every rank."""
+        """Run `work` on every rank and return all results; a failure on any rank is raised on every rank."""
         results = self.gather(work)
         self.raise_problems(results.problems, results.error)
         return [cast("T", value) for value in results.values]

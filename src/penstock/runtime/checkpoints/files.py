@@ -162,7 +162,7 @@ def _checksum(directory: Path, block: Block) -> int:
 
 
 class DamageError(Exception):
-    """Why the content of an index is not that of an index."""
+    """Return why a content is no index."""
 
 
 def index_problems(stored: metadata.Metadata, files: Mapping[str, FileChecksums]) -> Iterator[str]:
@@ -488,7 +488,7 @@ def write(directory: Path, entries: Mapping[str, Tensor], header: object, ranks:
 
 
 class StoredCheckpoint:
-    """A checkpoint on disk, of which only the index is read; its files exist and are those of the index."""
+    """A checkpoint on disk, of which only the index is read; its files exist and match the index."""
 
     def __init__(self, directory: Path, *, verify: bool = True) -> None:
         self.directory, self._verify = directory, verify

@@ -1,6 +1,6 @@
 """The tensor names of the whole model, independent of how it is split and wrapped.
 
-`RankNames` has the tensors of this rank. `JobNames` combines those of all ranks: which names are one tied
+`RankNames` has the tensors of this rank. `JobNames` combines the tensors of all ranks: which names are one tied
 weight, and which stage is the first with a name and therefore stores it.
 """
 
@@ -63,7 +63,7 @@ class JobNames:
     first_stage: Mapping[str, int]
     """The first stage that has each name."""
     ties: Mapping[str, tuple[str, ...]]
-    """For each name of a tied weight: all its names, that of the first stage first."""
+    """For each name of a tied weight: all its names, the first stage's name first."""
 
     def first(self, name: str) -> str:
         """The name of a weight in the first stage that has it."""

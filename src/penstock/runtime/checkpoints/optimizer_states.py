@@ -60,7 +60,7 @@ def from_json(value: Any) -> Any:
 # The state of an optimizer by parameter names, independent of parameter groups and ranks.
 #
 # A checkpoint stores, for each parameter, the options of its group (learning rate and so on), the tensors of
-# its state as entries, and the rest of its state as plain values; for a tied weight, those of the first stage.
+# its state as entries, and the rest of its state as plain values; for a tied weight, the first stage's values.
 
 
 _NOT_OPTIONS = ("params", "param_names")
@@ -114,7 +114,7 @@ def type_conflicts(headers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def join_headers(headers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """One header from those of all ranks, or None if no rank has an optimizer."""
+    """Return one header from the headers of all ranks, or None if no rank has an optimizer."""
     if not headers:
         return None
     groups: list[dict[str, Any]] = []
