@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 __all__ = [
     "ActionError",
@@ -89,11 +91,41 @@ class Message:
         parts = [part for each in messages for part in (separator, each)]
         return Message(*parts[1:])
 
+    @property
+    def parameter(self) -> str:
+        """The name of the first parameter, or an empty text."""
+        return next((part.name for part in self.parts if isinstance(part, Parameter)), "")
+
     def text(self, name: Callable[[Parameter], str] = str) -> str:
         """Return the text; `name` writes a parameter."""
         return "".join(name(part) if isinstance(part, Parameter) else part for part in self.parts)
 
     __str__ = text
+
+
+class PenstockError(ValueError):
+    """The base class of all errors that Penstock raises on purpose.
+
+    `message` is the text with the parameters that it names as values; `parameter` is the Python name of the
+    parameter that is wrong, if one is.
+    """
+
+    _given: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *arguments: object, **options: object) -> Any:  # noqa: ANN401 -- an instance
+        """Keep the arguments, from which pickle makes the same error."""
+        error = super().__new__(cls)
+        error._given = arguments, options
+        return error
+
+    def __init__(self, *parts: str | Parameter | Message, parameter: str = "") -> None:
+        self.message = Message(*parts)
+        super().__init__(str(self.message))
+        self.parameter = parameter or self.message.parameter
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments, options = self._given
+        return partial(type(self), **options), arguments
 
 
 def _lines(problems: Sequence[str | Message], location: str = "") -> Message:
@@ -102,27 +134,6 @@ def _lines(problems: Sequence[str | Message], location: str = "") -> Message:
     if (more := len(problems) - _SHOWN_PROBLEMS) > 0:
         shown.append(f"and {more} more problem{'s' * (more > 1)}")
     return Message.join("\n", [Message(location, each) for each in shown])
-
-
-class PenstockError(ValueError):
-    """The base class of all errors that Penstock raises on purpose.
-
-    `parameter` is the Python name of the parameter that is wrong, if one is.
-    """
-
-    def __init__(self, *parts: str | Parameter | Message, parameter: str = "") -> None:
-        message = Message(*parts)
-        super().__init__(*message.parts)
-        named = (part.name for part in message.parts if isinstance(part, Parameter))
-        self.parameter = parameter or next(named, "")
-
-    @property
-    def message(self) -> Message:
-        """The text, with the parameters that it names as values."""
-        return Message(*self.args)
-
-    def __str__(self) -> str:
-        return self.message.text()
 
 
 class ActionError(PenstockError):
@@ -141,9 +152,6 @@ class ActionError(PenstockError):
         """The same error with the place of the text, which its message begins with."""
         return ActionError(self.text, self.position, self.reason, location)
 
-    def __reduce__(self) -> tuple[type, tuple[str, int, str, str]]:
-        return type(self), (self.text, self.position, self.reason, self.location)
-
 
 class PlacementError(PenstockError):
     """An invalid mapping of stages to ranks."""
@@ -160,10 +168,6 @@ class FormatError(PenstockError):
         super().__init__(_lines(problems, f"{source}: "))
         self.source = source
         self.problems = tuple(map(str, problems))
-        self._given = tuple(problems)
-
-    def __reduce__(self) -> tuple[type, tuple[str, tuple[str | Message, ...]]]:
-        return type(self), (self.source, self._given)
 
 
 class TraceError(PenstockError):
@@ -172,10 +176,6 @@ class TraceError(PenstockError):
     def __init__(self, problems: Sequence[str | Message]) -> None:
         super().__init__(_lines(problems))
         self.problems = tuple(map(str, problems))
-        self._given = tuple(problems)
-
-    def __reduce__(self) -> tuple[type, tuple[tuple[str | Message, ...]]]:
-        return type(self), (self._given,)
 
 
 class UnhandledKindError(PenstockError):
@@ -185,9 +185,6 @@ class UnhandledKindError(PenstockError):
         super().__init__(f"{component} does not handle actions of kind {kind}")
         self.kind = kind
         self.component = component
-
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.kind, self.component)
 
 
 class ScheduleError(PenstockError):
@@ -238,9 +235,6 @@ class CheckpointError(PenstockError):
         self.summary = summary
         self.problems = tuple(problems)
 
-    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
-        return type(self), (self.summary, self.problems)
-
 
 class StepFailedError(PenstockError):
     """A training step failed on some rank; every rank raises this error with the same report.
@@ -274,7 +268,3 @@ class StepFailedError(PenstockError):
         self.details = details
         self.world_rank = world_rank
         self.reporter = reporter
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        where = (self.rank, self.action, self.stage, self.microbatch)
-        return type(self), (self.report, *where, self.kind, self.details, self.world_rank, self.reporter)

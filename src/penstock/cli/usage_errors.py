@@ -49,9 +49,7 @@ def _option(parameter: Parameter) -> str:
 def error_message(error: PenstockError) -> str:
     """Return the message with options instead of parameters, and first the one that it is about."""
     text = error.message.text(_option)
-    if not error.parameter or any(isinstance(part, Parameter) for part in error.args):
-        return text
-    return f"{option_name(error.parameter)}: {text}"
+    return text if error.message.parameter or not error.parameter else f"{option_name(error.parameter)}: {text}"
 
 
 # Wrong usage that typer finds: an unknown option or command, a missing argument, a value of the wrong kind.
