@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from penstock.runtime.pytree import flatten, leaf_paths, map_together, unflatten
+from penstock.runtime.pytree import flatten, leaf_paths, unflatten
 
 
 class Pair(NamedTuple):
@@ -66,16 +66,3 @@ def test_more_values_can_be_leaves() -> None:
     leaves, structure = flatten((Pair(1, 2), 3), is_leaf=lambda value: isinstance(value, Pair))
     assert leaves == [Pair(1, 2), 3]
     assert leaf_paths(structure, "x") == ["x[0]", "x[1]"]
-
-
-def test_several_values_are_mapped_together_by_key() -> None:
-    checked: list[str] = []
-    mapped = map_together(
-        lambda leaves, path: (path, sum(leaves)),
-        [{"a": 1, "b": [2]}, {"b": [20], "a": 10}],
-        "x",
-        is_leaf=lambda _: False,
-        check=lambda _, path: checked.append(path),
-    )
-    assert mapped == {"a": ("x['a']", 11), "b": [("x['b'][0]", 22)]}
-    assert checked == ["x", "x['a']", "x['b']", "x['b'][0]"]

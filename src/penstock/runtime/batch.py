@@ -1,10 +1,18 @@
-"""The batch of a step: how it is split into microbatches, and how their outputs are merged."""
+"""The batch of a step: how it is split into microbatches, and how their outputs are merged.
+
+    Batcher(3).split_arguments((x,), {"mask": m})         x and m have 8 rows
+
+    microbatch 0    rows 0 1 2      (x[0:3],)   {"mask": m[0:3]}
+    microbatch 1    rows 3 4 5      (x[3:6],)   {"mask": m[3:6]}
+    microbatch 2    rows 6 7        (x[6:8],)   {"mask": m[6:8]}
+
+Parts of tensors are views: nothing is copied, and their gradients accumulate in the gradient of the batch.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -12,13 +20,14 @@ from torch import Tensor, cat, stack
 
 from penstock.arguments import printable, some, whole_number
 from penstock.errors import BatchError
-from penstock.runtime.pytree import child_paths, flatten, leaf_paths, map_together, node_of, unflatten
-
-# Splitters: how a value is split into microbatches, for one argument or for all values of a type.
-
+from penstock.runtime.pytree import Node, child_paths, flatten, leaf_paths, node_of, rebuild, unflatten
 
 Value: TypeAlias = Any
 """Any argument or output of a model."""
+_T = TypeVar("_T")
+
+
+# --- splitters, of one argument or of all values of a type -----------------------------------------
 
 
 @runtime_checkable
@@ -57,29 +66,29 @@ def register_splitter(value_type: type, splitter: Splitter) -> None:
     """Use this splitter for all values of this type, anywhere in a batch or an output."""
     problems = []
     if not isinstance(value_type, type):
-        problems.append(f"the first argument must be a type (given {safe_repr(value_type)})")
-    if not is_splitter(splitter):
-        problems.append(
-            f"the splitter must be an object with split() and merge() (given {safe_repr(splitter)})"
-        )
-    if problems:
-        raise BatchError("\n".join(problems))
+        problems.append(f"the first argument must be a type (given {_shown(value_type)})")
+    if not _is_splitter(splitter):
+        problems.append(f"the splitter must be an object with split() and merge() (given {_shown(splitter)})")
+    _raise_if_any(problems)
     _REGISTERED[value_type] = splitter
 
 
-def is_splitter(value: object) -> bool:
-    """Whether it is an object with split() and merge()."""
+def _is_splitter(value: object) -> bool:
     # a class has the two methods too, but no object to call them on
     return isinstance(value, Splitter) and not isinstance(value, type)
 
 
-def safe_repr(value: object) -> str:
-    """A short printable repr for an error message."""
+def _shown(value: object) -> str:
     return printable(repr(value))
 
 
-def chunk_bounds(rows: int, count: int) -> list[tuple[int, int]]:
-    """The first row and the number of rows of each part; if it is uneven, the first parts have one row more."""
+def _raise_if_any(problems: Sequence[str]) -> None:
+    if problems:
+        raise BatchError("\n".join(problems))
+
+
+def _chunk_bounds(rows: int, count: int) -> list[tuple[int, int]]:
+    """Return the first row and the number of rows of each part; the first parts may have one row more."""
     smallest, larger = divmod(rows, count)
     sizes = [smallest + (k < larger) for k in range(count)]
     return list(zip(accumulate(sizes, initial=0), sizes))
@@ -100,7 +109,7 @@ class _BlockMasks:
                 "a block mask with a tensor for dq_kv_order cannot be split: "
                 "give a list of masks, one for each microbatch"
             )
-        return [self._part(value, first, size) for first, size in chunk_bounds(value.shape[0], count)]
+        return [self._part(value, first, size) for first, size in _chunk_bounds(value.shape[0], count)]
 
     def merge(self, parts: Sequence[Value]) -> Value:
         if any(part is not parts[0] for part in parts):
@@ -127,8 +136,8 @@ class _BlockMasks:
 _BLOCK_MASKS = _BlockMasks()
 
 
-def splitter_of(value: Value) -> Splitter | None:
-    """The splitter of a value: that of its type, of its nearest base class, or of any type it belongs to."""
+def _splitter_of(value: Value) -> Splitter | None:
+    """Return the splitter of the value's type, of its nearest base class, or of any type it belongs to."""
     for base in type(value).__mro__:
         if base in _REGISTERED:
             return _REGISTERED[base]
@@ -140,61 +149,55 @@ def splitter_of(value: Value) -> Splitter | None:
     return _BLOCK_MASKS if attention is not None and isinstance(value, attention.BlockMask) else None
 
 
-def has_splitter(value: Value) -> bool:
-    """Whether a splitter handles this value as a whole."""
-    return splitter_of(value) is not None
+def _has_splitter(value: Value) -> bool:
+    return _splitter_of(value) is not None
 
 
-def is_split(value: Value) -> bool:
-    """Whether each microbatch gets some rows of this leaf."""
-    splitter = splitter_of(value)
+def _split_shape(leaf: Value) -> tuple[int, ...]:
+    """Return the shape of a leaf of which microbatches get rows; empty for one that each gets as a whole."""
+    splitter = _splitter_of(leaf)
     if splitter is _BLOCK_MASKS:
-        return _BLOCK_MASKS.has_batch_dimension(value)
-    return splitter is None and isinstance(value, Tensor) and value.dim() > 0
+        return tuple(leaf.shape) if _BLOCK_MASKS.has_batch_dimension(leaf) else ()
+    return tuple(leaf.shape) if splitter is None and isinstance(leaf, Tensor) else ()
 
 
-# Splits one value into a part for each microbatch, and checks whether it can be split.
+# --- splitting one value; `name` is used in error messages -----------------------------------------
 
 
 def split_along(value: Value, dim: int, count: int, name: str) -> list[Value]:
-    """The parts of a value whose tensors are split along a dimension; `name` is used in error messages."""
-    leaves, structure = flatten(value, has_splitter)
+    """Return the parts of a value whose tensors are split along a dimension."""
+    leaves, structure = flatten(value, _has_splitter)
     paths = leaf_paths(structure, name)
     parts = [_split_leaf(leaf, dim, count, path) for leaf, path in zip(leaves, paths)]
     return [unflatten(structure, [of_leaf[k] for of_leaf in parts]) for k in range(count)]
 
 
 def _split_leaf(leaf: Value, dim: int, count: int, path: str) -> list[Value]:
-    if (splitter := splitter_of(leaf)) is not None:
-        return split_by(splitter, leaf, count, path)
-    if not is_split(leaf):
+    if (splitter := _splitter_of(leaf)) is not None:
+        return _split_by(splitter, leaf, count, path)
+    if not _split_shape(leaf):
         return [leaf] * count
-    parts = [leaf.narrow(dim, first, size) for first, size in chunk_bounds(leaf.size(dim), count)]
+    parts = [leaf.narrow(dim, first, size) for first, size in _chunk_bounds(leaf.size(dim), count)]
     # views share one version counter for in-place changes; `data` has its own, and no gradient
     return parts if leaf.requires_grad else [part.data for part in parts]
 
 
-def split_by(splitter: Splitter, value: Value, count: int, name: str) -> list[Value]:
-    """The parts that a splitter gives; raises if it gives another number of them."""
+def _split_by(splitter: Splitter, value: Value, count: int, name: str) -> list[Value]:
     parts = list(splitter.split(value, count))
     if len(parts) != count:
         raise BatchError(
-            f"a splitter must return one part for each microbatch, but {safe_repr(splitter)} returned "
+            f"a splitter must return one part for each microbatch, but {_shown(splitter)} returned "
             f"{len(parts)} parts of {name} for {count} microbatches"
         )
     return parts
 
 
-# --- checks ----------------------------------------------------------------------------------------
-
-
 def split_problems(value: Value, dim: int, count: int, name: str, sizes: dict[str, int]) -> list[str]:
-    """Why a value cannot be split; adds the size of each tensor to split, by its path, to `sizes`."""
+    """Return why a value cannot be split; add the rows of each tensor to split, by its path, to `sizes`."""
     problems = []
-    leaves, structure = flatten(value, has_splitter)
+    leaves, structure = flatten(value, _has_splitter)
     for path, leaf in zip(leaf_paths(structure, name), leaves):
-        shape = tuple(leaf.shape) if is_split(leaf) else ()
-        along = 0 if has_splitter(leaf) else dim
+        shape, along = _split_shape(leaf), 0 if _has_splitter(leaf) else dim
         if not shape:
             continue
         if not -len(shape) <= along < len(shape):
@@ -210,59 +213,61 @@ def split_problems(value: Value, dim: int, count: int, name: str, sizes: dict[st
 
 
 def size_problems(sizes: Iterable[tuple[str, int]]) -> list[str]:
-    """The problem that tensors differ in their number of rows, if they do; `sizes` has paths and rows."""
+    """Return the problem that tensors differ in their number of rows, if they do; `sizes` has paths and rows."""
     paths: dict[int, list[str]] = {}
     for path, size in sizes:
         paths.setdefault(size, []).append(path)
     if len(paths) <= 1:
         return []
     found = ", ".join(f"{size} in {some(same)}" for size, same in paths.items())
-    problem = (
-        f"everything that is split must have the same number of rows, but there are {found}: name another "
+    return [
+        f"everything that is split must have the same number of rows, but there are {found}: name another "  # noqa: ISC004
         "dimension in `split`, or REPLICATE for what every microbatch gets whole"
-    )
-    return [problem]
+    ]
 
 
-# Merges the outputs of all microbatches into the output of the batch.
+# --- merging the outputs of all microbatches -------------------------------------------------------
 
 
-def merge_outputs(outputs: Sequence[Value], dim: int, name: str) -> Value:
-    """One value in which tensors are concatenated along a dimension; `name` is used in error messages."""
-    return map_together(
-        partial(_merged_leaves, dim=dim), outputs, name, is_leaf=has_splitter, check=_check_structure
-    )
-
-
-def _check_structure(parts: Sequence[Value], path: str) -> None:
+def _merge(parts: Sequence[Value], dim: int, path: str) -> Value:
+    """Return one value in which tensors are concatenated along a dimension; dicts may have any order."""
     first = parts[0]
-    structure = _structure(first)
     for microbatch, part in enumerate(parts):
-        if _structure(part) != structure:
+        if _structure(part) != _structure(first):
             raise BatchError(
                 f"the outputs of all microbatches must have the same structure, but {path} is "
                 f"{_described(first)} in microbatch 0 and {_described(part)} in microbatch {microbatch}: use a "
                 "Splitter as `merge`"
             )
-
-
-def _merged_leaves(leaves: Sequence[Value], path: str, dim: int) -> Value:
-    first = leaves[0]
-    if (splitter := splitter_of(first)) is not None:
-        return splitter.merge(leaves)
+    if (splitter := _splitter_of(first)) is not None:
+        return splitter.merge(parts)
     if isinstance(first, Tensor):
-        return _merged_tensors(leaves, path, dim)
-    return first if all(_equal(first, leaf) for leaf in leaves) else list(leaves)
+        return _merge_tensors(parts, dim, path)
+    if (opened := node_of(first)) is None:
+        return first if all(_equal(first, part) for part in parts) else list(parts)
+    node, children = opened
+    columns = zip(*(_children(part, node) for part in parts))
+    paths = [path + child for child in child_paths(node, len(children))]
+    return rebuild(node, [_merge(column, dim, each) for column, each in zip(columns, paths)])
 
 
-def _merged_tensors(tensors: Sequence[Tensor], path: str, dim: int) -> Tensor:
+def _children(value: Value, node: Node) -> Sequence[Value]:
+    """Return the children of a container that has the structure of `node`, in the order of its names."""
+    if node.kind == "dict":
+        return [value[name] for name in node.names]
+    opened = node_of(value)
+    assert opened is not None, "the structures are equal"
+    return opened[1]
+
+
+def _merge_tensors(tensors: Sequence[Tensor], dim: int, path: str) -> Tensor:
     first = tensors[0]
     if not first.dim():
         return stack(list(tensors))
     if not -first.dim() <= dim < first.dim():
         raise BatchError(f"{path} cannot be merged along dimension {dim}: its shape is {tuple(first.shape)}")
     for microbatch, tensor in enumerate(tensors):
-        if _without(tensor.shape, dim) != _without(first.shape, dim):
+        if tensor.movedim(dim, 0).shape[1:] != first.movedim(dim, 0).shape[1:]:
             raise BatchError(
                 f"outputs are merged along dimension {dim} and must agree in all others, but {path} has shape "
                 f"{tuple(first.shape)} in microbatch 0 and {tuple(tensor.shape)} in microbatch {microbatch}: "
@@ -271,13 +276,9 @@ def _merged_tensors(tensors: Sequence[Tensor], path: str, dim: int) -> Tensor:
     return cat(list(tensors), dim)
 
 
-def _without(shape: Sequence[int], dim: int) -> list[int]:
-    return [size for position, size in enumerate(shape) if position != dim % len(shape)]
-
-
 def _structure(value: Value) -> Hashable:
-    """What must be equal in all microbatches."""
-    if (splitter := splitter_of(value)) is not None:
+    """Return what must be equal in all microbatches."""
+    if (splitter := _splitter_of(value)) is not None:
         return id(splitter)
     if isinstance(value, Tensor):
         return Tensor, value.dim()
@@ -304,18 +305,7 @@ def _equal(one: Value, other: Value) -> bool:
         return False
 
 
-# Splits a batch into microbatches, and merges the outputs of the microbatches.
-#
-#     Batcher(3).split_arguments((x,), {"mask": m})         x and m have 8 rows
-#
-#     microbatch 0    rows 0 1 2      (x[0:3],)   {"mask": m[0:3]}
-#     microbatch 1    rows 3 4 5      (x[3:6],)   {"mask": m[3:6]}
-#     microbatch 2    rows 6 7        (x[6:8],)   {"mask": m[6:8]}
-#
-# Parts of tensors are views: nothing is copied, and their gradients accumulate in the gradient of the batch.
-
-
-_T = TypeVar("_T")
+# --- whole batches ---------------------------------------------------------------------------------
 
 
 class Batcher:
@@ -334,14 +324,14 @@ class Batcher:
         count = whole_number(microbatches)
         problems = []
         if count is None or count < 1:
-            problems.append(f"microbatches must be at least 1 (given {safe_repr(microbatches)})")
+            problems.append(f"microbatches must be at least 1 (given {_shown(microbatches)})")
         for key, rule in (split or {}).items():
             if not isinstance(key, str) and (whole_number(key) is None or key < 0):
                 problems.append(
                     f"the keys of `split` are positional indices from 0, names or 'target' (given "
-                    f"{safe_repr(key)})"
+                    f"{_shown(key)})"
                 )
-            problems += _rule_problems(rule, f"split[{safe_repr(key)}]")
+            problems += _rule_problems(rule, f"split[{_shown(key)}]")
         _raise_if_any(problems + _rule_problems(merge, "`merge`"))
         self._count = int(microbatches)
         self._split = {_as_int(key): _as_int(rule) for key, rule in (split or {}).items()}
@@ -350,104 +340,75 @@ class Batcher:
     def split_arguments(
         self, args: tuple[Value, ...], kwargs: dict[str, Value], rows: dict[str, int] | None = None
     ) -> tuple[list[tuple[Value, ...]], list[dict[str, Value]]]:
-        """The positional and the keyword arguments of each microbatch.
+        """Return the positional and the keyword arguments of each microbatch.
 
         `rows` gets the number of rows of each tensor that is split, by its path in the error messages.
         """
-        values: dict[int | str, Value] = dict(enumerate(args))
-        values.update(kwargs)
-        parts = self._split_values(values, self._unknown_keys(args, kwargs), {} if rows is None else rows)
+        values: dict[int | str, Value] = {**dict(enumerate(args)), **kwargs}
+        names = some([_argument_name(key) for key in values])
+        # a rank without positional, or without keyword, arguments cannot check those keys: in a pipeline only
+        # the first stage gets all arguments
+        unknown = [
+            f"split[{_shown(key)}] matches no argument of this call, which has {names}"
+            for key in self._split
+            if key not in values and key != "target" and (kwargs if isinstance(key, str) else args)
+        ]
+        parts = self._split_values(values, unknown, {} if rows is None else rows)
         return (
             [tuple([parts[index][k] for index in range(len(args))]) for k in range(self._count)],
             [{name: parts[name][k] for name in kwargs} for k in range(self._count)],
         )
 
     def split_target(self, target: Value, rows: dict[str, int] | None = None) -> list[Value]:
-        """The target of each microbatch; `rows` has those of arguments, which must be as many, and gets its."""
+        """Return the target of each microbatch; `rows` has the rows of the arguments, and gets its own."""
         return self._split_values({"target": target}, [], {} if rows is None else rows)["target"]
 
     def merge_outputs(self, outputs: Sequence[Value]) -> Value:
-        """The output of the batch."""
+        """Return the output of the batch."""
         if len(outputs) != self._count:
             raise BatchError(
                 f"there must be one output for each microbatch, but {self._count} microbatches gave "
                 f"{len(outputs)}"
             )
         if isinstance(self._merge, int):
-            return merge_outputs(outputs, self._merge, "the output")
+            return _merge(outputs, self._merge, "the output")
         return self._merge.merge(outputs)
-
-    def _unknown_keys(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> list[str]:
-        # a rank without positional, or without keyword, arguments cannot check those keys: in a pipeline only
-        # the first stage gets all arguments
-        known = [*range(len(args)), *kwargs]
-        unknown = [
-            key
-            for key in self._split
-            if key not in known and key != "target" and (kwargs if isinstance(key, str) else args)
-        ]
-        names = some([_argument_name(key) for key in known])
-        return [
-            f"split[{safe_repr(key)}] matches no argument of this call, which has {names}" for key in unknown
-        ]
 
     def _split_values(
         self, values: Mapping[int | str, Value], problems: list[str], rows: dict[str, int]
     ) -> dict[int | str, list[Value]]:
-        """The parts of every value; all problems are raised together before anything is split."""
-        problems += self._problems(values, rows)
+        """Return the parts of every value; raise all problems together before anything is split."""
+        for key, value in values.items():
+            rule, name = self._split.get(key, 0), _argument_name(key)
+            if isinstance(rule, int) and type(value) is not list:
+                problems += split_problems(value, rule, self._count, name, rows)
+            elif isinstance(rule, int) and len(value) != self._count:
+                problems.append(
+                    f"a list has one entry for each microbatch, but {name} has {len(value)} entries for "
+                    f"{self._count} microbatches: to pass a list as one value, wrap it in a tuple"
+                )
         _raise_if_any(problems + size_problems(rows.items()))
         return {key: self._split_value(key, value) for key, value in values.items()}
 
-    def _problems(self, values: Mapping[int | str, Value], rows: dict[str, int]) -> list[str]:
-        """Why values cannot be split; adds the rows of what is split to `rows`."""
-        problems: list[str] = []
-        for key, value in values.items():
-            rule = self._split.get(key, 0)
-            if not isinstance(rule, int):
-                continue
-            if type(value) is list:
-                problems += _list_problems(value, self._count, _argument_name(key))
-            else:
-                problems += split_problems(value, rule, self._count, _argument_name(key), rows)
-        return problems
-
     def _split_value(self, key: int | str, value: Value) -> list[Value]:
-        rule = self._split.get(key, 0)
+        rule, name = self._split.get(key, 0), _argument_name(key)
         if not isinstance(rule, int):
-            return split_by(rule, value, self._count, _argument_name(key))
-        if type(value) is list:
-            return list(value)
-        return split_along(value, rule, self._count, _argument_name(key))
-
-
-def _raise_if_any(problems: Sequence[str]) -> None:
-    if problems:
-        raise BatchError("\n".join(problems))
+            return _split_by(rule, value, self._count, name)
+        return list(value) if type(value) is list else split_along(value, rule, self._count, name)
 
 
 def _as_int(value: _T) -> int | _T:
-    """Integers of any type as `int`, everything else unchanged."""
+    """Return integers of any type as `int`, everything else unchanged."""
     number = whole_number(value)
     return value if number is None else number
 
 
 def _rule_problems(rule: object, name: str) -> list[str]:
-    if is_splitter(rule) or whole_number(rule) is not None:
+    if _is_splitter(rule) or whole_number(rule) is not None:
         return []
     return [
-        f"{name} must be a dimension, REPLICATE or an object with split() and merge() (given {safe_repr(rule)})"
+        f"{name} must be a dimension, REPLICATE or an object with split() and merge() (given {_shown(rule)})"
     ]
-
-
-def _list_problems(value: list[Value], count: int, name: str) -> list[str]:
-    if len(value) == count:
-        return []
-    problem = (
-        f"a list has one entry for each microbatch, but {name} has {len(value)} entries for {count} "
-        "microbatches: to pass a list as one value, wrap it in a tuple"
-    )
-    return [problem]
 
 
 def _argument_name(key: int | str) -> str:

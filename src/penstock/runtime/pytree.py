@@ -24,9 +24,8 @@ Structure: TypeAlias = Any
 """None for a leaf, its position for a tensor that is already a leaf, else its node and the structures of its
 children. Structures can be compared and pickled."""
 IsLeaf: TypeAlias = Callable[[Any], bool]
-
-
-# --- one level -------------------------------------------------------------------------------------
+_BY_TYPE = (str, int, bool, bytes, type(None))
+"""Types of keys that, with the key, tell equal keys apart."""
 
 
 class Node(NamedTuple):
@@ -43,7 +42,7 @@ class Node(NamedTuple):
 
 
 def node_of(value: Any) -> tuple[Node, list[Any]] | None:
-    """The node and the children of a container; None for a leaf."""
+    """Return the node and the children of a container; None for a leaf."""
     kind = type(value)
     if isinstance(value, Tensor):
         return None
@@ -58,21 +57,17 @@ def node_of(value: Any) -> tuple[Node, list[Any]] | None:
     if isinstance(value, dict):
         made_of = (kind, value.default_factory) if isinstance(value, defaultdict) else kind
         names = tuple(value)
-        return Node("dict", made_of, names, _name_types(names)), list(value.values())
+        types: tuple[Any, ...] = ()
+        if not all(type(name) is str for name in names):
+            types = tuple(
+                [type(name) if type(name) in _BY_TYPE else (type(name), repr(name)) for name in names]
+            )
+        return Node("dict", made_of, names, types), list(value.values())
     return None
 
 
-def _name_types(names: tuple[Any, ...]) -> tuple[Any, ...]:
-    if all(type(name) is str for name in names):
-        return ()
-    return tuple([type(name) if type(name) in _BY_TYPE else (type(name), repr(name)) for name in names])
-
-
-_BY_TYPE = (str, int, bool, bytes, type(None))
-
-
 def rebuild(node: Node, children: Sequence[Any]) -> Any:
-    """A container of the node's class with these children."""
+    """Return a container of the node's class with these children."""
     kind, made_of, names, _ = node
     if kind == "items":
         return children if made_of is list else made_of(children)
@@ -90,17 +85,14 @@ def rebuild(node: Node, children: Sequence[Any]) -> Any:
 
 
 def child_paths(node: Node, count: int) -> list[str]:
-    """The path from the node to each of its `count` children: `[0]`, `['key']` or `.field`."""
+    """Return the path from the node to each of its `count` children: `[0]`, `['key']` or `.field`."""
     if node.kind == "items":
         return [f"[{position}]" for position in range(count)]
     return [f"[{name!r}]" if node.kind == "dict" else f".{name}" for name in node.names]
 
 
-# --- whole trees -----------------------------------------------------------------------------------
-
-
 def flatten(value: object, is_leaf: IsLeaf | None = None) -> tuple[Leaves, Structure]:
-    """The leaves of a value, from left to right, and its structure; `is_leaf` marks more values as leaves."""
+    """Return the leaves of a value, from left to right, and its structure; `is_leaf` marks more leaves."""
     if isinstance(value, Tensor):
         return [value], None
     leaves: Leaves = []
@@ -110,7 +102,7 @@ def flatten(value: object, is_leaf: IsLeaf | None = None) -> tuple[Leaves, Struc
 def _flatten_into(
     leaves: Leaves, positions: dict[int, int], value: object, is_leaf: IsLeaf | None
 ) -> Structure:
-    """Append the leaves of a value; `positions` are those of the tensors by their id."""
+    """Append the leaves of a value; `positions` has the position of each tensor by its id."""
     if isinstance(value, Tensor):
         if (known := positions.setdefault(id(value), len(leaves))) < len(leaves):
             return known
@@ -125,7 +117,7 @@ def _flatten_into(
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """The inverse of `flatten`."""
+    """Return the value that `flatten` took apart."""
     return leaves[0] if structure is None else _unflatten_from(structure, leaves, iter(leaves).__next__)
 
 
@@ -139,7 +131,7 @@ def _unflatten_from(structure: Structure, leaves: Sequence[Any], next_leaf: Call
 
 
 def leaf_paths(structure: Structure, prefix: str) -> list[str]:
-    """The path of each leaf, in the order of `flatten`."""
+    """Return the path of each leaf, in the order of `flatten`."""
     if structure is None:
         return [prefix]
     if isinstance(structure, int):
@@ -150,42 +142,3 @@ def leaf_paths(structure: Structure, prefix: str) -> list[str]:
         for child, part in zip(child_paths(node, len(inner)), inner)
         for path in leaf_paths(part, prefix + child)
     ]
-
-
-def map_together(
-    function: Callable[[Sequence[Any], str], Any],
-    values: Sequence[Any],
-    prefix: str,
-    *,
-    is_leaf: IsLeaf,
-    check: Callable[[Sequence[Any], str], None],
-) -> Any:
-    """One value whose leaves are `function(corresponding leaves, path)`.
-
-    `check` is called with the corresponding containers or leaves before they are opened; it raises if they
-    differ in structure. The keys of dicts may be in any order.
-    """
-    check(values, prefix)
-    first = values[0]
-    opened = None if is_leaf(first) else node_of(first)
-    if opened is None:
-        return function(values, prefix)
-    node, children = opened
-    columns = zip(*(_children_in_order(node, value) for value in values))
-    paths = child_paths(node, len(children))
-    mapped = [
-        map_together(function, column, prefix + path, is_leaf=is_leaf, check=check)
-        for path, column in zip(paths, columns)
-    ]
-    return rebuild(node, mapped)
-
-
-def _children_in_order(first: Node, value: Any) -> list[Any]:
-    """The children of a value; those of a dict in the order of the keys of `first`."""
-    opened = node_of(value)
-    assert opened is not None, "the structures are equal"
-    node, children = opened
-    if node.kind != "dict":
-        return children
-    by_name = dict(zip(node.names, children))
-    return [by_name[name] for name in first.names]
