@@ -213,17 +213,18 @@ def split_problems(value: Value, dim: int, count: int, name: str, sizes: dict[st
 
 
 def size_problems(sizes: Iterable[tuple[str, int]]) -> list[str]:
-    """Return the problem that tensors differ in their number of rows, if they do; `sizes` has paths and rows."""
+    """Return the problem that tensors differ in their number of rows, if they do; `sizes` has path and rows."""
     paths: dict[int, list[str]] = {}
     for path, size in sizes:
         paths.setdefault(size, []).append(path)
     if len(paths) <= 1:
         return []
     found = ", ".join(f"{size} in {some(same)}" for size, same in paths.items())
-    return [
-        f"everything that is split must have the same number of rows, but there are {found}: name another "  # noqa: ISC004
+    problem = (
+        f"everything that is split must have the same number of rows, but there are {found}: name another "
         "dimension in `split`, or REPLICATE for what every microbatch gets whole"
-    ]
+    )
+    return [problem]
 
 
 # --- merging the outputs of all microbatches -------------------------------------------------------
@@ -344,7 +345,8 @@ class Batcher:
 
         `rows` gets the number of rows of each tensor that is split, by its path in the error messages.
         """
-        values: dict[int | str, Value] = {**dict(enumerate(args)), **kwargs}
+        values: dict[int | str, Value] = dict(enumerate(args))
+        values.update(kwargs)
         names = some([_argument_name(key) for key in values])
         # a rank without positional, or without keyword, arguments cannot check those keys: in a pipeline only
         # the first stage gets all arguments
@@ -406,9 +408,8 @@ def _as_int(value: _T) -> int | _T:
 def _rule_problems(rule: object, name: str) -> list[str]:
     if _is_splitter(rule) or whole_number(rule) is not None:
         return []
-    return [
-        f"{name} must be a dimension, REPLICATE or an object with split() and merge() (given {_shown(rule)})"
-    ]
+    needed = "a dimension, REPLICATE or an object with split() and merge()"
+    return [f"{name} must be {needed} (given {_shown(rule)})"]
 
 
 def _argument_name(key: int | str) -> str:

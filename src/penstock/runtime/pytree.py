@@ -59,9 +59,8 @@ def node_of(value: Any) -> tuple[Node, list[Any]] | None:
         names = tuple(value)
         types: tuple[Any, ...] = ()
         if not all(type(name) is str for name in names):
-            types = tuple(
-                [type(name) if type(name) in _BY_TYPE else (type(name), repr(name)) for name in names]
-            )
+            kinds = list(map(type, names))
+            types = tuple([k if k in _BY_TYPE else (k, repr(name)) for k, name in zip(kinds, names)])
         return Node("dict", made_of, names, types), list(value.values())
     return None
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral
-from penstock.runtime.backward.layer_rules import _REGISTRY, Tensors, register_layer
+from penstock.runtime.backward.layer_rules import _REGISTRY, Tensors, register_layer, rule_of
 from tests.support.deferring import assert_as_plain, deferred_calls, numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -102,7 +102,7 @@ def test_a_type_that_inherits_its_forward_cannot_replace_the_rule() -> None:
         pass
 
     with pytest.raises(PipelineError, match="Named inherits the forward of Linear"):
-        register_layer(Named, _REGISTRY[nn.Linear.forward].rule)
+        register_layer(Named, rule_of(nn.Linear(1, 1)))
 
 
 def test_compiled_modules_run_unchanged_and_are_listed() -> None:

@@ -1,12 +1,30 @@
-"""Split backward: I defers the weight gradients of a stage, and W computes them."""
+"""Split backward: I defers the weight gradients of a stage, and W computes them.
+
+While a `Deferral` is installed, every layer with a rule runs as one node of the autograd graph. The backward
+of the node computes the input gradient. It keeps what the weight gradients need, the input and the gradient
+of the output, in a queue:
+
+    with deferral.installed():
+        output = module(x)                              F
+        with deferral.deferring() as gradients:
+            torch.autograd.backward(output, gradient)   I
+        gradients.run()                                 W
+
+A backward outside of `deferring` is B: it computes the weight gradients at once. Autograd handles everything
+else in I: norms, attention, and uses of a weight outside of its layer.
+
+A weight that is also used outside of its layer cannot be deferred. Only the graph of a forward shows this, so
+the first microbatch runs in `LayerMode.JOINED`, and its I is a full backward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +37,11 @@ from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.torch_internals.autograd import has_hooks, is_view, node_class, transform_level
 from penstock.runtime.torch_internals.modules import is_compiled, own_parameters
 
-# The weight gradients that an input-gradient backward (I) defers, and their computation in W.
-
-
 _MARK = "penstock"
+_PLAIN = (nn.Parameter, Tensor)
+
+
+# --- the queue between I and W ---------------------------------------------------------------------
 
 
 class DeferredGradient(NamedTuple):
@@ -37,7 +56,7 @@ class DeferredGradient(NamedTuple):
     """The parameters that accumulate the gradients; None for a weight that needs none."""
 
     def compute(self) -> Tensors:
-        """The gradients, one per weight, None for a weight that needs none."""
+        """Return the gradients, one per weight, None for a weight that needs none."""
         wanted = tuple([leaf is not None for leaf in self.leaves])
         return self.rule.weight_gradients(self.layer, self.x, self.weights, self.gradient, wanted)
 
@@ -50,7 +69,7 @@ class DeferredGradient(NamedTuple):
                 leaf.grad.add_(gradient if fits else gradient.sum_to_size(leaf.shape).to(leaf.dtype))
 
     def add_fused(self) -> None:
-        """The same without temporary gradients where the rule can, which rounds differently."""
+        """Do the same without temporary gradients where the rule can, which rounds differently."""
         add = getattr(self.rule, "add_weight_gradients", None)
         totals = [None if leaf is None else leaf.grad for leaf in self.leaves]
         dtype = self.gradient.dtype
@@ -75,7 +94,7 @@ class DeferredGradients:
         return len(self._queue or ())
 
     def inputs(self) -> list[Tensor]:
-        """The inputs of layers that are kept for W."""
+        """Return the inputs of layers that are kept for W."""
         return [deferred.x for deferred in self._queue or ()]
 
     def add(self, deferred: DeferredGradient) -> None:
@@ -106,26 +125,21 @@ class DeferredGradients:
         ids = set(map(id, leaves))
         if len(ids) < len(leaves) or not self._held.isdisjoint(ids) or torch.is_anomaly_enabled():
             return False
-        return all(map(_has_only_a_gradient, leaves))
+        # a sharded weight has a DTensor as gradient
+        return all(type(leaf.grad) is Tensor and not has_hooks(leaf) for leaf in leaves)
 
 
-def accumulator_is_held(leaf: Tensor) -> bool:
-    """Whether anything holds the `AccumulateGrad` node of a weight, as everything does that adds hooks to it.
+def _accumulator_is_held(leaf: Tensor) -> bool:
+    """Return whether anything holds the `AccumulateGrad` node of a weight, as everything that adds hooks does.
 
     torch makes the node on demand, and it ends with its last holder: then a mark on it is gone at once.
     """
-    _metadata(leaf)[_MARK] = True
-    return _MARK in _metadata(leaf)
 
+    def metadata() -> dict[str, Any]:
+        return cast("dict[str, Any]", get_gradient_edge(leaf).node.metadata)  # torch declares a method
 
-def _metadata(leaf: Tensor) -> dict[str, Any]:
-    """What is noted on the node that accumulates a leaf's gradient."""
-    return cast("dict[str, Any]", get_gradient_edge(leaf).node.metadata)  # torch declares a method
-
-
-def _has_only_a_gradient(leaf: Tensor) -> bool:
-    # a sharded weight has a DTensor as gradient
-    return type(leaf.grad) is Tensor and not has_hooks(leaf)
+    metadata()[_MARK] = True
+    return _MARK in metadata()
 
 
 def _accumulate_by_autograd(queue: list[DeferredGradient]) -> None:
@@ -158,31 +172,29 @@ class _GradientNode(torch.autograd.Function):
         return (None, *deferred.compute())
 
 
-# Aliases that replace the weights of deferred layers in the autograd graph.
-#
-# Autograd visits the accumulator of a weight even where the gradient is None. With the weight itself in the
-# graph, I would therefore fire the hooks that belong to W. An alias is a detached leaf over the same memory.
-# In a full backward (B) it forwards its gradient to the weight.
-#
-# A joined alias is the weight behind a node. It shows that a use of the weight is that of its layer, and
-# autograd sums the gradients of all uses.
-
-
-_PLAIN = (nn.Parameter, Tensor)
+# --- aliases of weights ----------------------------------------------------------------------------
 
 
 class WeightAliases:
-    """The aliases of one stage's weights, and the weights that cannot have one."""
+    """The aliases that replace one stage's weights in the autograd graph, and the weights that cannot have one.
+
+    Autograd visits the accumulator of a weight even where the gradient is None. With the weight itself in the
+    graph, I would therefore fire the hooks that belong to W. An alias is a detached leaf over the same memory.
+    In a full backward (B) it forwards its gradient to the weight.
+
+    A joined alias is the weight behind a node. It shows that a use of the weight is that of its layer, and
+    autograd sums the gradients of all uses.
+    """
 
     def __init__(self) -> None:
         self._aliases: dict[int, Tensor] = {}
         self._shared: dict[int, Tensor] = {}
 
     def of(self, weights: list[Tensor | None], *, joined: bool = False) -> list[Tensor | None] | None:
-        """An alias for each weight, None for a weight that needs no gradient.
+        """Return an alias for each weight, None for a weight that needs no gradient.
 
-        None for all of them if the first weight, whose gradient is most of the work, is frozen, or if autograd
-        alone can compute the gradient of a trained weight.
+        Return None for all of them if the first weight, whose gradient is most of the work, is frozen, or if
+        autograd alone can compute the gradient of a trained weight.
         """
         if weights[0] is None or not weights[0].requires_grad or torch.compiler.is_compiling():
             return None
@@ -195,26 +207,23 @@ class WeightAliases:
             elif joined:
                 aliases.append(_JoinedAlias.apply(weight))  # type: ignore[no-untyped-call]
             else:
-                known = self._aliases.get(id(weight))
-                aliases.append(self._new_alias(weight) if known is None else known)
+                if id(weight) not in self._aliases:
+                    self._aliases[id(weight)] = alias = weight.detach().requires_grad_()
+                    alias.register_post_accumulate_grad_hook(partial(_forward_gradient, weight))  # type: ignore[no-untyped-call]
+                aliases.append(self._aliases[id(weight)])
         return aliases
-
-    def _new_alias(self, weight: Tensor) -> Tensor:
-        self._aliases[id(weight)] = alias = weight.detach().requires_grad_()
-        alias.register_post_accumulate_grad_hook(partial(_forward_gradient, weight))  # type: ignore[no-untyped-call]
-        return alias
 
     def exclude_shared(
         self, weights: Iterable[Tensor], roots: Iterable[Tensor | GradientEdge]
     ) -> tuple[Tensor, ...]:
-        """Exclude those of `weights` that the graph below `roots` uses directly; give the newly excluded."""
+        """Exclude those of `weights` that the graph below `roots` uses directly; return the newly excluded."""
         own = {id(weight) for weight in weights} - self._shared.keys()
         found = {id(leaf): leaf for leaf in _leaves_below(roots) if id(leaf) in own}
         self._shared.update(found)
         return tuple(found.values())
 
     def used_twice(self, weights: Iterable[Tensor], roots: Iterable[Tensor | GradientEdge]) -> list[Tensor]:
-        """Those of `weights` that the graph below `roots` uses both directly and by their alias."""
+        """Return those of `weights` that the graph below `roots` uses both directly and by their alias."""
         leaves = {id(leaf) for leaf in _leaves_below(roots)}
         aliased = ((weight, self._aliases.get(id(weight))) for weight in weights)
         return [weight for weight, alias in aliased if id(weight) in leaves and id(alias) in leaves]
@@ -248,7 +257,7 @@ def _forward_gradient(weight: Tensor, alias: Tensor) -> None:
 
 
 def _leaves_below(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
-    """The leaves that a backward from these roots reaches, except through a joined alias."""
+    """Yield the leaves that a backward from these roots reaches, except through a joined alias."""
     to_visit: list[Any] = [
         (get_gradient_edge(root) if isinstance(root, Tensor) else root).node for root in roots
     ]
@@ -263,10 +272,7 @@ def _leaves_below(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
             to_visit += [below for below, _ in node.next_functions]
 
 
-# A layer that runs as one autograd node, whose backward computes the input gradient and defers the rest.
-
-
-_Context: TypeAlias = Any
+# --- layers as nodes -------------------------------------------------------------------------------
 
 
 class LayerMode(Enum):
@@ -277,47 +283,44 @@ class LayerMode(Enum):
     DEFERRED = "as nodes above aliases of the weights, for a split backward"
 
 
+@dataclass
 class DeferralState:
     """What the deferred layers of a stage share."""
 
-    def __init__(self) -> None:
-        self.mode = LayerMode.DEFERRED
-        """How layers run while installed."""
-        self.pending: DeferredGradients | None = None
-        """Where the running backward defers weight gradients to; None in a full backward."""
-        self.aliases = WeightAliases()
+    mode: LayerMode = LayerMode.DEFERRED
+    """How layers run while installed."""
+    pending: DeferredGradients | None = None
+    """Where the running backward defers weight gradients to; None in a full backward."""
+    aliases: WeightAliases = field(default_factory=WeightAliases)
 
 
-class DeferredLayer:
+class DeferredLayer(NamedTuple):
     """A layer with the rule of its type; `forward` replaces the layer's own while a `Deferral` is installed."""
 
-    def __init__(self, state: DeferralState, layer: nn.Module, rule: LayerRule[Any]) -> None:
-        self.state = state
-        self.layer = layer
-        self.rule = rule
+    state: DeferralState
+    layer: nn.Module
+    rule: LayerRule[Any]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the layer as one node, or its own forward where W cannot compute all of its weight gradients."""
-        layer = self.layer
-        deferrable = len(inputs) == 1 and not named and torch.is_grad_enabled() and self._accepts(inputs[0])
         mode = self.state.mode
-        if deferrable and mode is not LayerMode.PLAIN and transform_level() is None:  # vmap looks into nodes
+        deferrable = mode is not LayerMode.PLAIN and len(inputs) == 1 and not named and torch.is_grad_enabled()
+        if deferrable and transform_level() is None:  # vmap looks into nodes
             weights = self._weights_for(inputs[0])
             joined = mode is LayerMode.JOINED
             aliases = None if weights is None else self.state.aliases.of(weights, joined=joined)
             if weights is not None and aliases is not None:
                 return _LayerNode.apply(inputs[0], self, weights, *aliases)  # type: ignore[no-untyped-call]
-        return type(layer).forward(layer, *inputs, **named)
+        return type(self.layer).forward(self.layer, *inputs, **named)
 
-    def _accepts(self, x: object) -> bool:
-        """Whether the rule applies to this input."""
-        return type(x) is Tensor or (is_dtensor(x) and supports_dtensors(self.rule))
+    def _weights_for(self, x: object) -> list[Tensor | None] | None:
+        """Return the layer's parameters; None if a parametrization computes one, which must not run twice.
 
-    def _weights_for(self, x: Tensor) -> list[Tensor | None] | None:
-        """The layer's parameters; None if a parametrization computes one, which must not run twice.
-
-        Also None unless input and weights are all DTensors or all plain tensors.
+        Return None also if the rule does not apply to the input, and unless input and weights are all DTensors
+        or all plain tensors.
         """
+        if type(x) is not Tensor and not (is_dtensor(x) and supports_dtensors(self.rule)):
+            return None
         parameters = own_parameters(self.layer)
         if not all(name in parameters for name in self.rule.weights):
             return None
@@ -331,7 +334,7 @@ class _LayerNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, x: Tensor, deferred: DeferredLayer, leaves: Tensors, *_aliases: Tensor | None
+        ctx: Any, x: Tensor, deferred: DeferredLayer, leaves: Tensors, *_aliases: Tensor | None
     ) -> Tensor:
         # detached, because autocast caches its copies of leaves, and those made here carry no gradient
         weights = [None if leaf is None else leaf.detach() for leaf in leaves]
@@ -345,7 +348,7 @@ class _LayerNode(torch.autograd.Function):
         return y.detach() if is_view(y) else y  # autograd forbids in-place changes of a view
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor | None) -> Tensors:
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensors:
         deferred, needed = ctx.deferred, ctx.needs_input_grad
         if gradient is None:
             return (None,) * len(needed)
@@ -354,13 +357,12 @@ class _LayerNode(torch.autograd.Function):
                 "a split backward cannot be differentiated: remove create_graph=True, or use a schedule with a "
                 "full backward, such as 1f1b"
             )
-        saved, rule, layer = ctx.saved_tensors, deferred.rule, deferred.layer
-        x, weights = saved[0], saved[1:]
-        leaves = ctx.leaves
+        rule, layer, leaves = deferred.rule, deferred.layer, ctx.leaves
+        x, *weights = ctx.saved_tensors
         if False in needed[3:]:
             leaves = tuple([leaf if wanted else None for leaf, wanted in zip(leaves, needed[3:])])
-        job = DeferredGradient(rule, layer, x, weights, gradient, leaves)
-        input_gradient = rule.input_gradient(layer, x, weights, gradient) if needed[0] else None
+        job = DeferredGradient(rule, layer, x, tuple(weights), gradient, leaves)
+        input_gradient = rule.input_gradient(layer, x, job.weights, gradient) if needed[0] else None
         pending = deferred.state.pending
         if pending is None:
             return (input_gradient, None, None, *job.compute())
@@ -368,31 +370,12 @@ class _LayerNode(torch.autograd.Function):
         return (input_gradient, *(None,) * (len(needed) - 1))
 
 
-# Split backward: I defers the weight gradients of a stage, and W computes them.
-#
-# While a `Deferral` is installed, every layer with a rule runs as one node of the autograd graph. The backward
-# of the node computes the input gradient. It keeps what the weight gradients need, the input and the gradient
-# of the output, in a queue:
-#
-#     with deferral.installed():
-#         output = module(x)                              F
-#         with deferral.deferring() as gradients:
-#             torch.autograd.backward(output, gradient)   I
-#         gradients.run()                                 W
-#
-# A backward outside of `deferring` is B: it computes the weight gradients at once. Autograd handles everything
-# else in I: norms, attention, and uses of a weight outside of its layer.
-#
-# A weight that is also used outside of its layer cannot be deferred. Only the graph of a forward shows this, so
-# the first microbatch runs in `LayerMode.JOINED`, and its I is a full backward.
-
-
 class Deferral:
     """Defers the weight gradients of one stage. With `fusion`, W adds products to `.grad` directly."""
 
     def __init__(self, module: nn.Module, *, fusion: bool = False) -> None:
         self._module, self._fusion = module, fusion
-        self._state = DeferralState()
+        self.state = DeferralState()
         self._deferred: list[DeferredLayer] = []
         self.compiled: tuple[str, ...] = ()
         """The names of the compiled modules in the stage, which run unchanged."""
@@ -406,15 +389,6 @@ class Deferral:
         self._hooked: list[Tensor] = []
         """The weights that have hooks themselves."""
 
-    @property
-    def mode(self) -> LayerMode:
-        """How layers run while installed."""
-        return self._state.mode
-
-    @mode.setter
-    def mode(self, value: LayerMode) -> None:
-        self._state.mode = value
-
     def _find_layers(self, module: nn.Module, name: str, seen: set[nn.Module]) -> None:
         if module in seen:
             return
@@ -424,7 +398,7 @@ class Deferral:
             return
         rule = rule_of(module)
         if rule is not None and any(weight.requires_grad for weight in module.parameters(recurse=False)):
-            self._deferred.append(DeferredLayer(self._state, module, rule))
+            self._deferred.append(DeferredLayer(self.state, module, rule))
         for child_name, child in module.named_children():
             self._find_layers(child, f"{name}.{child_name}" if name else child_name, seen)
 
@@ -438,7 +412,7 @@ class Deferral:
             self._patched = [each for each in self._deferred if "forward" not in each.layer.__dict__]
             for each in self._patched:
                 each.layer.__dict__["forward"] = each.forward
-            self._held = frozenset(id(leaf) for leaf in self._leaves() if accumulator_is_held(leaf))
+            self._held = frozenset(id(leaf) for leaf in self._leaves() if _accumulator_is_held(leaf))
             self._hooked = [leaf for leaf in self._leaves() if has_hooks(leaf)]
         self._entered += 1
         try:
@@ -449,11 +423,11 @@ class Deferral:
                 for each in self._patched:
                     if each.layer.__dict__.get("forward") == each.forward:
                         del each.layer.__dict__["forward"]
-                self._state.aliases.clear()
+                self.state.aliases.clear()
 
     @contextmanager
     def deferring(self) -> Iterator[DeferredGradients]:
-        """I: a backward in here defers its weight gradients into the queue that this gives."""
+        """I: a backward in here defers its weight gradients into the queue that this yields."""
         with self.installed():
             gradients = self.begin_deferring()
             try:
@@ -462,15 +436,15 @@ class Deferral:
                 self.end_deferring()
 
     def begin_deferring(self) -> DeferredGradients:
-        """The same without a context, which takes a while to enter; requires that this is installed."""
-        if self._state.pending is not None:
+        """Do the same without a context, which takes a while to enter; requires that this is installed."""
+        if self.state.pending is not None:
             raise PipelineError("another backward of this stage is deferring its weight gradients")
-        self._state.pending = DeferredGradients(fusion=self._fusion, held=self._held)
-        return self._state.pending
+        self.state.pending = DeferredGradients(fusion=self._fusion, held=self._held)
+        return self.state.pending
 
     def end_deferring(self) -> None:
         """From here on backwards are full."""
-        self._state.pending = None
+        self.state.pending = None
 
     def inspect_graph(self, roots: Iterable[Tensor | GradientEdge]) -> None:
         """After a forward: exclude weights that are also used outside of their layers, or reject such a use.
@@ -478,9 +452,9 @@ class Deferral:
         `roots` are the outputs of the forward. What the first one did not show is computed in I and in W, which
         is right unless hooks of the weight get the two parts one after the other.
         """
-        if self.mode is LayerMode.JOINED:
+        if self.state.mode is LayerMode.JOINED:
             self.exclude_shared_weights(roots)
-        elif self._hooked and (found := self._state.aliases.used_twice(self._hooked, roots)):
+        elif self._hooked and (found := self.state.aliases.used_twice(self._hooked, roots)):
             names = [
                 name for name, weight in self._module.named_parameters() if any(weight is w for w in found)
             ]
@@ -495,11 +469,11 @@ class Deferral:
 
         `roots` are the outputs of a forward that ran while installed. Its graph holds aliases for the weights
         of deferred layers, so a weight that appears there itself is used elsewhere, and its hooks would fire
-        twice, in I and in W. Gives the weights newly found.
+        twice, in I and in W. Return the weights newly found.
         """
-        return self._state.aliases.exclude_shared(self._leaves(), roots)
+        return self.state.aliases.exclude_shared(self._leaves(), roots)
 
     def _leaves(self) -> Iterator[Tensor]:
-        """The weights of deferred layers that have gradients."""
+        """Return the weights of deferred layers that have gradients."""
         weights = (weight for layer in self.layers for weight in layer.parameters(recurse=False))
         return (weight for weight in weights if weight.requires_grad)

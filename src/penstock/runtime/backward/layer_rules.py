@@ -10,7 +10,7 @@ gradients are equal bit by bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.torch_internals.modules import has_own_convolution
 
 Tensors: TypeAlias = tuple[Tensor | None, ...]
-_Convolution: TypeAlias = Any
 Layer = TypeVar("Layer", bound=nn.Module)
 Layer_contra = TypeVar("Layer_contra", bound=nn.Module, contravariant=True)
 
@@ -42,58 +41,43 @@ class LayerRule(Protocol[Layer_contra]):
         """The names of the layer's parameters; the gradient of the first is the one worth deferring."""
 
     def forward(self, layer: Layer_contra, x: Tensor, *weights: Tensor | None) -> Tensor:
-        """The output of the layer with these weights in place of its own."""
+        """Return the output of the layer with these weights in place of its own."""
 
     def input_gradient(self, layer: Layer_contra, x: Tensor, weights: Tensors, gradient: Tensor) -> Tensor:
-        """The gradient of `x`, given that of the output."""
+        """Return the gradient of `x`, given that of the output."""
 
     def weight_gradients(
         self, layer: Layer_contra, x: Tensor, weights: Tensors, gradient: Tensor, wanted: tuple[bool, ...]
     ) -> Tensors:
-        """The gradients of the wanted weights, and None for the others."""
+        """Return the gradients of the wanted weights, and None for the others."""
 
 
-class _Registered(NamedTuple):
-    """A layer type, its rule, and which of its layers the rule applies to."""
-
-    layer_type: type[nn.Module]
-    rule: LayerRule[Any]
-    applies: Callable[[Any], bool]
-
-
-_REGISTRY: dict[Callable[..., Any], _Registered] = {}
+_REGISTRY: dict[Callable[..., Any], tuple[type[nn.Module], LayerRule[Any], Callable[[Any], bool]]] = {}
+"""By forward function: a layer type, its rule, and which of its layers the rule applies to."""
 
 
 def register_layer(
     layer_type: type[Layer], rule: LayerRule[Layer], takes: Callable[[Layer], bool] = lambda _: True
 ) -> None:
     """Defer the weight gradients of layers of this type; `takes` selects those that the rule applies to."""
-    before = _REGISTRY.get(layer_type.forward)
-    if before is not None and before.layer_type is not layer_type:
+    before, *_ = _REGISTRY.get(layer_type.forward, (layer_type,))
+    if before is not layer_type:
         raise PipelineError(
-            f"{layer_type.__name__} inherits the forward of {before.layer_type.__name__}, which already "
+            f"{layer_type.__name__} inherits the forward of {before.__name__}, which already "
             f"has a rule; that rule applies to its layers unless it defines its own forward"
         )
-    _REGISTRY[layer_type.forward] = _Registered(layer_type, rule, takes)
+    _REGISTRY[layer_type.forward] = layer_type, rule, takes
 
 
 def rule_of(module: nn.Module) -> LayerRule[Any] | None:
-    """The rule of this module, if there is one and it applies."""
-    known = _REGISTRY.get(type(module).forward)
-    return known.rule if known is not None and known.applies(module) else None
+    """Return the rule of this module, if there is one and it applies."""
+    _, rule, applies = _REGISTRY.get(type(module).forward, (None, None, bool))
+    return rule if rule is not None and applies(module) else None
 
 
 def supports_dtensors(rule: LayerRule[Any]) -> bool:
-    """Whether the rule's formulas give DTensors with the same placements as autograd."""
+    """Return whether the rule's formulas return DTensors with the same placements as autograd."""
     return isinstance(rule, (_LinearRule, _EmbeddingRule))
-
-
-def _column_major(matrix: Tensor) -> bool:
-    return matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0]
-
-
-def _row_major(matrix: Tensor) -> bool:
-    return matrix.stride(1) == 1 and matrix.stride(0) == matrix.shape[1]
 
 
 class _LinearRule:
@@ -118,7 +102,7 @@ class _LinearRule:
         if x.dim() > 2 and type(gradient) is Tensor and gradient.is_contiguous():
             return gradient @ weight  # the same product; fewer views
         flat = gradient.reshape(-1, layer.out_features)
-        if x.dim() == 2 and _column_major(x):
+        if x.dim() == 2 and x.stride() == (1, x.shape[0]):  # column-major
             return (weight.t() @ flat.t()).t()
         return (flat @ weight).view(x.shape)
 
@@ -129,7 +113,8 @@ class _LinearRule:
         flat_x = x.reshape(-1, layer.in_features)
         weight_gradient = bias_gradient = None
         if wanted[0]:
-            row_major = _row_major(_first(weights))
+            weight = _first(weights)
+            row_major = weight.stride() == (weight.shape[1], 1)
             weight_gradient = flat.t() @ flat_x if row_major else (flat_x.t() @ flat).t()
         if wanted[1]:
             bias_gradient = flat.sum(0)
@@ -158,7 +143,7 @@ class _ConvolutionRule:
             and all(total % 2 == 0 for total in _twice_padding(layer))
         )
 
-    def forward(self, layer: _Convolution, x: Tensor, *weights: Tensor | None) -> Tensor:
+    def forward(self, layer: Any, x: Tensor, *weights: Tensor | None) -> Tensor:
         if layer.transposed:
             last = (layer.output_padding, layer.groups, layer.dilation)
             return self.function(x, *weights, layer.stride, layer.padding, *last)
@@ -175,7 +160,7 @@ class _ConvolutionRule:
         return self._backward(layer, x, weights, gradient, (False, *wanted))[1:]
 
     def _backward(
-        self, layer: _Convolution, x: Tensor, weights: Tensors, gradient: Tensor, wanted: tuple[bool, ...]
+        self, layer: Any, x: Tensor, weights: Tensors, gradient: Tensor, wanted: tuple[bool, ...]
     ) -> Tensors:
         weight = _first(weights)
         # weight gradients depend only on the shape of the weight, but some kernels also read its values
@@ -198,7 +183,7 @@ class _ConvolutionRule:
         return gradients
 
 
-def _twice_padding(layer: _Convolution) -> list[int]:
+def _twice_padding(layer: Any) -> list[int]:
     """The total padding of both sides, per dimension."""
     if layer.padding == "valid":
         return [0] * len(layer.kernel_size)

@@ -129,7 +129,7 @@ class Stage:
         received = None if config.input_source is None else config.input_source(microbatch)
         mode = self._layer_mode(microbatch)
         if self.deferral is not None:
-            self.deferral.mode = mode
+            self.deferral.state.mode = mode
         kept = self.memory.kept_forward(microbatch, received, mode)
         with self.memory.hooks(microbatch, kept):
             state, output = self._call(microbatch, received)
@@ -164,7 +164,7 @@ class Stage:
         """RECOMPUTE."""
         kept = self.memory.pop(microbatch)
         if self.deferral is not None:
-            self.deferral.mode = kept.mode
+            self.deferral.state.mode = kept.mode
         with kept.restored(), self.memory.hooks(microbatch):
             state, output = self._call(microbatch, kept.received)
             state.mode = kept.mode
@@ -252,7 +252,7 @@ class Stage:
         """B."""
         state = self._states.pop(microbatch)
         if self.deferral is not None:
-            self.deferral.mode = state.mode
+            self.deferral.state.mode = state.mode
         self._run_backward(microbatch, state)
         self._release(state)
 
@@ -260,7 +260,7 @@ class Stage:
         """I."""
         assert self.deferral is not None, "the schedule splits the backward of this stage"
         state = self._states[microbatch]
-        self.deferral.mode = state.mode
+        self.deferral.state.mode = state.mode
         if state.mode is LayerMode.JOINED:
             self._run_backward(microbatch, state)
             return
