@@ -102,7 +102,7 @@ def test_a_type_that_inherits_its_forward_cannot_replace_the_rule() -> None:
         pass
 
     with pytest.raises(PipelineError, match="Named inherits the forward of Linear"):
-        register_layer(Named, rule_of(nn.Linear(1, 1)))
+        register_layer(Named, rule_of(nn.Linear(1, 1)))  # type: ignore[arg-type]
 
 
 def test_compiled_modules_run_unchanged_and_are_listed() -> None:

@@ -114,12 +114,5 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Ten
     checked the shapes of the gradients, and calls it outside of transforms of `torch.func`.
     """
     keep_graph = create_graph = False
-    _run_engine(
-        tuple(roots),
-        tuple(gradients),
-        keep_graph,
-        create_graph,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    _run_engine(tuple(roots), tuple(gradients), keep_graph, create_graph, (), **options)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PipelineError
-from penstock.runtime.torch_internals.registry import Feature
+from penstock.runtime.torch_internals.registry import Feature, members
 
 SHARDING = Feature(
     "stages in fully_shard, or in a replicate built on it",
@@ -47,34 +47,22 @@ def fsdp_shards_by_stage(modules: Mapping[int, nn.Module]) -> dict[int, FsdpShar
 
 
 @SHARDING.uses(
-    f"{_FSDP_STATE}.FSDPState._fsdp_param_groups",
-    f"{_FSDP_STATE}.FSDPState._is_root",
-    f"{_FSDP_STATE}.FSDPState._lazy_init",
-    f"{_FSDP_STATE}.FSDPState._reset_iter_state",
-    f"{_FSDP_STATE}.FSDPState._root_post_backward_final_callback",
-    f"{_FSDP_STATE}.FSDPState._state_ctx",
-    f"{_FSDP_STATE}.FSDPState._training_state",
+    *members(
+        f"{_FSDP_STATE}.FSDPState",
+        "_fsdp_param_groups _is_root _lazy_init _reset_iter_state _root_post_backward_final_callback _state_ctx"
+        " _training_state",
+    ),
     f"{_FSDP_STATE}.FSDPStateContext.is_last_backward",
-    f"{_FSDP}._fsdp_param.FSDPParam._param_fqn",
-    f"{_FSDP}._fsdp_param.FSDPParam._setattr_on_modules",
-    f"{_FSDP}._fsdp_param.FSDPParam._sharded_param_data",
-    f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param",
-    f"{_FSDP}._fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed",
-    f"{_FSDP}._fsdp_param.FSDPParam.reduce_dtype",
-    f"{_FSDP}._fsdp_param.FSDPParam.sharded_param",
-    f"{_FSDP}._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
-    f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup._all_gather_result",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup._training_state",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.mesh_info",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_forward_mesh_info",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.reduce_grads",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.reshard",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.reshard_after_backward",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.unshard",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
+    *members(
+        f"{_FSDP}._fsdp_param.FSDPParam",
+        "_param_fqn _setattr_on_modules _sharded_param_data _unsharded_param reduce_dtype"
+        " accumulate_unsharded_grad_if_needed sharded_param to_accumulated_grad_if_needed unsharded_accumulated_grad",
+    ),
+    *members(
+        f"{_FSDP}._fsdp_param_group.FSDPParamGroup",
+        "_all_gather_result _training_state fsdp_params mesh_info post_backward post_forward_mesh_info"
+        " reduce_grads reshard reshard_after_backward unshard wait_for_unshard",
+    ),
 )
 def _shards_by_stage(modules: Mapping[int, nn.Module], state_class: type) -> dict[int, FsdpShards]:
     shards = {}
@@ -123,13 +111,10 @@ class FsdpShards:
         target._setattr_on_modules(kept)
 
     def data_groups(self) -> list[tuple[dist.ProcessGroup, ...]]:
-        """For each parameter group: the process groups that reduce its gradients."""
-        found = []
-        for group in self._groups:
-            names = ("shard_process_group", "replicate_process_group")
-            groups = [getattr(group.mesh_info, name, None) for name in names]
-            found.append(tuple([each for each in groups if each is not None]))
-        return found
+        """Return, for each parameter group, the process groups that reduce its gradients."""
+        names = ("shard_process_group", "replicate_process_group")
+        found = ([getattr(group.mesh_info, name, None) for name in names] for group in self._groups)
+        return [tuple([each for each in groups if each is not None]) for groups in found]
 
     def replicated(self) -> Iterator[tuple[str, nn.Parameter, dist.ProcessGroup]]:
         """Yield the parameters whose shard other ranks hold as well (hybrid sharding): name, shard, group."""
@@ -234,12 +219,7 @@ def wrapper_of(part: nn.Module) -> tuple[nn.Module, list[tuple[Any, str, bool]]]
     return _composable_wrapper(composable.replicate.state(part))
 
 
-@WRAPPING.uses(
-    f"{_REPLICATE}._ReplicateState._ddp",
-    f"{_REPLICATE}._ReplicateState._init_args",
-    f"{_REPLICATE}._ReplicateState._no_sync",
-    f"{_REPLICATE}._ReplicateState.lazy_init",
-)
+@WRAPPING.uses(*members(f"{_REPLICATE}._ReplicateState", "_ddp _init_args _no_sync lazy_init"))
 def _composable_wrapper(state: Any) -> tuple[nn.Module, list[tuple[Any, str, bool]]]:
     if state._init_args:  # torch creates the wrapper in the first forward
         state.lazy_init()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from penstock.runtime.torch_internals.registry import Feature
+from penstock.runtime.torch_internals.registry import Feature, members
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _SCHEDULE = f"{_SCHEDULES}._PipelineSchedule"
@@ -18,31 +18,17 @@ RUNTIME_CLASS = "_PipelineScheduleRuntime"
 """The name of torch's class for a list of actions per rank."""
 
 DROP_IN.uses(
-    *(
-        f"{_SCHEDULES}.{name}"
-        for name in (
-            "_Action",
-            "_ComputationType",
-            "_CustomFunctionProtocol",
-            "_PipelineContext",
-            "_PipelineSchedule._check_inputs",
-            "_PipelineSchedule._compute_loss",
-            "_PipelineSchedule._has_backward",
-            "_PipelineSchedule._internal_losses",
-            "_PipelineSchedule._loss_fn",
-            "_PipelineSchedule._maybe_compute_loss",
-            "_PipelineSchedule._maybe_get_loss",
-            "_PipelineSchedule._merge_outputs",
-            "_PipelineSchedule._n_microbatches",
-            "_PipelineSchedule._output_merge_spec",
-            "_PipelineSchedule._split_inputs",
-            "_PipelineSchedule._step_microbatches",
-            "_PipelineSchedule._update_losses",
-            "_PipelineScheduleRuntime._comp_type_to_function_map",
-            "_requires_reduce_grad",
-            "PipelineScheduleMulti._stages",
-            "PipelineScheduleSingle._stage",
-        )
+    *members(
+        _SCHEDULES,
+        "_Action _ComputationType _CustomFunctionProtocol _PipelineContext _requires_reduce_grad"
+        " _PipelineScheduleRuntime._comp_type_to_function_map PipelineScheduleMulti._stages"
+        " PipelineScheduleSingle._stage",
+    ),
+    *members(
+        _SCHEDULE,
+        "_check_inputs _compute_loss _has_backward _internal_losses _loss_fn _maybe_compute_loss"
+        " _maybe_get_loss _merge_outputs _n_microbatches _output_merge_spec _split_inputs _step_microbatches"
+        " _update_losses",
     ),
     "torch.distributed.pipelining.microbatch._split_tensor",
     "torch.distributed.pipelining.stage._PipelineStage",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dis import get_instructions
 from functools import wraps
 from operator import attrgetter
@@ -53,30 +53,29 @@ class Feature:
         self.names += names
 
         def decorate(function: Function) -> Function:
-            is_checked = all(map(_is_loaded, names)) and not missing(names)
-            return function if is_checked else self._checking(function, names)
+            if all(map(_is_loaded, names)) and not missing(names):
+                return function
+            unchecked = list(names)
+
+            @wraps(function)
+            def checked(*args: Any, **kwargs: Any) -> Any:
+                if unchecked:
+                    self.require(unchecked)
+                    unchecked.clear()
+                return function(*args, **kwargs)
+
+            return checked  # type: ignore[return-value]
 
         return decorate
 
-    def _checking(self, function: Function, names: tuple[str, ...]) -> Function:
-        unchecked = list(names)
-
-        @wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            if unchecked:
-                self.require(unchecked)
-                unchecked.clear()
-            return function(*args, **kwargs)
-
-        return checked  # type: ignore[return-value]
-
     def name(self, path: str, *, otherwise: Callable[..., Any] | None = None) -> Any:
         """Return the object of torch with this name, or `otherwise`, or a function that raises what is lost."""
-        is_found = _is_loaded(path) and not missing([path])
-        if not is_found and otherwise is not None:
+        if _is_loaded(path) and not missing([path]):
+            return self.uses(path)(_object(path))
+        if otherwise is not None:
             self.names.append(path)
             return otherwise
-        return self.uses(path)(_object(path) if is_found else _later(path))
+        return self.uses(path)(lambda *args, **kwargs: _object(path)(*args, **kwargs))  # noqa: PLW0108 -- looked up late
 
     def field(self, path: str) -> Callable[[Any], Any]:
         """Return a function that reads this field of an object."""
@@ -99,25 +98,21 @@ def all_features() -> list[Feature]:
     return FEATURES
 
 
+def members(owner: str, names: str) -> list[str]:
+    """Return the full names of members of a class or module, given their names with spaces between."""
+    return [f"{owner}.{name}" for name in names.split()]
+
+
 def missing(names: list[str] | tuple[str, ...]) -> list[str]:
     """Return those of these names that the installed torch does not have; imports their modules."""
     return [name for name in names if _object(name) is _ABSENT]
 
 
 def _is_loaded(path: str) -> bool:
-    """Whether the lookup of a name imports nothing."""
-    *_, (module, rest) = _loaded_prefixes(path)
-    return not rest or hasattr(module, rest[0])
-
-
-def _loaded_prefixes(path: str) -> Iterator[tuple[Any, list[str]]]:
-    """Yield the loaded modules on the way to a name, and the rest of the name."""
+    """Return whether the lookup of a name imports nothing."""
     parts = path.split(".")
-    for count in range(1, len(parts) + 1):
-        module = sys.modules.get(".".join(parts[:count]))
-        if module is None:
-            return
-        yield module, parts[count:]
+    loaded = max(count for count in range(len(parts) + 1) if ".".join(parts[:count]) in sys.modules)
+    return loaded == len(parts) or hasattr(sys.modules[".".join(parts[:loaded])], parts[loaded])
 
 
 def _object(path: str) -> Any:
@@ -139,7 +134,7 @@ def _object(path: str) -> Any:
 
 
 def _is_field(owner: type, name: str) -> bool:
-    """Whether a class declares an attribute, or its methods set it."""
+    """Return whether a class declares an attribute, or its methods set it."""
     if any(name in vars(base).get("__annotations__", ()) for base in owner.__mro__):
         return True
     functions = (
@@ -147,10 +142,3 @@ def _is_field(owner: type, name: str) -> bool:
     )
     calls = (call for each in functions if name in each.__code__.co_names for call in get_instructions(each))
     return any(call.opname == "STORE_ATTR" and call.argval == name for call in calls)
-
-
-def _later(path: str) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return _object(path)(*args, **kwargs)
-
-    return call
