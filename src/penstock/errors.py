@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -236,14 +237,25 @@ class CheckpointError(PenstockError):
         self.problems = tuple(problems)
 
 
+class FailureKind(str, Enum):
+    """How a step failed."""
+
+    EXCEPTION = "exception"
+    INTERRUPTED = "interrupted"
+    TIMEOUT = "timeout"
+    LOST = "lost"
+    """A process ended or a connection broke."""
+
+    __str__ = str.__str__
+
+
 class StepFailedError(PenstockError):
     """A training step failed on some rank; every rank raises this error with the same report.
 
     `rank` is the rank that failed first, or that the others waited for too long, None if it belongs to another
     pipeline; `world_rank` is its rank in the job. `action` is the action it was executing, with its `stage` and
-    `microbatch` if it has them. `kind` is `exception`, `interrupted`, `timeout` or `lost` (a process ended or a
-    connection broke). `details` is the original traceback. `reporter` is the world rank that prints the report
-    if the error is not caught; the others print one line.
+    `microbatch` if it has them. `details` is the original traceback. `reporter` is the world rank
+    that prints the report if the error is not caught; the others print one line.
     """
 
     def __init__(
@@ -253,7 +265,7 @@ class StepFailedError(PenstockError):
         action: str | None = None,
         stage: int | None = None,
         microbatch: int | None = None,
-        kind: str = "exception",
+        kind: FailureKind = FailureKind.EXCEPTION,
         details: str = "",
         world_rank: int | None = None,
         reporter: int | None = None,

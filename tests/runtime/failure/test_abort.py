@@ -32,7 +32,7 @@ FAMILIES = [("1f1b", 4, False), ("interleaved-1f1b", 4, False), ("zbv", 4, False
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), 2.5),
         (dist.DistBackendError("NCCL error"), 2.5),
-        (TransportError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out"), 0.25),
+        (TransportError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out", timed_out=True), 0.25),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0.25),
         (ValueError("too few rows"), 0),
     ],

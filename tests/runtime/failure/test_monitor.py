@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
+from penstock.errors import FailureKind
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
 from penstock.runtime.failure.watch import JobWatch
 
-CAUSE = FailureCause(1, "exception", 3, "1F0", 1, 0, "ValueError: wrong", "Traceback")
+CAUSE = FailureCause(1, FailureKind.EXCEPTION, 3, "1F0", 1, 0, "ValueError: wrong", "Traceback")
 
 
 @contextmanager
@@ -96,7 +97,7 @@ def test_silence_is_measured_and_named() -> None:
         monitor = monitor_of(watches[0], 2, [])
         with watches[1]._lock:  # its thread cannot send
             until(lambda: watches[0].silence(1) > 3)
-            blamed = monitor.blamed(replace(CAUSE, kind="timeout", rank=0, message="rank 0 waited"))
+            blamed = monitor.blamed(replace(CAUSE, kind=FailureKind.TIMEOUT, rank=0, message="rank 0 waited"))
         assert (blamed.rank, blamed.kind, blamed.process) == (1, "timeout", "process 1")
         seconds = re.search(r"no heartbeat from its process \(process 1\) for (\d+) s", blamed.message)
         assert seconds is not None
@@ -108,7 +109,7 @@ def test_silence_is_measured_and_named() -> None:
 def test_a_silent_rank_of_another_pipeline_is_named_and_precedes_the_timeout_of_this_pipeline() -> None:
     with linked_watches(3) as watches:
         monitor = monitor_of(watches[0], (0, 1), [])
-        waited = replace(CAUSE, kind="timeout", rank=0, message="rank 0 waited")
+        waited = replace(CAUSE, kind=FailureKind.TIMEOUT, rank=0, message="rank 0 waited")
         assert monitor.blamed(waited) is waited
         with watches[2]._lock:  # its thread cannot send
             until(lambda: watches[0].silence(2) > 3)
@@ -141,7 +142,7 @@ def test_a_failure_of_another_pipeline_that_came_before_the_step_explains_a_brok
 def test_a_partner_that_has_exited_is_blamed_and_any_other_rank_only_if_it_crashed() -> None:
     with linked_watches(3) as watches:
         monitor = monitor_of(watches[0], (0, 1), [])
-        broken = replace(CAUSE, kind="lost", rank=0, message="the connection broke")
+        broken = replace(CAUSE, kind=FailureKind.LOST, rank=0, message="the connection broke")
         watches[2].close("it has exited")
         until(lambda: 2 in watches[0].ended)
         assert monitor.blamed(broken) is broken

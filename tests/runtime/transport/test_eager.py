@@ -126,20 +126,24 @@ def test_what_was_sent_before_the_end_of_a_connection_arrives() -> None:
         first.close()
         like = torch.empty(1, dtype=torch.int64)
         assert int(received(second, 0, 0, like)) == 5
-        with pytest.raises(TransportError, match="connection to rank 0 broke"):
+        with pytest.raises(TransportError, match="connection to rank 0 broke") as found:
             received(second, 0, 0, like)
+        assert not found.value.timed_out
 
 
 def test_a_wait_ends_after_the_timeout() -> None:
-    with connected(seconds=0.2) as (first, _), pytest.raises(TransportError, match=r"Timed out after 0\.2 s"):
-        received(first, 1, 0, torch.empty(1))
+    with connected(seconds=0.2) as (first, _):
+        with pytest.raises(TransportError, match=r"Timed out after 0\.2 s") as found:
+            received(first, 1, 0, torch.empty(1))
+        assert found.value.timed_out
 
 
 def test_the_wait_for_a_send_that_the_network_does_not_take_ends_after_the_timeout() -> None:
     with connected(seconds=0.5) as (first, _):
         sends = [first.send(host_bytes(torch.zeros(EAGER_BYTES, dtype=torch.uint8)), 1, 0) for _ in range(400)]
-        with pytest.raises(TransportError, match=r"Timed out after 0\.5 s"):
+        with pytest.raises(TransportError, match=r"Timed out after 0\.5 s") as found:
             sends[-1].wait()
+        assert found.value.timed_out
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -96,3 +96,10 @@ def test_errors_of_a_device_are_no_transport_errors(error: Exception, raised: ty
     assert type(found.value) is raised
     with pytest.raises(raised):
         post(mock.Mock(side_effect=error))
+
+
+@pytest.mark.parametrize(("text", "timed_out"), [("gloo: Timed out waiting 1000ms", True), ("closed", False)])
+def test_a_timeout_of_gloo_is_a_field_of_the_error(text: str, *, timed_out: bool) -> None:
+    with pytest.raises(TransportError) as found, transport_errors():
+        raise RuntimeError(text)
+    assert found.value.timed_out is timed_out

@@ -46,9 +46,9 @@ def check_agreement(
     facts = _facts(config, ties) | {topic: (value, value) for topic, value in loss_options.items()}
     own = json.dumps({**facts, COMPLETED: (completed, completed)})
     texts = communicator.exchange_texts("facts", own)
-    if lines := differences({rank: json.loads(text) for rank, text in enumerate(texts)}):
-        advice = [_ADVICE for line in lines if COMPLETED in line]
-        raise PipelineError("\n".join(["the ranks of the pipeline do not agree:", *lines, *advice]))
+    if found := differences({rank: json.loads(text) for rank, text in enumerate(texts)}):
+        advice = [_ADVICE] if COMPLETED in found else []
+        raise PipelineError("\n".join(["the ranks of the pipeline do not agree:", *found.values(), *advice]))
 
 
 def _facts(config: ExecutionConfig, ties: TiedWeights) -> dict[str, tuple[Any, Any]]:
@@ -91,9 +91,9 @@ def facts_in(text: str | bytes) -> dict[str, tuple[object, object]]:
     return {topic: (value, value) for topic, value in json.loads(text).items()}
 
 
-def differences(by_rank: Mapping[int, Facts]) -> list[str]:
-    """One line for each topic on which ranks differ."""
-    lines = []
+def differences(by_rank: Mapping[int, Facts]) -> dict[str, str]:
+    """Return the topics on which ranks differ, each with a line for an error message."""
+    lines = {}
     for topic in dict.fromkeys(topic for facts in by_rank.values() for topic in facts):
         answers = {rank: facts[topic] for rank, facts in by_rank.items() if topic in facts}
         if len({value for value, _ in answers.values()}) > 1:
@@ -101,5 +101,5 @@ def differences(by_rank: Mapping[int, Facts]) -> list[str]:
             for rank, (_, text) in answers.items():
                 ranks_by_text.setdefault(text, []).append(rank)
             groups = "; ".join(f"rank {listed(ranks)}: {text}" for text, ranks in ranks_by_text.items())
-            lines.append(f"  {topic}: {groups}")
+            lines[topic] = f"  {topic}: {groups}"
     return lines

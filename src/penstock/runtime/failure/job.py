@@ -29,10 +29,9 @@ from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.transport.addresses import listening_socket
 from penstock.runtime.transport.process_groups import abort_process_groups
 from penstock.runtime.transport.stores import (
-    STORE_IS_SILENT,
     THREAD_NAME,
+    StoreSilentError,
     call_within,
-    first_line,
     open_connections,
     store_connection,
     unwrapped,
@@ -141,7 +140,7 @@ def _within(timeout: timedelta, call: Callable[[], T]) -> T:
     try:
         return call_within(timeout.total_seconds(), call)
     except (TransportError, TimeoutError) as error:
-        raise TransportError(f"{STORE_IS_SILENT} ({first_line(error)})") from error
+        raise StoreSilentError(error) from error
 
 
 def _start() -> JobWatch:

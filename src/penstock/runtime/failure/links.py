@@ -24,6 +24,7 @@ import socket
 import time
 from typing import Any, NamedTuple, Protocol
 
+from penstock.errors import FailureKind
 from penstock.runtime.transport.addresses import connect, without_delay
 from penstock.traces.rank_state import WaitKind
 
@@ -36,7 +37,7 @@ _CAUSE = {
     **dict.fromkeys(["rank", "step", "world_rank", "reporter"], int),
     **dict.fromkeys(["action", "message", "details", "process", "call", "place"], str),
     **dict.fromkeys(["stage", "microbatch"], _NUMBER_OR_NONE),
-    "kind": {"exception", "timeout", "lost", "interrupted"},
+    "kind": {kind.value for kind in FailureKind},
     "members": [int],
 }
 _WAIT = {"kind": {kind.value for kind in WaitKind}, "what": str, "peer": _NUMBER_OR_NONE}

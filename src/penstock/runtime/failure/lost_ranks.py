@@ -14,7 +14,7 @@ from penstock.runtime.failure.job import abort_groups, current_watch
 from penstock.runtime.failure.links import Ended
 from penstock.runtime.failure.watch import SILENT_SECONDS, JobWatch
 from penstock.runtime.transport.process_groups import rank_name
-from penstock.runtime.transport.stores import STORE_IS_SILENT
+from penstock.runtime.transport.stores import StoreSilentError
 from penstock.runtime.transport.transport_errors import TransportError
 
 # Collectives of torch.distributed outside of steps: a rank that ended or does not answer ends them.
@@ -111,7 +111,7 @@ def connecting(
         yield
     except TransportError as error:
         why = describe_lost_ranks(members, of_pipeline=partners is None)
-        if STORE_IS_SILENT not in str(error):
+        if not isinstance(error, StoreSilentError):
             why = reason(why)
         raise PipelineError(
             f"rank {config.rank} of the pipeline could not connect to {others} (world ranks "

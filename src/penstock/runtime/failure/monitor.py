@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.arguments import some
+from penstock.errors import FailureKind
 from penstock.runtime.failure.links import Ended
 from penstock.runtime.failure.watch import SILENT_SECONDS, JobWatch
 from penstock.runtime.states.writer import request_states
@@ -27,14 +28,22 @@ _STATUS_SECONDS = 1.0  # how long ranks have to send what they were doing
 _STUCK_SECONDS = 1.5  # how long a rank may take to notice the failure before all its groups are aborted
 
 
+_PRECEDENCE = {
+    FailureKind.EXCEPTION: (1, 1),
+    FailureKind.INTERRUPTED: (1, 1),
+    FailureKind.TIMEOUT: (3, 2),
+    FailureKind.LOST: (4, 0),
+}
+"""Without and with a process: an ended process explains exceptions, and both explain timeouts."""
+
+
 @dataclass(frozen=True)
 class FailureCause:
     """Why and where a step failed."""
 
     rank: int
     """The rank of the pipeline `members` that failed."""
-    kind: str
-    """`exception`, `timeout`, `lost` (a process ended or a connection broke) or `interrupted`."""
+    kind: FailureKind
     step: int
     """The number of the step or eval, in which both are counted."""
     action: str
@@ -178,7 +187,7 @@ class FailureMonitor:
         """The known cause, or a rank that ended or is silent, after a message has failed."""
         if (cause := self.wait_for_cause()) is not None:
             return cause
-        unknown = FailureCause(self.rank, "lost", 0, "", None, None, "", "")
+        unknown = FailureCause(self.rank, FailureKind.LOST, 0, "", None, None, "", "")
         return None if (blamed := self.blamed(unknown)) is unknown else blamed
 
     def blamed(self, cause: FailureCause) -> FailureCause:
@@ -241,25 +250,20 @@ class FailureMonitor:
     # --- causes ------------------------------------------------------------------------------------
 
     def _precedence(self, cause: FailureCause) -> tuple[int, bool, int]:
-        """An ended process explains exceptions, both explain timeouts, and so does a silent process."""
-        kinds = ("ended", "exception", "silent", "timeout", "lost")
-        kind = {"interrupted": "exception"}.get(cause.kind, cause.kind)
-        if cause.process:
-            kind = {"lost": "ended", "timeout": "silent"}.get(kind, kind)
-        return kinds.index(kind), cause.members != self.members, cause.reporter
+        return _PRECEDENCE[cause.kind][bool(cause.process)], cause.members != self.members, cause.reporter
 
     def _completed(self, cause: FailureCause) -> FailureCause:
         world_rank = self.members[cause.rank] if cause.world_rank < 0 else cause.world_rank
         return replace(cause, members=self.members, world_rank=world_rank, reporter=self.watch.rank)
 
-    def _cause_of(self, world_rank: int, kind: str, process: str, message: str) -> FailureCause:
+    def _cause_of(self, world_rank: int, kind: FailureKind, process: str, message: str) -> FailureCause:
         rank = self.members.index(world_rank) if world_rank in self.members else -1
         status = self._status()
         cause = FailureCause(rank, kind, status.step, "", None, None, message, "", process)
         return self._completed(replace(cause, world_rank=world_rank, call=status.call))
 
     def _end_cause(self, ended: Ended) -> FailureCause:
-        kind = "timeout" if ended.network_error else "lost"
+        kind = FailureKind.TIMEOUT if ended.network_error else FailureKind.LOST
         return self._cause_of(ended.rank, kind, ended.process, str(ended))
 
     def _silence_cause(self, world_rank: int, message: str) -> FailureCause:
@@ -269,7 +273,9 @@ class FailureMonitor:
         ranks = sorted(set(self.watch.processes) - {world_rank})
         if others := [rank for rank in ranks if self.watch.silence(rank) >= SILENT_SECONDS]:
             text += f"; no heartbeat from world rank {some(others)} either"
-        return self._cause_of(world_rank, "timeout", process, f"{text}; {message}" if message else text)
+        return self._cause_of(
+            world_rank, FailureKind.TIMEOUT, process, f"{text}; {message}" if message else text
+        )
 
     def _fail(self, cause: FailureCause, ranks: Sequence[int] | None) -> None:
         """Send this cause to these ranks, by default to all of the job, unless one is known."""
@@ -295,7 +301,8 @@ class FailureMonitor:
 
 
 def _cause_in(message: dict[str, Any]) -> FailureCause:
-    return FailureCause(**message["cause"] | {"members": tuple(message["cause"]["members"])})
+    keys = message["cause"]
+    return FailureCause(**keys | {"kind": FailureKind(keys["kind"]), "members": tuple(keys["members"])})
 
 
 def _status_in(keys: dict[str, Any]) -> RankStatus:

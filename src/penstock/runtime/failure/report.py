@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 
 from penstock.arguments import listed
-from penstock.errors import PenstockError, PipelineError, StepFailedError
+from penstock.errors import FailureKind, PenstockError, PipelineError, StepFailedError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.failure.links import Ended
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
@@ -91,13 +91,12 @@ def failure_cause(error: BaseException, program: Program, rank: int, status: Ran
     position = program.position
     current = program.steps[position] if position >= 0 else None
     part = current.parts[program.progress.part] if current is not None else None
-    kind, message, details = "exception", _last_line(error), traceback_of(error)
+    kind, message, details = FailureKind.EXCEPTION, _last_line(error), traceback_of(error)
     if isinstance(error, KeyboardInterrupt):
-        kind, message, details = "interrupted", "KeyboardInterrupt", ""
+        kind, message, details = FailureKind.INTERRUPTED, "KeyboardInterrupt", ""
     elif isinstance(error, TransportError):
-        timed_out = "Timed out" in message
-        kind, details = ("timeout", "") if timed_out else ("lost", "")
-        reason = "it did not come in time" if timed_out else "the connection broke"
+        kind, details = FailureKind.TIMEOUT if error.timed_out else FailureKind.LOST, ""
+        reason = "it did not come in time" if error.timed_out else "the connection broke"
         where = "had finished all its actions and waited" if program.finished else f"waited in {current}"
         if current is None:
             where = "waited before its first action"
@@ -114,7 +113,7 @@ def failure_cause(error: BaseException, program: Program, rank: int, status: Ran
 
 def collective_cause(error: BaseException, name: str, rank: int, status: RankStatus) -> FailureCause:
     """The failure of this rank in a call outside of steps, which fails the next step of all ranks."""
-    kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "exception"
+    kind = FailureKind.INTERRUPTED if isinstance(error, KeyboardInterrupt) else FailureKind.EXCEPTION
     message, details = _last_line(error), traceback_of(error)
     return FailureCause(rank, kind, status.step + 1, "", None, None, message, details, call=name)
 
@@ -142,7 +141,7 @@ def failure_report(
     culprit = None
     if cause.members != members:
         cause = replace(cause, rank=-1)
-    elif cause.kind == "timeout" and not cause.process:
+    elif cause.kind is FailureKind.TIMEOUT and not cause.process:
         culprit = _blocking_rank(cause, statuses, schedules)
     if culprit is not None:
         lines.append(f"  the cause is {_label(culprit, members)}, which {culprit.message}")
@@ -225,9 +224,9 @@ def _label(cause: FailureCause, members: tuple[int, ...]) -> str:
 
 
 def _where(cause: FailureCause, label: str) -> str:
-    if cause.kind == "timeout":
+    if cause.kind is FailureKind.TIMEOUT:
         return f": {label} " + ("does not answer" if cause.process else "waited too long")
-    if cause.kind == "lost":
+    if cause.kind is FailureKind.LOST:
         return f": {label} " + ("has ended" if cause.process else "lost the connection to another rank")
     if cause.stage is None:
         return f" on {label}{cause.place}"
@@ -247,7 +246,7 @@ def _status_lines(
     for rank in range(schedules["step"].num_ranks):
         status = statuses.get(rank)
         if status is None:
-            is_cause = rank == cause.rank and cause.kind == "lost" and cause.process
+            is_cause = rank == cause.rank and cause.kind is FailureKind.LOST and cause.process
             verb = ended[rank].verb if rank in ended else "has ended" if is_cause else "does not answer"
             lines.append(f"rank {rank}   {verb}")
             continue
@@ -262,8 +261,8 @@ def _status_lines(
 
 
 def _note(rank: int, cause: FailureCause, status: RankStatus) -> str:
-    if rank == cause.rank and cause.kind in ("exception", "interrupted"):
+    if rank == cause.rank and cause.kind in (FailureKind.EXCEPTION, FailureKind.INTERRUPTED):
         return "   <-- here"
     if status.awaited:
         return f"   waits for {status.awaited}"
-    return "   is computing" if cause.kind == "timeout" else ""
+    return "   is computing" if cause.kind is FailureKind.TIMEOUT else ""

@@ -147,8 +147,8 @@ class CallAgreement:
 
     def _disagreement(self, peer: int) -> str:
         calls = {self._rank: announced_facts(self._own), peer: announced_facts(self._received[peer])}
-        lines = differences({rank: calls[rank] for rank in sorted(calls)})
-        return "\n".join(["the ranks of the pipeline do not make the same call:", *lines, _ADVICE])
+        found = differences({rank: calls[rank] for rank in sorted(calls)})
+        return "\n".join(["the ranks of the pipeline do not make the same call:", *found.values(), _ADVICE])
 
     def abandon(self) -> None:
         """Release everything that refers to the connections."""
@@ -236,8 +236,8 @@ class PartnerCalls:
                 )
                 communicators.append(communicator)
                 texts = communicator.exchange_texts("facts", json.dumps(facts))
-            if lines := differences({member: facts_in(text) for member, text in zip(members, texts)}):
-                raise PipelineError("\n".join([_HEADING, *lines]))
+            if found := differences({member: facts_in(text) for member, text in zip(members, texts)}):
+                raise PipelineError("\n".join([_HEADING, *found.values()]))
             self._groups.append(_Partners(members, communicator))
         self._unbroken.extend(group.communicator.name for group in self._groups)
         own = config.members[config.rank]
@@ -274,7 +274,7 @@ class PartnerCalls:
                 with suppress(TransportError):
                     communicator.barrier()  # the first to raise ends the connections, when all have these
                 calls = {member: announced_facts(each) for member, each in zip(members, announced)}
-                raise PipelineError("\n".join([_HEADING, *differences(calls), _REPLICA_ADVICE]))
+                raise PipelineError("\n".join([_HEADING, *differences(calls).values(), _REPLICA_ADVICE]))
 
     def closed_partners(self, monitor: FailureMonitor | None) -> list[int]:
         """The partners that have closed their connection, after one broke here that no failure explains."""

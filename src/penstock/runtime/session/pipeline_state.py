@@ -6,6 +6,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.errors import FailureKind
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.failure.monitor import FailureCause
 from penstock.runtime.failure.watch import SILENT_SECONDS
@@ -35,7 +36,8 @@ class PipelineState:
 
     def _failed(self, cause: FailureCause) -> None:
         """Write the state at the moment at which a failure becomes known; called on any thread."""
-        own = cause.world_rank == self._nothing.world_rank and cause.kind in ("exception", "interrupted")
+        is_exception = cause.kind in (FailureKind.EXCEPTION, FailureKind.INTERRUPTED)
+        own = is_exception and cause.world_rank == self._nothing.world_rank
         state = replace(self.rank_state(), error=cause.message, is_origin=own)
         request_states(f"failure: {cause.kind}", state, self)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.arguments import listed, printable, whole_number
-from penstock.errors import PenstockError, PipelineError
+from penstock.errors import FailureKind, PenstockError, PipelineError
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
 from penstock.runtime.failure.agreement import COMPLETED, check_agreement
@@ -70,7 +70,7 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
     if cause.process:  # it may have ended before this call
         cause = replace(cause, call=connection.call)
     report = failure_report(cause, statuses, schedules, monitor.members, monitor.ended())
-    is_own = cause.reporter == monitor.watch.rank and cause.kind == "exception"
+    is_own = cause.reporter == monitor.watch.rank and cause.kind is FailureKind.EXCEPTION
     report.__cause__ = error if is_own else None
     return report
 
@@ -88,13 +88,15 @@ def race_seconds(error: BaseException) -> float:
 
 def _cause(error: BaseException, own: FailureCause, monitor: FailureMonitor) -> FailureCause:
     """The cause that is known already, or else the failure of this rank."""
-    if isinstance(error, StepAbortedError) or own.kind == "lost":
+    if isinstance(error, StepAbortedError) or own.kind is FailureKind.LOST:
         known = monitor.wait_for_cause() or monitor.missed_cause()
     else:
         known = monitor.wait_for_cause(race_seconds(error))
     if known is not None:
         return known
-    return monitor.publish_cause(monitor.blamed(own) if own.kind in ("lost", "timeout") else own)
+    return monitor.publish_cause(
+        monitor.blamed(own) if own.kind in (FailureKind.LOST, FailureKind.TIMEOUT) else own
+    )
 
 
 # The result of a step, the same on every rank.

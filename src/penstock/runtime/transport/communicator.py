@@ -23,7 +23,7 @@ from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.eager import EAGER_BYTES, EagerMessages, host_bytes
 from penstock.runtime.transport.gloo_connections import abort_gloo_group, gloo_group
 from penstock.runtime.transport.process_groups import rank_name
-from penstock.runtime.transport.stores import STORE_IS_SILENT, call_within, first_line, store_connection
+from penstock.runtime.transport.stores import StoreSilentError, call_within, first_line, store_connection
 from penstock.runtime.transport.transport_errors import Pending, TransportError, post, transport_errors, wait
 
 # Which process groups the messages of a pipeline use, by the device that they are on.
@@ -100,10 +100,10 @@ class Rendezvous:
         try:
             return call_within(self.timeout.total_seconds() + _STORE_SECONDS, attempt, self._check)
         except TimeoutError as error:
-            raise TransportError(STORE_IS_SILENT) from error
+            raise StoreSilentError(error) from error
         except TransportError as error:
             if isinstance(error.__cause__, dist.DistNetworkError):  # groups raise other errors
-                raise TransportError(f"{STORE_IS_SILENT} ({first_line(error)})") from error
+                raise StoreSilentError(error) from error
             why = f"every rank must create the pipeline, and no process may have died ({first_line(error)})"
             raise TransportError(why + self._absent()) from error
 

@@ -32,6 +32,11 @@ _HELLO_SECONDS = 5.0  # a rank sends it at once; a program that scans ports may 
 _BUFFER_BYTES = 4 * EAGER_BYTES
 
 
+def timed_out(seconds: float) -> TransportError:
+    """Return the error of a wait that has taken this long."""
+    return TransportError(f"Timed out after {seconds:g} s", timed_out=True)
+
+
 def host_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on a CPU."""
     array: Any = tensor.numpy()
@@ -195,7 +200,7 @@ class _Connection:
         try:
             count = self.socket.recv_into(self._buffer[self._end :])
         except BlockingIOError as error:
-            raise TransportError(f"Timed out after {self._seconds:g} s") from error
+            raise timed_out(self._seconds) from error
         except OSError as error:
             raise self._lost(error) from error
         if not count:
@@ -245,6 +250,6 @@ class _Unsent:
     def wait(self) -> None:
         """Wait until the network has taken it."""
         if not self.is_sent.wait(self._seconds):
-            raise TransportError(f"Timed out after {self._seconds:g} s")
+            raise timed_out(self._seconds)
         if self.error is not None:
             raise TransportError(f"a message could not be sent: {self.error}") from self.error

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from penstock.runtime.transport.transport_errors import TransportError
+
 # Calls with a time limit: torch's store may wait for its host for ever, whatever its timeout is.
 
 
@@ -56,10 +58,16 @@ def call_within(seconds: float, call: Callable[[], T], check: Callable[[], None]
 # The job's key-value store: connections to it, and what to say of one that does not answer.
 
 
-STORE_IS_SILENT = (
-    "the job's key-value store does not answer: its host, rank 0 of the world or the agent of torchrun, is "
-    "stopped or gone, or the network fails"
-)
+class StoreSilentError(TransportError):
+    """The job's key-value store does not answer; `error` says how that was noticed."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(
+            "the job's key-value store does not answer: its host, rank 0 of the world or the agent of "
+            f"torchrun, is stopped or gone, or the network fails ({first_line(error)})"
+        )
+
+
 _connections: dict[str, tuple[weakref.ref[Any], Store]] = {}
 
 

@@ -19,7 +19,11 @@ class Pending(Protocol):
 
 
 class TransportError(RuntimeError):
-    """A connection between ranks broke, or a message did not arrive in time."""
+    """A connection between ranks broke, or a message did not arrive in time: then `timed_out`."""
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 def wait(work: Pending) -> None:
@@ -58,5 +62,5 @@ def _raise(error: RuntimeError) -> NoReturn:
     """Raise a `TransportError`, but an error of a device or of its memory as it is."""
     from_gloo = type(error) is RuntimeError and "CUDA error" not in str(error)
     if from_gloo or isinstance(error, dist.DistError):
-        raise TransportError(str(error)) from error
+        raise TransportError(str(error), timed_out="Timed out" in str(error)) from error
     raise error
