@@ -156,6 +156,7 @@ def test_the_output_layer_runs_again_for_each_predicted_token() -> None:
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
+        "first_k_dense_replace": 0,
     }
     one, two = (
         layer_operations(config_of_keys({**keys, "num_nextn_predict_layers": n}), ParallelConfig(sequence=32))

@@ -178,6 +178,7 @@ def _latent_projections(config: ModelConfig, parallel: ParallelConfig) -> list[O
         matmul(
             *("latent down-projection", parallel, own, h, down),
             saved=_linear_input("input of the down-projection", parallel, own, h),
+            bias=shape.biases,
         )
     ]
     for name, rank, size in (("query", shape.query_rank, queries), ("key-value", shape.kv_rank, up)):

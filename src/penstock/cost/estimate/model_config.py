@@ -30,7 +30,7 @@ class Attention:
     value_size: int
     """Of values."""
     biases: bool = False
-    """Of the projections of queries, keys and values."""
+    """Of the projections of queries, keys and values; of latent attention, of those to low ranks."""
     output_bias: bool = False
     head_norms: bool = False
     """Norms of each head's queries and keys, with one weight per entry."""
@@ -130,7 +130,7 @@ def config_of_keys(document: object, name: str = "model", source: str = "<config
     kind = document.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise FormatError(source, [_unknown(kind)])
-    keys = _Keys(document)
+    keys = _Keys(_DEFAULTS.get(kind, {}) | document)
     config = ARCHITECTURES[kind](keys, name)
     if keys.problems:
         raise FormatError(source, keys.problems)
@@ -249,7 +249,7 @@ def _mixtral(keys: _Keys, name: str) -> ModelConfig:
 def _qwen_experts(keys: _Keys) -> dict[str, Any]:
     shared = keys.size("shared_expert_intermediate_size", 0, least=0)
     experts = Experts(
-        keys.size("num_experts"),
+        keys.size("num_local_experts" if "num_local_experts" in keys.document else "num_experts"),
         keys.size("num_experts_per_tok"),
         keys.size("moe_intermediate_size"),
         shared,
@@ -262,11 +262,12 @@ def _qwen_experts(keys: _Keys) -> dict[str, Any]:
 
 
 def _qwen2_moe(keys: _Keys, name: str) -> ModelConfig:
-    return _decoder(keys, name, _grouped(keys, biases=True), **_qwen_experts(keys))
+    attention = _grouped(keys, biases=keys.flag("qkv_bias", default=True))
+    return _decoder(keys, name, attention, **_qwen_experts(keys))
 
 
 def _qwen3_moe(keys: _Keys, name: str) -> ModelConfig:
-    return _decoder(keys, name, _grouped(keys, head_norms=True), **_qwen_experts(keys))
+    return replace(_qwen3(keys, name), **_qwen_experts(keys))
 
 
 def _deepseek(keys: _Keys, name: str) -> ModelConfig:
@@ -274,6 +275,8 @@ def _deepseek(keys: _Keys, name: str) -> ModelConfig:
     heads = keys.size("num_attention_heads")
     attention = Attention(
         *(heads, heads, plain + rotary, keys.size("v_head_dim")),
+        biases=(bias := keys.flag("attention_bias", default=False)),
+        output_bias=bias,
         query_rank=keys.size("q_lora_rank", 0, least=0) or None,
         kv_rank=keys.size("kv_lora_rank"),
         rotary_size=rotary,
@@ -334,6 +337,18 @@ ARCHITECTURES: dict[str, Callable[[_Keys, str], ModelConfig]] = {
     "deepseek_v3": _deepseek,
 }
 """The builder of each `model_type`."""
+
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen2_moe": {"num_key_value_heads": 16, "shared_expert_intermediate_size": 5632},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": 1536},
+    "deepseek_v3": {"n_shared_experts": 1, "q_lora_rank": 1536, "first_k_dense_replace": 3, "topk_group": 4},
+}
+"""What transformers takes for keys that a config leaves out, where that does not follow from other keys."""
 
 
 # Well-known models by name: the configs in `models/`, with the sizes that their authors published.
