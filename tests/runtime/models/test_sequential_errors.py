@@ -45,7 +45,7 @@ def test_a_forward_set_on_the_instance_is_rejected() -> None:
 def test_unknown_names_are_reported_with_similar_names() -> None:
     assert "no module 'layer.2' in the model: did you mean 'layers.2'" in error_of(model(), ["layer.2"])
     message = error_of(model(), ["zzz"])
-    assert "stages can begin at 'embed', 'layers', 'layers.0', 'layers.1', 'layers.1.0'" in message
+    assert "stages can begin at 'layers', 'layers.0', 'layers.1', 'layers.1.0', 'layers.1.1'" in message
     assert "no module ''" in error_of(model(), [""])
     assert "no module 3" in error_of(model(), [3])  # type: ignore[list-item]
 

@@ -1,10 +1,27 @@
-"""Splitting a decoder model of `transformers`, such as Llama or GPT-2, into stages."""
+"""Splitting a decoder model of `transformers`, such as Llama or GPT-2, into stages.
+
+A stage is an instance of the model's own class with its own backbone. Placeholders that do nothing replace the
+modules that other stages hold:
+
+                     stage 0         stage 1         stage 2
+    embed_tokens     Embedding       -               -
+    layers.0         DecoderLayer    -               -
+    layers.1         -               DecoderLayer    -
+    layers.2         -               -               DecoderLayer
+    norm             -               -               RMSNorm
+    rotary_emb       copy            copy            copy
+    lm_head          -               -               Linear
+
+The model's own code therefore computes masks, positions and other arguments of the layers, on every stage again
+from the same keyword arguments, and a layer keeps its number. One tensor travels between stages, the hidden
+states.
+"""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -14,15 +31,31 @@ from penstock.arguments import printable
 from penstock.errors import PartitionError, PipelineError
 from penstock.planning.layout import PipelineLayout, StageLayout
 from penstock.runtime.backward.layer_rules import Tensors, register_layer
-from penstock.runtime.models.module_containers import has_hooks, shallow_copy
-from penstock.runtime.models.stage_starts import Start
+from penstock.runtime.models.stage_starts import Start, has_hooks
 from penstock.runtime.torch_internals.modules import replace_children
 
-# The layer rule of `Conv1D`, the linear layer of GPT-2 in transformers.
+_Model: TypeAlias = Any
+"""A PreTrainedModel; transformers is optional, so its types are not available here."""
+
+_EMBEDDINGS = ("embed_tokens", "wte", "wpe", "drop")
+_NORMS = ("norm", "ln_f")
+_REPLICATED = ("rotary_emb",)
+_CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)]
+_UNSUPPORTED_ARGUMENTS = {
+    "input_ids": "pass the ids as the first positional argument",
+    "inputs_embeds": "the first stage takes only ids",
+    "labels": "pass them to the pipeline as target=, and the loss function as loss=",
+    "past_key_values": "a pipeline trains and evaluates whole sequences",
+    "use_cache": "a pipeline trains and evaluates whole sequences, and never uses a cache",
+    "output_hidden_states": "they stay in the stages; use a forward hook on a layer",
+    "output_attentions": "they stay in the stages; use a forward hook on a layer",
+    "return_dict": "a stage returns one tensor",
+    "logits_to_keep": "the last stage returns all logits",
+}
 
 
 class _Conv1DRule:
-    """GPT-2's linear layer, whose weight is transposed."""
+    """The layer rule of `Conv1D`, GPT-2's linear layer, whose weight is transposed."""
 
     weights = ("weight", "bias")
 
@@ -61,36 +94,18 @@ def register_conv1d() -> None:
         register_layer(utilities.Conv1D, _Conv1DRule())
 
 
-# The parts of a decoder stage: its class, the placeholders for modules of other stages, and shallow copies.
-
-
-_UNSUPPORTED_ARGUMENTS = {
-    "input_ids": "pass the ids as the first positional argument",
-    "inputs_embeds": "the first stage takes only ids",
-    "labels": "pass them to the pipeline as target=, and the loss function as loss=",
-    "past_key_values": "a pipeline trains and evaluates whole sequences",
-    "use_cache": "a pipeline trains and evaluates whole sequences, and never uses a cache",
-    "output_hidden_states": "they stay in the stages; use a forward hook on a layer",
-    "output_attentions": "they stay in the stages; use a forward hook on a layer",
-    "return_dict": "a stage returns one tensor",
-    "logits_to_keep": "the last stage returns all logits",
-}
-
-
-class Identity(nn.Module):
+class _Identity(nn.Module):
     """Replaces a module that another stage holds: returns its first argument and ignores the others."""
 
     def forward(self, value: Any, *_: object, **__: object) -> Any:
-        """The value itself."""
         return value
 
 
-class Zero(nn.Module):
+class _Zero(nn.Module):
     """Replaces an embedding that another stage holds and whose output is added: returns zero."""
 
     def forward(self, value: Tensor, *_: object, **__: object) -> Tensor:
-        """A scalar zero, which broadcasts to any shape."""
-        return torch.zeros((), device=value.device)
+        return torch.zeros((), device=value.device)  # broadcasts to any shape
 
 
 class _Stage(nn.Module):
@@ -100,9 +115,12 @@ class _Stage(nn.Module):
     base_model: Any
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor:
-        """This stage's part of the model's forward."""
-        if len(inputs) != 1 or not named.keys().isdisjoint(_UNSUPPORTED_ARGUMENTS):
-            raise PipelineError(_argument_problems(len(inputs), named))
+        unsupported = [f"`{name}`: {why}" for name, why in _UNSUPPORTED_ARGUMENTS.items() if name in named]
+        if len(inputs) != 1:
+            wrong = f"a stage takes one tensor, ids or hidden states, but {len(inputs)} were passed"
+            unsupported.insert(0, wrong)
+        if unsupported:
+            raise PipelineError("\n".join(unsupported))
         stage = self.stage_layout
         named |= {"input_ids" if stage.has_embedding else "inputs_embeds": inputs[0]}
         run = super().forward if stage.has_head else self.base_model
@@ -120,60 +138,28 @@ class _Stage(nn.Module):
         return _uninitialized_stage, (model_class,), self.__dict__
 
 
-def _argument_problems(count: int, named: Iterable[str]) -> str:
-    problems = [f"`{name}`: {_UNSUPPORTED_ARGUMENTS[name]}" for name in named if name in _UNSUPPORTED_ARGUMENTS]
-    if count != 1:
-        problems.insert(0, f"a stage takes one tensor, ids or hidden states, but {count} were passed")
-    return "\n".join(problems)
-
-
-_STAGE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def stage_class(model_class: type[nn.Module]) -> type[nn.Module]:
-    """The class of the stages of a model of this class; the same object on every call."""
-    if model_class not in _STAGE_CLASSES:
-        # transformers chooses the initialization by the module of the class
-        _STAGE_CLASSES[model_class] = type(
-            f"{model_class.__name__}Stage", (_Stage, model_class), {"__module__": model_class.__module__}
-        )
-    return _STAGE_CLASSES[model_class]
+@cache
+def _stage_class(model_class: type[nn.Module]) -> type[nn.Module]:
+    # transformers chooses the initialization by the module of the class
+    attributes = {"__module__": model_class.__module__}
+    return type(f"{model_class.__name__}Stage", (_Stage, model_class), attributes)
 
 
 def _uninitialized_stage(model_class: type[nn.Module]) -> nn.Module:
-    cls = stage_class(model_class)
+    cls = _stage_class(model_class)  # type: ignore[arg-type]
     return cls.__new__(cls)
 
 
-# Splitting a decoder model of `transformers`, such as Llama or GPT-2, into stages.
-#
-# A stage is an instance of the model's own class with its own backbone. Placeholders that do nothing replace
-# the modules that other stages hold:
-#
-#                      stage 0         stage 1         stage 2
-#     embed_tokens     Embedding       -               -
-#     layers.0         DecoderLayer    -               -
-#     layers.1         -               DecoderLayer    -
-#     layers.2         -               -               DecoderLayer
-#     norm             -               -               RMSNorm
-#     rotary_emb       copy            copy            copy
-#     lm_head          -               -               Linear
-#
-# The model's own code therefore computes masks, positions and other arguments of the layers, on every stage
-# again from the same keyword arguments, and a layer keeps its number. One tensor travels between stages, the
-# hidden states.
-
-
-_Model: TypeAlias = Any
-"""A PreTrainedModel; transformers is optional, so its types are not available here."""
-
-_EMBEDDINGS = ("embed_tokens", "wte", "wpe", "drop")
-_NORMS = ("norm", "ln_f")
-_REPLICATED = ("rotary_emb",)
+def _shallow_copy(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """A copy of the class `cls` with the same children and attributes, whose children can be replaced."""
+    copied = cls.__new__(cls)
+    vars(copied).update(vars(module))
+    vars(copied).update({name: copy.copy(vars(module)[name]) for name in _CONTAINERS})
+    return copied
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether this is a model of transformers; does not import transformers."""
+    """Return whether this is a model of transformers, which is not imported here."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
@@ -182,10 +168,10 @@ class Decoder:
     """A model of transformers that can be split, with its checked structure."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model: _Model = model
+        self.model: _Model = model
         self._check_kind()
-        self._backbone_name = str(self._model.base_model_prefix)
-        self._backbone: _Model = self._model.base_model
+        self._backbone_name = str(self.model.base_model_prefix)
+        self._backbone: _Model = self.model.base_model
         self._layers_name, self._norm_name = self._checked_structure()
         self._head_name = next(name for name, _ in model.named_children() if name != self._backbone_name)
         self.layers: int = len(getattr(self._backbone, self._layers_name))
@@ -196,16 +182,15 @@ class Decoder:
     @property
     def starts(self) -> dict[str, Start]:
         """Where stages can begin: the layers, numbered from 1, then the norm; () is the start of the model."""
-        prefix = f"{self._backbone_name}."
-        layers = f"{prefix}{self._layers_name}"
-        names: dict[str, Start] = {}
-        for name, _ in self._backbone.named_children():
-            if name in _EMBEDDINGS:
-                names[prefix + name] = ()
-        names[self._backbone_name] = ()
-        names[layers] = (1,)
-        names |= {f"{layers}.{layer}": (layer + 1,) for layer in range(self.layers)}
-        return names | {f"{prefix}{self._norm_name}": (self.layers + 1,)}
+        backbone, layers = self._backbone_name, f"{self._backbone_name}.{self._layers_name}"
+        embeddings = [name for name, _ in self._backbone.named_children() if name in _EMBEDDINGS]
+        return {
+            **{f"{backbone}.{name}": () for name in embeddings},
+            backbone: (),
+            layers: (1,),
+            **{f"{layers}.{layer}": (layer + 1,) for layer in range(self.layers)},
+            f"{backbone}.{self._norm_name}": (self.layers + 1,),
+        }
 
     def stages(self, layout: PipelineLayout) -> dict[int, nn.Module]:
         """The stages by number."""
@@ -213,38 +198,39 @@ class Decoder:
         return {number: self._stage(stage) for number, stage in enumerate(layout)}
 
     def _stage(self, stage: StageLayout) -> nn.Module:
-        model: _Model = shallow_copy(self._model, stage_class(type(self._model)))
+        cls = _stage_class(type(self.model))  # type: ignore[arg-type]
+        model: _Model = _shallow_copy(self.model, cls)
         model.stage_layout = stage
         model.add_module(self._backbone_name, self._backbone_part(stage))
         if not stage.has_head:
-            model.add_module(self._head_name, Identity())
+            model.add_module(self._head_name, _Identity())
         return model  # type: ignore[no-any-return]
 
     def _backbone_part(self, stage: StageLayout | None) -> nn.Module:
         """The backbone with the modules of a stage; without any for None."""
-        part = shallow_copy(self._backbone, type(self._backbone))
+        part = _shallow_copy(self._backbone, type(self._backbone))
         for name, child in self._backbone.named_children():
             if name in _REPLICATED:
-                config = self._model.config
-                own = Zero() if stage is None else copy.deepcopy(child, {id(config): config})
+                config = self.model.config
+                own = _Zero() if stage is None else copy.deepcopy(child, {id(config): config})
             elif name == self._layers_name:
                 kept = () if stage is None else stage.layers
-                own = shallow_copy(child, type(child))
+                own = _shallow_copy(child, type(child))
                 layers = enumerate(child)
-                replace_children(own, {str(n): layer if n in kept else Identity() for n, layer in layers})
+                replace_children(own, {str(n): layer if n in kept else _Identity() for n, layer in layers})
             elif name in _NORMS:
-                own = child if stage is not None and stage.has_head else Identity()
+                own = child if stage is not None and stage.has_head else _Identity()
             elif stage is not None and stage.has_embedding:
                 own = child
             else:
-                own = Zero() if isinstance(child, nn.Embedding) else Identity()
+                own = _Zero() if isinstance(child, nn.Embedding) else _Identity()
             part.add_module(name, own)
         return part
 
     # --- checks ------------------------------------------------------------------------------------
 
     def _check_kind(self) -> None:
-        model = self._model
+        model = self.model
         if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
             raise _unsupported(model, "has an encoder, or cross-attention")
         if model.base_model is model:
@@ -259,26 +245,24 @@ class Decoder:
     def _checked_structure(self) -> tuple[str, str]:
         """The names of the list of layers and of the norm; all other children must be known, too."""
         children = dict(self._backbone.named_children())
-        count = self._model.config.num_hidden_layers
+        count = self.model.config.num_hidden_layers
         layers = [
             name for name, child in children.items() if isinstance(child, nn.ModuleList) and len(child) == count
         ]
         norms = [name for name in children if name in _NORMS]
         known = (*_EMBEDDINGS, *_REPLICATED, *layers, *norms)
         if unknown := [name for name in children if name not in known]:
-            raise _unsupported(self._model, f"has unknown modules in its backbone: {unknown}")
+            raise _unsupported(self.model, f"has unknown modules in its backbone: {unknown}")
         if len(layers) != 1 or len(norms) != 1:
             raise _unsupported(
-                self._model, f"does not have exactly one list of {count} layers, as in its config, and one norm"
+                self.model, f"does not have exactly one list of {count} layers, as in its config, and one norm"
             )
         return layers[0], norms[0]
 
     def _check_split_modules(self) -> None:
         problems = []
-        for what, module in (("the model", self._model), (repr(self._backbone_name), self._backbone)):
-            if any(True for _ in module.parameters(recurse=False)) or any(
-                True for _ in module.buffers(recurse=False)
-            ):
+        for what, module in (("the model", self.model), (repr(self._backbone_name), self._backbone)):
+            if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
                 problems.append(
                     f"{what} is split and has parameters or buffers of its own, which would belong to no stage"
                 )
@@ -296,7 +280,7 @@ class Decoder:
         called: list[nn.Module] = []
         for module in in_order:
             module.register_forward_hook(lambda module, *_: called.append(module))
-        width = self._model.config.hidden_size
+        width = self.model.config.hidden_size
         x = torch.linspace(-1, 1, 2 * width, device="cpu").view(1, 2, width)
         why = ""
         try:
@@ -310,7 +294,7 @@ class Decoder:
             elif not torch.equal(x, y):
                 why = "changes the hidden states outside of its layers"
         if why:
-            raise _unsupported(self._model, why)
+            raise _unsupported(self.model, why)
 
 
 def _unsupported(model: nn.Module, why: str) -> PartitionError:

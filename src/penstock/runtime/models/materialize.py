@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,46 +20,12 @@ from penstock.runtime.models.decoders import is_pretrained
 from penstock.runtime.torch_internals.autograd import version
 from penstock.runtime.torch_internals.modules import replace_tensors, reset_method
 
-# Parameters that `materialize` has replaced; an optimizer that still holds one raises at its first step.
-#
-# Such an optimizer was created before `materialize`. Its parameters never get a gradient, so it would train
-# nothing. Replaced parameters are remembered weakly: without such an optimizer there are none, and no step is
-# slower.
-
-
-_LISTED = 4
 _replaced: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-_hooks: list[object] = []
-
-
-def remember_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Remember the parameters of a stage, by name, that are other objects now."""
-    replaced = {name: parameter for name, parameter in before.items() if after.get(name) is not parameter}
-    for name, parameter in replaced.items():
-        _replaced[parameter] = name
-    if replaced and not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_check_optimizer))
-
-
-def _check_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Raise if the optimizer holds a replaced parameter."""
-    if not _replaced:
-        return
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = [repr(_replaced[parameter]) for parameter in held if parameter in _replaced]
-    if names:
-        raise PipelineError(
-            f"{len(names)} of {len(held)} parameters of this {type(optimizer).__name__} were replaced by "
-            f"materialize() after it was created, and would not be trained: {some(names, _LISTED)}. Create the "
-            "optimizer after materialize(), as with pipeline.parameters()"
-        )
-
-
-_SHOWN = 12
+"""Parameters that `materialize` has replaced, by name; only an optimizer keeps them alive."""
 
 
 def materialize(stage: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
-    """Allocate the meta tensors of a stage and initialize them as their modules do; give back the stage.
+    """Allocate the meta tensors of a stage, initialize them as their modules do, and return the stage.
 
     Its parameters are new objects, so an optimizer must be created afterwards. Models of transformers have
     `initialize_weights`; other modules have `reset_parameters`, which must also set their buffers. Tensors that
@@ -74,26 +40,33 @@ def materialize(stage: nn.Module, device: torch.device | str = "cpu") -> nn.Modu
         )
     unallocated = [module for module in stage.modules() if _is_unallocated(module)]
     meta_names = {name for name, tensor in _named_tensors(stage) if tensor.is_meta}
-    replaced = dict(stage.named_parameters())
+    before = dict(stage.named_parameters())
     _allocate(stage, device)
-    remember_replaced(replaced, dict(stage.named_parameters()))
+    _remember_replaced(before, dict(stage.named_parameters()))
     versions = {name: version(tensor) for name, tensor in _named_tensors(stage)}
     initialize = _initialize_transformers if is_pretrained(stage) else _reset_parameters
     with torch.no_grad():
         initialize(stage, unallocated)
         for seed, owner in _owners_of_tied_weights(stage, meta_names):
-            with _fork_rng(device):
+            forked = [] if device.type == "cpu" else [device]
+            with torch.random.fork_rng(forked, device_type=device.type):
                 torch.manual_seed(seed)
                 initialize(stage, [owner])
-            if (padding := _padding_index(stage)) is not None:
+            # the embedding of a decoder leaves this row zero, also if the stage only has the tied head
+            padding = getattr(stage.base_model, "padding_idx", None) if is_pretrained(stage) else None
+            if padding is not None:
                 owner.get_parameter("weight")[padding] = 0
     uninitialized = [
-        name
+        repr(name)
         for name, tensor in _named_tensors(stage)
         if name in meta_names and not _is_initialized(tensor, versions[name])
     ]
     if uninitialized:
-        raise PartitionError(_uninitialized(uninitialized))
+        raise PartitionError(
+            f"no module initializes these tensors, so they hold no valid values: {some(uninitialized, 12)}. "
+            "Give their modules a reset_parameters() that sets them, including buffers, or create this stage "
+            "on a real device"
+        )
     return stage
 
 
@@ -157,12 +130,6 @@ def _reset_parameters(_stage: nn.Module, modules: Sequence[nn.Module]) -> None:
             reset()
 
 
-def _fork_rng(device: torch.device) -> AbstractContextManager[None]:
-    if device.type == "cpu":
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([device], device_type=device.type)
-
-
 def _owners_of_tied_weights(stage: nn.Module, meta_names: set[str]) -> Iterator[tuple[int, nn.Module]]:
     """The modules with a weight that other stages hold too, and the seed that all stages use for it."""
     for number, tie in enumerate(getattr(stage, "tied", ())):
@@ -171,14 +138,30 @@ def _owners_of_tied_weights(stage: nn.Module, meta_names: set[str]) -> Iterator[
                 yield torch.initial_seed() + number + 1, stage.get_submodule(name.rpartition(".")[0])
 
 
-def _padding_index(stage: nn.Module) -> int | None:
-    """The row that the embedding of a decoder leaves zero, also if the stage only has the tied head."""
-    return getattr(stage.base_model, "padding_idx", None) if is_pretrained(stage) else None
+# An optimizer that was created before `materialize` holds parameters that never get a gradient, and raises at
+# its first step.
 
 
-def _uninitialized(names: list[str]) -> str:
-    listed = some(list(map(repr, names)), _SHOWN)
-    return (
-        f"no module initializes these tensors, so they hold no valid values: {listed}. Give their modules a "
-        "reset_parameters() that sets them, including buffers, or create this stage on a real device"
-    )
+def _remember_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    for name, parameter in before.items():
+        if after.get(name) is not parameter:
+            _replaced[parameter] = name
+    if _replaced:
+        _hook_optimizers()
+
+
+@cache
+def _hook_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Raise if the optimizer holds a replaced parameter."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]] if _replaced else []
+    names = [repr(_replaced[parameter]) for parameter in held if parameter in _replaced]
+    if names:
+        raise PipelineError(
+            f"{len(names)} of {len(held)} parameters of this {type(optimizer).__name__} were replaced by "
+            f"materialize() after it was created, and would not be trained: {some(names, 4)}. Create the "
+            "optimizer after materialize(), as with pipeline.parameters()"
+        )

@@ -1,81 +1,38 @@
-"""`split`: the stages of a model: an `nn.Sequential`, a decoder of transformers or a traced module."""
+"""`split`: the stages of a model: an `nn.Sequential`, a decoder of transformers or a traced module.
+
+    model = nn.Sequential(OrderedDict(embed=..., layers=nn.Sequential(a, b, c, d), head=...))
+    split(model, at=["layers.1", "layers.3"])
+
+    stage 0     embed   layers.0
+    stage 1             layers.1  layers.2
+    stage 2                                 layers.3    head
+
+The stages hold the modules of the model under their old names, so that the `state_dict()`s of all stages
+together are that of the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from penstock.arguments import printable
+from penstock.arguments import printable, some
 from penstock.errors import PartitionError
 from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts, parse_layout
 from penstock.runtime.models.decoders import Decoder, is_pretrained
-from penstock.runtime.models.sequential import split_sequential
-from penstock.runtime.models.stage_starts import order_problems, unknown_name
+from penstock.runtime.models.stage_starts import Start, has_hooks, start_problems
 from penstock.runtime.models.traced import modules_in_order, split_traced
-
-# Tensors that several stages of a split model hold: weights are recorded in the stages, buffers rejected.
-
-
-_SHOWN = 8
-
-
-def record_tied_weights(stages: Mapping[int, nn.Module]) -> None:
-    """Set the attributes `tied` and `split_stage` on every stage.
-
-    `tied` has, for each weight that several stages hold, its name by stage. The tuple is the same in every
-    stage, in the order of the first stages. `split_stage` is the number of the stage and a description of all
-    stages.
-    """
-    _check_buffers(stages)
-    names: dict[int, dict[int, str]] = {}
-    for stage, module in stages.items():
-        for name, weight in module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(weight), {}).setdefault(stage, name)
-    tied = tuple(by_stage for by_stage in names.values() if len(by_stage) > 1)
-    descriptions = tuple(_description(module) for module in stages.values())
-    for stage, module in stages.items():
-        vars(module)["tied"] = tied  # not through nn.Module, which may have a child of this name
-        vars(module)["split_stage"] = stage, descriptions
-
-
-def _description(module: nn.Module) -> str:
-    """A stage in short; ranks compare these to find out whether they split the model in the same way."""
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    return f"{len(names)} parameters" + (f", {names[0]} to {names[-1]}" if names else "")
-
-
-def _check_buffers(stages: Mapping[int, nn.Module]) -> None:
-    homes: dict[int, dict[int, str]] = {}
-    for stage, module in stages.items():
-        for name, buffer in module.named_buffers():
-            homes.setdefault(id(buffer), {})[stage] = name
-    shared = [places for places in homes.values() if len(places) > 1]
-    if shared:
-        listed = "; ".join(
-            " and ".join(f"{name!r} in stage {stage}" for stage, name in places.items())
-            for places in shared[:_SHOWN]
-        )
-        more = f"; and {len(shared) - _SHOWN} more" if len(shared) > _SHOWN else ""
-        raise PartitionError(
-            f"these buffers are one tensor in several stages: {listed}{more}. Each stage would update its own "
-            "copy, and the copies would diverge: split so that one stage has them all, or give each its own "
-            "buffer"
-        )
-
-
-# `split`: the stages of a model: an `nn.Sequential`, a decoder of transformers or a traced module.
-#
-# The stages hold the modules of the model under their old names, so that the `state_dict()`s of all stages
-# together are that of the model.
 
 
 def split(
     model: nn.Module, at: Sequence[str] | None = None, *, layout: str | PipelineLayout | None = None
 ) -> dict[int, nn.Module]:
-    """The stages of a model by number.
+    """Return the stages of a model by number.
 
     `at`      names from `model.named_modules()`, each the first module of a new stage
     `layout`  the number of layers of each stage, as in "Et*3|(tt|)*2,t|L"; see `penstock.planning.layout`
@@ -92,46 +49,29 @@ def split(
         raise PartitionError(f"split() takes either `at`, a list of names, or `layout`, and {which}")
     if isinstance(at, str):
         raise PartitionError(f"`at` is a list of names (given the text {printable(repr(at))}): write [{at!r}]")
+    names = None if at is None else list(at)
     if isinstance(model, GraphModule):
-        stages = split_traced(model, at, layout)
+        stages = split_traced(model, names)
+    elif is_pretrained(model):
+        stages = _split_decoder(Decoder(model), names, layout)
     else:
-        split_model = _split_decoder if is_pretrained(model) else split_sequential
-        stages = split_model(model, at, layout)
-    record_tied_weights(stages)
+        stages = _split_sequential(model, names, layout)
+    _record_shared_tensors(stages)
     return stages
 
 
-def _split_decoder(
-    model: nn.Module, at: Sequence[str] | None, layout: str | PipelineLayout | None
-) -> dict[int, nn.Module]:
-    decoder = Decoder(model)
-    if layout is not None:
-        return decoder.stages(parse_layout(str(layout), decoder.layers, mtp_layers=0))
-    starts = decoder.starts
-    names = list(at or ())
-    known = [name for name in names if isinstance(name, str) and name in starts]
-    valid = [name for name, start in starts.items() if start]
-    modules = dict(model.named_modules(remove_duplicate=False))
-    problems = [unknown_name(name, valid, exists=name in modules) for name in names if name not in known]
-    problems += order_problems([(name, starts[name]) for name in known])
-    if problems:
-        raise PartitionError("\n".join(problems))
-    bounds = [0, *(starts[name][0] - 1 for name in names), decoder.layers]
-    return decoder.stages(layout_of_counts([end - start for start, end in pairwise(bounds)]))
-
-
-# `split_evenly`: a model split into any number of stages with about the same number of modules or layers.
-
-
 def split_evenly(model: nn.Module, stages: int) -> dict[int, nn.Module]:
-    """The stages of a model by number; see `split` for the models it supports.
+    """Return that many stages of a model, with about the same number of modules or layers.
 
     An `nn.Sequential` is split between the modules that it runs, also inside nested containers, and a traced
     module between the modules that it calls.
     """
     if is_pretrained(model):
         return split(model, layout=even_layout(Decoder(model).layers, stages))
-    names = modules_in_order(model) if isinstance(model, GraphModule) else _leaf_names(model)
+    if isinstance(model, GraphModule):
+        names = modules_in_order(model)
+    else:
+        names = [name for name in _starts(model) if not _is_plain_sequential(model.get_submodule(name))]
     if names and stages > len(names):
         raise PartitionError(
             f"{stages} stages need at least {stages} modules, but the model runs {len(names)} in sequence: use "
@@ -143,17 +83,192 @@ def split_evenly(model: nn.Module, stages: int) -> dict[int, nn.Module]:
     return split(model, at=[names[first] if names else "" for first in firsts])
 
 
-def _leaf_names(module: nn.Module, prefix: str = "") -> list[str]:
-    """The names of the modules that run in sequence, without the containers that only run them."""
-    if type(module).forward is not nn.Sequential.forward:
-        return [prefix] if prefix else []
-    children = (
-        (name, child)
-        for name, child in module.named_modules(remove_duplicate=False)
-        if name and "." not in name
-    )
-    return [
-        found
-        for name, child in children
-        for found in _leaf_names(child, f"{prefix}.{name}" if prefix else name)
-    ]
+def _split_decoder(
+    decoder: Decoder, names: list[str] | None, layout: str | PipelineLayout | None
+) -> dict[int, nn.Module]:
+    if names is None:
+        return decoder.stages(parse_layout(str(layout), decoder.layers, mtp_layers=0))
+    starts = decoder.starts
+    if problems := start_problems(decoder.model, names, starts):
+        raise PartitionError("\n".join(problems))
+    bounds = [0, *(starts[name][0] - 1 for name in names), decoder.layers]
+    return decoder.stages(layout_of_counts([end - start for start, end in pairwise(bounds)]))
+
+
+# --- tensors of several stages ---------------------------------------------------------------------
+
+
+def _record_shared_tensors(stages: Mapping[int, nn.Module]) -> None:
+    """Set the attributes `tied` and `split_stage` on every stage, and reject buffers of several stages.
+
+    `tied` has, for each weight that several stages hold, its name by stage. The tuple is the same in every
+    stage, in the order of the first stages. `split_stage` is the number of the stage and a description of all
+    stages, which ranks compare to find out whether they split the model in the same way.
+    """
+    shared = _shared(stages, lambda module: module.named_buffers())
+    if shared:
+        listed = [
+            " and ".join(f"{name!r} in stage {stage}" for stage, name in places.items()) for places in shared
+        ]
+        raise PartitionError(
+            f"these buffers are one tensor in several stages: {some(listed, separator='; ')}. Each stage would "
+            "update its own copy, and the copies would diverge: split so that one stage has them all, or give "
+            "each its own buffer"
+        )
+    tied = tuple(_shared(stages, lambda module: module.named_parameters(remove_duplicate=False)))
+    descriptions = []
+    for module in stages.values():
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        span = f", {names[0]} to {names[-1]}" if names else ""
+        descriptions.append(f"{len(names)} parameters{span}")
+    for stage, module in stages.items():
+        vars(module)["tied"] = tied  # not through nn.Module, which may have a child of this name
+        vars(module)["split_stage"] = stage, tuple(descriptions)
+
+
+def _shared(
+    stages: Mapping[int, nn.Module], named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
+) -> list[dict[int, str]]:
+    """The tensors that several stages hold: the name of each by stage."""
+    names: dict[int, dict[int, str]] = {}
+    for stage, module in stages.items():
+        for name, tensor in named(module):
+            names.setdefault(id(tensor), {}).setdefault(stage, name)
+    return [by_stage for by_stage in names.values() if len(by_stage) > 1]
+
+
+# --- nn.Sequential ---------------------------------------------------------------------------------
+
+
+def _split_sequential(
+    model: nn.Module, names: list[str] | None, layout: str | PipelineLayout | None
+) -> dict[int, nn.Module]:
+    if names != [] and not _is_plain_sequential(model):
+        kind = printable(type(model).__name__)
+        why = "overrides forward()" if isinstance(model, nn.Sequential) else "is not an nn.Sequential"
+        raise PartitionError(
+            f"split() splits models that only run their children in sequence, but {kind} {why}, so split() "
+            "cannot know what happens between its children. Trace it with torch.fx.symbolic_trace and split "
+            "the result, write one module for each stage and pass them to Pipeline, or put the children into "
+            "an nn.Sequential"
+        )
+    if names is None:
+        names = _names_from_layout(model, str(layout))
+    if not names:
+        return {0: model}
+    starts = _starts(model)
+    problems = start_problems(model, names, starts)
+    problems += _container_problems(model, [name for name in names if name in starts], starts)
+    if problems:
+        raise PartitionError("\n".join(problems))
+    bounds: list[Start | None] = [(), *(starts[name] for name in names), None]
+    return {
+        number: _SequentialStage(_children_between(model, start or (), end), model.training, last=end is None)
+        for number, (start, end) in enumerate(pairwise(bounds))
+    }
+
+
+class _SequentialStage(nn.Sequential):
+    """The modules before the next stage's first module; a tuple travels on as positional arguments."""
+
+    def __init__(self, children: OrderedDict[str, nn.Module], training: bool, *, last: bool) -> None:  # noqa: FBT001
+        super().__init__(children)
+        self.training = training  # of this container only: each child has its own
+        self._is_last_stage = last
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the children in sequence; several arguments are the tuple that the previous stage returned."""
+        value = inputs[0] if len(inputs) == 1 else inputs
+        for child in self:
+            value = child(value)
+        # the next stage would receive (x,) as x; nested in another tuple, it receives (x,)
+        return (value,) if not self._is_last_stage and type(value) is tuple and len(value) == 1 else value
+
+
+def _children_between(container: nn.Module, start: Start, end: Start | None) -> OrderedDict[str, nn.Module]:
+    """The children from `start` to before `end`; a child that is split becomes a new container."""
+    kept: OrderedDict[str, nn.Module] = OrderedDict()
+    for index, (name, child) in enumerate(_children(container).items()):
+        child_start = start[1:] if start[:1] == (index,) else ()
+        child_end = end[1:] if end is not None and end[:1] == (index,) else None
+        if (index,) < start[:1] or (end is not None and (index,) >= end[:1] and not child_end):
+            continue
+        if child_start or child_end:
+            part = nn.Sequential(_children_between(child, child_start, child_end))
+            part.training = child.training
+            kept[name] = part
+        else:
+            kept[name] = child
+    return kept
+
+
+def _children(container: nn.Module) -> dict[str, nn.Module]:
+    """The children by name; a module with two names appears twice, because it runs twice."""
+    every = container.named_modules(remove_duplicate=False)
+    return {name: module for name, module in every if name and "." not in name}
+
+
+def _is_plain_sequential(module: nn.Module) -> bool:
+    """Whether a module only runs its children in sequence."""
+    own_forward = type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
+    return isinstance(module, nn.Sequential) and not own_forward
+
+
+def _starts(module: nn.Module, prefix: str = "", start: Start = ()) -> dict[str, Start]:
+    """Where stages can begin: the modules that run in sequence, also inside nested containers."""
+    found: dict[str, Start] = {}
+    if _is_plain_sequential(module):
+        for index, (name, child) in enumerate(_children(module).items()):
+            nested = here = (*start, index)
+            while here[-1:] == (0,):
+                here = here[:-1]
+            found[prefix + name] = here
+            found |= _starts(child, f"{prefix}{name}.", nested)
+    return found
+
+
+def _container_problems(model: nn.Module, names: Sequence[str], starts: Mapping[str, Start]) -> list[str]:
+    """What containers that are split would lose: only their children become parts of the stages."""
+    containers = {
+        outer: model.get_submodule(outer)
+        for name in names
+        for outer in ("", *accumulate(name.split(".")[:-1], "{}.{}".format))
+        if starts.get(outer, ()) != starts[name]
+    }
+    problems = []
+    for name, container in containers.items():
+        what = f"the container {name!r}" if name else "the model itself"
+        if has_hooks(container):
+            problems.append(f"{what} is split and has hooks, which would never run: put them on its children")
+        tensors = [*container.parameters(recurse=False), *container.buffers(recurse=False)]
+        if tensors or type(container).get_extra_state is not nn.Module.get_extra_state:
+            problems.append(
+                f"{what} is split and has parameters, buffers or other state of its own, which would belong to "
+                "no stage: move them into one of its children"
+            )
+    return problems
+
+
+def _names_from_layout(model: nn.Module, layout: str) -> list[str]:
+    """The first modules of all stages but the first, where one child of the model has all its layers."""
+    children = _children(model)
+    containers = [name for name, child in children.items() if _is_plain_sequential(child)]
+    if len(containers) != 1:
+        found = f"{len(containers)}: {some(list(map(repr, containers)))}" if containers else "none"
+        raise PartitionError(
+            "a layout of an nn.Sequential needs one nn.Sequential inside it with the layers (t), between the "
+            f"embedding (E) and the head (L), and here there is {found}. Split by names with `at=`"
+        )
+    names = list(children)
+    place = names.index(containers[0])
+    layers = [f"{containers[0]}.{name}" for name in _children(children[containers[0]])]
+    stages = parse_layout(layout, len(layers), mtp_layers=0)
+    empty = [number for number, stage in enumerate(stages) if stage.is_empty]
+    problems = [f"stage {number} is empty, and here each stage needs a module: remove a |" for number in empty]
+    if not place and not stages[0].layers:
+        problems.append(f"stage 0 has only E, but nothing comes before the layers, {containers[0]!r}")
+    if place == len(names) - 1 and not stages[-1].layers:
+        problems.append(f"the last stage has only L, but nothing comes after the layers, {containers[0]!r}")
+    if problems:
+        raise PartitionError("\n".join(problems))
+    return [layers[stage.layers[0]] if stage.layers else names[place + 1] for stage in stages[1:]]
