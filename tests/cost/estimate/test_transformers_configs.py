@@ -1,4 +1,4 @@
-"""Promise: a config.json describes the model that transformers builds from it, with and without optional keys."""
+"""Promise: a config.json describes the model that transformers builds from it, also without optional keys."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def fsdp_shards_by_stage(modules: Mapping[int, nn.Module]) -> dict[int, FsdpShar
     f"{_FSDP_STATE}.FSDPStateContext.is_last_backward",
     *members(
         f"{_FSDP}._fsdp_param.FSDPParam",
-        "_param_fqn _setattr_on_modules _sharded_param_data _unsharded_param reduce_dtype"
-        " accumulate_unsharded_grad_if_needed sharded_param to_accumulated_grad_if_needed unsharded_accumulated_grad",
+        "_param_fqn _setattr_on_modules _sharded_param_data _unsharded_param reduce_dtype sharded_param"
+        " accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed unsharded_accumulated_grad",
     ),
     *members(
         f"{_FSDP}._fsdp_param_group.FSDPParamGroup",
