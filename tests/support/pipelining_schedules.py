@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.pipelining._classes import PipelineScheduleMulti, _PipelineScheduleRuntime
 from penstock.pipelining._orders import _Action
 from penstock.pipelining.schedules import (
     RECV_B,
@@ -14,9 +13,11 @@ from penstock.pipelining.schedules import (
     B,
     F,
     I,
+    PipelineScheduleMulti,
     PipelineScheduleSingle,
     ScheduleInterleaved1F1B,
     W,
+    _PipelineScheduleRuntime,
 )
 
 

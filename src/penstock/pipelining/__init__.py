@@ -4,8 +4,10 @@ Actions, stages, chunk specs and traced pipes are torch's own objects, so both p
 validation, pictures and steps are ours. docs/migrate.md lists the differences.
 """
 
+import sys
+
 import penstock.runtime  # noqa: F401 -- first: its error names a missing torch
-from penstock.pipelining import _torch_names  # noqa: F401 -- its error says which names this torch has lost
+from penstock.pipelining._torch_names import mirror  # its error says which names this torch has lost
 
 # isort: split
 from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, build_stage, pipe_split, pipeline
@@ -17,3 +19,5 @@ from penstock.pipelining.schedules import *  # noqa: F403
 __all__ = ["Pipe", "PipelineStage", "SplitPoint", "build_stage", "pipe_split", "pipeline"]
 __all__ += microbatch.__all__
 __all__ += schedules.__all__
+
+mirror(sys.modules[__name__], "_IR", "_backward", "_debug", "_unflatten", "_utils")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as theirs
@@ -18,93 +21,29 @@ from torch.distributed.pipelining.schedules import (
     _PipelineContext,
     _PipelineSchedule,
 )
+from torch.fx import Node
 from torch.utils.hooks import RemovableHandle
 
 from penstock.arguments import listed
 from penstock.errors import PenstockError, PipelineError
 from penstock.ir.action import Action, Overlap, Step
+from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
-from penstock.pipelining._IR import traced_graph
 from penstock.pipelining._orders import action_of
-from penstock.pipelining.stage import _PipelineStageBase
+from penstock.pipelining.stage import _PipelineStage, _PipelineStageBase
 from penstock.runtime import Custom, Pipeline
 from penstock.runtime.batch import Value
 
 Functions: TypeAlias = Mapping[Kind, _CustomFunctionProtocol]
+Picks: TypeAlias = tuple[tuple[int, int], ...]
+"""Per argument of a stage: the stage that returns it, and its position there."""
+
 _NO_TARGET = object()
-
-
-def _merger(owner: _PipelineSchedule) -> Value:
-    """How outputs are merged: by torch's spec, by an overridden method, or along dimension 0."""
-    if owner._output_merge_spec is None and type(owner)._merge_outputs is _PipelineSchedule._merge_outputs:
-        return 0
-    reference = weakref.ref(owner)
-
-    def merge(parts: Iterable[Value]) -> Value:
-        alive: Value = reference()
-        return alive._merge_outputs(list(parts))
-
-    return SimpleNamespace(split=len, merge=merge)  # its split is never called
-
-
-# What a connected pipeline has built in: a schedule object must not change it after the first step.
-
-
-Settings: TypeAlias = Mapping[str, Value]
+_PACKAGES = ("torch.distributed.pipelining", "penstock.pipelining")
 
 _UNUSED_OF_SCHEDULES = ("_initialize_stage", "_initialize_stages", "_maybe_compute_loss", "_maybe_get_loss")
 """Methods of schedules that torch calls in every step and Penstock does not."""
-
-_PACKAGES = ("torch.distributed.pipelining", "penstock.pipelining")
-
-
-def _settings_of(owner: _PipelineSchedule, stages: Sequence[_PipelineStageBase]) -> Settings:
-    """The settings by name; objects count as changed if they are replaced."""
-    return {
-        "_n_microbatches": owner._n_microbatches,
-        "scale_grads": owner.scale_grads,
-        "_output_merge_spec": owner._output_merge_spec,
-        "_loss_fn": owner._loss_fn is None,
-        **{f"submod of stage {stage.stage_index}": stage.submod for stage in stages},
-        **{f"dw_builder of stage {stage.stage_index}": stage.dw_builder is None for stage in stages},
-    }
-
-
-def _check_unchanged(before: Settings, owner: _PipelineSchedule, stages: Sequence[_PipelineStageBase]) -> None:
-    """Raise if a setting differs from the first step, or a method was overridden that would be ignored."""
-    now = _settings_of(owner, stages)
-    changed = [
-        name for name, value in now.items() if value is not before[name] and not _equal(value, before[name])
-    ]
-    if changed:
-        raise PipelineError(
-            f"{listed(changed)} changed after the first step, which would be ignored: create another schedule "
-            "object with these stages"
-        )
-    own = [
-        name
-        for name in _UNUSED_OF_SCHEDULES
-        if name in vars(owner) or not _is_known(getattr(type(owner), name, None))
-    ]
-    if own:
-        raise PipelineError(
-            f"{type(owner).__name__} overrides {', '.join(own)}, which would be ignored: Penstock needs no "
-            "trial step, and computes losses in the last stage's forward; override _compute_loss, or "
-            "_step_microbatches to run steps on torch's stages"
-        )
-
-
-def _equal(one: Value, other: Value) -> bool:
-    return isinstance(one, int) and isinstance(other, int) and one == other
-
-
-def _is_known(method: Value) -> bool:
-    return method is None or method.__module__.startswith(_PACKAGES)
-
-
-# The methods of stages that a function for an action, or an override in a subclass, calls during a step.
-
 
 _KINDS: Mapping[str, tuple[Kind, ...]] = {
     "forward_one_chunk": (Kind.F,),
@@ -112,7 +51,7 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
     "backward_weight_one_chunk": (Kind.W,),
     "perform_reduce_grad": (Kind.REDUCE_GRAD,),
 }
-"""The methods that run actions of these kinds."""
+"""The methods of stages that run actions of these kinds."""
 
 _FORWARD = "forward_maybe_with_nosync"
 """The method that calls the module."""
@@ -130,9 +69,7 @@ _UNUSED_OF_STAGES = (
     "_retrieve_recv_activations",
     "_retrieve_recv_grads",
 )
-"""The methods for which the runtime has its own way."""
-
-Stages: TypeAlias = Iterable[_PipelineStageBase]
+"""The methods of stages for which the runtime has its own way."""
 
 
 class _StepMethods(_PipelineStageBase):
@@ -195,7 +132,7 @@ def _overrides(stage: _PipelineStageBase, name: str) -> bool:
     return getattr(type(stage), name) is not getattr(torchs, name)
 
 
-def _check_methods(stages: Stages) -> None:
+def _check_stages(stages: Iterable[_PipelineStageBase]) -> None:
     """Raise if methods of a stage were replaced in a way that would be ignored."""
     for stage in stages:
         unused = [name for name in _UNUSED_OF_STAGES if _overrides(stage, name) or name in vars(stage)]
@@ -219,7 +156,7 @@ def _check_methods(stages: Stages) -> None:
 
 
 @contextmanager
-def _stages_driven_by(driver: Runner, stages: Stages) -> Iterator[None]:
+def _stages_driven_by(driver: Runner, stages: Iterable[_PipelineStageBase]) -> Iterator[None]:
     """Let methods of these stages that run an action in torch run the action of the driver.
 
     An override in a subclass calls them by `super()`, which reads the class and not the object: so each stage
@@ -247,9 +184,9 @@ class Runner:
         stages: Sequence[_PipelineStageBase],
         functions: Functions,
     ) -> None:
-        self._traced = traced_graph(stages[0])
+        self._traced = _traced_graph(stages[0])
         self._stages = {stage.stage_index: stage for stage in stages}
-        self._settings = _settings_of(owner, stages)
+        self._built_in = self._values_of(owner)
         self._modules = {
             stage.stage_index: _StageForward(stage) if _overrides(stage, _FORWARD) else stage.submod
             for stage in stages
@@ -269,7 +206,7 @@ class Runner:
         deferring = any(stage.dw_builder is not None for stage in stages)
         intercepted = [*functions, *((Kind.B, Kind.I, Kind.W) if deferring else ())]
         intercepted += [kind for name in overridden for kind in _KINDS[name]]
-        self._remove_hooks = weakref.finalize(self, _remove, self._register_hooks(stages))
+        self._remove_hooks = weakref.finalize(self, _remove, self._register_hooks())
         self.pipeline = Pipeline(
             self._modules,
             schedule if self._traced is None else schedule.over(self._traced.graph),
@@ -281,23 +218,54 @@ class Runner:
             functions=dict.fromkeys(intercepted, _weak(self._dispatch)),
         )
 
-    def _register_hooks(self, stages: Sequence[_PipelineStageBase]) -> list[RemovableHandle]:
+    def _register_hooks(self) -> list[RemovableHandle]:
         """Hooks of the modules that turn outputs into what the next stage takes."""
-        if self._traced is None:
-            inner = [self._modules[stage.stage_index] for stage in stages if not stage.is_last]
-            return [module.register_forward_hook(_list_to_tuple) for module in inner]
-        named = self._modules.items()
-        return [hook for index, module in named for hook in self._traced.hooks(index, module)]
+        if self._traced is not None:
+            named = self._modules.items()
+            return [hook for index, module in named for hook in self._traced.hooks(index, module)]
+        inner = [module for index, module in self._modules.items() if not self._stages[index].is_last]
+        return [module.register_forward_hook(_list_to_tuple) for module in inner]
 
     def close(self) -> None:
         """Close the pipeline and remove the hooks."""
         self.pipeline.close()
         self._remove_hooks()
 
-    def check_stages(self, owner: _PipelineSchedule) -> None:
-        """Raise if something was replaced since the first step that would be ignored."""
-        _check_methods(self._stages.values())
-        _check_unchanged(self._settings, owner, list(self._stages.values()))
+    def _values_of(self, owner: _PipelineSchedule) -> dict[str, Value]:
+        """What the pipeline has built in, by name: it must not change after the first step."""
+        return {
+            "_n_microbatches": owner._n_microbatches,
+            "scale_grads": owner.scale_grads,
+            "_output_merge_spec": owner._output_merge_spec,
+            "_loss_fn": owner._loss_fn is None,
+            **{f"submod of stage {index}": stage.submod for index, stage in self._stages.items()},
+            **{
+                f"dw_builder of stage {index}": stage.dw_builder is None
+                for index, stage in self._stages.items()
+            },
+        }
+
+    def check_unchanged(self, owner: _PipelineSchedule) -> None:
+        """Raise if something was replaced since the first step, or overridden, that would be ignored."""
+        _check_stages(self._stages.values())
+        now = self._values_of(owner)
+        if changed := [name for name, value in now.items() if value != self._built_in[name]]:
+            raise PipelineError(
+                f"{listed(changed)} changed after the first step, which would be ignored: create another "
+                "schedule object with these stages"
+            )
+        methods = {name: getattr(type(owner), name, None) for name in _UNUSED_OF_SCHEDULES}
+        own = [
+            name
+            for name, method in methods.items()
+            if name in vars(owner) or (method is not None and not method.__module__.startswith(_PACKAGES))
+        ]
+        if own:
+            raise PipelineError(
+                f"{type(owner).__name__} overrides {', '.join(own)}, which would be ignored: Penstock needs no "
+                "trial step, and computes losses in the last stage's forward; override _compute_loss, or "
+                "_step_microbatches to run steps on torch's stages"
+            )
 
     @property
     def is_running(self) -> bool:
@@ -462,3 +430,88 @@ def _remove(hooks: Sequence[RemovableHandle]) -> None:
 def _list_to_tuple(_module: nn.Module, _args: object, output: Value) -> Value:
     """Treat a list as a tuple of the next stage's arguments, as torch does."""
     return tuple(output) if type(output) is list else output
+
+
+def _merger(owner: _PipelineSchedule) -> Value:
+    """How outputs are merged: by torch's spec, by an overridden method, or along dimension 0."""
+    if owner._output_merge_spec is None and type(owner)._merge_outputs is _PipelineSchedule._merge_outputs:
+        return 0
+    reference = weakref.ref(owner)
+
+    def merge(parts: Iterable[Value]) -> Value:
+        alive: Value = reference()
+        return alive._merge_outputs(list(parts))
+
+    return SimpleNamespace(split=len, merge=merge)  # its split is never called
+
+
+# --- traced pipes with values that skip stages -----------------------------------------------------
+#
+# A stage hands on the list of all its outputs, and a stage that it feeds takes those that it uses:
+#
+#     stage 0 returns (x, y)    stage 1 takes x, returns z    stage 2 takes z, y
+#     graph  0 -> 1, 0 -> 2, 1 -> 2      stage 2 is called with [x, y], [z]
+
+
+@dataclass(frozen=True)
+class _TracedGraph:
+    """The stage graph of a traced pipe, and what each stage takes of the outputs of others."""
+
+    graph: StageGraph
+    picks: tuple[Picks, ...]
+
+    def hooks(self, index: int, module: nn.Module) -> list[RemovableHandle]:
+        """Hooks that make a module take and return values as this graph needs it."""
+        inputs, hooks = self.graph.inputs(index), []
+        if inputs:
+            places = [(inputs.index(source), position) for source, position in self.picks[index]]
+            hooks.append(module.register_forward_pre_hook(partial(_pick, places)))
+        if self.graph.outputs(index):
+            hooks.append(module.register_forward_hook(_as_list))
+        return hooks
+
+
+def _pick(places: Sequence[tuple[int, int]], _module: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([values[place][position] for place, position in places])
+
+
+def _as_list(_module: nn.Module, _args: object, output: object) -> list[Any]:
+    return list(output) if isinstance(output, tuple | list) else [output]
+
+
+def _traced_graph(stage: _PipelineStageBase) -> _TracedGraph | None:
+    """The graph of a traced pipe; None if each stage takes all outputs of the previous one, in order."""
+    if not isinstance(stage, _PipelineStage):
+        return None
+    nodes = [node for node in stage.pipe_info.graph.nodes if node.op == "call_module"]
+    if all(_values(node) == _outputs(before) for before, node in pairwise(nodes)):
+        return None
+    picks = tuple(tuple(_origin(value, nodes) for value in _values(node)) for node in nodes)
+    edges = {(source, target) for target, taken in enumerate(picks) for source, _ in taken}
+    graph = StageGraph(len(nodes), tuple(edges))
+    if graph.sources != (0,) or graph.sinks != (len(nodes) - 1,):
+        odd = sorted({*graph.sources, *graph.sinks} - {0, len(nodes) - 1})
+        raise PipelineError(
+            f"stage {listed(odd)} of the traced pipe takes nothing from others or hands nothing on to them: "
+            "only the first stage may take nothing, and only the last one hand nothing on"
+        )
+    return _TracedGraph(graph, picks)
+
+
+def _values(node: Node) -> list[Node]:
+    """The arguments of a stage that other stages compute."""
+    return [value for value in node.args if isinstance(value, Node) and value.op != "placeholder"]
+
+
+def _outputs(node: Node) -> list[Node]:
+    """The outputs of a stage that are used, in order."""
+    parts = [user for user in node.users if user.target is operator.getitem]
+    return sorted(parts, key=lambda part: int(str(part.args[1]))) or [node]
+
+
+def _origin(value: Node, stages: Sequence[Node]) -> tuple[int, int]:
+    """The stage that returns a value, and its position there."""
+    if value.target is operator.getitem:
+        source, position = value.args[:2]
+        return stages.index(source), int(str(position))
+    return stages.index(value), 0

@@ -15,9 +15,14 @@ from rich.console import Console
 from torch.distributed.pipelining._schedule_visualizer import OpKey
 
 from penstock.formats import write_bytes
-from penstock.pipelining._classes import PipelineScheduleMulti, _PipelineSchedule, _PipelineScheduleRuntime
 from penstock.pipelining._orders import ActionList, action_of, schedule_of
-from penstock.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from penstock.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 from penstock.runtime.batch import Value
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline

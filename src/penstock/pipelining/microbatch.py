@@ -21,9 +21,7 @@ from penstock.pipelining._torch_names import names_of
 
 __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks", "sum_reducer"]
 
-_CustomReducer, _LossReducer, _Replicate = _theirs._CustomReducer, _theirs._LossReducer, _theirs._Replicate
 _split_tensor = _theirs._split_tensor
-
 __getattr__ = names_of(_theirs)
 
 _RESERVED = ("return_outputs", "self", "target")

@@ -1,24 +1,54 @@
 """torch's schedule classes: each builds one of our families, or takes an order from a subclass."""
 
-
-# mypy: disable-error-code="misc, no-untyped-call"
+# ruff: noqa: A002, FBT001, FBT002 -- torch's signatures
+# mypy: disable-error-code="misc, override, no-untyped-call"
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from inspect import Signature, signature
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
+import torch
+from torch import Tensor
 from torch.distributed.pipelining import schedules as theirs
 
-from penstock.arguments import plural
+from penstock.arguments import listed, plural
 from penstock.errors import PipelineError
 from penstock.families import build
-from penstock.pipelining import _orders
-from penstock.pipelining._classes import PipelineScheduleMulti, _PipelineSchedule, _PipelineScheduleRuntime
-from penstock.pipelining._orders import ActionList, ActionLists, _Action, order_of
+from penstock.ir.kinds import Kind
+from penstock.ir.schedule import Schedule
+from penstock.lowering import DEFAULT_PASSES, DeferReceives, lower
+from penstock.pipelining._orders import (  # noqa: F401 -- ours, under torch's names
+    ActionList,
+    ActionLists,
+    Format,
+    InvalidOrderError,
+    Order,
+    _Action,
+    _add_reduce_grad,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _defer_recv_ops,
+    _dump_chrometrace,
+    _merge_bw,
+    _simulate_comms_compute,
+    _validate_schedule,
+    checked_schedule,
+    order_of,
+    read_csv,
+)
+from penstock.pipelining._runner import Runner
 from penstock.pipelining._torch_names import names_of
+from penstock.pipelining.microbatch import (
+    TensorChunkSpec,
+    _split_tensor,
+    check_same_arguments,
+    check_types,
+    refuse_whole_batch,
+)
 from penstock.pipelining.stage import _PipelineStageBase
-from penstock.runtime.batch import Value
+from penstock.runtime.batch import Batcher, Value
 from penstock.runtime.torch_internals.pipelining import microbatches_of, stages_of
 
 __all__ = [
@@ -38,25 +68,335 @@ __all__ = [
     "get_schedule_class",
 ]
 
-_ComputationType = theirs._ComputationType
-_PipelineContext, _CustomFunctionProtocol = theirs._PipelineContext, theirs._CustomFunctionProtocol
-F = FORWARD = _ComputationType.FORWARD
-I = BACKWARD_INPUT = _ComputationType.BACKWARD_INPUT
-W = BACKWARD_WEIGHT = _ComputationType.BACKWARD_WEIGHT
-B = FULL_BACKWARD = _ComputationType.FULL_BACKWARD
-OVERLAP_F_B, REDUCE_GRAD = _ComputationType.OVERLAP_F_B, _ComputationType.REDUCE_GRAD
-UNSHARD, RESHARD = _ComputationType.UNSHARD, _ComputationType.RESHARD
-SEND_F, RECV_F = _ComputationType.SEND_F, _ComputationType.RECV_F
-SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
-_batch_p2p, _sorted_batch_p2p = theirs._batch_p2p, theirs._sorted_batch_p2p
-_wait_batch_p2p, _requires_reduce_grad = theirs._wait_batch_p2p, theirs._requires_reduce_grad
-_get_profiler_function_name, _get_1f1b_rank_ops = theirs._get_profiler_function_name, theirs._get_1f1b_rank_ops
-_format_pipeline_order, _validate_schedule = theirs._format_pipeline_order, _orders._validate_schedule
-_add_unshard_reshard, _add_reduce_grad = _orders._add_unshard_reshard, _orders._add_reduce_grad
-_add_send_recv, _defer_recv_ops, _merge_bw = _orders._add_send_recv, _orders._defer_recv_ops, _orders._merge_bw
-_simulate_comms_compute, _dump_chrometrace = _orders._simulate_comms_compute, _orders._dump_chrometrace
-_get_warmup_ops = theirs._get_warmup_ops
 __getattr__ = names_of(theirs)
+
+Microbatches: TypeAlias = list[Value] | None
+LossKwargs: TypeAlias = dict[str, Value] | None
+
+_NOT_YET = {
+    "max_active_stages": 3,
+    "unshard_lookahead": "full",
+    "defer_reduce_grad_wait": False,
+    "max_outstanding_sends": None,
+}
+"""Options of torch 2.15 that would be ignored, with their defaults."""
+
+
+class _PipelineSchedule(theirs._PipelineSchedule):
+    """Constructors and input checks are torch's; steps run in a `Pipeline` created at the first step."""
+
+    _computes_loss = True
+    _built: Schedule | None = None
+    _order: Order | None = None
+    _runner: Runner | None = None
+    _outputs: Value = None
+    _finalize_gradients = True
+
+    # --- order -------------------------------------------------------------------------------------
+
+    @property
+    def _local_stages(self) -> list[_PipelineStageBase]:
+        """The stages of this rank."""
+        return vars(self).get("_stages") or [vars(self)["_stage"]]
+
+    @property
+    def pipeline_order(self) -> Value:
+        """The compute actions of each rank in order; idle slots are not stored."""
+        if self._order is None and self._built is not None:
+            self._order = order_of(self._built)
+        return self._order
+
+    @pipeline_order.setter
+    def pipeline_order(self, order: Order | None) -> None:
+        self._set_order(order)
+
+    def _set_order(self, order: Order | None) -> None:
+        self._order, self._built = order, None
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Close the pipeline after a change of order or functions; the next step creates another."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def _schedule(self) -> Schedule:
+        """The schedule to run: as built, or as assigned to `pipeline_order`."""
+        if self._order is None and self._built is not None:
+            return self._built
+        if not self._order:
+            raise PipelineError(f"{type(self).__name__} has no order: set pipeline_order before step()")
+        return self._checked_schedule(self._order)
+
+    def _checked_schedule(self, order: Order) -> Schedule:
+        stages = self._local_stages[0].num_stages
+        ranks = vars(self).get("pp_group_size", stages)
+        return checked_schedule(order, ranks, stages, self._n_microbatches, type(self).__name__)
+
+    def _connect(self) -> Runner:
+        if self._runner is None:
+            registered = vars(self).get("_comp_type_to_function_map", {})
+            functions = {
+                Kind(theirs._ComputationType(kind).value): function for kind, function in registered.items()
+            }
+            schedule = self._schedule()
+            if self._has_backward and self._computes_loss and not schedule.table.has(Kind.B, Kind.I):
+                raise InvalidOrderError(
+                    f"{type(self).__name__} has loss_fn=, but its order has no backward, so step() would train "
+                    "nothing: add backwards to the order, or call eval()"
+                )
+            self._runner = Runner(self, schedule, self._local_stages, functions)
+        return self._runner
+
+    # --- running -----------------------------------------------------------------------------------
+
+    def step(
+        self,
+        *args: Value,
+        target: Value = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: LossKwargs = None,
+        arg_mbs: Microbatches = None,
+        kwarg_mbs: Microbatches = None,
+        target_mbs: Microbatches = None,
+        finalize_gradients: bool = True,
+        **kwargs: Value,
+    ) -> Value:
+        """Forward and backward of a batch; returns the merged outputs on the rank of the last stage.
+
+        `arg_mbs`, `kwarg_mbs` and `target_mbs` are a batch that is already split, with an entry per microbatch.
+        With `finalize_gradients=False` gradients are accumulated, and a later step reduces them.
+        A subclass with its own `_step_microbatches` runs on torch's stages, unless it calls super().
+        """
+        with self._reporting_failures():
+            if self._requires_autograd and not torch.is_grad_enabled():
+                raise RuntimeError("step() computes gradients, but autograd is disabled; use eval()")
+            if self._has_own_steps and not finalize_gradients:
+                raise PipelineError(
+                    f"finalize_gradients=False would be ignored: {type(self).__name__} has its own "
+                    "_step_microbatches"
+                )
+            split = self._get_microbatch_inputs(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        self._finalize_gradients = finalize_gradients
+        for stage in self._local_stages if self._has_own_steps else ():
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
+        self._step_microbatches(*split, losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs)
+        outputs, self._outputs = self._outputs, None
+        last = [stage for stage in self._local_stages if stage.is_last and return_outputs]
+        if outputs is None and self._has_own_steps and last and last[0].output_chunks:
+            return self._merge_outputs(last[0].output_chunks)
+        return outputs
+
+    def eval(
+        self,
+        *args: Value,
+        target: Value = None,
+        losses: list[Tensor] | None = None,
+        arg_mbs: Microbatches = None,
+        kwarg_mbs: Microbatches = None,
+        target_mbs: Microbatches = None,
+        **kwargs: Value,
+    ) -> Value:
+        """Forward of a batch; an overridden `step` gets only what is given here."""
+        split = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        kwargs.update((name, entries) for name, entries in split.items() if entries is not None)
+        before, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, target=target, losses=losses, **kwargs)
+        finally:
+            self._has_backward = before
+
+    @property
+    def _requires_autograd(self) -> bool:
+        return self._has_backward and vars(self).get("_backward_requires_autograd", True)
+
+    @property
+    def _has_own_steps(self) -> bool:
+        """Whether a subclass runs steps itself, with torch's stages."""
+        return type(self)._step_microbatches is not _PipelineSchedule._step_microbatches
+
+    def _reporting_failures(self) -> AbstractContextManager[None]:
+        if self._has_own_steps:
+            return nullcontext()
+        return self._connect().reporting_failures(training=self._has_backward)
+
+    def _get_microbatch_inputs(
+        self,
+        args: tuple[Value, ...],
+        kwargs: dict[str, Value],
+        target: Value,
+        arg_mbs: Microbatches,
+        kwarg_mbs: Microbatches,
+        target_mbs: Microbatches,
+    ) -> tuple[Microbatches, Microbatches, Microbatches]:
+        """The microbatches of a call: split here, or given."""
+        if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+            return *self._split_inputs(args, kwargs), None if target is None else self._split_target(target)
+        refuse_whole_batch(args, kwargs, target)
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs)
+        check_types(arg_mbs, kwarg_mbs)
+        return arg_mbs, kwarg_mbs, target_mbs
+
+    def _split_target(self, target: Value) -> list[Value]:
+        """Split a tensor as torch does, other values as our batches; a list already is microbatches."""
+        if isinstance(target, Tensor):
+            return list(_split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
+        return Batcher(self._n_microbatches).split_target(target)
+
+    def _step_microbatches(
+        self,
+        arg_mbs: Microbatches = None,
+        kwarg_mbs: Microbatches = None,
+        target_mbs: Microbatches = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: LossKwargs = None,
+    ) -> None:
+        """The same for a batch that is already split."""
+        runner = self._connect()
+        with runner.reporting_failures(training=self._has_backward):
+            runner.check_unchanged(self)
+            if not self._computes_loss and (target_mbs is not None or losses is not None):
+                raise RuntimeError("a forward-only schedule computes no loss: remove target and losses")
+            arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+            check_same_arguments(arg_mbs, kwarg_mbs)
+        context = theirs._PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
+        self._begin()
+        with torch.set_grad_enabled(self._has_backward or torch.is_grad_enabled()):
+            self._outputs = runner.run(
+                context,
+                loss_kwargs or {},
+                training=self._has_backward,
+                return_outputs=return_outputs,
+                reduces=self._finalize_gradients,
+            )
+        self._internal_losses = [runner.losses[k] for k in sorted(runner.losses)]
+        self._update_losses(self._local_stages, losses)
+
+    def _begin(self) -> None:
+        """Prepare a step."""
+
+    def _maybe_compute_loss(
+        self, stage: Value, output: Value, target_mbs: Value, mb_index: int, loss_kwargs: Value = None
+    ) -> None:
+        """Nothing to do in our steps: the forward of the last stage computes the loss."""
+        if self._runner is None or not self._runner.is_running:
+            super()._maybe_compute_loss(stage, output, target_mbs, mb_index, loss_kwargs)
+
+    def _maybe_get_loss(self, stage: _PipelineStageBase, mb_index: int) -> Tensor | None:
+        if self._runner is None or not self._runner.is_running:
+            return super()._maybe_get_loss(stage, mb_index)  # type: ignore[no-any-return]
+        return self._runner.losses.get(mb_index) if stage.is_last else None
+
+
+class PipelineScheduleMulti(_PipelineSchedule, theirs.PipelineScheduleMulti):
+    """Several stages per rank; a subclass sets `pipeline_order`."""
+
+    def _map_stages(self, stage_index_to_group_rank: dict[int, int]) -> None:
+        self.stage_index_to_group_rank = stage_index_to_group_rank
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = stage_index_to_group_rank
+
+    def _validate_and_set_stage_mapping(self, actions: Order) -> Schedule:
+        """Validate the order, and take the stage mapping from it."""
+        schedule = self._checked_schedule(actions)
+        self._map_stages(dict(enumerate(schedule.placement.stage_to_rank)))
+        return schedule
+
+    def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
+        """Read the order from a CSV file, written by torch or by us."""
+        if format != "compute_only":
+            raise AssertionError(f'format must be "compute_only" (given {format!r})')
+        self.pipeline_order = read_csv(filename)
+        self._validate_and_set_stage_mapping(self.pipeline_order)
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRuntime):
+    """With communication: lowered from an order, or assigned to `pipeline_order_with_comms`."""
+
+    _lowered: Schedule | None = None
+    _order_with_comms: Order | None = None
+
+    if not TYPE_CHECKING:  # torch's constructor has no types, so callers see none here
+
+        def __init__(self, *args: Value, **kwargs: Value) -> None:
+            refused = [name for name, default in _NOT_YET.items() if kwargs.get(name, default) != default]
+            if refused:
+                raise PipelineError(
+                    f"Penstock cannot honour {listed(refused)} yet: leave out what is not the default"
+                )
+            super().__init__(*args, **kwargs)
+
+    @property
+    def pipeline_order_with_comms(self) -> Value:
+        """All actions of each rank, with communication."""
+        if self._order_with_comms is None:
+            self._order_with_comms = order_of(self._schedule())
+        return self._order_with_comms
+
+    @pipeline_order_with_comms.setter
+    def pipeline_order_with_comms(self, order: Order) -> None:
+        self._order_with_comms, self._lowered = order, None
+        self._disconnect()
+
+    def _set_order(self, order: Order | None) -> None:
+        self._lowered = self._order_with_comms = None
+        super()._set_order(order)
+
+    def _schedule(self) -> Schedule:
+        if self._order_with_comms is not None:
+            return self._checked_schedule(self._order_with_comms)
+        if self._lowered is None:
+            self._lowered = self._lower(super()._schedule())
+        return self._lowered
+
+    def _lower(self, schedule: Schedule) -> Schedule:
+        extra = (DeferReceives(past_sends=True),) if self._defer_pp_recv else ()
+        return lower(schedule, (*DEFAULT_PASSES, *extra))
+
+    def _prepare_schedule_with_comms(self, actions: Order, format: Format = "compute_only") -> None:
+        """Lower an order, or take one that has communication."""
+        if format not in ("compute_only", "compute_comms"):
+            raise NotImplementedError(f"format is 'compute_only' or 'compute_comms' (given {format!r})")
+        schedule = self._validate_and_set_stage_mapping(actions)
+        if format == "compute_only" and schedule.level != "compute":
+            raise ValueError("the order has other than compute actions: give format='compute_comms'")
+        if format == "compute_comms" and any(action is None for row in actions.values() for action in row):
+            raise InvalidOrderError("an order with communication has no idle slots (None)")
+        self._lowered = self._lower(schedule) if format == "compute_only" else schedule
+        self._order_with_comms = None
+        self._disconnect()
+
+    def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
+        """Read the order from a CSV file, with or without communication, written by torch or by us."""
+        order = read_csv(filename)
+        if format == "compute_only":
+            self.pipeline_order = order
+        self._prepare_schedule_with_comms(order, format)
+
+    def _simulate(self) -> ActionLists:
+        """The step at which each action runs if every action takes one step."""
+        mapping = self.stage_index_to_group_rank
+        order = self.pipeline_order_with_comms
+        return _simulate_comms_compute(order, mapping.__getitem__, self._num_stages)
+
+    def register_custom_function(
+        self, computation_type: theirs._ComputationType, custom_function: theirs._CustomFunctionProtocol
+    ) -> None:
+        """Call a function in place of the actions of a kind, also inside overlapped pairs."""
+        super().register_custom_function(computation_type, custom_function)
+        self._disconnect()
+
+    def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
+        """Nothing to do: validation ensures that a stage is unsharded where it computes."""
+
+    def _begin(self) -> None:
+        self.backward_counter.clear()
+        for ops in (self.fwd_recv_ops, self.bwd_recv_ops):
+            keys = ((stage.stage_index, k) for stage in self._stages for k in range(self._n_microbatches))
+            ops.update((key, []) for key in keys)
 
 
 class PipelineScheduleSingle(_PipelineSchedule, theirs.PipelineScheduleSingle):
@@ -143,7 +483,7 @@ class ScheduleInterleavedZeroBubble(_FamilySchedule):
     def _add_bubbles_to_actions(self, num_stages_global: int) -> ActionLists:
         """The order with None where a rank waits."""
         mapping, order = self.stage_index_to_group_rank, self.pipeline_order or {}
-        return _orders._simulate_comms_compute(order, mapping.__getitem__, num_stages_global)
+        return _simulate_comms_compute(order, mapping.__getitem__, num_stages_global)
 
 
 class ScheduleZBVZeroBubble(_FamilySchedule):

@@ -19,7 +19,7 @@ from penstock.planning.layout import PipelineLayout
 from penstock.trainers.export import Export, check_layout, check_schedule, raise_problems
 
 if TYPE_CHECKING:
-    from penstock.pipelining._classes import _PipelineSchedule
+    from penstock.pipelining.schedules import _PipelineSchedule
 
 # Export to torchtitan: the CSV of a schedule, and the settings of its `[parallelism]` and `[training]` tables.
 #
