@@ -101,16 +101,10 @@ class _StepMethods(_PipelineStageBase):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:  # noqa: ARG002
         self._driver.drive(Kind.REDUCE_GRAD, self.stage_index, None)
 
-    # the runtime passes values between stages of one rank
+    def _ignore(self, *_: Value) -> None:
+        """Do nothing: the runtime passes values between stages of one rank."""
 
-    def set_local_fwd_input(self, prev_stage_outputs: Value, mb_index: int) -> None:
-        pass
-
-    def get_local_bwd_output(self, mb_index: int) -> Value:
-        pass
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Value, mb_index: int) -> None:
-        pass
+    set_local_fwd_input = get_local_bwd_output = set_local_bwd_input = _ignore  # type: ignore[assignment]
 
 
 class _StageForward(nn.Module):
@@ -122,7 +116,6 @@ class _StageForward(nn.Module):
         self._stage = stage
 
     def forward(self, *args: Value, **kwargs: Value) -> Value:
-        """What the stage makes of the module's output."""
         return self._stage.forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
@@ -233,16 +226,14 @@ class Runner:
 
     def _values_of(self, owner: _PipelineSchedule) -> dict[str, Value]:
         """What the pipeline has built in, by name: it must not change after the first step."""
+        stages = self._stages.items()
         return {
             "_n_microbatches": owner._n_microbatches,
             "scale_grads": owner.scale_grads,
             "_output_merge_spec": owner._output_merge_spec,
             "_loss_fn": owner._loss_fn is None,
-            **{f"submod of stage {index}": stage.submod for index, stage in self._stages.items()},
-            **{
-                f"dw_builder of stage {index}": stage.dw_builder is None
-                for index, stage in self._stages.items()
-            },
+            **{f"submod of stage {index}": stage.submod for index, stage in stages},
+            **{f"dw_builder of stage {index}": stage.dw_builder is None for index, stage in stages},
         }
 
     def check_unchanged(self, owner: _PipelineSchedule) -> None:
@@ -291,7 +282,7 @@ class Runner:
         return_outputs: bool,
         reduces: bool,
     ) -> Value:
-        """One training or evaluation step; returns the merged outputs on the rank of the last stage."""
+        """Run a training or evaluation step; return the merged outputs on the rank of the last stage."""
         self.losses.clear()
         self._finished.clear()
         self._context, self._loss_kwargs, self._keeps_outputs = context, loss_kwargs, return_outputs
@@ -361,7 +352,7 @@ class Runner:
         if k is None:
             stage.perform_reduce_grad(every if owner.scale_grads else 1)
         elif kind is theirs.FORWARD:
-            args, kwargs = (context.arg_mbs or [])[k] if stage.is_first else (), (context.kwarg_mbs or [])[k]
+            args, kwargs = self._arguments(stage, k)
             stage.forward_one_chunk(k, args, kwargs, save_forward_output=self._keeps_outputs)
         else:
             self._finished[stage.stage_index] += kind is not theirs.BACKWARD_INPUT
@@ -371,6 +362,11 @@ class Runner:
                 return
             whole, loss = kind is theirs.FULL_BACKWARD, owner._maybe_get_loss(stage, k)
             stage.backward_one_chunk(k, loss=loss, full_backward=whole, last_backward=last)
+
+    def _arguments(self, stage: _PipelineStageBase, microbatch: int) -> tuple[Value, Value]:
+        """The arguments of a forward in step()."""
+        args, kwargs = self._context.arg_mbs or [], self._context.kwarg_mbs or []
+        return args[microbatch] if stage.is_first else (), kwargs[microbatch]
 
     def _run_action(self, custom: Custom) -> None:
         """Run the action, and the weight-gradient runner of a stage with a `dw_builder`."""
@@ -394,12 +390,11 @@ class Runner:
         self._pending[action]()
 
     def drive_forward(self, stage: _PipelineStageBase, microbatch: int, args: Value, kwargs: Value) -> Value:
-        """Run a forward with the arguments of the step; gives the output of the module."""
+        """Run a forward with the arguments of the step; return the output of the module."""
         index, k = stage.stage_index, microbatch
-        arg_mbs, kwarg_mbs = self._context.arg_mbs or [], self._context.kwarg_mbs or []
+        own_args, own_kwargs = self._arguments(stage, k)
         passed = [*(args if stage.is_first else ()), *(kwargs or {}).values()]
-        expected = [*(arg_mbs[k] if stage.is_first else ()), *kwarg_mbs[k].values()]
-        if len(passed) != len(expected) or any(one is not other for one, other in zip(passed, expected)):
+        if list(map(id, passed)) != list(map(id, [*own_args, *own_kwargs.values()])):
             raise PipelineError(f"the arguments of {index}F{k} differ from those of step(): change them there")
         outputs: list[Value] = []
         returned = self._traced is not None  # before our hooks change it

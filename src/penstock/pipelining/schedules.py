@@ -92,8 +92,6 @@ class _PipelineSchedule(theirs._PipelineSchedule):
     _outputs: Value = None
     _finalize_gradients = True
 
-    # --- order -------------------------------------------------------------------------------------
-
     @property
     def _local_stages(self) -> list[_PipelineStageBase]:
         """The stages of this rank."""
@@ -148,8 +146,6 @@ class _PipelineSchedule(theirs._PipelineSchedule):
             self._runner = Runner(self, schedule, self._local_stages, functions)
         return self._runner
 
-    # --- running -----------------------------------------------------------------------------------
-
     def step(
         self,
         *args: Value,
@@ -163,7 +159,7 @@ class _PipelineSchedule(theirs._PipelineSchedule):
         finalize_gradients: bool = True,
         **kwargs: Value,
     ) -> Value:
-        """Forward and backward of a batch; returns the merged outputs on the rank of the last stage.
+        """Train on a batch; return the merged outputs on the rank of the last stage.
 
         `arg_mbs`, `kwarg_mbs` and `target_mbs` are a batch that is already split, with an entry per microbatch.
         With `finalize_gradients=False` gradients are accumulated, and a later step reduces them.
