@@ -16,6 +16,7 @@ from penstock.errors import (
     CostsError,
     EstimateError,
     ExportError,
+    FailureKind,
     FormatError,
     Message,
     MissingExtraError,
@@ -50,7 +51,7 @@ ONE_OF_EACH = (
     PlanError("no configuration fits into 10 bytes per rank; the smallest needs 12"),
     PipelineError("the schedule is for 4 ranks, but the process group has 2"),
     CheckpointError("step-100 cannot be loaded", ["no 'a.weight' in it", "no 'b.weight' in it"]),
-    StepFailedError("step 3 failed on rank 1", 1, "1F0", 1, 0, "exception", "Traceback ..."),
+    StepFailedError("step 3 failed on rank 1", 1, "1F0", 1, 0, FailureKind.EXCEPTION, "Traceback ..."),
 )
 
 

@@ -75,11 +75,10 @@ def built(file: Path) -> int:
 
     config = AutoConfig.from_pretrained(file.parent)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.tie_weights()
-    return sum(weight.numel() for weight in model.parameters()) + sum(
-        buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
-    )
+    biases = [each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return sum(int(tensor.numel()) for tensor in (*model.parameters(), *biases))
 
 
 def written(folder: Path, kind: str, keys: dict[str, Any]) -> Path:

@@ -62,7 +62,7 @@ def test_the_first_published_cause_wins_and_all_send_their_status() -> None:
 def test_of_two_causes_at_once_all_ranks_choose_the_same() -> None:
     with linked_watches(3) as watches:
         monitors = [monitor_of(watch, 3, []) for watch in watches]
-        for monitor, kind in zip(monitors, ("timeout", "exception", "exception")):
+        for monitor, kind in zip(monitors, (FailureKind.TIMEOUT, FailureKind.EXCEPTION, FailureKind.EXCEPTION)):
             monitor.publish_cause(replace(CAUSE, kind=kind, rank=monitor.watch.rank))
         chosen = [monitor.settled()[0] for monitor in monitors]
         assert len(set(chosen)) == 1

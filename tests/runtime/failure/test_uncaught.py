@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import penstock
 from penstock import PipelineError, StepFailedError
+from penstock.errors import FailureKind
 from penstock.processes import local_pid, process_name
 from penstock.runtime import pipeline_arguments as setup
 from penstock.runtime.failure import uncaught
@@ -30,7 +31,7 @@ REPORT = (
 
 
 def failure() -> StepFailedError:
-    error = StepFailedError(REPORT, 1, "1F2", 1, 2, "exception", "Traceback ...", 1, reporter=1)
+    error = StepFailedError(REPORT, 1, "1F2", 1, 2, FailureKind.EXCEPTION, "Traceback ...", 1, reporter=1)
     error.__cause__ = ValueError("broken")
     return error
 
