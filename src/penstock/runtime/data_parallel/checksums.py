@@ -26,7 +26,7 @@ class ReplicatedParameter(NamedTuple):
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """An integer that changes when any bit of the local tensor changes, except for rare collisions."""
+    """Return an integer that changes when any bit of the local tensor changes, except for rare collisions."""
     values = local(tensor.detach()).contiguous().reshape(-1)
     if not values.numel():
         return torch.zeros((), dtype=torch.int64, device=values.device)
@@ -37,7 +37,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def differing(checksums: Tensor, all_reduce_max: Callable[[Tensor], Tensor]) -> list[bool]:
-    """Which checksums are not equal on all ranks; `all_reduce_max` takes the maximum over the ranks."""
+    """Return which checksums differ between ranks; `all_reduce_max` takes the maximum over the ranks."""
     largest, smallest = all_reduce_max(torch.stack([checksums, -checksums])).tolist()
     return [high != -low for high, low in zip(largest, smallest)]
 

@@ -8,7 +8,6 @@ arithmetic as in one process.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,6 @@ from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.transport_errors import transport_errors
 
 
-class _Named(NamedTuple):
-    stage: int
-    name: str
-    parameter: nn.Parameter
-
-
 def clip_grad_norm(
     modules: Mapping[int, nn.Module],
     counted_elsewhere: Collection[nn.Parameter],
@@ -36,44 +29,44 @@ def clip_grad_norm(
     *,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`; gives the norm before scaling."""
-    named = _with_gradients(modules)
-    counted = [each for each in named if each.parameter not in counted_elsewhere]
-    norms = _norms([each.parameter for each in counted], norm_type)
-    stages, all_norms = _all_gather([each.stage for each in counted], norms, communicator)
+    """Scale all gradients so that their norm is at most `max_norm`; return the norm before scaling."""
+    gradients: dict[nn.Parameter, tuple[int, str, Tensor]] = {}
+    for stage, module in sorted(modules.items()):
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                gradients.setdefault(parameter, (stage, name, parameter.grad))
+    counted = [each for parameter, each in gradients.items() if parameter not in counted_elsewhere]
+    norms = _norms([gradient for _, _, gradient in counted], norm_type)
+    stages, all_norms = _all_gather([stage for stage, _, _ in counted], norms, communicator)
     total = torch.linalg.vector_norm(all_norms, norm_type) if len(all_norms) else torch.zeros(())
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         nonfinite = sorted({stage for stage, norm in zip(stages, all_norms) if not bool(torch.isfinite(norm))})
-        names = [each.name for each, norm in zip(counted, norms) if not bool(torch.isfinite(norm))]
+        names = [name for (_, name, _), norm in zip(counted, norms) if not bool(torch.isfinite(norm))]
         where = f": those of stage {', '.join(map(str, nonfinite))}" if nonfinite else ""
         raise PipelineError(
             f"the norm of the gradients is {float(total)}, because some gradients are not finite{where}"
             + (f" ({', '.join(names[:8])} on this rank)" if names else "")
         )
-    _scale_gradients([each.parameter for each in named], max_norm, total)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for _, _, gradient in gradients.values():
+        by_device.setdefault(gradient.device, []).append(local(gradient))
+    with torch.no_grad():
+        for device, on_device in by_device.items():
+            scale_all(on_device, factor.to(device))
     return total
 
 
-def _with_gradients(modules: Mapping[int, nn.Module]) -> list[_Named]:
-    """The parameters with a gradient, each once, in the order of the stages."""
-    found: dict[nn.Parameter, _Named] = {}
-    for stage, module in sorted(modules.items()):
-        for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
-                found.setdefault(parameter, _Named(stage, name, parameter))
-    return list(found.values())
-
-
-def _norms(parameters: Iterable[nn.Parameter], p: float) -> list[Tensor]:
-    """The norm of each gradient over all its shards."""
-    gradients = [
-        _without_partials(parameter.grad.detach()) for parameter in parameters if parameter.grad is not None
-    ]
+def _norms(given: Iterable[Tensor], p: float) -> list[Tensor]:
+    """Return the norm of each gradient over all its shards."""
+    gradients = [_without_partials(gradient.detach()) for gradient in given]
     norms = [_norm(local(gradient), p) for gradient in gradients]
     by_group: dict[dist.ProcessGroup, list[int]] = {}
     for place, gradient in enumerate(gradients):
-        for group in _shard_groups(gradient):
-            by_group.setdefault(group, []).append(place)
+        if is_dtensor(gradient):
+            for dimension, placement in enumerate(gradient.placements):
+                if not placement.is_replicate():
+                    by_group.setdefault(gradient.device_mesh.get_group(dimension), []).append(place)
     for group, places in by_group.items():  # a gradient sharded over two groups is reduced twice
         reduced = _reduce_norms(torch.stack([norms[place] for place in places]), p, group)
         for place, norm in zip(places, reduced):
@@ -82,7 +75,7 @@ def _norms(parameters: Iterable[nn.Parameter], p: float) -> list[Tensor]:
 
 
 def _norm(shard: Tensor, p: float) -> Tensor:
-    """The norm of one shard; an empty shard has a neutral norm, so its rank still joins the collectives."""
+    """Return the norm of one shard; an empty one has a neutral norm, so that its rank joins the collectives."""
     if not shard.numel() and not 0 <= p < torch.inf:
         return shard.new_tensor(0.0 if p > 0 else torch.inf)
     norm: Tensor = torch.linalg.vector_norm(shard, p)
@@ -90,7 +83,7 @@ def _norm(shard: Tensor, p: float) -> Tensor:
 
 
 def _without_partials(gradient: Tensor) -> Tensor:
-    """The gradient with partial sums reduced: sequence-parallel norms leave them partial."""
+    """Return the gradient with partial sums reduced: sequence-parallel norms leave them partial."""
     if not is_dtensor(gradient) or not any(placement.is_partial() for placement in gradient.placements):
         return gradient
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 -- already loaded, because there is a DTensor
@@ -101,19 +94,8 @@ def _without_partials(gradient: Tensor) -> Tensor:
     return reduced
 
 
-def _shard_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
-    """The process groups whose ranks hold different shards of a gradient."""
-    if not is_dtensor(gradient):
-        return []
-    found = []
-    for dimension, placement in enumerate(gradient.placements):
-        if not placement.is_replicate():
-            found.append(gradient.device_mesh.get_group(dimension))
-    return found
-
-
 def _reduce_norms(norms: Tensor, p: float, group: dist.ProcessGroup) -> Tensor:
-    """The norms over all ranks of a group."""
+    """Return the norms over all ranks of a group."""
     if p in (torch.inf, -torch.inf):
         norms = norms.clone()
         with transport_errors():
@@ -128,7 +110,7 @@ def _reduce_norms(norms: Tensor, p: float, group: dist.ProcessGroup) -> Tensor:
 def _all_gather(
     stages: list[int], norms: list[Tensor], communicator: Communicator | None
 ) -> tuple[list[int], Tensor]:
-    """The stages and norms of all parameters of the pipeline, in the order of the stages."""
+    """Return the stages and norms of all parameters of the pipeline, in the order of the stages."""
     mine = torch.stack([norm.to(norms[0].device) for norm in norms]).cpu() if norms else torch.zeros(0)
     if communicator is None:
         return stages, mine
@@ -149,19 +131,8 @@ def _all_gather(
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@torch.no_grad()
-def _scale_gradients(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_device.setdefault(parameter.grad.device, []).append(local(parameter.grad))
-    for device, gradients in by_device.items():
-        scale_all(gradients, factor.to(device))
-
-
 def model_groups(modules: Iterable[nn.Module], data: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    """The process groups through which all ranks of the same stages are reached: of meshes and of data."""
+    """Return the process groups, of meshes and of data, that reach all ranks of the same stages."""
     found = dict.fromkeys(data)
     for module in modules:
         for parameter in module.parameters():

@@ -22,28 +22,28 @@ from penstock.runtime.torch_internals.data_parallel import FsdpShards, has_commu
 from penstock.runtime.transport.process_groups import Group, process_group
 from penstock.runtime.transport.transport_errors import transport_errors, wait
 
-# Gradient buckets: the gradients of several weights in one flat tensor, so that one collective sums them all.
-#
-#     | gradient of a | gradient of b | ... | 1 if a has one | 1 if b has one | ... |
-#
-# A weight without a gradient counts as zeros. It has no gradient afterwards either, unless another rank had
-# one: an optimizer with weight decay changes a weight whose gradient is zero, and skips one without a gradient.
-
 
 class GradientBucket:
-    """The weights of a bucket, all of one dtype and on one device."""
+    """The gradients of weights of one dtype and device in one flat tensor, for one collective.
+
+        | gradient of a | gradient of b | ... | 1 if a has one | 1 if b has one | ... |
+
+    A weight without a gradient counts as zeros. It has no gradient afterwards either, unless another rank had
+    one: an optimizer with weight decay changes a weight whose gradient is zero, and skips one without one.
+    """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = weights
         self._sizes = [local(weight).numel() for weight in weights]
 
     def pack(self) -> Tensor:
-        """The gradients, and a flag for each weight: whether it has one."""
+        """Return the gradients, and a flag for each weight: whether it has one."""
         first = local(self._weights[0])
-        parts = []
-        for weight, size in zip(self._weights, self._sizes):
-            grad = _gradient_placed_as(weight)
-            parts.append(first.new_zeros(size) if grad is None else local(grad).detach().reshape(-1))
+        gradients = map(_gradient_placed_as, self._weights)
+        parts = [
+            first.new_zeros(size) if gradient is None else local(gradient).detach().reshape(-1)
+            for gradient, size in zip(gradients, self._sizes)
+        ]
         present = [float(weight.grad is not None) for weight in self._weights]
         return torch.cat([*parts, first.new_tensor(present)])
 
@@ -61,7 +61,7 @@ class GradientBucket:
 
 
 def _gradient_placed_as(weight: Tensor) -> Tensor | None:
-    """The gradient with the placements of its weight: only then can ranks add their local parts."""
+    """Return the gradient with the placements of its weight: only then can ranks add their local parts."""
     grad = weight.grad
     if grad is not None and grad.layout != torch.strided:
         raise PipelineError(
@@ -74,19 +74,11 @@ def _gradient_placed_as(weight: Tensor) -> Tensor | None:
     return weight.grad
 
 
-def make_buckets(weights: Iterable[Tensor]) -> list[GradientBucket]:
-    """One bucket for each dtype and device."""
-    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for weight in weights:
-        found.setdefault((weight.dtype, weight.device), []).append(weight)
-    return [GradientBucket(each) for each in found.values()]
-
-
-# The DistributedDataParallel wrappers in the stages of a rank, whose own reductions the pipeline disables.
-
-
 class DdpWrappers:
-    """All wrappers by stage, those of the composable `replicate` included."""
+    """The DistributedDataParallel wrappers by stage, whose own reductions the pipeline disables.
+
+    Those of the composable `replicate` are included.
+    """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         self._switches: list[tuple[Any, str, bool]] = []
@@ -103,7 +95,7 @@ class DdpWrappers:
                 yield wrapper
 
     def process_groups(self, stage: int) -> dict[nn.Parameter, dist.ProcessGroup]:
-        """For each wrapped parameter of a stage: the group that its wrapper replicates it over."""
+        """Return the group over which each wrapped parameter of a stage is replicated."""
         return {
             parameter: wrapper.process_group
             for wrapper in self._by_stage[stage]
@@ -112,7 +104,7 @@ class DdpWrappers:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """No wrapper reduces gradients in here."""
+        """Disable the reductions of all wrappers."""
         before = [getattr(owner, name) for owner, name, _ in self._switches]
         try:
             for owner, name, value in self._switches:
@@ -136,14 +128,11 @@ def _check_supported(wrapper: DistributedDataParallel, stage: int) -> None:
         )
 
 
-# Which parameters of a rank are replicated, over which process groups, and reduced in which buckets.
-
-
 Groups = tuple[dist.ProcessGroup, ...]
 
 
 class ReplicaLayout(NamedTuple):
-    """The replicated parameters of a rank."""
+    """Which parameters of a rank are replicated, over which process groups, and reduced in which buckets."""
 
     parameters: dict[nn.Parameter, bool]
     """The parameters that FSDP does not shard, and whether each is trained."""
@@ -154,7 +143,7 @@ class ReplicaLayout(NamedTuple):
 
 
 def unsharded(modules: Iterable[nn.Module], shards: Mapping[int, FsdpShards]) -> dict[nn.Parameter, bool]:
-    """The parameters that FSDP does not shard, and whether each is trained."""
+    """Return the parameters that FSDP does not shard, and whether each is trained."""
     sharded = {parameter for each in shards.values() for parameter in each.parameters}
     everything = (parameter for module in modules for parameter in module.parameters())
     return {parameter: parameter.requires_grad for parameter in everything if parameter not in sharded}
@@ -178,12 +167,11 @@ def find_layout(
         wrapped = ddp.process_groups(stage)
         unreplicated = []
         for name, parameter in modules[stage].named_parameters():
-            group = wrapped.get(parameter, replicas)
             if parameter not in parameters:  # it is sharded
                 continue
-            if group is not None:
-                replicated.append(ReplicatedParameter(f"{name} of stage {stage}", parameter, group))
-                homes[parameter] = stage, group
+            if (holders := wrapped.get(parameter, replicas)) is not None:
+                replicated.append(ReplicatedParameter(f"{name} of stage {stage}", parameter, holders))
+                homes[parameter] = stage, holders
             elif parameter.requires_grad:
                 unreplicated.append(name)
         if unreplicated and (stage in shards or wrapped):
@@ -199,26 +187,26 @@ def find_layout(
 def _buckets_by_stage(
     homes: Mapping[nn.Parameter, tuple[int, dist.ProcessGroup]],
 ) -> dict[int, list[tuple[GradientBucket, dist.ProcessGroup]]]:
-    by_home: dict[tuple[int, dist.ProcessGroup], list[nn.Parameter]] = {}
-    for parameter, home in homes.items():
+    together: dict[tuple[int, dist.ProcessGroup, torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter, (stage, group) in homes.items():
         if parameter.requires_grad:
-            by_home.setdefault(home, []).append(parameter)
-    found: dict[int, list[tuple[GradientBucket, dist.ProcessGroup]]] = {}
-    for (stage, group), parameters in by_home.items():
-        found.setdefault(stage, []).extend((bucket, group) for bucket in make_buckets(parameters))
-    return found
+            together.setdefault((stage, group, parameter.dtype, parameter.device), []).append(parameter)
+    buckets: dict[int, list[tuple[GradientBucket, dist.ProcessGroup]]] = {}
+    for (stage, group, *_), weights in together.items():
+        buckets.setdefault(stage, []).append((GradientBucket(weights), group))
+    return buckets
 
 
 def data_parallel_groups(
     layout: ReplicaLayout, shards: Mapping[int, FsdpShards], replicas: dist.ProcessGroup | None
 ) -> Groups:
-    """The process groups over which the data is distributed; all stages of the rank must agree."""
+    """Return the process groups over which the data is distributed; all stages of the rank must agree."""
+    sharded = (groups for each in shards.values() for groups in each.data_groups())
+    reduced = ((group,) for buckets in layout.buckets.values() for _, group in buckets)
     found: dict[tuple[int, ...], Groups] = {}
-    for groups in (
-        *(groups for each in shards.values() for groups in each.data_groups()),
-        *((group,) for buckets in layout.buckets.values() for _, group in buckets),
-    ):
-        found.setdefault(_ranks_of(groups), groups)
+    for groups in (*sharded, *reduced):
+        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+        found.setdefault(tuple(sorted(ranks)), groups)
     if replicas is not None:
         members = set(dist.get_process_group_ranks(replicas))
         if missing := sorted({rank for ranks in found for rank in ranks} - members):
@@ -237,24 +225,17 @@ def data_parallel_groups(
     return next(iter(found.values()), ())
 
 
-def _ranks_of(groups: Groups) -> tuple[int, ...]:
-    """All ranks that this rank reaches through these nested groups."""
-    return tuple(sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)}))
-
-
-# The ranks that train the same stages on other data, and the collectives that they run in a step.
-#
-# A stage may be replicated in three ways, and a rank may mix them:
-#
-#     fully_shard, replicate   FSDP2 holds a shard of each parameter; see `FsdpShards`
-#     DistributedDataParallel  its own reductions are disabled, and the pipeline reduces the whole stage
-#     `replicas=` of Pipeline  the same for modules without a wrapper
-#
-# Gradients are averaged over the replicas once per step, at REDUCE_GRAD.
-
-
 class ReplicaGroup:
-    """The replicas of one rank's stages."""
+    """The ranks that train the stages of one rank on other data, and the collectives that they run in a step.
+
+    A stage may be replicated in three ways, and a rank may mix them:
+
+        fully_shard, replicate   FSDP2 holds a shard of each parameter; see `FsdpShards`
+        DistributedDataParallel  its own reductions are disabled, and the pipeline reduces the whole stage
+        `replicas=` of Pipeline  the same for modules without a wrapper
+
+    Gradients are averaged over the replicas once per step, at REDUCE_GRAD.
+    """
 
     def __init__(
         self,
@@ -268,7 +249,8 @@ class ReplicaGroup:
         """The FSDP shards by stage."""
         self._modules = modules
         self._replicas = process_group(replicas, "replicas=", "dp")
-        self._reduction_order = _reduction_order(schedule, rank)
+        firsts = [step.parts[0] for step in schedule.ranks[rank]]
+        self._reduction_order = [first.stage for first in firsts if first.kind is Kind.REDUCE_GRAD]
         self._ddp = DdpWrappers(modules)
         self._pending: list[tuple[GradientBucket, Tensor, dist.Work]] = []
         self._unfinished: list[dist.Work] = []
@@ -308,9 +290,9 @@ class ReplicaGroup:
             self._are_equal = True
 
     def sample(self, step: int) -> tuple[tuple[int, ...], str, str] | None:
-        """One of the parameters that replicas hold, another one in each step; None if there are none.
+        """Return one of the parameters that replicas hold, another one in each step; None if there are none.
 
-        The world ranks that hold it, its name, and its checksum, or that this step compares all parameters.
+        It has the world ranks that hold it, its name, and its checksum, or that this step compares all of them.
         """
         if not (replicated := self._layout.replicated):
             return None
@@ -320,7 +302,7 @@ class ReplicaGroup:
 
     @contextmanager
     def scheduled(self) -> Iterator[None]:
-        """Only the actions of the schedule gather, reshard and reduce in here; DDP and FSDP do not."""
+        """Let only the actions of the schedule gather, reshard and reduce in here; DDP and FSDP do not."""
         with ExitStack() as entered:
             for shards in self.shards.values():
                 entered.enter_context(shards.scheduled())
@@ -368,7 +350,7 @@ class ReplicaGroup:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a reduction has begun that other replicas have not joined.
+        """Return whether a reduction has begun that other replicas have not joined.
 
         If the step fails here, they would join it with the gradients of the next step.
         """
@@ -376,7 +358,7 @@ class ReplicaGroup:
         return not all(work.is_completed() for work in works)
 
     def total(self, values: Tensor, device: torch.device) -> Tensor:
-        """The sum of these values over all replicas."""
+        """Return the sum of these values over all replicas."""
         if not self.groups:
             return values
         moved = values.to(device)
@@ -384,8 +366,3 @@ class ReplicaGroup:
             with transport_errors():
                 dist.all_reduce(moved, group=group)
         return moved.to(values.device)
-
-
-def _reduction_order(schedule: Schedule, rank: int) -> list[int]:
-    """The stages of a rank in the order of their REDUCE_GRAD; empty if there are none."""
-    return [step.parts[0].stage for step in schedule.ranks[rank] if step.parts[0].kind is Kind.REDUCE_GRAD]

@@ -1,4 +1,12 @@
-"""Tied weights: weights that several stages hold, such as an embedding that is also the output layer."""
+"""Tied weights: weights that several stages hold, such as an embedding that is also the output layer.
+
+They are declared by the user, recorded by `split`, or one parameter in several stages. A tied weight is
+described by its name in each stage, as in {0: "embed.weight", 3: "head.weight"}.
+
+    on one rank       the stages hold the same parameter, so there is nothing to do
+    on several ranks  each rank has a copy; after a step the ranks sum the gradients, so that equal optimizers
+                      keep the copies equal, which is checked before every step
+"""
 
 from __future__ import annotations
 
@@ -18,11 +26,6 @@ from penstock.runtime.dtensors import is_dtensor, local
 from penstock.runtime.torch_internals.data_parallel import FsdpShards
 from penstock.runtime.transport.communicator import Communicator
 
-# Which weights are tied: declared by the user, recorded by `split`, or one parameter in several stages.
-#
-# A tied weight is described by its name in each stage, as in {0: "embed.weight", 3: "head.weight"}.
-
-
 TiedNames: TypeAlias = Mapping[int, str]
 """The name of a tied weight by stage."""
 
@@ -33,7 +36,7 @@ _Weight: TypeAlias = tuple[int, int | str]
 def find_tied_weights(
     declared: Iterable[TiedNames], stages: Mapping[int, nn.Module] | Sequence[nn.Module], count: int
 ) -> tuple[dict[int, str], ...]:
-    """The tied weights that were declared, that `split` recorded, and that stages share here."""
+    """Return the tied weights that were declared, that `split` recorded, and that stages share here."""
     known = [dict(sorted(tied.items())) for tied in declared]
     problems = [
         f"a tied weight names at least two of the stages 0 to {count - 1}, but {tied} does not"
@@ -42,31 +45,20 @@ def find_tied_weights(
     ]
     if problems:
         raise PipelineError("\n".join(problems))
-    modules = stages.values() if isinstance(stages, Mapping) else stages
-    for module in modules:
-        known += [dict(tied) for tied in _recorded(module)]
-    if isinstance(stages, Mapping):
-        known += _shared_parameters(stages)
-    joined = _join(known, stages if isinstance(stages, Mapping) else {})
-    found = [_one_name_per_stage(tied, problems) for tied in joined]
+    numbered = stages if isinstance(stages, Mapping) else {}
+    for module in stages.values() if isinstance(stages, Mapping) else stages:
+        found = split_metadata(module, "tied")
+        if isinstance(found, tuple) and all(isinstance(tied, Mapping) for tied in found):  # not unrelated
+            known += [dict(tied) for tied in found]
+    homes: dict[nn.Parameter, dict[int, str]] = {}
+    for stage in sorted(numbered):
+        for name, parameter in named_parameters(numbered[stage]):
+            homes.setdefault(parameter, {}).setdefault(stage, name)
+    known += [tied for tied in homes.values() if len(tied) > 1]
+    one_name_each = [_one_name_per_stage(tied, problems) for tied in _join(known, numbered)]
     if problems:
         raise PipelineError("\n".join(problems))
-    return tuple(sorted(found, key=lambda tied: tuple(tied.items())))
-
-
-def _recorded(module: nn.Module) -> Sequence[TiedNames]:
-    """The tied weights that `split` recorded in a stage; ignores an unrelated attribute of the same name."""
-    found = split_metadata(module, "tied")
-    return found if isinstance(found, tuple) and all(isinstance(tied, Mapping) for tied in found) else ()
-
-
-def _shared_parameters(stages: Mapping[int, nn.Module]) -> Iterator[dict[int, str]]:
-    """The parameters that several of these stages hold."""
-    homes: dict[nn.Parameter, dict[int, str]] = {}
-    for stage in sorted(stages):
-        for name, parameter in named_parameters(stages[stage]):
-            homes.setdefault(parameter, {}).setdefault(stage, name)
-    return (tied for tied in homes.values() if len(tied) > 1)
+    return tuple(sorted(one_name_each, key=lambda tied: tuple(tied.items())))
 
 
 def _join(known: Iterable[TiedNames], stages: Mapping[int, nn.Module]) -> list[dict[_Weight, set[str]]]:
@@ -86,7 +78,7 @@ def _join(known: Iterable[TiedNames], stages: Mapping[int, nn.Module]) -> list[d
 
 
 def _one_name_per_stage(tied: Mapping[_Weight, set[str]], problems: list[str]) -> dict[int, str]:
-    """The first name in each stage; a stage cannot have two different parameters of one tied weight."""
+    """Return the first name in each stage; a stage cannot have two different parameters of one tied weight."""
     names_by_stage: dict[int, set[str]] = {}
     for (stage, _), names in sorted(tied.items(), key=lambda item: item[0][0]):
         if stage in names_by_stage:
@@ -97,13 +89,6 @@ def _one_name_per_stage(tied: Mapping[_Weight, set[str]], problems: list[str]) -
             )
         names_by_stage.setdefault(stage, set()).update(names)
     return {stage: min(names) for stage, names in names_by_stage.items()}
-
-
-# Tied weights: weights that several stages hold, such as an embedding that is also the output head.
-#
-# on one rank       the stages hold the same parameter, so there is nothing to do
-# on several ranks  each rank has a copy; after a step the ranks sum the gradients, so that equal optimizers
-#                   keep the copies equal, which is checked before every step
 
 
 class TiedWeights:
