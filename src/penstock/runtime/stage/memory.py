@@ -30,7 +30,7 @@ from penstock.runtime.torch_internals.modules import own_buffers
 from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
 from penstock.runtime.transport.channels import FlatValue
 
-# State of modules and random numbers that a call changes and restores: training mode, random state.
+# --- the training mode and random numbers, which a call changes and restores -------------------------
 
 
 @contextmanager
@@ -73,15 +73,15 @@ def preserved_rng_state(device: torch.device) -> Iterator[None]:
         before.restore()
 
 
-# What OFFLOAD moves to the host and RELOAD brings back: the tensors that a forward keeps for its backward.
-#
-# The host's memory is a file without a name on CPUs, which no end of the process leaves behind, and pinned
-# memory on other devices, with copies on a stream of their own (not tested on GPUs). What others hold too,
-# such as parameters, is not moved: that would free nothing.
+# --- OFFLOAD and RELOAD ----------------------------------------------------------------------------
 
 
 class HostStore:
-    """Bytes of one stage on the host."""
+    """Bytes of one stage on the host.
+
+    The host's memory is a file without a name on CPUs, which no end of the process leaves behind, and pinned
+    memory on other devices, with copies on a stream of their own (not tested on GPUs).
+    """
 
     def __init__(self) -> None:
         self._file: Any = None
@@ -92,7 +92,7 @@ class HostStore:
         self._streams: dict[torch.device, Any] = {}
 
     def put(self, data: Tensor) -> tuple[int, Any]:
-        """Copy a tensor of bytes; gives what `get` needs."""
+        """Copy a tensor of bytes; return what `get` needs."""
         self._live += 1
         if data.device.type != "cpu":
             return len(data), self._on_stream(data, None)
@@ -117,7 +117,7 @@ class HostStore:
             data = data[self._file.write(data) :]
 
     def get(self, size: int, place: Any, device: torch.device) -> torch.UntypedStorage:
-        """The bytes of a `put`, on its device again."""
+        """Return the bytes of a `put`, on its device again."""
         self._live -= 1
         if device.type != "cpu":
             return self._on_stream(place, device).untyped_storage()
@@ -150,16 +150,13 @@ class HostStore:
             self._file.truncate(0)
 
     def _on_stream(self, data: Tensor, device: torch.device | None) -> Tensor:
-        """To pinned memory (device None), or back; the other stream is waited for where the copy is used."""
+        """Copy to pinned memory (device None), or back; the current stream waits for the copy."""
         own = data.device if device is None else device
         module = torch.get_device_module(own)
         stream = self._streams.setdefault(own, module.Stream(own))
         stream.wait_stream(module.current_stream(own))
         with module.stream(stream):
-            if device is None:
-                copy = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
-            else:
-                copy = torch.empty(len(data), dtype=torch.uint8, device=device)
+            copy = torch.empty(len(data), dtype=torch.uint8, device=device, pin_memory=device is None)
             copy.copy_(data, non_blocking=True)
         module.current_stream(own).wait_stream(stream)
         if device is not None:
@@ -168,7 +165,7 @@ class HostStore:
 
 
 def _directory() -> str:
-    """Where temporary files are; there may be no usable directory."""
+    """Return where temporary files are; there may be no usable directory."""
     try:
         return tempfile.gettempdir()
     except OSError:
@@ -185,7 +182,7 @@ class Offloadable:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Offloadable:
-        """An alias: the tensor itself would keep the graph that saves it."""
+        """Return an alias: the tensor itself would keep the graph that saves it."""
         sharding = (sharding_of(tensor), tensor.device_mesh) if is_dtensor(tensor) else None
         own = local(tensor)
         return cls(own.detach(), version(own), sharding)
@@ -203,7 +200,8 @@ class Offloadable:
 class SavedTensors:
     """The tensors that one microbatch keeps: those that autograd saves under `hooks`, or given ones.
 
-    They live as long as somebody else holds them: the graph frees them step by step in a backward.
+    They live as long as somebody else holds them: the graph frees them step by step in a backward. What others
+    hold too, such as parameters, is not moved to the host: that would free nothing.
     """
 
     def __init__(self, given: Iterable[Offloadable] = ()) -> None:
@@ -219,18 +217,21 @@ class SavedTensors:
         self._entries.append(weakref.ref(entry))
         return entry
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Those that are held and not on the host."""
+    def _present(self) -> Iterator[tuple[Offloadable, Tensor]]:
+        """Yield the entries that are held and not on the host."""
         for entry in filter(None, (reference() for reference in self._entries)):
             if entry.tensor is not None:
-                yield entry.tensor
+                yield entry, entry.tensor
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that are held and not on the host."""
+        return (tensor for _, tensor in self._present())
 
     def offload(self, store: HostStore, buffers: Sequence[Buffer] = ()) -> tuple[Buffer, ...]:
-        """Move what nobody else holds to the host; gives those of the message buffers that are still in use."""
+        """Move what nobody else holds to the host; return the message buffers that are still in use."""
         by_storage: dict[int, list[Offloadable]] = {}
-        for entry in filter(None, (reference() for reference in self._entries)):
-            tensor = entry.tensor
-            if tensor is not None and type(tensor) is Tensor and tensor.layout == torch.strided:
+        for entry, tensor in self._present():
+            if type(tensor) is Tensor and tensor.layout == torch.strided:
                 _check_version(entry)
                 by_storage.setdefault(storage_identity(tensor), []).append(entry)
         in_use = []
@@ -281,18 +282,13 @@ def _unpack(entry: Offloadable) -> Tensor:
     return entry.value
 
 
-# What F keeps for RECOMPUTE: its input, random states and changed buffers, and no saved tensors.
+# --- RECOMPUTE -------------------------------------------------------------------------------------
 #
 # F records its graph as always, so it computes the same bits, but the tensors that the graph would save are
 # dropped at once, and the graph at the end of F. RECOMPUTE runs the module again on the same input, with the
 # random states and the buffers that F began with, and keeps the graph; afterwards both are as before it.
 # Autocast is the same, because both run in one step. Other state of a module, such as a counter, is not
 # restored; if it changes the result, the two results differ, which is found on CPUs.
-
-
-def without_saved_tensors() -> saved_tensors_hooks:
-    """While active, autograd saves nothing for backward."""
-    return saved_tensors_hooks(lambda _: None, _was_dropped)
 
 
 def _was_dropped(_: object) -> NoReturn:
@@ -329,7 +325,7 @@ class KeptForward:
         self._results: list[int | str] = []
 
     def keep_results(self, results: Iterable[Any]) -> None:
-        """F has computed these; RECOMPUTE must compute the same."""
+        """Keep what F has computed: RECOMPUTE must compute the same."""
         self._results = _checksums(results)
 
     def check_results(self, results: Iterable[Any], stage: int, microbatch: int) -> None:
@@ -356,7 +352,7 @@ class KeptForward:
         self._inputs, self._present = [], {}
 
     def offload(self, host: HostStore) -> tuple[SavedTensors, tuple[Buffer, ...]]:
-        """Move the input to the host, and give the message buffers that are free then.
+        """Move the input to the host, and return the message buffers that are free then.
 
         The input of a stage that gets the batch stays where it is.
         """
@@ -373,14 +369,14 @@ class KeptForward:
         return moved, tuple(buffer for buffer in buffers if buffer not in in_use)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What is held and not on the host: the input, and the buffers that F has changed."""
+        """Yield what is held and not on the host: the input, and the buffers that F has changed."""
         yield from self._buffers.values()
         yield from (entry.tensor for entry in self._offloaded.values() if entry.tensor is not None)
         if self.received is not None:
             yield from (leaf for leaf in self.received.leaves if isinstance(leaf, Tensor))
 
     def reloaded(self) -> None:
-        """After RELOAD: the input is back."""
+        """Put the input back, after RELOAD."""
         for position, entry in self._offloaded.items():
             assert self.received is not None
             self.received.leaves[position] = entry.value
@@ -404,7 +400,7 @@ _COMPARED = (bool, int, float, str, bytes)
 
 
 def _checksums(results: Iterable[Any]) -> list[int | str]:
-    """Of tensors on CPUs, numbers and texts; kernels of other devices may round differently each time."""
+    """Sum up tensors on CPUs, numbers and texts; kernels of other devices may round differently each time."""
     found: list[int | str] = []
     for each in results:
         if type(each) in _COMPARED:
@@ -427,7 +423,7 @@ def _buffers_of(modules: Sequence[nn.Module]) -> dict[_Place, Tensor]:
 
 
 def _exchanged(modules: Sequence[nn.Module], buffers: Mapping[_Place, Any]) -> dict[_Place, Any]:
-    """Put these buffers into the modules, and give those that were there."""
+    """Put these buffers into the modules, and return those that were there."""
     before = {}
     for place, buffer in buffers.items():
         owner_path, _, name = place[1].rpartition(".")
@@ -436,7 +432,7 @@ def _exchanged(modules: Sequence[nn.Module], buffers: Mapping[_Place, Any]) -> d
     return before
 
 
-# What a stage holds of its microbatches between F and backward: RECOMPUTE, OFFLOAD and RELOAD.
+# --- all microbatches of a stage -------------------------------------------------------------------
 
 
 _NO_HOOKS = nullcontext()
@@ -469,19 +465,16 @@ class StageMemory:
     def begin(self, step: StepInputs) -> None:
         """Start a step; discards what a failed step left."""
         self._step = step
-        self.states.clear()
-        self._kept.clear()
-        self._saved.clear()
+        for left in (self.states, self._kept, self._saved):
+            left.clear()
         self._host.clear()
 
     def is_recomputed(self, microbatch: int) -> bool:
-        """Whether there is a RECOMPUTE for this microbatch."""
+        """Return whether there is a RECOMPUTE for this microbatch."""
         return microbatch in self._config.recomputed_microbatches
 
-    # --- F and RECOMPUTE ---------------------------------------------------------------------------
-
     def kept_forward(self, microbatch: int, received: FlatValue | None, mode: LayerMode) -> KeptForward | None:
-        """What RECOMPUTE needs, if there is one for this microbatch."""
+        """Return what RECOMPUTE needs, if there is one for this microbatch."""
         step = self._step
         if not step.training or not self.is_recomputed(microbatch):
             return None
@@ -490,9 +483,9 @@ class StageMemory:
         return KeptForward(self._modules, mode, received, leaves)
 
     def hooks(self, microbatch: int, kept: KeptForward | None = None) -> AbstractContextManager[Any]:
-        """The hooks on saved tensors under which F, or RECOMPUTE, runs."""
+        """Return the hooks on saved tensors under which F, or RECOMPUTE, runs."""
         if kept is not None:
-            return without_saved_tensors()
+            return saved_tensors_hooks(lambda _: None, _was_dropped)
         offloaded = microbatch in self._config.offloaded_microbatches and not self.is_recomputed(microbatch)
         if self._step.training and (self.counts_bytes or offloaded):
             self._saved[microbatch] = SavedTensors()
@@ -500,15 +493,13 @@ class StageMemory:
         return _NO_HOOKS
 
     def finish(self, microbatch: int, kept: KeptForward) -> None:
-        """The end of an F that is recomputed."""
+        """End an F that is recomputed."""
         kept.finish(self._index)
         self._kept[microbatch] = kept
 
     def pop(self, microbatch: int) -> KeptForward:
-        """What F kept for RECOMPUTE."""
+        """Return what F kept for RECOMPUTE."""
         return self._kept.pop(microbatch)
-
-    # --- OFFLOAD and RELOAD ------------------------------------------------------------------------
 
     def offload(self, microbatch: int) -> None:
         """OFFLOAD."""
@@ -535,10 +526,8 @@ class StageMemory:
         else:
             self._activations.add()
 
-    # --- bytes -------------------------------------------------------------------------------------
-
     def held_bytes(self, microbatch: int) -> tuple[int, int]:
-        """What a microbatch holds of its forward, and how much of it is input; requires `counts_bytes`.
+        """Return what a microbatch holds of its forward, and its input alone; requires `counts_bytes`.
 
         Every storage counts once, a message buffer as long as its message. Not counted are parameters, buffers
         of the module, the batch, gradients, outputs that wait to be sent, and the loss itself.
@@ -553,23 +542,21 @@ class StageMemory:
         inputs = state.inputs if state.inputs_are_held else []
         deferred = () if state.jobs is None else state.jobs.inputs()
         saved = self._saved[microbatch].tensors()
-        others = set(map(_storage_of, self._lasting_tensors(microbatch)))
+        others = self._lasting_storages(microbatch)
         size = _bytes_of(state.buffers, chain(inputs, saved, deferred), others)
         return size, _bytes_of(state.buffers, inputs, others)
 
-    def _lasting_tensors(self, microbatch: int) -> Iterator[Tensor]:
-        """What is there before F and after the backward: parameters, buffers, the batch."""
+    def _lasting_storages(self, microbatch: int) -> set[int]:
+        """Return the storages of parameters, buffers and the batch, which are there before F and after B."""
         step = self._step
         batch = [args[microbatch] for args in step.args.values()], dict(step.kwargs[microbatch])
-        targets = None if step.targets is None else step.targets[microbatch]
-        leaves, _ = flatten((batch, targets))
-        owned = (chain(module.parameters(), module.buffers()) for module in self._modules)
-        lasting = chain(leaves, *owned)
-        yield from (each for each in lasting if isinstance(each, Tensor))
+        leaves, _ = flatten((batch, None if step.targets is None else step.targets[microbatch]))
+        owned = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in self._modules)
+        return {_storage_of(each) for each in chain(leaves, owned) if isinstance(each, Tensor)}
 
 
 def _bytes_of(buffers: tuple[Buffer, ...], tensors: Iterable[Tensor], others: set[int]) -> int:
-    """The bytes of buffers, and of the storages of tensors that are not among the others."""
+    """Return the bytes of buffers, and of the storages of tensors that are not among the others."""
     found = {_storage_of(buffer.storage): buffer.nbytes for buffer in buffers}
     for tensor in tensors:
         if (storage := _storage_of(tensor)) not in others:

@@ -60,14 +60,14 @@ class StageConfig:
 
 
 def microbatches_with(kind: Kind, schedule: Schedule, stage: int) -> frozenset[int]:
-    """The microbatches for which a stage has an action of this kind: I where the backward is split."""
+    """Return the microbatches for which a stage has an action of this kind: I where the backward is split."""
     table = schedule.table
     of_stage = table.of_kind(kind) & (table.stage == stage)
     return frozenset(table.microbatch[of_stage].tolist())
 
 
 def sends_at_once(schedule: Schedule, stage: int) -> bool:
-    """Whether each F of a stage is followed by the send of its output, with nothing but receives between."""
+    """Return whether the send of its output follows each F of a stage, with only receives between."""
     steps = [step for step in schedule.ranks[schedule.placement.stage_to_rank[stage]] if not _is_receive(step)]
     for step, after in zip(steps, [*steps[1:], None]):
         (forward, *overlapped) = step.parts
@@ -113,26 +113,20 @@ def check_rows(rows: Rows, own_rows: Mapping[str, int]) -> None:
 
 
 def checked_loss(loss: LossFunction, output: object, targets: Sequence[Any] | None, microbatch: int) -> Tensor:
-    """The loss of an output; raises if it is not one number."""
-    value: Any = _computed_loss(loss, output, targets, microbatch)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise PipelineError(f"the loss function must return a tensor with one element; it returned {found}")
-    return value
-
-
-def _computed_loss(
-    loss: LossFunction, output: object, targets: Sequence[Any] | None, microbatch: int
-) -> Tensor:
-    if targets is not None:
-        return loss(output, targets[microbatch])
+    """Return the loss of an output; raise if it is not one number."""
     try:
-        return loss(output)
+        value: Any = loss(output) if targets is None else loss(output, targets[microbatch])
     except TypeError as error:
+        if targets is not None:
+            raise
         raise PipelineError(
             f"the loss function was called without a target, because this call has none ({error}): give "
             "target= on the rank of the last stage, or of every stage that feeds no other"
         ) from error
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise PipelineError(f"the loss function must return a tensor with one element; it returned {found}")
+    return value
 
 
 def check_gradient_shapes(gradients: Leaves, shapes: Sequence[torch.Size], stage: int) -> None:
@@ -154,12 +148,12 @@ def _listed(shapes: Sequence[torch.Size | None]) -> str:
 # What a stage gets for a step, and what it keeps of a microbatch between its actions.
 
 
+@dataclass
 class LiveActivations:
     """The number of microbatches whose activations a rank holds, and its peak."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.peak = 0
+    count: int = 0
+    peak: int = 0
 
     def reset(self) -> None:
         """Start a new step."""
@@ -195,31 +189,29 @@ class StepInputs:
     """The same of the target, on the rank of the last stage."""
 
 
+@dataclass(slots=True)
 class MicrobatchState:
     """What a stage keeps of a microbatch from its forward to the end of its backward.
 
     F creates it, B consumes it; I consumes everything but the deferred weight gradients, which W consumes.
     """
 
-    __slots__ = ("buffers", "counts", "inputs", "inputs_are_held", "jobs", "mode", "roots", "shapes")
-
-    def __init__(self, buffers: tuple[Buffer, ...], inputs: list[Tensor]) -> None:
-        self.buffers = buffers
-        """The buffers that the inputs are views of."""
-        self.inputs = inputs
-        """The leaves of the autograd graph that need a gradient."""
-        self.inputs_are_held = True
-        """Whether these leaves have their values; OFFLOAD leaves only their shapes."""
-        self.counts: tuple[int, ...] = ()
-        """If several stages feed this one: how many of these leaves come from each."""
-        self.roots: list[GradientEdge | Tensor] = []
-        """Where the backward starts: the loss, or the outputs that need a gradient."""
-        self.shapes: list[torch.Size] = []
-        """The shapes of these outputs."""
-        self.mode = LayerMode.PLAIN
-        """How the layers ran, and run again where the backward recomputes."""
-        self.jobs: DeferredGradients | None = None
-        """The deferred weight gradients; None if I has computed them."""
+    buffers: tuple[Buffer, ...]
+    """The buffers that the inputs are views of."""
+    inputs: list[Tensor]
+    """The leaves of the autograd graph that need a gradient."""
+    inputs_are_held: bool = True
+    """Whether these leaves have their values; OFFLOAD leaves only their shapes."""
+    counts: tuple[int, ...] = ()
+    """If several stages feed this one: how many of these leaves come from each."""
+    roots: list[GradientEdge | Tensor] = field(default_factory=list)
+    """Where the backward starts: the loss, or the outputs that need a gradient."""
+    shapes: list[torch.Size] = field(default_factory=list)
+    """The shapes of these outputs."""
+    mode: LayerMode = LayerMode.PLAIN
+    """How the layers ran, and run again where the backward recomputes."""
+    jobs: DeferredGradients | None = None
+    """The deferred weight gradients; None if I has computed them."""
 
     def start_at(self, outputs: Sequence[Tensor], uses: int) -> None:
         """Start the backward of a stage that feeds others at its outputs, once for each use."""
@@ -229,7 +221,7 @@ class MicrobatchState:
 
 
 def non_leaf_inputs(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The inputs as results of a node: a stage may change them in place, which it may not with leaves."""
+    """Return the inputs as results of a node: a stage may change them in place, but not leaves."""
     if all(is_plain(each) and not version(each) for each in inputs):
         # a node of Python would take several times as long
         return [unsafe_view(each, each.shape) for each in inputs]
@@ -237,7 +229,7 @@ def non_leaf_inputs(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def count_changes(inputs: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
-    """After a forward: leaves count the changes in place of what entered the stage, which has their memory."""
+    """Count, on the leaves, changes in place of what entered the stage, which has their memory."""
     for leaf, each in zip(inputs, entered):
         if version(leaf) != version(each):  # results of `_Identity` have the leaves' counters
             increment_version(leaf)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import Deferral, LayerMode
 from penstock.runtime.pytree import Leaves, Structure, flatten, unflatten
-from penstock.runtime.stage.memory import KeptForward, StageMemory
+from penstock.runtime.stage.memory import StageMemory
 from penstock.runtime.stage.microbatch import (
     LiveActivations,
     MicrobatchState,
@@ -39,43 +39,6 @@ from penstock.runtime.torch_internals.autograd import run_backward
 from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
 from penstock.runtime.transport.channels import FlatValue
 
-# The call of a stage's module in F and RECOMPUTE, on the output of the stages before it or on the batch.
-
-
-def call_module(
-    module: nn.Module,
-    stage: int,
-    inputs_from: tuple[int, ...],
-    step: StepInputs,
-    k: int,
-    received: FlatValue | None,
-) -> tuple[MicrobatchState, Any, Rows]:
-    """The state of microbatch `k`, the output of the module, and the rows of the batch."""
-    if received is None:
-        output = module(*step.args[stage][k], **step.kwargs[k])
-        return MicrobatchState((), []), output, tuple(step.rows.items())[:1]
-    inputs: list[Tensor] = []
-    entered: Sequence[Tensor] = ()
-    if step.training:
-        positions = [position for position, needed in enumerate(received.differentiable) if needed]
-        inputs = [received.leaves[position].requires_grad_() for position in positions]
-        if inputs:
-            entered = non_leaf_inputs(inputs)
-            for position, each in zip(positions, entered):
-                received.leaves[position] = each
-    envelope: Envelope | JoinedEnvelope = received.structure
-    check_rows(envelope.rows, step.rows)
-    overlapping = envelope.overlapping
-    before = versions(received.leaves, overlapping) if overlapping else []
-    output = module(*envelope.arguments(received.leaves), **step.kwargs[k])
-    count_changes(inputs, entered)
-    if overlapping:
-        check_unchanged(before, versions(received.leaves, overlapping), stage, inputs_from)
-    state = MicrobatchState(received.buffers, inputs)
-    if isinstance(envelope, JoinedEnvelope):
-        state.counts = envelope.counts
-    return state, output, envelope.rows
-
 
 class Stage:
     """A module and its place in the pipeline."""
@@ -98,9 +61,7 @@ class Stage:
         self.memory = StageMemory(index, module, config, activations, pool)
         """What is held of each microbatch."""
         self._states = self.memory.states
-        self._sent_outputs: dict[int, tuple[Leaves, Structure]] = {}
-        self._shared_outputs = SharedOutputs(config.takers) if len(config.takers) > 1 else None
-        """In place of `_sent_outputs`, for an output that several stages take."""
+        self._taken_outputs = SharedOutputs(config.takers)
         self._input_gradients: dict[int, dict[int, tuple[Leaves, Structure]]] = {
             source: {} for source in config.inputs
         }
@@ -114,22 +75,17 @@ class Stage:
         """Start a step; discards what a failed step left."""
         self._step = step
         self.memory.begin(step)
-        for left in (self._sent_outputs, self.losses, self.outputs):
+        self._taken_outputs.clear()
+        for left in (self.losses, self.outputs, *self._input_gradients.values()):
             left.clear()
-        for gradients in self._input_gradients.values():
-            gradients.clear()
-        if self._shared_outputs is not None:
-            self._shared_outputs.clear()
-
-    # --- forward -----------------------------------------------------------------------------------
 
     def forward(self, microbatch: int) -> None:
         """F."""
         step, config = self._step, self._config
         received = None if config.input_source is None else config.input_source(microbatch)
-        mode = self._layer_mode(microbatch)
-        if self.deferral is not None:
-            self.deferral.state.mode = mode
+        is_split = microbatch in config.split_microbatches
+        mode = (LayerMode.DEFERRED if self._found_shared else LayerMode.JOINED) if is_split else LayerMode.PLAIN
+        self._set_mode(mode)
         kept = self.memory.kept_forward(microbatch, received, mode)
         with self.memory.hooks(microbatch, kept):
             state, output = self._call(microbatch, received)
@@ -140,7 +96,8 @@ class Stage:
                 check_finite(leaves, "its output", self.index)
             if config.gradient_source is None:
                 self._compute_loss(microbatch, output, leaves, state)
-            self._keep_results(kept, microbatch, leaves)
+            if kept is not None:
+                kept.keep_results(self._results(microbatch, leaves))
         output = None
         if config.gradient_source is not None:
             self._hand_on(microbatch, leaves, structure, state)
@@ -163,8 +120,7 @@ class Stage:
     def recompute(self, microbatch: int) -> None:
         """RECOMPUTE."""
         kept = self.memory.pop(microbatch)
-        if self.deferral is not None:
-            self.deferral.state.mode = kept.mode
+        self._set_mode(kept.mode)
         with kept.restored(), self.memory.hooks(microbatch):
             state, output = self._call(microbatch, kept.received)
             state.mode = kept.mode
@@ -177,40 +133,55 @@ class Stage:
         self._activations.add()
         self._states[microbatch] = state
 
-    def _keep_results(self, kept: KeptForward | None, microbatch: int, leaves: Leaves) -> None:
-        """What F has computed, for RECOMPUTE to compare, if there is one."""
-        if kept is not None:
-            kept.keep_results(self._results(microbatch, leaves))
-
     def _results(self, microbatch: int, leaves: Leaves) -> Leaves:
-        """What a forward has computed, its loss included."""
+        """Return what a forward has computed, its loss included."""
         return [*leaves, *(self.losses[k] for k in self.losses if k == microbatch)]
 
-    def _call(self, microbatch: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
-        inputs, step = self._config.inputs, self._step
-        state, output, self._rows = call_module(self.module, self.index, inputs, step, microbatch, received)
+    def _set_mode(self, mode: LayerMode) -> None:
+        """Let the layers run in this mode, in a forward or where a backward recomputes parts of it."""
+        if self.deferral is not None:
+            self.deferral.state.mode = mode
+
+    def _call(self, k: int, received: FlatValue | None) -> tuple[MicrobatchState, Any]:
+        """Call the module on the batch, or on outputs of other stages; return the state and the output."""
+        step = self._step
+        if received is None:
+            self._rows = tuple(step.rows.items())[:1]
+            return MicrobatchState((), []), self.module(*step.args[self.index][k], **step.kwargs[k])
+        inputs: list[Tensor] = []
+        entered: Sequence[Tensor] = ()
+        if step.training:
+            positions = [position for position, needed in enumerate(received.differentiable) if needed]
+            inputs = [received.leaves[position].requires_grad_() for position in positions]
+            if inputs:
+                entered = non_leaf_inputs(inputs)
+                for position, each in zip(positions, entered):
+                    received.leaves[position] = each
+        envelope: Envelope | JoinedEnvelope = received.structure
+        check_rows(envelope.rows, step.rows)
+        overlapping = envelope.overlapping
+        before = versions(received.leaves, overlapping) if overlapping else []
+        output = self.module(*envelope.arguments(received.leaves), **step.kwargs[k])
+        count_changes(inputs, entered)
+        if overlapping:
+            check_unchanged(before, versions(received.leaves, overlapping), self.index, self._config.inputs)
+        state = MicrobatchState(received.buffers, inputs)
+        if isinstance(envelope, JoinedEnvelope):
+            state.counts = envelope.counts
+        self._rows = envelope.rows
         return state, output
 
     def _hand_on(self, microbatch: int, leaves: Leaves, structure: Structure, state: MicrobatchState) -> None:
-        """The end of the forward of a stage that feeds others: keep its output for them."""
+        """End the forward of a stage that feeds others: keep its output for them."""
         if self._step.training:
             state.start_at(_differentiable(leaves), len(self._config.outputs))
         envelope = Envelope(structure, overlapping_positions(leaves), self._rows)
-        if self._shared_outputs is None:
-            # a send copies it, and comes before anything that could change it
-            handed = leaves if self._config.sends_at_once else hand_over(leaves)
-            self._sent_outputs[microbatch] = handed, envelope
-        else:
-            self._shared_outputs.put(microbatch, hand_over(leaves), envelope)
-
-    def _layer_mode(self, microbatch: int) -> LayerMode:
-        """How the layers run; the first split microbatch shows which weights cannot be deferred."""
-        if microbatch not in self._config.split_microbatches:
-            return LayerMode.PLAIN
-        return LayerMode.DEFERRED if self._found_shared else LayerMode.JOINED
+        # a send copies it, and comes before anything that could change it
+        handed = leaves if self._config.sends_at_once else hand_over(leaves)
+        self._taken_outputs.put(microbatch, handed, envelope)
 
     def _compute_loss(self, microbatch: int, output: object, leaves: Leaves, state: MicrobatchState) -> None:
-        """The end of the last stage's forward: the loss, if there is one to compute."""
+        """End the forward of a stage that feeds no other: compute the loss, if there is one to compute."""
         step, config = self._step, self._config
         if config.loss is None or not (step.training or step.targets is not None):
             return
@@ -232,27 +203,19 @@ class Stage:
             )
 
     def pop_output(self, microbatch: int, consumer: int) -> tuple[Leaves, Structure]:
-        """The output of forward, to be sent to the rank of the stage that uses it."""
-        if self._shared_outputs is None:
-            return self._sent_outputs.pop(microbatch)
-        return self._shared_outputs.send(microbatch, consumer)
+        """Return the output of forward, to be sent to the rank of the stage that uses it."""
+        return self._taken_outputs.send(microbatch, consumer)
 
     def take_output(self, microbatch: int, consumer: int) -> FlatValue:
-        """The output of forward, for a stage on the same rank."""
-        if self._shared_outputs is None:
-            leaves, structure = self._sent_outputs.pop(microbatch)
-        else:
-            leaves, structure = self._shared_outputs.take(microbatch, consumer)
+        """Return the output of forward, for a stage on the same rank."""
+        leaves, structure = self._taken_outputs.take(microbatch, consumer)
         differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         return FlatValue(leaves, structure, differentiable, ())
-
-    # --- backward ----------------------------------------------------------------------------------
 
     def backward(self, microbatch: int) -> None:
         """B."""
         state = self._states.pop(microbatch)
-        if self.deferral is not None:
-            self.deferral.state.mode = state.mode
+        self._set_mode(state.mode)
         self._run_backward(microbatch, state)
         self._release(state)
 
@@ -302,7 +265,7 @@ class Stage:
         state.inputs = []
 
     def _root_gradients(self, microbatch: int, state: MicrobatchState) -> tuple[Leaves, Any]:
-        """The gradient of each root, and the buffers that hold them."""
+        """Return the gradient of each root, and the buffers that hold them."""
         if (source := self._config.gradient_source) is None:
             # the loss is weighted and scaled here and nowhere else; a microbatch of weight 0 has no gradient
             weight = self._step.weights[microbatch] * self._step.scale
@@ -314,7 +277,7 @@ class Stage:
         return gradients, buffers
 
     def _release(self, state: MicrobatchState) -> None:
-        """The end of a microbatch's backward."""
+        """End the backward of a microbatch."""
         self._activations.remove()
         if self._config.check_finite:
             for name, parameter in self.module.named_parameters():
@@ -326,11 +289,11 @@ class Stage:
             self._pool.release(buffer)
 
     def pop_input_gradient(self, microbatch: int, source: int) -> tuple[Leaves, Structure]:
-        """The input gradients of backward, to be sent to the rank of the stage that they are for."""
+        """Return the input gradients of backward, to be sent to the rank of the stage that they are for."""
         return self._input_gradients[source].pop(microbatch)
 
     def take_input_gradient(self, microbatch: int, source: int) -> FlatValue:
-        """The input gradients of backward, for a stage on the same rank."""
+        """Return the input gradients of backward, for a stage on the same rank."""
         leaves, structure = self._input_gradients[source].pop(microbatch)
         return FlatValue(leaves, structure, [], ())
 

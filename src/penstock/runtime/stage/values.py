@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,26 +16,15 @@ from penstock.runtime.torch_internals.autograd import storage_identity, storage_
 from penstock.runtime.transport.channels import FlatValue
 from penstock.runtime.transport.message_spec import copied
 
-# What a stage hands on to the next one: values that nobody else can change before they are used or sent.
+# --- what a stage hands on: values that nobody else can change before they are used or sent ---------
 #
 # A stage may return a tensor that it keeps: a buffer, a cache, its input, a view of them. Its next forward may
 # change it, before the next stage on the same rank has used it or before it is sent. Such tensors are copied. A
 # tensor whose memory has no other reference, as the output of nearly every stage, is handed on as it is.
 
 
-_AS_THEY_ARE = (
-    Tensor,
-    type(None),
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
+_NUMBERS_AND_TEXTS = (type(None), int, float, complex, str, bytes, range)
+_AS_THEY_ARE = (Tensor, *_NUMBERS_AND_TEXTS, torch.dtype, torch.device, torch.Size)
 """What is not copied as an object: tensors, and what cannot be changed."""
 
 
@@ -49,13 +38,13 @@ class Envelope(NamedTuple):
     """Arguments of the first stages that were split, each with its number of rows; other ranks compare it."""
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """The positional arguments that the value is: a tuple is several."""
+        """Return the positional arguments that the value is: a tuple is several."""
         value = unflatten(self.structure, leaves)
         return value if type(value) is tuple else (value,)
 
 
 def hand_over(leaves: Leaves) -> Leaves:
-    """The leaves for the next stage, without their graph, which nobody else can change; empties `leaves`."""
+    """Return the leaves without their graph, which nobody else can change; empties `leaves`."""
     differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     handed = own_tensors(leaves)
     for position, needed in enumerate(differentiable):
@@ -66,19 +55,15 @@ def hand_over(leaves: Leaves) -> Leaves:
     return handed
 
 
-def copied_leaves(leaves: Sequence[Any]) -> Leaves:
-    """Copies of leaves that were handed over, for one of several stages that use them."""
-    return [_copy(leaf) for leaf in leaves]
-
-
 def _copy(leaf: Any) -> Any:
+    """Copy a leaf that was handed over, for one of several stages that use it."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return leaf if isinstance(leaf, _AS_THEY_ARE) else copied(leaf)
 
 
 def own_tensors(leaves: Leaves) -> Leaves:
-    """The leaves with tensors that have no graph and that nobody else can change; empties `leaves`."""
+    """Return the leaves with tensors that have no graph and that nobody else can change; empties `leaves`."""
     leaves.reverse()
     return [_own(leaves) for _ in range(len(leaves))]
 
@@ -91,19 +76,15 @@ def _own(leaves: Leaves) -> Any:
     return leaf if _is_only_reference(leaf) else leaf.clone()
 
 
-def _references(tensor: Tensor) -> int:
-    """How many tensors use its storage, and a constant."""
-    return storage_uses(storage_identity(tensor))
-
-
 @cache
-def _one_reference() -> int:
-    return _references(torch.empty(1))
+def _uses_of_one_tensor() -> int:
+    only = torch.empty(1)
+    return storage_uses(storage_identity(only))
 
 
 def storage_references(tensor: Tensor) -> int:
-    """How many tensors use its storage."""
-    return _references(tensor) - _one_reference() + 1
+    """Return how many tensors use the storage of a tensor."""
+    return storage_uses(storage_identity(tensor)) - _uses_of_one_tensor() + 1
 
 
 def _is_only_reference(tensor: Tensor) -> bool:
@@ -113,7 +94,7 @@ def _is_only_reference(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is a dense tensor with memory of its own or of its base."""
+    """Return whether it is a dense tensor with memory of its own or of its base."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     return not tensor.is_quantized and not tensor.is_nested
@@ -123,7 +104,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def overlapping_positions(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """The positions of tensors whose memory overlaps that of another one, as far as their ranges show."""
+    """Return the positions of tensors whose memory overlaps another one, as far as their ranges show."""
     if len(leaves) == 1:
         return ()
     ranges = []
@@ -143,7 +124,7 @@ def overlapping_positions(leaves: Sequence[Any]) -> tuple[int, ...]:
 
 
 def versions(leaves: Sequence[Any], positions: Sequence[int]) -> list[int]:
-    """The version counters of these tensors, which count changes in place."""
+    """Return the version counters of these tensors, which count changes in place."""
     return [version(leaves[position]) for position in positions if not leaves[position].is_inference()]
 
 
@@ -161,7 +142,7 @@ def check_unchanged(before: Sequence[int], after: Sequence[int], stage: int, inp
         )
 
 
-# The inputs of a stage that several stages feed, as one value; the gradients of all its outputs as one list.
+# --- the inputs of a stage that several stages feed, as one value -----------------------------------
 #
 # The arguments of such a stage are those of its inputs one after the other, in ascending order of the stages
 # that feed it:
@@ -170,7 +151,7 @@ def check_unchanged(before: Sequence[int], after: Sequence[int], stage: int, inp
 
 
 Source: TypeAlias = Callable[[int], FlatValue]
-"""Gives the value of a microbatch that another stage computed."""
+"""Returns the value of a microbatch that another stage computed."""
 
 
 class JoinedEnvelope(NamedTuple):
@@ -186,7 +167,7 @@ class JoinedEnvelope(NamedTuple):
     rows: tuple[tuple[str, int], ...]
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """The positional arguments of all values."""
+        """Return the positional arguments of all values."""
         found, start = list[Any](), 0
         for envelope, length in zip(self.envelopes, self.lengths):
             found += envelope.arguments(leaves[start : start + length])
@@ -195,20 +176,14 @@ class JoinedEnvelope(NamedTuple):
 
 
 def one_source(sources: Sequence[Source], join: Callable[[Sequence[FlatValue]], FlatValue]) -> Source | None:
-    """The only source, or all of them joined; None if there is none."""
+    """Return the only source, or all of them joined; None if there is none."""
     if len(sources) <= 1:
         return sources[0] if sources else None
-    return partial(_take_all, tuple(sources), join)
-
-
-def _take_all(
-    sources: Sequence[Source], join: Callable[[Sequence[FlatValue]], FlatValue], microbatch: int
-) -> FlatValue:
-    return join([source(microbatch) for source in sources])
+    return lambda microbatch: join([source(microbatch) for source in sources])
 
 
 def joined_inputs(values: Sequence[FlatValue]) -> FlatValue:
-    """The values that several stages returned, as one."""
+    """Return the values that several stages returned, as one."""
     envelopes: list[Envelope] = [value.structure for value in values]
     lengths = [len(value.leaves) for value in values]
     starts = [sum(lengths[:position]) for position in range(len(lengths))]
@@ -219,15 +194,11 @@ def joined_inputs(values: Sequence[FlatValue]) -> FlatValue:
         tuple([start + place for start, each in zip(starts, envelopes) for place in each.overlapping]),
         tuple(dict.fromkeys(row for each in envelopes for row in each.rows)),
     )
-    return _concatenated(values)._replace(structure=envelope)
+    return joined_gradients(values)._replace(structure=envelope)
 
 
 def joined_gradients(values: Sequence[FlatValue]) -> FlatValue:
-    """The gradients that several stages computed, as one list: autograd adds up those of the same output."""
-    return _concatenated(values)
-
-
-def _concatenated(values: Sequence[FlatValue]) -> FlatValue:
+    """Return the values of several stages as one list; autograd adds up gradients of the same output."""
     return FlatValue(
         [leaf for value in values for leaf in value.leaves],
         None,
@@ -236,7 +207,7 @@ def _concatenated(values: Sequence[FlatValue]) -> FlatValue:
     )
 
 
-# Values that several stages of a rank use, until each of them has its own.
+# --- values that several stages of a rank use, until each of them has its own -----------------------
 #
 # A message is a copy, but stages on the same rank would get the same tensors, and one of them may change its
 # input in place. So a stage takes a copy as long as another one still needs the value, and the last one takes
@@ -244,7 +215,7 @@ def _concatenated(values: Sequence[FlatValue]) -> FlatValue:
 
 
 class SharedOutputs:
-    """The outputs of one stage by microbatch. `consumers` are the stages that take them, on any rank."""
+    """The outputs of one stage by microbatch; `consumers` are the stages that take them, on any rank."""
 
     def __init__(self, consumers: Collection[int]) -> None:
         self.consumers = tuple(consumers)
@@ -255,7 +226,7 @@ class SharedOutputs:
         self._values[microbatch] = leaves, envelope, set(self.consumers)
 
     def send(self, microbatch: int, consumer: int) -> tuple[Leaves, Envelope]:
-        """The value for a message, which copies it."""
+        """Return the value for a message, which copies it."""
         leaves, envelope, waiting = self._values[microbatch]
         waiting.remove(consumer)
         if not waiting:
@@ -263,9 +234,9 @@ class SharedOutputs:
         return leaves, envelope
 
     def take(self, microbatch: int, consumer: int) -> tuple[Leaves, Envelope]:
-        """The value for a stage on the same rank, which owns it."""
+        """Return the value for a stage on the same rank, which owns it."""
         leaves, envelope = self.send(microbatch, consumer)
-        return (copied_leaves(leaves) if microbatch in self._values else leaves), envelope
+        return ([*map(_copy, leaves)] if microbatch in self._values else leaves), envelope
 
     def clear(self) -> None:
         """Discard all values."""
@@ -285,12 +256,12 @@ class SharedInputs:
         return sum(buffer.nbytes for value, _ in self._values.values() for buffer in value.buffers)
 
     def take(self, consumer: int, microbatch: int) -> FlatValue:
-        """The value for one of the stages, which owns it."""
+        """Return the value for one of the stages, which owns it."""
         if microbatch not in self._values:
             self._values[microbatch] = self._source(microbatch), set(self._consumers)
         value, waiting = self._values[microbatch]
         waiting.remove(consumer)
         if waiting:
-            return value._replace(leaves=copied_leaves(value.leaves), buffers=())
+            return value._replace(leaves=[*map(_copy, value.leaves)], buffers=())
         del self._values[microbatch]
         return value
