@@ -10,20 +10,23 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.arguments import did_you_mean, printable
 from penstock.cost.costs import Costs
+from penstock.cost.estimate import Estimate, active_parameters, parameters
 from penstock.cost.presets import preset, presets
 from penstock.errors import BuildError, CostsError, Parameter, ScheduleError
-from penstock.families import build, find
+from penstock.families import build, families, find
 from penstock.formats import read
 from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
+from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, Offload, Pass, Recompute, lower, parse_policy
 from penstock.recognition import Recognition, recognize
@@ -33,8 +36,13 @@ from penstock.simulation.comparison import comparison_of
 from penstock.simulation.gaps import REASONS, Gaps, critical_path, gaps
 from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.timeline import Timeline
+from penstock.traces.diagnosis import Diagnosis
 from penstock.traces.measured_run import MeasuredRun
+from penstock.traces.megatron_timers import MegatronTimers
 from penstock.validation import SendModel, Violations
+
+if TYPE_CHECKING:
+    from penstock.runtime.verification import Deviation, Verdict
 
 QUANTILES = (5, 50, 95)
 """Percentiles of the makespan under jitter."""
@@ -168,19 +176,26 @@ def add_memory_actions(
     """Return the schedule with these memory policies; `fit` chooses what `memory_limit` needs."""
     makers: dict[str, Callable[..., Pass]] = {"recompute": Recompute, "offload": Offload}
     policies = {"recompute": recompute, "offload": offload}
-    passes: list[Pass] = []
     for name, text in policies.items():
-        if text is None or text == FIT:
-            continue
-        try:
-            passes.append(makers[name](*parse_policy(text, schedule.num_stages)))
-        except ScheduleError as error:
-            raise ScheduleError(error.message, parameter=name) from None
-    if FIT in policies.values():
+        if text not in (None, FIT):
+            with _about(name):
+                schedule = lower(schedule, [makers[name](*parse_policy(text, schedule.num_stages))])
+    if fitted := [name for name, text in policies.items() if text == FIT]:
         if memory_limit is None:
             raise ScheduleError(f"the policy {FIT} needs a memory limit", parameter="memory_limit")
-        passes.append(FitMemory(memory_limit, costs, recompute == FIT, offload == FIT, send_model))
-    return lower(schedule, passes) if passes else schedule
+        with _about(fitted[0]):
+            fit = FitMemory(memory_limit, costs, recompute == FIT, offload == FIT, send_model)
+            schedule = lower(schedule, [fit])
+    return schedule
+
+
+@contextmanager
+def _about(parameter: str) -> Iterator[None]:
+    """Name this parameter in errors about an option of a pass."""
+    try:
+        yield
+    except ScheduleError as error:
+        raise ScheduleError(error.message, parameter=error.parameter and parameter) from None
 
 
 def place_sharding(
@@ -250,6 +265,21 @@ def render(name: str, timelines: Sequence[Timeline]) -> bytes:
 # --- records ---------------------------------------------------------------------------------------
 
 
+def family_records() -> list[dict[str, Any]]:
+    """Return the schedule families."""
+    return [
+        {
+            "name": family.name,
+            "summary": family.summary,
+            "stages_per_rank": family.stages_per_rank,
+            "default_stages_per_rank": family.stages_per_rank or family.default_stages_per_rank,
+            "aliases": list(family.aliases),
+            "group": family.smallest_group is not None,
+        }
+        for family in families().values()
+    ]
+
+
 def jitter_quantiles(
     schedule: Schedule, costs: Costs, jitter: float, send_model: SendModel, *, blocking_receives: bool = False
 ) -> dict[str, float]:
@@ -260,6 +290,11 @@ def jitter_quantiles(
     return {f"p{q}": runs.quantile(q / 100) for q in QUANTILES}
 
 
+def comparison_record(timeline: Timeline) -> dict[str, Any]:
+    """Return the row of a simulated timeline with a period in a comparison."""
+    return asdict(comparison_of(timeline))
+
+
 def simulation_record(
     timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None, *, streamed: bool = False
 ) -> dict[str, Any]:
@@ -267,7 +302,7 @@ def simulation_record(
 
     With `streamed`, the gaps, of which there can be very many, are an iterator.
     """
-    return asdict(comparison_of(timeline)) | {
+    return comparison_record(timeline) | {
         "busy": timeline.busy,
         "idle": timeline.idle,
         "exposed_all_to_all": timeline.exposed_all_to_all,
@@ -329,7 +364,7 @@ def run_record(run: MeasuredRun, found: SearchResult | None) -> dict[str, Any]:
         "idle_by_reason": idle_by_reason(idle),
         "clocks": {
             "offsets": list(clocks.offsets),
-            "uncertainty": [each if math.isfinite(each) else None for each in clocks.uncertainty],
+            "uncertainty": list(map(_finite, clocks.uncertainty)),
             "residual": clocks.residual,
             "drift": list(clocks.drift),
             "shared_clock": clocks.shared_clock,
@@ -362,7 +397,7 @@ def search_record(result: SearchResult) -> dict[str, Any]:
         "bound": result.bound.seconds,
         "bound_name": result.bound.name,
         "bound_reason": result.bound.because,
-        "gap": result.gap if math.isfinite(result.gap) else None,
+        "gap": _finite(result.gap),
         "proved": result.proved,
         "found_by": result.found_by,
         "peak_memory": max(result.timeline.peak_memory),
@@ -379,3 +414,127 @@ def search_record(result: SearchResult) -> dict[str, Any]:
         "missing": list(result.missing),
         "schedule": [result.schedule.texts(rank) for rank in range(result.schedule.num_ranks)],
     }
+
+
+class EstimatedStages(NamedTuple):
+    """The stages of an estimate: the number of layers of each and their costs."""
+
+    placement: Placement
+    counts: tuple[int, ...]
+    costs: Costs
+
+
+def estimate_record(found: Estimate, stages: EstimatedStages) -> dict[str, Any]:
+    """Return an estimate with sizes in bytes and times in seconds."""
+    return {
+        "model": found.config.name,
+        "parameters": parameters(found.config),
+        "active_parameters": active_parameters(found.config),
+        "model_flops_per_microbatch": found.model_flops,
+        "device": found.device.name,
+        "parallel_config": vars(found.parallel),
+        "factors": list(found.device.attainable.passes),
+        "whole_backward_factor": found.device.attainable.whole_backward,
+        "layers": [
+            {
+                "kind": kind,
+                "count": found.config.kinds.count(kind),
+                "flops": layer.operations.flops._asdict(),
+                "seconds": layer.seconds.compute._asdict(),
+                "all_to_all_seconds": layer.seconds.all_to_all._asdict(),
+                "weight_bytes": vars(layer.weights),
+                "activation_bytes": layer.operations.activation,
+                "message_bytes": layer.operations.message,
+                "collective_bytes": {each.name: each.bytes._asdict() for each in layer.operations.collectives},
+            }
+            for kind, layer in found.by_kind.items()
+        ],
+        "layers_per_stage": list(stages.counts),
+        "stage_to_rank": list(stages.placement.stage_to_rank),
+        "costs": stages.costs.to_keys(),
+    }
+
+
+def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return what was found about a run that hung, and where each of its ranks is."""
+    return {
+        "members": list(diagnosis.members),
+        "schedule": str(order_of(diagnosis.schedule)),
+        "findings": [
+            {"kind": each.kind, "ranks": list(each.ranks), "summary": str(each), "message": each.message}
+            for each in diagnosis.findings
+        ],
+        "ranks": [_rank_record(diagnosis, rank) for rank in range(diagnosis.schedule.num_ranks)],
+        "notes": list(diagnosis.notes),
+    }
+
+
+def _rank_record(diagnosis: Diagnosis, rank: int) -> dict[str, Any]:
+    base = {"rank": rank, "world_rank": diagnosis.members[rank]}
+    if (state := diagnosis.states.get(rank)) is None:
+        return base | {"state": None}
+    wait = diagnosis.waits.get(rank)
+    return base | {
+        "state": state.mode,
+        "step_number": state.step_number,
+        "position": state.position,
+        "action": state.action or None,
+        "waits_for": None
+        if wait is None
+        else {
+            "message": wait.message,
+            "rank": wait.for_rank,
+            "counterpart": wait.counterpart,
+            "peer": wait.peer,
+        },
+        "waiting_for": None if state.waiting_for is None else asdict(state.waiting_for),
+        "error": state.error or None,
+        "process": state.process or None,
+        "file": state.source,
+    }
+
+
+def timers_record(timers: MegatronTimers) -> dict[str, Any]:
+    """Return the timers of a Megatron-LM log, and the costs that follow from them."""
+    return {
+        "file": timers.source,
+        "schedule": timers.schedule.name,
+        "logged": timers.steps,
+        "timers": {name: list(times) for name, times in timers.seconds.items()},
+        "step": timers.step_seconds,
+        "idle": list(timers.idle),
+        "costs": timers.costs.to_keys(),
+        "predicted": timers.predicted.makespan,
+    }
+
+
+def verification_record(found: Sequence[Verdict]) -> dict[str, Any]:
+    """Return the comparison of gradients with one process; errors that are not finite are None."""
+    return {
+        "equal": all(verdict.equal for verdict in found),
+        "schedules": [
+            {
+                "schedule": verdict.schedule,
+                "ranks": verdict.ranks,
+                "stages": verdict.stages,
+                "microbatches": verdict.microbatches,
+                "equal": verdict.equal,
+                "tolerance": verdict.tolerance,
+                "loss_error": _finite(verdict.loss),
+                "norm_error": _finite(verdict.norm),
+                "worst_gradient": _deviation_record(verdict.gradient),
+                "worst_parameter": _deviation_record(verdict.parameter),
+                "rejected": verdict.rejected or None,
+                "cause": verdict.cause or None,
+            }
+            for verdict in found
+        ],
+    }
+
+
+def _deviation_record(worst: Deviation | None) -> dict[str, Any] | None:
+    return None if worst is None else asdict(worst) | {"error": _finite(worst.error)}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -34,7 +34,7 @@ def test_a_valid_schedule_exits_with_0_and_names_the_send_models(run: Run) -> No
     result = run("check", "valid.csv")
     assert (result.code, result.err) == (0, "")
     assert result.out == (
-        "valid.csv: valid (2 ranks, 2 stages, 2 microbatches, 8 steps, compute); "
+        "valid.csv: valid (2 ranks, 2 stages, 2 microbatches, 8 actions, compute); "
         "no deadlock under send models buffered, edge-streams, pair-streams, shared-stream, rendezvous\n"
         "order: 1f1b (p=2, v=1, m=2), the same as eager-1f1b, interleaved-1f1b, gis, gis-h, po-h\n"
     )

@@ -20,4 +20,5 @@ def test_list_in_json_has_the_documented_keys(run: Run) -> None:
     assert result.code == 0
     assert [family["name"] for family in result.json] == list(penstock.families())
     for family in result.json:
-        assert set(family) == {"name", "summary", "stages_per_rank", "aliases", "group"}
+        stages = {"stages_per_rank", "default_stages_per_rank"}
+        assert set(family) == {"name", "summary", "aliases", "group", *stages}

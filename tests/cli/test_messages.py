@@ -136,7 +136,7 @@ def test_json_on_stdout_stays_json_when_a_file_is_written(run: Run) -> None:
         ),
         (
             ["export"],
-            "missing argument 'TRAINER'; choose from: torchtitan, megatron (see penstock export --help)",
+            "missing argument 'torchtitan|megatron' (see penstock export --help)",
         ),
         (["simulate"], "missing argument 'NAME|FILE' (see penstock simulate --help)"),
         (["doctr"], "no such command 'doctr'; did you mean 'doctor'? (see penstock --help)"),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from penstock.arguments import listed
-from penstock.cli.options import AsJson, Sizes, given_schedule_from
+from penstock.cli.options import AsJson, GivenSchedule, Sizes, given_schedule_from
+from penstock.cli.rendering import print_json, report_console
 from penstock.ir.kinds import PASS_KINDS
-from penstock.service import order_of
+from penstock.service import diagnosis_record, order_of
 from penstock.traces.diagnosis import Diagnosis, Wait, read_evidence
 from penstock.traces.diagnosis import diagnose as diagnose_pipeline
 from penstock.traces.rank_state import RankState, excerpt
@@ -30,33 +28,22 @@ _WHERE = {
 _MAX_GRID_STEPS = 4000
 """Steps; the grid of a longer schedule is left out."""
 
-DumpFolder: TypeAlias = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FOLDER",
-        help="The folder with the state files of the ranks, or with dumps of torch's flight recorder.",
-    ),
-]
-ScheduleOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--schedule",
-        metavar="SCHEDULE",
-        help="The schedule that all ranks were to run: a file, or a family with -p and -m. State files have "
-        "the schedule of each rank, flight records need this option.",
-    ),
-]
-
 
 def diagnose(
-    folder: DumpFolder,
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="The folder with the state files of the ranks, or with dumps of torch's flight recorder.",
+        ),
+    ],
     *,
-    schedule: ScheduleOption = None,
+    schedule: GivenSchedule = None,
     sizes: Sizes,
     as_json: AsJson = False,
 ) -> None:
     """Set PENSTOCK_STATE_DIR when you start the run: each rank then writes its state there when a step fails or
-    makes no progress, and on SIGUSR1.
+    makes no progress, and on SIGUSR1. State files have the schedules of ranks, flight records need --schedule.
 
     Exit code 0: the files were read. 1: a file is damaged. 2: no such folder, or wrong usage.
 
@@ -72,10 +59,9 @@ def diagnose(
     evidence = read_evidence(folder, given)
     found = [diagnose_pipeline(pipeline, given) for pipeline in evidence.pipelines]
     if as_json:
-        document = {"pipelines": [_record(each) for each in found], "notes": list(evidence.notes)}
-        typer.echo(json.dumps(document, indent=2))
+        print_json({"pipelines": [diagnosis_record(each) for each in found], "notes": list(evidence.notes)})
         return
-    console = Console(highlight=False, markup=False, width=shutil.get_terminal_size().columns)
+    console = report_console()
     for number, each in enumerate(found):
         if len(found) > 1:
             typer.echo("\n" * bool(number) + f"pipeline of world ranks {listed(each.members)}")
@@ -98,7 +84,7 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
         typer.echo(f"  {_rank_name(diagnosis, rank)}  {_where(diagnosis, rank)}")
     if schedule.num_steps <= _MAX_GRID_STEPS:
         typer.echo()
-        console.print(grid(schedule.only(PASS_KINDS), console.width, _marked(diagnosis)), soft_wrap=True)
+        console.print(grid(schedule.only(PASS_KINDS), console.width, _marked(diagnosis)))
         typer.echo("[..]: the next action of a rank, or the one that it is in")
     for note in diagnosis.notes:
         typer.echo(f"note: {note}")
@@ -149,41 +135,3 @@ def _marked(diagnosis: Diagnosis) -> dict[int, int]:
         if (number := sum(computes[: state.position])) < sum(computes):
             marked[rank] = number
     return marked
-
-
-def _record(diagnosis: Diagnosis) -> dict[str, Any]:
-    return {
-        "members": list(diagnosis.members),
-        "schedule": str(order_of(diagnosis.schedule)),
-        "findings": [
-            {"kind": each.kind, "ranks": list(each.ranks), "summary": str(each), "message": each.message}
-            for each in diagnosis.findings
-        ],
-        "ranks": [_rank_record(diagnosis, rank) for rank in range(diagnosis.schedule.num_ranks)],
-        "notes": list(diagnosis.notes),
-    }
-
-
-def _rank_record(diagnosis: Diagnosis, rank: int) -> dict[str, Any]:
-    base = {"rank": rank, "world_rank": diagnosis.members[rank]}
-    if (state := diagnosis.states.get(rank)) is None:
-        return base | {"state": None}
-    wait = diagnosis.waits.get(rank)
-    return base | {
-        "state": state.mode,
-        "step_number": state.step_number,
-        "position": state.position,
-        "action": state.action or None,
-        "waits_for": None
-        if wait is None
-        else {
-            "message": wait.message,
-            "rank": wait.for_rank,
-            "counterpart": wait.counterpart,
-            "peer": wait.peer,
-        },
-        "waiting_for": None if state.waiting_for is None else asdict(state.waiting_for),
-        "error": state.error or None,
-        "process": state.process or None,
-        "file": state.source,
-    }

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from penstock import __version__
 from penstock.arguments import install_command
-from penstock.cli.options import AsJson, Sizes, given_schedule_from
-from penstock.cli.rendering import require_suffix
+from penstock.cli.options import AsJson, GivenSchedule, Sizes, given_schedule_from
+from penstock.cli.rendering import print_json, report_console, require_suffix
 from penstock.cost.costs import Costs
 from penstock.diagnostics import (
     Check,
@@ -28,35 +28,23 @@ from penstock.diagnostics import (
 )
 from penstock.errors import MissingExtraError
 
-STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-
-Distributed: TypeAlias = Annotated[
-    bool, typer.Option("--distributed", help="Check the processes of a launch; run it under torchrun.")
-]
-ScheduleOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--schedule",
-        metavar="SCHEDULE",
-        help="With --distributed: the schedule of the run, a file or a family with -p and -m.",
-    ),
-]
-LinksFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="With --distributed: write the links as costs."),
-]
-Timeout: TypeAlias = Annotated[
-    float, typer.Option("--timeout", min=1, help="With --distributed: seconds that the processes wait.")
-]
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
     *,
-    distributed: Distributed = False,
-    schedule: ScheduleOption = None,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="Check the processes of a launch; run it under torchrun.")
+    ] = False,
+    schedule: GivenSchedule = None,
     sizes: Sizes,
-    output: LinksFile = None,
-    timeout: Timeout = 60.0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="With --distributed: write the links as costs."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, help="With --distributed: seconds that the processes wait.")
+    ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """One line per check: ok, warn (something is slow or unavailable) or fail. Exit code 1 if a check fails.
@@ -104,28 +92,24 @@ def _distributed(
     _finish(report.checks, report.costs, as_json=as_json)
 
 
-def _finish(checks: tuple[Check, ...] | list[Check], costs: Costs | None = None, *, as_json: bool) -> None:
+def _finish(checks: Sequence[Check], costs: Costs | None = None, *, as_json: bool) -> None:
     """Print the checks, and the links as costs; end with the exit code."""
     worst = _worst(checks)
     links = {} if costs is None else costs.to_keys()
     if as_json:
         document: dict[str, Any] = {"verdict": worst, "checks": [asdict(check) for check in checks]}
-        typer.echo(json.dumps(document | ({"costs": links} if costs is not None else {}), indent=2))
+        print_json(document | ({"costs": links} if costs is not None else {}))
     else:
-        _print(checks)
+        console = report_console()
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            verdict = (f"{check.verdict:<4}", _STYLES[check.verdict])
+            console.print(Text.assemble(verdict, f"  {check.name:<{width}}  {check.message}"))
         for key, value in links.items():
             typer.echo(f"{key} = {json.dumps(value)}")
     raise typer.Exit(1 if worst == "fail" else 0)
 
 
-def _worst(checks: tuple[Check, ...] | list[Check]) -> Verdict:
+def _worst(checks: Sequence[Check]) -> Verdict:
     order: tuple[Verdict, ...] = ("fail", "warn", "ok")
     return next(verdict for verdict in order if any(check.verdict == verdict for check in checks))
-
-
-def _print(checks: tuple[Check, ...] | list[Check]) -> None:
-    console = Console(highlight=False, markup=False)
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        verdict = (f"{check.verdict:<4}", STYLES[check.verdict])
-        console.print(Text.assemble(verdict, f"  {check.name:<{width}}  {check.message}"), soft_wrap=True)

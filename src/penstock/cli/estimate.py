@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from enum import Enum
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from penstock.arguments import plural
-from penstock.cli.options import AsJson, costs_from
-from penstock.cli.rendering import empty_table, print_table, require_suffix, say_written
+from penstock.cli.options import AsJson, choice, completing, costs_from, usage_errors
+from penstock.cli.rendering import (
+    empty_table,
+    print_json,
+    print_table,
+    report_console,
+    require_suffix,
+    say_written,
+)
 from penstock.cost.costs import Costs
 from penstock.cost.estimate import Estimate, ParallelConfig, active_parameters, parameters
 from penstock.cost.estimate import estimate as make_estimate
 from penstock.cost.estimate.devices import Device, device, devices
 from penstock.cost.estimate.estimate import LayerEstimate
 from penstock.cost.estimate.model_config import ModelConfig, known_models, read_config
-from penstock.cost.estimate.operations import Passes
+from penstock.cost.estimate.operations import RECOMPUTATION, Passes
+from penstock.cost.estimate.parallel_config import ATTENTION, KERNELS, PRECISIONS
 from penstock.cost.estimate.roofline import collective_seconds, operation_seconds
 from penstock.cost.memory import fixed_bytes_of
 from penstock.cost.units import bytes_text, count_text, seconds_text
-from penstock.errors import FormatError
 from penstock.ir.placement import Placement
 from penstock.planning.estimated_model import (
     balanced_layers,
@@ -35,130 +38,141 @@ from penstock.planning.estimated_model import (
     stage_costs,
     with_measured_links,
 )
+from penstock.service import EstimatedStages, estimate_record
 
-# The options that describe a training job: model config, device, sequence, parallel sizes, precision.
-
-
-class Precision(str, Enum):
-    """Of matrix products."""
-
-    bf16 = "bf16"
-    fp8 = "fp8"
-    fp32 = "fp32"
-
-
-class Recomputation(str, Enum):
-    """What each layer recomputes in the backward."""
-
-    none = "none"
-    selective = "selective"
-    pointwise = "pointwise"
-    latent = "latent"
-    full = "full"
-
-
-class AttentionKernel(str, Enum):
-    """How attention is computed."""
-
-    flash = "flash"
-    unfused = "unfused"
-
-
-class Kernels(str, Enum):
-    """How norms and gates are computed."""
-
-    fused = "fused"
-    eager = "eager"
-
-
-def _complete_device(prefix: str) -> list[str]:
-    return [name for name in devices() if name.startswith(prefix)]
+_PARTITIONS = ("even", "balanced")
 
 
 def config_from(source: str) -> ModelConfig:
     """Read a model config; what is wrong with it is a usage error."""
-    try:
+    with usage_errors():
         return read_config(source)
-    except FormatError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def device_from(source: str) -> Device:
     """Read a device; what is wrong with its file is a usage error."""
-    try:
+    with usage_errors():
         return device(source)
-    except FormatError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
-def complete_model(prefix: str) -> list[str]:
-    """The names of well-known models that begin so."""
-    return [name for name in known_models() if name.startswith(prefix)]
+def estimate(
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG",
+            help=f"A model's config.json as Hugging Face writes it, or a name: {', '.join(known_models())}.",
+            autocompletion=completing(known_models),
+        ),
+    ],
+    *,
+    device_name: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="NAME|FILE",
+            help=f"Device: {', '.join(devices())}, or a .toml file with the same keys.",
+            autocompletion=completing(devices),
+        ),
+    ] = "h100",
+    sequence: Annotated[int, typer.Option("--seq", metavar="TOKENS", help="Tokens of a sample.")] = 4096,
+    microbatch_size: Annotated[
+        int, typer.Option("--microbatch-size", metavar="SAMPLES", help="Samples of a microbatch.")
+    ] = 1,
+    tensor: Annotated[int, typer.Option("--tp", help="Tensor parallel ranks.")] = 1,
+    context: Annotated[int, typer.Option("--cp", help="Context parallel ranks.")] = 1,
+    expert: Annotated[
+        int,
+        typer.Option("--ep", help="Expert parallel ranks, out of the tensor, context and data parallel ones."),
+    ] = 1,
+    data: Annotated[int, typer.Option("--dp", help="Data parallel ranks.")] = 1,
+    ranks: Annotated[int, typer.Option("--ranks", "-p", min=1, help="Number of pipeline ranks.")] = 1,
+    stages_per_rank: Annotated[
+        int, typer.Option("--stages-per-rank", "-v", min=1, help="Number of stages per rank.")
+    ] = 1,
+    partition: Annotated[
+        str,
+        choice("--partition", _PARTITIONS, "Blocks evenly over the stages, or all layers balanced by seconds."),
+    ] = "even",
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sp/--no-sp", help="Sequence parallelism between tensor parallel ranks.")
+    ] = True,
+    precision: Annotated[str, choice("--precision", PRECISIONS, "Of matrix products.")] = "bf16",
+    gradient_bytes: Annotated[
+        int, typer.Option("--gradient-bytes", help="Bytes of each weight's gradient: 4 or 2.")
+    ] = 4,
+    zero: Annotated[
+        int,
+        typer.Option(
+            "--zero",
+            help="What data parallel ranks shard: 1 optimizer state, 2 gradients too, 3 weights too (FSDP).",
+        ),
+    ] = 1,
+    recompute: Annotated[
+        str, choice("--recompute", RECOMPUTATION, "What each layer recomputes in the backward.")
+    ] = "none",
+    attention: Annotated[
+        str, choice("--attention", ATTENTION, "flash, or unfused, which saves the probabilities.")
+    ] = "flash",
+    kernels: Annotated[
+        str, choice("--kernels", KERNELS, "fused, or eager, which saves more tensors.")
+    ] = "fused",
+    fit: Annotated[
+        str | None,
+        typer.Option("--fit", metavar="FILE", help="Fit the seconds to costs measured with the same stages."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the costs of the stages: .toml or .json."),
+    ] = None,
+    explained: Annotated[
+        bool, typer.Option("--explain", help="Show every operation, collective and saved tensor.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Examples:
+      penstock estimate config.json --device h100 --seq 8192
+      penstock estimate config.json --seq 8192 --tp 8 --dp 4 --ranks 4 -o costs.toml
+      penstock estimate config.json --seq 8192 --recompute full --explain
+      penstock estimate config.json --device cpu --precision fp32 --seq 128 --json
+    """
+    if output is not None:
+        require_suffix(output, (".toml", ".json"))
+    parallel = ParallelConfig(
+        *(sequence, microbatch_size, tensor, context, expert, data, sequence_parallel),
+        *(precision, gradient_bytes, zero, recompute, attention, kernels),
+    )
+    found = make_estimate(config_from(config), parallel, device_from(device_name))
+    placement = Placement.loop(ranks, stages_per_rank)
+    counts = even_blocks(found, placement.num_stages)
+    if partition == "balanced":
+        counts = balanced_layers(found, placement)
+    found, costs = _fitted(found, placement, counts, fit)
+    stages = EstimatedStages(placement, counts, costs)
+    if output is not None:
+        costs.write(output)
+    if as_json:
+        print_json(estimate_record(found, stages))
+    else:
+        _print(found, stages, explained=explained)
+    if output is not None:
+        say_written(output, as_json=as_json)
 
 
-ConfigFile: TypeAlias = Annotated[
-    str,
-    typer.Argument(
-        metavar="CONFIG",
-        help=f"A model's config.json as Hugging Face writes it, or a name: {', '.join(known_models())}.",
-        autocompletion=complete_model,
-    ),
-]
-DeviceOption: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        metavar="NAME|FILE",
-        help=f"Device: {', '.join(devices())}, or a .toml file with the same keys.",
-        autocompletion=_complete_device,
-    ),
-]
-SequenceLength: TypeAlias = Annotated[int, typer.Option("--seq", metavar="TOKENS", help="Tokens of a sample.")]
-MicrobatchSize: TypeAlias = Annotated[
-    int, typer.Option("--microbatch-size", metavar="SAMPLES", help="Samples of a microbatch.")
-]
-TensorParallel: TypeAlias = Annotated[int, typer.Option("--tp", help="Tensor parallel ranks.")]
-ContextParallel: TypeAlias = Annotated[int, typer.Option("--cp", help="Context parallel ranks.")]
-ExpertParallel: TypeAlias = Annotated[
-    int, typer.Option("--ep", help="Expert parallel ranks, out of the tensor, context and data parallel ones.")
-]
-DataParallel: TypeAlias = Annotated[int, typer.Option("--dp", help="Data parallel ranks.")]
-SequenceParallel: TypeAlias = Annotated[
-    bool, typer.Option("--sp/--no-sp", help="Sequence parallelism between tensor parallel ranks.")
-]
-PrecisionOption: TypeAlias = Annotated[Precision, typer.Option("--precision", help="Of matrix products.")]
-GradientBytes: TypeAlias = Annotated[
-    int, typer.Option("--gradient-bytes", help="Bytes of each weight's gradient: 4 or 2.")
-]
-ZeroStage: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        "--zero",
-        help="What data parallel ranks shard: 1 optimizer state, 2 gradients too, 3 weights too (FSDP).",
-    ),
-]
-RecomputeOption: TypeAlias = Annotated[
-    Recomputation, typer.Option("--recompute", help="What each layer recomputes in the backward.")
-]
-AttentionOption: TypeAlias = Annotated[
-    AttentionKernel, typer.Option("--attention", help="flash, or unfused, which saves the probabilities.")
-]
-KernelsOption: TypeAlias = Annotated[
-    Kernels, typer.Option("--kernels", help="fused, or eager, which saves more tensors.")
-]
+def _fitted(
+    found: Estimate, placement: Placement, counts: tuple[int, ...], profile: str | None
+) -> tuple[Estimate, Costs]:
+    """The estimate and the costs of its stages, fitted to a profile if there is one."""
+    if profile is None:
+        return found, stage_costs(found, placement, counts)
+    measured = costs_from(profile)
+    if not measured.units.seconds:
+        raise typer.BadParameter(f"--fit takes measured seconds, and the costs of {profile} are relative")
+    fitted = make_estimate(found.config, found.parallel, fitted_device(found, measured, counts))
+    return fitted, with_measured_links(stage_costs(fitted, placement, counts), measured)
 
 
-# The report of `penstock estimate`: tables per kind of layer and per stage, every operation, or JSON.
-
-_PASSES = ("F", "I", "W")
-
-
-class Stages(NamedTuple):
-    """The stages of a pipeline, with the number of layers of each and their costs."""
-
-    placement: Placement
-    counts: tuple[int, ...]
-    costs: Costs
+# The report: tables per kind of layer and per stage, and every operation.
 
 
 def _time(seconds: float) -> str:
@@ -169,12 +183,10 @@ def _size(count: float) -> str:
     return bytes_text(count) if count else "0"
 
 
-def print_estimate(found: Estimate, stages: Stages, *, explained: bool) -> None:
-    """Print the tables."""
-    width = max(shutil.get_terminal_size().columns, 110)
-    console = Console(highlight=False, markup=False, width=width)
+def _print(found: Estimate, stages: EstimatedStages, *, explained: bool) -> None:
+    console = report_console(110)
     for line in _head(found):
-        console.print(line, soft_wrap=True)
+        console.print(line)
     console.print("\neach kind of layer, on one rank, for one microbatch:")
     print_table(_time_table(found), console)
     console.print()
@@ -182,11 +194,9 @@ def print_estimate(found: Estimate, stages: Stages, *, explained: bool) -> None:
     if len(stages.counts) > 1:
         console.print("\neach stage:")
         print_table(_stage_table(found, stages), console)
-    console.print()
     console.print(
-        f"optimizer step {_time(stages.costs.optimizer_step)}; F, I, W: forward, input gradient, weight "
-        "gradient; state: weights, gradients, optimizer; saved: for the backward of one microbatch",
-        soft_wrap=True,
+        f"\noptimizer step {_time(stages.costs.optimizer_step)}; F, I, W: forward, input gradient, weight "
+        "gradient; state: weights, gradients, optimizer; saved: for the backward of one microbatch"
     )
     if explained:
         for kind, layer in found.by_kind.items():
@@ -194,7 +204,7 @@ def print_estimate(found: Estimate, stages: Stages, *, explained: bool) -> None:
             for table in _explanation(found, layer):
                 print_table(table, console)
         for line in _how(found):
-            console.print(line, soft_wrap=True)
+            console.print(line)
 
 
 def _head(found: Estimate) -> list[str]:
@@ -247,7 +257,7 @@ def _size_table(found: Estimate) -> Table:
     return table
 
 
-def _stage_table(found: Estimate, stages: Stages) -> Table:
+def _stage_table(found: Estimate, stages: EstimatedStages) -> Table:
     table = _table(*("stage", "rank", "layers", "time F", "I", "W", "state", "saved", "message"), left=0)
     placement, counts, costs = stages
     number = len(counts)
@@ -316,135 +326,6 @@ def _how(found: Estimate) -> list[str]:
         f"     host link: {host}; source: {device.source}",
     ]
     if share.passes != Passes(1.0, 1.0, 1.0):
-        fitted = ", ".join(f"{p} {x:.4g}" for p, x in zip(_PASSES, share.passes))
+        fitted = ", ".join(f"{p} {x:.4g}" for p, x in zip("FIW", share.passes))
         rows.append(f"     fitted factors: {fitted}; B over I + W {share.whole_backward:.4g}")
     return rows
-
-
-def record_of(found: Estimate, stages: Stages) -> dict[str, Any]:
-    """Everything as values for JSON; sizes in bytes, times in seconds."""
-    return {
-        "model": found.config.name,
-        "parameters": parameters(found.config),
-        "active_parameters": active_parameters(found.config),
-        "model_flops_per_microbatch": found.model_flops,
-        "device": found.device.name,
-        "parallel_config": vars(found.parallel),
-        "factors": list(found.device.attainable.passes),
-        "whole_backward_factor": found.device.attainable.whole_backward,
-        "layers": [
-            {
-                "kind": kind,
-                "count": found.config.kinds.count(kind),
-                "flops": layer.operations.flops._asdict(),
-                "seconds": layer.seconds.compute._asdict(),
-                "all_to_all_seconds": layer.seconds.all_to_all._asdict(),
-                "weight_bytes": vars(layer.weights),
-                "activation_bytes": layer.operations.activation,
-                "message_bytes": layer.operations.message,
-                "collective_bytes": {each.name: each.bytes._asdict() for each in layer.operations.collectives},
-            }
-            for kind, layer in found.by_kind.items()
-        ],
-        "layers_per_stage": list(stages.counts),
-        "stage_to_rank": list(stages.placement.stage_to_rank),
-        "costs": stages.costs.to_keys(),
-    }
-
-
-class Partition(str, Enum):
-    """How layers become stages."""
-
-    even = "even"
-    balanced = "balanced"
-
-
-PipelineRanks: TypeAlias = Annotated[
-    int, typer.Option("--ranks", "-p", min=1, help="Number of pipeline ranks.")
-]
-StagesPerRank: TypeAlias = Annotated[
-    int, typer.Option("--stages-per-rank", "-v", min=1, help="Number of stages per rank.")
-]
-PartitionOption: TypeAlias = Annotated[
-    Partition,
-    typer.Option("--partition", help="Blocks evenly over the stages, or all layers balanced by their seconds."),
-]
-CostsFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write the costs of the stages: .toml or .json."),
-]
-Profile: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--fit", metavar="FILE", help="Fit the seconds to costs measured with the same stages."),
-]
-Explained: TypeAlias = Annotated[
-    bool, typer.Option("--explain", help="Show every operation, collective and saved tensor.")
-]
-
-
-def estimate(
-    config: ConfigFile,
-    *,
-    device_name: DeviceOption = "h100",
-    sequence: SequenceLength = 4096,
-    microbatch_size: MicrobatchSize = 1,
-    tensor: TensorParallel = 1,
-    context: ContextParallel = 1,
-    expert: ExpertParallel = 1,
-    data: DataParallel = 1,
-    ranks: PipelineRanks = 1,
-    stages_per_rank: StagesPerRank = 1,
-    partition: PartitionOption = Partition.even,
-    sequence_parallel: SequenceParallel = True,
-    precision: PrecisionOption = Precision.bf16,
-    gradient_bytes: GradientBytes = 4,
-    zero: ZeroStage = 1,
-    recompute: RecomputeOption = Recomputation.none,
-    attention: AttentionOption = AttentionKernel.flash,
-    kernels: KernelsOption = Kernels.fused,
-    fit: Profile = None,
-    output: CostsFile = None,
-    explained: Explained = False,
-    as_json: AsJson = False,
-) -> None:
-    """
-    Examples:
-      penstock estimate config.json --device h100 --seq 8192
-      penstock estimate config.json --seq 8192 --tp 8 --dp 4 --ranks 4 -o costs.toml
-      penstock estimate config.json --seq 8192 --recompute full --explain
-      penstock estimate config.json --device cpu --precision fp32 --seq 128 --json
-    """
-    if output is not None:
-        require_suffix(output, (".toml", ".json"))
-    parallel = ParallelConfig(
-        *(sequence, microbatch_size, tensor, context, expert, data, sequence_parallel),
-        *(precision.value, gradient_bytes, zero, recompute.value, attention.value, kernels.value),
-    )
-    found = make_estimate(config_from(config), parallel, device_from(device_name))
-    placement = Placement.loop(ranks, stages_per_rank)
-    counts = even_blocks(found, placement.num_stages)
-    if partition is Partition.balanced:
-        counts = balanced_layers(found, placement)
-    found, costs = _fitted(found, placement, counts, fit)
-    stages = Stages(placement, counts, costs)
-    if output is not None:
-        costs.write(output)
-    if as_json:
-        typer.echo(json.dumps(record_of(found, stages), indent=2))
-    else:
-        print_estimate(found, stages, explained=explained)
-    if output is not None:
-        say_written(output, as_json=as_json)
-
-
-def _fitted(
-    found: Estimate, placement: Placement, counts: tuple[int, ...], profile: str | None
-) -> tuple[Estimate, Costs]:
-    """The estimate and the costs of its stages, fitted to a profile if there is one."""
-    if profile is None:
-        return found, stage_costs(found, placement, counts)
-    measured = costs_from(profile)
-    if not measured.units.seconds:
-        raise typer.BadParameter(f"--fit takes measured seconds, and the costs of {profile} are relative")
-    fitted = make_estimate(found.config, found.parallel, fitted_device(found, measured, counts))
-    return fitted, with_measured_links(stage_costs(fitted, placement, counts), measured)

@@ -3,62 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
 from penstock.arguments import plural
-from penstock.cli.estimate import complete_model, config_from
-from penstock.cli.options import ScheduleSource, Sizes, schedule_from
+from penstock.cli.estimate import config_from
+from penstock.cli.options import ScheduleSource, Sizes, completing, one_of, schedule_from
 from penstock.cli.rendering import require_folder
-from penstock.cost.estimate.model_config import ModelConfig
+from penstock.cost.estimate.model_config import ModelConfig, known_models
 from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts, parse_layout
 from penstock.trainers import export_megatron, export_torchtitan
 
-
-class Trainer(str, Enum):
-    """The trainers that schedules are exported to."""
-
-    torchtitan = "torchtitan"
-    megatron = "megatron"
-
-
-TrainerName: TypeAlias = Annotated[Trainer, typer.Argument(metavar="TRAINER", help="torchtitan or megatron.")]
-Layers: TypeAlias = Annotated[
-    int | None, typer.Option("--layers", min=1, help="The model's layers, distributed evenly over the stages.")
-]
-LayoutText: TypeAlias = Annotated[
-    str | None, typer.Option("--layout", metavar="TEXT", help="The layers of each stage, e.g. 'Et*3|t*4L'.")
-]
-ModelName: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="FILE|NAME",
-        help="The model's config.json, or its name, such as llama-3-8b, for the number of its layers.",
-        autocompletion=complete_model,
-    ),
-]
-MicrobatchSize: TypeAlias = Annotated[
-    int, typer.Option("--microbatch-size", min=1, help="The samples of a microbatch.")
-]
-Directory: TypeAlias = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the files to this directory.")
-]
+_TRAINERS = ("torchtitan", "megatron")
 
 
 def export(
-    trainer: TrainerName,
+    trainer: Annotated[
+        str,
+        typer.Argument(metavar="|".join(_TRAINERS), help="The trainer.", **one_of("TRAINER", _TRAINERS)),
+    ],
     schedule: ScheduleSource,
     *,
     sizes: Sizes,
-    layers: Layers = None,
-    layout: LayoutText = None,
-    model: ModelName = None,
-    microbatch_size: MicrobatchSize = 1,
-    output: Directory = None,
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", min=1, help="The model's layers, distributed evenly over the stages."),
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", metavar="TEXT", help="The layers of each stage, e.g. 'Et*3|t*4L'.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="FILE|NAME",
+            help="The model's config.json, or its name, such as llama-3-8b, for the number of its layers.",
+            autocompletion=completing(known_models),
+        ),
+    ] = None,
+    microbatch_size: Annotated[
+        int, typer.Option("--microbatch-size", min=1, help="The samples of a microbatch.")
+    ] = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the files to this directory.")
+    ] = None,
 ) -> None:
     """
     Examples:
@@ -73,11 +63,11 @@ def export(
     chosen = schedule_from(schedule, sizes)
     config = None if model is None else config_from(model)
     notes = []
-    if trainer is Trainer.torchtitan and config is not None and config.mtp_layers:
+    if trainer == "torchtitan" and config is not None and config.mtp_layers:
         notes.append(f"torchtitan's models have no MTP layers: left out of {config.name}")
         config = replace(config, mtp_layers=0)
     parts = _layout(layers, layout, config, chosen.num_stages)
-    if trainer is Trainer.torchtitan:
+    if trainer == "torchtitan":
         made = export_torchtitan(chosen, parts, microbatch_size, str(output or ""), config)
     else:
         made = export_megatron(chosen, parts, microbatch_size)

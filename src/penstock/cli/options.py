@@ -2,87 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import product
 from pathlib import Path
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from penstock.arguments import did_you_mean, printable
-from penstock.cli.usage_errors import option_name
+from penstock.arguments import printable
+from penstock.bounds import OBJECTIVES
+from penstock.cli.usage_errors import ValueNameError, error_message, option_name
 from penstock.cost.costs import Costs
 from penstock.cost.presets import presets
-from penstock.errors import FormatError, PlacementError, ScheduleError
+from penstock.errors import FormatError, PlacementError
 from penstock.families import families, find
 from penstock.formats import format_of, read
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import most_stages
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
-from penstock.service import (
-    FIT,
-    Source,
-    add_memory_actions,
-    is_file,
-    place_sharding,
-    read_costs,
-)
+from penstock.service import FIT, Source, add_memory_actions, is_file, place_sharding, read_costs
 from penstock.validation import SendModel
 
-# The options that several commands share, each declared once, with their completion and parsing.
+# Values: names with completion, sizes of memory, stages.
 
 
-class Objective(str, Enum):
-    """The objective to minimize."""
+def completing(known: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return the shell completion of known names; where none begins so, the shell falls back to files."""
 
-    makespan = "makespan"
-    span = "span"
-    period = "period"
+    def complete(prefix: str) -> list[str]:
+        return [name for name in known() if name.startswith(prefix)]
 
-
-class Sharding(str, Enum):
-    """Where UNSHARD, RESHARD and REDUCE_GRAD are placed."""
-
-    look_ahead = "look-ahead"
-    cost = "cost"
+    return complete
 
 
-def complete_family(prefix: str) -> list[str]:
-    """Family names with this prefix, for shell completion; the shell falls back to files."""
-    return [name for name in families() if name.startswith(prefix)]
+def one_of(name: str, known: Iterable[object], convert: Callable[[str], Any] = str) -> dict[str, Any]:
+    """Return the parser and the completion of an option, or argument, whose value is one of these names."""
+    names = list(map(str, known))
+
+    def parse(given: object) -> Any:  # noqa: ANN401 -- what `convert` returns
+        text = str(given)
+        if text not in names:
+            raise ValueNameError(name, names, text)
+        return convert(text)
+
+    return {"parser": parse, "autocompletion": completing(lambda: names)}
 
 
-def _complete_preset(prefix: str) -> list[str]:
-    return [name for name in presets() if name.startswith(prefix)]
-
-
-SEND_MODELS = ", ".join(map(str, SendModel))
-
-_Choice = TypeVar("_Choice", bound=Enum)
-
-
-def _choice(option: str, kind: type[_Choice], name: _Choice | str) -> _Choice:
-    """The member of this name, or a usage error that names the nearest; a default is a member already."""
-    if isinstance(name, kind):
-        return name
-    known = [str(member.value) for member in kind]
-    if name not in known:
-        near = did_you_mean(str(name), known)
-        raise typer.BadParameter(f"{option} is one of {', '.join(known)} (given {printable(str(name))}){near}")
-    return kind(name)
-
-
-def parse_send_model(name: SendModel | str) -> SendModel:
-    """The send model of this name."""
-    return _choice("--send-model", SendModel, name)
-
-
-def _parse_objective(name: Objective | str) -> Objective:
-    return _choice("--objective", Objective, name)
+def choice(option: str, known: Sequence[str], text: str, short: str = "", panel: str | None = None) -> Any:  # noqa: ANN401
+    """Return an option of typer whose value is one of these names."""
+    names = [option, short] if short else [option]
+    values = one_of(option, known)
+    return typer.Option(*names, metavar="|".join(known), help=text, rich_help_panel=panel, **values)
 
 
 _UNITS = {"": 1, "B": 1} | {
@@ -112,20 +85,6 @@ def parse_bytes(text: str) -> MemorySize:
     return size
 
 
-ScheduleSource: TypeAlias = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME|FILE",
-        help="A schedule family (see penstock list), or a .csv or .json file.",
-        autocompletion=complete_family,
-    ),
-]
-Ranks: TypeAlias = Annotated[int | None, typer.Option("--ranks", "-p", help="Number of pipeline ranks.")]
-Microbatches: TypeAlias = Annotated[
-    int | None, typer.Option("--microbatches", "-m", help="Number of microbatches.")
-]
-
-
 def parse_stages(text: str) -> int | list[int]:
     """One number for all ranks, or one for each, separated by commas."""
     try:
@@ -136,11 +95,31 @@ def parse_stages(text: str) -> int | list[int]:
         ) from None
 
 
+def quantile_from(quantile: float | None, jitter: float | None) -> float:
+    """The value of --quantile, which needs --jitter."""
+    if quantile is not None and jitter is None:
+        raise typer.BadParameter("--quantile needs --jitter: without it no step varies")
+    return 0.95 if quantile is None else quantile
+
+
+# The options that several commands share, each declared once.
+
+ScheduleSource: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE",
+        help="A schedule family (see penstock list), or a .csv or .json file.",
+        autocompletion=completing(families),
+    ),
+]
+Ranks: TypeAlias = Annotated[int | None, typer.Option("--ranks", "-p", help="Number of pipeline ranks.")]
+Microbatches: TypeAlias = Annotated[
+    int | None, typer.Option("--microbatches", "-m", help="Number of microbatches.")
+]
 FamilyStages: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--stages-per-rank",
-        "-v",
+        *("--stages-per-rank", "-v"),
         metavar="NUMBER|LIST",
         help="Number of stages per rank, or one for each rank: 1,2,2,1.",
     ),
@@ -149,7 +128,8 @@ Group: TypeAlias = Annotated[
     int | None,
     typer.Option(
         "--group",
-        help="Consecutive microbatches of a stage in interleaved families, from ranks to microbatches.",
+        help="Microbatch group size of interleaved families, p to m (Megatron: "
+        "microbatch-group-size-per-vp-stage).",
     ),
 ]
 GraphOption: TypeAlias = Annotated[
@@ -160,39 +140,25 @@ GraphOption: TypeAlias = Annotated[
         help="Stage graph: edges such as '0>1,1>2,0>2', or a schedule file that has one.",
     ),
 ]
+GivenSchedule: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar="NAME|FILE",
+        help="The schedule of the run: a file, or a family with -p and -m.",
+        autocompletion=completing(families),
+    ),
+]
 Lowered: TypeAlias = Annotated[
     bool, typer.Option("--lowered", help="Add communication, sharding and gradient reduction.")
-]
-ShardingOption: TypeAlias = Annotated[
-    Sharding,
-    typer.Option(
-        "--sharding",
-        help="With --lowered: unshard a fixed look-ahead, or where simulation says it pays, within --memory.",
-    ),
-]
-RecomputeOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--recompute",
-        metavar="[STAGES:]POLICY",
-        help="Recompute forwards: all, every=N, longer=N steps, stages such as 0-2 or 0,3:every=2, or fit: "
-        "what --memory needs.",
-    ),
-]
-OffloadOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--offload", metavar="[STAGES:]POLICY", help="Offload activations to the host: as --recompute."
-    ),
 ]
 CostsSource: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--costs",
-        "-c",
+        *("--costs", "-c"),
         metavar="FILE|PRESET",
         help="Cost model: a .json or .toml file, or a preset.",
-        autocompletion=_complete_preset,
+        autocompletion=completing(presets),
     ),
 ]
 MemoryLimit: TypeAlias = Annotated[
@@ -204,43 +170,26 @@ MemoryLimit: TypeAlias = Annotated[
         parser=parse_bytes,
     ),
 ]
+SEND_MODELS = ", ".join(map(str, SendModel))
+PARSE_SEND_MODEL = one_of("--send-model", SendModel, SendModel)
 SendModelOption: TypeAlias = Annotated[
     SendModel,
     typer.Option(
         "--send-model",
         metavar="MODEL",
         help=f"Send model: {SEND_MODELS}. All but buffered add SEND and RECV where the schedule has none.",
-        parser=parse_send_model,
+        **PARSE_SEND_MODEL,
     ),
 ]
-ObjectiveOption: TypeAlias = Annotated[
-    Objective,
-    typer.Option(
-        "--objective",
-        metavar="makespan|span|period",
-        help="Objective to minimize.",
-        parser=_parse_objective,
-    ),
-]
+ObjectiveOption: TypeAlias = Annotated[str, choice("--objective", OBJECTIVES, "Objective to minimize.")]
 JitterShare: TypeAlias = Annotated[
     float | None,
-    typer.Option("--jitter", metavar="SHARE", help="Vary the time of every step by this share, e.g. 0.05."),
+    typer.Option("--jitter", metavar="SHARE", help="Vary the time of every action by this share, e.g. 0.05."),
 ]
 Quantile: TypeAlias = Annotated[
     float | None,
-    typer.Option(
-        "--quantile", help="With --jitter: rank by this quantile of the objective; 0.95 unless given."
-    ),
+    typer.Option("--quantile", help="With --jitter: rank by this quantile; 0.95 unless given."),
 ]
-
-
-def quantile_from(quantile: float | None, jitter: float | None) -> float:
-    """The value of --quantile, which needs --jitter."""
-    if quantile is not None and jitter is None:
-        raise typer.BadParameter("--quantile needs --jitter: without it no step varies")
-    return 0.95 if quantile is None else quantile
-
-
 Seed: TypeAlias = Annotated[int, typer.Option("--seed", help="Random seed.")]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -260,7 +209,7 @@ class Sizes:
     @property
     def given(self) -> list[str]:
         """The names of the options that are given."""
-        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
+        return [option_name(name) for name, value in vars(self).items() if value is not None]
 
 
 @dataclass(frozen=True)
@@ -275,54 +224,65 @@ class Lowering:
     """The options that say how a schedule is lowered, and its costs, by which some of it is chosen."""
 
     lowered: Lowered = False
-    sharding: ShardingOption = Sharding.look_ahead
+    sharding: Annotated[
+        str,
+        choice(
+            "--sharding",
+            ("look-ahead", "cost"),
+            "With --lowered: unshard the next 3 stages, or as simulation says is fastest within --memory.",
+        ),
+    ] = "look-ahead"
     memory: MemoryLimit = None
-    recompute: RecomputeOption = None
-    offload: OffloadOption = None
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            "--recompute",
+            metavar="[STAGES:]POLICY",
+            help="Recompute forwards: all, every=N, longer=N actions, stages such as 0-2 or 0,3:every=2, or "
+            "fit: what --memory needs.",
+        ),
+    ] = None
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            "--offload", metavar="[STAGES:]POLICY", help="Offload activations to the host: as --recompute."
+        ),
+    ] = None
     costs: CostsSource = None
 
     def __call__(self, schedule: Schedule, send_model: SendModel = SendModel.BUFFERED) -> Schedule:
         """Return the schedule with memory actions, and lowered, on demand."""
-        policies = {"recompute": self.recompute, "offload": self.offload}
-        fitted = [option_name(name) for name, text in policies.items() if text == FIT]
+        fitted = [option_name(name) for name in ("recompute", "offload") if getattr(self, name) == FIT]
         if fitted and self.memory is None:
             raise typer.BadParameter(f"{' and '.join(fitted)} {FIT} needs --memory, the limit to fit")
-        by_cost = self.sharding is Sharding.cost
-        costs = costs_from(self.costs, self.memory) if fitted or by_cost else Costs()
-        with _about([name for name, text in policies.items() if text is not None]):
-            schedule = add_memory_actions(
-                schedule, costs, self.recompute, self.offload, self.memory, send_model
-            )
+        by_cost = self.sharding == "cost"
         if by_cost and not self.lowered:
             raise typer.BadParameter("--sharding cost places actions that --lowered adds; give both")
         if self.memory is not None and not by_cost and not fitted:
             raise typer.BadParameter(
                 f"--memory needs one of --sharding cost, --recompute {FIT} and --offload {FIT}; give one too"
             )
-        if not self.lowered:
-            return schedule
-        with _about(["lowered"]):
-            return place_sharding(schedule, costs, self.memory, send_model) if by_cost else lower(schedule)
+        costs = costs_from(self.costs, self.memory) if fitted or by_cost else Costs()
+        limited = self.memory, send_model
+        schedule = add_memory_actions(schedule, costs, self.recompute, self.offload, *limited)
+        if by_cost:
+            return place_sharding(schedule, costs, *limited)
+        return lower(schedule) if self.lowered else schedule
 
 
 @contextmanager
-def _about(parameters: Sequence[str]) -> Iterator[None]:
-    """Raise a usage error of these parameters where their values do not match a valid schedule."""
+def usage_errors() -> Iterator[None]:
+    """Raise what is wrong with a file as wrong usage: the command is about another file."""
     try:
         yield
-    except ScheduleError as error:
-        if not error.parameter:
-            raise
-        wrong = [error.parameter] if error.parameter in parameters else parameters
-        raise typer.BadParameter(f"{' and '.join(map(option_name, wrong))}: {error}") from None
+    except FormatError as error:
+        raise typer.BadParameter(error_message(error)) from None
 
 
 def read_schedule(path: Path) -> Schedule:
     """Read a file; a suffix that no schedule format has is a usage error, not an invalid schedule."""
-    try:
+    with usage_errors():
         format_of(path)
-    except FormatError as error:
-        raise typer.BadParameter(str(error)) from None
     return read(path)
 
 
@@ -398,10 +358,8 @@ def schedules_from(
 
 def costs_from(source: str | None, memory: MemorySize | None = None) -> Costs:
     """Costs from a file or a preset, unit costs by default; bytes can limit only costs in bytes."""
-    try:
+    with usage_errors():
         costs = read_costs(source)
-    except FormatError as error:
-        raise typer.BadParameter(str(error)) from None
     if memory is not None and memory.unit and not costs.units.bytes:
         given = "without --costs" if source is None else f"in {printable(source)}"
         raise typer.BadParameter(

@@ -13,17 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.arguments import plural, printable
-from penstock.cli.estimate import Precision, Recomputation, complete_model, config_from, device_from
+from penstock.cli.estimate import config_from, device_from
 from penstock.cli.options import (
     AsJson,
     FamilyStages,
     JitterShare,
     MemoryLimit,
-    Objective,
     ObjectiveOption,
     Quantile,
     Ranks,
     Seed,
+    choice,
+    completing,
     parse_stages,
     quantile_from,
 )
@@ -36,7 +37,9 @@ from penstock.cli.rendering import (
     search_progress,
 )
 from penstock.cost.estimate import devices, is_config
-from penstock.cost.estimate.model_config import is_model_name
+from penstock.cost.estimate.model_config import is_model_name, known_models
+from penstock.cost.estimate.operations import RECOMPUTATION
+from penstock.cost.estimate.parallel_config import PRECISIONS
 from penstock.cost.units import Units, bytes_text, seconds_text
 from penstock.errors import FormatError
 from penstock.formats import write_bytes
@@ -98,7 +101,7 @@ class PlanArguments:
     memory: MemoryLimit = None
     batch: BatchSize = None
     stages_per_rank: FamilyStages = None
-    objective: ObjectiveOption = Objective.makespan
+    objective: ObjectiveOption = "makespan"
     seconds: TimeLimit = 10.0
     seed: Seed = 0
     jitter: JitterShare = None
@@ -296,14 +299,14 @@ JobMicrobatchSize: TypeAlias = Annotated[
     typer.Option("--microbatch-size", help="Fix the samples of a microbatch.", rich_help_panel=_PANEL),
 ]
 JobPrecision: TypeAlias = Annotated[
-    Precision | None, typer.Option("--precision", help="Of matrix products.", rich_help_panel=_PANEL)
+    str | None, choice("--precision", PRECISIONS, "Of matrix products.", panel=_PANEL)
 ]
 JobZero: TypeAlias = Annotated[
     int | None, typer.Option("--zero", help="ZeRO stage, 0 to 3; 1 unless given.", rich_help_panel=_PANEL)
 ]
 JobRecompute: TypeAlias = Annotated[
-    Recomputation | None,
-    typer.Option("--recompute", help="Fix what each layer recomputes.", rich_help_panel=_PANEL),
+    str | None,
+    choice("--recompute", RECOMPUTATION, "Fix what each layer recomputes.", panel=_PANEL),
 ]
 JobSchedules: TypeAlias = Annotated[
     str | None,
@@ -371,7 +374,7 @@ def job_request(source: str, arguments: JobArguments, common: PlanArguments) -> 
     """What to plan for a model config."""
     given = {
         "--stages-per-rank": common.stages_per_rank is not None,
-        "--objective": common.objective is not Objective.makespan,
+        "--objective": common.objective != "makespan",
     }
     if wrong := [name for name, is_given in given.items() if is_given]:
         raise typer.BadParameter(f"{', '.join(wrong)}: only with a model file, not with a model config")
@@ -384,7 +387,7 @@ def job_request(source: str, arguments: JobArguments, common: PlanArguments) -> 
     return JobRequest(
         *(config, device_from(arguments.device or "h100"), arguments.devices, common.batch),
         sequence=4096 if arguments.sequence is None else arguments.sequence,
-        precision=(arguments.precision or Precision.bf16).value,
+        precision=arguments.precision or "bf16",
         zero=1 if arguments.zero is None else arguments.zero,
         memory_limit=common.memory or 0.0,
         tensor=arguments.tensor,
@@ -392,7 +395,7 @@ def job_request(source: str, arguments: JobArguments, common: PlanArguments) -> 
         expert=arguments.expert,
         pipeline=common.ranks,
         microbatch_size=arguments.microbatch_size,
-        recompute=None if arguments.recompute is None else arguments.recompute.value,
+        recompute=arguments.recompute,
         families=names_in(arguments.schedules),
         budget=1.0 if arguments.budget is None else arguments.budget,
         search=common.seconds > 0,
@@ -511,7 +514,7 @@ ModelFile: TypeAlias = Annotated[
     typer.Argument(
         metavar="FILE|MODEL",
         help="Costs of layers or of profiled stages (.toml or .json), a model's config.json, or its name.",
-        autocompletion=complete_model,
+        autocompletion=completing(known_models),
     ),
 ]
 
@@ -557,7 +560,7 @@ def _plan_model(model: Model, arguments: PlanArguments, output: PlanOutput) -> N
             memory_limit=arguments.memory,
             samples=arguments.batch,
             stages_per_rank=None if stages is None else parse_stages(stages),
-            objective=arguments.objective.value,
+            objective=arguments.objective,
             seconds=arguments.seconds,
             seed=arguments.seed,
             jitter=arguments.jitter,

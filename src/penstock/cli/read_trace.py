@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from penstock.arguments import plural
@@ -18,14 +15,16 @@ from penstock.cli.options import AsJson, GraphOption, graph_from
 from penstock.cli.rendering import (
     empty_table,
     file_progress,
+    print_json,
     print_table,
+    report_console,
     require_suffix,
     say_written,
     search_progress,
 )
 from penstock.formats import dumps, write_bytes
 from penstock.search import SearchResult
-from penstock.service import TIMELINE_FORMATS, idle_by_reason, order_of, render, run_record
+from penstock.service import TIMELINE_FORMATS, idle_by_reason, order_of, render, run_record, timers_record
 from penstock.simulation.calibration import errors_by_kind
 from penstock.simulation.gaps import gaps
 from penstock.simulation.timeline import Timeline
@@ -51,27 +50,26 @@ def pictures(run: MeasuredRun, found: SearchResult | None) -> list[Timeline]:
 
 def print_run(run: MeasuredRun, found: SearchResult | None) -> None:
     """Print the report."""
-    width = shutil.get_terminal_size().columns
-    console = Console(highlight=False, markup=False, width=width)
+    console = report_console()
     timeline = run.timeline
     how = "of median makespan" if run.step == run.median_step else "as given"
-    steps = f"{len(run.timelines)} complete step{'s' * (len(run.timelines) > 1)}"
-    console.print(f"order     {order_of(run.schedule)}", soft_wrap=True)
-    console.print(f"steps     {steps}; step {run.step}, {how}, is shown", soft_wrap=True)
+    steps = plural(len(run.timelines), "complete step")
+    console.print(f"order     {order_of(run.schedule)}")
+    console.print(f"steps     {steps}; step {run.step}, {how}, is shown")
     if run.replicas:
-        console.print(f"replicas  {_replicas(run)}", soft_wrap=True)
-    console.print(f"clocks    {_clocks(run.clocks)}\n", soft_wrap=True)
-    console.print(terminal(timeline, width), soft_wrap=True)
+        console.print(f"replicas  {_replicas(run)}")
+    console.print(f"clocks    {_clocks(run.clocks)}\n")
+    console.print(terminal(timeline, console.width))
     period = "" if timeline.period is None else f"; a step every {_ms(timeline.period)} ms"
     console.print(f"\nmakespan  {_ms(timeline.makespan)} ms, {timeline.bubble_rate:.1%} idle{period}")
     idle = gaps(timeline)
     whole = timeline.makespan * run.schedule.num_ranks
     reasons = (f"{reason} {seconds / whole:.1%}" for reason, seconds in idle_by_reason(idle).items())
-    console.print(f"idle      {', '.join(reasons)}", soft_wrap=True)
+    console.print(f"idle      {', '.join(reasons)}")
     scale = run.costs.units.time_scale(timeline.makespan)
     for gap in sorted(idle, key=lambda gap: -gap.length)[:_LONGEST_GAPS]:
-        console.print(f"          {gap.text(scale)}", soft_wrap=True)
-    console.print(f"search    {_search_text(run, found)}\n", soft_wrap=True)
+        console.print(f"          {gap.text(scale)}")
+    console.print(f"search    {_search_text(run, found)}\n")
     print_table(_predictions(run), console)
     console.print()
     print_table(_stages(run), console)
@@ -159,12 +157,12 @@ def show_timers(
         raise typer.BadParameter(
             f"timers have no order and no timeline, only costs: {', '.join(wrong)} must be .toml or .json"
         )
-    with file_progress("reading", size_of(path)) as on_read:
+    with file_progress(size_of(path)) as on_read:
         timers = read_megatron_timers(
             path, ranks=ranks, microbatches=microbatches, stages_per_rank=stages or 1, on_read=on_read
         )
     if as_json:
-        typer.echo(json.dumps(_record(timers), indent=2))
+        print_json(timers_record(timers))
     else:
         _print(timers)
     for output in outputs:
@@ -172,24 +170,11 @@ def show_timers(
     say_written(*outputs, as_json=as_json)
 
 
-def _record(timers: MegatronTimers) -> dict[str, Any]:
-    return {
-        "file": timers.source,
-        "schedule": timers.schedule.name,
-        "logged": timers.steps,
-        "timers": {name: list(times) for name, times in timers.seconds.items()},
-        "step": timers.step_seconds,
-        "idle": list(timers.idle),
-        "costs": timers.costs.to_keys(),
-        "predicted": timers.predicted.makespan,
-    }
-
-
 def _print(timers: MegatronTimers) -> None:
-    console = Console(highlight=False, markup=False)
+    console = report_console()
     schedule, measured = timers.schedule, timers.step_seconds
     sizes = f"p={schedule.num_ranks}, v={schedule.num_stages // schedule.num_ranks}, m={schedule.microbatches}"
-    console.print(f"order     {schedule.name} ({sizes}), as given; timers have none", soft_wrap=True)
+    console.print(f"order     {schedule.name} ({sizes}), as given; timers have none")
     console.print(f"logged    {plural(timers.steps, 'time')}; means per step\n")
     table = empty_table("rank", "forward ms", "backward ms", "neither ms", "F ms", "B ms")
     count = schedule.num_stages
@@ -202,64 +187,58 @@ def _print(timers: MegatronTimers) -> None:
     predicted = timers.predicted.makespan
     console.print(
         f"\nstep      measured {measured * 1e3:.2f} ms, predicted {predicted * 1e3:.2f} ms with free messages "
-        f"({predicted / measured - 1:+.1%})",
-        soft_wrap=True,
+        f"({predicted / measured - 1:+.1%})"
     )
 
 
 _SUFFIXES = (".html", ".svg", ".png", ".toml", ".csv", ".json")
 
 
-TraceFiles: TypeAlias = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="FILES", help="One .json or .json.gz file per rank, or one file that penstock trace wrote."
-    ),
-]
-StepNumber: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--step", help="Number of the complete step, from 0; by default the one of median makespan."),
-]
-ReplicaNumber: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--replica", help="Number of the pipeline in files of several, from 0; by default the slowest."
-    ),
-]
-SearchSeconds: TypeAlias = Annotated[
-    float, typer.Option("--search", metavar="SECONDS", help="Time limit of the search; 0 for none.")
-]
-PipelineSize: TypeAlias = Annotated[
-    int | None, typer.Option("--ranks", "-p", min=1, help="Of a Megatron log: pipeline-model-parallel size.")
-]
-LoggedMicrobatches: TypeAlias = Annotated[
-    int | None, typer.Option("--microbatches", "-m", min=1, help="Of a Megatron log: microbatches of a step.")
-]
-VirtualStages: TypeAlias = Annotated[
-    int | None, typer.Option("--stages-per-rank", "-v", min=1, help="Of a Megatron log: model chunks per rank.")
-]
-Outputs: TypeAlias = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="Measured over predicted: .html, .svg or .png. Costs: .toml. Schedule: .csv or .json. Repeatable.",
-    ),
-]
-
-
 def read_trace(
-    files: TraceFiles,
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILES", help="One .json or .json.gz file per rank, or one file that penstock trace wrote."
+        ),
+    ],
     *,
-    step: StepNumber = None,
-    replica: ReplicaNumber = None,
-    ranks: PipelineSize = None,
-    microbatches: LoggedMicrobatches = None,
-    stages_per_rank: VirtualStages = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", help="Number of the complete step, from 0; by default the one of median makespan."
+        ),
+    ] = None,
+    replica: Annotated[
+        int | None,
+        typer.Option(
+            "--replica", help="Number of the pipeline in files of several, from 0; by default the slowest."
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-p", min=1, help="Of a Megatron log: pipeline-model-parallel size."),
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option("--microbatches", "-m", min=1, help="Of a Megatron log: microbatches of a step."),
+    ] = None,
+    stages_per_rank: Annotated[
+        int | None,
+        typer.Option("--stages-per-rank", "-v", min=1, help="Of a Megatron log: model chunks per rank."),
+    ] = None,
     graph: GraphOption = None,
-    search: SearchSeconds = 3.0,
-    output: Outputs = None,
+    search: Annotated[
+        float, typer.Option("--search", metavar="SECONDS", help="Time limit of the search; 0 for none.")
+    ] = 3.0,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            *("--output", "-o"),
+            metavar="FILE",
+            help="Measured over predicted: .html, .svg or .png. Costs: .toml. Schedule: .csv or .json. "
+            "Repeatable.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Traces are of torch.profiler, one per rank, of torch.distributed.pipelining or of Penstock's runtime, or
@@ -284,11 +263,11 @@ def read_trace(
         raise typer.BadParameter(
             "traces have their own sizes; remove --ranks, --microbatches and --stages-per-rank"
         )
-    with file_progress("reading", sum(map(size_of, files))) as on_read:
+    with file_progress(sum(map(size_of, files))) as on_read:
         run = read_run(files, step=step, replica=replica, graph=graph_from(graph), on_read=on_read)
     found = _search(run, search)
     if as_json:
-        typer.echo(json.dumps(run_record(run, found), indent=2))
+        print_json(run_record(run, found))
     else:
         print_run(run, found)
     for path in outputs:

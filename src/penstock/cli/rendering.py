@@ -1,12 +1,13 @@
-"""What commands write: timelines, tables, JSON, progress; and checks of the files before the work."""
+"""What commands write: reports, tables, JSON, progress; and checks of the files before the work."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
@@ -14,16 +15,13 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from penstock.cost.units import Units, seconds_text
 from penstock.formats.files import open_stream
 from penstock.search import Progress as SearchProgress
-
-# What commands write: timelines in every format, tables, JSON, and checks of the files before the work.
-
 
 # Checks of the files and directories that a command writes: before its work, not after it.
 
@@ -50,11 +48,35 @@ def require_folder(folder: Path) -> None:
         raise typer.BadParameter(f"{folder}: the directory {existing} is not writable")
 
 
-# Prints a record as JSON piece by piece: a timeline or a schedule can have millions of entries.
+def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") -> str:
+    """The suffix of an output file without its dot; an error if it is none of these, or cannot be written."""
+    suffix = output.suffix.lower()
+    if suffix not in suffixes:
+        *others, last = suffixes
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise typer.BadParameter(f"{output} does not end in {expected}{advice}")
+    require_writable(output)
+    if suffix == ".png":
+        import_module("penstock.view.png").require_pillow()
+    return suffix[1:]
+
+
+# Reports, records and tables.
+
+
+def report_console(least: int = 0) -> Console:
+    """Return a console for plain text as wide as the terminal, which wraps longer lines itself."""
+    width = max(shutil.get_terminal_size().columns, least)
+    return Console(highlight=False, markup=False, soft_wrap=True, width=width)
+
+
+def print_json(record: object) -> None:
+    """Print a record that is not long."""
+    typer.echo(json.dumps(record, indent=2))
 
 
 def write_json(record: Mapping[str, object], wrote: Callable[[int], None] = lambda _: None) -> None:
-    """Print a line for each entry, and for each element of a list or an iterator.
+    """Print a record that can have millions of elements, with a line for each element of a list or an iterator.
 
     `wrote` is called with the number of each element in its list.
     """
@@ -75,19 +97,6 @@ def write_json(record: Mapping[str, object], wrote: Callable[[int], None] = lamb
 
 _WIDEST = 1000
 """Columns of a table, at most."""
-
-
-def require_suffix(output: Path, suffixes: tuple[str, ...], advice: str = "") -> str:
-    """The suffix of an output file without its dot; an error if it is none of these, or cannot be written."""
-    suffix = output.suffix.lower()
-    if suffix not in suffixes:
-        *others, last = suffixes
-        expected = f"{', '.join(others)} or {last}" if others else last
-        raise typer.BadParameter(f"{output} does not end in {expected}{advice}")
-    require_writable(output)
-    if suffix == ".png":  # before the work, not after it
-        import_module("penstock.view.png").require_pillow()
-    return suffix[1:]
 
 
 def empty_table(*columns: str, left: int = 0, no_wrap: bool = False) -> Table:
@@ -123,6 +132,27 @@ def say_written(*paths: Path, as_json: bool = False, more: str = "") -> None:
 # Progress on stderr while a command runs; nothing is shown when stderr is not a terminal.
 
 
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """Return a bar that vanishes at the end; output meanwhile, such as JSON in a pipe, stays as it is."""
+    stderr = Console(stderr=True)
+    return Progress(
+        *columns,
+        console=stderr,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not stderr.is_terminal,
+    )
+
+
+@contextmanager
+def phase_progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar with the phase; yields the function that updates it."""
+    with progress_bar(BarColumn(bar_width=20), TextColumn("{task.description}")) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda phase, fraction: bar.update(task, completed=fraction, description=phase)
+
+
 @contextmanager
 def search_progress(units: Units) -> Iterator[Callable[[SearchProgress], None]]:
     """A bar with the best value so far, the bound and the gap; yields the function that updates it."""
@@ -131,37 +161,6 @@ def search_progress(units: Units) -> Iterator[Callable[[SearchProgress], None]]:
             f"{now.phase}: best {units.time(now.best)}, bound {units.time(now.bound)}, gap {now.gap:.2%}",
             now.fraction,
         )
-
-
-@contextmanager
-def phase_progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar with the phase; yields the function that updates it."""
-    stderr = Console(stderr=True)
-    columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
-    with Progress(
-        *columns,
-        console=stderr,
-        transient=True,
-        redirect_stdout=False,  # what is printed meanwhile, such as JSON in a pipe, must not go to the terminal
-        redirect_stderr=False,
-        disable=not stderr.is_terminal,
-    ) as bar:
-        task = bar.add_task("starting", total=1.0)
-
-        def update(phase: str, fraction: float) -> None:
-            bar.update(task, completed=fraction, description=phase)
-
-        yield update
-
-
-@contextmanager
-def file_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of the bytes that were read; yields the function that is called with how many more."""
-    stderr = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), DownloadColumn())
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda count: bar.update(task, advance=count)
 
 
 @contextmanager
@@ -174,11 +173,14 @@ def job_progress() -> Iterator[Callable[[str, float, float], None]]:
 
 
 @contextmanager
-def spinner(text: str) -> Iterator[None]:
-    """A spinner with a text."""
+def file_progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of the bytes that were read; yields the function that is called with how many more."""
+    with progress_bar(TextColumn("reading"), BarColumn(bar_width=20), DownloadColumn()) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.update(task, advance=count)
+
+
+def spinner(text: str) -> AbstractContextManager[object]:
+    """Return a spinner with a text."""
     stderr = Console(stderr=True)
-    if stderr.is_terminal:
-        with stderr.status(text):
-            yield
-    else:
-        yield
+    return stderr.status(text) if stderr.is_terminal else nullcontext()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,22 +13,23 @@ from rich.text import Text
 
 from penstock.arguments import plural, printable
 from penstock.cli.options import (
+    PARSE_SEND_MODEL,
     SEND_MODELS,
     AsJson,
     GraphSizes,
     Lowered,
     Lowering,
     ScheduleSource,
+    choice,
     costs_from,
-    parse_send_model,
     schedule_from,
 )
-from penstock.cli.rendering import require_writable, say_written
+from penstock.cli.rendering import print_json, require_writable, say_written
 from penstock.errors import FormatError
 from penstock.families import families
 from penstock.formats import dumps, write_bytes
 from penstock.ir.schedule import Schedule
-from penstock.service import TIMELINE_FORMATS, check_record, is_file, order_of, render
+from penstock.service import TIMELINE_FORMATS, check_record, family_records, is_file, order_of, render
 from penstock.simulation.simulator import simulate
 from penstock.validation import SendModel, report, validate
 from penstock.view.grid import grid, unit_time
@@ -46,53 +45,22 @@ def list_families(*, as_json: AsJson = False) -> None:
       penstock list
       penstock list --json
     """
-    known = families().values()
     if as_json:
-        records = [
-            {
-                "name": family.name,
-                "summary": family.summary,
-                "stages_per_rank": family.stages_per_rank,
-                "aliases": list(family.aliases),
-                "group": family.smallest_group is not None,
-            }
-            for family in known
-        ]
-        typer.echo(json.dumps(records, indent=2))
-        return
+        return print_json(family_records())
+    known = families().values()
     width = max(len(family.name) for family in known)
     typer.echo(f"{'name':<{width}}  stages per rank  description")
     for family in known:
         stages = "any" if family.stages_per_rank is None else str(family.stages_per_rank)
         typer.echo(f"{family.name:<{width}}  {stages:<15}  {family.summary}")
+    return None
 
 
 # `penstock show`: build or read a schedule and draw it, print it, or write it to a file.
 
 
-class Format(str, Enum):
-    """The output formats."""
-
-    grid = "grid"
-    csv = "csv"
-    json = "json"
-    svg = "svg"
-    png = "png"
-    html = "html"
-    trace = "trace"
-
-
 _SUFFIXES = ("csv", "json", "svg", "png", "html")
-
-
-FormatOption: TypeAlias = Annotated[
-    Format | None,
-    typer.Option("--format", "-f", help="Output format; by default from the suffix of -o, else grid."),
-]
-OutputFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Output file; written completely or not at all."),
-]
+_FORMATS = ("grid", *_SUFFIXES, "trace")
 
 
 def show(
@@ -100,8 +68,14 @@ def show(
     *,
     sizes: GraphSizes,
     lowering: Lowering,
-    output_format: FormatOption = None,
-    output: OutputFile = None,
+    output_format: Annotated[
+        str | None,
+        choice("--format", _FORMATS, "Output format; by default from the suffix of -o, else grid.", short="-f"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Output file; written completely or not at all."),
+    ] = None,
 ) -> None:
     """With --costs, and in the formats svg, png, html and trace, the schedule is simulated and drawn over time.
 
@@ -118,7 +92,7 @@ def show(
         require_writable(output)
     shown = schedule_from(schedule, sizes, lowering)
     width = shutil.get_terminal_size().columns
-    if chosen is Format.grid and output is None:
+    if chosen == "grid" and output is None:
         Console(highlight=False, width=width).print(_grid(shown, lowering.costs, width), soft_wrap=True)
     else:
         _write(_content(shown, chosen, lowering.costs, width), output, shown)
@@ -128,29 +102,27 @@ def show(
         count = plural(len(errors), "error")
         typer.echo(f"penstock: {schedule} has {count}; run: penstock check {schedule}", err=True)
         raise typer.Exit(1)
-    if chosen is Format.grid and output is None:
+    if chosen == "grid" and output is None:
         typer.echo(f"order: {order_of(shown)}")
 
 
-def _choose_format(requested: Format | None, output: Path | None) -> Format:
+def _choose_format(requested: str | None, output: Path | None) -> str:
     suffix = output.suffix.lower()[1:] if output is not None else ""
-    by_suffix = Format(suffix) if suffix in _SUFFIXES else None
-    if requested is Format.trace and by_suffix is Format.json:
-        return requested
-    if requested and by_suffix and requested is not by_suffix:
-        raise typer.BadParameter(f"--format {requested.value} does not match the file {output}")
+    by_suffix = suffix if suffix in _SUFFIXES else None
+    if requested and by_suffix and requested != by_suffix and (requested, by_suffix) != ("trace", "json"):
+        raise typer.BadParameter(f"--format {requested} does not match the file {output}")
     if output is not None and not (requested or by_suffix):
         suffixes = ".csv, .json, .svg, .png or .html"
         raise typer.BadParameter(f"{output} does not end in {suffixes}; give --format, or change the suffix")
-    return requested or by_suffix or Format.grid
+    return requested or by_suffix or "grid"
 
 
-def _content(schedule: Schedule, chosen: Format, costs: str | None, width: int) -> bytes:
-    if chosen.value in TIMELINE_FORMATS:
-        return render(chosen.value, [simulate(schedule, costs_from(costs), with_period=True)])
-    if chosen is Format.grid:
+def _content(schedule: Schedule, chosen: str, costs: str | None, width: int) -> bytes:
+    if chosen in TIMELINE_FORMATS:
+        return render(chosen, [simulate(schedule, costs_from(costs), with_period=True)])
+    if chosen == "grid":
         return f"{_grid(schedule, costs, width).plain}\n".encode()
-    return dumps(schedule, chosen.value).encode()
+    return dumps(schedule, chosen).encode()
 
 
 def _write(content: bytes, output: Path | None, schedule: Schedule) -> None:
@@ -163,11 +135,8 @@ def _write(content: bytes, output: Path | None, schedule: Schedule) -> None:
 
 
 def _grid(schedule: Schedule, costs: str | None, width: int) -> Text:
-    header = (
-        f"{printable(schedule.name)}: {plural(schedule.num_ranks, 'rank')}, "
-        f"{plural(schedule.num_stages, 'stage')} ({schedule.placement.style}), "
-        f"{plural(schedule.microbatches, 'microbatch')}, {schedule.level}"
-    )
+    counts = _counts(schedule, f" ({schedule.placement.style})")
+    header = f"{printable(schedule.name)}: {counts}, {schedule.level}"
     if costs is not None:
         timeline = simulate(schedule, costs_from(costs))
         makespan = timeline.costs.units.time(timeline.makespan)
@@ -183,17 +152,12 @@ def _grid(schedule: Schedule, costs: str | None, width: int) -> Text:
     return Text.assemble(f"{header}\n\n", grid(schedule, width), footer)
 
 
+def _counts(schedule: Schedule, style: str = "") -> str:
+    stages = f"{plural(schedule.num_stages, 'stage')}{style}"
+    return f"{plural(schedule.num_ranks, 'rank')}, {stages}, {plural(schedule.microbatches, 'microbatch')}"
+
+
 # `penstock check`: validate the schedule in a file, or of a family, and report every error.
-
-
-StrictestSendModel: TypeAlias = Annotated[
-    SendModel,
-    typer.Option(
-        help=f"The strictest send model to check: {SEND_MODELS}.",
-        metavar="MODEL",
-        parser=parse_send_model,
-    ),
-]
 
 
 def check(
@@ -201,7 +165,15 @@ def check(
     *,
     sizes: GraphSizes,
     lowered: Lowered = False,
-    send_model: StrictestSendModel = SendModel.RENDEZVOUS,
+    send_model: Annotated[
+        SendModel,
+        typer.Option(
+            "--send-model",
+            help=f"The strictest send model to check: {SEND_MODELS}.",
+            metavar="MODEL",
+            **PARSE_SEND_MODEL,
+        ),
+    ] = SendModel.RENDEZVOUS,
     as_json: AsJson = False,
 ) -> None:
     """Exit code 0: valid. 1: invalid, or not a schedule. 2: no such file, or wrong usage.
@@ -217,25 +189,17 @@ def check(
     except FormatError as error:
         if not as_json:
             raise
-        answer = {"file": schedule, "valid": False, "unreadable": error.problems, "violations": []}
-        typer.echo(json.dumps(answer))
+        print_json({"file": schedule, "valid": False, "unreadable": error.problems, "violations": []})
         raise typer.Exit(1) from None
     violations = validate(checked, send_model)
     if as_json:
-        typer.echo(json.dumps({"file": schedule, **check_record(checked, violations)}, indent=2))
+        print_json({"file": schedule, **check_record(checked, violations)})
     elif violations:
         typer.echo(report(checked, violations))
         typer.echo(f"\n{schedule}: {plural(len(violations), 'error')}")
     else:
         models = ", ".join(str(model) for model in SendModel if model <= send_model)
-        typer.echo(f"{schedule}: valid ({_sizes_of(checked)}); no deadlock under send models {models}")
+        counts = f"{_counts(checked)}, {plural(checked.num_steps, 'action')}, {checked.level}"
+        typer.echo(f"{schedule}: valid ({counts}); no deadlock under send models {models}")
         typer.echo(f"order: {order_of(checked)}")
     raise typer.Exit(1 if violations else 0)
-
-
-def _sizes_of(schedule: Schedule) -> str:
-    return (
-        f"{plural(schedule.num_ranks, 'rank')}, {plural(schedule.num_stages, 'stage')}, "
-        f"{plural(schedule.microbatches, 'microbatch')}, "
-        f"{plural(schedule.num_steps, 'step')}, {schedule.level}"
-    )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from penstock.arguments import install_command
 from penstock.cli.options import (
@@ -16,7 +14,6 @@ from penstock.cli.options import (
     FamilyStages,
     GraphOption,
     MemoryLimit,
-    Objective,
     ObjectiveOption,
     Quantile,
     Seed,
@@ -24,9 +21,17 @@ from penstock.cli.options import (
     graph_from,
     parse_stages,
     quantile_from,
+    usage_errors,
 )
-from penstock.cli.rendering import print_table, require_writable, say_written, search_progress, write_json
-from penstock.errors import FormatError, PlacementError
+from penstock.cli.rendering import (
+    print_table,
+    report_console,
+    require_writable,
+    say_written,
+    search_progress,
+    write_json,
+)
+from penstock.errors import PlacementError
 from penstock.formats import format_of, write
 from penstock.ir.placement import Placement
 from penstock.search import SearchResult
@@ -35,10 +40,6 @@ from penstock.service import search_record
 from penstock.view.tables import family_table, result_lines
 from penstock.view.terminal import terminal
 
-RankCount: TypeAlias = Annotated[int, typer.Option("--ranks", "-p", help="Number of pipeline ranks.")]
-MicrobatchCount: TypeAlias = Annotated[
-    int, typer.Option("--microbatches", "-m", help="Number of microbatches.")
-]
 _STYLES = ("any", "loop", "v")
 
 
@@ -56,63 +57,52 @@ def _parse_placement(text: str) -> Placement | str:
         ) from None
 
 
-PlacementOption: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--placement",
-        metavar="any|loop|v|RANKS",
-        help="Placement of several stages per rank, or the rank of each stage: 0,1,1,0.",
-    ),
-]
-LiveLimit: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--live", metavar="N", help="Memory limit in live activations per rank, not bytes."),
-]
-Fused: TypeAlias = Annotated[bool, typer.Option("--fused", help="Do not split backward into I and W.")]
-TimeLimit: TypeAlias = Annotated[float, typer.Option("--seconds", help="Time limit of the search.")]
-MoveLimit: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--moves", help="Limit in search moves, not seconds; reproducible for a given seed."),
-]
-RobustnessJitter: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--jitter",
-        metavar="SHARE",
-        help="Rank the best schedules by robustness to step-time jitter, e.g. 0.05.",
-    ),
-]
-MayRecompute: TypeAlias = Annotated[
-    bool, typer.Option("--recompute", help="Also choose what is recomputed, so that it fits --memory.")
-]
-MayOffload: TypeAlias = Annotated[
-    bool, typer.Option("--offload", help="Also choose what waits on the host, so that it fits --memory.")
-]
-ScheduleFile: TypeAlias = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the schedule: .csv or .json.")
-]
-
-
 def search(
     *,
-    ranks: RankCount,
-    microbatches: MicrobatchCount,
+    ranks: Annotated[int, typer.Option("--ranks", "-p", help="Number of pipeline ranks.")],
+    microbatches: Annotated[int, typer.Option("--microbatches", "-m", help="Number of microbatches.")],
     stages_per_rank: FamilyStages = None,
-    placement: PlacementOption = "any",
+    placement: Annotated[
+        str,
+        typer.Option(
+            "--placement",
+            metavar="any|loop|v|RANKS",
+            help="Placement of several stages per rank, or the rank of each stage: 0,1,1,0.",
+        ),
+    ] = "any",
     graph: GraphOption = None,
     costs: CostsSource = None,
     memory: MemoryLimit = None,
-    live: LiveLimit = None,
-    recompute: MayRecompute = False,
-    offload: MayOffload = False,
-    objective: ObjectiveOption = Objective.makespan,
-    fused: Fused = False,
-    seconds: TimeLimit = 10.0,
-    moves: MoveLimit = None,
+    live: Annotated[
+        int | None,
+        typer.Option("--live", metavar="N", help="Memory limit in live activations per rank, not bytes."),
+    ] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Also choose what is recomputed, so that it fits --memory.")
+    ] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Also choose what waits on the host, so that it fits --memory.")
+    ] = False,
+    objective: ObjectiveOption = "makespan",
+    fused: Annotated[bool, typer.Option("--fused", help="Do not split backward into I and W.")] = False,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search.")] = 10.0,
+    moves: Annotated[
+        int | None,
+        typer.Option("--moves", help="Limit in search moves, not seconds; reproducible for a given seed."),
+    ] = None,
     seed: Seed = 0,
-    jitter: RobustnessJitter = None,
+    jitter: Annotated[
+        float | None,
+        typer.Option(
+            "--jitter",
+            metavar="SHARE",
+            help="Rank the best schedules by a quantile of their time when every action varies, e.g. by 0.05.",
+        ),
+    ] = None,
     quantile: Quantile = None,
-    output: ScheduleFile = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the schedule: .csv or .json.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """No schedule of the same work is shorter than the bound, so the gap limits what a better one can gain.
@@ -126,7 +116,9 @@ def search(
       penstock search -p 4 -m 16 --costs costs.toml --memory 40GiB --recompute --offload
     """
     if output is not None:
-        _require_schedule_file(output)
+        with usage_errors():
+            format_of(output)
+        require_writable(output)
     if (recompute or offload) and memory is None:
         raise typer.BadParameter("--recompute and --offload need --memory: without a limit nothing needs them")
     where = _parse_placement(placement)
@@ -145,7 +137,7 @@ def search(
             live_limit=live,
             recompute=recompute,
             offload=offload,
-            objective=objective.value,
+            objective=objective,
             split=not fused,
             seconds=seconds,
             moves=moves,
@@ -163,28 +155,18 @@ def search(
         say_written(output, as_json=as_json)
 
 
-def _require_schedule_file(output: Path) -> None:
-    """Fail before the search rather than after it."""
-    try:
-        format_of(output)
-    except FormatError as error:
-        raise typer.BadParameter(str(error)) from None
-    require_writable(output)
-
-
 def _print(result: SearchResult) -> None:
-    width = shutil.get_terminal_size().columns
-    console = Console(highlight=False, markup=False, width=width)
-    console.print(terminal(result.timeline, width), soft_wrap=True)
+    console = report_console()
+    console.print(terminal(result.timeline, console.width))
     console.print()
     for name, value, text in result_lines(result):
-        console.print(f"{name:<9} {value:<14} {text}", soft_wrap=True)
-    console.print(f"found by  {result.origin}", soft_wrap=True)
+        console.print(f"{name:<9} {value:<14} {text}")
+    console.print(f"found by  {result.origin}")
     console.print()
     print_table(family_table(result), console)
     if result.interrupted:
         console.print("\ninterrupted: this is the best schedule found so far")
     if result.skipped:
-        console.print(f"\ntime limit reached, not tried: {', '.join(result.skipped)}", soft_wrap=True)
+        console.print(f"\ntime limit reached, not tried: {', '.join(result.skipped)}")
     for each in result.missing:
-        console.print(f"\nnot installed, so not used: {each}; {install_command('search')}", soft_wrap=True)
+        console.print(f"\nnot installed, so not used: {each}; {install_command('search')}")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from penstock.arguments import plural
@@ -28,7 +23,7 @@ from penstock.cli.options import (
     Ranks,
     ScheduleSource,
     SendModelOption,
-    complete_family,
+    completing,
     costs_from,
     schedule_from,
     schedules_from,
@@ -36,7 +31,10 @@ from penstock.cli.options import (
 from penstock.cli.rendering import (
     empty_table,
     phase_progress,
+    print_json,
     print_table,
+    progress_bar,
+    report_console,
     require_suffix,
     say_written,
     write_json,
@@ -45,7 +43,14 @@ from penstock.cost.costs import Costs
 from penstock.families import families
 from penstock.formats import write_bytes
 from penstock.ir.schedule import Schedule
-from penstock.service import add_messages, collectives_of, jitter_quantiles, render, simulation_record
+from penstock.service import (
+    add_messages,
+    collectives_of,
+    comparison_record,
+    jitter_quantiles,
+    render,
+    simulation_record,
+)
 from penstock.simulation.comparison import comparison_of, rank_costs
 from penstock.simulation.gaps import REASONS, Gaps, gaps
 from penstock.simulation.simulator import simulate as run_simulation
@@ -62,19 +67,15 @@ _LONGEST_GAPS = 5
 _SHOWN_EVERY = 10_000  # lines between two updates of the progress bar
 
 
-BlockingReceives: TypeAlias = Annotated[
-    bool,
-    typer.Option("--blocking-receives", help="A receive blocks its rank until the message arrives."),
-]
-
-
 def simulate(
     schedule: ScheduleSource,
     *,
     sizes: GraphSizes,
     lowering: Lowering,
     send_model: SendModelOption = SendModel.BUFFERED,
-    blocking_receives: BlockingReceives = False,
+    blocking_receives: Annotated[
+        bool, typer.Option("--blocking-receives", help="A receive blocks its rank until the message arrives.")
+    ] = False,
     jitter: JitterShare = None,
     as_json: AsJson = False,
 ) -> None:
@@ -118,25 +119,23 @@ def _write_json(
 
 
 def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None) -> None:
-    width = shutil.get_terminal_size().columns
-    console = Console(highlight=False, markup=False, width=width)
+    console = report_console()
     units = timeline.costs.units
-    console.print(terminal(timeline, width), soft_wrap=True)
+    console.print(terminal(timeline, console.width))
     console.print()
     for name in ("makespan", "span", "period"):
         time = units.time(getattr(timeline, name))
         console.print(f"{name:<9} {time:<12} {timeline.bubble(name):.1%} idle")
     bound = timeline.bound
     verdict = bound.verdict(timeline.makespan)
-    console.print(f"bound     {units.time(bound.seconds):<12} {verdict}", soft_wrap=True)
+    console.print(f"bound     {units.time(bound.seconds):<12} {verdict}")
     if timeline.costs == Costs() and (note := stage_unit_text(timeline.schedule)):
-        console.print(f"units     {note.removeprefix('units are ')}", soft_wrap=True)
+        console.print(f"units     {note.removeprefix('units are ')}")
     if collectives := collectives_of(timeline):
         console.print("sharding  " + ", ".join(f"{count} {name}" for name, count in collectives.items()))
     if quantiles is not None:
-        console.print(
-            "jitter    " + ", ".join(f"{name} {units.time(value)}" for name, value in quantiles.items())
-        )
+        values = ", ".join(f"{name} {units.time(value)}" for name, value in quantiles.items())
+        console.print(f"jitter    {values}")
     console.print()
     print_table(_table(timeline, idle), console)
     longest = np.argsort(-idle.length, kind="stable")[:_LONGEST_GAPS].tolist()
@@ -144,7 +143,7 @@ def _print(timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None) -
         console.print("\nlongest idle gaps:")
     scale = units.time_scale(timeline.makespan)
     for each in longest:
-        console.print(f"  {idle[each].text(scale)}", soft_wrap=True)
+        console.print(f"  {idle[each].text(scale)}")
 
 
 def _table(timeline: Timeline, idle: Gaps) -> Table:
@@ -166,39 +165,33 @@ def _table(timeline: Timeline, idle: Gaps) -> Table:
 # `penstock compare`: several schedules and microbatch counts under one cost model.
 
 
-ScheduleSources: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="NAME|FILE...",
-        help="Families or files; by default all families.",
-        autocompletion=complete_family,
-    ),
-]
-MicrobatchCounts: TypeAlias = Annotated[
-    list[int] | None,
-    typer.Option("--microbatches", "-m", help="Number of microbatches; may be repeated."),
-]
-Groups: TypeAlias = Annotated[
-    list[int] | None,
-    typer.Option("--group", help="Group of interleaved families, see show; may be repeated."),
-]
-PictureFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Draw all on one time axis: .svg, .png or .html."),
-]
-
-
 def compare(
-    schedules: ScheduleSources = None,
+    schedules: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME|FILE...",
+            help="Families or files; by default all families.",
+            autocompletion=completing(families),
+        ),
+    ] = None,
     *,
     ranks: Ranks = None,
-    microbatches: MicrobatchCounts = None,
+    microbatches: Annotated[
+        list[int] | None,
+        typer.Option("--microbatches", "-m", help="Number of microbatches; may be repeated."),
+    ] = None,
     stages_per_rank: FamilyStages = None,
-    group: Groups = None,
+    group: Annotated[
+        list[int] | None,
+        typer.Option("--group", help="Group of interleaved families, see show; may be repeated."),
+    ] = None,
     graph: GraphOption = None,
     costs: CostsSource = None,
     send_model: SendModelOption = SendModel.BUFFERED,
-    output: PictureFile = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Draw all on one time axis: .svg, .png or .html."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Without --costs, all rows do the same work per microbatch: with v stages per rank, a stage costs 1/v of
@@ -225,10 +218,10 @@ def compare(
     timelines = _simulate_all(compared, None if costs is None else costs_from(costs), send_model)
     if output is not None and picture is not None:
         write_bytes(render(picture, timelines), output)
-    rows = [comparison_of(timeline) for timeline in timelines]
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        print_json([comparison_record(timeline) for timeline in timelines])
     else:
+        rows = [comparison_of(timeline) for timeline in timelines]
         print_table(comparison_table(rows))
         typer.echo("\n".join(["", *comparison_notes(rows, unit_costs=costs is None)]))
     if output is not None:
@@ -236,9 +229,7 @@ def compare(
 
 
 def _simulate_all(schedules: list[Schedule], costs: Costs | None, send_model: SendModel) -> list[Timeline]:
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        tracked = bar.track(schedules, description="simulating")
+    with progress_bar() as bar:
         return [
             run_simulation(
                 add_messages(schedule, send_model),
@@ -246,16 +237,11 @@ def _simulate_all(schedules: list[Schedule], costs: Costs | None, send_model: Se
                 send_model=send_model,
                 with_period=True,
             )
-            for schedule in tracked
+            for schedule in bar.track(schedules, description="simulating")
         ]
 
 
 # `penstock trace`: write a simulated timeline for Perfetto or chrome://tracing.
-
-
-TraceFile: TypeAlias = Annotated[
-    Path, typer.Option("--output", "-o", metavar="FILE", help="Output file, .json.")
-]
 
 
 def trace(
@@ -264,7 +250,9 @@ def trace(
     sizes: GraphSizes,
     lowering: Lowering,
     send_model: SendModelOption = SendModel.BUFFERED,
-    output: TraceFile = Path("trace.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Output file, .json.")] = Path(
+        "trace.json"
+    ),
 ) -> None:
     """
     Examples:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, EnumMeta
 from typing import Any
 
 import typer
@@ -62,10 +61,18 @@ _KINDS = {"int_parsing": "an integer", "int_from_float": "an integer", "float_pa
 """What pydantic's kinds of errors want."""
 
 
+class ValueNameError(typer.BadParameter):
+    """A value that is none of the known names; the message names the option, or the argument."""
+
+    def __init__(self, name: str, known: Sequence[str], given: str) -> None:
+        near = did_you_mean(given, known)
+        super().__init__(f"{name} is one of {', '.join(known)} (given {printable(given)}){near}")
+
+
 def usage_message(error: Any) -> str:  # noqa: ANN401 -- one of two classes
     """Return the message, with the option or argument it is about, the given value, and where to read more."""
     if isinstance(error, typer.BadParameter):
-        if error.param is None:  # of a command's own checks, complete
+        if error.param is None or isinstance(error, ValueNameError):  # of a command's own checks, complete
             return str(error.message)
         if error.message:
             return _value_message(error)
@@ -86,8 +93,6 @@ def _value_message(error: Any) -> str:  # noqa: ANN401 -- as above
         error.__cause__.errors()[0] if hasattr(error.__cause__, "errors") else {"type": "", "input": ""}
     )
     given = printable(str(details["input"]))
-    if (choices := _choices(error.param)) and given:
-        return f"{name} is one of {', '.join(choices)} (given {given}){did_you_mean(given, choices)}"
     limits = details.get("ctx", {})
     wanted = _KINDS.get(details["type"], "")
     wanted = f"at least {limits['ge']}" if "ge" in limits else wanted
@@ -95,12 +100,3 @@ def _value_message(error: Any) -> str:  # noqa: ANN401 -- as above
     if wanted:
         return f"{name} must be {wanted} (given {given})"
     return str(error.message) if error.message.startswith(name) else f"{name}: {error.message}"
-
-
-def _choices(parameter: Any) -> list[str]:  # noqa: ANN401 -- an option or argument
-    """Return the values that a parameter with an enum can have."""
-    annotation: Any = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
-    if not isinstance(annotation, EnumMeta):
-        return []
-    members: list[Enum] = list(annotation)
-    return [str(each.value) for each in members]

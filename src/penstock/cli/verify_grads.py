@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-import json
-from math import isfinite
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
 
 from penstock.arguments import printable
-from penstock.cli.options import AsJson, GraphSizes, complete_family, schedules_from
-from penstock.cli.rendering import print_table
+from penstock.cli.options import AsJson, GraphSizes, completing, schedules_from
+from penstock.cli.rendering import empty_table, print_json, print_table, progress_bar
 from penstock.families import families
 from penstock.ir.schedule import Schedule
+from penstock.service import verification_record
 
 if TYPE_CHECKING:
     from penstock.runtime.verification import Deviation, Verdict
 
 
-ModelFunction: TypeAlias = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODULE:FUNCTION", help="Returns model or stages, loss, inputs, target; as by python -m."
-    ),
-]
-ScheduleSources: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="NAME|FILE...", help="Families, or .csv or .json files.", autocompletion=complete_family
-    ),
-]
-AllFamilies: TypeAlias = Annotated[bool, typer.Option("--all", help="All families that have a backward.")]
-StepCount: TypeAlias = Annotated[int, typer.Option("--steps", "-k", min=1, help="Number of training steps.")]
-Tolerance: TypeAlias = Annotated[
-    float | None,
-    typer.Option("--tolerance", metavar="SHARE", help="Largest allowed relative error, e.g. 1e-4."),
-]
-
-
 def verify_grads(
-    function: ModelFunction,
-    schedules: ScheduleSources = None,
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION", help="Returns model or stages, loss, inputs, target; as by python -m."
+        ),
+    ],
+    schedules: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME|FILE...",
+            help="Families, or .csv or .json files.",
+            autocompletion=completing(families),
+        ),
+    ] = None,
     *,
-    every: AllFamilies = False,
+    every: Annotated[bool, typer.Option("--all", help="All families that have a backward.")] = False,
     sizes: GraphSizes,
-    steps: StepCount = 2,
-    tolerance: Tolerance = None,
+    steps: Annotated[int, typer.Option("--steps", "-k", min=1, help="Number of training steps.")] = 2,
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", metavar="SHARE", help="Largest allowed relative error, e.g. 1e-4."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The function returns the model (an nn.Sequential, a decoder of transformers, or a list of stages of your
@@ -68,7 +59,7 @@ def verify_grads(
     verified = list(schedules_from(_names(schedules or [], every=every), sizes))
     found = _verify(function, verified, steps, tolerance)
     if as_json:
-        typer.echo(json.dumps(_record(found), indent=2, allow_nan=False))
+        print_json(verification_record(found))
     else:
         _print(found)
     if all(verdict.rejected for verdict in found):
@@ -80,8 +71,7 @@ def _verify(function: str, schedules: list[Schedule], steps: int, tolerance: flo
     from penstock.runtime.verification import verdicts  # noqa: PLC0415 -- torch, which is an extra
 
     found: list[Verdict] = []
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("starting", total=len(schedules))
         for verdict in verdicts(function, schedules, steps=steps, tolerance=tolerance):
             found.append(verdict)
@@ -99,48 +89,8 @@ def _names(names: list[str], *, every: bool) -> list[str]:
     return names
 
 
-# --- output ----------------------------------------------------------------------------------------
-
-
-def _record(found: list[Verdict]) -> dict[str, Any]:
-    return {
-        "equal": all(verdict.equal for verdict in found),
-        "schedules": [
-            {
-                "schedule": verdict.schedule,
-                "ranks": verdict.ranks,
-                "stages": verdict.stages,
-                "microbatches": verdict.microbatches,
-                "equal": verdict.equal,
-                "tolerance": verdict.tolerance,
-                "loss_error": _number(verdict.loss),
-                "norm_error": _number(verdict.norm),
-                "worst_gradient": _deviation(verdict.gradient),
-                "worst_parameter": _deviation(verdict.parameter),
-                "rejected": verdict.rejected or None,
-                "cause": verdict.cause or None,
-            }
-            for verdict in found
-        ],
-    }
-
-
-def _number(error: float) -> float | None:
-    """None where the error is not finite, which JSON cannot represent."""
-    return error if isfinite(error) else None
-
-
-def _deviation(worst: Deviation | None) -> dict[str, Any] | None:
-    if worst is None:
-        return None
-    return {"name": worst.name, "stage": worst.stage, "step": worst.step, "error": _number(worst.error)}
-
-
 def _print(found: list[Verdict]) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule")
-    for name in ("loss", "gradient", "norm", "parameters"):
-        table.add_column(name, justify="right")
+    table = empty_table("schedule", "loss", "gradient", "norm", "parameters", left=1)
     table.add_column("")
     table.add_column("worst gradient", overflow="fold")
     for verdict in found:

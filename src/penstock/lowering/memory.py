@@ -58,7 +58,7 @@ def parse_policy(text: str, num_stages: int | None = None) -> tuple[tuple[int, .
     match = _TEXT.fullmatch(text)
     if match is None or not text or text.endswith(":"):
         forms = "all, every=N, longer=N, or stages such as 0-2 or 0,3:every=2"
-        raise ScheduleError(f"unknown policy {printable(text)!r}; policies are {forms}")
+        raise ScheduleError(f"unknown policy {printable(text)!r}; policies are {forms}", parameter="policy")
     policy = Policy(**{match["rule"]: int(match["n"])}) if match["rule"] else Policy()
     if match["stages"] is None:
         return None, policy
