@@ -13,7 +13,7 @@ import penstock
 from penstock import Costs, PlanError, simulate
 from penstock.planning import Layer, Model, model_of_keys, plan, read_model
 from penstock.planning.options import technique_of
-from penstock.search.memory_policies import without_memory_actions
+from penstock.search.passes import without_memory_actions
 from tests.support.grids import small
 from tests.support.planning_models import layer, quick_plan, stub_search
 

@@ -11,7 +11,7 @@ from penstock import Costs
 from penstock.ir.schedule import Schedule
 from penstock.search import driver, exact, policy_search, search
 from penstock.search.driver import PlacementSearch
-from penstock.search.memory_policies import FitMemory
+from penstock.search.passes import FitMemory
 from penstock.simulation.timeline import Timeline
 
 _FAMILY_SECONDS = 1000.0

@@ -18,7 +18,7 @@ from penstock.ir.schedule import Schedule
 from penstock.planning.configuration import Configuration
 from penstock.planning.options import Option
 from penstock.planning.request import PlanRequest
-from penstock.search.memory_policies import simple_policies
+from penstock.search.passes import simple_policies
 
 
 class Candidate(NamedTuple):

@@ -23,7 +23,7 @@ from penstock.planning.options import TECHNIQUES, Option, Rejected, class_of, fr
 from penstock.planning.refinement import Searcher, rank_by_quantile, refine
 from penstock.planning.request import PlanRequest
 from penstock.search import OnProgress, search
-from penstock.search.memory_policies import without_memory_actions
+from penstock.search.passes import without_memory_actions
 from penstock.simulation.simulator import simulate
 
 _CLASSES = ("none", "recompute", "offload", "both")

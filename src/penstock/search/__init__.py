@@ -10,7 +10,7 @@ from penstock.callable_package import make_callable
 from penstock.cost.costs import Costs
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement, StagesPerRank
-from penstock.search.memory_policies import FitMemory
+from penstock.search.passes import FitMemory, PlaceSharding
 from penstock.search.request import (
     Budget,
     Jitter,
@@ -21,7 +21,6 @@ from penstock.search.request import (
     require_bytes,
     require_memory,
 )
-from penstock.search.sharding import PlaceSharding
 
 __all__ = ["FitMemory", "OnProgress", "PlaceSharding", "Progress", "SearchResult", "search"]
 

@@ -45,7 +45,7 @@ from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.search import exact
 from penstock.search.driver import run
-from penstock.search.memory_policies import FitMemory, without_memory_actions
+from penstock.search.passes import FitMemory, without_memory_actions
 from penstock.search.problem import Problem
 from penstock.search.request import Budget, Jitter, OnProgress, Progress, SearchResult, gap_of
 from penstock.search.seeds import family_builders, serial

@@ -84,9 +84,7 @@ class SearchRequest:
             )
 
     def _errors_in_choices(self) -> Iterator[str | Message]:
-        if self.objective not in OBJECTIVES:
-            given = printable(repr(self.objective))
-            yield Message(Parameter("objective"), f" must be one of {', '.join(OBJECTIVES)} (given {given})")
+        yield from objective_errors(self.objective)
         if not isinstance(self.placement, Placement):
             if self.placement not in _PLACEMENTS:
                 given = printable(repr(self.placement))
@@ -201,9 +199,11 @@ def gap_of(value: float, bound: float) -> float:
     return 0.0 if gap < _ROUNDING else gap
 
 
-def rounded(value: float) -> float:
-    """The value without the noise of its last digits, to compare objectives."""
-    return float(f"{value:.12g}")
+def objective_errors(objective: str) -> Iterator[Message]:
+    """Yield why this is no objective, if it is none."""
+    if objective not in OBJECTIVES:
+        given = printable(repr(objective))
+        yield Message(Parameter("objective"), f" must be one of {', '.join(OBJECTIVES)} (given {given})")
 
 
 def check_memory_limit(limit: object) -> None:

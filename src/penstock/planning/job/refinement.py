@@ -21,7 +21,7 @@ from penstock.planning.job.layouts import JobOption
 from penstock.planning.memory_policies import offloading_schedules
 from penstock.planning.options import frontier, technique_of
 from penstock.search import Progress, search
-from penstock.search.memory_policies import FitMemory
+from penstock.search.passes import FitMemory
 from penstock.simulation.jitter import Spread, simulate_with_jitter
 
 _SEARCHED, _WITH_JITTER = 2, 10

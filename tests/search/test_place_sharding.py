@@ -15,7 +15,7 @@ from penstock import Costs, Kind, Schedule, ScheduleError, SearchError, SendMode
 from penstock.lowering import AddCommunication, AddGradReduction, AddSharding
 from penstock.lowering.sharding import with_reductions, with_sharding
 from penstock.search import PlaceSharding
-from penstock.search.sharding import RankSteps, plan_rank
+from penstock.search.passes import RankSteps, plan_rank
 from tests.support.grids import repetitions, small
 from tests.support.passes import after
 from tests.support.random_costs import random_costs
@@ -89,7 +89,7 @@ def test_gathers_fall_as_memory_grows() -> None:
 # --- the plan of one rank ---------------------------------------------------------------------------
 
 
-def steps(text: str, size: float = 1, gather: float = 1) -> RankSteps:
+def steps(text: str, size: float = 1, gather: float = 0) -> RankSteps:
     """Steps of one second, each a letter for its stage."""
     stages = sorted(set(text))
     used = np.array([[letter == stage for letter in text] for stage in stages])
@@ -97,8 +97,8 @@ def steps(text: str, size: float = 1, gather: float = 1) -> RankSteps:
     return RankSteps(used, start, start + 1, [size] * len(stages), [gather] * len(stages))
 
 
-def plan(text: str, room: float, lead: float = 0) -> list[str]:
-    held = plan_rank(steps(text), np.full(len(text), float(room)), lead)
+def plan(text: str, room: float) -> list[str]:
+    held = plan_rank(steps(text), np.full(len(text), float(room)))
     return ["".join("#" if each else "." for each in row) for row in held]
 
 
@@ -113,7 +113,7 @@ def test_every_order_of_equal_stages_is_gathered_as_seldom_as_possible() -> None
     for _ in range(60):
         text = "".join(rng.choice("abcd") for _ in range(rng.randint(1, 12)))
         for room in (1, 2, 3):
-            held = plan_rank(steps(text), np.full(len(text), float(room)), 0)
+            held = plan_rank(steps(text), np.full(len(text), float(room)))
             assert (held.sum(axis=0) <= room).all()
             found = int(held[:, 0].sum() + (held[:, 1:] & ~held[:, :-1]).sum())
             assert found == fewest_gathers(text, room), (text, room)
