@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 
 from penstock import Costs, Placement, search
-from penstock.bounds import OBJECTIVES, RankBounds, Workload, bounds
+from penstock.bounds import OBJECTIVES, Workload, bounds, rank_bounds
 from penstock.search.exact import Effort, solve
 from penstock.search.problem import Problem
 from penstock.search.seeds import serial
@@ -45,8 +45,8 @@ def test_activations_of_no_bytes_need_no_memory(objective: str, split: bool) -> 
     assert bounds(work, 0, objective)[0].seconds == free
     best = search(ranks=3, microbatches=3, costs=costs, objective=objective, split=split, moves=4000).value
     for limit in (0, 4):
-        few = RankBounds(work, limit, objective)
-        found = [bound.seconds for bound in few.bounds(best, lambda states: states / 10_000)]
+        few = rank_bounds(work, limit, objective, best, lambda states: states / 10_000)
+        found = [bound.seconds for bound in few]
         assert 0 < max(found) <= best
 
 

@@ -9,8 +9,7 @@ import pytest
 
 import penstock
 from penstock import Costs, Placement, StageGraph, search, simulate
-from penstock.bounds import RankBounds, Workload, bounds
-from penstock.bounds.lower_bounds import RankChain, RankOrders
+from penstock.bounds import RankOrders, Workload, bounds, rank_bounds
 from penstock.ir.kinds import Kind
 from penstock.search.problem import Problem
 from tests.support.grids import examples, repetitions
@@ -31,10 +30,10 @@ def limited(rng: random.Random) -> Problem:
     return problem
 
 
-def orders(problem: Problem, ranks: tuple[int, ...], width: int) -> RankOrders:
+def orders(problem: Problem, ranks: tuple[int, ...]) -> RankOrders:
     assert problem.memory_limit is not None
     alone = problem.objective != "makespan"
-    return RankOrders(RankChain(problem.work, problem.memory_limit, ranks, alone), width)
+    return RankOrders(problem.work, problem.memory_limit, ranks, alone)
 
 
 def test_no_bound_exceeds_the_best_of_all_orders() -> None:
@@ -45,7 +44,7 @@ def test_no_bound_exceeds_the_best_of_all_orders() -> None:
         best = best_of(problem)
         most = problem.placement.num_ranks if problem.objective == "makespan" else 1
         ranks = tuple(sorted(rng.sample(range(problem.placement.num_ranks), rng.randint(1, most))))
-        found = orders(problem, ranks, rng.choice((1, 1, 2, 8))).least(rng.choice((2, 1.05)) * best, never)
+        found = orders(problem, ranks).least(rng.choice((1, 1, 2, 8)), rng.choice((2, 1.05)) * best, never)
         assert found <= best * (1 + 1e-9), (problem, ranks)
         for bound in bounds(problem.work, problem.memory_limit, problem.objective):
             assert bound.seconds <= best * (1 + 1e-9), (problem, bound)
@@ -62,8 +61,8 @@ def test_no_family_beats_a_bound_at_its_own_peak_of_memory(name: str) -> None:
         split = schedule.table.has(Kind.I)
         work = Workload(schedule.placement, schedule.microbatches, costs, split=split)
         for alone, value in ((False, timeline.makespan), (True, timeline.span)):
-            chain = RankChain(work, max(timeline.peak_memory), (rng.randrange(p),), alone)
-            found = RankOrders(chain, 2).least(1.5 * value, lambda states: states > 2000)
+            chain = RankOrders(work, max(timeline.peak_memory), (rng.randrange(p),), alone)
+            found = chain.least(2, 1.5 * value, lambda states: states > 2000)
             assert found <= value * (1 + 1e-9), (p, costs, chain.ranks)
 
 
@@ -74,7 +73,7 @@ def test_all_ranks_without_merging_give_the_optimum() -> None:
         costs = replace(problem.costs, backward=None, bandwidth=None, launch_overhead=0)
         problem = replace(problem, costs=costs, objective="makespan")
         best = best_of(problem)
-        found = orders(problem, tuple(range(problem.placement.num_ranks)), 10_000).least(2 * best, never)
+        found = orders(problem, tuple(range(problem.placement.num_ranks))).least(10_000, 2 * best, never)
         assert found == pytest.approx(best, rel=1e-9), problem
 
 
@@ -85,7 +84,7 @@ def test_what_little_memory_costs_each_microbatch_is_counted(p: int, ranks: tupl
     """Twelve microbatches of a V with room for p activations: ranks idle in the steady state too."""
     work = Workload(Placement.v(p), 12, CHUNKS)
     busy = 12 * 2 * (4959 + 5217 + 3519)
-    found = RankOrders(RankChain(work, p, ranks), 8).least(2.0 * (busy + idle), never)
+    found = RankOrders(work, p, ranks).least(8, 2.0 * (busy + idle), never)
     assert found == busy + idle
     assert found > bounds(work, p)[0].seconds + 15_000
 
@@ -102,7 +101,7 @@ def test_a_search_proves_what_is_too_large_for_the_exact_solver(placement: Place
 def test_a_bound_is_never_above_the_order_that_is_known() -> None:
     work = Workload(Placement.v(3), 6, CHUNKS)
     known = bounds(work, 3)[0].seconds + 10
-    assert RankOrders(RankChain(work, 3, (2,)), 4).least(known, never) == known
+    assert RankOrders(work, 3, (2,)).least(4, known, never) == known
 
 
 def test_a_bound_that_is_stopped_early_is_lower() -> None:
@@ -113,21 +112,26 @@ def test_a_bound_that_is_stopped_early_is_lower() -> None:
         layers.append(states)
         return len(layers) > 30
 
-    whole = RankOrders(RankChain(work, 3, (2,)), 4).least(1e9, never)
-    part = RankOrders(RankChain(work, 3, (2,)), 4).least(1e9, is_over)
+    whole = RankOrders(work, 3, (2,)).least(4, 1e9, never)
+    part = RankOrders(work, 3, (2,)).least(4, 1e9, is_over)
     assert 12 * 27_390 < part < whole
 
 
 def test_ranks_are_added_to_the_best_until_the_effort_is_used() -> None:
     work = Workload(Placement.v(3), 6, CHUNKS)
-    few = RankBounds(work, 3, "makespan")
-    found = list(few.bounds(1e9, lambda _: 0.0))
+    states: list[int] = []
+
+    def used(count: int) -> float:
+        states.append(count)
+        return 0.0
+
+    found = list(rank_bounds(work, 3, "makespan", 1e9, used))
     reasons = [bound.because for bound in found[:6]]
     assert sorted(reasons[:3]) == [f"no order of rank {rank} takes less" for rank in range(3)]
     assert sorted(reasons[3:5]) == [f"no order of ranks {first} takes less" for first in ("0 and 2", "1 and 2")]
     assert reasons[5] == "no order of ranks 0, 1 and 2 takes less"
-    assert few.states > 0
-    assert list(RankBounds(work, 3, "makespan").bounds(1e9, lambda _: 1.0)) == []
+    assert states[-1] > 0
+    assert list(rank_bounds(work, 3, "makespan", 1e9, lambda _: 1.0)) == []
 
 
 @pytest.mark.parametrize(
@@ -141,5 +145,4 @@ def test_ranks_are_added_to_the_best_until_the_effort_is_used() -> None:
     ],
 )
 def test_nothing_is_claimed_of_what_the_chain_does_not_describe(work: Workload) -> None:
-    assert not RankBounds(work, 4, "makespan").applies
-    assert list(RankBounds(work, 4, "makespan").bounds(100.0, lambda _: 0.0)) == []
+    assert list(rank_bounds(work, 4, "makespan", 100.0, lambda _: 0.0)) == []

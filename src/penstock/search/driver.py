@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.arguments import plural
-from penstock.bounds import Bound, RankBounds, Workload, bounds
+from penstock.bounds import Bound, Workload, bounds, rank_bounds
 from penstock.compilation import COMPILED
 from penstock.cost.costs import Costs
 from penstock.ir.encoding import Ints
@@ -225,8 +225,8 @@ class PlacementSearch:
 
         `used` tells the share of the effort that is used, for a number of states.
         """
-        few = RankBounds(self.work, self.problem.memory_limit, self.problem.objective)
-        for bound in few.bounds(best, used):
+        problem = self.problem
+        for bound in rank_bounds(self.work, problem.memory_limit, problem.objective, best, used):
             if gap_of(bound.seconds, self.bound.seconds):
                 self.bound = bound
 

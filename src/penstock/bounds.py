@@ -5,20 +5,326 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.bounds.workload import Bound, Jobs, Window, Workload, worst
 from penstock.cost.costs import Costs
 from penstock.cost.effects import held_bytes
 from penstock.cost.memory import activation_bytes, fixed_bytes_of, stage_bytes
+from penstock.cost.prices import StreamSeconds, edge_prices, pair_seconds, stream_seconds
 from penstock.ir.encoding import Bools, Floats, Ints
+from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind, MemoryLine
+from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+
+OBJECTIVES = ("makespan", "span", "period")
+"""What to minimize (defined in `penstock.simulation.timeline`)."""
+_ROUNDING = 1e-9
+
+# Workload: what has to be done whatever the order, and the longest chains of it before and after each action.
+#
+# head     of an action: the longest chain of work that has to end before it can start
+# tail     of an action: the longest chain of work that can only start once it has ended
+# machine  what does one thing at a time: a rank that runs step after step; where it may run overlapped
+#          pairs, its compute stream, its all-to-all stream, its forwards and its backwards each by themselves
+
+
+_NEVER = float("-inf")
+
+Chains = dict[str, list[float]]
+"""Heads or tails: for F, I (or B) and W, per stage."""
+Window = tuple[Chains, Chains]
+"""Heads and tails."""
+Jobs = list[tuple[float, float, float]]
+"""Head, seconds and tail of all microbatches of each kind and stage of a rank."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What has to be done, whatever the order."""
+
+    placement: Placement
+    microbatches: int
+    costs: Costs
+    trains: bool = True
+    split: bool = True
+    """Whether a backward may be done as I and W."""
+    paired: bool = False
+    """Whether a forward and a backward may run as an overlapped pair."""
+    graph: StageGraph | None = None
+    """Which stage feeds which; a chain unless given."""
+    recomputed: tuple[int, ...] = ()
+    """Per stage: how many microbatches have a RECOMPUTE; none unless given."""
+    offloaded: tuple[int, ...] = ()
+    """Per stage: how many microbatches have an OFFLOAD; none unless given."""
+    may_recompute: bool = False
+    """Whether an order may recompute any microbatch: that relieves memory, and its time is no required work."""
+    may_offload: bool = False
+
+    @cached_property
+    def stage_graph(self) -> StageGraph:
+        """Which stage feeds which."""
+        return self.graph or StageGraph.chain(self.placement.num_stages)
+
+    @cached_property
+    def _streams(self) -> StreamSeconds:
+        return stream_seconds(self.costs, self.placement.num_stages)
+
+    @cached_property
+    def _steps(self) -> dict[str, list[float]]:
+        """For F, I (or B) and W, per stage: seconds of the shortest step that does it."""
+        seconds = self._streams.alone
+        if self.paired:  # a pair takes as long as one beside nothing, or as its fixed cost
+            nothing = StreamSeconds(*(np.zeros(seconds.shape[1]),) * 3)
+            for kind in (Kind.F, Kind.I, Kind.B):
+                together = pair_seconds(self.costs, self._streams.of(kind.number, slice(None)), nothing)
+                seconds[kind.number] = np.minimum(seconds[kind.number], together)
+        return self._least(seconds)
+
+    def _least(self, seconds: Floats) -> dict[str, list[float]]:
+        """For F, I (or B) and W: the least seconds, of those per kind and stage, in which all of it is done.
+
+        I is the shortest action that computes the input gradient, W what must be done besides it.
+        """
+        forward, i, w, b = (seconds[kind.number] for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
+        first = np.minimum(i, b) if self.split else b
+        rest = np.maximum(np.minimum(i + w, b) - first, 0.0) if self.split else np.zeros_like(b)
+        return {"F": forward.tolist(), "I": first.tolist(), "W": rest.tolist()}
+
+    @property
+    def forward(self) -> list[float]:
+        """F per stage."""
+        return self._steps["F"]
+
+    @property
+    def input_gradient(self) -> list[float]:
+        """Per stage: the shortest action that computes the input gradient, I or B."""
+        return self._steps["I"]
+
+    @property
+    def weight_gradient(self) -> list[float]:
+        """Per stage: what must be done of a backward besides the input gradient."""
+        return self._steps["W"]
+
+    @cached_property
+    def recompute(self) -> list[float]:
+        """Per stage: RECOMPUTE with its launch, where any microbatch has one."""
+        seconds = self._streams.alone[Kind.RECOMPUTE.number] + self.costs.launch_overhead
+        counts = self.recomputed or (0,) * self.placement.num_stages
+        return [float(each) if count else 0.0 for each, count in zip(seconds, counts)]
+
+    @cached_property
+    def _always_recomputed(self) -> list[float]:
+        """Per stage: RECOMPUTE with its launch, where every microbatch has one."""
+        counts = self.recomputed or (0,) * self.placement.num_stages
+        return [each if count == self.microbatches else 0.0 for each, count in zip(self.recompute, counts)]
+
+    @cached_property
+    def _hops(self) -> dict[str, list[float]]:
+        """Per value and edge: seconds of a message on a free channel; 0 between stages of one rank."""
+        hosts = np.array(self.placement.stage_to_rank)
+        source, target = self.stage_graph.ends
+        apart = hosts[source] != hosts[target]
+        prices = {v: edge_prices(self.costs, self.stage_graph, v).total for v in ("activation", "gradient")}
+        prices["activation"] = prices["activation"][self.stage_graph.carriers(hosts)]
+        return {value: np.where(apart, seconds, 0.0).tolist() for value, seconds in prices.items()}
+
+    def _hop(self, value: str, source: int, target: int) -> float:
+        return self._hops[value][self.stage_graph.number[source, target]]
+
+    def _pair_factor(self, rank: int, stream: Floats) -> float:
+        """The least ratio of an overlapped pair on a rank to the seconds of its parts on one stream."""
+        own = list(self.placement.stages_of_rank[rank])
+        forward, back = (np.repeat(own, 2 * len(own)), np.tile(own, 2 * len(own)))
+        kinds = np.tile(np.repeat([Kind.B.number, Kind.I.number], len(own)), len(own))
+        together = pair_seconds(
+            self.costs, self._streams.of(Kind.F.number, forward), self._streams.of(kinds, back)
+        )
+        apart = stream[Kind.F.number, forward] + stream[kinds, back]
+        return float(min(1.0, (together[apart > 0] / apart[apart > 0]).min(initial=1.0)))
+
+    @cached_property
+    def heads(self) -> dict[str, list[float]]:
+        """For F, I (or B) and W, per stage: from the first start on any rank."""
+        return self._heads_from([True] * self.placement.num_stages)
+
+    def heads_on(self, rank: int) -> dict[str, list[float]]:
+        """For F, I (or B) and W, per stage: chains that begin on this rank."""
+        if self.stage_graph.is_chain:  # the chains from its first stage are the longest
+            first, own = self.first_head(rank), self.placement.stages_of_rank[rank][0]
+            found = {kind: [head - first for head in heads] for kind, heads in self.heads.items()}
+            return found | {"F": [_NEVER] * own + found["F"][own:]}
+        return self._heads_from([host == rank for host in self.placement.stage_to_rank])
+
+    def _heads_from(self, begins: list[bool]) -> dict[str, list[float]]:
+        """The longest chains that begin with F of one of these stages."""
+        graph, launch = self.stage_graph, self.costs.launch_overhead
+        forward = [0.0] * self.placement.num_stages
+        for s in graph.forward_order:
+            arrivals = (
+                forward[u] + self.forward[u] + launch + self._hop("activation", u, s) for u in graph.inputs(s)
+            )
+            forward[s] = max([0.0 if begins[s] else _NEVER, *arrivals])
+        back = [0.0] * self.placement.num_stages
+        for s in reversed(graph.forward_order):
+            arrivals = (
+                back[t] + self.input_gradient[t] + launch + self._hop("gradient", s, t)
+                for t in graph.outputs(s)
+            )
+            back[s] = max([forward[s] + self.forward[s] + launch + self._always_recomputed[s], *arrivals])
+        return {"F": forward, "I": back, "W": [b + i for b, i in zip(back, self.input_gradient)]}
+
+    @cached_property
+    def tails(self) -> dict[str, list[float]]:
+        """For F, I (or B) and W, per stage: up to the last end on any rank."""
+        return self.tails_on(None)
+
+    def tails_on(self, rank: int | None) -> dict[str, list[float]]:
+        """For F, I (or B) and W, per stage: up to the last end on one rank, or on any."""
+        graph, launch = self.stage_graph, self.costs.launch_overhead
+        here = [rank is None or host == rank for host in self.placement.stage_to_rank]
+        back = [_NEVER] * self.placement.num_stages
+        for s in graph.forward_order if self.trains else ():
+            after = (
+                self._hop("gradient", u, s) + self.input_gradient[u] + launch + back[u] for u in graph.inputs(s)
+            )
+            back[s] = max([max(0.0, self.weight_gradient[s]) if here[s] else _NEVER, *after])
+        forward = [_NEVER] * self.placement.num_stages
+        for s in reversed(graph.forward_order):
+            after = (
+                self._hop("activation", s, t) + self.forward[t] + launch + forward[t] for t in graph.outputs(s)
+            )
+            last = self._always_recomputed[s] + self.input_gradient[s] + launch
+            own = last + back[s] if self.trains else _NEVER
+            forward[s] = max([0.0 if here[s] else _NEVER, own, *after])
+        return {"F": forward, "I": back, "W": [0.0 if each else _NEVER for each in here]}
+
+    def first_head(self, rank: int) -> float:
+        """The least head of a rank's work."""
+        return min(self.heads["F"][s] for s in self.placement.stages_of_rank[rank])
+
+    def window(self, rank: int | None) -> Window:
+        """Heads and tails: all of them, or those from the first start to the last end of one rank."""
+        return (self.heads, self.tails) if rank is None else (self.heads_on(rank), self.tails_on(rank))
+
+    def machines(self, rank: int, window: Window | None = None) -> list[Jobs]:
+        """The jobs of each machine of a rank, those that have to be done in a window."""
+        heads, tails = window or self.window(None)
+        launch = self.costs.launch_overhead
+
+        def jobs(seconds: dict[str, list[float]], kinds: str, factor: float, extra: float) -> Jobs:
+            return [
+                (
+                    heads[kind][s],
+                    self.microbatches * (seconds[kind][s] * factor + (extra if kind != "W" else 0.0)),
+                    tails[kind][s],
+                )
+                for kind in kinds
+                for s in self.placement.stages_of_rank[rank]
+                if heads[kind][s] > _NEVER and tails[kind][s] > _NEVER
+            ]
+
+        kinds = "FIW" if self.trains else "F"
+        again = self._recomputations(rank, heads, tails)
+        if not self.paired:
+            return [jobs(self._steps, kinds, 1.0, launch) + again]
+        streams = (self._streams.compute, self._streams.all_to_all)
+        found = [
+            jobs(self._least(each), kinds, self._pair_factor(rank, each), launch / 2) + again
+            for each in streams
+        ]
+        # RECOMPUTE is counted with its all-to-all, so what is exposed may be counted already
+        if self.trains and not any(self.recompute[s] for s in self.placement.stages_of_rank[rank]):
+            found[0] += self._exposed(rank, heads, tails, sum(job[1] for job in found[0]))
+        return [*found, *(jobs(self._steps, each, 1.0, launch) + again for each in ("F", kinds[1:]) if each)]
+
+    def _recomputations(self, rank: int, heads: Chains, tails: Chains) -> Jobs:
+        """RECOMPUTE of a rank's stages as jobs of every machine: no pair contains it, so it runs by itself."""
+        launch = self.costs.launch_overhead
+        return [
+            (
+                heads["F"][s] + self.forward[s] + launch,
+                self.recomputed[s] * self.recompute[s],
+                self.input_gradient[s] + launch + tails["I"][s],
+            )
+            for s in self.placement.stages_of_rank[rank]
+            if self.recompute[s] and min(heads["F"][s], tails["I"][s]) > _NEVER
+        ]
+
+    def _exposed(self, rank: int, heads: Chains, tails: Chains, work: float) -> Jobs:
+        """Seconds without compute before a rank's first backward and after its last forward, as jobs.
+
+        There are no pairs then: the rank idles, or runs steps by themselves, which expose their all-to-all.
+        `work` is the compute of the rank.
+        """
+        own = self.placement.stages_of_rank[rank]
+        first, back = (min(heads[kind][s] for s in own) for kind in "FI")
+        last = min(tails["F"][s] for s in own)
+        ends = {kind: min(tails[kind][s] for s in own) for kind in ("IW" if self.split else "I")}
+        end = min(ends.values())
+        before = self._least_exposed((Kind.F,), own) * (back - first)
+        after = self._least_exposed((Kind.I, Kind.W, Kind.B) if self.split else (Kind.B,), own) * (last - end)
+        found = [(first, before, min(last, ends["I"])), (first, after, end)]
+        if first + work + end - last >= back:  # the two times do not coincide
+            return found
+        return [max(found, key=lambda job: job[1])]
+
+    def _least_exposed(self, kinds: tuple[Kind, ...], stages: tuple[int, ...]) -> float:
+        """The least share of all-to-all in steps of these kinds by themselves."""
+        numbers = np.ix_([kind.number for kind in kinds], stages)
+        whole = self._streams.alone[numbers] + self.costs.launch_overhead
+        takes_time = whole > 0
+        return float((self._streams.all_to_all[numbers][takes_time] / whole[takes_time]).min(initial=1.0))
+
+    def seconds_of(self, rank: int) -> float:
+        """All the work of a rank."""
+        return max(sum(job[1] for job in jobs) for jobs in self.machines(rank))
+
+    def round_trip(self, stage: int) -> float:
+        """From the start of F to the earliest start of I (or B) of the same microbatch."""
+        if self.stage_graph.is_chain:
+            return self.heads["I"][stage] - self.heads["F"][stage]
+        # without what only other sources wait for: F may start later than its head
+        return self._heads_from([s == stage for s in range(self.placement.num_stages)])["I"][stage]
+
+    def activation_limit(self, rank: int, limit: float) -> float:
+        """Bytes that a memory limit leaves for activations."""
+        own = self.placement.stages_of_rank[rank]
+        return max(limit - fixed_bytes_of(self.costs, own, self.placement.num_stages), 0.0)
+
+
+# Bound: a number of seconds that no order of the work can beat, and why.
+
+
+@dataclass(frozen=True, order=True)
+class Bound:
+    """No order of the work can take less than `seconds`."""
+
+    seconds: float
+    name: str
+    because: str
+
+    def gap(self, seconds: float) -> float:
+        """How much longer than the bound this is, as a share of the bound; 0 is a proof of optimality."""
+        gap = seconds / self.seconds - 1 if self.seconds else 0.0
+        return 0.0 if abs(gap) < _ROUNDING else gap
+
+    def verdict(self, seconds: float) -> str:
+        """Return what the bound says about an order that takes `seconds`, and why."""
+        gap = self.gap(seconds)
+        return f"{f'gap <= {gap:.1%}' if gap else 'proved optimal'}: {self.because}"
+
+
+def _worst(work: Workload, of: Callable[[int], float]) -> tuple[float, int]:
+    """The greatest over ranks, and the rank."""
+    seconds, rank = max((of(rank), -rank) for rank in range(work.placement.num_ranks))
+    return seconds, -rank
+
 
 # Bounds from a memory limit per rank: residency, and warm-up and drain.
 #
@@ -40,9 +346,6 @@ from penstock.ir.schedule import Schedule
 #
 #     head of its first F + idle in the warm-up + work + idle in the drain and after it
 #     (p - 1)             + (2p - k)            + 6m   + (3p - 2k)                      = 6m + 6p - 1 - 3k
-
-
-_ROUNDING = 1e-9
 
 
 def _least_held(work: Workload) -> Floats:
@@ -74,7 +377,7 @@ def least_needed(work: Workload) -> list[float]:
     return found
 
 
-def residency(work: Workload, limit: float, *, own_span: bool) -> Bound:
+def _residency(work: Workload, limit: float, *, own_span: bool) -> Bound:
     """Each activation is held until its backward."""
     size, least = activation_bytes(work.costs, work.placement.num_stages), _least_held(work)
 
@@ -88,29 +391,18 @@ def residency(work: Workload, limit: float, *, own_span: bool) -> Bound:
         head = 0.0 if own_span else work.first_head(rank)
         return head + (work.microbatches * float(byte_seconds) / bytes_left if bytes_left else 0.0)
 
-    seconds, rank = worst(work, of)
+    seconds, rank = _worst(work, of)
     because = (
         f"rank {rank} may hold {work.costs.units.memory(limit)}, and each activation is held until its backward"
     )
     return Bound(seconds, "residency", because)
 
 
-def warm_up_and_drain(work: Workload, limit: float, *, own_span: bool) -> Bound:
+def _warm_up_and_drain(work: Workload, limit: float, *, own_span: bool) -> Bound:
     """A rank idles while its first and its last gradients are computed elsewhere."""
-    seconds, rank = worst(work, lambda rank: busy_and_idle(work, rank, limit, own_span=own_span))
+    seconds, rank = _worst(work, lambda rank: _Rank(work, rank, limit, own_span).seconds)
     because = f"rank {rank} lacks work while its first and its last gradients are computed elsewhere"
     return Bound(seconds, "warm-up and drain", because)
-
-
-def busy_and_idle(work: Workload, rank: int, limit: float, *, own_span: bool) -> float:
-    """The seconds of all work of a rank, and of what it idles at least in its warm-up and its drain."""
-    return _Rank(work, rank, limit, own_span).seconds
-
-
-def drains(work: Workload, rank: int, limit: float, *, own_span: bool) -> list[float]:
-    """Per stage of a rank: the seconds that it idles at least after its last F of that and earlier stages."""
-    each = _Rank(work, rank, limit, own_span)
-    return [each.drain(cut) for cut in each.cuts]
 
 
 class _Item(NamedTuple):
@@ -278,11 +570,10 @@ def _most(limit: float, microbatches: int, begun: list[_Item], weights: list[_It
     return min(map(total, prices))
 
 
-# Lower bounds: how short an iteration can be, for every order of the same work.
+# Closed forms.
 #
-# F, I, W are the seconds of a stage's forward, input gradient (I, or B where
-# the backward is not split) and weight gradient (0 where it is not split); a message between stages of one rank
-# takes no time. Heads and tails are defined in `penstock.bounds.workload`.
+# F, I, W are the seconds of a stage's forward, input gradient (I, or B where the backward is not split) and
+# weight gradient (0 where it is not split); a message between stages of one rank takes no time.
 #
 #     load          a rank starts after its least head, does all its work, and then a least tail follows
 #     one-machine   the same with the heads and tails of every action: the best preemptive order of one rank
@@ -290,7 +581,7 @@ def _most(limit: float, microbatches: int, begun: list[_Item], weights: list[_It
 #     critical path one microbatch forward and backward through all stages
 #     residency     each activation is held until its backward, in limited memory
 #     warm-up       a rank idles while its first and its last gradients are computed elsewhere, because it has
-#     and drain     memory for few activations (both in `penstock.bounds.lower_bounds`)
+#     and drain     memory for few activations
 #
 # A rank's span, and its share of a period, is counted from its own first start to its own last end: heads and
 # tails are then chains that begin, and end, on the rank itself. F and I of other ranks are in between, if they
@@ -302,12 +593,10 @@ def _most(limit: float, microbatches: int, begun: list[_Item], weights: list[_It
 # holds. Where an order may choose that, so does every microbatch, and no RECOMPUTE is required work.
 #
 # Each bound says how it is derived; the greatest binds. Where a rank may run overlapped pairs, the work of each
-# of its machines (`penstock.bounds.workload`) counts by itself, and chains have the least that a pair takes.
+# of its machines counts by itself, and chains have the least that a pair takes.
 # Before its first backward and after its last forward it has no pairs, so there its all-to-all counts too.
 
 
-OBJECTIVES = ("makespan", "span", "period")
-"""What to minimize (defined in `penstock.simulation.timeline`)."""
 _BUSIEST = 8
 """Ranks with the most work that are considered in the span of every other rank."""
 
@@ -343,7 +632,7 @@ def bounds(work: Workload, memory_limit: float | None = None, objective: str = "
     if not own_span:
         found.append(_critical_path(work))
     if memory_limit is not None and work.trains:
-        found += [bound(work, memory_limit, own_span=own_span) for bound in (residency, warm_up_and_drain)]
+        found += [bound(work, memory_limit, own_span=own_span) for bound in (_residency, _warm_up_and_drain)]
     if objective == "period":
         step = work.costs.optimizer_step
         besides = f", and the optimizer step {work.costs.units.time(step)}" if step else ""
@@ -358,7 +647,7 @@ def _load(work: Workload, *, own_span: bool) -> Bound:
             for jobs in work.machines(rank, work.window(rank if own_span else None))
         )
 
-    seconds, rank = worst(work, of)
+    seconds, rank = _worst(work, of)
     waits = "" if own_span else " after its first input"
     time = work.costs.units.time(seconds)
     return Bound(seconds, "load", f"rank {rank}'s own work{waits} already takes {time}")
@@ -367,7 +656,7 @@ def _load(work: Workload, *, own_span: bool) -> Bound:
 def _one_machine(work: Workload, *, own_span: bool) -> Bound:
     if own_span:
         return _one_machine_in_spans(work)
-    seconds, rank = worst(work, lambda rank: max(map(preemptive, work.machines(rank))))
+    seconds, rank = _worst(work, lambda rank: max(map(preemptive, work.machines(rank))))
     time = work.costs.units.time(seconds)
     return Bound(seconds, "one-machine", f"rank {rank}'s own work already takes {time}")
 
@@ -427,11 +716,46 @@ def _critical_path(work: Workload) -> Bound:
 # F of their stages come in ascending order, then I in descending order; W follows the I of its stage. Between
 # two steps of the chain other ranks take at least the seconds between the heads of the two. A token is a step
 # of the chain, or a W that takes time.
+#
+# The least time of any order of a few ranks, with all other ranks as delays: dynamic programming over orders.
+#
+# Orders are built step by step, sorted by the start of their steps. Microbatches are alike, so each kind of a
+# stage runs them in ascending order. A state has
+#
+#   counts   how many microbatches have done each token: which steps can be next, and what a rank holds, follow
+#     times    the last start, a lower limit of the end, when each rank is free, and when each microbatch in
+#              flight can do its next step of the chain
+#
+# Four rules keep the states few, and leave in every layer (all states after the same number of steps) one from
+# which an end is reached that is no later than the least:
+#
+#     dominance  of two states with the same counts, one with no later time is at least as good
+#     merging    of too many states with the same counts, similar ones become one with the earliest of each time
+#   gaps       no step starts so late that an I or W of its rank could be done before it: done there, it delays
+#                nothing, frees memory, and the sum of all starts is less
+#     best       a state that cannot end before the best order known is dropped
+#
+# So the lowest limit of a layer is a bound. Without merging, and with all ranks, it is the optimum.
+
+
+_CLOCK, _END, _FREE = 0, 1, 2
+"""Columns of times: the last start, the lower limit of the end, when the first rank is free."""
 
 
 @dataclass(frozen=True, eq=False)
-class RankChain:
-    """What some ranks do for a microbatch, in a chain of stages and without overlapped pairs."""
+class _States:
+    """A row per state."""
+
+    counts: Ints
+    times: Floats
+
+    def only(self, which: Bools | Ints) -> _States:
+        return _States(self.counts[which], self.times[which])
+
+
+@dataclass(frozen=True, eq=False)
+class RankOrders:
+    """All orders of the steps of some ranks, in a chain of stages and without overlapped pairs."""
 
     work: Workload
     limit: float
@@ -512,9 +836,12 @@ class RankChain:
         """Per rank: a token and the least seconds without work while not all have done it; -1 for always."""
         found = []
         for q, rank in enumerate(self.ranks):
-            least = float(self.tails[self.of_rank(q)].min())
-            each = zip(self.of_rank(q, "F"), drains(self.work, rank, self.limit, own_span=self.own_span))
-            found.append([(-1, least), *((token, drain) for token, drain in each if drain > least)])
+            least, each = (
+                float(self.tails[self.of_rank(q)].min()),
+                _Rank(self.work, rank, self.limit, self.own_span),
+            )
+            drains = zip(self.of_rank(q, "F"), map(each.drain, each.cuts))
+            found.append([(-1, least), *((token, drain) for token, drain in drains if drain > least)])
         return found
 
     # --- memory ------------------------------------------------------------------------------------
@@ -560,68 +887,25 @@ class RankChain:
             factor *= size
         return found
 
-
-# The least time of any order of a few ranks, with all other ranks as delays: dynamic programming over orders.
-#
-# Orders are built step by step, sorted by the start of their steps. Microbatches are alike, so each kind of a
-# stage runs them in ascending order. A state has
-#
-#   counts   how many microbatches have done each token: which steps can be next, and what a rank holds, follow
-#     times    the last start, a lower limit of the end, when each rank is free, and when each microbatch in
-#              flight can do its next step of the chain
-#
-# Four rules keep the states few, and leave in every layer (all states after the same number of steps) one from
-# which an end is reached that is no later than the least:
-#
-#     dominance  of two states with the same counts, one with no later time is at least as good
-#     merging    of too many states with the same counts, similar ones become one with the earliest of each time
-#   gaps       no step starts so late that an I or W of its rank could be done before it: done there, it delays
-#                nothing, frees memory, and the sum of all starts is less
-#     best       a state that cannot end before the best order known is dropped
-#
-# So the lowest limit of a layer is a bound. Without merging, and with all ranks, it is the optimum.
-
-
-_CLOCK, _END, _FREE = 0, 1, 2
-"""Columns of times: the last start, the lower limit of the end, when the first rank is free."""
-
-
-@dataclass(frozen=True, eq=False)
-class _States:
-    """A row per state."""
-
-    counts: Ints
-    times: Floats
-
-    def only(self, which: Bools | Ints) -> _States:
-        return _States(self.counts[which], self.times[which])
-
-
-@dataclass(frozen=True, eq=False)
-class RankOrders:
-    """All orders of the steps of some ranks, each within its memory limit."""
-
-    chain: RankChain
-    width: int = 4
-    """The most states with the same counts."""
+    # --- orders ------------------------------------------------------------------------------------
 
     @property
     def slots(self) -> int:
         """The column of times of the first microbatch in flight."""
-        return _FREE + len(self.chain.ranks)
+        return _FREE + len(self.ranks)
 
-    def least(self, best: float, is_over: Callable[[int], bool]) -> float:
-        """A bound on the end, up to `best`, the end of a known order.
+    def least(self, width: int, best: float, is_over: Callable[[int], bool]) -> float:
+        """A bound on the end, up to `best`, the end of a known order; with at most `width` states per counts.
 
         `is_over` is asked with the number of states of each layer.
         """
-        chain, bound = self.chain, 0.0
-        if (code := chain.code) is None:
+        bound = 0.0
+        if (code := self.code) is None:
             return bound
-        width = self.slots + chain.in_flight + 1
-        states = _States(np.zeros((1, len(chain.tokens)), np.int64), np.zeros((1, width)))
-        states.times[:, _FREE : self.slots] = chain.window[0]["F"][chain.stages[0]]
-        for _ in range(chain.work.microbatches * len(chain.tokens)):
+        columns = self.slots + self.in_flight + 1
+        states = _States(np.zeros((1, len(self.tokens)), np.int64), np.zeros((1, columns)))
+        states.times[:, _FREE : self.slots] = self.window[0]["F"][self.stages[0]]
+        for _ in range(self.work.microbatches * len(self.tokens)):
             if is_over(len(states.counts)):
                 break
             states = self._after(states)
@@ -629,16 +913,16 @@ class RankOrders:
             states = states.only(states.times[:, _END] < best * (1 - _ROUNDING))
             if not len(states.counts):
                 return best
-            states = _merged(states, states.counts @ code, self.width)
+            states = _merged(states, states.counts @ code, width)
             bound = max(bound, float(states.times[:, _END].min()))
         return bound
 
     def _ends(self, states: _States) -> Floats:
         """A lower limit of the end: the work that each rank has left, and what it idles."""
-        m = self.chain.work.microbatches
-        left = (m - states.counts) @ self.chain.spent
+        m = self.work.microbatches
+        left = (m - states.counts) @ self.spent
         ends: Floats = states.times[:, _END]
-        for q, idle in enumerate(self.chain.idle):
+        for q, idle in enumerate(self.idle):
             end = states.times[:, _FREE + q] + left[:, q]
             for token, seconds in idle:
                 after = seconds if token < 0 else np.where(states.counts[:, token] < m, seconds, 0.0)
@@ -647,12 +931,12 @@ class RankOrders:
 
     def _after(self, states: _States) -> _States:
         """The states one step later."""
-        starts, chain = self._starts(states), self.chain
+        starts = self._starts(states)
         allowed = starts < np.inf
-        for q in range(len(chain.ranks)):
-            backward = [token for token in chain.of_rank(q, "IW") if chain.seconds[token] > 0]
-            ends = (starts[:, backward] + chain.seconds[backward]).min(axis=1, initial=np.inf)
-            allowed[:, chain.of_rank(q)] &= starts[:, chain.of_rank(q)] < ends[:, None]
+        for q in range(len(self.ranks)):
+            backward = [token for token in self.of_rank(q, "IW") if self.seconds[token] > 0]
+            ends = (starts[:, backward] + self.seconds[backward]).min(axis=1, initial=np.inf)
+            allowed[:, self.of_rank(q)] &= starts[:, self.of_rank(q)] < ends[:, None]
         rows, tokens = np.nonzero(allowed)
         following = states.only(rows)
         self._run(following, tokens, starts[rows, tokens])
@@ -660,32 +944,32 @@ class RankOrders:
 
     def _starts(self, states: _States) -> Floats:
         """Per state and token: when its next microbatch can start; infinite where none is left or fits."""
-        counts, times, chain = states.counts, states.times, self.chain
-        before = counts[:, chain.needed]
-        before[:, 0] = chain.work.microbatches
-        held = (counts @ chain.changes)[:, chain.rank]
-        allowed = (counts < before) & (held + chain.taken <= chain.activation_limits[chain.rank])
-        starts = np.maximum(times[:, _FREE : self.slots][:, chain.rank], times[:, [_CLOCK]])
-        last = counts[:, [chain.length - 1]]
-        column = np.minimum(self.slots + counts[:, 1 : chain.length] - last, times.shape[1] - 1)
+        counts, times = states.counts, states.times
+        before = counts[:, self.needed]
+        before[:, 0] = self.work.microbatches
+        held = (counts @ self.changes)[:, self.rank]
+        allowed = (counts < before) & (held + self.taken <= self.activation_limits[self.rank])
+        starts = np.maximum(times[:, _FREE : self.slots][:, self.rank], times[:, [_CLOCK]])
+        last = counts[:, [self.length - 1]]
+        column = np.minimum(self.slots + counts[:, 1 : self.length] - last, times.shape[1] - 1)
         ready = np.take_along_axis(times, column, axis=1)
-        starts[:, 1 : chain.length] = np.maximum(starts[:, 1 : chain.length], ready)
+        starts[:, 1 : self.length] = np.maximum(starts[:, 1 : self.length], ready)
         return np.where(allowed, starts, np.inf)
 
     def _run(self, states: _States, tokens: Ints, starts: Floats) -> None:
         """Change the states: each does a step of its next microbatch."""
-        counts, times, chain = states.counts, states.times, self.chain
-        row, end = np.arange(len(tokens)), starts + chain.seconds[tokens]
-        times[:, _CLOCK], times[row, _FREE + chain.rank[tokens]] = starts, end
-        times[:, _END] = np.maximum(times[:, _END], end + chain.tails[tokens])
-        column = self.slots + counts[row, tokens] - counts[:, chain.length - 1]
-        flies, lands = tokens < chain.length - 1, tokens == chain.length - 1
-        times[row[flies], column[flies]] = (end + chain.delays[np.minimum(tokens, chain.length - 1)])[flies]
+        counts, times = states.counts, states.times
+        row, end = np.arange(len(tokens)), starts + self.seconds[tokens]
+        times[:, _CLOCK], times[row, _FREE + self.rank[tokens]] = starts, end
+        times[:, _END] = np.maximum(times[:, _END], end + self.tails[tokens])
+        column = self.slots + counts[row, tokens] - counts[:, self.length - 1]
+        flies, lands = tokens < self.length - 1, tokens == self.length - 1
+        times[row[flies], column[flies]] = (end + self.delays[np.minimum(tokens, self.length - 1)])[flies]
         times[lands, self.slots : -1] = times[lands, self.slots + 1 :]
         counts[row, tokens] += 1
         # nothing starts before the last start, or before a rank is free
         now = np.maximum(starts, times[:, _FREE : self.slots].min(axis=1))[:, None]
-        flying = (counts[:, 0] - counts[:, chain.length - 1])[:, None]
+        flying = (counts[:, 0] - counts[:, self.length - 1])[:, None]
         used = np.arange(times.shape[1] - self.slots) < flying
         times[:, self.slots :] = np.where(used, np.maximum(times[:, self.slots :], now), 0.0)
 
@@ -732,73 +1016,44 @@ _SHARE = 0.5
 """Of the effort that is left, for the next set of ranks."""
 
 
-@dataclass(eq=False)
-class RankBounds:
-    """Bounds from all orders of a few ranks, with a memory limit."""
+def rank_bounds(
+    work: Workload, limit: float | None, objective: str, best: float, used: Callable[[int], float]
+) -> Iterator[Bound]:
+    """Yield a bound per set of ranks, none above `best`, the value of an order that is known.
 
-    work: Workload
-    limit: float | None
-    objective: str
-    states: int = field(default=0, init=False)
-    """How many states of orders there were so far."""
+    `used` tells the share of the effort that is used, for a number of states. Bounds need a memory limit, and a
+    chain of stages without overlapped pairs and memory policies.
+    """
+    policies = work.may_recompute or work.may_offload or any(work.recomputed) or any(work.offloaded)
+    if limit is None or not work.trains or work.paired or policies or not work.stage_graph.is_chain:
+        return
+    own_span = objective != "makespan"  # a period is at least a span and the optimizer step
+    besides = work.costs.optimizer_step if objective == "period" else 0.0
+    seconds_of = [_Rank(work, rank, limit, own_span).seconds for rank in range(work.placement.num_ranks)]
+    by_seconds = sorted(range(len(seconds_of)), key=lambda rank: -seconds_of[rank])
+    states = 0
+    until = 0.0
 
-    @property
-    def applies(self) -> bool:
-        """Whether there is a memory limit, and a chain of stages without pairs and memory policies."""
-        work = self.work
-        policies = work.may_recompute or work.may_offload or any(work.recomputed) or any(work.offloaded)
-        plain = work.trains and not work.paired and not policies
-        return self.limit is not None and plain and work.stage_graph.is_chain
+    def is_over(more: int) -> bool:
+        nonlocal states
+        states += more
+        return used(states) >= until
 
-    @cached_property
-    def own_span(self) -> bool:
-        """Whether each rank's own span counts: a period is at least a span and the optimizer step."""
-        return self.objective != "makespan"
-
-    def bounds(self, best: float, used: Callable[[int], float]) -> Iterator[Bound]:
-        """A bound per set of ranks, none above `best`, the value of an order that is known.
-
-        `used` tells the share of the effort that is used, for a number of states.
-        """
-        besides = self.work.costs.optimizer_step if self.objective == "period" else 0.0
-        for width in _WIDTHS if self.applies else ():
-            chosen: tuple[int, ...] = ()
-            while len(chosen) < (1 if self.own_span else self.work.placement.num_ranks):
-                found = []
-                for ranks in self._larger(chosen):
-                    if used(self.states) >= 1:
-                        return
-                    seconds = self._least(ranks, width, best - besides, used)
-                    found.append((seconds, ranks))
-                    yield Bound(seconds + besides, "few ranks", f"no order of {_names(ranks)} takes less")
-                    if seconds >= best - besides:
-                        return
-                chosen = max(found)[1]
-
-    def _larger(self, chosen: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The chosen ranks and another one; the one with most work and idle time first."""
-        others = [rank for rank in self._ranks if rank not in chosen]
-        return [tuple(sorted((*chosen, rank))) for rank in others]
-
-    @cached_property
-    def _ranks(self) -> list[int]:
-        assert self.limit is not None
-        seconds = [
-            busy_and_idle(self.work, rank, self.limit, own_span=self.own_span)
-            for rank in range(self.work.placement.num_ranks)
-        ]
-        return sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
-
-    def _least(self, ranks: tuple[int, ...], width: int, best: float, used: Callable[[int], float]) -> float:
-        assert self.limit is not None
-        before = used(self.states)
-        until = before + _SHARE * (1 - before)
-
-        def is_over(states: int) -> bool:
-            self.states += states
-            return used(self.states) >= until
-
-        return RankOrders(RankChain(self.work, self.limit, ranks, self.own_span), width).least(best, is_over)
+    for width in _WIDTHS:
+        chosen: tuple[int, ...] = ()
+        while len(chosen) < (1 if own_span else len(by_seconds)):
+            found = []
+            for another in (rank for rank in by_seconds if rank not in chosen):
+                if (before := used(states)) >= 1:
+                    return
+                until = before + _SHARE * (1 - before)
+                ranks = tuple(sorted((*chosen, another)))
+                seconds = RankOrders(work, limit, ranks, own_span).least(width, best - besides, is_over)
+                found.append((seconds, ranks))
+                yield Bound(seconds + besides, "few ranks", f"no order of {_names(ranks)} takes less")
+                if seconds >= best - besides:
+                    return
+            chosen = max(found)[1]
 
 
 def _names(ranks: tuple[int, ...]) -> str:
