@@ -28,7 +28,7 @@ from benchmarks.processes import on_ranks, print_row
 from benchmarks.split_backward import measure_split
 from penstock.runtime import Pipeline, register_layer
 from penstock.runtime.session import connection
-from penstock.runtime.session.step_commit import LossExchange
+from penstock.runtime.session.agreement import StepCommit
 from penstock.runtime.transport.transport_errors import Pending
 
 STEPS = 7
@@ -130,7 +130,7 @@ def costs_of(forward: float, backward: float) -> penstock.Costs:
     return penstock.Costs(forward=forward, backward_input=backward / 2, backward_weight=backward / 2)
 
 
-class EarlyReturn(LossExchange):
+class EarlyReturn(StepCommit):
     """Lets the last stage's rank return before the others have finished: it waits for them a step later."""
 
     _earlier: tuple[Pending, ...] = ()
@@ -160,8 +160,8 @@ def together(print_row: Callable[..., None]) -> None:
         schedule = schedule_of(name, dist.get_world_size(), m)
         x, y = torch.zeros(m, 4, requires_grad=True), torch.zeros(m, 4)
         runners = []
-        for exchange in (EarlyReturn, LossExchange):
-            with mock.patch.object(connection, "LossExchange", exchange):
+        for exchange in (EarlyReturn, StepCommit):
+            with mock.patch.object(connection, "StepCommit", exchange):
                 step = penstock_step(schedule, lambda _: modules.Sleeping(duration), x, y)
 
             def sequence(step: Callable[[], Any] = step) -> None:

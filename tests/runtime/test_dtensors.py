@@ -16,7 +16,7 @@ from penstock import build
 from penstock.errors import PenstockError, PipelineError
 from penstock.lowering import Offload, Recompute, lower
 from penstock.runtime import Pipeline
-from penstock.runtime.config import Custom
+from penstock.runtime.config import ActionCall
 from penstock.runtime.dtensors import Meshes, is_dtensor, sharding_of
 from penstock.runtime.stage.memory import HostStore, Offloadable, SavedTensors
 from tests.support.grids import small, thinned
@@ -132,7 +132,7 @@ def computed_in_input_backward() -> tuple[list[str], list[str]]:
     stage = way.parallel(TASKS[way.task].stages(2, torch.float32)[rank], mesh["tp"])
     found: list[tuple[list[str], list[str]]] = []
 
-    def look(custom: Custom) -> None:
+    def look(custom: ActionCall) -> None:
         custom.run()
         there = {name: weight.grad is not None for name, weight in stage.named_parameters()}
         found.append(([name for name in there if there[name]], [name for name in there if not there[name]]))

@@ -21,7 +21,7 @@ import penstock
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
-from penstock.runtime import Custom, Pipeline
+from penstock.runtime import ActionCall, Pipeline
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 from tests.support.call_outcomes import CallOutcome, attempt
 
@@ -124,7 +124,7 @@ class FaultyPipeline:
         ]
         for patch in self._patches:
             patch.start()
-        functions: dict[Kind | str, Callable[[Custom], None]] = {
+        functions: dict[Kind | str, Callable[[ActionCall], None]] = {
             kind: self._run_action for kind in Kind if not kind.is_communication
         }
         for stage in stages:
@@ -146,7 +146,7 @@ class FaultyPipeline:
             self.gradients[index] = [p.grad for p in stage.parameters() if p.grad is not None]
         whole.zero_grad()
 
-    def _run_action(self, custom: Custom) -> None:
+    def _run_action(self, custom: ActionCall) -> None:
         self.inject(str(custom.action))
         self.action = str(custom.action)
         custom.run()

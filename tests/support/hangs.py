@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import build
 from penstock.runtime import Pipeline, record_state
-from penstock.runtime.session import step_runner as meeting
+from penstock.runtime.session import step_runner
 from penstock.runtime.transport.channels import SendChannel
 
 __all__ = ["CULPRIT", "FAULTS", "MICROBATCHES", "RANKS", "RUNTIMES", "hang"]
@@ -78,7 +78,7 @@ def _penstock_step(
     stage: nn.Module, _runtime: str, at_fault: str, folder: str, seconds: float, patches: ExitStack
 ) -> Callable[[], Any]:
     # a run whose ranks have different schedules is refused when they connect, unless it is not noticed
-    patches.enter_context(mock.patch.object(meeting, "check_agreement"))
+    patches.enter_context(mock.patch.object(step_runner, "check_agreement"))
     steps = [0]
     send = SendChannel.send
 

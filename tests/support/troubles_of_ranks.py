@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline
-from penstock.runtime.session.step_commit import LossExchange
+from penstock.runtime.session.agreement import StepCommit
 from tests.support.call_outcomes import attempt
 from tests.support.faults import Fault, faulty_pipeline
 from tests.support.troubles import model, step
@@ -25,7 +25,7 @@ TOGETHER: dict[str, Callable[[], Any]] = {}
 """Troubles that four ranks have together; each returns the text on its rank."""
 
 
-def finish_and_interrupt(exchange: LossExchange, weights: Any, finish: Any = LossExchange.finish) -> None:
+def finish_and_interrupt(exchange: StepCommit, weights: Any, finish: Any = StepCommit.finish) -> None:
     finish(exchange, weights)
     dist.barrier()  # the other ranks have their results
     raise KeyboardInterrupt
@@ -59,7 +59,7 @@ def step_and_eval() -> str:
 
 @together
 def one_rank_is_behind() -> str:
-    interrupted = mock.patch.object(LossExchange, "finish", finish_and_interrupt)
+    interrupted = mock.patch.object(StepCommit, "finish", finish_and_interrupt)
     with faulty_pipeline("1f1b", 4) as one:
         with interrupted if dist.get_rank() == 0 else nullcontext():
             attempt(one.step)

@@ -32,7 +32,7 @@ from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
 from penstock.pipelining._orders import action_of
 from penstock.pipelining.stage import _PipelineStage, _PipelineStageBase
-from penstock.runtime import Custom, Pipeline
+from penstock.runtime import ActionCall, Pipeline
 from penstock.runtime.batch import Value
 
 Functions: TypeAlias = Mapping[Kind, _CustomFunctionProtocol]
@@ -316,7 +316,7 @@ class Runner:
 
     # --- functions for actions ---------------------------------------------------------------------
 
-    def _dispatch(self, custom: Custom) -> None:
+    def _dispatch(self, custom: ActionCall) -> None:
         """Call the user's function for an action, or the action itself if such a function runs it."""
         parts, function = custom.action.parts, self._function(custom.action)
         if function is None or parts[0] in self._pending:
@@ -368,7 +368,7 @@ class Runner:
         args, kwargs = self._context.arg_mbs or [], self._context.kwarg_mbs or []
         return args[microbatch] if stage.is_first else (), kwargs[microbatch]
 
-    def _run_action(self, custom: Custom) -> None:
+    def _run_action(self, custom: ActionCall) -> None:
         """Run the action, and the weight-gradient runner of a stage with a `dw_builder`."""
         custom.run()
         action = custom.action

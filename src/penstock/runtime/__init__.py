@@ -20,9 +20,9 @@ from penstock.runtime.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from penstock.runtime.config import Custom
+from penstock.runtime.config import ActionCall
 from penstock.runtime.failure import uncaught
-from penstock.runtime.failure.job import current_watch
+from penstock.runtime.failure.process_detector import current_detector
 from penstock.runtime.grad_scaler import GradScaler
 from penstock.runtime.local_ranks import LocalRanks
 from penstock.runtime.models import materialize, split
@@ -34,7 +34,7 @@ from penstock.runtime.verification import Verdict, verify_gradients
 
 __all__ = [
     "REPLICATE",
-    "Custom",
+    "ActionCall",
     "GradScaler",
     "LayerRule",
     "LocalRanks",
@@ -56,4 +56,4 @@ __all__ = [
     "verify_gradients",
 ]
 
-uncaught.install(current_watch)
+uncaught.install(current_detector)

@@ -25,7 +25,7 @@ from penstock.validation import SendModel, invalid_schedule_error, validate
 
 
 @dataclass(frozen=True)
-class Custom:
+class ActionCall:
     """The argument of a user function: the action that it replaces."""
 
     action: Step
@@ -33,11 +33,11 @@ class Custom:
     """The stages of this rank."""
     run: Callable[[], None]
     """What the runtime does without the function; for an overlapped pair, its parts one after the other."""
-    parts: tuple[Custom, ...] = ()
+    parts: tuple[ActionCall, ...] = ()
     """For an overlapped pair: the forward and the backward, with the functions for their kinds."""
 
 
-CustomFunction: TypeAlias = Callable[[Custom], None]
+CustomFunction: TypeAlias = Callable[[ActionCall], None]
 
 
 # The schedule of a pipeline, lowered and validated once.

@@ -62,7 +62,7 @@ class Pipeline:
                   needed for those that `split` finds
     `device`      the device of the messages; by default that of the first parameter
     `split`, `merge`  how arguments are split and outputs are merged, see `Batcher`
-    `functions`   functions that run in place of actions of a kind, see `Custom`
+    `functions`   functions that run in place of actions of a kind, see `ActionCall`
     `check_finite`  raise at the first value that is not finite, with the place where it appeared
     `gradient_accumulation_fusion`  W adds products of `Linear` layers to `.grad` without a temporary tensor:
                   faster, but rounded differently than a full backward
@@ -239,7 +239,7 @@ class Pipeline:
             raise PipelineError("this pipeline is already being profiled")
         with self._collective("profile()"):
             name = "profile(memory=True)" if memory else "profile()"
-            connection = self._runner.begin_collective(name, with_partners=False)
+            connection = self._runner.begin_collective(name, with_replica_peers=False)
             recorder = Recorder(connection, memory=memory)
         self._runner.recorder = recorder
         try:

@@ -12,7 +12,7 @@ PROGRAM = """
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from penstock.runtime.failure.job import watch_of_job
+from penstock.runtime.failure.process_detector import detector_of_job
 from penstock.runtime.transport.stores import call_within
 from penstock.runtime.transport.stores import store_connection
 
@@ -21,7 +21,7 @@ class Large:
         sleep(3)  # the interpreter takes long to free everything
 
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", int(sys.argv[1])), rank=0, world_size=1)
-watch_of_job(timedelta(seconds=60))
+detector_of_job(timedelta(seconds=60))
 store, large = store_connection("connect"), Large()
 try:
     call_within(0.3, lambda: store.wait(["of a rank that never comes"], timedelta(seconds=60)))

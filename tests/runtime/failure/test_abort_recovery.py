@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from penstock.errors import StepFailedError
-from penstock.runtime import Custom, Pipeline
+from penstock.runtime import ActionCall, Pipeline
 from penstock.runtime.session import step_runner
 from penstock.runtime.session.step_runner import abort_step
 from tests.support.faults import Fault, faulty_pipeline
@@ -56,7 +56,7 @@ def press_while_waiting() -> str:
     x, y = torch.randn(2, 4, 4)
     naps = [0.0]
 
-    def slow(custom: Custom) -> None:
+    def slow(custom: ActionCall) -> None:
         time.sleep(naps[0])
         custom.run()
 

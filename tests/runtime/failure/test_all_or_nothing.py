@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.functional import mse_loss
 
 from penstock.errors import StepFailedError
-from penstock.runtime import Custom, Pipeline
-from penstock.runtime.session.step_commit import LossExchange
+from penstock.runtime import ActionCall, Pipeline
+from penstock.runtime.session.agreement import StepCommit
 from tests.support.call_outcomes import SOON, attempt
 from tests.support.faults import (
     ROWS,
@@ -151,7 +151,7 @@ def test_a_rank_that_dies_in_any_action_leaves_all_ranks_at_the_same_batch(
 def fail_in_one_pipeline(kind: str) -> list[str]:
     """World rank 0 fails in its last action of the second step; the other pipeline has finished its actions."""
 
-    def fail_at_the_end(custom: Custom) -> None:
+    def fail_at_the_end(custom: ActionCall) -> None:
         custom.run()
         if broken and dist.get_rank() == 0:
             raise ZeroDivisionError("too late")
@@ -189,10 +189,10 @@ def pipeline_of_two() -> Pipeline:
 
 def interrupt_at_the_end() -> list[tuple[str, str]]:
     """Rank 0 is interrupted when the step has already succeeded on rank 1, and repeats the batch."""
-    (x, y), finish = batches(1, 2)[0], LossExchange.finish
+    (x, y), finish = batches(1, 2)[0], StepCommit.finish
     interrupts = [True]
 
-    def interrupted(exchange: LossExchange, weights: Sequence[float]) -> object:
+    def interrupted(exchange: StepCommit, weights: Sequence[float]) -> object:
         result = finish(exchange, weights)
         if dist.get_rank() == 0 and interrupts.pop():
             dist.barrier()
@@ -201,7 +201,7 @@ def interrupt_at_the_end() -> list[tuple[str, str]]:
 
     outcomes = []
     pipeline = pipeline_of_two()
-    with mock.patch.object(LossExchange, "finish", interrupted):
+    with mock.patch.object(StepCommit, "finish", interrupted):
         outcomes.append(attempt(lambda: pipeline.step(x, target=y)))
     if dist.get_rank():
         dist.barrier()

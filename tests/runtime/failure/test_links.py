@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from penstock.runtime.failure.links import Identity, Link
-from tests.runtime.failure.test_monitor import linked_watches, monitor_of, until
+from tests.runtime.failure.test_monitor import linked_detectors, monitor_of, until
 
 ONE, TWO = Identity(1, "the key", "process 1"), Identity(2, "the key", "process 2")
 
@@ -47,10 +47,10 @@ def test_the_end_of_a_process_is_no_error_of_the_network(effect: Any) -> None:
 
 
 def test_a_rank_that_the_network_does_not_reach_is_not_said_to_have_ended() -> None:
-    with linked_watches(3) as watches:
-        monitors = [monitor_of(watch, 3, []) for watch in watches[:2]]
-        watches[0].lose(2, "process 2", "Connection timed out")
-        until(lambda: 2 in watches[1].ended)
+    with linked_detectors(3) as detectors:
+        monitors = [monitor_of(detector, 3, []) for detector in detectors[:2]]
+        detectors[0].lose(2, "process 2", "Connection timed out")
+        until(lambda: 2 in detectors[1].ended)
         for monitor in monitors:
             cause = monitor.wait_for_cause(20)
             assert cause is not None

@@ -10,25 +10,25 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 from penstock.errors import FailureKind
+from penstock.runtime.failure.detector import FailureDetector
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
-from penstock.runtime.failure.watch import JobWatch
 
 CAUSE = FailureCause(1, FailureKind.EXCEPTION, 3, "1F0", 1, 0, "ValueError: wrong", "Traceback")
 
 
 @contextmanager
-def linked_watches(count: int) -> Iterator[list[JobWatch]]:
-    """Watches of this process that are linked with each other."""
-    watches: list[JobWatch] = []
+def linked_detectors(count: int) -> Iterator[list[FailureDetector]]:
+    """Detectors of this process that are linked with each other."""
+    detectors: list[FailureDetector] = []
     for rank in range(count):
         listener = socket.create_server(("127.0.0.1", 0))
-        watches.append(JobWatch(rank, "key", f"process {rank}", listener))
-        for earlier in watches[:-1]:
+        detectors.append(FailureDetector(rank, "key", f"process {rank}", listener))
+        for earlier in detectors[:-1]:
             earlier.link(rank, f"127.0.0.1:{listener.getsockname()[1]}")
-    until(lambda: all(len(watch.linked()) == count - 1 for watch in watches))
-    yield watches
-    for watch in watches:
-        watch.close("the test is over")
+    until(lambda: all(len(detector.linked()) == count - 1 for detector in detectors))
+    yield detectors
+    for detector in detectors:
+        detector.close("the test is over")
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -38,17 +38,17 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def monitor_of(watch: JobWatch, members: int | Sequence[int], failures: list[int]) -> FailureMonitor:
-    status = RankStatus("step", 3, watch.rank, None)
-    fail = lambda: failures.append(watch.rank)  # noqa: E731
+def monitor_of(detector: FailureDetector, members: int | Sequence[int], failures: list[int]) -> FailureMonitor:
+    status = RankStatus("step", 3, detector.rank, None)
+    fail = lambda: failures.append(detector.rank)  # noqa: E731
     ranks = range(members) if isinstance(members, int) else members
-    return FailureMonitor(watch, "one", ranks, 60, lambda: status, fail, fail)
+    return FailureMonitor(detector, "one", ranks, 60, lambda: status, fail, fail)
 
 
 def test_the_first_published_cause_wins_and_all_send_their_status() -> None:
     failures: list[int] = []
-    with linked_watches(3) as watches:
-        monitors = [monitor_of(watch, 3, failures) for watch in watches]
+    with linked_detectors(3) as detectors:
+        monitors = [monitor_of(detector, 3, failures) for detector in detectors]
         assert monitors[1].wait_for_cause(0) is None
         published = monitors[1].publish_cause(CAUSE)
         assert (published.world_rank, published.members, published.reporter) == (1, (0, 1, 2), 1)
@@ -60,30 +60,30 @@ def test_the_first_published_cause_wins_and_all_send_their_status() -> None:
 
 
 def test_of_two_causes_at_once_all_ranks_choose_the_same() -> None:
-    with linked_watches(3) as watches:
-        monitors = [monitor_of(watch, 3, []) for watch in watches]
+    with linked_detectors(3) as detectors:
+        monitors = [monitor_of(detector, 3, []) for detector in detectors]
         for monitor, kind in zip(monitors, (FailureKind.TIMEOUT, FailureKind.EXCEPTION, FailureKind.EXCEPTION)):
-            monitor.publish_cause(replace(CAUSE, kind=kind, rank=monitor.watch.rank))
+            monitor.publish_cause(replace(CAUSE, kind=kind, rank=monitor.detector.rank))
         chosen = [monitor.settled()[0] for monitor in monitors]
         assert len(set(chosen)) == 1
         assert chosen[0] is not None
 
 
 def test_another_connection_of_the_same_ranks_is_not_affected() -> None:
-    with linked_watches(2) as watches:
-        monitors = [monitor_of(watch, 2, []) for watch in watches]
+    with linked_detectors(2) as detectors:
+        monitors = [monitor_of(detector, 2, []) for detector in detectors]
         status = RankStatus("outside", 0, 0, None)
-        other = FailureMonitor(watches[1], "two", range(2), 60, lambda: status, lambda: None, lambda: None)
+        other = FailureMonitor(detectors[1], "two", range(2), 60, lambda: status, lambda: None, lambda: None)
         monitors[0].publish_cause(CAUSE)
         assert monitors[1].wait_for_cause(20) is not None
         assert other.wait_for_cause(0) is None
 
 
 def test_a_process_that_ends_without_a_message_is_the_cause_at_once_and_one_that_exits_later() -> None:
-    with linked_watches(4) as watches:
-        monitors = [monitor_of(watch, 4, []) for watch in watches[:3]]
-        watches[2].close("it has exited")
-        until(lambda: 2 in watches[0].ended and 2 in watches[1].ended)
+    with linked_detectors(4) as detectors:
+        monitors = [monitor_of(detector, 4, []) for detector in detectors[:3]]
+        detectors[2].close("it has exited")
+        until(lambda: 2 in detectors[0].ended and 2 in detectors[1].ended)
         assert monitors[0].wait_for_cause(0) is None
         monitors[0].begin()
         cause = monitors[1].wait_for_cause(20)
@@ -93,26 +93,26 @@ def test_a_process_that_ends_without_a_message_is_the_cause_at_once_and_one_that
 
 
 def test_silence_is_measured_and_named() -> None:
-    with linked_watches(2) as watches:
-        monitor = monitor_of(watches[0], 2, [])
-        with watches[1]._lock:  # its thread cannot send
-            until(lambda: watches[0].silence(1) > 3)
+    with linked_detectors(2) as detectors:
+        monitor = monitor_of(detectors[0], 2, [])
+        with detectors[1]._lock:  # its thread cannot send
+            until(lambda: detectors[0].silence(1) > 3)
             blamed = monitor.blamed(replace(CAUSE, kind=FailureKind.TIMEOUT, rank=0, message="rank 0 waited"))
         assert (blamed.rank, blamed.kind, blamed.process) == (1, "timeout", "process 1")
         seconds = re.search(r"no heartbeat from its process \(process 1\) for (\d+) s", blamed.message)
         assert seconds is not None
         assert int(seconds[1]) >= 3
         assert blamed.message.endswith("; rank 0 waited")
-        until(lambda: watches[0].silence(1) < 3)
+        until(lambda: detectors[0].silence(1) < 3)
 
 
 def test_a_silent_rank_of_another_pipeline_is_named_and_precedes_the_timeout_of_this_pipeline() -> None:
-    with linked_watches(3) as watches:
-        monitor = monitor_of(watches[0], (0, 1), [])
+    with linked_detectors(3) as detectors:
+        monitor = monitor_of(detectors[0], (0, 1), [])
         waited = replace(CAUSE, kind=FailureKind.TIMEOUT, rank=0, message="rank 0 waited")
         assert monitor.blamed(waited) is waited
-        with watches[2]._lock:  # its thread cannot send
-            until(lambda: watches[0].silence(2) > 3)
+        with detectors[2]._lock:  # its thread cannot send
+            until(lambda: detectors[0].silence(2) > 3)
             blamed = monitor.blamed(waited)
         assert (blamed.rank, blamed.world_rank, blamed.kind) == (-1, 2, "timeout")
         monitor.publish_cause(waited)
@@ -120,33 +120,33 @@ def test_a_silent_rank_of_another_pipeline_is_named_and_precedes_the_timeout_of_
         assert monitor.cause == blamed
 
 
-def monitor_of_step(watch: JobWatch, step: int) -> FailureMonitor:
+def monitor_of_step(detector: FailureDetector, step: int) -> FailureMonitor:
     status = RankStatus("step", step, 0, None)
-    return FailureMonitor(watch, "two", (0, 1), 60, lambda: status, lambda: None, lambda: None)
+    return FailureMonitor(detector, "two", (0, 1), 60, lambda: status, lambda: None, lambda: None)
 
 
 def test_a_failure_of_another_pipeline_that_came_before_the_step_explains_a_broken_connection() -> None:
-    with linked_watches(3) as watches:
-        elsewhere = monitor_of(watches[2], (2,), [])
-        here, later = (monitor_of_step(watches[0], step) for step in (3, 4))
+    with linked_detectors(3) as detectors:
+        elsewhere = monitor_of(detectors[2], (2,), [])
+        here, later = (monitor_of_step(detectors[0], step) for step in (3, 4))
         published = elsewhere.publish_cause(replace(CAUSE, rank=0))
-        until(lambda: watches[0].last_cause[1] != {})
+        until(lambda: detectors[0].last_cause[1] != {})
         here.begin()  # its step has begun after the message
         assert here.wait_for_cause(0) is None
         assert here.missed_cause() == published
         assert here.settled()[0] == published
         assert later.missed_cause() is None
-        assert monitor_of_step(watches[0], 3).missed_cause() is None  # a new connection
+        assert monitor_of_step(detectors[0], 3).missed_cause() is None  # a new connection
 
 
-def test_a_partner_that_has_exited_is_blamed_and_any_other_rank_only_if_it_crashed() -> None:
-    with linked_watches(3) as watches:
-        monitor = monitor_of(watches[0], (0, 1), [])
+def test_a_peer_that_has_exited_is_blamed_and_any_other_rank_only_if_it_crashed() -> None:
+    with linked_detectors(3) as detectors:
+        monitor = monitor_of(detectors[0], (0, 1), [])
         broken = replace(CAUSE, kind=FailureKind.LOST, rank=0, message="the connection broke")
-        watches[2].close("it has exited")
-        until(lambda: 2 in watches[0].ended)
+        detectors[2].close("it has exited")
+        until(lambda: 2 in detectors[0].ended)
         assert monitor.blamed(broken) is broken
-        monitor.partners = [2]
+        monitor.replica_peers = [2]
         blamed = monitor.blamed(broken)
         assert (blamed.rank, blamed.world_rank, blamed.kind) == (-1, 2, "lost")
         assert "it has exited" in blamed.message

@@ -36,7 +36,7 @@ def failure() -> StepFailedError:
     return error
 
 
-def watch(*ended: int) -> Any:
+def detector(*ended: int) -> Any:
     """Of a job whose ranks were processes that do not exist any more."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -56,14 +56,14 @@ def test_the_rank_that_reports_prints_the_report_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    out = printed(failure(), 1, watch(), monkeypatch, capsys)
+    out = printed(failure(), 1, detector(), monkeypatch, capsys)
     assert out == "".join(f"[rank1]: {line}\n" for line in REPORT.splitlines())
 
 
 def test_every_other_rank_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = printed(failure(), 2, watch(1), monkeypatch, capsys)
+    out = printed(failure(), 2, detector(1), monkeypatch, capsys)
     assert out == (
         "[rank2]: step 3 failed on rank 1, stage 1, in 1F2: ValueError: broken "
         "(the report is printed by world rank 1)\n"
@@ -73,7 +73,7 @@ def test_every_other_rank_prints_one_line(
 def test_every_other_rank_exits_after_the_one_that_reports(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watched, ended = watch(), watch(1).ended
+    watched, ended = detector(), detector(1).ended
     began = time.monotonic()
     threading.Timer(0.4, lambda: watched.ended.update(ended)).start()
     printed(failure(), 0, watched, monkeypatch, capsys)
@@ -94,7 +94,7 @@ def test_the_original_error_is_given_to_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    printed(failure(), 1, watch(), monkeypatch, capsys)
+    printed(failure(), 1, detector(), monkeypatch, capsys)
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: broken"
 
 
@@ -105,7 +105,7 @@ def test_other_errors_of_penstock_are_printed_without_a_traceback(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    uncaught.install(watch)
+    uncaught.install(detector)
     with pytest.raises(PipelineError) as caught:
         raise PipelineError("the ranks do not agree:\n  schedule: ...")
     sys.excepthook(PipelineError, caught.value, caught.tb)
@@ -123,7 +123,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    uncaught.install(watch)
+    uncaught.install(detector)
 
     def fail() -> None:
         with pytest.raises(PipelineError) as caught:
@@ -173,7 +173,7 @@ def test_other_errors_are_printed_as_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    uncaught.install(watch)
+    uncaught.install(detector)
     sys.excepthook(ValueError, ValueError("other"), None)
     assert "ValueError: other" in capsys.readouterr().err
 

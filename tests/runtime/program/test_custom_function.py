@@ -11,7 +11,7 @@ import torch
 from penstock import Kind, Overlap, Schedule, build, lower
 from penstock.errors import PipelineError
 from penstock.lowering import SplitBackward
-from penstock.runtime import Custom, Pipeline
+from penstock.runtime import ActionCall, Pipeline
 from tests.support.grids import small, thinned
 from tests.support.pool import Pools
 from tests.support.reference import (
@@ -38,7 +38,7 @@ def run_with_functions(case: Case) -> Outcome:
         case.task, case.optimizer, case.dtype, 1, case.schedule.num_stages, case.schedule.microbatches
     )
 
-    def count(custom: Custom) -> None:
+    def count(custom: ActionCall) -> None:
         counts[str(custom.action)] += 1
         if custom.action.kind is Kind.REDUCE_GRAD:
             stage = custom.action.parts[0].stage
@@ -46,7 +46,7 @@ def run_with_functions(case: Case) -> Outcome:
             problems.extend(differences("when reduced", got, wanted.gradients[0][stage], exact=False))
         custom.run()
 
-    def swap(custom: Custom) -> None:
+    def swap(custom: ActionCall) -> None:
         counts[str(custom.action)] += 1
         if [part.action for part in custom.parts] != list(custom.action.parts):
             problems.append(f"{custom.action} has the parts {custom.parts}")
@@ -81,7 +81,7 @@ def run_one_function(case: tuple[str, Schedule]) -> Outcome:
     kind, schedule = case
     called = []
 
-    def function(custom: Custom) -> None:
+    def function(custom: ActionCall) -> None:
         called.append(custom.action)
         custom.run()
 

@@ -14,8 +14,8 @@ from torch.nn.functional import mse_loss
 
 from penstock import StageGraph, build
 from penstock.runtime import GradScaler, Pipeline
-from penstock.runtime.failure.agreement import COMPLETED
 from penstock.runtime.session import agreement as call_agreement
+from penstock.runtime.session.agreement import COMPLETED
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.faults import FaultyPipeline, faulty_pipeline
 from tests.support.grids import small

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from penstock import arguments
 from penstock.errors import CheckpointError, PipelineError
-from penstock.runtime.failure.lost_ranks import describe_lost_ranks, watched_collective
+from penstock.runtime.failure.process_detector import describe_lost_ranks, guarded_collective
 from penstock.runtime.transport.process_groups import Group, members_of, process_group
 from penstock.runtime.transport.transport_errors import TransportError, transport_errors
 
@@ -147,7 +147,7 @@ class Collective:
     def transport(self) -> Iterator[None]:
         """Collectives: if they fail because another rank is gone, the error says which."""
         try:
-            with watched_collective(self.members), transport_errors():
+            with guarded_collective(self.members), transport_errors():
                 yield
         except TransportError as error:
             lost = describe_lost_ranks(self.members)

@@ -1,4 +1,4 @@
-"""Connections between the watches of two ranks: authenticated lines of JSON over TCP, which never block.
+"""Connections between the detectors of two ranks: authenticated lines of JSON over TCP, which never block.
 
 Both ends know the key of the job and never send it. Each end sends a nonce, and both derive one key for each
 direction from the key of the job, the two nonces and the direction. Every further line begins with its
@@ -28,20 +28,26 @@ from penstock.errors import FailureKind
 from penstock.runtime.transport.addresses import connect, without_delay
 from penstock.traces.rank_state import WaitKind
 
-# The events of a job that the watch reports: a message, the end of a process, a second that has passed.
+# The events that the failure detector reports: a message, the end of a process, a second that has passed.
 
 
 _LARGEST = 2**53
 _NUMBER_OR_NONE = int, type(None)
 _CAUSE = {
-    **dict.fromkeys(["rank", "step", "world_rank", "reporter"], int),
-    **dict.fromkeys(["action", "message", "details", "process", "call", "place"], str),
+    **dict.fromkeys(["rank", "call_number", "world_rank", "reporter"], int),
+    **dict.fromkeys(["action", "message", "details", "process", "call_name", "place"], str),
     **dict.fromkeys(["stage", "microbatch"], _NUMBER_OR_NONE),
     "kind": {kind.value for kind in FailureKind},
     "members": [int],
 }
 _WAIT = {"kind": {kind.value for kind in WaitKind}, "what": str, "peer": _NUMBER_OR_NONE}
-_STATUS = {"mode": str, "step": int, "position": int, "awaited": (_WAIT, type(None)), "call": str}
+_STATUS = {
+    "mode": str,
+    "call_number": int,
+    "position": int,
+    "awaited": (_WAIT, type(None)),
+    "call_name": str,
+}
 _QUESTION = {"question": str, "rank": int, "group": [int]}
 _SHAPES: dict[str, dict[str, Any]] = {
     "aborted": {"rank": int},
@@ -114,7 +120,7 @@ def _fits(value: Any, shape: Any) -> bool:
 
 
 class Listener(Protocol):
-    """Receives the events of the job, on the thread of the watch."""
+    """Receives the events of the job, on the thread of the failure detector."""
 
     def on_message(self, message: dict[str, Any]) -> None:
         """A message from another rank."""

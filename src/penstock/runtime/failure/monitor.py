@@ -1,9 +1,9 @@
 """The failure monitor of one connection: the first failure on any rank becomes the failure on all ranks.
 
-Ranks send each other failures through the watch, never over the channels, which may be what failed. A rank
-that learns of a failure sends its status to the ranks of its pipeline, stops before its next action, and ends
-its connections, so that no wait continues. Two failures at once reach every rank before the statuses do, so
-that all ranks choose the same one.
+Ranks send each other failures through the failure detector, never over the channels, which may be what failed.
+A rank that learns of a failure sends its status to the ranks of its pipeline, stops before its next action, and
+ends its connections, so that no wait continues. If two ranks fail at once, every rank receives both causes
+before any status, and picks the same one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from penstock.arguments import some
 from penstock.errors import FailureKind
+from penstock.runtime.failure.detector import SILENT_SECONDS, FailureDetector
 from penstock.runtime.failure.links import Ended
-from penstock.runtime.failure.watch import SILENT_SECONDS, JobWatch
 from penstock.runtime.states.writer import request_states
 from penstock.runtime.transport.transport_errors import TransportError
 from penstock.traces.rank_state import Wait
@@ -44,7 +44,7 @@ class FailureCause:
     rank: int
     """The rank of the pipeline `members` that failed."""
     kind: FailureKind
-    step: int
+    call_number: int
     """The number of the step or eval, in which both are counted."""
     action: str
     stage: int | None
@@ -59,7 +59,7 @@ class FailureCause:
     world_rank: int = -1
     reporter: int = -1
     """The world rank that noticed it."""
-    call: str = ""
+    call_name: str = ""
     """The step, eval or collective for messages, in which only steps are counted."""
     place: str = ""
     """Where it failed if that is in no action, to follow the rank."""
@@ -71,13 +71,13 @@ class RankStatus:
 
     mode: str
     """`step`, `eval` or the name of a collective, or `outside` if it runs none of them."""
-    step: int
+    call_number: int
     """The number of its current or last step or eval."""
     position: int
     """The position in its list."""
     awaited: Wait | None
     """What it waits for; None if it computes."""
-    call: str = ""
+    call_name: str = ""
     """Its current or last step or eval for messages."""
 
 
@@ -89,7 +89,7 @@ class FailureMonitor:
 
     def __init__(
         self,
-        watch: JobWatch,
+        detector: FailureDetector,
         name: str,
         members: Sequence[int],
         timeout: float,
@@ -97,19 +97,19 @@ class FailureMonitor:
         on_failure: Callable[[], None],
         on_stuck: Callable[[], None],
     ) -> None:
-        self.watch, self.members = watch, tuple(members)
+        self.detector, self.members = detector, tuple(members)
         self._name, self._timeout = name, timeout
-        self.rank = self.members.index(watch.rank)
+        self.rank = self.members.index(detector.rank)
         """The rank in the pipeline."""
         self._status, self._on_failure, self._on_stuck = status, on_failure, on_stuck
-        self.partners: Sequence[int] = ()
+        self.replica_peers: Sequence[int] = ()
         """World ranks of other pipelines that train the same stages."""
         self._causes: list[FailureCause] = []
         self._statuses: dict[int, RankStatus] = {}
         self._changed = threading.Condition(threading.RLock())
         self._stuck_at = float("inf")
         self._created_at = time.monotonic()
-        watch.add_listener(self)
+        detector.add_listener(self)
 
     # --- the failing rank --------------------------------------------------------------------------
 
@@ -121,9 +121,9 @@ class FailureMonitor:
 
     def begin(self) -> None:
         """A step begins: it fails at once if the process of a rank has ended."""
-        self.watch.active = self
+        self.detector.active = self
         for rank in self.members:
-            if (ended := self.watch.ended.get(rank)) is not None:
+            if (ended := self.detector.ended.get(rank)) is not None:
                 self._fail(self._end_cause(ended), self.members)
                 return
 
@@ -147,13 +147,13 @@ class FailureMonitor:
 
         One from before this connection was reported by the connection before.
         """
-        received_at, message = self.watch.last_cause
+        received_at, message = self.detector.last_cause
         if received_at < max(self._created_at, time.monotonic() - _MISSED_SECONDS):
             return None
-        if self._status().step != message["cause"]["step"]:
+        if self._status().call_number != message["cause"]["call_number"]:
             return None
         cause = _cause_in(message)
-        if self.watch.rank not in cause.members:
+        if self.detector.rank not in cause.members:
             self._add(cause)
         return self.cause
 
@@ -174,13 +174,15 @@ class FailureMonitor:
 
     def _all_answered(self) -> bool:
         return all(
-            rank in self._statuses or member in self.watch.ended or self.watch.silence(member) > SILENT_SECONDS
+            rank in self._statuses
+            or member in self.detector.ended
+            or self.detector.silence(member) > SILENT_SECONDS
             for rank, member in enumerate(self.members)
         )
 
     def ended(self) -> dict[int, Ended]:
         """The ranks of the pipeline whose process has ended or cannot be reached."""
-        found = {rank: self.watch.ended.get(member) for rank, member in enumerate(self.members)}
+        found = {rank: self.detector.ended.get(member) for rank, member in enumerate(self.members)}
         return {rank: ended for rank, ended in found.items() if ended is not None}
 
     def lost_rank(self) -> FailureCause | None:
@@ -193,16 +195,16 @@ class FailureMonitor:
     def blamed(self, cause: FailureCause) -> FailureCause:
         """The cause of a broken connection or a timeout: a rank that ended or is silent, if there is one.
 
-        A rank of this pipeline comes first, then its partners, also if they exited by themselves; any other
-        rank may block one of this pipeline in a collective.
+        A rank of this pipeline comes first, then its replica peers, also if they exited by themselves. Any
+        other rank may block one of this pipeline in a collective.
         """
-        others = sorted(set(self.watch.processes) - {*self.members, *self.partners})
-        for ranks in (self.members, self.partners, others):
+        others = sorted(set(self.detector.processes) - {*self.members, *self.replica_peers})
+        for ranks in (self.members, self.replica_peers, others):
             for rank in ranks:
-                ended = self.watch.ended.get(rank)
+                ended = self.detector.ended.get(rank)
                 if ended is not None and (ranks is not others or not ended.reason):
                     return self._end_cause(ended)
-            silences = {rank: self.watch.silence(rank) for rank in ranks}
+            silences = {rank: self.detector.silence(rank) for rank in ranks}
             silent, seconds = max(silences.items(), key=lambda each: each[1], default=(-1, 0.0))
             if seconds >= SILENT_SECONDS:
                 return self._silence_cause(silent, cause.message)
@@ -210,11 +212,11 @@ class FailureMonitor:
 
     def stop(self) -> None:
         """Receive no more failures."""
-        self.watch.remove_listener(self)
-        if self.watch.active is self:
-            self.watch.active = None
+        self.detector.remove_listener(self)
+        if self.detector.active is self:
+            self.detector.active = None
 
-    # --- events, on the thread of the watch --------------------------------------------------------
+    # --- events, on the thread of the failure detector --------------------------------------------------------
 
     def on_message(self, message: dict[str, Any]) -> None:
         """A cause or a status from another rank, or its request for the states of all ranks."""
@@ -227,13 +229,13 @@ class FailureMonitor:
                 self._changed.notify_all()
         elif message["type"] == "cause":
             cause = _cause_in(message)
-            other_pipeline = self.watch.active is self and self.watch.rank not in cause.members
+            other_pipeline = self.detector.active is self and self.detector.rank not in cause.members
             if own or other_pipeline:
                 self._add(cause)
 
     def on_end(self, ended: Ended) -> None:
         """A process has ended; one that has exited by itself may have finished its work."""
-        if not ended.reason and (ended.rank in self.members or self.watch.active is self):
+        if not ended.reason and (ended.rank in self.members or self.detector.active is self):
             self._fail(self._end_cause(ended), self.members)
 
     def on_beat(self) -> None:
@@ -243,7 +245,7 @@ class FailureMonitor:
         if time.monotonic() > self._stuck_at:
             self.handled()
             self._on_stuck()
-        silent = [rank for rank in self.watch.linked() if self.watch.silence(rank) > self._timeout]
+        silent = [rank for rank in self.detector.linked() if self.detector.silence(rank) > self._timeout]
         if silent and not self._causes:
             self._fail(self._silence_cause(min(silent), ""), None)
 
@@ -254,24 +256,24 @@ class FailureMonitor:
 
     def _completed(self, cause: FailureCause) -> FailureCause:
         world_rank = self.members[cause.rank] if cause.world_rank < 0 else cause.world_rank
-        return replace(cause, members=self.members, world_rank=world_rank, reporter=self.watch.rank)
+        return replace(cause, members=self.members, world_rank=world_rank, reporter=self.detector.rank)
 
     def _cause_of(self, world_rank: int, kind: FailureKind, process: str, message: str) -> FailureCause:
         rank = self.members.index(world_rank) if world_rank in self.members else -1
         status = self._status()
-        cause = FailureCause(rank, kind, status.step, "", None, None, message, "", process)
-        return self._completed(replace(cause, world_rank=world_rank, call=status.call))
+        cause = FailureCause(rank, kind, status.call_number, "", None, None, message, "", process)
+        return self._completed(replace(cause, world_rank=world_rank, call_name=status.call_name))
 
     def _end_cause(self, ended: Ended) -> FailureCause:
         kind = FailureKind.TIMEOUT if ended.network_error else FailureKind.LOST
         return self._cause_of(ended.rank, kind, ended.process, str(ended))
 
     def _silence_cause(self, world_rank: int, message: str) -> FailureCause:
-        process = self.watch.processes.get(world_rank, "unknown")
-        silence = self.watch.describe_silence(world_rank)
+        process = self.detector.processes.get(world_rank, "unknown")
+        silence = self.detector.describe_silence(world_rank)
         text = f"{silence}: it is stopped, or its host or the network fails"
-        ranks = sorted(set(self.watch.processes) - {world_rank})
-        if others := [rank for rank in ranks if self.watch.silence(rank) >= SILENT_SECONDS]:
+        ranks = sorted(set(self.detector.processes) - {world_rank})
+        if others := [rank for rank in ranks if self.detector.silence(rank) >= SILENT_SECONDS]:
             text += f"; no heartbeat from world rank {some(others)} either"
         return self._cause_of(
             world_rank, FailureKind.TIMEOUT, process, f"{text}; {message}" if message else text
@@ -282,7 +284,7 @@ class FailureMonitor:
         with self._changed:
             if self._causes:
                 return
-            self.watch.send({"type": "cause", "connection": self._name, "cause": asdict(cause)}, ranks)
+            self.detector.send({"type": "cause", "connection": self._name, "cause": asdict(cause)}, ranks)
             self._add(cause)
 
     def _add(self, cause: FailureCause) -> None:
@@ -293,9 +295,9 @@ class FailureMonitor:
             status = self._status()
             self._statuses[self.rank] = status
             message = {"connection": self._name, "rank": self.rank, "status": asdict(status)}
-            self.watch.send({"type": "status", **message}, self.members)
-            self.watch.failed_at = time.monotonic()
-            self._stuck_at = self.watch.failed_at + _STUCK_SECONDS
+            self.detector.send({"type": "status", **message}, self.members)
+            self.detector.failed_at = time.monotonic()
+            self._stuck_at = self.detector.failed_at + _STUCK_SECONDS
             self._changed.notify_all()
         self._on_failure()
 

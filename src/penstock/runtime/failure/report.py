@@ -107,15 +107,15 @@ def failure_cause(error: BaseException, program: Program, rank: int, status: Ran
         current = part = None
     stage, microbatch = (None, None) if part is None else (part.stage, part.microbatch)
     action = "" if current is None else str(current)
-    found = FailureCause(rank, kind, status.step, action, stage, microbatch, message, details)
-    return replace(found, call=status.call, place=place)
+    found = FailureCause(rank, kind, status.call_number, action, stage, microbatch, message, details)
+    return replace(found, call_name=status.call_name, place=place)
 
 
 def collective_cause(error: BaseException, name: str, rank: int, status: RankStatus) -> FailureCause:
     """The failure of this rank in a call outside of steps, which fails the next step of all ranks."""
     kind = FailureKind.INTERRUPTED if isinstance(error, KeyboardInterrupt) else FailureKind.EXCEPTION
     message, details = _last_line(error), traceback_of(error)
-    return FailureCause(rank, kind, status.step + 1, "", None, None, message, details, call=name)
+    return FailureCause(rank, kind, status.call_number + 1, "", None, None, message, details, call_name=name)
 
 
 def _last_line(error: BaseException) -> str:
@@ -137,7 +137,7 @@ def failure_report(
     `ended` are its ranks whose process has ended or cannot be reached.
     """
     label = _label(cause, members)
-    lines = [f"{cause.call} failed{cause_summary(cause, members)}"]
+    lines = [f"{cause.call_name} failed{cause_summary(cause, members)}"]
     culprit = None
     if cause.members != members:
         cause = replace(cause, rank=-1)
@@ -190,8 +190,8 @@ def _blocking_rank(
 def _outside(status: RankStatus) -> str:
     """What a rank does that runs no list of actions."""
     if status.mode == "outside":
-        return f"runs neither step nor eval, after {status.call}"
-    return f"is in {status.mode}, after {status.call}"
+        return f"runs neither step nor eval, after {status.call_name}"
+    return f"is in {status.mode}, after {status.call_name}"
 
 
 def collective_failure(
@@ -253,10 +253,10 @@ def _status_lines(
         if status.mode not in schedules:
             lines.append(f"rank {rank}   {_outside(status)}")
             continue
-        other_step = "" if status.step == cause.step else f"already in {status.call}: "
+        other_call = "" if status.call_number == cause.call_number else f"already in {status.call_name}: "
         mode = f"in {status.mode}: " if len(modes) > 1 else ""
         around = excerpt(schedules[status.mode].ranks[rank], status.position)
-        lines.append(f"rank {rank}   {other_step}{mode}{around}{_note(rank, cause, status)}")
+        lines.append(f"rank {rank}   {other_call}{mode}{around}{_note(rank, cause, status)}")
     return lines
 
 

@@ -21,24 +21,24 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from penstock.errors import PenstockError, StepFailedError
 from penstock.processes import has_ended, local_pid
+from penstock.runtime.failure.detector import FailureDetector
 from penstock.runtime.failure.report import from_users_code, only_users_code, users_line
-from penstock.runtime.failure.watch import JobWatch
 
 _EXIT_SECONDS = 15.0
 """How long a rank waits for the exit of the one that reports."""
 _LAUNCHER_SECONDS = 0.5
 """torchrun looks for processes that ended five times in this time."""
 
-WatchOfProcess = Callable[[], JobWatch | None]
+DetectorOfProcess = Callable[[], FailureDetector | None]
 
 
-def install(watch_of_process: WatchOfProcess) -> None:
+def install(detector_of_process: DetectorOfProcess) -> None:
     """From now on print uncaught errors of Penstock this way; everything else as before."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if isinstance(error, StepFailedError) and error.reporter is not None and dist.is_initialized():
-            report_uncaught(error, frames, watch_of_process())
+            report_uncaught(error, frames, detector_of_process())
         elif isinstance(error, PenstockError) and (rank := _rank_of_process()) is not None:
             _report(rank, f"{kind.__name__}: {error}", error, frames)
         else:
@@ -47,7 +47,9 @@ def install(watch_of_process: WatchOfProcess) -> None:
     sys.excepthook = hook
 
 
-def report_uncaught(error: StepFailedError, frames: TracebackType | None, watch: JobWatch | None) -> None:
+def report_uncaught(
+    error: StepFailedError, frames: TracebackType | None, detector: FailureDetector | None
+) -> None:
     """Print the failure: in full on the rank that reported it, else as one line, and wait for that rank."""
     rank = dist.get_rank()
     if error.reporter == rank:
@@ -56,8 +58,8 @@ def report_uncaught(error: StepFailedError, frames: TracebackType | None, watch:
     first, *others = error.report.splitlines()
     reason = f": {others[0].strip()}" if others else ""
     _print(rank, [f"{first}{reason} (the report is printed by world rank {error.reporter})"])
-    if watch is not None and error.reporter is not None:
-        _wait_for_exit(watch, error.reporter)
+    if detector is not None and error.reporter is not None:
+        _wait_for_exit(detector, error.reporter)
 
 
 def _report(rank: int, text: str, error: BaseException, frames: TracebackType | None) -> None:
@@ -96,16 +98,16 @@ def _record(error: BaseException) -> None:
             get_error_handler().record_exception(raised)
 
 
-def _wait_for_exit(watch: JobWatch, reporter: int) -> None:
+def _wait_for_exit(detector: FailureDetector, reporter: int) -> None:
     """Wait until the launcher of the rank that reports has seen its end, if that can be known."""
     end = time.monotonic() + _EXIT_SECONDS
-    while _is_running(watch, reporter) and time.monotonic() < end:
+    while _is_running(detector, reporter) and time.monotonic() < end:
         time.sleep(0.02)
     time.sleep(_LAUNCHER_SECONDS)
 
 
-def _is_running(watch: JobWatch, rank: int) -> bool:
-    if rank not in watch.ended:
+def _is_running(detector: FailureDetector, rank: int) -> bool:
+    if rank not in detector.ended:
         return True
-    name = watch.ended[rank].process  # the process says that it ends before it does
+    name = detector.ended[rank].process  # the process says that it ends before it does
     return local_pid(name) is not None and not has_ended(name)

@@ -24,7 +24,7 @@ from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.encoding import JOINED, STAGE_SHIFT, Ints, kinds_in
 from penstock.ir.kinds import MEMORY_KINDS, Kind, handler_of
 from penstock.ir.schedule import Schedule
-from penstock.runtime.config import Custom, CustomFunction, VerifiedSchedule
+from penstock.runtime.config import ActionCall, CustomFunction, VerifiedSchedule
 from penstock.runtime.data_parallel.replica_group import ReplicaGroup
 from penstock.runtime.program.channel_ends import ChannelKey, receiving_stage
 from penstock.runtime.stage.stage import Stage
@@ -480,7 +480,7 @@ class _Compiler:
             run = partial(run, step.microbatch)
         if (function := self._context.functions.get(step.kind)) is None:
             return run
-        return partial(function, Custom(step, self._context.stages, run or _do_nothing))
+        return partial(function, ActionCall(step, self._context.stages, run or _do_nothing))
 
     def _overlap(self, pair: Overlap) -> Work:
         """Return the call that runs a pair; it sets the progress to the part that runs."""
@@ -492,8 +492,8 @@ class _Compiler:
 
         run, stages = run_in_order, self._context.stages
         if (function := self._context.functions.get(pair.kind)) is not None:
-            parts = tuple(Custom(part, stages, work) for part, work in zip(pair.parts, works))
-            run = partial(function, Custom(pair, stages, run_in_order, parts))
+            parts = tuple(ActionCall(part, stages, work) for part, work in zip(pair.parts, works))
+            run = partial(function, ActionCall(pair, stages, run_in_order, parts))
 
         def run_pair() -> None:
             run()

@@ -1,106 +1,125 @@
-"""What ranks compare: when they connect, and at each call, within a pipeline and with replicas."""
+"""What the ranks of a pipeline agree on: when they connect, when a call begins, and when a step ends."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+import penstock
 from penstock.arguments import listed
 from penstock.errors import PipelineError
-from penstock.ir.kinds import Kind
+from penstock.formats import dumps
+from penstock.ir.schedule import Schedule
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.data_parallel.gradient_norm import model_groups
-from penstock.runtime.failure.agreement import differences, digest, facts_in, schedule_digest
-from penstock.runtime.failure.job import watch_of_others
-from penstock.runtime.failure.lost_ranks import connecting, raise_if_ended
-from penstock.runtime.failure.monitor import FailureMonitor
-from penstock.runtime.failure.partner_records import PartnerRecords, PipelineRecord, partner_records
+from penstock.runtime.data_parallel.tied_weights import TiedWeights
+from penstock.runtime.data_parallel.wrappers import split_metadata
+from penstock.runtime.dtensors import whole
+from penstock.runtime.program.program import StepAbortedError
+from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.communicator import Communicator, ControlMessage
-from penstock.runtime.transport.transport_errors import Pending, TransportError, wait
+from penstock.runtime.transport.transport_errors import Pending, TransportError, transport_errors, wait
 from penstock.traces.rank_state import Wait, WaitKind
 
-# Which partners a pipeline has and which other ranks expect it to have: nobody trains alone by mistake.
-#
-# A pipeline without `replicas=` has no connection to a rank that waits for it as a replica. So each pipeline
-# of a job with several ranks is recorded, and a rank that has waited in vain tells it.
+Facts: TypeAlias = Mapping[str, tuple[Any, Any]]
+"""By topic: the value that is compared, and its text for an error message."""
 
 
-class ExpectedPartners:
-    """The partners of one pipeline on this rank, over all its connections."""
+# --- connecting ----------------------------------------------------------------------------------------
 
-    def __init__(self, config: ExecutionConfig) -> None:
-        self._seconds = config.timeout.total_seconds()
-        self._pipeline = PipelineRecord(_stages(config))
-        self._records: PartnerRecords | None = None
-
-    def begin(self, config: ExecutionConfig, groups: Sequence[tuple[int, ...]]) -> None:
-        """The pipeline connects, with these groups of partners."""
-        watch = watch_of_others(config.timeout)
-        self._records = None if watch is None else partner_records(watch)
-        replicas = {rank for group in config.replication.groups for rank in dist.get_process_group_ranks(group)}
-        self._pipeline.groups = {group: replicas.issuperset(group) for group in groups}
-        if self._records is not None:
-            self._records.add(self._pipeline)
-
-    def are_replicas(self, group: tuple[int, ...]) -> bool:
-        """Whether the ranks of a group compute on different data."""
-        return self._pipeline.groups[group]
-
-    def connected(self) -> None:
-        """The pipeline is connected."""
-        if self._records is not None:
-            self._records.connected(self._pipeline)
-
-    def disconnected(self) -> None:
-        """The pipeline is closed, or its connections have failed."""
-        self._pipeline.is_connected = False
-
-    def closed(self, name: str) -> None:
-        """This rank has closed the connection of this name, and not after a failure."""
-        if self._records is not None:
-            self._records.closed(name)
-
-    def reason(self, group: tuple[int, ...], lost: str) -> str:
-        """Why the partners of a group have not connected; `lost` says which of them have ended, if any.
-
-        If none has, they are told that this rank has waited for them.
-        """
-        if self._records is None:
-            return lost
-        if not lost:
-            return self._records.absent_partners(self._pipeline, group, self._seconds)
-        return "; ".join(filter(None, (lost, self._records.noticed_close(group))))
-
-    def closed_by(self, name: str, group: tuple[int, ...]) -> list[int]:
-        """The partners that have closed the connection of this name."""
-        return [] if self._records is None else self._records.closed_by(name, group)
-
-    def raise_if_unpaired(self) -> None:
-        """Raise if another rank expects this pipeline among its partners."""
-        if self._records is not None and (problem := self._records.problem(self._pipeline)):
-            raise PipelineError(problem)
+COMPLETED = "completed calls of step() and eval()"
+_COMPLETED_ADVICE = (
+    "A call has ended with a result on the ranks that are ahead, and with an exception on the others, for "
+    "example because it was interrupted at its end. So the ranks have trained on different batches: load a "
+    "checkpoint and create the pipeline again on every rank, and continue from the batch of the checkpoint"
+)
 
 
-def _stages(config: ExecutionConfig) -> str:
-    """A digest of the numbers of this rank's stages and the shapes of their parameters, sharded or not."""
-    shapes = {
-        stage: [tuple(each.shape) for each in module.parameters()] for stage, module in config.trained.items()
+def check_agreement(
+    config: ExecutionConfig,
+    ties: TiedWeights,
+    completed: int,
+    loss_options: Mapping[str, object],
+    communicator: Communicator,
+) -> None:
+    """Raise unless every rank has the same schedule, versions, ties and number of completed calls.
+
+    Steps would hang or train wrongly. A topic is compared between the ranks that have it, such as a tied weight
+    between those that hold it, and `loss_options` between those that compute a loss.
+    """
+    schedule, digits = config.schedule, schedule_digest(config.schedule)
+    own: dict[str, Any] = {
+        "version of penstock": penstock.__version__,
+        "version of torch": torch.__version__,
+        "microbatches": schedule.microbatches,
+        "stages": schedule.num_stages,
+        **{f"tied weight {tie}": looks for tie, looks in ties.descriptions().items()},
+        **loss_options,
+        COMPLETED: completed,
     }
-    return digest(f"{config.schedule.num_stages} {sorted(shapes.items())}")
+    for module in config.modules.values():
+        _, parts = split_metadata(module, "split_stage") or (0, ())
+        if len(parts) == schedule.num_stages:
+            own["split of the model"] = " | ".join(parts)
+    facts = _plain_facts(own) | {
+        "schedule": (digits, f"{schedule.name} ({digits})"),
+        "tied weights": (str(ties.between_ranks), listed(ties.between_ranks) or "none"),
+    }
+    has_loss = any(sink in config.modules for sink in schedule.graph.sinks)  # it weights losses by the replicas
+    trained = [each for module in config.trained.values() for each in module.parameters()]
+    if has_loss or any(parameter.requires_grad for parameter in trained):
+        count = config.replication.count
+        facts["replicas of its stages"] = (
+            count,
+            f"{count}" if count > 1 else "1 (give replicas= if there are more)",
+        )
+    texts = communicator.exchange_texts("facts", json.dumps(facts))
+    if found := differences({rank: json.loads(text) for rank, text in enumerate(texts)}):
+        advice = [_COMPLETED_ADVICE] if COMPLETED in found else []
+        raise PipelineError("\n".join(["the ranks of the pipeline do not agree:", *found.values(), *advice]))
 
 
-# Compares the calls of the ranks: each announces its call to its peers, and checks theirs before it waits.
-#
-# The announcement is sent when a call begins, so it has arrived before the first message of that call is
-# needed.
+def digest(text: str) -> str:
+    """Return a few digits in place of a long text, to compare it and to show it in a message."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+
+def schedule_digest(schedule: Schedule) -> str:
+    """Return the same digest for schedules that differ in their names only."""
+    return digest(dumps(schedule.renamed("any"), "json"))
+
+
+def facts_in(text: str | bytes) -> dict[str, tuple[object, object]]:
+    """Return the facts that a rank sent as a JSON object; values are their own texts."""
+    return _plain_facts(json.loads(text))
+
+
+def _plain_facts(values: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    return {topic: (value, value) for topic, value in values.items()}
+
+
+def differences(by_rank: Mapping[int, Facts]) -> dict[str, str]:
+    """Return the topics on which ranks differ, each with a line for an error message."""
+    lines = {}
+    for topic in dict.fromkeys(topic for facts in by_rank.values() for topic in facts):
+        answers = {rank: facts[topic] for rank, facts in by_rank.items() if topic in facts}
+        if len({value for value, _ in answers.values()}) > 1:
+            ranks_by_text: dict[object, list[int]] = {}
+            for rank, (_, text) in answers.items():
+                ranks_by_text.setdefault(text, []).append(rank)
+            groups = "; ".join(f"rank {listed(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+            lines[topic] = f"  {topic}: {groups}"
+    return lines
+
+
+# --- calls ---------------------------------------------------------------------------------------------
 
 _BYTES = 256
 _ADVICE = (
@@ -110,7 +129,11 @@ _ADVICE = (
 
 
 class CallAgreement:
-    """One rank's part. `peers` are the ranks with which it exchanges the messages of the schedule."""
+    """Compares the calls of this rank and its peers, with which it exchanges the messages of the schedule.
+
+    A rank announces its call when the call begins, so the announcement has arrived before the first message of
+    that call is needed.
+    """
 
     def __init__(self, communicator: Communicator | None, rank: int, peers: Iterable[int]) -> None:
         self._communicator, self._rank = communicator, rank
@@ -138,17 +161,15 @@ class CallAgreement:
             return
         wait(self._pending.pop(peer))
         if not torch.equal(self._received[peer], self._own):
-            raise PipelineError(self._disagreement(peer))
+            calls = {self._rank: announced_facts(self._own), peer: announced_facts(self._received[peer])}
+            found = differences({rank: calls[rank] for rank in sorted(calls)})
+            heading = "the ranks of the pipeline do not make the same call:"
+            raise PipelineError("\n".join([heading, *found.values(), _ADVICE]))
 
     def check_all(self) -> None:
         """Check the peers that were not checked yet."""
         for peer in list(self._pending):
             self.check(peer)
-
-    def _disagreement(self, peer: int) -> str:
-        calls = {self._rank: announced_facts(self._own), peer: announced_facts(self._received[peer])}
-        found = differences({rank: calls[rank] for rank in sorted(calls)})
-        return "\n".join(["the ranks of the pipeline do not make the same call:", *found.values(), _ADVICE])
 
     def abandon(self) -> None:
         """Release everything that refers to the connections."""
@@ -157,176 +178,171 @@ class CallAgreement:
         self._communicator = None
 
 
-def announcement(call: Mapping[str, object], size: int = _BYTES) -> torch.Tensor:
-    """The bytes that say which call a rank makes; `size` is the same on all ranks."""
+def announcement(call: Mapping[str, object], size: int = _BYTES) -> Tensor:
+    """Return the bytes that say which call a rank makes; `size` is the same on all ranks."""
     text = json.dumps(call).encode().ljust(size)
     assert len(text) == size, f"the peers receive {size} bytes, not the {len(text)} of {call}"
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def announced_facts(announced: torch.Tensor) -> dict[str, tuple[object, object]]:
-    """The topics of a call and their values, as `differences` takes them."""
+def announced_facts(announced: Tensor) -> dict[str, tuple[object, object]]:
+    """Return the topics of a call and their values, as `differences` takes them."""
     return facts_in(announced.numpy().tobytes())
 
 
-# Compares the calls of a rank with those of its partners: ranks of other pipelines in the same collectives.
-#
-# Partners are replicas, ranks with other shards of the same parameters, and tensor-parallel ranks. Those of one
-# process group tell each other their calls before the first collective of a call. Collectives of different
-# calls would be mixed up, or gloo would end the process.
+# --- the end of a step ---------------------------------------------------------------------------------
 
 
-_HEADING = "world ranks of several pipelines that train the same stages differ:"
-_REPLICA_ADVICE = (
-    "Every pipeline must make the same calls in the same order, and replicas must be trained alike: look for "
-    "a call or an option of the optimizer that depends on the rank, a data loader with fewer batches on one "
-    "rank, or an exception that one rank caught"
-)
-_REPLICA_BYTES = 512
-_CAUSE_SECONDS = 0.25  # how long the failure may take to be known here that broke a connection
-_LONGEST_NAME = 100
+class StepCommit:
+    """Ends a step on all ranks together: no rank returns from it before every rank has finished it.
 
+        other ranks                          rank of the last sink
+        actions finished   --- FINISHED -->  waits until every rank has finished
+                                             waits for the last sinks of other pipelines of this model:
+                                             sums the losses over replicas, waits for tensor-parallel ranks
+        return             <--- LOSSES ----  returns
 
-def partners_of(config: ExecutionConfig) -> list[tuple[int, ...]]:
-    """The world ranks of each process group that this rank shares with other pipelines.
-
-    All ranks have their groups in one order, so no two ranks wait for each other in different groups.
+    The sinks are the stages that feed no other, in a chain the last stage; `sinks` are those of this rank. The
+    losses of sinks on other ranks are part of their FINISHED. So a failure on any rank fails the step on all of
+    them, and all ranks agree on which batches were trained. Receives are posted before the step.
     """
-    pipeline = set(config.members)
-    groups = model_groups(config.trained.values(), config.replication.groups)
-    members = {tuple(dist.get_process_group_ranks(group)) for group in groups}
-    return sorted(ranks for ranks in members if len(ranks) > 1 and len(pipeline.intersection(ranks)) == 1)
-
-
-class _Partners(NamedTuple):
-    members: tuple[int, ...]
-    """World ranks."""
-    communicator: Communicator
-
-
-class PartnerCalls:
-    """One rank's part; all partners connect at the same time."""
 
     def __init__(
-        self,
-        config: ExecutionConfig,
-        groups: Sequence[tuple[int, ...]],
-        options: Mapping[str, object],
-        expected: ExpectedPartners,
+        self, communicator: Communicator | None, config: ExecutionConfig, sinks: Mapping[int, Stage]
     ) -> None:
-        """`groups` are those of `partners_of`; `options` are compared with those of the partners once."""
-        self._config, self._expected = config, expected
-        self._groups: list[_Partners] = []
-        self._unbroken: list[str] = []
-        """The names of the connections that no failure has ended."""
-        self._close = weakref.finalize(
-            self, _close, communicators := list[Communicator](), self._unbroken, expected
-        )
-        self._have_same_data = False
-        """Whether some partners compute on the same data as this rank, in collectives of every forward."""
-        for members in groups:
-            same_data = not expected.are_replicas(members)
-            self._have_same_data |= same_data
-            facts = {**options, **_collectives(config, same_data=same_data)}
-            rank = members.index(config.members[config.rank])
-            with connecting(config, members, partial(expected.reason, members)):
-                communicator = Communicator(
-                    *(members, rank, (), 1, torch.device("cpu"), config.timeout),
-                    check=partial(raise_if_ended, members),
-                )
-                communicators.append(communicator)
-                texts = communicator.exchange_texts("facts", json.dumps(facts))
-            if found := differences({member: facts_in(text) for member, text in zip(members, texts)}):
-                raise PipelineError("\n".join([_HEADING, *found.values()]))
-            self._groups.append(_Partners(members, communicator))
-        self._unbroken.extend(group.communicator.name for group in self._groups)
-        own = config.members[config.rank]
-        self.ranks = sorted({rank for group in self._groups for rank in group.members} - {own})
-        """The world ranks of all partners."""
+        schedule = config.schedule
+        self._communicator, self._config, self._sinks = communicator, config, sinks
+        self._microbatches = schedule.microbatches
+        ranks_of_sinks = [schedule.placement.stage_to_rank[sink] for sink in schedule.graph.sinks]
+        self._source = ranks_of_sinks[-1]
+        """The rank that adds up all losses and sends them."""
+        self._is_source = config.rank == self._source
+        self._others = [rank for rank in range(schedule.num_ranks) if rank != self._source]
+        self._with_sinks = {rank for rank in ranks_of_sinks if rank != self._source}
+        self._tensor_groups = _tensor_groups(config) if self._is_source else []
+        self._message: Tensor
+        self._finished: dict[int, Tensor] = {}
+        self._pending: dict[int, Pending] = {}
+        self._sent: list[Pending] = []
+        self.awaited: Wait | None = None
+        """What this rank waits for at the end of a step."""
+        self.abort_requested = False
+        """Set by another thread when the step has failed on another rank."""
 
-    @property
-    def awaited(self) -> Wait:
-        """What a rank waits for that compares its call."""
-        others = f"world rank {listed(self.ranks)}, which trains the same stages in another pipeline"
-        return Wait(WaitKind.CALL, f"the call of {others}")
+    def begin(self) -> None:
+        """Post the receives."""
+        self._message = self._empty()
+        self.awaited = None
+        if (communicator := self._communicator) is None:
+            return
+        if self._is_source:
+            self._finished = {rank: self._finished_message(rank) for rank in self._others}
+            received = self._finished
+        else:
+            received = {self._source: self._message}
+        self._pending = {rank: self._receive(communicator, message, rank) for rank, message in received.items()}
 
-    def has_collectives_in_eval(self, *, with_loss: bool) -> bool:
-        """Whether an eval on this rank needs its partners: to gather shards, or to add up losses."""
-        config = self._config
-        has_loss = with_loss and any(sink in config.modules for sink in config.losses)
-        return self._have_same_data or bool(config.replication.shards) or has_loss
+    def _empty(self) -> Tensor:
+        """Whether there is a loss, the loss of the step, the losses of the microbatches."""
+        return torch.zeros(2 + self._microbatches, dtype=torch.float64)
 
-    def compare(self, call: Mapping[str, object], step: int | None = None) -> None:
-        """Raise unless all partners make this call; in a step, also if their parameters differ.
+    def _finished_message(self, rank: int) -> Tensor:
+        return self._empty() if rank in self._with_sinks else torch.zeros(1, dtype=torch.uint8)
 
-        A step with this number compares the layout of all parameters, and the values of one that replicas hold.
-        """
-        config = self._config
-        layout = {} if step is None else {"parameters": _layout(config)}
-        sample = None if step is None else config.replication.sample(step)
-        for members, communicator in self._groups:
-            values = {}
-            if sample is not None and sample[0] == members:
-                values["values of a parameter"] = f"{_shortened(sample[1])}: {sample[2]}"
-            own = announcement({**call, **layout, **values}, _REPLICA_BYTES)
-            if not communicator.all_equal(own):
-                announced = communicator.all_gather(own)
-                with suppress(TransportError):
-                    communicator.barrier()  # the first to raise ends the connections, when all have these
-                calls = {member: announced_facts(each) for member, each in zip(members, announced)}
-                raise PipelineError("\n".join([_HEADING, *differences(calls).values(), _REPLICA_ADVICE]))
+    def finish(self, weights: Sequence[float]) -> tuple[float | None, Tensor | None]:
+        """The loss of the step over all replicas and of each microbatch, the same on every rank."""
+        if not self._is_source:
+            finished = self._finished_message(self._config.rank)
+            self._add_own(finished, weights)
+            self._send(finished, [self._source])
+            self._wait_for(Wait(WaitKind.RECEIVE, "the losses", self._source))
+        else:
+            self._add_own(self._message, weights)
+            for rank in list(self._pending):
+                self._wait_for(Wait(WaitKind.COMMIT, "the end of the step", rank))
+            self._add_others()
+            self._wait_for_tensor_parallel_ranks()
+            if self.abort_requested:
+                raise StepAbortedError
+            # from here on the step has succeeded; nobody waits for a rank that dies before it receives this
+            with suppress(TransportError):
+                self._send(self._message, self._others)
+        if not self._message[0]:
+            return None, None
+        return float(self._message[1]), self._message[2:].clone()
 
-    def closed_partners(self, monitor: FailureMonitor | None) -> list[int]:
-        """The partners that have closed their connection, after one broke here that no failure explains."""
-        if monitor is not None and monitor.wait_for_cause(_CAUSE_SECONDS) is not None:
-            return []
-        found = {
-            rank
-            for members, communicator in self._groups
-            for rank in self._expected.closed_by(communicator.name, members)
-        }
-        return sorted(found)
+    def _receive(self, communicator: Communicator, message: Tensor, rank: int) -> Pending:
+        purpose = ControlMessage.LOSSES if rank == self._source else ControlMessage.FINISHED
+        return communicator.receive_host(message, rank, communicator.control_tag(purpose))
 
-    def abort(self) -> None:
-        """End all waits for partners, here and there; any thread may call it."""
-        self._unbroken.clear()
-        for group in list(self._groups):
-            group.communicator.abort()
+    def _send(self, message: Tensor, ranks: Sequence[int]) -> None:
+        """Send to these ranks; they have received what was sent in the last step, because they finished it."""
+        if (communicator := self._communicator) is not None:
+            purpose = ControlMessage.LOSSES if self._is_source else ControlMessage.FINISHED
+            tag = communicator.control_tag(purpose)
+            self._sent = [communicator.send_host(message, rank, tag) for rank in ranks]
 
-    def close(self) -> None:
-        """Close all connections."""
-        self._groups.clear()
-        self._close()
+    def _wait_for(self, awaited: Wait) -> None:
+        self.awaited = awaited
+        assert awaited.peer is not None, "it waits for one rank"
+        wait(self._pending.pop(awaited.peer))
+        self.awaited = None
+
+    def _add_own(self, message: Tensor, weights: Sequence[float]) -> None:
+        """Add the losses of this rank's sinks, and this replica's part of the loss of the step."""
+        shares = torch.tensor(weights, dtype=torch.float64)
+        counted = shares > 0  # the mean over no tokens is not a number, and its weight is 0
+        for sink in self._sinks.values():
+            if sink.losses:
+                in_order = [whole(sink.losses[microbatch]) for microbatch in range(self._microbatches)]
+                losses = torch.stack([loss.reshape(()).to(torch.float64) for loss in in_order]).cpu()
+                message[0] = 1
+                message[1] += (losses[counted] * shares[counted]).sum() / self._config.replication.count
+                message[2:] += losses
+
+    def _add_others(self) -> None:
+        """Add the losses of other ranks' sinks, and the parts of other replicas."""
+        message, replication = self._message, self._config.replication
+        has_loss = {self._source: bool(message[0])}
+        for rank in sorted(self._with_sinks):
+            has_loss[rank] = bool(self._finished[rank][0])
+            message += self._finished[rank]
+        if len(set(has_loss.values())) > 1:
+            given, missing = (
+                listed(r for r, has in has_loss.items() if has is which) for which in (True, False)
+            )
+            raise PipelineError(
+                f"rank {given} has a loss, but rank {missing} has none, and has a stage that feeds no other: "
+                "give target= on the ranks of all such stages, or on none"
+            )
+        if message[0]:
+            self.awaited = Wait(WaitKind.COLLECTIVE, "the losses of its replicas")
+            message[1] = replication.total(message[1], self._config.device)
+            self.awaited = None
+
+    def _wait_for_tensor_parallel_ranks(self) -> None:
+        """Wait until the pipelines of the tensor-parallel ranks have finished the step too."""
+        if self._tensor_groups:
+            self.awaited = Wait(WaitKind.COLLECTIVE, "the end of the step on its tensor-parallel ranks")
+            token = torch.zeros(1, device=self._config.device)
+            for group in self._tensor_groups:
+                with transport_errors():
+                    dist.all_reduce(token, group=group)
+            token.cpu()  # on a device, the host has not waited yet
+            self.awaited = None
+
+    def abandon(self) -> None:
+        """Release pending messages, which keep the connections open."""
+        self._pending.clear()
+        self._sent.clear()
+        self._communicator = None
 
 
-def _close(communicators: Sequence[Communicator], unbroken: Sequence[str], expected: ExpectedPartners) -> None:
-    for name in unbroken:
-        expected.closed(name)
-    for communicator in communicators:
-        communicator.close()
-
-
-def _collectives(config: ExecutionConfig, *, same_data: bool) -> dict[str, str]:
-    """The order of what partners do together: of all actions if they have the same data, as with DTensors."""
-    schedule = config.schedule
-    if same_data:
-        return {"schedule": f"{schedule.name} ({schedule_digest(schedule)})"}
-    kinds = (Kind.UNSHARD, Kind.REDUCE_GRAD) if config.replication.shards else (Kind.REDUCE_GRAD,)
-    own = [str(step) for step in schedule.ranks[config.rank] if step.kind in kinds]
-    order = " ".join(own)
-    return {f"order of {' and '.join(map(str, kinds))}": order if len(own) <= 8 else digest(order)}
-
-
-def _layout(config: ExecutionConfig) -> str:
-    """The shapes and types of this rank's parameters, and which are trained: what collectives depend on."""
-    parameters = [each for _, module in sorted(config.trained.items()) for each in module.parameters()]
-    text = " ".join(f"{tuple(each.shape)} {each.dtype} {each.requires_grad}" for each in parameters)
-    trained = sum(each.requires_grad for each in parameters)
-    return f"{trained} of {len(parameters)} are trained (digest of shapes {digest(text)})"
-
-
-def _shortened(name: str) -> str:
-    """The end of a name that fits into an announcement, where a character may take up to 12 bytes."""
-    while len(json.dumps(name)) > _LONGEST_NAME:
-        name = name[1:]
-    return name
+def _tensor_groups(config: ExecutionConfig) -> list[dist.ProcessGroup]:
+    """The groups of the ranks that hold other parts of this rank's stages, besides its replicas and shards."""
+    pipeline, known = set(config.members), config.replication.groups
+    return [
+        group
+        for group in model_groups(config.trained.values(), ())
+        if group not in known and len(pipeline & set(dist.get_process_group_ranks(group))) == 1
+    ]

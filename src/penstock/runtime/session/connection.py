@@ -20,11 +20,17 @@ from penstock.errors import PenstockError
 from penstock.ir.kinds import Kind
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.dtensors import Meshes
-from penstock.runtime.failure.job import abort_groups, link_members, raise_if_aborted, watch_of_job
-from penstock.runtime.failure.lost_ranks import connecting, raise_if_ended
+from penstock.runtime.failure.detector import FailureDetector
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
+from penstock.runtime.failure.process_detector import (
+    abort_groups,
+    connecting,
+    detector_of_job,
+    link_members,
+    raise_if_aborted,
+    raise_if_ended,
+)
 from penstock.runtime.failure.report import collective_cause, collective_failure
-from penstock.runtime.failure.watch import JobWatch
 from penstock.runtime.program.channel_ends import (
     ChannelEnds,
     ValueSources,
@@ -33,8 +39,8 @@ from penstock.runtime.program.channel_ends import (
     receiving_stage,
 )
 from penstock.runtime.program.program import ExecutionContext, Program, compile_program, forward_only
-from penstock.runtime.session.agreement import CallAgreement, PartnerCalls, partners_of
-from penstock.runtime.session.step_commit import LossExchange
+from penstock.runtime.session.agreement import CallAgreement, StepCommit
+from penstock.runtime.session.replica_peers import ReplicaPeers, peer_groups_of
 from penstock.runtime.stage.microbatch import LiveActivations, StageConfig, microbatches_with, sends_at_once
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.buffer_pool import BufferPool
@@ -52,23 +58,23 @@ class Connection:
         """`step`, `eval` or the name of a collective while one runs."""
         self.waiting_for: Wait | None = None
         """What this rank waits for before its first or after its last action."""
-        self.step = 0
+        self.call_number = 0
         """The number of the current or last call of step or eval: one more than were completed before it."""
-        self.steps = 0
+        self.step_number = 0
         """The number of the current or last step; an eval has that of the step before it."""
-        self.call = ""
+        self.call_name = ""
         """Its name for messages, in which only steps are counted."""
         self._failed = False
         """Whether a step has failed on any rank."""
         self.on_failure: Callable[[], Callable[[FailureCause], None] | None] | None = None
         """A weak reference to what is called when a failure becomes known, before anything is aborted."""
         schedule, rank = config.schedule, config.rank
-        self.partner_groups = partners_of(config)
-        watch = None if config.is_single_rank and not self.partner_groups else watch_of_job(config.timeout)
-        self.communicator = None if watch is None else self._connect(watch)
+        self.peer_groups = peer_groups_of(config)
+        detector = None if config.is_single_rank and not self.peer_groups else detector_of_job(config.timeout)
+        self.communicator = None if detector is None else self._connect(detector)
         self.calls = CallAgreement(self.communicator, rank, peers_of(schedule, rank))
-        self.partners: PartnerCalls | None = None
-        """Compares calls with ranks of other pipelines; set by `meet`."""
+        self.replica_peers: ReplicaPeers | None = None
+        """Compares calls with ranks of other pipelines; set by `handshake`."""
         meshes = Meshes(list(config.modules.values()), config.mesh)
         self._channels = ChannelEnds(schedule, rank, self.communicator, pool, meshes)
         self.stages: dict[int, Stage] = {}
@@ -78,14 +84,14 @@ class Connection:
         self._sources.stages.update(self.stages)
         self.sinks = {sink: self.stages[sink] for sink in schedule.graph.sinks if sink in self.stages}
         """The stages of this rank that feed no other."""
-        self.losses = LossExchange(self.communicator, config, self.sinks)
+        self.commit = StepCommit(self.communicator, config, self.sinks)
         self.programs = self._compiled()
         self.monitor: FailureMonitor | None = None
-        if watch is not None:
+        if detector is not None:
             own = weakref.ref(self)
-            watch.timeout = config.timeout.total_seconds()
+            detector.timeout = config.timeout.total_seconds()
             self.monitor = FailureMonitor(
-                watch,
+                detector,
                 uuid4().hex if self.communicator is None else self.communicator.name,
                 config.members,
                 config.timeout.total_seconds(),
@@ -95,10 +101,10 @@ class Connection:
             )
             self._release = weakref.finalize(self, _release, self.monitor, self.communicator)
 
-    def _connect(self, watch: JobWatch) -> Communicator | None:
+    def _connect(self, detector: FailureDetector) -> Communicator | None:
         """The messages with the other ranks of the pipeline; None if there are none."""
         config = self.config
-        raise_if_aborted(watch, config.members)
+        raise_if_aborted(detector, config.members)
         if config.is_single_rank:
             return None
         with connecting(config):
@@ -111,7 +117,7 @@ class Connection:
                 config.timeout,
                 partial(raise_if_ended, config.members),  # not the config, which has modules and losses
             )
-            link_members(watch, config.members, config.timeout)
+            link_members(detector, config.members, config.timeout)
         return communicator
 
     # --- stages and programs -----------------------------------------------------------------------
@@ -157,15 +163,15 @@ class Connection:
 
     def set_completed(self, calls: int, steps: int) -> None:
         """The number of calls of step and eval, and of steps, that were completed before the next one."""
-        self.step, self.steps, self.call = calls, steps, f"step {steps}"
+        self.call_number, self.step_number, self.call_name = calls, steps, f"step {steps}"
 
     # --- a step ------------------------------------------------------------------------------------
 
     def begin(self, mode: str, calls: int, steps: int) -> Program:
         """Start a step or eval, of this number among all calls and among steps; gives the program to run."""
         self._channels.set_mode(training=mode == "step")
-        self.call = f"step {steps}" if mode == "step" else f"the eval after step {steps}"
-        self.mode, self.step, self.steps, self.waiting_for = mode, calls, steps, None
+        self.call_name = f"step {steps}" if mode == "step" else f"the eval after step {steps}"
+        self.mode, self.call_number, self.step_number, self.waiting_for = mode, calls, steps, None
         program = self.programs[mode]
         program.begin()
         if self._failed:  # read after the step is set, as `stop_waiting` reads the step after it has set this
@@ -210,7 +216,7 @@ class Connection:
         told = self.on_failure() if self.on_failure is not None else None
         if told is not None and cause is not None:
             told(cause)
-        if self.mode in self.programs and cause is not None and cause.step > self.step:
+        if self.mode in self.programs and cause is not None and cause.call_number > self.call_number:
             return
         self._request_abort()
         if self.mode != "outside":
@@ -221,7 +227,7 @@ class Connection:
     def _request_abort(self) -> None:
         for program in self.programs.values():
             program.progress.abort_requested = True
-        self.losses.abort_requested = True
+        self.commit.abort_requested = True
 
     def abort_all_groups(self) -> None:
         """End the wait of this rank in a collective with ranks of other pipelines."""
@@ -241,31 +247,32 @@ class Connection:
     def status(self) -> RankStatus:
         """What this rank is doing."""
         if self.mode not in self.programs:
-            return RankStatus(self.mode, self.step, 0, None, self.call)
+            return RankStatus(self.mode, self.call_number, 0, None, self.call_name)
         program = self.programs[self.mode]
-        return RankStatus(self.mode, self.step, program.position, self.awaited(program), self.call)
+        awaited = self.awaited(program)
+        return RankStatus(self.mode, self.call_number, program.position, awaited, self.call_name)
 
     def awaited(self, program: Program) -> Wait | None:
         """What the rank waits for; None if it computes."""
         between = program.current_call is None
-        return (self.waiting_for or self.losses.awaited) if between else program.awaited
+        return (self.waiting_for or self.commit.awaited) if between else program.awaited
 
     def abort(self) -> None:
-        """End all waits for other ranks of the pipeline, and for its partners, here and there."""
+        """End all waits for other ranks of the pipeline, and for its replica peers, here and there."""
         if (communicator := self.communicator) is not None:
             communicator.abort()
-        if self.partners is not None:
-            self.partners.abort()
+        if self.replica_peers is not None:
+            self.replica_peers.abort()
 
     def close(self) -> None:
         """Close all connections; pending messages are released first, see `Communicator.close`."""
-        if self.partners is not None:
-            self.partners.close()
+        if self.replica_peers is not None:
+            self.replica_peers.close()
         if self.communicator is not None:
             self.communicator = None
             self._channels.abandon()
             self.calls.abandon()
-            self.losses.abandon()
+            self.commit.abandon()
         if self.monitor is not None:
             self._release()
 

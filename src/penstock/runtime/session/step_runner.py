@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import traceback
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,23 +25,24 @@ from penstock.arguments import listed, printable, whole_number
 from penstock.errors import FailureKind, PenstockError, PipelineError
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
-from penstock.runtime.failure.agreement import COMPLETED, check_agreement
-from penstock.runtime.failure.lost_ranks import connecting
+from penstock.runtime.failure.detector import SILENT_SECONDS
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor
+from penstock.runtime.failure.process_detector import connecting
 from penstock.runtime.failure.report import failure_cause, failure_report
-from penstock.runtime.program.program import Program, StepAbortedError
-from penstock.runtime.session.agreement import ExpectedPartners, PartnerCalls
+from penstock.runtime.program.program import CallType, Program, StepAbortedError
+from penstock.runtime.session.agreement import COMPLETED, check_agreement
 from penstock.runtime.session.connection import Connection
-from penstock.runtime.session.pipeline_state import PipelineState
 from penstock.runtime.session.profile import Recorder
+from penstock.runtime.session.replica_peers import PipelineRecord, ReplicaPeers
 from penstock.runtime.session.step_inputs import StepInputBuilder
 from penstock.runtime.stage.microbatch import LiveActivations, StepInputs
 from penstock.runtime.stage.stage import Stage
+from penstock.runtime.states.writer import flush_states, register_states, request_states
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.communicator import Communicator, gather_arrays
 from penstock.runtime.transport.transport_errors import TransportError, is_transport_error
 from penstock.simulation.timeline import Timeline
-from penstock.traces.rank_state import Wait, WaitKind
+from penstock.traces.rank_state import RankState, Wait, WaitKind
 
 # Aborts a failed step on this rank: publishes the cause, closes the connection, gives the error to raise.
 
@@ -68,9 +71,9 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
         return error
     cause = settled or cause
     if cause.process:  # it may have ended before this call
-        cause = replace(cause, call=connection.call)
+        cause = replace(cause, call_name=connection.call_name)
     report = failure_report(cause, statuses, schedules, monitor.members, monitor.ended())
-    is_own = cause.reporter == monitor.watch.rank and cause.kind is FailureKind.EXCEPTION
+    is_own = cause.reporter == monitor.detector.rank and cause.kind is FailureKind.EXCEPTION
     report.__cause__ = error if is_own else None
     return report
 
@@ -99,7 +102,93 @@ def _cause(error: BaseException, own: FailureCause, monitor: FailureMonitor) -> 
     )
 
 
-# The result of a step, the same on every rank.
+# --- the state files of this rank ----------------------------------------------------------------------
+
+
+class PipelineState:
+    """The source of the state files of one pipeline; without a folder it writes none."""
+
+    def __init__(self, config: ExecutionConfig) -> None:
+        self._nothing = RankState(tuple(config.members), config.members[config.rank], config.schedule)
+        self._connection: weakref.ref[Connection] | None = None
+        self.completed = (0, 0)
+        """Calls of step and eval, and steps."""
+        self.is_connecting = False
+        self._writes = config.state_dir is not None
+        if config.state_dir is not None:
+            register_states(self, Path(config.state_dir))
+
+    def use(self, connection: Connection) -> None:
+        """Show this connection from now on, and its failure when it becomes known."""
+        self._connection = weakref.ref(connection)
+        connection.on_failure = weakref.WeakMethod(self._failed) if self._writes else None
+
+    def _failed(self, cause: FailureCause) -> None:
+        """Write the state at the moment at which a failure becomes known; called on any thread."""
+        is_exception = cause.kind in (FailureKind.EXCEPTION, FailureKind.INTERRUPTED)
+        own = is_exception and cause.world_rank == self._nothing.world_rank
+        state = replace(self.rank_state(), error=cause.message, is_origin=own)
+        request_states(f"failure: {cause.kind}", state, self)
+
+    def connecting_failed(self, error: BaseException) -> None:
+        """Write the state of a rank that could not connect, and why."""
+        if self._writes:
+            request_states("connecting failed", replace(self.rank_state(), error=str(error)), self)
+            flush_states()
+
+    def flush(self) -> None:
+        """Wait until the state of a failed step is written."""
+        if self._writes:
+            flush_states()
+
+    def rank_state(self) -> RankState:
+        """What this rank does."""
+        connection = None if self._connection is None else self._connection()
+        if connection is None or self.is_connecting:
+            mode = "connecting" if self.is_connecting else "outside"
+            calls, steps = self.completed
+            return replace(self._nothing, mode=mode, step_number=steps, call_number=calls)
+        mode = connection.mode
+        base = replace(
+            self._nothing,
+            mode=mode,
+            step_number=connection.step_number,
+            call_number=connection.call_number,
+            lost=_lost(connection),
+        )
+        program = connection.programs.get(mode)
+        if program is None:
+            return replace(base, waiting_for=connection.waiting_for if mode != "outside" else None)
+        base = replace(base, schedule=program.schedule)
+        call = program.current_call
+        if call is None:
+            position = len(program.steps) if program.finished else -1
+            return replace(base, position=position, waiting_for=connection.awaited(program))
+        awaits = "" if call.type in (CallType.POST, CallType.ACTION) else str(call.subject)
+        return replace(base, position=call.position, awaits=awaits)
+
+    def ask_others(self) -> None:
+        """Ask all ranks of the job for their states."""
+        connection = None if self._connection is None else self._connection()
+        if connection is not None and connection.monitor is not None:
+            connection.monitor.detector.send({"type": "state", "rank": self._nothing.world_rank})
+
+
+def _lost(connection: Connection) -> dict[int, str]:
+    """The world ranks of the pipeline whose process has ended or is silent."""
+    if connection.monitor is None:
+        return {}
+    detector = connection.monitor.detector
+    found = {}
+    for rank in connection.config.members:
+        if (ended := detector.ended.get(rank)) is not None:
+            found[rank] = str(ended)
+        elif detector.silence(rank) > SILENT_SECONDS:
+            found[rank] = detector.describe_silence(rank)
+    return found
+
+
+# --- running steps -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -118,15 +207,15 @@ class StepResult:
     """The measured timeline of all ranks, inside `with pipeline.profile()`."""
 
 
-# What ranks do when they have connected: compare what they must have in common, and connect to partners.
+# What ranks do when they have connected: compare what they must have in common, and connect to replica peers.
 
 
-def meet(
+def handshake(
     connection: Connection,
     ties: TiedWeights,
     completed: int,
     options: Mapping[str, object],
-    expected: ExpectedPartners,
+    record: PipelineRecord,
 ) -> None:
     """Raise unless this rank agrees with all others on the model, the completed calls and the loss options."""
     config, communicator, problem = connection.config, connection.communicator, ""
@@ -134,26 +223,26 @@ def meet(
         with connecting(config):
             check_agreement(config, ties, completed, options, communicator)
             communicator.connect_subgroups(ties.rank_groups)
-    expected.begin(config, connection.partner_groups)
-    if connection.partner_groups:
+    record.begin(config, connection.peer_groups)
+    if connection.peer_groups:
         try:
-            connection.partners = PartnerCalls(config, connection.partner_groups, options, expected)
+            connection.replica_peers = ReplicaPeers(config, options, record)
         except PipelineError as error:
             problem = str(error)
     if communicator is not None and dist.get_world_size() > len(config.members):
-        with connecting(config):  # the other ranks of this pipeline have other partners
+        with connecting(config):  # the other ranks of this pipeline have other replica peers
             problem = next(filter(None, _all_texts(communicator, problem)), "")
     if problem:
-        if connection.partners is not None:
-            connection.partners.abort()
+        if connection.replica_peers is not None:
+            connection.replica_peers.abort()
         raise PipelineError(problem)
-    if connection.monitor is not None and connection.partners is not None:
-        connection.monitor.partners = connection.partners.ranks
-    expected.connected()
+    if connection.monitor is not None and connection.replica_peers is not None:
+        connection.monitor.replica_peers = connection.replica_peers.ranks
+    record.records.connected(record)
 
 
 def _all_texts(communicator: Communicator, own: str) -> list[str]:
-    """Every rank's text. Not through the store, in which an attempt to reach a lost partner may still wait."""
+    """Return every rank's text; not through the store, where an attempt to reach a lost rank may still wait."""
     data = np.frombuffer(own.encode(), dtype=np.uint8).astype(np.int64)
     lengths = [int(each) for each in communicator.all_gather(torch.tensor([len(data)]))]
     return [bytes(each.tolist()).decode() for each in gather_arrays(communicator, data, lengths)]
@@ -181,7 +270,7 @@ class StepRunner:
         self._evals = 0
         """How many of them were calls of `eval`."""
         self._connection: Connection | None = None
-        self._expected = ExpectedPartners(config)
+        self._record = PipelineRecord.of(config)
         self._state = PipelineState(config)
         self.activations = LiveActivations()
         self.pool: BufferPool
@@ -215,7 +304,7 @@ class StepRunner:
         self._warn_of_compiled_modules(connection)
         try:
             options = self._input_builder.loss_options
-            meet(connection, self._ties, self._completed, options, self._expected)
+            handshake(connection, self._ties, self._completed, options, self._record)
         except BaseException:
             connection.close()
             raise
@@ -231,14 +320,14 @@ class StepRunner:
     def close(self) -> None:
         """Close the connection; the next step connects again."""
         connection, self._connection = self._connection, None
-        self._expected.disconnected()
+        self._record.is_connected = False
         if connection is not None:
             connection.close()
 
     def discard(self) -> None:
-        """Close the connection after a failure: partners look for its cause, not for a rank that closed."""
-        if self._connection is not None and self._connection.partners is not None:
-            self._connection.partners.abort()
+        """Close the connection after a failure, of which replica peers look for the cause."""
+        if self._connection is not None and self._connection.replica_peers is not None:
+            self._connection.replica_peers.abort()
         self.close()
 
     @property
@@ -287,11 +376,11 @@ class StepRunner:
         try:
             reduced = "reduced over all ranks" if reduces else "not reduced yet, inside accumulate()"
             options = {"gradients": reduced, "loss scale": scale}
-            self._expected.raise_if_unpaired()
+            self._record.raise_if_unpaired()
             self._config.replication.refresh()
             self._announce(connection, f"{mode}()", options)
-            if mode == "step" or self._evaluates_with_partners(connection, batch):
-                self._compare_with_partners(connection, f"{mode}()", options)
+            if mode == "step" or self._evaluates_with_peers(connection, batch):
+                self._compare_with_peers(connection, f"{mode}()", options)
             result = self._run_call(
                 connection, program, batch, scale, reduces=reduces, keep_outputs=keep_outputs
             )
@@ -321,23 +410,23 @@ class StepRunner:
             {"call": name, COMPLETED: self._completed, "inside profile()": profiled, **options}
         )
 
-    def _compare_with_partners(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
-        if connection.partners is not None:
-            connection.waiting_for = connection.partners.awaited
+    def _compare_with_peers(self, connection: Connection, name: str, options: Mapping[str, object]) -> None:
+        if connection.replica_peers is not None:
+            connection.waiting_for = connection.replica_peers.awaited
             step = self.completed_steps if name == "step()" else None
             call = {"call": name, "completed steps": self.completed_steps, **options}
             try:
-                connection.partners.compare(call, step)
+                connection.replica_peers.compare(call, step)
             except TransportError as error:
-                if closed := connection.partners.closed_partners(connection.monitor):
+                if closed := connection.replica_peers.closed_peers(connection.monitor):
                     raise PipelineError(_CLOSED.format(listed(closed), name)) from error
                 raise
             connection.waiting_for = None
 
-    def _evaluates_with_partners(self, connection: Connection, batch: tuple[Any, ...]) -> bool:
+    def _evaluates_with_peers(self, connection: Connection, batch: tuple[Any, ...]) -> bool:
         *_, target = batch
-        partners = connection.partners
-        return partners is not None and partners.has_collectives_in_eval(with_loss=target is not None)
+        peers = connection.replica_peers
+        return peers is not None and peers.has_collectives_in_eval(with_loss=target is not None)
 
     def _run_call(
         self,
@@ -355,7 +444,7 @@ class StepRunner:
         inputs = self._input_builder.build(*batch, scale=scale, training=training, keep_outputs=keep_outputs)
         for stage in connection.stages.values():
             stage.begin(inputs)
-        connection.losses.begin()
+        connection.commit.begin()
         self._run_program(connection, program, inputs, reduces=reduces)
         outputs = self._merged_outputs(connection.sinks) if keep_outputs else None
         connection.waiting_for = _collective("the times of the other ranks")
@@ -363,20 +452,20 @@ class StepRunner:
         connection.waiting_for = Wait(WaitKind.CALL, "the call of another rank")
         connection.calls.check_all()
         connection.waiting_for = None
-        loss, microbatch_losses = connection.losses.finish(inputs.weights)
+        loss, microbatch_losses = connection.commit.finish(inputs.weights)
         return StepResult(loss, microbatch_losses, outputs=outputs, timeline=timeline)
 
     def begin_collective(
-        self, name: str, options: Mapping[str, object] | None = None, *, with_partners: bool = True
+        self, name: str, options: Mapping[str, object] | None = None, *, with_replica_peers: bool = True
     ) -> Connection:
         """The connection for a collective outside of steps; raises if the ranks make different calls."""
         connection = self.connect()
         try:
-            self._expected.raise_if_unpaired()
+            self._record.raise_if_unpaired()
             self._announce(connection, name, options or {})
             connection.calls.check_all()
-            if with_partners:
-                self._compare_with_partners(connection, name, options or {})
+            if with_replica_peers:
+                self._compare_with_peers(connection, name, options or {})
         except BaseException:
             self.discard()
             raise
@@ -423,12 +512,12 @@ class StepRunner:
         """
         while True:
             try:
-                connection.losses.abandon()
+                connection.commit.abandon()
                 self._ties.drop()
                 with suppress(Exception):  # the first failure is the one to report
                     self._config.replication.drop()
                 self._connection = None
-                self._expected.disconnected()
+                self._record.is_connected = False
                 return abort_step(error, connection, program)
             except KeyboardInterrupt as interrupt:  # noqa: PERF203 -- it happens once or twice
                 error = interrupt.with_traceback(None)  # which has this frame, which has the error

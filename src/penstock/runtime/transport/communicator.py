@@ -235,24 +235,26 @@ class Communicator:
         self._rendezvous.call(lambda: self._connect(channels))
 
     def _connect(self, channels: Sequence[tuple[int, int, int]]) -> None:
-        meeting = self._rendezvous
-        meeting.begin()
+        rendezvous = self._rendezvous
+        rendezvous.begin()
         try:
             self._group: MessageGroup = gloo_group(
-                meeting.store("gloo"), meeting.rank, self.size, meeting.timeout
+                rendezvous.store("gloo"), rendezvous.rank, self.size, rendezvous.timeout
             )
             self._gloo_groups.append(self._group)
-            key = meeting.name.rsplit("/", 1)[-1]
-            self._eager = EagerMessages(meeting.store("eager"), meeting.rank, self.size, key, meeting.timeout)
+            key = rendezvous.name.rsplit("/", 1)[-1]
+            self._eager = EagerMessages(
+                rendezvous.store("eager"), rendezvous.rank, self.size, key, rendezvous.timeout
+            )
             try:
                 if not self.single_group:
-                    self._connect_edges(meeting.rank, channels, meeting.timeout)
+                    self._connect_edges(rendezvous.rank, channels, rendezvous.timeout)
                 self.barrier()
             except RuntimeError:
                 self._eager.close()
                 raise
         finally:
-            meeting.end()
+            rendezvous.end()
 
     @property
     def name(self) -> str:
@@ -274,16 +276,18 @@ class Communicator:
         self._rendezvous.call(lambda: self._connect_subgroups(subgroups))
 
     def _connect_subgroups(self, subgroups: Sequence[tuple[int, ...]]) -> None:
-        meeting = self._rendezvous
+        rendezvous = self._rendezvous
         for ranks in subgroups:
-            if meeting.rank in ranks:
-                store = meeting.store(f"subgroup/{'-'.join(map(str, ranks))}")
-                position, size = ranks.index(meeting.rank), len(ranks)
+            if rendezvous.rank in ranks:
+                store = rendezvous.store(f"subgroup/{'-'.join(map(str, ranks))}")
+                position, size = ranks.index(rendezvous.rank), len(ranks)
                 if self.single_group:
-                    self._subgroups[ranks] = gloo_group(store, position, size, meeting.timeout)
+                    self._subgroups[ranks] = gloo_group(store, position, size, rendezvous.timeout)
                     self._gloo_groups.append(self._subgroups[ranks])
                 else:
-                    self._subgroups[ranks] = device_group(self.device, store, position, meeting.timeout, size)
+                    self._subgroups[ranks] = device_group(
+                        self.device, store, position, rendezvous.timeout, size
+                    )
         if subgroups:
             self.barrier()  # a rank that closes at once would break connections that others still establish
 

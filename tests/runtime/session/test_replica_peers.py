@@ -19,8 +19,8 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 from penstock.runtime import GradScaler, Pipeline
-from penstock.runtime.failure import job
-from penstock.runtime.session import agreement as partner_calls
+from penstock.runtime.failure import process_detector
+from penstock.runtime.session import replica_peers
 from penstock.runtime.session.agreement import announcement
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.grids import small
@@ -161,7 +161,7 @@ def leave(pp: int) -> list[CallOutcome]:
     pipeline, replica = pipeline_of(pp)
     step(pipeline)
     if replica:
-        job._close()  # as at the end of the interpreter
+        process_detector._close()  # as at the end of the interpreter
         os._exit(0)
     with closing(pipeline):
         return [attempt(lambda: step(pipeline)) for _ in range(2)]
@@ -204,7 +204,7 @@ def test_a_failure_in_a_pipeline_of_one_rank_reaches_its_replicas(pools: Pools) 
 
 def test_a_long_name_of_a_parameter_fits_into_an_announcement() -> None:
     for name in ("layer." * 50, "\N{GREEK SMALL LETTER BETA}" * 200, '"' * 200):
-        short = partner_calls._shortened(name)
+        short = replica_peers._shortened(name)
         assert name.endswith(short)
         assert short
     call: dict[str, object] = {
@@ -215,7 +215,7 @@ def test_a_long_name_of_a_parameter_fits_into_an_announcement() -> None:
         "parameters": f"{10**6} of {10**6} are trained (digest of shapes {'f' * 12})",
         "values of a parameter": f"{short}: checksum {2**62}",
     }
-    assert len(announcement(call, partner_calls._REPLICA_BYTES)) == partner_calls._REPLICA_BYTES
+    assert len(announcement(call, replica_peers._BYTES)) == replica_peers._BYTES
 
 
 def diverge() -> list[CallOutcome]:

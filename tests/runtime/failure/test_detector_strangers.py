@@ -1,4 +1,4 @@
-"""Promise: a process without the key learns and changes nothing, and no bytes end the thread of a watch."""
+"""Promise: a process without the key learns and changes nothing, and no bytes end the thread of a detector."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unittest import mock
 
 import pytest
 
+from penstock.runtime.failure import detector
 from penstock.runtime.failure import links as job_events
-from penstock.runtime.failure import watch
+from penstock.runtime.failure.detector import FailureDetector
 from penstock.runtime.failure.links import check_message
 from penstock.runtime.failure.monitor import FailureCause, RankStatus
-from penstock.runtime.failure.watch import JobWatch
 from penstock.traces.rank_state import Wait, WaitKind
 from tests.runtime.failure.test_monitor import CAUSE, until
 
@@ -27,17 +27,19 @@ SENT_CAUSE = {**asdict(CAUSE), "members": [0, 1]}
 
 
 @contextmanager
-def watch_of(rank: int, key: str = "key", listener: socket.socket | None = None) -> Iterator[JobWatch]:
-    made = JobWatch(rank, key, f"process {rank}", listener or socket.create_server(("127.0.0.1", 0)))
+def detector_of(
+    rank: int, key: str = "key", listener: socket.socket | None = None
+) -> Iterator[FailureDetector]:
+    made = FailureDetector(rank, key, f"process {rank}", listener or socket.create_server(("127.0.0.1", 0)))
     yield made
     made.close("the test is over")
 
 
-def address_of(watched: JobWatch) -> tuple[str, int]:
+def address_of(watched: FailureDetector) -> tuple[str, int]:
     return "127.0.0.1", watched._listener.getsockname()[1]
 
 
-def link(source: JobWatch, target: JobWatch) -> None:
+def link(source: FailureDetector, target: FailureDetector) -> None:
     host, port = address_of(target)
     assert source.link(target.rank, f"{host}:{port}")
 
@@ -71,7 +73,7 @@ HELLO = json.dumps({"type": "hello", "key": "other", "rank": 1, "process": "", "
     ],
 )
 def test_a_stranger_is_told_a_nonce_and_changes_nothing(data: bytes) -> None:
-    with watch_of(0) as first, watch_of(1) as second:
+    with detector_of(0) as first, detector_of(1) as second:
         link(second, first)
         until(lambda: first.linked() == {1} and second.linked() == {0})
         with socket.create_connection(address_of(first)) as stranger:
@@ -82,8 +84,8 @@ def test_a_stranger_is_told_a_nonce_and_changes_nothing(data: bytes) -> None:
         assert (first.linked(), first.ended, set(first.processes)) == ({1}, {}, {0, 1})
 
 
-def test_watches_with_other_keys_do_not_link() -> None:
-    with watch_of(0) as first, watch_of(1, "other") as second:
+def test_detectores_with_other_keys_do_not_link() -> None:
+    with detector_of(0) as first, detector_of(1, "other") as second:
         link(second, first)
         until(lambda: not second._links)
         until(lambda: not first._links)
@@ -91,26 +93,26 @@ def test_watches_with_other_keys_do_not_link() -> None:
 
 
 def test_silent_strangers_are_few_and_do_not_keep_a_rank_out() -> None:
-    with watch_of(0) as first, watch_of(1) as second, ExitStack() as strangers:
-        for _ in range(watch._MOST_UNKNOWN + 50):
+    with detector_of(0) as first, detector_of(1) as second, ExitStack() as strangers:
+        for _ in range(detector._MOST_UNKNOWN + 50):
             strangers.enter_context(socket.create_connection(address_of(first)))
-        until(lambda: len(first._links) == watch._MOST_UNKNOWN)
+        until(lambda: len(first._links) == detector._MOST_UNKNOWN)
         link(second, first)
         until(lambda: first.linked() == {1} and second.linked() == {0})
-        assert len(first._links) == watch._MOST_UNKNOWN
+        assert len(first._links) == detector._MOST_UNKNOWN
         assert not first.ended
 
 
 def test_a_silent_stranger_is_dropped_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_INTRODUCTION_SECONDS", 0.5)
-    with watch_of(0) as first, socket.create_connection(address_of(first)) as stranger:
+    monkeypatch.setattr(detector, "_INTRODUCTION_SECONDS", 0.5)
+    with detector_of(0) as first, socket.create_connection(address_of(first)) as stranger:
         assert len(answer_to(stranger, b"")) == 65
         until(lambda: not first._links)
 
 
 def test_a_rank_does_not_wait_for_ever_for_one_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_INTRODUCTION_SECONDS", 0.5)
-    with watch_of(0) as first, socket.create_server(("127.0.0.1", 0)) as silent:
+    monkeypatch.setattr(detector, "_INTRODUCTION_SECONDS", 0.5)
+    with detector_of(0) as first, socket.create_server(("127.0.0.1", 0)) as silent:
         first.timeout = 1
         assert first.link(1, f"127.0.0.1:{silent.getsockname()[1]}")
         until(lambda: not first._links)
@@ -134,7 +136,7 @@ def test_a_process_without_descriptors_tries_again_each_second() -> None:
     listener = Exhausted()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    with watch_of(0, listener=listener) as first, watch_of(1) as second:
+    with detector_of(0, listener=listener) as first, detector_of(1) as second:
         began = time.monotonic()
         link(second, first)
         until(lambda: first.linked() == {1})
@@ -211,7 +213,7 @@ def test_a_message_with_a_field_of_another_type_is_refused(message: dict[str, An
 )
 def test_no_line_of_a_rank_ends_the_thread(text: bytes) -> None:
     """The line has a seal: it is what a rank with an error would send."""
-    with watch_of(0) as first, watch_of(1) as second:
+    with detector_of(0) as first, detector_of(1) as second:
         link(second, first)
         until(lambda: first.linked() == {1} and second.linked() == {0})
         with second._lock, mock.patch("penstock.runtime.failure.links.json.dumps") as dumps:
@@ -221,13 +223,13 @@ def test_no_line_of_a_rank_ends_the_thread(text: bytes) -> None:
         until(lambda: 1 in first.ended)
         assert first.ended[1].network_error == "invalid message"
         assert first._thread.is_alive()
-        with watch_of(2) as third:
+        with detector_of(2) as third:
             link(third, first)
             until(lambda: 2 in first.linked())
 
 
 def test_a_stranger_cannot_hold_up_the_thread() -> None:
-    with watch_of(0) as first, watch_of(1) as second:
+    with detector_of(0) as first, detector_of(1) as second:
         link(second, first)
         until(lambda: first.linked() == {1} and second.linked() == {0})
         with ExitStack() as strangers:

@@ -1,7 +1,7 @@
-"""The watch: one per process, over all ranks of the job, so that no rank's end or silence goes unnoticed.
+"""The failure detector: one per process; it notices the end or silence of any rank of the job.
 
-The watches are connected to each other directly; the job's store is needed only to exchange their addresses, so
-they work while its host does not answer. Each sends a heartbeat every second. If a process ends, its links
+The detectors are connected to each other directly; the job's store is needed only to exchange their addresses,
+so they work while its host does not answer. Each sends a heartbeat every second. If a process ends, its links
 end, and its neighbours report that to all others, as they do if it is silent. A broadcast is forwarded from
 link to link:
 
@@ -90,8 +90,8 @@ _INTRODUCTION_SECONDS = 20.0  # a rank proves in milliseconds that it has the ke
 _MOST_UNKNOWN = 128  # connections at once of which that is not known yet
 
 
-class JobWatch:
-    """The watch of this process. `key` is known to the ranks of the job only, `process` names this process."""
+class FailureDetector:
+    """The detector of this process, whose name is `process`. `key` is known to the ranks of the job only."""
 
     def __init__(self, rank: int, key: str, process: str, listener: socket.socket) -> None:
         self.rank, self.process = rank, process
@@ -107,6 +107,8 @@ class JobWatch:
         """When a failure of a step became known here."""
         self.last_cause: tuple[float, dict[str, Any]] = (-math.inf, {})
         """When the last failure of another rank was received, and its message."""
+        self.kept: Listener | None = None
+        """A listener that exists as long as this detector."""
         self.active: Listener | None = None
         """The listener whose step was the last to begin."""
         self._own, self._listener = Identity(rank, key, process), listener
@@ -123,7 +125,7 @@ class JobWatch:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._selector.register(listener, selectors.EVENT_READ)
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="penstock-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="penstock-detector", daemon=True)
         self._thread.start()
 
     # --- for other threads -------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class JobWatch:
             return {link.rank for link in self._links.values() if link.rank is not None}
 
     def link(self, rank: int, address: str) -> bool:
-        """Connect to the watch of a rank at this address; false if nothing answers there."""
+        """Connect to the failure detector of a rank at this address; false if nothing answers there."""
         if (link := connect_link(address, self._own, rank)) is not None:
             self._add(link)
         return link is not None

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from penstock.runtime import Pipeline, load_checkpoint, save_checkpoint, split
-from penstock.runtime.failure import job
-from penstock.runtime.session import step_runner as meeting
+from penstock.runtime.failure import process_detector
+from penstock.runtime.session import step_runner
 from tests.support.call_outcomes import SOON, CallOutcome, attempt, print_report
 from tests.support.grids import small
 from tests.support.pool import Pool
@@ -119,7 +119,7 @@ def end_while_others_connect(victim: int) -> CallOutcome:
     dist.barrier()  # some processes start late
     ends = mock.Mock(side_effect=lambda *_: os._exit(3))
     is_victim = dist.get_rank() == victim
-    with mock.patch.object(meeting, "check_agreement", ends) if is_victim else nullcontext():
+    with mock.patch.object(step_runner, "check_agreement", ends) if is_victim else nullcontext():
         return attempt(lambda: new_pipeline().close())
 
 
@@ -137,14 +137,14 @@ def end_before_others_connect(victim: int) -> CallOutcome:
     """The victim ends while it waits for the others, which have not met it yet."""
     dist.barrier()  # some processes start late
 
-    def end_once_the_watch_is_known() -> None:
-        while job.current_watch() is None:
+    def end_once_the_detector_is_known() -> None:
+        while process_detector.current_detector() is None:
             time.sleep(0.01)
         time.sleep(0.5)
         os._exit(3)
 
     if dist.get_rank() == victim:
-        threading.Thread(target=end_once_the_watch_is_known).start()
+        threading.Thread(target=end_once_the_detector_is_known).start()
     else:
         time.sleep(1.5)
     return attempt(lambda: new_pipeline().close())

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
+from penstock.runtime.failure.detector import FailureDetector
 from penstock.runtime.failure.links import Ended, neighbours
 from penstock.runtime.failure.monitor import RankStatus
-from penstock.runtime.failure.watch import JobWatch
-from tests.runtime.failure.test_monitor import linked_watches, until
+from tests.runtime.failure.test_monitor import linked_detectors, until
 
 
 class Recorder:
     """Keeps what it is told."""
 
-    def __init__(self, watch: JobWatch) -> None:
+    def __init__(self, detector: FailureDetector) -> None:
         self.messages: list[dict[str, Any]] = []
         self.ended: list[int] = []
-        watch.add_listener(self)
+        detector.add_listener(self)
 
     def on_message(self, message: dict[str, Any]) -> None:
         self.messages.append(message)
@@ -43,55 +43,55 @@ def test_all_ranks_are_within_few_hops(size: int) -> None:
     assert all(rank in neighbours(other, size) for rank in range(size) for other in neighbours(rank, size))
 
 
-def chain(count: int) -> tuple[list[JobWatch], list[str]]:
-    """Watches that are linked only to the one before."""
-    watches, addresses = [], []
+def chain(count: int) -> tuple[list[FailureDetector], list[str]]:
+    """Detectors that are linked only to the one before."""
+    detectors, addresses = [], []
     for rank in range(count):
         listener = socket.create_server(("127.0.0.1", 0))
-        watches.append(JobWatch(rank, "key", f"process {rank}", listener))
+        detectors.append(FailureDetector(rank, "key", f"process {rank}", listener))
         addresses.append(f"127.0.0.1:{listener.getsockname()[1]}")
         if rank:
-            watches[rank].link(rank - 1, addresses[rank - 1])
-    until(lambda: sum(len(watch.linked()) for watch in watches) == 2 * (count - 1))
-    return watches, addresses
+            detectors[rank].link(rank - 1, addresses[rank - 1])
+    until(lambda: sum(len(detector.linked()) for detector in detectors) == 2 * (count - 1))
+    return detectors, addresses
 
 
 def test_a_broadcast_is_forwarded_once_and_so_is_the_end_of_a_process() -> None:
-    watches, addresses = chain(4)
-    recorders = [Recorder(watch) for watch in watches]
-    watches[1].link(3, addresses[3])  # a second way
-    until(lambda: 3 in watches[1].linked())
-    watches[0].send({"type": "withdrawn", "rank": 0, "stages": "x" * 100_000})
+    detectors, addresses = chain(4)
+    recorders = [Recorder(detector) for detector in detectors]
+    detectors[1].link(3, addresses[3])  # a second way
+    until(lambda: 3 in detectors[1].linked())
+    detectors[0].send({"type": "withdrawn", "rank": 0, "stages": "x" * 100_000})
     until(lambda: all(len(recorder.messages) == 1 for recorder in recorders[1:]))
-    watches[0].send({"type": "withdrawn", "rank": 0, "stages": ""}, [1])
+    detectors[0].send({"type": "withdrawn", "rank": 0, "stages": ""}, [1])
     until(lambda: len(recorders[1].messages) == 2)
-    watches[3].close("it has exited")
+    detectors[3].close("it has exited")
     until(lambda: all(recorder.ended == [3] for recorder in recorders[:3]))
-    late = JobWatch(4, "key", "process 4", socket.create_server(("127.0.0.1", 0)))
+    late = FailureDetector(4, "key", "process 4", socket.create_server(("127.0.0.1", 0)))
     late.link(0, addresses[0])
     until(lambda: 3 in late.ended)
     assert [len(recorder.messages) for recorder in recorders[:3]] == [0, 2, 1]
-    for watch in (*watches, late):
-        watch.close("the test is over")
+    for detector in (*detectors, late):
+        detector.close("the test is over")
 
 
 def test_the_silence_of_a_rank_is_known_without_a_link_to_it_and_so_is_its_end() -> None:
-    watches, _ = chain(3)
-    for watch in watches:
-        watch.timeout = 1.5
-    with watches[0]._lock:  # its thread cannot send
-        until(lambda: watches[2].silence(0) > 1.5)
-        assert watches[2].describe_silence(0).startswith("no heartbeat from its process (process 0) for ")
-        assert watches[2].silence(1) < 1.5
-    until(lambda: watches[2].silence(0) == 0)
-    for watch in watches:
-        watch.close("the test is over")
+    detectors, _ = chain(3)
+    for detector in detectors:
+        detector.timeout = 1.5
+    with detectors[0]._lock:  # its thread cannot send
+        until(lambda: detectors[2].silence(0) > 1.5)
+        assert detectors[2].describe_silence(0).startswith("no heartbeat from its process (process 0) for ")
+        assert detectors[2].silence(1) < 1.5
+    until(lambda: detectors[2].silence(0) == 0)
+    for detector in detectors:
+        detector.close("the test is over")
 
 
 def test_the_status_of_a_rank_can_be_sent() -> None:
-    with linked_watches(2) as watches:
-        recorder = Recorder(watches[1])
+    with linked_detectors(2) as detectors:
+        recorder = Recorder(detectors[1])
         status = vars(RankStatus("step", 1, 2, None))
-        watches[0].send({"type": "status", "connection": "one", "rank": 0, "status": status}, [1])
+        detectors[0].send({"type": "status", "connection": "one", "rank": 0, "status": status}, [1])
         until(lambda: bool(recorder.messages))
         assert RankStatus(**recorder.messages[0]["status"]) == RankStatus("step", 1, 2, None)
