@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock import build, families
-from penstock.web.api import REQUESTS
+from penstock.web.answers import REQUESTS
 from penstock.web.lessons import lessons
 from tests.support.schedule_rows import rows_of
 

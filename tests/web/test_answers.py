@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.cost.costs import Costs
 from penstock.errors import FormatError
-from penstock.web.answers import pareto
-from penstock.web.api import REQUESTS, catalogue
+from penstock.web.answers import REQUESTS, catalogue, pareto
 from tests.support.grids import examples
 
 FAMILIES = ("gpipe", "1f1b", "zb-h1", "zbv", "interleaved-1f1b", "v-half", "dualpipev")

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.errors import FormatError
-from penstock.web.api import REQUESTS
-from penstock.web.edit import lay_out, ready_steps
+from penstock.web.answers import REQUESTS, lay_out, ready_steps
 from tests.support.grids import examples
 from tests.support.schedule_rows import rows_of
 

@@ -16,7 +16,7 @@ from penstock.cli import app
 from penstock.families import build
 from penstock.formats import dumps, reads
 from penstock.ir.graph import StageGraph
-from penstock.web.api import REQUESTS
+from penstock.web.answers import REQUESTS
 from tests.support.grids import small
 from tests.support.schedule_rows import rows_of
 

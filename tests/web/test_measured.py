@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from penstock import Costs, TraceError, build, simulate
 from penstock.cli import app
 from penstock.errors import FormatError
-from penstock.web.api import REQUESTS
+from penstock.web.answers import REQUESTS
 from tests.support.kineto_files import write_kineto_files
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.web.api import REQUESTS
+from penstock.web.answers import REQUESTS
 from tests.support.grids import small
 from tests.support.random_requests import random_request
 
@@ -44,7 +44,7 @@ BASIC = {"family": "1f1b", "ranks": 4, "microbatches": 8}
         ),
         ("compare", {"schedules": [BASIC], "weights": [1] * 40_000}, "weights: at most 32,768"),
         ("compare", {"schedules": [BASIC], "weights": [1, 0]}, "numbers above 0"),
-        ("edit", {"schedules": [{"csv": ",".join(["0F0"] * 300_000)}]}, "at most 262,144 steps"),
+        ("edit", {"schedules": [{"csv": ",".join(["0F0"] * 300_000)}]}, "at most 262,144 actions"),
     ],
 )
 def test_what_is_too_large_is_named(name: str, document: object, message: str) -> None:

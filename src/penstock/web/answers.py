@@ -1,45 +1,66 @@
-"""Requests of the page about schedules, and their answers: JSON documents in and out."""
+"""Requests of the page and their answers: pure functions from a JSON document to a JSON document."""
 
 from __future__ import annotations
 
+import json
+import signal
+import threading
 import time
 from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from io import BytesIO
+from itertools import pairwise
+from math import isfinite
+from multiprocessing.connection import Connection
 from typing import Any
+
+import numpy as np
 
 from penstock.arguments import plural, printable, whole_number
 from penstock.cost.costs import Costs
 from penstock.cost.memory import exceeds
-from penstock.cost.presets import preset
+from penstock.cost.presets import preset, presets
+from penstock.cost.prices import edge_prices, step_seconds
+from penstock.cost.units import Units
 from penstock.errors import FormatError, PenstockError
 from penstock.families import Family, families, find
 from penstock.formats import dumps, reads
-from penstock.ir.kinds import Kind
+from penstock.ir.dataflow import Inputs, run_dataflow
+from penstock.ir.encoding import Bools
+from penstock.ir.graph import StageGraph
+from penstock.ir.kinds import PASS_KINDS, Kind, StageRelation
+from penstock.ir.messages import VALUES
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.planning.layout import even_layout
+from penstock.search import Progress
+from penstock.search import search as run_search
 from penstock.service import (
     Source,
+    check_record,
     command_line,
+    comparison_record,
     costs_file,
     costs_of_model,
+    family_records,
     jitter_quantiles,
     order_of,
     prepare,
     python_lines,
     render,
     run_record,
+    search_record,
 )
-from penstock.simulation.comparison import comparison_of
-from penstock.simulation.simulator import simulate
+from penstock.simulation.simulator import message_waits, simulate
 from penstock.simulation.timeline import Timeline
 from penstock.traces.read_trace import read_trace
 from penstock.trainers import export_torchtitan
-from penstock.validation import SendModel
+from penstock.validation import SendModel, validate
 from penstock.view.html import page_data
+from penstock.web.lessons import judge, lesson_catalogue
 
 # A request of the page, parsed: schedules, costs and options, with every problem at once.
 
@@ -52,6 +73,12 @@ MAX_STEPS = 8 * MAX_WORK
 """Of a schedule, messages and collectives included."""
 _FAMILY_KEYS = {"family", "ranks", "microbatches", "stages_per_rank", "group", "recompute", "offload", "name"}
 _TEXT_KEYS = {"csv", "json", "name", "recompute", "offload"}
+
+
+def refuse(*problems: str) -> None:
+    """Raise what is wrong with a request, if anything is."""
+    if problems:
+        raise FormatError(REQUEST, problems)
 
 
 def expect(document: object, keys: Mapping[str, tuple[type, ...]], required: Sequence[str] = ()) -> Any:  # noqa: ANN401
@@ -69,8 +96,7 @@ def expect(document: object, keys: Mapping[str, tuple[type, ...]], required: Seq
         ):
             names = " or ".join(sorted({each.__name__ for each in types}))
             problems.append(f"{key}: expected {names} (given {printable(repr(value))})")
-    if problems:
-        raise FormatError(REQUEST, problems)
+    refuse(*problems)
     return document
 
 
@@ -125,18 +151,15 @@ def parse_request(document: object, extra: Mapping[str, tuple[type, ...]] | None
     more = extra or {}
     given = expect(document, _REQUEST_KEYS | dict(more), ["schedules"])
     schedules = given["schedules"]
-    if not schedules or len(schedules) > MAX_SCHEDULES or not all(isinstance(each, dict) for each in schedules):
-        raise FormatError(
-            REQUEST, [f"schedules: expected 1 to {MAX_SCHEDULES} objects (given {len(schedules)})"]
-        )
+    if not 1 <= len(schedules) <= MAX_SCHEDULES or not all(isinstance(each, dict) for each in schedules):
+        refuse(f"schedules: expected 1 to {MAX_SCHEDULES} objects (given {len(schedules)})")
     limit, jitter = given.get("memory_limit"), given.get("jitter")
     problems = []
     if limit is not None and not 0 <= limit <= 1e18:
         problems.append(f"memory_limit: it must be from 0 to 1e18 bytes (given {limit})")
     if jitter is not None and not 0 <= jitter <= 1:
         problems.append(f"jitter: it must be a share from 0 to 1 (given {jitter})")
-    if problems:
-        raise FormatError(REQUEST, problems)
+    refuse(*problems)
     return DrawRequest(
         schedules,
         parse_costs(given.get("costs") or {}),
@@ -161,10 +184,9 @@ def parse_weights(values: Sequence[Any]) -> tuple[float, ...]:
     """The relative work of equal parts of the model."""
     wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, int | float) or not 0 < v <= 1e6]
     if len(values) > MAX_WORK:
-        raise FormatError(REQUEST, [f"weights: at most {MAX_WORK:,} (given {len(values):,})"])
+        refuse(f"weights: at most {MAX_WORK:,} (given {len(values):,})")
     if wrong:
-        numbers = "weights: expected numbers above 0 and at most 1e6"
-        raise FormatError(REQUEST, [f"{numbers} (given {printable(repr(wrong[0]))})"])
+        refuse(f"weights: expected numbers above 0 and at most 1e6 (given {printable(repr(wrong[0]))})")
     return tuple(map(float, values))
 
 
@@ -205,8 +227,7 @@ def _from_steps(source: Mapping[str, Any]) -> Schedule:
         problems.append("steps: expected a list of texts for each rank")
     if not all(type(rank) is int for rank in stages):
         problems.append("stage_to_rank: expected the rank of each stage")
-    if problems:
-        raise FormatError(REQUEST, problems)
+    refuse(*problems)
     _check_work(len(stages), given["microbatches"])
     _check_steps(sum(map(len, rows)))
     placement = Placement(tuple(stages))
@@ -217,14 +238,12 @@ def _check_work(stages: int, microbatches: int) -> None:
     if stages * microbatches > MAX_WORK:
         given = f"given {plural(stages, 'stage')}, {plural(microbatches, 'microbatch')}"
         problem = f"stages times microbatches can be at most {MAX_WORK:,} on this page ({given})"
-        raise FormatError(REQUEST, [f"{problem}; the command line has no such limit"])
+        refuse(f"{problem}; the command line has no such limit")
 
 
 def _check_steps(count: int) -> None:
     if count > MAX_STEPS:
-        raise FormatError(
-            REQUEST, [f"a schedule can have at most {MAX_STEPS:,} steps on this page (given {count:,})"]
-        )
+        refuse(f"a schedule can have at most {MAX_STEPS:,} actions on this page (given {count:,})")
 
 
 def _within_limits(schedule: Schedule) -> Schedule:
@@ -245,12 +264,15 @@ def timeline_of(request: DrawRequest, index: int) -> Timeline:
 
 def row_of(timeline: Timeline, memory_limit: float | None) -> dict[str, Any]:
     """Return the row of `compare`, the reason for its bound, and whether it fits."""
-    peak = max(timeline.peak_memory)
-    return asdict(comparison_of(timeline)) | {
+    return comparison_record(timeline) | {
         "bound_reason": timeline.bound.because,
         "peak_memory_by_rank": timeline.peak_memory,
-        "fits": memory_limit is None or not exceeds(peak, memory_limit),
+        "fits": _fits(timeline, memory_limit),
     }
+
+
+def _fits(timeline: Timeline, memory_limit: float | None) -> bool:
+    return memory_limit is None or not exceeds(max(timeline.peak_memory), memory_limit)
 
 
 def compare(document: object) -> dict[str, Any]:
@@ -267,11 +289,10 @@ def compare(document: object) -> dict[str, Any]:
             continue
         entries.append({"panel": len(timelines), **entry})
         timelines.append(timeline)
-    limit = request.memory_limit if change is None else change.memory(request.memory_limit)
     return {
         "schedules": entries,
         "data": page_data(timelines),
-        "memory_limit": limit,
+        "memory_limit": request.memory_limit if change is None else change.memory(request.memory_limit),
         "what_if": None if change is None else str(change),
     }
 
@@ -321,16 +342,12 @@ def steps_of(schedule: Schedule) -> list[list[str]] | None:
 def robustness(document: object) -> dict[str, Any]:
     """Quantiles of the makespan of each schedule when every step varies by `jitter`."""
     request = parse_request(document)
-    found: list[dict[str, float] | None] = []
-    for index in range(len(request.schedules)):
-        try:
+    found: list[dict[str, float] | None] = [None] * len(request.schedules)
+    for index in range(len(found)):
+        with suppress(PenstockError):  # `compare` says why
             schedule = request.schedule(index)
             costs = request.costs_for(schedule)
-            quantiles = jitter_quantiles(schedule, costs, request.jitter or 0.0, request.send_model)
-        except PenstockError:
-            found.append(None)  # `compare` says why
-            continue
-        found.append(quantiles)
+            found[index] = jitter_quantiles(schedule, costs, request.jitter or 0.0, request.send_model)
     return {"quantiles": found}
 
 
@@ -362,8 +379,7 @@ class WhatIf:
             problems.append(f"what_if: factor must be above 0 and at most 1000 (given {given['factor']})")
         if (given.get("index") or 0) < 0:
             problems.append(f"what_if: index must be at least 0 (given {given['index']})")
-        if problems:
-            raise FormatError(REQUEST, problems)
+        refuse(*problems)
         return cls(given["kind"], float(given["factor"]), given.get("index") or 0)
 
     def __str__(self) -> str:
@@ -389,9 +405,7 @@ class WhatIf:
         known = {"slow-rank": schedule.num_ranks, "slow-link": len(schedule.graph.edges)}.get(self.kind)
         if known is not None and self.index >= known:
             what = self.kind.removeprefix("slow-")
-            raise FormatError(
-                REQUEST, [f"what_if: it has {what}s 0 to {known - 1} (given {what} {self.index})"]
-            )
+            refuse(f"what_if: it has {what}s 0 to {known - 1} (given {what} {self.index})")
         if self.kind == "slow-rank":
             stages = [self.factor if rank == self.index else 1.0 for rank in schedule.placement.stage_to_rank]
             return _multiplied(costs, {"stage": stages}, unit="seconds")
@@ -447,10 +461,8 @@ def pareto(
         if on_points is not None and points and now - reported > _REPORT_SECONDS:
             on_points(_frontier(points, number, sources))
             reported = now
-        try:
+        with suppress(PenstockError):  # a family that does not exist at these sizes
             points.append(_point(request, source))
-        except PenstockError:  # a family that does not exist at these sizes
-            continue
     return _frontier(points, len(sources), sources)
 
 
@@ -471,20 +483,14 @@ def _name(source: dict[str, Any]) -> str:
 
 
 def _dominates(other: dict[str, Any], point: dict[str, Any]) -> bool:
-    here, there = ((each["makespan"], each["peak_memory"]) for each in (point, other))
-    return all(b <= a * (1 + 1e-12) for a, b in zip(here, there)) and any(
-        b < a * (1 - 1e-12) for a, b in zip(here, there)
-    )
+    ratios = [(other[key], point[key]) for key in ("makespan", "peak_memory")]
+    return all(b <= a * (1 + 1e-12) for b, a in ratios) and any(b < a * (1 - 1e-12) for b, a in ratios)
 
 
 def _sources(ranks: int, microbatches: int) -> list[dict[str, Any]]:
     """All families as they are, then with recomputation, then in other groups."""
-    found = [
-        source
-        for family in families().values()
-        if family.trains
-        for source in _sources_of(family, ranks, microbatches)
-    ]
+    trained = [family for family in families().values() if family.trains]
+    found = [source for family in trained for source in _sources_of(family, ranks, microbatches)]
     return sorted(found, key=lambda source: ("group" in source, "recompute" in source))
 
 
@@ -502,14 +508,13 @@ def _point(request: DrawRequest, source: dict[str, Any]) -> dict[str, Any]:
     one = replace(request, schedules=[source])
     schedule = one.schedule(0)
     timeline = simulate(schedule, one.costs_for(schedule), send_model=one.send_model)
-    extras = ["recompute"] if "recompute" in source else []
     return {
         "schedule": source,
-        "name": ", ".join([schedule.name, *extras]),
+        "name": f"{schedule.name}, recompute" if "recompute" in source else schedule.name,
         "makespan": timeline.makespan,
         "peak_memory": max(timeline.peak_memory),
         "bubble": timeline.bubble_rate,
-        "fits": request.memory_limit is None or not exceeds(max(timeline.peak_memory), request.memory_limit),
+        "fits": _fits(timeline, request.memory_limit),
     }
 
 
@@ -545,7 +550,7 @@ def measured(document: object) -> dict[str, Any]:
 def _files(entries: Sequence[Any]) -> list[_NamedBytes]:
     """The uploaded files: names, and contents in base64."""
     if not 1 <= len(entries) <= _MAX_FILES:
-        raise FormatError(REQUEST, [f"files: from 1 to {_MAX_FILES} (given {len(entries)})"])
+        refuse(f"files: from 1 to {_MAX_FILES} (given {len(entries)})")
     found = []
     for entry in entries:
         given = expect(entry, {"name": (str,), "base64": (str,)}, ["name", "base64"])
@@ -618,3 +623,316 @@ def _torchtitan(schedule: Schedule, layers: int) -> dict[str, Any]:
     except PenstockError as error:
         return {"error": str(error)}
     return {"flags": list(made.flags), "notes": list(made.notes), "files": dict(made.files)}
+
+
+# Times of a schedule that cannot run to its end: what could run, and the rest as if its waits were met.
+#
+# The editor draws every schedule, also one with a deadlock or with missing steps. A step that waits for
+# something that never comes is `blocked`; to place it and what follows, it starts as soon as its rank reaches
+# it.
+
+
+@dataclass(frozen=True, eq=False)
+class Unfinished:
+    """A timeline of an invalid schedule, and what cannot really run."""
+
+    timeline: Timeline
+    blocked: tuple[int, ...]
+    """The slots that wait for ever, in the order in which ranks get stuck."""
+    reached: Bools
+    """Per slot: whether it really runs."""
+
+
+def lay_out(schedule: Schedule, costs: Costs) -> Unfinished:
+    """Run the schedule; whenever all ranks are stuck, drop the waits of the steps they are stuck at."""
+    table = schedule.table
+    durations = step_seconds(table, costs).tolist()
+    producer, consumer, lag = message_waits(schedule, costs)
+    starts = [0.0] * schedule.num_ranks
+    blocked: list[int] = []
+    reached: Bools | None = None
+    while True:
+        inputs = Inputs.of(schedule.num_steps, producer, consumer, lag)
+        run = run_dataflow(table, inputs, durations, starts)
+        reached = run.ends >= 0 if reached is None else reached
+        if not run.stuck:
+            break
+        stuck = np.array(sorted(run.stuck.values()), dtype=np.int64)
+        blocked += stuck.tolist()
+        kept = ~(np.isin(consumer, stuck) & (run.ends[producer] < 0))
+        producer, consumer, lag = producer[kept], consumer[kept], lag[kept]
+    begun = run.ends - np.array(durations, dtype=np.float64)
+    return Unfinished(Timeline(schedule, costs, begun, run.ends), tuple(blocked), reached)
+
+
+# Ready steps: of the work that is not in a schedule yet, what each rank could run after its last step.
+
+_MAX_READY = 4000
+
+
+def ready_steps(schedule: Schedule, costs: Costs, *, split: bool | None = None) -> list[dict[str, Any]]:
+    """The next step of each stage and kind whose inputs are in the schedule, with its earliest start.
+
+    Backwards are I and W, or B, as in the schedule or as `split` says; both are offered if it has neither yet.
+    """
+    if schedule.num_steps > _MAX_READY:
+        return []
+    backwards = _backwards(schedule) if split is None else ("I" if split else "B",)
+    timeline = lay_out(schedule, costs).timeline
+    ends = {
+        (part.kind.value, part.stage, part.microbatch or 0): event.end
+        for event in timeline.events
+        for part in event.step.parts
+    }
+    whole = [(stage, k, end) for (kind, stage, k), end in ends.items() if kind == "B"]
+    ends |= {(half, stage, k): end for stage, k, end in whole for half in "IW"}
+    bounds = schedule.table.slot_bounds.tolist()
+    free = [float(timeline.end[a:b].max(initial=0)) for a, b in pairwise(bounds)]
+    seconds = _message_seconds(schedule, costs)
+    found = []
+    for kind, stage, k, inputs in _next_steps(schedule, ends, backwards):
+        rank = schedule.placement.stage_to_rank[stage]
+        arrivals = [ends[need] + seconds.get((need[1], stage), 0.0) for need in inputs]
+        found.append({"rank": rank, "text": f"{stage}{kind}{k}", "start": max([free[rank], *arrivals])})
+    return found
+
+
+def _message_seconds(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], float]:
+    """By the stages that make and use a value: seconds of the message, if they are on different ranks."""
+    found = {}
+    for value in VALUES:
+        prices = edge_prices(costs, schedule.graph, value).total.tolist()
+        for number in np.flatnonzero(schedule.table.crosses_ranks).tolist():
+            source, target = schedule.graph.edges[number]
+            found[(source, target) if value == "activation" else (target, source)] = prices[number]
+    return found
+
+
+def _backwards(schedule: Schedule) -> tuple[str, ...]:
+    """The kinds that begin a backward in this schedule."""
+    used = [kind.value for kind in (Kind.B, Kind.I) if schedule.table.has(kind)]
+    return tuple(used) or ("B", "I")
+
+
+def _next_steps(
+    schedule: Schedule, ends: dict[tuple[str, int, int], float], backwards: tuple[str, ...]
+) -> Iterator[tuple[str, int, int, list[tuple[str, int, int]]]]:
+    """Of each stage and kind, the first microbatch that is missing, if what it needs is there."""
+    kinds = ("F", *backwards, *(("W",) if "I" in backwards else ()))
+    for stage in range(schedule.num_stages):
+        for kind in kinds:
+            done = {"B": "I"}.get(kind, kind)
+            for k in range(schedule.microbatches):
+                if (done, stage, k) in ends:
+                    continue
+                wanted = [(name, other, k) for name, other in _needs(schedule.graph, Kind(kind), stage)]
+                if all(need in ends for need in wanted):
+                    yield kind, stage, k, wanted
+                break
+
+
+def _needs(graph: StageGraph, kind: Kind, stage: int) -> list[tuple[str, int]]:
+    """The passes that an action of this kind needs, and their stages; I stands for B too."""
+    stages = {
+        StageRelation.SAME: (stage,),
+        StageRelation.INPUTS: graph.inputs(stage),
+        StageRelation.OUTPUTS: graph.outputs(stage),
+    }
+    passes = [need for need in kind.spec.needs if Kind(need.kinds[0]) in PASS_KINDS]
+    return [(need.kinds[0], other) for need in passes for other in stages[need.stages]]
+
+
+_SHOWN_VIOLATIONS = 8
+
+
+def edit(document: object) -> dict[str, Any]:
+    """The verdict on one schedule, and what to draw of it, valid or not."""
+    request = parse_request(document, {"split": (bool,)})
+    schedule = request.schedule(0)
+    costs = request.costs_for(schedule)
+    costs.check_lengths(schedule.graph, schedule.num_ranks)
+    violations = validate(schedule, max(request.send_model, SendModel.RENDEZVOUS))
+    verdict, shown = check_record(schedule, violations), violations[:_SHOWN_VIOLATIONS]
+    return {
+        "verdict": verdict | {"violations": verdict["violations"][: len(shown)], "count": len(violations)},
+        "text": [str(violation) for violation in shown],
+        "stage_to_rank": schedule.placement.stage_to_rank,
+        "microbatches": schedule.microbatches,
+        "steps": steps_of(schedule),
+        "ready": ready_steps(schedule, costs, split=request.extra["split"]),
+        "costs": costs.to_keys(),
+        **_drawing(request, schedule, costs, valid=not violations),
+    }
+
+
+def _drawing(request: DrawRequest, schedule: Schedule, costs: Costs, *, valid: bool) -> dict[str, Any]:
+    if valid:
+        timeline = simulate(schedule, costs, send_model=request.send_model, with_period=True)
+        return {"data": page_data([timeline]), "row": row_of(timeline, request.memory_limit), "blocked": []}
+    found = lay_out(schedule, costs)
+    return {
+        "data": page_data([found.timeline], explained=False),
+        "row": None,
+        "blocked": list(found.blocked),
+        "unreached": np.flatnonzero(~found.reached).tolist(),
+    }
+
+
+def stamp(document: object) -> dict[str, Any]:
+    """Repeat the steps of one microbatch for all microbatches, `interval` seconds apart.
+
+    The steps of that microbatch, at their times, are the building block; each rank does what is stamped in
+    order of time.
+    """
+    request = parse_request(document, {"microbatch": (int,), "interval": (int, float)})
+    timeline = timeline_of(request, 0)
+    chosen, interval = request.extra["microbatch"] or 0, request.extra["interval"] or 0
+    schedule = timeline.schedule
+    if not 0 <= chosen < schedule.microbatches or not 0 < interval <= 1e18:
+        rule = f"microbatch: from 0 to {schedule.microbatches - 1}; interval: above 0 and at most 1e18"
+        refuse(f"{rule} (given {printable(str(chosen))}, {printable(str(interval))})")
+    if schedule.level != "compute" or schedule.table.has_pairs:
+        refuse("stamp: a building block has F, B, I and W only")
+    rows: list[list[str]] = []
+    for rank, steps in enumerate(schedule.ranks):
+        first = int(schedule.table.slot_bounds[rank])
+        block = [
+            (float(timeline.start[first + i]), part)
+            for i, step in enumerate(steps)
+            for part in step.parts
+            if part.microbatch == chosen
+        ]
+        stamped = [
+            (start + copy * interval, copy, f"{part.stage}{part.kind.value}{copy}")
+            for copy in range(schedule.microbatches)
+            for start, part in block
+        ]
+        rows.append([text for _, _, text in sorted(stamped, key=lambda each: each[:2])])
+    return {
+        "steps": rows,
+        "stage_to_rank": schedule.placement.stage_to_rank,
+        "microbatches": schedule.microbatches,
+    }
+
+
+# The search: it sends its progress, and ends with the best so far when a message stops it.
+
+_MAX_SEARCH_SECONDS = 120.0
+_MAX_SEARCH_WORK = 4096
+"""Stages times microbatches."""
+_NUMBERS = (int, float)
+_SEARCH_KEYS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("ranks", "microbatches", "stages_per_rank", "live_limit", "moves", "seed"), (int,)),
+    **dict.fromkeys(("memory_limit", "seconds"), _NUMBERS),
+    **dict.fromkeys(("placement", "objective"), (str,)),
+    **dict.fromkeys(("same_model", "fused", "recompute", "offload"), (bool,)),
+    "costs": (dict,),
+    "weights": (list,),
+}
+
+
+def live_search(document: object, connection: Connection, report: Callable[[str], None]) -> dict[str, Any]:
+    """Return the result of `penstock.search`, its timeline to draw, and its certificate in words."""
+    known = expect(document, _SEARCH_KEYS, ["ranks", "microbatches"])
+    given = {key: value for key, value in known.items() if value not in (None, "")}
+    options = {"stages_per_rank": 1} | given | {"seconds": float(given.get("seconds") or 10.0)}
+    fused, same_model = (options.pop(key, False) for key in ("fused", "same_model"))
+    costs, weights = parse_costs(options.pop("costs", {})), parse_weights(options.pop("weights", []))
+    ranks, stages = options["ranks"], options["ranks"] * options["stages_per_rank"]
+    _check_search(options["seconds"], stages * options["microbatches"])
+    if ranks >= 1 and (weights or same_model):  # else the search says what is wrong with the ranks
+        costs = costs_of_model(costs, ranks, stages, weights, divide=same_model)
+    with _interrupted_by(connection) as reported:
+
+        def send(now: Progress) -> None:
+            report(json.dumps({key: v for key, v in asdict(now).items() if key == "phase" or isfinite(v)}))
+            reported.set()
+
+        result = run_search(costs=costs, split=not fused, on_progress=send, **options)
+    record = search_record(result)
+    return record | {
+        "data": page_data([result.timeline]),
+        "certificate": certificate(record),
+        "stage_to_rank": result.schedule.placement.stage_to_rank,
+        "costs": result.timeline.costs.to_keys(),
+        "row": None if result.timeline.period is None else row_of(result.timeline, given.get("memory_limit")),
+    }
+
+
+def _check_search(seconds: float, work: int) -> None:
+    problems = []
+    if not 0 < seconds <= _MAX_SEARCH_SECONDS:
+        problems.append(f"seconds: from 0 to {_MAX_SEARCH_SECONDS:g} on this page (given {seconds:g})")
+    if work > _MAX_SEARCH_WORK:
+        problems.append(
+            f"stages times microbatches: at most {_MAX_SEARCH_WORK} in a search on this page (given {work})"
+        )
+    refuse(*problems)
+
+
+def certificate(record: dict[str, Any]) -> str:
+    """What the search proved, in a sentence."""
+    units = Units(record["time_unit"] == "seconds")
+    bound = f"no schedule of this work has a {record['objective']} below {units.time(record['bound'])}"
+    bound += f" ({record['bound_reason']})"
+    if record["proved"]:
+        return f"Proved optimal: {bound}, and this one takes exactly that."
+    gap = "unknown" if record["gap"] is None else f"at most {record['gap']:.2%}"
+    return f"Not proved: {bound}; this one takes {units.time(record['value'])}, so a better one can gain {gap}."
+
+
+@contextmanager
+def _interrupted_by(connection: Connection) -> Iterator[threading.Event]:
+    """Turn a message on the pipe into the interrupt that ends a search.
+
+    The interrupt waits for the event, which the first report of progress sets: before it, the search has no
+    order to end with.
+    """
+    reported, ended = threading.Event(), threading.Event()
+
+    def listen() -> None:
+        while not ended.is_set():
+            if connection.poll(0.05):
+                connection.recv_bytes()
+                while not (ended.is_set() or reported.wait(0.05)):
+                    pass
+                if not ended.is_set():
+                    signal.raise_signal(signal.SIGINT)
+                return
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        yield reported
+    finally:
+        ended.set()
+        with suppress(KeyboardInterrupt):  # of a search that has ended
+            listener.join()
+        signal.signal(signal.SIGINT, before)
+
+
+# The requests by name, and what the page offers.
+
+REQUESTS: dict[str, Callable[[object], dict[str, Any]]] = {
+    "compare": compare,
+    "edit": edit,
+    "stamp": stamp,
+    "robustness": robustness,
+    "units": units,
+    "pareto": pareto,
+    "export": export,
+    "trace": measured,
+    "lessons": lesson_catalogue,
+    "lesson": judge,
+}
+"""Each raises a `PenstockError` for a request that it cannot answer."""
+
+
+def catalogue() -> dict[str, Any]:
+    """Return what the page offers: families, presets of costs, send models."""
+    return {
+        "families": family_records(),
+        "presets": {name: costs.to_keys() for name, costs in presets().items()},
+        "send_models": [str(model) for model in SendModel],
+    }

@@ -28,7 +28,7 @@ from penstock import __version__
 from penstock.arguments import printable
 from penstock.errors import Parameter, PenstockError
 from penstock.view.html import drawing_script, style_sheet
-from penstock.web.api import REQUESTS, catalogue
+from penstock.web.answers import REQUESTS, catalogue
 from penstock.web.workers import LIMITS, Busy, Limit, Reply, TooLong, WorkerPool
 
 # Access: requests for another host or from another site are refused, and the page loads nothing else.

@@ -26,9 +26,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.processes import end_with_parent, usable_cores
-from penstock.web.answers import pareto
-from penstock.web.api import REQUESTS
-from penstock.web.live_search import live_search
+from penstock.web.answers import REQUESTS, live_search, pareto
 
 # Replies of a worker on its pipe: the kind, a line feed, and the text as it is: JSON is encoded once.
 
