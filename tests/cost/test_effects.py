@@ -8,7 +8,7 @@ from penstock import Costs, Schedule, simulate
 from penstock.cost.effects import held_bytes
 from penstock.cost.memory import counting_activations, exceeds
 from penstock.ir.kinds import Kind
-from penstock.search.policy_search import recomputed_costs
+from penstock.search.driver import recomputed_costs
 
 COSTS = Costs(forward=2, activation=20, checkpoint=6, offloadable=11)
 

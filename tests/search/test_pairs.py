@@ -109,7 +109,7 @@ def test_pairs_that_only_save_a_launch_weaken_no_bound() -> None:
         search = PlacementSearch(Problem(Placement.loop(2), 2, Costs(launch_overhead=launch)))
         search.add_seeds(lambda: False, lambda: False)
         assert ("interleaved-overlap" in search.families) is (launch == 0)
-        assert search.bound == bounds(replace(search.work, paired=False))[0]
+        assert search.bound == bounds(replace(search.problem.work, paired=False))[0]
         assert search.is_solvable
 
 

@@ -27,7 +27,7 @@ def test_no_steady_state_is_repeated_after_the_time_limit(monkeypatch: pytest.Mo
     monkeypatch.setattr(driver, "perf_counter", lambda: begin + 0.02 * next(looks) + 1000 * len(repeated))
     monkeypatch.setattr(driver, "repeat_steady_state", slowly)
     monkeypatch.setattr(exact, "available", lambda: False)
-    monkeypatch.setattr("penstock.search.driver._Driver._anneal", lambda *_, **__: None)
+    monkeypatch.setattr("penstock.search.driver._OrderSearch._anneal", lambda *_, **__: None)
     monkeypatch.setattr(PlacementSearch, "raise_bound", lambda *_: None)
     search(ranks=4, microbatches=24, live_limit=3, seconds=200)
     assert len(repeated) == 1

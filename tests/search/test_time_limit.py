@@ -9,7 +9,7 @@ import pytest
 
 from penstock import Costs
 from penstock.ir.schedule import Schedule
-from penstock.search import driver, exact, policy_search, search
+from penstock.search import driver, exact, search
 from penstock.search.driver import PlacementSearch
 from penstock.search.passes import FitMemory
 from penstock.simulation.timeline import Timeline
@@ -44,7 +44,7 @@ def test_with_memory_policies_no_family_is_built_after_the_time(monkeypatch: pyt
         fitted.append(schedule.name)
         return fitted_simply(self, schedule, is_late)
 
-    monkeypatch.setattr(policy_search, "perf_counter", lambda: begin + _FAMILY_SECONDS * len(fitted))
+    monkeypatch.setattr(driver, "perf_counter", lambda: begin + _FAMILY_SECONDS * len(fitted))
     monkeypatch.setattr(FitMemory, "fitted_simply", slowly)
     costs = Costs(activation=10, checkpoint=1)
     seconds = 1.9 * _FAMILY_SECONDS

@@ -1,4 +1,6 @@
-"""The search driver: runs the layers of a search on every placement until the budget is used.
+"""The search drivers: run the layers of a search on every placement until the budget is used.
+
+Search of orders:
 
     families and list scheduling     ->  starting orders
     simulated annealing, all cores   ->  better orders
@@ -6,15 +8,31 @@
     CP-SAT, where the size allows    ->  better orders, better bounds
 
 The result is never worse than a family that fits and that there was time to evaluate.
+
+Search with memory policies, which also decides which microbatches of which stages are recomputed or offloaded:
+
+    orders      families, the serial order, the best orders within the limit, without a limit, and those with
+                every microbatch recomputed
+    policies    `FitMemory` on each of them: simple policies, then all policies, for the best orders first
+    moves       from the best that fit: memory actions of single microbatches more or less, actions shifted;
+                every one is simulated
+
+So the result is never slower than a family with a uniform policy that `FitMemory` tries, and than the best
+order that fits without memory actions. The serial order with everything recomputed and offloaded as late as
+possible holds the least, so where copies take no time, something is found whenever anything fits.
+
+The bound holds for every policy: required is only the work of the plain schedule, and every activation counts
+with the least that a policy leaves of it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from math import inf
 from threading import Event
 from time import perf_counter
@@ -23,16 +41,31 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.arguments import plural
-from penstock.bounds import Bound, Workload, bounds, rank_bounds
+from penstock.bounds import Bound, Workload, bounds, least_needed, rank_bounds
 from penstock.compilation import COMPILED
 from penstock.cost.costs import Costs
-from penstock.ir.encoding import Ints
-from penstock.ir.kinds import Kind
+from penstock.cost.effects import held_bytes
+from penstock.cost.memory import exceeds
+from penstock.cost.prices import action_seconds
+from penstock.errors import ScheduleError, SearchError
+from penstock.ir.encoding import (
+    JOINED,
+    KIND_MASK,
+    KIND_SHIFT,
+    MICROBATCH_MASK,
+    MICROBATCH_SHIFT,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    Ints,
+    code_of,
+)
+from penstock.ir.kinds import MEMORY_KINDS, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.processes import usable_cores
 from penstock.search import exact
 from penstock.search.kernel import PAIRED, anneal
+from penstock.search.passes import FitMemory, without_memory_actions
 from penstock.search.problem import Problem
 from penstock.search.request import Budget, Jitter, OnProgress, Progress, SearchResult, gap_of
 from penstock.search.seeds import (
@@ -42,8 +75,104 @@ from penstock.search.seeds import (
     repeat_steady_state,
     serial,
 )
-from penstock.simulation.simulator import simulate
+from penstock.simulation.simulator import Simulator, simulate
 from penstock.simulation.timeline import Timeline
+from penstock.validation import validate
+
+
+@dataclass(eq=False, kw_only=True)
+class _Search(ABC):
+    """What both searches have: problems, a budget, and a result."""
+
+    problems: Sequence[Problem]
+    costs: Costs
+    """Costs of the result's timeline."""
+    budget: Budget
+    jitter: Jitter | None
+    on_progress: OnProgress
+    started: float = field(default_factory=perf_counter)
+    moves_made: int = 0
+    interrupted: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return perf_counter() - self.started
+
+    @property
+    def fraction(self) -> float:
+        """The share of the budget that is used, or needed to make the result."""
+        return self.budget.fraction(self.seconds + self._reserved, self.moves_made)
+
+    @property
+    def _reserved(self) -> float:
+        """Seconds to make the result."""
+        return 0.0
+
+    @abstractmethod
+    def search(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def best(self) -> float:
+        """The lowest objective so far; infinite without a schedule."""
+
+    @property
+    @abstractmethod
+    def bound(self) -> Bound: ...
+
+    @abstractmethod
+    def result(self) -> SearchResult: ...
+
+    def run(self) -> SearchResult:
+        try:
+            self.search()
+        except KeyboardInterrupt:
+            if self.best == inf:
+                raise
+            self.interrupted = True
+        return self.result()
+
+    def _report(self, phase: str) -> None:
+        self.on_progress(Progress(phase, self.best, self.bound.seconds, self.seconds, self.fraction))
+
+    def _best_of(self, schedules: Sequence[Schedule]) -> tuple[int, float | None]:
+        """The position of the best of these schedules, and with jitter its quantile; else the first is best."""
+        if self.jitter is None:
+            return 0, None
+        seed, budget = self.budget.seed, self.budget
+        return self.jitter.best(schedules, self.costs, seed, lambda: budget.is_over(self.seconds))
+
+    def _made(
+        self,
+        schedule: Schedule,
+        found_by: str,
+        quantile: float | None,
+        families: Mapping[str, float],
+        too_large: Mapping[str, float],
+        skipped: Sequence[str],
+        runs: int,
+    ) -> SearchResult:
+        timeline = simulate(schedule, self.costs, with_period=True)
+        objective = self.problems[0].objective
+        missing = [] if exact.available() else ["exact solver (ortools)"]
+        missing += [] if COMPILED else ["compiled kernel (numba): moves are about 200 times slower without it"]
+        return SearchResult(
+            schedule=schedule,
+            timeline=timeline,
+            objective=objective,
+            value=timeline.length(objective),
+            bound=self.bound,
+            found_by=found_by,
+            families=families,
+            too_large=too_large,
+            skipped=tuple(dict.fromkeys(skipped)),
+            runs=runs,
+            seconds=self.seconds,
+            interrupted=self.interrupted,
+            missing=tuple(missing),
+            quantile=quantile,
+        )
+
 
 # The search of one placement: its problem, its bound, its best orders, and how they are improved.
 
@@ -100,22 +229,14 @@ class PlacementSearch:
     rounds: int = 0
 
     def __post_init__(self) -> None:
-        self.bound = bounds(self.work, self.problem.memory_limit, self.problem.objective)[0]
-
-    @property
-    def work(self) -> Workload:
-        """The workload that bounds are computed for."""
-        return self.problem.work
+        self.bound = bounds(self.problem.work, self.problem.memory_limit, self.problem.objective)[0]
 
     @property
     def best(self) -> float:
         """The lowest objective of any order or family."""
-        family = min((value for _, value in self.families.values()), default=float("inf"))
-        return min(family, self.kept[0].value if self.kept else float("inf"))
-
-    def value_of(self, timeline: Timeline) -> float:
-        """The objective of a timeline."""
-        return timeline.length(self.problem.objective)
+        return min(
+            [value for _, value in self.families.values()] + [each.value for each in self.kept], default=inf
+        )
 
     # --- starting orders ---------------------------------------------------------------------------
 
@@ -147,7 +268,7 @@ class PlacementSearch:
         timeline = simulate(schedule, self.problem.costs, with_period=self.problem.objective == "period")
         peaks = np.array(timeline.peak_memory)
         if (peaks - self.problem.fixed <= self.problem.arrays.memory_limits).all():
-            self.families[schedule.name] = (schedule, self.value_of(timeline))
+            self.families[schedule.name] = (schedule, timeline.length(self.problem.objective))
         else:
             self.too_large[schedule.name] = float(peaks.max())
 
@@ -160,7 +281,7 @@ class PlacementSearch:
     def add_start(self, name: str, order: Ints) -> None:
         """Add an order and its variants, those that fit and do not deadlock."""
         for variant in self.problem.variants(order):
-            if self.problem.fits(variant) and (value := self.problem.value(variant)) < float("inf"):
+            if self.problem.fits(variant) and (value := self.problem.value(variant)) < inf:
                 is_paired = bool((variant & PAIRED & ~order).any())
                 candidate = FoundOrder(value, variant, f"{name} in pairs" if is_paired else name)
                 self.starts.append(candidate)
@@ -192,7 +313,14 @@ class PlacementSearch:
         """One round of concurrent annealing runs, of at most `most` moves in total; returns the moves made."""
         moves = self.moves_per_run if most is None else min(self.moves_per_run, -(-most // _TASKS))
         self.starts = sorted(self.starts, key=lambda each: each.value)[: 2 * _KEPT]
-        tasks = [self._submit(rng, pool, moves, stop) for _ in range(_TASKS)]
+        tasks = []
+        for _ in range(_TASKS):
+            chance = rng.random()
+            start = self.kept[0] if chance < 0.5 else rng.choice(self.kept if chance < 0.75 else self.starts)
+            temperature = rng.choice(_TEMPERATURES) * float(self.problem.arrays.seconds.mean())
+            chosen = temperature, rng.choice(_FOCUS), rng.randrange(1 << 30)
+            given = self.problem.arrays, start.order, self.problem.objective_index, moves
+            tasks.append((start, pool.submit(anneal, *given, *chosen, stop)))
         wait([task for _, task in tasks])
         total = 0
         for start, task in tasks:
@@ -203,21 +331,6 @@ class PlacementSearch:
         self.rounds += 1
         return total
 
-    def _submit(
-        self, rng: random.Random, pool: ThreadPoolExecutor, moves: int, stop: Ints
-    ) -> tuple[FoundOrder, Future[tuple[Ints, float, int, int]]]:
-        """Start an annealing run with random parameters."""
-        arrays, start = self.problem.arrays, self._choose_start(rng)
-        temperature = rng.choice(_TEMPERATURES) * float(arrays.seconds.mean())
-        focus, seed = rng.choice(_FOCUS), rng.randrange(1 << 30)
-        objective = self.problem.objective_index
-        return start, pool.submit(anneal, arrays, start.order, objective, moves, temperature, focus, seed, stop)
-
-    def _choose_start(self, rng: random.Random) -> FoundOrder:
-        """The best order, or with equal probability another of the best or a starting order."""
-        chance = rng.random()
-        return self.kept[0] if chance < 0.5 else rng.choice(self.kept if chance < 0.75 else self.starts)
-
     # --- proofs ------------------------------------------------------------------------------------
 
     def raise_bound(self, best: float, used: Callable[[int], float]) -> None:
@@ -226,7 +339,7 @@ class PlacementSearch:
         `used` tells the share of the effort that is used, for a number of states.
         """
         problem = self.problem
-        for bound in rank_bounds(self.work, problem.memory_limit, problem.objective, best, used):
+        for bound in rank_bounds(problem.work, problem.memory_limit, problem.objective, best, used):
             if gap_of(bound.seconds, self.bound.seconds):
                 self.bound = bound
 
@@ -267,8 +380,10 @@ def run(
 ) -> SearchResult:
     """Search all problems and return the best schedule; its timeline is simulated with `costs`."""
     compile_kernels()
-    driver = _Driver(problems, costs, budget, jitter, on_progress, random.Random(budget.seed))  # noqa: S311 -- no secret
-    return driver.run()
+    rng = random.Random(budget.seed)  # noqa: S311 -- no secret
+    return _OrderSearch(
+        problems=problems, costs=costs, budget=budget, jitter=jitter, on_progress=on_progress, rng=rng
+    ).run()
 
 
 @cache
@@ -289,46 +404,17 @@ class _FoundSchedule(NamedTuple):
     value: float
     found_by: str
     schedule: Schedule
-    search: PlacementSearch
 
 
-@dataclass(eq=False)
-class _Driver:
-    problems: Sequence[Problem]
-    costs: Costs
-    budget: Budget
-    jitter: Jitter | None
-    on_progress: OnProgress
+@dataclass(eq=False, kw_only=True)
+class _OrderSearch(_Search):
     rng: random.Random
     searches: list[PlacementSearch] = field(init=False)
-    started: float = field(default_factory=perf_counter)
-    moves_made: int = 0
-    interrupted: bool = False
     stop: Event = field(default_factory=Event)
     stop_moves: Any = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
 
     def __post_init__(self) -> None:
         self.searches = [PlacementSearch(problem) for problem in self.problems]
-
-    def run(self) -> SearchResult:
-        try:
-            self.search()
-        except KeyboardInterrupt:
-            if not any(search.kept for search in self.searches):
-                raise
-            self.interrupted = True
-        return self._result()
-
-    # --- budget ------------------------------------------------------------------------------------
-
-    @property
-    def seconds(self) -> float:
-        return perf_counter() - self.started
-
-    @property
-    def fraction(self) -> float:
-        """Of the budget that is used, or needed to make the result."""
-        return self.budget.fraction(self.seconds + self._reserved, self.moves_made)
 
     @property
     def _reserved(self) -> float:
@@ -337,9 +423,17 @@ class _Driver:
         return ranking + _RESULT_FAMILIES * max(search.family_seconds for search in self.searches)
 
     @property
+    def best(self) -> float:
+        return min(search.best for search in self.searches)
+
+    @property
+    def bound(self) -> Bound:
+        return min((each.bound for each in self.searches), key=lambda each: each.seconds)
+
+    @property
     def is_optimal(self) -> bool:
         """Whether no placement can have a better schedule than the best so far."""
-        best = min(search.best for search in self.searches)
+        best = self.best
         return all(search.bound.seconds >= best * (1 - 1e-9) for search in self.searches)
 
     def _is_late(self, until: float) -> bool:
@@ -351,15 +445,9 @@ class _Driver:
         """Whether the result is optimal or the time is used."""
         return self._is_late(1.0) or self.is_optimal
 
-    def _report(self, phase: str) -> None:
-        best = min(search.best for search in self.searches)
-        bound = min(search.bound.seconds for search in self.searches)
-        self.on_progress(Progress(phase, best, bound, self.seconds, self.fraction))
-
     # --- layers ------------------------------------------------------------------------------------
 
     def search(self) -> None:
-        """Run all layers."""
         for number, search in enumerate(self.searches):
             part = (number + 1) / len(self.searches)
             search.add_seeds(partial(self._is_late, 0.5 * part), partial(self._is_late, part))
@@ -391,8 +479,13 @@ class _Driver:
         if few is None:
             return
         budget = self.budget.part(0.4 / len(self.searches), _FEW_MICROBATCHES_SECONDS)
-        small = _Driver(
-            [few], self.costs, budget, None, lambda _: self._report("search with few microbatches"), self.rng
+        small = _OrderSearch(
+            problems=[few],
+            costs=self.costs,
+            budget=budget,
+            jitter=None,
+            on_progress=lambda _: self._report("search with few microbatches"),
+            rng=self.rng,
         )
         small.search()
         self.moves_made += small.moves_made
@@ -405,7 +498,7 @@ class _Driver:
 
     def _anneal(self, pool: ThreadPoolExecutor, until: float) -> None:
         while self.fraction < until and not self.is_optimal:
-            best = min(search.best for search in self.searches)
+            best = self.best
             open_searches = [search for search in self.searches if search.bound.seconds < best]
             search = min(open_searches, key=lambda each: (each.rounds, each.best))
             if len(open_searches) > 1 and search.rounds >= 4:  # the better one gets three rounds of four
@@ -438,7 +531,7 @@ class _Driver:
             spent, most = (self.fraction - before, 1 - before) if moves is None else (states, moves)
             return spent / (part * most) if most else 1.0
 
-        if search.bound.seconds < (best := min(each.best for each in self.searches)) < inf:
+        if search.bound.seconds < (best := self.best) < inf:
             search.raise_bound(best, used)
             self._report("orders of a few ranks")
 
@@ -455,38 +548,18 @@ class _Driver:
 
     # --- result ------------------------------------------------------------------------------------
 
-    def _result(self) -> SearchResult:
-        choice, quantile = self._best_choice()
-        timeline = simulate(choice.schedule, self.costs, with_period=True)
-        missing = [] if exact.available() else ["exact solver (ortools)"]
-        missing += [] if COMPILED else ["compiled kernel (numba): moves are about 200 times slower without it"]
-        return SearchResult(
-            schedule=choice.schedule,
-            timeline=timeline,
-            objective=choice.search.problem.objective,
-            value=choice.search.value_of(timeline),
-            bound=min((each.bound for each in self.searches), key=lambda each: each.seconds),
-            found_by=choice.found_by,
+    def result(self) -> SearchResult:
+        choices = sorted(self._choices(), key=lambda choice: choice.value)
+        best, quantile = self._best_of([each.schedule for each in choices])
+        return self._made(
+            choices[best].schedule,
+            choices[best].found_by,
+            quantile,
             families={name: value for each in self.searches for name, (_, value) in each.families.items()},
             too_large={name: size for each in self.searches for name, size in each.too_large.items()},
-            skipped=tuple(dict.fromkeys(name for each in self.searches for name in each.skipped)),
+            skipped=[name for each in self.searches for name in each.skipped],
             runs=sum(each.runs for each in self.searches),
-            seconds=self.seconds,
-            interrupted=self.interrupted,
-            missing=tuple(missing),
-            quantile=quantile,
         )
-
-    def _best_choice(self) -> tuple[_FoundSchedule, float | None]:
-        """The best schedule by its objective, or with jitter by its quantile, which is returned too."""
-        choices = sorted(self._choices(), key=lambda choice: choice.value)
-        if self.jitter is None:
-            return choices[0], None
-        schedules = [each.schedule for each in choices]
-        best, quantile = self.jitter.best(
-            schedules, self.costs, self.budget.seed, lambda: self.budget.is_over(self.seconds)
-        )
-        return choices[best], quantile
 
     def _choices(self) -> list[_FoundSchedule]:
         """The families that fit, and the best orders found."""
@@ -494,10 +567,403 @@ class _Driver:
         best = min((value for each in self.searches for _, value in each.families.values()), default=inf)
         for search in self.searches:
             for name, (schedule, value) in search.families.items():
-                found.append(_FoundSchedule(value, f"family {name}", schedule, search))
+                found.append(_FoundSchedule(value, f"family {name}", schedule))
             for candidate in search.kept[: _RANKED_UNDER_JITTER if self.jitter else 1]:
                 if self.jitter is None and best <= candidate.value:
                     continue  # a family is as good
                 schedule, value = search.problem.schedule_of(candidate.order, "searched")
-                found.append(_FoundSchedule(value, candidate.found_by, schedule, search))
+                found.append(_FoundSchedule(value, candidate.found_by, schedule))
         return found
+
+
+# Orders that memory policies are for: families, the serial order, and problems for the compiled kernel.
+
+
+def _relaxed_workload(problem: Problem, fit: FitMemory) -> Workload:
+    """The work of which every memory policy is one case, for lower bounds."""
+    return replace(problem.work, may_recompute=fit.recompute, may_offload=fit.offload)
+
+
+def _require_feasible(problems: Sequence[Problem], fit: FitMemory) -> None:
+    """Raise if no placement has a schedule that fits, whatever is recomputed or offloaded."""
+    works = (_relaxed_workload(problem, fit) for problem in problems)
+    needs = [max((need, -rank) for rank, need in enumerate(least_needed(work))) for work in works]
+    if all(exceeds(need, fit.memory_limit) for need, _ in needs):
+        (need, rank), units = min(needs), fit.costs.units
+        raise SearchError(
+            f"no schedule fits the memory limit of {units.memory(fit.memory_limit)} per rank: rank {-rank} "
+            f"needs {units.memory(need)} "
+            "for parameters, gradients, optimizer state and one backward, whatever is recomputed or offloaded"
+        )
+
+
+def _plain_order(problem: Problem, schedule: Schedule) -> Schedule:
+    """The order of a family, without its copies to the host.
+
+    Backwards are fused if they may not be split, and pairs that save only a launch are separated.
+    """
+    if schedule.table.has(Kind.OFFLOAD):
+        schedule = without_memory_actions(schedule).renamed(f"order of {schedule.name}")
+    if problem.split and (problem.can_pair or not schedule.table.has_pairs):
+        return schedule
+    return problem.fused_schedule(problem.order_of(schedule), schedule.name)
+
+
+def _name_with_policy(schedule: Schedule) -> str:
+    """The name of an order, and how often it has each memory action."""
+    counts = {kind: int(schedule.table.of_kind(kind).sum()) for kind in MEMORY_KINDS[:2]}
+    texts = [f"{count} {kind.value}" for kind, count in counts.items() if count]
+    return f"{schedule.name} with {' and '.join(texts)}" if texts else schedule.name
+
+
+def _problems_to_order(problems: Sequence[Problem], *, recompute: bool) -> dict[str, list[Problem]]:
+    """Problems without memory actions: within the limit, without a limit, and with everything recomputed."""
+    again = [made for each in problems if (made := _recomputed(each)) and _can_fit(made)]
+    return {
+        "within the limit": [each for each in problems if _can_fit(each)],
+        "without a limit": [replace(each, memory_limit=None) for each in problems],
+        "with all recomputed": again if recompute else [],
+    }
+
+
+def _can_fit(problem: Problem) -> bool:
+    return problem.fits(serial(problem).order)
+
+
+def _recomputed(problem: Problem) -> Problem | None:
+    """The problem with every microbatch recomputed: its backward is longer, and it holds the checkpoint.
+
+    The rest of one activation at a time is left free. None if no memory remains.
+    """
+    costs, n = problem.costs, problem.placement.num_stages
+    full, kept = held_bytes(costs, n), held_bytes(costs, n, (Kind.RECOMPUTE,))
+    limit = float(problem.memory_limit or 0) - float((full - kept).max())
+    return replace(problem, costs=recomputed_costs(costs, n), memory_limit=limit) if limit > 0 else None
+
+
+def recomputed_costs(costs: Costs, num_stages: int) -> Costs:
+    """The costs of stages whose backward begins with a RECOMPUTE, and that hold the checkpoint until then.
+
+    The seconds of RECOMPUTE, its all-to-all included, are part of the compute of I and of B.
+    """
+    again = action_seconds(costs, num_stages)[Kind.RECOMPUTE.number] + costs.launch_overhead
+    backward_input, backward = (
+        tuple((np.array(costs.resolved(name, num_stages)) + again).tolist())
+        for name in ("backward_input", "backward")
+    )
+    return replace(
+        costs,
+        backward_input=backward_input,
+        backward=backward,
+        activation=tuple(held_bytes(costs, num_stages, (Kind.RECOMPUTE,)).tolist()),
+        activation_freed_by_input=0,
+        checkpoint=0,
+        offloadable=None,
+    )
+
+
+# Moves: recompute or offload one microbatch of one stage more or less, or shift one action.
+#
+#     recompute   add a RECOMPUTE directly before the backward, or remove it
+#     offload     add an OFFLOAD directly after F and a RELOAD a few steps before its use, or remove both
+#     shift       move one action of a rank past its neighbours
+#
+# A move keeps the order of the actions of a stage and microbatch, and of the microbatches of a kind and stage.
+# So every list stays in a valid order; the simulator says whether the ranks wait for each other in a cycle.
+
+
+_FARTHEST = 6
+"""Places by which a RELOAD is ahead of its use, or an action is shifted, at most."""
+
+
+class PolicyMoves:
+    """Random moves on schedules of the same stages, placement and microbatches."""
+
+    def __init__(self, schedule: Schedule, rng: random.Random, *, recompute: bool, offload: bool) -> None:
+        self._placement, self._microbatches, self._rng = schedule.placement, schedule.microbatches, rng
+        toggles = [self._recompute] * recompute + [self._offload] * offload
+        self._moves = [*toggles, self._shift]
+
+    def changed(self, schedule: Schedule) -> Schedule | None:
+        """The schedule after one move; None if the move is not possible."""
+        rows = [row.tolist() for row in schedule.table.rows]
+        rank = self._rng.randrange(len(rows))
+        changed = self._rng.choice(self._moves)(rows[rank], rank)
+        if changed is None:
+            return None
+        rows[rank] = changed
+        return schedule.with_rows(rows)
+
+    def _unit(self, rank: int) -> tuple[int, int]:
+        stages = self._placement.stages_of_rank[rank]
+        return self._rng.choice(stages), self._rng.randrange(self._microbatches)
+
+    def _recompute(self, row: list[int], rank: int) -> list[int] | None:
+        stage, microbatch = self._unit(rank)
+        again = code_of(Kind.RECOMPUTE, stage, microbatch)
+        if again in row:
+            return [code for code in row if code != again]
+        use = _step(row, _backward(row, stage, microbatch))
+        return [*row[:use], again, *row[use:]]
+
+    def _offload(self, row: list[int], rank: int) -> list[int] | None:
+        stage, microbatch = self._unit(rank)
+        both = [code_of(kind, stage, microbatch) for kind in (Kind.OFFLOAD, Kind.RELOAD)]
+        if both[0] in row:
+            return [code for code in row if code not in both]
+        again = code_of(Kind.RECOMPUTE, stage, microbatch)
+        use = row.index(again) if again in row else _step(row, _backward(row, stage, microbatch))
+        after = _end(row, _index(row, Kind.F, stage, microbatch))
+        before = _step(row, max(after, use - self._rng.randrange(_FARTHEST)))
+        return [*row[:after], both[0], *row[after:before], both[1], *row[before:]]
+
+    def _shift(self, row: list[int], rank: int) -> list[int] | None:
+        """Move one action, with its pair, past up to some neighbours."""
+        del rank
+        first = _step(row, self._rng.randrange(len(row)))
+        end = _end(row, first)
+        moved, places = row[first:end], self._rng.randrange(1, _FARTHEST)
+        if self._rng.random() < 0.5:
+            start = _step(row, max(first - places, 0))
+            passed, changed = row[start:first], [*row[:start], *moved, *row[start:first], *row[end:]]
+        else:
+            stop = _end(row, min(end + places, len(row)) - 1)
+            passed, changed = row[end:stop], [*row[:first], *row[end:stop], *moved, *row[stop:]]
+        return None if not passed or any(_are_ordered(a, b) for a in moved for b in passed) else changed
+
+
+def _are_ordered(one: int, two: int) -> bool:
+    """Whether the order of two actions of a rank has to stay: same stage, and same microbatch or same kind."""
+    same_stage = one >> STAGE_SHIFT & STAGE_MASK == two >> STAGE_SHIFT & STAGE_MASK
+    same_microbatch = one >> MICROBATCH_SHIFT & MICROBATCH_MASK == two >> MICROBATCH_SHIFT & MICROBATCH_MASK
+    return same_stage and (same_microbatch or one >> KIND_SHIFT & KIND_MASK == two >> KIND_SHIFT & KIND_MASK)
+
+
+def _index(row: Sequence[int], kind: Kind, stage: int, microbatch: int) -> int:
+    """Where an action is, also as the second part of a pair."""
+    code = code_of(kind, stage, microbatch)
+    return next(i for i, each in enumerate(row) if each & ~JOINED == code)
+
+
+def _backward(row: Sequence[int], stage: int, microbatch: int) -> int:
+    codes = [code_of(kind, stage, microbatch) for kind in (Kind.I, Kind.B)]
+    return next(i for i, each in enumerate(row) if each & ~JOINED in codes)
+
+
+def _step(row: Sequence[int], place: int) -> int:
+    """The first part of the step at this place."""
+    return place - 1 if place < len(row) and row[place] & JOINED else place
+
+
+def _end(row: Sequence[int], place: int) -> int:
+    """Behind the step at this place."""
+    return place + 2 if place + 1 < len(row) and row[place + 1] & JOINED else place + 1
+
+
+def _timeline_of(schedule: Schedule, costs: Costs, objective: str) -> Timeline | None:
+    """The timeline of an order that can deadlock; None if it does."""
+    try:
+        simulator = Simulator(schedule, costs)
+    except ScheduleError:  # no messages can be added to what deadlocks
+        return None
+    done = simulator.run()
+    if np.min(done.end, initial=0) < 0:
+        return None
+    period = simulator.period(done) if objective == "period" else None
+    return Timeline(schedule, costs, *simulator.times(done), period=period)
+
+
+_KERNEL_MOVES = 200
+"""Moves of the compiled kernel that a simulated move counts as."""
+_KEPT_WITH_POLICIES = 6
+_SHARE_OF_POLICIES = 0.8
+"""Of the time; then no policy is tried any more, but for a first one that fits."""
+_SHARE_OF_ORDERS = 0.4
+"""Of the budget, for searching orders by themselves."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Fitted:
+    """A schedule that fits."""
+
+    timeline: Timeline
+    value: float
+    score: tuple[float, int]
+    found_by: str
+
+
+@dataclass(eq=False, kw_only=True)
+class _PolicySearch(_Search):
+    fit: FitMemory
+    kept: list[_Fitted] = field(default_factory=list)
+    families: dict[str, float] = field(default_factory=dict)
+    too_large: dict[str, float] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    """Orders for which there was no time."""
+    runs: int = 0
+
+    def search(self) -> None:
+        self._fit_all(self._simply_fitted())
+        self._move()
+
+    @property
+    def best(self) -> float:
+        return self.kept[0].value if self.kept else inf
+
+    @cached_property
+    def bound(self) -> Bound:
+        """For every order and every memory policy."""
+        fit = self.fit
+        works = (_relaxed_workload(problem, fit) for problem in self.problems)
+        return min(bounds(work, fit.memory_limit, fit.objective)[0] for work in works)
+
+    # --- orders ------------------------------------------------------------------------------------
+
+    def _orders(self) -> Iterator[Schedule]:
+        """Families, the serial order, and orders that the kernel finds, which knows no memory actions."""
+        for problem in self.problems:
+            yield problem.fused_schedule(serial(problem).order, "serial order")
+            for name, builder in family_builders(problem, offloading=True).items():
+                if self._has_no_time_left():
+                    self.skipped.append(name)
+                elif (schedule := builder()) is not None:
+                    if schedule.table.has(Kind.OFFLOAD) and self.fit.offload and problem.split:
+                        self._try_as_it_is(schedule)
+                    yield _plain_order(problem, schedule)
+        for what, problems in _problems_to_order(self.problems, recompute=self.fit.recompute).items():
+            if not problems or self._is_done or self._is_late():
+                continue
+            self._report(f"orders {what}")
+            budget = self.budget.part(_SHARE_OF_ORDERS / 3)
+            found = run(problems, problems[0].costs, budget, None, lambda _: None)
+            self.runs += found.runs
+            self.moves_made += budget.moves or 0
+            yield found.schedule.renamed(f"order searched {what}")
+
+    def _try_as_it_is(self, schedule: Schedule) -> None:
+        """A family that has memory actions of its own."""
+        timeline = simulate(schedule, self.fit.costs, with_period=True)
+        self._keep(timeline, schedule.name)
+        if self.fit.fits(timeline):
+            self.families[schedule.name] = self._value(timeline)
+        else:
+            self.too_large[schedule.name] = max(timeline.peak_memory)
+
+    @property
+    def _is_done(self) -> bool:
+        return bool(self.kept) and not gap_of(self.best, self.bound.seconds)
+
+    # --- policies ----------------------------------------------------------------------------------
+
+    def _simply_fitted(self) -> dict[Schedule, float]:
+        """The simplest policies for every order; return the best value of each order."""
+        values: dict[Schedule, float] = {}
+        for schedule in self._orders():
+            if schedule not in values and not self._has_no_time_left():
+                timeline = self.fit.fitted_simply(schedule, self._has_no_time_left)
+                values[schedule] = inf if timeline is None else self._value(timeline)
+                if timeline is not None:
+                    self._keep(timeline, _name_with_policy(timeline.schedule))
+        return values
+
+    def _fit_all(self, values: dict[Schedule, float]) -> None:
+        """All policies, for the best orders first."""
+        for schedule in sorted(values, key=lambda each: values[each]):
+            if self._is_done:
+                break
+            if self._has_no_time_left():
+                self.skipped.append(schedule.name)
+            else:
+                self._fit(schedule)
+                self._report("policies")
+
+    def _fit(self, schedule: Schedule) -> None:
+        """All policies for an order."""
+        try:
+            timeline = self.fit.fitted(schedule, self._is_late)
+        except SearchError:
+            self.too_large[schedule.name] = max(simulate(schedule, self.fit.costs).peak_memory)
+            return
+        self.runs += 1
+        self._keep(timeline, _name_with_policy(timeline.schedule))
+        self.families.setdefault(_name_with_policy(timeline.schedule), self._value(timeline))
+
+    def _has_no_time_left(self) -> bool:
+        """Whether it is late, and something fits."""
+        return bool(self.kept) and self._is_late()
+
+    def _is_late(self) -> bool:
+        """Whether the time for policies is used; never with a budget of moves."""
+        return self.budget.moves is None and self.fraction >= _SHARE_OF_POLICIES
+
+    def _move(self) -> None:
+        """Anneal from the best orders until the budget is used or the best is optimal."""
+        rng = random.Random(self.budget.seed)  # noqa: S311 -- no secret
+        while self.fraction < 1 and not self._is_done and self.kept:
+            start = self.kept[0] if rng.random() < 0.5 else rng.choice(self.kept)
+            self._anneal(start, rng)
+            self._report("moves")
+
+    def _anneal(self, start: _Fitted, rng: random.Random, moves: int = 200) -> None:
+        fit, now = self.fit, start
+        made = PolicyMoves(start.timeline.schedule, rng, recompute=fit.recompute, offload=fit.offload)
+        temperature = rng.choice((0.0, 0.003, 0.01)) * start.value
+        for _ in range(moves):
+            self.moves_made += _KERNEL_MOVES
+            if self.fraction >= 1:
+                return
+            changed = made.changed(now.timeline.schedule)
+            self.runs += changed is not None
+            timeline = None if changed is None else _timeline_of(changed, fit.costs, fit.objective)
+            if timeline is None or not fit.fits(timeline):
+                continue
+            other = self._fitted(timeline, f"{start.found_by}, then moves")
+            if other.value <= now.value + temperature * rng.random() and not validate(timeline.schedule):
+                now = other
+                if other.score < self.kept[0].score:
+                    self._keep(timeline, other.found_by)
+
+    def _keep(self, timeline: Timeline, found_by: str) -> None:
+        """Keep a schedule that fits, if it is valid and among the best."""
+        is_known = any(timeline.schedule == other.timeline.schedule for other in self.kept)
+        if self.fit.fits(timeline) and not is_known:
+            found = self._fitted(timeline, found_by)
+            self.kept = sorted([*self.kept, found], key=lambda each: each.score)[:_KEPT_WITH_POLICIES]
+
+    def _fitted(self, timeline: Timeline, found_by: str) -> _Fitted:
+        return _Fitted(timeline, self._value(timeline), self.fit.score(timeline), found_by)
+
+    def _value(self, timeline: Timeline) -> float:
+        return timeline.length(self.fit.objective)
+
+    # --- result ------------------------------------------------------------------------------------
+
+    def result(self) -> SearchResult:
+        if not self.kept:
+            raise self._does_not_fit()
+        position, quantile = self._best_of([each.timeline.schedule for each in self.kept])
+        best = self.kept[position]
+        families = self.families or {each.found_by: each.value for each in self.kept}
+        schedule = best.timeline.schedule.renamed("searched")
+        return self._made(schedule, best.found_by, quantile, families, self.too_large, self.skipped, self.runs)
+
+    def _does_not_fit(self) -> SearchError:
+        limit = self.fit.costs.units.memory(self.fit.memory_limit)
+        return SearchError(
+            f"no schedule was found with {self.fit.allowed} within the memory limit of {limit} per rank: "
+            "give more memory, a faster host link, or more ranks"
+        )
+
+
+def run_with_policies(
+    problems: Sequence[Problem],
+    fit: FitMemory,
+    budget: Budget,
+    jitter: Jitter | None,
+    on_progress: OnProgress,
+) -> SearchResult:
+    """Search all problems; raise if even the least that a policy leaves exceeds the limit on a rank."""
+    _require_feasible(problems, fit)
+    return _PolicySearch(
+        problems=problems, costs=fit.costs, budget=budget, jitter=jitter, on_progress=on_progress, fit=fit
+    ).run()

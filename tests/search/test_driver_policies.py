@@ -12,7 +12,7 @@ from penstock import Costs, Kind, Placement, Schedule, SearchError, build, simul
 from penstock.bounds import Workload, least_needed
 from penstock.lowering import Offload, Policy, Recompute
 from penstock.search import SearchResult, search
-from penstock.search.policy_search import PolicyMoves
+from penstock.search.driver import PolicyMoves
 from tests.support.grids import small, thinned
 
 COSTS = Costs(activation=10, checkpoint=1, host_bandwidth=8, activation_freed_by_input=6)
