@@ -58,7 +58,7 @@ def cases() -> Iterator[tuple[str, dict[str, object]]]:
 def cpu_times() -> None:
     """Print the CPU time of each answer, with its JSON, in a process that is prepared as a worker is."""
     import penstock.web.preload  # noqa: F401, PLC0415 -- takes a second
-    from penstock.web.api import REQUESTS  # noqa: PLC0415 -- as above
+    from penstock.web.answers import REQUESTS  # noqa: PLC0415 -- as above
 
     print(f"CPU time of an answer in ms, median of {CPU_REPEATS}: simulation and drawing, JSON")
     for name, document in cases():
