@@ -198,7 +198,9 @@ def nemotron(replicas: int) -> Job:
 
 def titan(family: str, stages_per_rank: int) -> Job:
     """torchtitan, Llama 3 405B on 512 devices; 16 microbatches are assumed."""
-    parallel = ParallelConfig(sequence=8192, tensor_parallel=8, data_parallel=8, zero=2, recompute="full")
+    parallel = ParallelConfig(
+        sequence=8192, tensor_parallel=8, data_parallel=8, zero=2, recompute_granularity="full"
+    )
     config = read_config("llama-3-405b")
     return Job(config, parallel, "h100", 8, 16, stages_per_rank, family)
 

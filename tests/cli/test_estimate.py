@@ -53,7 +53,7 @@ def test_json_has_every_number_in_bytes_and_seconds(run: Run) -> None:
 
 
 def test_explain_lists_operations_saved_tensors_and_the_shares(run: Run) -> None:
-    out = run("estimate", LLAMA, "--tp", 2, "--recompute", "pointwise", "--explain").out
+    out = run("estimate", LLAMA, "--tp", 2, "--recompute-granularity", "pointwise", "--explain").out
     for text in (
         "queries, keys, values",
         "attention norm (repeated)",

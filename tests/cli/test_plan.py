@@ -182,16 +182,15 @@ def test_the_stages_of_a_profile_are_planned_as_layers(run: Run, tmp_path: Path)
     assert "give --ranks and --batch: the model" in missing.message
 
 
-def test_techniques_are_offered_with_their_price(run: Run, tmp_path: Path) -> None:
+def test_memory_policies_are_offered_with_their_price(run: Run, tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     arguments = ("plan", "model.json", "-v", 1, "--seconds", 0, "--memory", 88)
-    assert "or techniques: recompute or offload" in run(*arguments).message
-    shown = run(*arguments, "--techniques", "recompute").out
-    assert "technique  fastest" in shown
+    assert "or a memory policy: recompute or offload" in run(*arguments).message
+    shown = run(*arguments, "--recompute").out
+    assert "memory policy  fastest" in shown
     assert re.search(r"fits only with recomputation of (all )?stages?.*more time than the same order", shown)
-    record = run(*arguments, "--techniques", "recompute", "--json").json
-    assert record["ranked"][0]["technique"].startswith("recompute")
-    assert "--techniques are recompute, offload (given x)" in run(*arguments, "--techniques", "x").message
+    record = run(*arguments, "--recompute", "--json").json
+    assert record["ranked"][0]["memory_policy"].startswith("recompute")
 
 
 def test_relative_costs_are_planned_in_units_and_activations(run: Run, tmp_path: Path) -> None:

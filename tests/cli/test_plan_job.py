@@ -20,7 +20,20 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-JOB = ["--devices", 8, "--batch", 16, "--seq", 1024, "--tp", 2, "--microbatch-size", 1, "--recompute", "none"]
+JOB = [
+    "--devices",
+    8,
+    "--batch",
+    16,
+    "--seq",
+    1024,
+    "--tp",
+    2,
+    "--microbatch-size",
+    1,
+    "--recompute-granularity",
+    "none",
+]
 
 
 def test_it_prints_a_ranking_a_plot_and_the_reasons(run: Run, config: Path) -> None:
@@ -41,7 +54,7 @@ def test_it_prints_a_ranking_a_plot_and_the_reasons(run: Run, config: Path) -> N
 
 def test_json_has_every_option(run: Run, config: Path) -> None:
     record = run("plan", config, *JOB, "--ranks", 2, "--json").json
-    assert record["devices"] == 8
+    assert (record["devices"], record["interrupted"]) == (8, False)
     assert {(each["tp"], each["pp"], each["dp"]) for each in record["ranked"]} == {(2, 2, 2)}
     assert all(each["seconds"] >= record["bound"] for each in record["ranked"])
 
@@ -50,7 +63,20 @@ def test_json_has_every_option(run: Run, config: Path) -> None:
 def test_a_batch_that_excludes_data_parallel_sizes_is_named_once(
     run: Run, config: Path, more: list[str]
 ) -> None:
-    job = ["--devices", 8, "--batch", 9, "--seq", 1024, "--tp", 2, "--recompute", "none", "--seconds", 0]
+    job = [
+        "--devices",
+        8,
+        "--batch",
+        9,
+        "--seq",
+        1024,
+        "--tp",
+        2,
+        "--recompute-granularity",
+        "none",
+        "--seconds",
+        0,
+    ]
     result = run("plan", config, *job, *more)
     divisible = "the batch of 9 must be divisible by DP x microbatch size; a batch of 8 also allows DP"
     rule = f"DP 2, 4 are left out: {divisible}"
@@ -107,8 +133,8 @@ def test_a_page_shows_the_frontier_with_the_ranking(run: Run, config: Path) -> N
     fromstring(page[page.index("<svg") : page.index("</svg>") + len("</svg>")])  # noqa: S314 -- our own, well-formed
 
 
-def test_jitter_and_techniques_take_part(run: Run, config: Path) -> None:
-    given = [*JOB, "--jitter", 0.1, "--quantile", 0.9, "--techniques", "offload", "--seconds", 0]
+def test_jitter_and_memory_policies_take_part(run: Run, config: Path) -> None:
+    given = [*JOB, "--jitter", 0.1, "--quantile", 0.9, "--offload", "--seconds", 0]
     text = "the 0.9 quantile of the slowest data parallel replica, steps vary by 10%"
     assert text in run("plan", config, *given).out
     record = run("plan", config, *given, "--json").json

@@ -14,7 +14,7 @@ COSTS = Costs(forward=2, activation=20, checkpoint=6, offloadable=11)
 
 
 @pytest.mark.parametrize(
-    ("steps", "techniques"),
+    ("steps", "policy"),
     [
         ("0F0 0F1 0B1 0B0", ()),
         ("0F0 0F1 0B1 0RECOMPUTE0 0B0", (Kind.RECOMPUTE,)),
@@ -23,11 +23,11 @@ COSTS = Costs(forward=2, activation=20, checkpoint=6, offloadable=11)
     ],
 )
 def test_held_bytes_are_those_of_a_timeline_between_forward_and_backward(
-    steps: str, techniques: tuple[Kind, ...]
+    steps: str, policy: tuple[Kind, ...]
 ) -> None:
     (memory,) = simulate(Schedule.parse(steps), COSTS).memory
     second = int((memory.times == 2).nonzero()[0][-1])  # F of the second microbatch has taken its activation
-    (held,) = held_bytes(COSTS, 1, techniques)
+    (held,) = held_bytes(COSTS, 1, policy)
     assert memory.activations[second] == held + 20
 
 

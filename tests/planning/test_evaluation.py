@@ -11,8 +11,8 @@ from tests.support.planning_models import decoder, quick_plan
 
 def test_pruned_orders_can_neither_win_nor_be_on_the_frontier() -> None:
     made = quick_plan(decoder(10, launch_overhead=0.2))
-    assert made.pruned
-    for rejected in made.pruned:
+    assert made.evaluation.pruned
+    for rejected in made.evaluation.pruned:
         assert any(
             o.seconds <= rejected.bound * (1 + 1e-9) and o.memory <= rejected.memory for o in made.options
         )

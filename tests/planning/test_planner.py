@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 import penstock
 from penstock import Costs, PlanError
 from penstock.families import families
-from penstock.planning import Model, Plan
+from penstock.planning import Model
+from penstock.planning.planner import LayerPlan
 from penstock.search import Progress
 from tests.support.grids import small
 from tests.support.planning_models import decoder, layer, quick_plan
 
 
-def simulated_families(made: Plan) -> dict[tuple[str, int, int], float]:
+def simulated_families(made: LayerPlan) -> dict[tuple[str, int, int], float]:
     """The seconds of every family that fits, in every configuration that was evaluated."""
     request, found = made.request, {}
     evaluated = [
         *(option.configuration for option in made.options),
-        *(rejected.configuration for rejected in made.pruned),
+        *(rejected.configuration for rejected in made.evaluation.pruned),
     ]
     for placement, counts in {(each.placement, each.counts) for each in evaluated}:
         stages_per_rank = placement.num_stages // placement.num_ranks

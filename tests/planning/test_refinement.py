@@ -19,7 +19,7 @@ def test_searched_orders_are_ranked_with_families() -> None:
     searched = [option for option in made.options if option.name == "searched"]
     assert searched
     assert all(option.found_by == "a stub" for option in searched)
-    assert made.missing == ("a solver",)
+    assert made.evaluation.missing == {"a solver"}
     assert not [option for option in quick_plan(model).options if option.name == "searched"]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from penstock import Action, Costs, Kind, Placement, Schedule, simulate
 from penstock.errors import SearchError
-from penstock.planning import Layer, Model, Plan, plan
+from penstock.planning import Layer, Model, plan
+from penstock.planning.planner import LayerPlan
 
 
 def layer(seconds: float, name: str = "block", kind: str = "layer", **costs: Any) -> Layer:
@@ -52,6 +53,6 @@ def stub_search(**arguments: Any) -> Any:
     return SimpleNamespace(schedule=schedule, found_by="a stub", missing=("a solver",), interrupted=False)
 
 
-def quick_plan(model: Model, **arguments: Any) -> Plan:
+def quick_plan(model: Model, **arguments: Any) -> LayerPlan:
     """A plan with families only, or with a stub of the search if `seconds` are given."""
     return plan(model, **{"seconds": 0.0, "searcher": stub_search, **arguments})

@@ -11,7 +11,8 @@ from xml.etree import ElementTree as ET
 
 from penstock import Costs
 from penstock.cost.units import Units
-from penstock.planning import Model, Plan, plan
+from penstock.planning import Model, plan
+from penstock.planning.planner import LayerPlan
 from penstock.view.frontier import frontier_html, frontier_picture, frontier_text, option_points
 from penstock.view.marks import Label
 from penstock.view.svg import svg_of
@@ -19,7 +20,7 @@ from tests.support.planning_models import decoder
 
 
 @cache
-def planned(limit: float | None = 250) -> Plan:
+def planned(limit: float | None = 250) -> LayerPlan:
     return plan(decoder(10, latency=0.1), memory_limit=limit, seconds=0)
 
 
@@ -77,9 +78,8 @@ def test_the_picture_names_the_frontier_the_limit_and_the_bound() -> None:
 def test_numbers_of_the_picture_cover_neither_points_nor_each_other() -> None:
     crowded = [SimpleNamespace(seconds=1 + i / 100, memory=1 - i / 100) for i in range(12)]
     options = [*crowded, SimpleNamespace(seconds=9.0, memory=2.0)]
-    made: Any = SimpleNamespace(
-        options=options, frontier=crowded, units=Units(), title="", time_name="", memory_limit=None, bound=0.5
-    )
+    asked = SimpleNamespace(title="", time_name="", memory_limit=None)
+    made: Any = SimpleNamespace(options=options, frontier=crowded, units=Units(), request=asked, bound=0.5)
     marks = next(group for group in frontier_picture(made, names=False).groups if group.name == "options").marks
     numbers = [mark for mark in marks if isinstance(mark, Label)]
     assert numbers[0].text == "1"
@@ -92,7 +92,9 @@ def test_numbers_of_the_picture_cover_neither_points_nor_each_other() -> None:
 
 def test_the_page_has_one_title_and_explains_its_columns() -> None:
     page = frontier_html(planned())
-    assert page.count(f">{planned().title}<") == 3  # of the page, its heading, the tooltip of the picture
+    assert (
+        page.count(f">{planned().request.title}<") == 3
+    )  # of the page, its heading, the tooltip of the picture
     for name in ("slower: than plan 1", "Pareto frontier", "data parallel size"):
         assert name in page
 

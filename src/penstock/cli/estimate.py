@@ -107,8 +107,8 @@ def estimate(
             help="What data parallel ranks shard: 1 optimizer state, 2 gradients too, 3 weights too (FSDP).",
         ),
     ] = 1,
-    recompute: Annotated[
-        str, choice("--recompute", RECOMPUTATION, "What each layer recomputes in the backward.")
+    recompute_granularity: Annotated[
+        str, choice("--recompute-granularity", RECOMPUTATION, "What each layer recomputes in the backward.")
     ] = "none",
     attention: Annotated[
         str, choice("--attention", ATTENTION, "flash, or unfused, which saves the probabilities.")
@@ -133,14 +133,14 @@ def estimate(
     Examples:
       penstock estimate config.json --device h100 --seq 8192
       penstock estimate config.json --seq 8192 --tp 8 --dp 4 --ranks 4 -o costs.toml
-      penstock estimate config.json --seq 8192 --recompute full --explain
+      penstock estimate config.json --seq 8192 --recompute-granularity full --explain
       penstock estimate config.json --device cpu --precision fp32 --seq 128 --json
     """
     if output is not None:
         require_suffix(output, (".toml", ".json"))
     parallel = ParallelConfig(
         *(sequence, microbatch_size, tensor, context, expert, data, sequence_parallel),
-        *(precision, gradient_bytes, zero, recompute, attention, kernels),
+        *(precision, gradient_bytes, zero, recompute_granularity, attention, kernels),
     )
     found = make_estimate(config_from(config), parallel, device_from(device_name))
     placement = Placement.loop(ranks, stages_per_rank)
@@ -217,7 +217,7 @@ def _head(found: Estimate) -> list[str]:
     sizes["dp"] = parallel.data_parallel
     ranks = ", ".join(f"{name} {size}" for name, size in sizes.items())
     peak = count_text(device.peak(parallel.precision), "FLOP/s")
-    rest = f"ZeRO {parallel.zero}, recomputation: {parallel.recompute}"
+    rest = f"ZeRO {parallel.zero}, recomputation: {parallel.recompute_granularity}"
     per_token = found.model_flops / (parallel.microbatch_size * parallel.sequence)
     return [
         f"{config.name}: {count}, {count_text(per_token, 'FLOPs')} per token and step",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from penstock.arguments import plural, printable
+from penstock.arguments import plural
 from penstock.cli.estimate import config_from, device_from
 from penstock.cli.options import (
     AsJson,
@@ -29,7 +30,7 @@ from penstock.cli.options import (
     quantile_from,
 )
 from penstock.cli.rendering import (
-    job_progress,
+    empty_table,
     print_table,
     require_folder,
     require_suffix,
@@ -44,14 +45,15 @@ from penstock.cost.units import Units, bytes_text, seconds_text
 from penstock.errors import FormatError
 from penstock.formats import write_bytes
 from penstock.formats.files import read_keys
-from penstock.planning import Model, Plan, Rejected, read_model
+from penstock.planning import JobRequest, PlanRequest, read_model
 from penstock.planning import plan as make_plan
 from penstock.planning.explanation import Explanation, explain
-from penstock.planning.job import JobPlan, JobRequest, plan_job
-from penstock.planning.job.explanation import explain_job
-from penstock.planning.options import TECHNIQUES
-from penstock.view.frontier import PlottedPlan, frontier_picture, frontier_text
-from penstock.view.tables import job_table, plan_table
+from penstock.planning.job import data_sizes
+from penstock.planning.job_evaluation import JobEvaluation
+from penstock.planning.layer_evaluation import LayerEvaluation
+from penstock.planning.planner import JobPlan, LayerPlan
+from penstock.view.frontier import frontier_picture, frontier_text
+from penstock.view.tables import plan_table
 
 # The options of `penstock plan` that model files and model configs share, in two groups: input and output.
 
@@ -68,14 +70,11 @@ TimeLimit: TypeAlias = Annotated[
 Explained: TypeAlias = Annotated[
     bool, typer.Option("--explain", help="Explain why the best plan wins, and what would improve it.")
 ]
-Techniques: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--techniques",
-        metavar="LIST",
-        help="Also offer plans with these: recompute (stages), offload (activations to the host), or both: "
-        "recompute,offload.",
-    ),
+MayRecompute: TypeAlias = Annotated[
+    bool, typer.Option("--recompute", help="Also offer plans that recompute stages.")
+]
+MayOffload: TypeAlias = Annotated[
+    bool, typer.Option("--offload", help="Also offer plans that keep activations on the host.")
 ]
 RowCount: TypeAlias = Annotated[int, typer.Option("--top", min=1, help="Number of rows to print.")]
 PlotFile: TypeAlias = Annotated[
@@ -106,15 +105,11 @@ class PlanArguments:
     seed: Seed = 0
     jitter: JitterShare = None
     quantile: Quantile = None
-    techniques: Techniques = None
-
-    @property
-    def chosen_techniques(self) -> tuple[str, ...]:
-        """The names in --techniques."""
-        return names_in(self.techniques)
+    recompute: MayRecompute = False
+    offload: MayOffload = False
 
     def check(self) -> None:
-        """Raise a usage error for a value that has no meaning, or an unknown technique."""
+        """Raise a usage error for a value that has no meaning."""
         rules = {
             "--memory must be more than 0": (self.memory, self.memory is None or self.memory > 0),
             "--batch must be at least 1": (self.batch, self.batch is None or self.batch > 0),
@@ -124,10 +119,6 @@ class PlanArguments:
         for rule, (given, is_met) in rules.items():
             if not is_met:
                 raise typer.BadParameter(f"{rule} (given {given:g})")
-        if unknown := [name for name in self.chosen_techniques if name not in TECHNIQUES]:
-            raise typer.BadParameter(
-                f"--techniques are {', '.join(TECHNIQUES)} (given {printable(unknown[0])})"
-            )
 
 
 @dataclass(frozen=True)
@@ -139,125 +130,6 @@ class PlanOutput:
     picture: PlotFile = None
     folder: PlanDirectory = None
     as_json: AsJson = False
-
-
-# The output of `penstock plan`: the ranking, the frontier, techniques, notes; or JSON.
-
-
-def plan_record(made: Plan, why: Explanation | None) -> dict[str, Any]:
-    """The plan as values for JSON."""
-    request = made.request
-    return {
-        "model": request.model.name,
-        "ranks": request.ranks,
-        "samples": request.samples,
-        "memory_limit": request.memory_limit,
-        "objective": request.objective,
-        "jitter": request.jitter,
-        "quantile": None if request.jitter is None else request.quantile,
-        "interrupted": made.interrupted,
-        "missing": list(made.missing),
-        "bound": made.bound,
-        "gap": made.gap,
-        "ranked": made.to_rows(),
-        "too_large": [_rejected(each) for each in made.too_large],
-        "pruned": [_rejected(each) for each in made.pruned],
-        "not_evaluated": made.not_evaluated,
-        "why": None if why is None else list(why.why),
-        "what_ifs": None if why is None else [vars(each) for each in why.what_ifs],
-    }
-
-
-def _rejected(each: Rejected) -> dict[str, Any]:
-    configuration = each.configuration
-    return {
-        "schedule": each.name,
-        "stages_per_rank": configuration.stages_per_rank,
-        "placement": configuration.style,
-        "microbatches": configuration.microbatches,
-        "peak_memory": each.memory,
-        "bound": each.bound,
-    }
-
-
-def print_plan(made: Plan, why: Explanation | None, top: int) -> None:
-    """Print the ranking, the frontier and what was left out."""
-    width = shutil.get_terminal_size().columns
-    console = Console(highlight=False, markup=False, width=width)
-    print_table(plan_table(made, top))
-    if len(made.options) > top:
-        console.print(f"and {len(made.options) - top} more: --top {len(made.options)}")
-    console.print()
-    console.print(frontier_text(made, width), soft_wrap=True)
-    console.print()
-    if made.request.recompute or made.request.offload:
-        print_table(_technique_table(made))
-        console.print()
-    for line in _notes(made):
-        console.print(line, soft_wrap=True)
-    if why is not None:
-        print_explanation(console, why, made.units)
-
-
-def print_explanation(console: Console, why: Explanation, units: Units) -> None:
-    """Print why the best option wins, and what would help."""
-    console.print("\nwhy it wins:")
-    for line in why.why:
-        console.print(f"  {line}", soft_wrap=True)
-    console.print("\nwhat would help, largest gain first:")
-    for each in why.what_ifs:
-        change = f"{each.gain:.1%} faster" if each.gain >= 0 else f"{-each.gain:.1%} slower"
-        console.print(
-            f"  {change:>13}  {each.change}: {units.time(each.seconds, 4)} by {each.best}", soft_wrap=True
-        )
-
-
-def _technique_table(made: Plan) -> Table:
-    """For each technique, the fastest plan and the one with the least memory."""
-    table, units = Table(box=None, pad_edge=False), made.units
-    for name in ("technique", "fastest", "memory", "least memory", "time"):
-        table.add_column(name, justify="left" if name == "technique" else "right")
-    for name, options in made.by_technique.items():
-        first, last = options[0], options[-1]
-        cells = (units.time(first.seconds, 4), units.memory(first.memory), units.memory(last.memory))
-        table.add_row(name, *cells, units.time(last.seconds, 4))
-    return table
-
-
-def _notes(made: Plan) -> list[str]:
-    """The best plan in full, and what was left out."""
-    best, request, units = made.best, made.request, made.units
-    layout = request.model.layout(best.configuration.counts)
-    cut = f"layers per stage {list(best.configuration.counts)}" if layout is None else f"layout {layout}"
-    extra = best.configuration.costs.optimizer_step
-    with_step = f" plus {units.time(extra, 4)} of optimizer step" if extra else ""
-    found = [f"time: {request.objective}{with_step}"]
-    found.append(f"best: {best}, {cut}")
-    if best.technique:
-        only = "with" if "none" in made.by_technique else "fits only with"
-        words = best.technique.replace("recompute ", "recomputation of ").replace("offload ", "offload of ")
-        found.append(f"{only} {words}: {made.price(best):.1%} more time than the same order without it")
-    if best.found_by:
-        found.append(f"found by: {best.found_by}")
-    bound = f"lower bound over all combinations: {units.time(made.bound, 4)}; gap <= {made.gap:.1%}"
-    found.append(bound if request.jitter is None else f"{bound}, without jitter")
-    if made.too_large:
-        limit = "" if request.memory_limit is None else f" of {units.memory(request.memory_limit)}"
-        some = "; ".join(f"{each} needs {units.memory(each.memory)}" for each in made.too_large[:3])
-        rest = "; ..." if len(made.too_large) > 3 else ""
-        found.append(f"over the memory limit{limit}: {len(made.too_large)} ({some}{rest})")
-    if made.pruned:
-        names = ", ".join(dict.fromkeys(each.name for each in made.pruned))
-        found.append(f"pruned by their lower bounds: {len(made.pruned)} ({names})")
-    if made.not_evaluated:
-        found.append(
-            f"too large to evaluate: {plural(made.not_evaluated, 'combination')} of stages and microbatches"
-        )
-    if made.missing:
-        found.append(f"not installed, so not used by the search: {', '.join(made.missing)}")
-    if made.interrupted:
-        found.append("interrupted: this is the best plan found so far")
-    return found
 
 
 # `penstock plan config.json`: the options of a whole job, checked, and its plan.
@@ -306,7 +178,7 @@ JobZero: TypeAlias = Annotated[
 ]
 JobRecompute: TypeAlias = Annotated[
     str | None,
-    choice("--recompute", RECOMPUTATION, "Fix what each layer recomputes.", panel=_PANEL),
+    choice("--recompute-granularity", RECOMPUTATION, "Fix what each layer recomputes.", panel=_PANEL),
 ]
 JobSchedules: TypeAlias = Annotated[
     str | None,
@@ -340,7 +212,7 @@ class JobArguments:
     microbatch_size: JobMicrobatchSize = None
     precision: JobPrecision = None
     zero: JobZero = None
-    recompute: JobRecompute = None
+    recompute_granularity: JobRecompute = None
     schedules: JobSchedules = None
     budget: JobBudget = None
 
@@ -395,22 +267,46 @@ def job_request(source: str, arguments: JobArguments, common: PlanArguments) -> 
         expert=arguments.expert,
         pipeline=common.ranks,
         microbatch_size=arguments.microbatch_size,
-        recompute=arguments.recompute,
+        recompute_granularity=arguments.recompute_granularity,
         families=names_in(arguments.schedules),
         budget=1.0 if arguments.budget is None else arguments.budget,
         search=common.seconds > 0,
-        techniques=common.chosen_techniques,
+        recompute=common.recompute,
+        offload=common.offload,
         jitter=common.jitter,
         quantile=quantile_from(common.quantile, common.jitter),
         seed=common.seed,
     )
 
 
-# The report of a job's plan: ranking, frontier, explanation, picture, files or JSON.
+# The report: ranking, frontier, memory policies, notes, explanation, picture, files; or JSON.
 
 
-def render_frontier(made: PlottedPlan, output: Path) -> bytes:
-    """The plot of memory against time, .svg, .png or .html."""
+def report(request: PlanRequest | JobRequest, output: PlanOutput) -> None:
+    """Make a plan, with progress on a terminal, and print and write it."""
+    with search_progress(request.units) as on_progress:
+        made = make_plan(request, on_progress=on_progress)
+        why = explain(made, on_progress) if output.explained else None
+    written = []
+    if output.picture is not None:
+        write_bytes(render_frontier(made, output.picture), output.picture)
+        written.append(output.picture)
+    if output.folder is not None:
+        written += made.write(output.folder)
+    if output.as_json:
+        reasons = None if why is None else list(why.why)
+        what_ifs = None if why is None else [vars(each) for each in why.what_ifs]
+        typer.echo(json.dumps({**made.to_record(), "why": reasons, "what_ifs": what_ifs}, indent=2))
+    else:
+        print_plan(made, why, output.top)
+    say_written(*written, as_json=output.as_json)
+    if isinstance(made.request, JobRequest) and output.folder is not None and not output.as_json:
+        sizes = f"--layout '{made.layout}' --microbatch-size {made.best.layout.microbatch_size}"
+        typer.echo(f"flags for a trainer: penstock export torchtitan {output.folder}/schedule.json {sizes}")
+
+
+def render_frontier(made: LayerPlan | JobPlan, output: Path) -> bytes:
+    """Return the plot of memory against time, .svg, .png or .html."""
     if output.suffix.lower() == ".html":
         from penstock.view.frontier import frontier_html  # noqa: PLC0415 -- loaded only when drawn
 
@@ -425,88 +321,119 @@ def render_frontier(made: PlottedPlan, output: Path) -> bytes:
     return png_of(picture)
 
 
-def report_job(request: JobRequest, output: PlanOutput) -> None:
-    """Make a job's plan, with progress on a terminal, and print and write it."""
-    with job_progress() as on_progress:
-        made = plan_job(request, on_progress)
-        why = explain_job(made, on_progress) if output.explained else None
-    if output.picture is not None:
-        write_bytes(render_frontier(made, output.picture), output.picture)
-    written = made.write(output.folder) if output.folder is not None else []
-    if output.picture is not None:
-        written = [output.picture, *written]
-    if output.as_json:
-        typer.echo(json.dumps(_record(made, why), indent=2))
-        return say_written(*written, as_json=True)
+def print_plan(made: LayerPlan | JobPlan, why: Explanation | None, top: int) -> None:
+    """Print the ranking, the frontier and what was left out."""
     width = shutil.get_terminal_size().columns
     console = Console(highlight=False, markup=False, width=width)
-    console.print(f"{made.title} of {plural(made.request.sequence, 'token')}")
-    print_table(job_table(made, output.top))
-    if len(made.options) > output.top:
-        console.print(f"and {len(made.options) - output.top} more: --top {len(made.options)}")
+    if isinstance(made.request, JobRequest):
+        console.print(f"{made.request.title} of {plural(made.request.sequence, 'token')}")
+        notes = _job_notes(made, top, explained=why is not None)
+    else:
+        notes = _layer_notes(made)
+    print_table(plan_table(made, top))
+    if len(made.options) > top:
+        console.print(f"and {len(made.options) - top} more: --top {len(made.options)}")
     console.print()
     console.print(frontier_text(made, width), soft_wrap=True)
     console.print()
-    for line in _job_notes(made, output.top, explained=why is not None):
+    if made.request.recompute or made.request.offload:
+        print_table(_policy_table(made))
+        console.print()
+    for line in notes:
         console.print(line, soft_wrap=True)
+    if made.interrupted:
+        console.print("interrupted: this is the best plan found so far")
     if why is not None:
-        print_explanation(console, why, made.units)
-    say_written(*written)
-    if output.folder is not None:
-        sizes = f"--layout '{made.layout}' --microbatch-size {made.best.layout.microbatch_size}"
-        typer.echo(f"flags for a trainer: penstock export torchtitan {output.folder}/schedule.json {sizes}")
-    return None
+        _print_explanation(console, why, made.units)
 
 
-def _job_notes(made: JobPlan, top: int, *, explained: bool) -> list[str]:
-    """The best option in full, and what was left out; an explanation has the excluded sizes itself.
+def _print_explanation(console: Console, why: Explanation, units: Units) -> None:
+    console.print("\nwhy it wins:")
+    for line in why.why:
+        console.print(f"  {line}", soft_wrap=True)
+    console.print("\nwhat would help, largest gain first:")
+    for each in why.what_ifs:
+        change = f"{each.gain:.1%} faster" if each.gain >= 0 else f"{-each.gain:.1%} slower"
+        console.print(
+            f"  {change:>13}  {each.change}: {units.time(each.seconds, 4)} by {each.best}", soft_wrap=True
+        )
+
+
+def _policy_table(made: LayerPlan | JobPlan) -> Table:
+    """Return for each memory policy the fastest plan and the one with the least memory."""
+    units, columns = made.units, ("memory policy", "fastest", "memory", "least memory", "time")
+    table = empty_table(*columns, left=1)
+    for name, options in made.by_memory_policy.items():
+        first, last = options[0], options[-1]
+        cells = (units.time(first.seconds, 4), units.memory(first.memory), units.memory(last.memory))
+        table.add_row(name, *cells, units.time(last.seconds, 4))
+    return table
+
+
+def _policy_notes(made: LayerPlan | JobPlan) -> Iterator[str]:
+    best = made.best
+    if best.memory_policy:
+        only = "with" if "none" in made.by_memory_policy else "fits only with"
+        words = best.memory_policy.replace("recompute ", "recomputation of ").replace("offload ", "offload of ")
+        yield f"{only} {words}: {made.policy_price:.1%} more time than the same order without it"
+
+
+def _layer_notes(made: LayerPlan) -> Iterator[str]:
+    """Yield the best plan in full, and what was left out."""
+    best, request, units = made.best, made.request, made.units
+    left_out = cast("LayerEvaluation", made.evaluation)
+    counts = list(best.configuration.counts)
+    cut = f"layers per stage {counts}" if made.layout is None else f"layout {made.layout}"
+    extra = best.configuration.costs.optimizer_step
+    with_step = f" plus {units.time(extra, 4)} of optimizer step" if extra else ""
+    yield f"time: {request.objective}{with_step}"
+    yield f"best: {best}, {cut}"
+    yield from _policy_notes(made)
+    if best.found_by:
+        yield f"found by: {best.found_by}"
+    bound = f"lower bound over all combinations: {units.time(made.bound, 4)}; gap <= {made.gap:.1%}"
+    yield bound if request.jitter is None else f"{bound}, without jitter"
+    if too_large := left_out.too_large:
+        limit = "" if request.memory_limit is None else f" of {units.memory(request.memory_limit)}"
+        some = "; ".join(f"{each} needs {units.memory(each.memory)}" for each in too_large[:3])
+        rest = "; ..." if len(too_large) > 3 else ""
+        yield f"over the memory limit{limit}: {len(too_large)} ({some}{rest})"
+    if left_out.pruned:
+        names = ", ".join(dict.fromkeys(each.name for each in left_out.pruned))
+        yield f"pruned by their lower bounds: {len(left_out.pruned)} ({names})"
+    if left_out.not_evaluated:
+        combinations = plural(left_out.not_evaluated, "combination")
+        yield f"too large to evaluate: {combinations} of stages and microbatches"
+    if left_out.missing:
+        yield f"not installed, so not used by the search: {', '.join(sorted(left_out.missing))}"
+
+
+def _job_notes(made: JobPlan, top: int, *, explained: bool) -> Iterator[str]:
+    """Yield the best option in full, and what was left out; an explanation has the excluded sizes itself.
 
     The table has the first `top` options.
     """
-    best, counts = made.best, made.evaluation.counts
-    found = [
-        "tokens/s: of each device; m: microbatches of a pipeline; v: stages per rank; time: of a whole step"
-    ]
-    if made.request.jitter is not None:
+    request, left_out = made.request, cast("JobEvaluation", made.evaluation)
+    counts = left_out.counts
+    yield "tokens/s: of each device; m: microbatches of a pipeline; v: stages per rank; time: of a whole step"
+    if request.jitter is not None:
         slowest = "of the slowest data parallel replica"
-        quantile = f"the {made.request.quantile:g} quantile {slowest}, steps vary by {made.request.jitter:.0%}"
+        quantile = f"the {request.quantile:g} quantile {slowest}, steps vary by {request.jitter:.0%}"
         steady = seconds_text(made.best.seconds_without_jitter)
-        found.append(f"time: {quantile}; {made.best} takes {steady} without")
-    if made.interrupted:
-        found.append("interrupted: what was found until then")
+        yield f"time: {quantile}; {made.best} takes {steady} without"
     if not all(each.is_exact for each in made.options[:top]):
-        found.append("*: extended from fewer microbatches, without queues of messages")
-    found.append(f"best: {best}, layout {made.layout}")
-    limit = f"{bytes_text(made.request.memory_limit)} ({made.request.limit_share})"
+        yield "*: extended from fewer microbatches, without queues of messages"
+    yield f"best: {made.best}, layout {made.layout}"
+    yield from _policy_notes(made)
+    limit = f"{bytes_text(request.memory_limit)} ({request.limit_share})"
     over = f"{counts['too large']} over the memory limit of {limit}"
     simulated = f"{counts['evaluated']} simulated, {counts['pruned']} pruned by their lower bounds"
-    found.append(f"{plural(counts['layouts'], 'layout')}; candidates: {simulated}, {over}")
-    if made.data_sizes.excluded and not explained:
-        found.append(str(made.data_sizes))
+    yield f"{plural(counts['layouts'], 'layout')}; candidates: {simulated}, {over}"
+    if not explained and (excluded := str(data_sizes(request))):
+        yield excluded
     if counts["not evaluated"]:
-        least = f"the next has a lower bound of {seconds_text(made.evaluation.next_bound)}"
-        found.append(f"not evaluated: {counts['not evaluated']}; {least}: --budget 4 evaluates more")
-    return found
-
-
-def _record(made: JobPlan, why: Explanation | None) -> dict[str, Any]:
-    request = made.request
-    return {
-        "model": request.config.name,
-        "device": request.device.name,
-        "devices": request.devices,
-        "samples": request.batch,
-        "sequence": request.sequence,
-        "memory_limit": request.memory_limit,
-        "jitter": request.jitter,
-        "quantile": None if request.jitter is None else request.quantile,
-        "bound": made.bound,
-        "counts": dict(made.evaluation.counts),
-        "excluded_data_parallel_sizes": list(made.data_sizes.excluded),
-        "ranked": made.to_rows(),
-        "why": None if why is None else list(why.why),
-        "what_ifs": None if why is None else [vars(each) for each in why.what_ifs],
-    }
+        least = f"the next has a lower bound of {seconds_text(left_out.next_bound)}"
+        yield f"not evaluated: {counts['not evaluated']}; {least}: --budget 4 evaluates more"
 
 
 ModelFile: TypeAlias = Annotated[
@@ -536,8 +463,8 @@ def plan(
       penstock plan model.toml -o frontier.svg --write best/
       penstock plan llama-3-70b --devices 512 --device h100 --batch 1024 --seq 8192 --explain
       penstock plan config.json --devices 64 --batch 256 --schedules 1f1b,interleaved-1f1b --write best/
-      penstock plan config.json --devices 64 --batch 256 --techniques offload --jitter 0.05 -o frontier.html
-      penstock plan examples/models/llama-70b.toml --memory 28GB --techniques recompute,offload
+      penstock plan config.json --devices 64 --batch 256 --offload --jitter 0.05 -o frontier.html
+      penstock plan examples/models/llama-70b.toml --memory 28GB --recompute --offload
     """
     if output.picture is not None:
         require_suffix(output.picture, (".svg", ".png", ".html"), advice="; --write DIR writes the schedule")
@@ -545,44 +472,29 @@ def plan(
         require_folder(output.folder)
     arguments.check()
     if is_job(model, job):
-        report_job(job_request(model, job, arguments), output)
+        report(job_request(model, job, arguments), output)
     else:
-        _plan_model(_read_model(model), arguments, output)
+        report(_layer_request(model, arguments), output)
 
 
-def _plan_model(model: Model, arguments: PlanArguments, output: PlanOutput) -> None:
-    """Plan a model with costs of layers or stages, and print and write the plan."""
-    stages, techniques = arguments.stages_per_rank, arguments.chosen_techniques
-    with search_progress(model.units) as on_progress:
-        made = make_plan(
-            model,
-            ranks=arguments.ranks,
-            memory_limit=arguments.memory,
-            samples=arguments.batch,
-            stages_per_rank=None if stages is None else parse_stages(stages),
-            objective=arguments.objective,
-            seconds=arguments.seconds,
-            seed=arguments.seed,
-            jitter=arguments.jitter,
-            quantile=quantile_from(arguments.quantile, arguments.jitter),
-            recompute="recompute" in techniques,
-            offload="offload" in techniques,
-            on_progress=on_progress,
-        )
-        why = explain(made, on_progress) if output.explained else None
-    if output.picture is not None:
-        write_bytes(render_frontier(made, output.picture), output.picture)
-    written = made.write(output.folder) if output.folder is not None else []
-    if output.as_json:
-        typer.echo(json.dumps(plan_record(made, why), indent=2))
-    else:
-        print_plan(made, why, output.top)
-    pictures = [] if output.picture is None else [output.picture]
-    say_written(*pictures, *written, as_json=output.as_json)
-
-
-def _read_model(source: str) -> Model:
+def _layer_request(source: str, arguments: PlanArguments) -> PlanRequest:
+    """Return what to plan for costs of layers or stages."""
     try:
-        return read_model(source)
+        model = read_model(source)
     except FormatError as error:
         raise typer.BadParameter(str(error)) from None
+    stages = arguments.stages_per_rank
+    return PlanRequest.of(
+        model,
+        ranks=arguments.ranks,
+        memory_limit=arguments.memory,
+        samples=arguments.batch,
+        stages_per_rank=None if stages is None else parse_stages(stages),
+        objective=arguments.objective,
+        seconds=arguments.seconds,
+        seed=arguments.seed,
+        jitter=arguments.jitter,
+        quantile=quantile_from(arguments.quantile, arguments.jitter),
+        recompute=arguments.recompute,
+        offload=arguments.offload,
+    )

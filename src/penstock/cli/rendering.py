@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from math import isfinite
 from pathlib import Path
 
 import typer
@@ -19,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cost.units import Units, seconds_text
+from penstock.cost.units import Units
 from penstock.formats.files import open_stream
 from penstock.search import Progress as SearchProgress
 
@@ -160,15 +159,6 @@ def search_progress(units: Units) -> Iterator[Callable[[SearchProgress], None]]:
         yield lambda now: show(
             f"{now.phase}: best {units.time(now.best)}, bound {units.time(now.bound)}, gap {now.gap:.2%}",
             now.fraction,
-        )
-
-
-@contextmanager
-def job_progress() -> Iterator[Callable[[str, float, float], None]]:
-    """A bar with the phase and the best step time so far; yields the function that updates it."""
-    with phase_progress() as show:
-        yield lambda phase, fraction, best: show(
-            f"{phase}: best {seconds_text(best)}" if isfinite(best) else phase, fraction
         )
 
 

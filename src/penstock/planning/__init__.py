@@ -1,17 +1,18 @@
-"""Planning: from the costs of layers to a partition, a placement, a microbatch count and an order of work."""
+"""Planning: from the costs of layers, or a model config and devices, to stages, microbatches and an order."""
 
+from penstock.planning.evaluation import Option
+from penstock.planning.job import JobRequest
+from penstock.planning.layer_space import PlanRequest
 from penstock.planning.model import Layer, Model, model_of_keys, read_model
-from penstock.planning.options import Option, Rejected
 from penstock.planning.planner import Plan, plan
-from penstock.planning.request import PlanRequest
 
 __all__ = [
+    "JobRequest",
     "Layer",
     "Model",
     "Option",
     "Plan",
     "PlanRequest",
-    "Rejected",
     "model_of_keys",
     "plan",
     "read_model",

@@ -13,11 +13,12 @@ from penstock.arguments import plural
 from penstock.cost.costs import Costs, as_tuple
 from penstock.cost.estimate.devices import Device
 from penstock.cost.estimate.estimate import Estimate
+from penstock.cost.estimate.model_config import ModelConfig
 from penstock.cost.estimate.operations import Passes
 from penstock.cost.estimate.roofline import link_of
 from penstock.errors import EstimateError, Parameter, PlanError
 from penstock.ir.placement import Placement
-from penstock.planning.configuration import candidate_partitions
+from penstock.planning.layer_space import candidate_partitions
 from penstock.planning.model import Layer, Model
 from penstock.planning.partition import LayerCounts, even_partition
 
@@ -25,13 +26,18 @@ _PASSES = ("forward", "backward_input", "backward_weight")
 _KINDS = {"embedding": "embedding", "output": "head", "mtp block": "mtp"}
 
 
+def layer_kinds(config: ModelConfig) -> list[str]:
+    """Return the kind of each layer in a `Model`."""
+    return [_KINDS.get(kind, "layer") for kind in config.kinds]
+
+
 def estimated_model(found: Estimate, ranks: int) -> Model:
     """The layers as a model to plan, of which one sample is one microbatch."""
     link = link_of("pipeline", found.device, found.parallel, ranks)
     common = Costs(latency=link.latency, bandwidth=link.bandwidth)
+    kinds = zip(found.config.kinds, layer_kinds(found.config))
     layers = tuple(
-        Layer(f"{kind} {number}", found.by_kind[kind].costs, _KINDS.get(kind, "layer"))
-        for number, kind in enumerate(found.config.kinds)
+        Layer(f"{name} {number}", found.by_kind[name].costs, kind) for number, (name, kind) in enumerate(kinds)
     )
     return Model(layers, common, ranks, found.device.memory_bytes, name=found.config.name)
 

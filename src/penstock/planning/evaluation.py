@@ -1,206 +1,288 @@
-"""Evaluation of options: every family in every configuration that can matter.
+"""What all plans share: the base of requests, of options, and of the evaluation that finds and ranks options.
 
-An option is pruned without simulation if a simulated one needs no more memory and is no slower than the pruned
-option's lower bound: it can neither win nor be on the frontier.
+An evaluation is over one space: partitions of layers with known costs (`layer_evaluation`), or layouts of a
+whole job (`job_evaluation`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from statistics import fmean
 from time import perf_counter
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from penstock.bounds import Bound
-from penstock.cost.memory import LiveActivations, live_activations
-from penstock.families import build, families
+import numpy as np
+
+from penstock.arguments import number_ranges, printable, whole_number
+from penstock.cost.costs import Costs
+from penstock.cost.units import Units
+from penstock.errors import Message, Parameter
+from penstock.families import build
 from penstock.ir.kinds import Kind
-from penstock.ir.placement import StagesPerRank, most_stages
+from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.planning.configuration import (
-    Configuration,
-    configurations,
-    configure,
-    partition_within_memory,
-    stages_text,
-)
-from penstock.planning.memory_policies import (
-    Candidate,
-    bound_of,
-    is_dominated,
-    memory_of,
-    offloading_schedules,
-    ordered,
-    variants,
-)
-from penstock.planning.options import Option, Rejected
+from penstock.planning.layout import PipelineLayout
 from penstock.planning.partition import LayerCounts
-from penstock.planning.request import PlanRequest
-from penstock.search import OnProgress, Progress
-from penstock.simulation.simulator import simulate
+from penstock.search import OnProgress, Progress, SearchResult
 
-_ORDERS_WITH_TECHNIQUES = 24
+Searcher: TypeAlias = Callable[..., SearchResult]
+"""A function with the arguments of `penstock.search.search`."""
+
+POLICY_KINDS = {"recompute": Kind.RECOMPUTE, "offload": Kind.OFFLOAD}
+"""The parts of a memory policy, each with the kind of its actions."""
 
 
-class Evaluation:
-    """The options evaluated so far; it can be interrupted at any time."""
+@dataclass(frozen=True, kw_only=True)
+class Request(ABC):
+    """What to plan, and how options are ranked."""
 
-    def __init__(self, request: PlanRequest, on_progress: OnProgress | None = None) -> None:
-        self.request, self.on_progress = request, on_progress or (lambda _: None)
+    memory_limit: float | None = None
+    """Bytes per rank."""
+    recompute: bool = False
+    """Whether the memory policy may recompute stages."""
+    offload: bool = False
+    """Whether the memory policy may keep activations on the host."""
+    jitter: float | None = None
+    """Share by which the duration of actions varies; options are then ranked by a quantile of their time."""
+    quantile: float = 0.95
+    seed: int = 0
+
+    def common_problems(self) -> Iterator[Message]:
+        """Yield what is wrong with the fields that all requests have."""
+        if (seed := whole_number(self.seed)) is None or seed < 0:
+            given = printable(repr(self.seed))
+            yield Message(Parameter("seed"), f" must be an integer of at least 0 (given {given})")
+        if self.jitter is not None and not 0 <= self.jitter <= 1:
+            yield Message(Parameter("jitter"), f" must be a share from 0 to 1 (given {self.jitter})")
+        if not 0 < self.quantile < 1:
+            yield Message(Parameter("quantile"), f" must be between 0 and 1 (given {self.quantile})")
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The title of a picture."""
+
+    @property
+    @abstractmethod
+    def time_name(self) -> str:
+        """What the seconds of an option are."""
+
+    @property
+    @abstractmethod
+    def units(self) -> Units:
+        """The units of times and sizes."""
+
+    @abstractmethod
+    def layout(self, counts: Sequence[int]) -> PipelineLayout | None:
+        """Return the layout of stages with these numbers of layers; None if the layers are stages."""
+
+    @abstractmethod
+    def to_keys(self) -> dict[str, Any]:
+        """Return what is planned as values for JSON."""
+
+
+class StagesOfRanks(Protocol):
+    """What every configuration has: stages of layers on ranks, microbatches, and their costs."""
+
+    @property
+    def placement(self) -> Placement:
+        """Stages on ranks."""
+
+    @property
+    def counts(self) -> LayerCounts:
+        """Number of layers of each stage, embedding and output layer included."""
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches of a pipeline."""
+
+    @property
+    def stages_per_rank(self) -> int | tuple[int, ...]:
+        """Number of stages of each rank; a list if they differ."""
+
+    @property
+    def costs(self) -> Costs:
+        """Costs of the stages."""
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """A configuration with an order of work, its time and its memory."""
+
+    name: str
+    """The family of the order, or `searched`."""
+    configuration: StagesOfRanks
+    order: Schedule | None
+    """The order of work, compute only; None for the order of the family, which is built when it is used."""
+    memory: float
+    """Bytes on the rank with the highest peak."""
+    seconds: float
+    """The time that options are ranked by: a quantile under jitter if there is jitter."""
+    seconds_without_jitter: float
+    makespan: float
+    bubble: float
+    """The mean share of the objective in which a rank idles."""
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of work, compute only."""
+        configuration = self.configuration
+        return self.order or build(
+            self.name,
+            ranks=configuration.placement.num_ranks,
+            microbatches=configuration.microbatches,
+            stages_per_rank=configuration.stages_per_rank,
+        )
+
+    @cached_property
+    def memory_policy(self) -> str:
+        """What is recomputed and offloaded, in words; empty if nothing is."""
+        return "" if self.order is None else memory_policy_of(self.order)
+
+    @property
+    def policy_class(self) -> str:
+        """`none`, `recompute`, `offload` or `both`."""
+        used = [name for name, kind in POLICY_KINDS.items() if self.order and self.order.table.has(kind)]
+        return "both" if len(used) > 1 else used[0] if used else "none"
+
+    @property
+    def full_name(self) -> str:
+        """The name with the memory policy, if there is one."""
+        return f"{self.name}, {self.memory_policy}" if self.memory_policy else self.name
+
+    @property
+    def sort_key(self) -> tuple[float, float, str, int]:
+        """Fastest first; among equals the one with the least memory."""
+        return self.seconds, self.memory, self.name, self.configuration.microbatches
+
+    def to_keys(self) -> dict[str, Any]:
+        """Return the option as values for JSON."""
+        configuration = self.configuration
+        return {
+            "schedule": self.name,
+            "memory_policy": self.memory_policy,
+            "stages_per_rank": configuration.stages_per_rank,
+            "stage_to_rank": list(configuration.placement.stage_to_rank),
+            "layers_per_stage": list(configuration.counts),
+            "microbatches": configuration.microbatches,
+            "seconds": self.seconds,
+            "seconds_without_jitter": self.seconds_without_jitter,
+            "makespan": self.makespan,
+            "bubble": self.bubble,
+            "peak_memory": self.memory,
+        }
+
+
+R = TypeVar("R", bound=Request)
+O = TypeVar("O", bound=Option)
+
+
+def memory_policy_of(schedule: Schedule) -> str:
+    """Return for example `recompute stages 0-2`, or `offload 13 of 64` activations."""
+    texts = []
+    for name, kind in POLICY_KINDS.items():
+        if not schedule.table.has(kind):
+            continue
+        counts, stages = schedule.table.count_by_stage(kind), schedule.num_stages
+        used = np.flatnonzero(counts).tolist()
+        if not set(counts.tolist()) <= {0, schedule.microbatches}:
+            texts.append(f"{name} {counts.sum()} of {stages * schedule.microbatches}")
+        elif len(used) == stages:
+            texts.append(f"{name} all stages")
+        else:
+            texts.append(f"{name} stage{'s' * (len(used) > 1)} {number_ranges(used, ',', most=stages)}")
+    return " and ".join(texts)
+
+
+def by_rank(options: Iterable[O]) -> list[O]:
+    """Return the options, fastest first."""
+    return sorted(options, key=lambda each: each.sort_key)
+
+
+def frontier(options: Iterable[O]) -> list[O]:
+    """Return the Pareto frontier of time and memory, fastest first."""
+    found: list[O] = []
+    for option in by_rank(options):
+        if not found or option.memory < found[-1].memory:
+            found.append(option)
+    return found
+
+
+class Evaluation(ABC, Generic[R, O]):
+    """The options of a request that were found so far; it can be interrupted at any time."""
+
+    def __init__(self, request: R, on_progress: OnProgress | None, searcher: Searcher) -> None:
+        self.request, self.searcher = request, searcher
+        self.on_progress = on_progress or (lambda _: None)
         self._started = perf_counter()
-        self.options: list[Option] = []
-        self.too_large: list[Rejected] = []
-        """Orders that exceed the memory limit with every partition tried."""
-        self.pruned: list[Rejected] = []
-        """Orders whose bounds show that they cannot matter."""
+        self.options: list[O] = []
         self.has_quantiles = False
         """Whether the options are ranked by a quantile under jitter."""
-        self.tried: list[Candidate] = []
-        """Families in their configurations, for techniques."""
-        self.missing: set[str] = set()
-        """Optional parts of the search that are not installed."""
-
-    @cached_property
-    def _candidates(self) -> list[Configuration]:
-        return list(configurations(self.request))
-
-    @cached_property
-    def configurations(self) -> list[tuple[Bound, Configuration]]:
-        """Every configuration that is evaluated, lowest bound first."""
-        small = [each for each in self._candidates if not each.is_too_large_to_evaluate]
-        bounded = [(each.bound(self.request), each) for each in small]
-        return sorted(bounded, key=lambda pair: (pair[0].seconds, pair[1].placement.num_stages))
 
     @property
-    def not_evaluated(self) -> int:
-        """Number of configurations with too many stages and microbatches to be evaluated."""
-        return len(self._candidates) - len(self.configurations)
-
-    @property
+    @abstractmethod
     def bound(self) -> float:
-        """Lower bound for any order in any of the configurations, including those made to fit the memory."""
-        every = [*(bound for bound, _ in self.configurations), *(option.bound for option in self.options)]
-        return min((bound.seconds for bound in every), default=0.0)
+        """Lower bound for every option, in seconds."""
 
-    # --- families ----------------------------------------------------------------------------------
-
+    @abstractmethod
     def evaluate_families(self) -> None:
-        """Evaluate every family in every configuration that it can be built for."""
-        groups: dict[tuple[int | tuple[int, ...], int], list[Configuration]] = {}
-        for _, each in self.configurations:
-            groups.setdefault((each.stages_per_rank, each.microbatches), []).append(each)
-        for done, ((stages_per_rank, m), group) in enumerate(groups.items()):
-            self.report(f"families with v={stages_text(stages_per_rank)}, m={m}", done / len(groups))
-            for schedule in training_schedules(self.request.ranks, m, stages_per_rank):
-                own = [each for each in group if each.placement == schedule.placement]
-                if own:
-                    self._evaluate_schedule(schedule, own)
+        """Evaluate the families in every configuration that can matter."""
 
-    def _evaluate_schedule(self, schedule: Schedule, own: list[Configuration]) -> None:
-        """Evaluate a schedule in its configurations, with a smaller partition if the first does not fit."""
-        live, limit = live_activations(schedule.table), self.request.memory_limit or inf
+    @abstractmethod
+    def evaluate_memory_policies(self) -> None:
+        """Evaluate orders that recompute or offload, if the request allows that."""
 
-        def peak(configuration: Configuration) -> float:
-            return max(each.peak(configuration.costs, schedule.num_stages) for each in live)
+    @abstractmethod
+    def search_orders(self) -> None:
+        """Search orders for the best configurations."""
 
-        fitting = [each for each in own if peak(each) <= limit]
-        if own[0] not in fitting:
-            counts = self._fitting_partition(own[0], live)
-            if counts is not None:
-                fitting.append(configure(self.request, own[0].placement, counts, own[0].microbatches))
-        if not fitting:
-            bound = own[0].bound(self.request, split=schedule.table.has(Kind.I))
-            self.too_large.append(Rejected(schedule.name, own[0], min(map(peak, own)), bound.seconds))
-        for each in dict.fromkeys(fitting):
-            self._evaluate(schedule, each, peak(each))
-        self.tried += [Candidate(schedule, each) for each in dict.fromkeys((*fitting, *own[:1]))]
+    @abstractmethod
+    def options_for_jitter(self) -> tuple[list[O], list[O]]:
+        """Return the options that get a quantile, and those that get one only if they could win."""
 
-    def _fitting_partition(
-        self, configuration: Configuration, live: Sequence[LiveActivations]
-    ) -> LayerCounts | None:
-        """A partition that fits, unless the search would be long and the mean rank exceeds the limit anyway."""
-        limit = self.request.memory_limit
-        peaks = [each.peak(configuration.costs, configuration.placement.num_stages) for each in live]
-        if configuration.stages_per_rank != 1 and limit is not None and fmean(peaks) > limit:
-            return None
-        return partition_within_memory(self.request, configuration, live)
+    @abstractmethod
+    def quantile(self, option: O) -> float:
+        """Return the quantile of an option's seconds under jitter."""
 
-    def _evaluate(self, schedule: Schedule, configuration: Configuration, memory: float) -> None:
-        table = schedule.table
-        bound = configuration.bound(self.request, split=table.has(Kind.I), paired=table.has_pairs)
-        if any(option.memory <= memory and self._beats(option, bound) for option in self.options):
-            self.pruned.append(Rejected(schedule.name, configuration, memory, bound.seconds))
+    @abstractmethod
+    def seconds_of(self, schedule: Schedule, option: O) -> float:
+        """Return the seconds of an order in the configuration of an option, without jitter."""
+
+    @abstractmethod
+    def why_no_option(self) -> str | Message:
+        """Return why there is no option, and what to change."""
+
+    @abstractmethod
+    def to_keys(self) -> dict[str, Any]:
+        """Return what was left out as values for JSON."""
+
+    def offered(self) -> Iterable[O]:
+        """Return the options that a plan offers."""
+        return self.options
+
+    def set_aside(self, options: Sequence[O]) -> None:
+        """Record options that cannot win under jitter."""
+
+    def rank_by_quantile(self) -> None:
+        """Simulate jitter; only options with a quantile are kept, because only these can be compared."""
+        if self.request.jitter is None:
             return
-        self.options.append(self.option(schedule.name, configuration, schedule))
-
-    # --- techniques --------------------------------------------------------------------------------
-
-    def evaluate_techniques(self) -> None:
-        """Recompute and offload, in the orders with the lowest bounds; more of them if none of these fits."""
-        request, seen = self.request, set[tuple[str, Configuration]]()
-        if not (request.recompute or request.offload):
-            return
-        for done, candidate in enumerate(ordered(self.tried, request)):
-            if done >= _ORDERS_WITH_TECHNIQUES and self.options:
-                break
-            self.report("techniques", min(done / _ORDERS_WITH_TECHNIQUES, 1.0))
-            for schedule in variants(candidate, request):
-                self._evaluate_technique(schedule, candidate.configuration)
-            for schedule in offloading_schedules(candidate.configuration) if request.offload else ():
-                if (schedule.name, candidate.configuration) not in seen:
-                    seen.add((schedule.name, candidate.configuration))
-                    self._evaluate_technique(schedule, candidate.configuration)
-
-    def _evaluate_technique(self, schedule: Schedule, configuration: Configuration) -> None:
-        limit, memory = self.request.memory_limit or inf, memory_of(schedule, configuration)
-        if memory is not None and memory > limit:
-            counts = self._fitting_partition(configuration, live_activations(schedule.table))
-            if counts is None:
-                return
-            configuration = configure(self.request, configuration.placement, counts, configuration.microbatches)
-            memory = memory_of(schedule, configuration)
-        bound = bound_of(schedule, configuration, self.request)
-        if is_dominated(self.options, memory, bound, self.request.jitter or 0.0):
-            return
-        option = self.option(schedule.name, configuration, schedule)
-        same = (other for other in self.options if other.memory <= option.memory)
-        if option.memory <= limit and all(other.seconds > option.seconds for other in same):
-            self.options.append(option)
-
-    def _beats(self, option: Option, bound: Bound) -> bool:
-        """Whether it is no slower than the bound, even if jitter lengthens it by its full share."""
-        return option.seconds_without_jitter * (1 + (self.request.jitter or 0.0)) <= bound.seconds
-
-    def option(self, name: str, configuration: Configuration, schedule: Schedule, found_by: str = "") -> Option:
-        """A schedule in a configuration, simulated."""
-        timeline = simulate(schedule, configuration.costs, with_period=self.request.objective == "period")
-        seconds, bound = self.request.seconds_of(timeline), configuration.bound(self.request)
-        return Option(name, configuration, schedule, timeline, seconds, bound, seconds, found_by)
+        always, others = self.options_for_jitter()
+        options, ranked = [*always, *others], list[O]()
+        try:
+            for done, option in enumerate(options):
+                if done >= len(always) and option.seconds > min(each.seconds for each in ranked):
+                    self.set_aside(options[done:])
+                    break
+                self.report(f"simulating jitter of {option}", done / len(options))
+                ranked.append(replace(option, seconds=self.quantile(option)))
+        finally:  # also after Ctrl-C
+            self.options, self.has_quantiles = ranked or self.options, bool(ranked)
 
     def report(self, phase: str, fraction: float = 0.0, best: float = inf) -> None:
         """Report the phase, the fraction of it that is done, and the best so far."""
         best = min([best, *(option.seconds for option in self.options)])
         self.on_progress(Progress(phase, best, self.bound, perf_counter() - self._started, fraction))
-
-
-def training_schedules(ranks: int, microbatches: int, stages_per_rank: StagesPerRank) -> Iterator[Schedule]:
-    """The schedules of all training families, with a few groups; of equal ones that of the most specific."""
-    seen: set[tuple[tuple[int, ...], bytes]] = set()
-    most = most_stages(stages_per_rank)
-    matching = [each for each in families().values() if each.trains and each.stages_per_rank in (None, most)]
-    for family in sorted(matching, key=lambda family: family.stages_per_rank is None):
-        groups = family.typical_groups(ranks, microbatches) if most > 1 else []
-        for group in (None, *groups):
-            schedule = build(
-                family.name,
-                ranks=ranks,
-                microbatches=microbatches,
-                stages_per_rank=stages_per_rank,
-                group=group,
-            )
-            key = (schedule.placement.stage_to_rank, schedule.table.code.tobytes())
-            trains = schedule.table.has(Kind.B, Kind.I) and not schedule.table.has(Kind.OFFLOAD)
-            if trains and key not in seen:
-                seen.add(key)
-                yield schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import accumulate, groupby, zip_longest
 
 from penstock.arguments import plural, printable, whole_number
 from penstock.errors import PartitionError
@@ -109,6 +109,12 @@ def layout_of_counts(counts: Sequence[int], mtp_counts: Sequence[int] = ()) -> P
         stages.append(StageLayout(range(first, first + count), *ends, mtp))
         first += count
     return PipelineLayout(stages)
+
+
+def layout_of_kinds(kinds: Sequence[str], counts: Sequence[int]) -> PipelineLayout:
+    """Return the layout of stages with these numbers of parts, each of kind `layer`, `mtp` or another."""
+    stages = [kinds[end - count : end] for count, end in zip(counts, accumulate(counts))]
+    return layout_of_counts(*([stage.count(kind) for stage in stages] for kind in ("layer", "mtp")))
 
 
 # The text notation of pipeline layouts, as in Megatron's `--pipeline-model-parallel-layout`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from os import PathLike
 from typing import Any
 
@@ -16,7 +16,7 @@ from penstock.cost.units import Units
 from penstock.errors import FormatError, PlanError
 from penstock.formats.files import read_keys
 from penstock.ir.kinds import Kind
-from penstock.planning.layout import PipelineLayout, layout_of_counts
+from penstock.planning.layout import PipelineLayout, layout_of_kinds
 
 # A model to plan: a chain of layers with their costs, the links, the devices and the batch.
 #
@@ -113,9 +113,7 @@ class Model:
         """The layout of these stages for `penstock.runtime.split`; None if the layers are stages."""
         if self.are_stages:
             return None
-        kinds = [layer.kind for layer in self.layers]
-        parts = [kinds[end - count : end] for count, end in zip(counts, accumulate(counts))]
-        return layout_of_counts(*([part.count(kind) for part in parts] for kind in ("layer", "mtp")))
+        return layout_of_kinds([layer.kind for layer in self.layers], counts)
 
     @classmethod
     def of_stages(cls, costs: Costs, name: str = "profile") -> Model:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
 from math import floor
-from typing import Protocol
+from typing import Any, TypeAlias
 
 from rich.text import Text
 
-from penstock.cost.units import Scale, Units
+from penstock.cost.units import Scale
 from penstock.ir.kinds import Kind
+from penstock.planning import Option, Plan
 from penstock.view.kinds import style_of
 from penstock.view.marks import GREY, PALE, Box, Group, Label, Line, Mark, Picture, Style, styles, text_width
 from penstock.view.scales import round_step
@@ -28,56 +29,14 @@ from penstock.view.svg import svg_of
 #         35 GiB                         41 GiB
 
 
-class PlottedOption(Protocol):
-    """What is plotted of an option; its text names it."""
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-
-    @property
-    def memory(self) -> float:
-        """Peak in bytes."""
-
-
-class PlottedPlan(Protocol):
-    """What is plotted of a plan."""
-
-    @property
-    def title(self) -> str:
-        """Of the picture."""
-
-    @property
-    def time_name(self) -> str:
-        """What the seconds are."""
-
-    @property
-    def units(self) -> Units:
-        """Of times and sizes."""
-
-    @property
-    def memory_limit(self) -> float | None:
-        """Bytes per rank."""
-
-    @property
-    def bound(self) -> float:
-        """Lower bound in seconds."""
-
-    @property
-    def options(self) -> Sequence[PlottedOption]:
-        """Fastest first."""
-
-    @property
-    def frontier(self) -> Sequence[PlottedOption]:
-        """Pareto-optimal options, fastest first."""
-
+AnyPlan: TypeAlias = Plan[Any, Any]
 
 _ROWS = 11
 
 # --- terminal --------------------------------------------------------------------------------------
 
 
-def frontier_text(plan: PlottedPlan, width: int = 80) -> Text:
+def frontier_text(plan: AnyPlan, width: int = 80) -> Text:
     """A plot `width` characters wide; numbers are places in the ranking, dots are dominated options."""
     low, high = _range([option.seconds for option in plan.options])
     left, right = _range([option.memory for option in plan.options])
@@ -129,7 +88,7 @@ _MAX_NAMES = 16
 _BLUE = style_of(Kind.F).colour
 
 
-def frontier_picture(plan: PlottedPlan, *, names: bool = True) -> Picture:
+def frontier_picture(plan: AnyPlan, *, names: bool = True) -> Picture:
     """The same plot as marks, with the memory limit and the lower bound where they are in range.
 
     `names`: with a title, and with the options behind the numbers to the right of the plot.
@@ -142,7 +101,7 @@ def frontier_picture(plan: PlottedPlan, *, names: bool = True) -> Picture:
         "seconds": Style(GREY, size=10, anchor="end"),
         "note": Style(GREY, size=10),
     }
-    title, plot = plan.title, _Plot(plan)
+    title, plot = plan.request.title, _Plot(plan)
     named = list(_names(plan)) if names else []
     room = max((text_width(label.text, 10) for label in named), default=0.0)
     width = max(_WIDTH, _RIGHT + 32 + room) if named else _RIGHT + 16
@@ -156,7 +115,7 @@ def frontier_picture(plan: PlottedPlan, *, names: bool = True) -> Picture:
     return Picture(title, round(width), _HEIGHT, {**styles(1), **own}, groups)
 
 
-def option_points(plan: PlottedPlan) -> list[tuple[PlottedOption, float, float]]:
+def option_points(plan: AnyPlan) -> list[tuple[Option, float, float]]:
     """Every option with its coordinates in the picture."""
     plot = _Plot(plan)
     return [(option, *plot.at(option)) for option in plan.options]
@@ -165,8 +124,8 @@ def option_points(plan: PlottedPlan) -> list[tuple[PlottedOption, float, float]]
 class _Plot:
     """Maps memory and time to coordinates."""
 
-    def __init__(self, plan: PlottedPlan) -> None:
-        self.plan, limit = plan, plan.memory_limit
+    def __init__(self, plan: AnyPlan) -> None:
+        self.plan, limit = plan, plan.request.memory_limit
         memory = [option.memory for option in plan.options]
         near = [limit] if limit is not None and limit < 1.25 * max(memory) else []
         self.limit = near[0] if near else None
@@ -190,7 +149,7 @@ class _Plot:
             yield Label("tick", self.x(memory), _BOTTOM + 16, sizes.number(memory))
         yield Line("axis", _LEFT, _BOTTOM, _RIGHT, _BOTTOM)
         yield Line("axis", _LEFT, _TOP, _LEFT, _BOTTOM)
-        yield Label("key", _LEFT, _TOP - 8, f"time per step in {times.name} ({self.plan.time_name})")
+        yield Label("key", _LEFT, _TOP - 8, f"time per step in {times.name} ({self.plan.request.time_name})")
         yield Label("key", _LEFT, _BOTTOM + 34, f"peak memory of any rank in {sizes.name}")
         yield Line("at-peak", _LEFT, self.y(self.plan.bound), _RIGHT, self.y(self.plan.bound))
         yield Label("note", _LEFT + 4, self.y(self.plan.bound) - 4, "lower bound")
@@ -229,12 +188,12 @@ class _Plot:
                     yield Label("number", round(to_x, 2), round(to_y + 3.5, 2), place)
                     break
 
-    def at(self, option: PlottedOption) -> tuple[float, float]:
+    def at(self, option: Option) -> tuple[float, float]:
         """Coordinates of an option."""
         return round(self.x(option.memory), 2), round(self.y(option.seconds), 2)
 
 
-def _names(plan: PlottedPlan) -> Iterator[Label]:
+def _names(plan: AnyPlan) -> Iterator[Label]:
     """The options behind the numbers."""
     for line, option in enumerate(plan.frontier[:_MAX_NAMES]):
         place = plan.options.index(option) + 1
@@ -292,9 +251,9 @@ _LEGEND = (
 )
 
 
-def frontier_html(plan: PlottedPlan) -> str:
+def frontier_html(plan: AnyPlan) -> str:
     """The page."""
-    title, bound = _text(plan.title), plan.units.time(plan.bound, 4)
+    title, bound = _text(plan.request.title), plan.units.time(plan.bound, 4)
     picture = svg_of(frontier_picture(plan, names=False)).rstrip().removesuffix("</svg>")
     head = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>'
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -306,7 +265,7 @@ def frontier_html(plan: PlottedPlan) -> str:
         f'<div class="plot">{picture}',
         *_links(plan),
         "</svg></div>",
-        f"<p>time: of a step ({_text(plan.time_name)}), lower bound {bound}; {_COLUMNS}.</p>",
+        f"<p>time: of a step ({_text(plan.request.time_name)}), lower bound {bound}; {_COLUMNS}.</p>",
         f"<p>{_LEGEND}</p>",
         "<table>\n<thead><tr><th></th><th>plan</th><th>time</th><th>slower</th><th>memory</th></tr></thead>",
         "<tbody>",
@@ -316,7 +275,7 @@ def frontier_html(plan: PlottedPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _links(plan: PlottedPlan) -> Iterator[str]:
+def _links(plan: AnyPlan) -> Iterator[str]:
     """A place to hover and click for each point."""
     for place, (option, x, y) in enumerate(option_points(plan), 1):
         facts = f"{place}  {option}: {plan.units.time(option.seconds, 4)}, {plan.units.memory(option.memory)}"
@@ -324,7 +283,7 @@ def _links(plan: PlottedPlan) -> Iterator[str]:
         yield f'<a href="#plan-{place}"><rect {box}><title>{_text(facts)}</title></rect></a>'
 
 
-def _rows(plan: PlottedPlan) -> Iterator[str]:
+def _rows(plan: AnyPlan) -> Iterator[str]:
     best = plan.options[0].seconds
     for place, option in enumerate(plan.options, 1):
         slower = f"{option.seconds / best - 1:.1%}" if best else ""

@@ -10,6 +10,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from functools import singledispatch
 from html import escape
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -17,14 +18,13 @@ from rich.table import Table
 from penstock.display import Displayed
 from penstock.errors import PenstockError
 from penstock.ir.schedule import Schedule
-from penstock.planning.job.planner import JobPlan
 from penstock.planning.planner import Plan
 from penstock.search.request import SearchResult
 from penstock.simulation.comparison import Comparisons, rank_costs
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.validation import SendModel, Violations, report, validate
-from penstock.view.frontier import PlottedPlan, frontier_picture
+from penstock.view.frontier import frontier_picture
 from penstock.view.grid import grid
 from penstock.view.marks import Picture
 from penstock.view.picture import picture, summary
@@ -33,7 +33,6 @@ from penstock.view.tables import (
     comparison_notes,
     comparison_table,
     family_table,
-    job_table,
     plan_table,
     result_lines,
 )
@@ -95,20 +94,12 @@ def _(value: SearchResult) -> str:
     return _timelines([value.timeline]) + words + _table(family_table(value))
 
 
-@notebook_html.register
-def _(value: Plan) -> str:
-    return _plan(value, plan_table(value, _MAX_OPTIONS))
-
-
-@notebook_html.register
-def _(value: JobPlan) -> str:
-    return _plan(value, job_table(value, _MAX_OPTIONS))
-
-
-def _plan(value: PlottedPlan, table: Table) -> str:
+@notebook_html.register(Plan)
+def _(value: Plan[Any, Any]) -> str:
     more = len(value.options) - _MAX_OPTIONS
     rest = _line(f"and {more} more: .to_rows() has all") if more > 0 else ""
-    return _line(value.title) + _table(table) + rest + _image(frontier_picture(value))
+    title, picture_of_plan = _line(value.request.title), _image(frontier_picture(value))
+    return title + _table(plan_table(value, _MAX_OPTIONS)) + rest + picture_of_plan
 
 
 # --- pictures, tables and text ----------------------------------------------------------------------

@@ -9,9 +9,11 @@ from rich.text import Text
 
 from penstock.arguments import listed, printable
 from penstock.cost.units import Units, bytes_text, number_text, seconds_text
-from penstock.planning.configuration import stages_text
-from penstock.planning.job.planner import JobPlan
-from penstock.planning.planner import Plan
+from penstock.planning.job import JobRequest
+from penstock.planning.job_evaluation import JobOption
+from penstock.planning.layer_evaluation import LayerOption
+from penstock.planning.layer_space import stages_text
+from penstock.planning.planner import JobPlan, LayerPlan
 from penstock.search.request import SearchResult
 from penstock.simulation.comparison import Comparison
 
@@ -102,54 +104,54 @@ def family_table(result: SearchResult) -> Table:
     return table
 
 
-def plan_table(made: Plan, top: int) -> Table:
-    """The first options of a plan."""
-    table, units = Table(box=None, pad_edge=False), made.units
-    jitter = made.request.jitter
-    time = "time" if jitter is None else f"p{made.request.quantile * 100:g}"
-    table.add_column("", justify="right")
-    table.add_column("schedule")
-    rate = "samples/s" if units.seconds else "samples/unit"
-    for name in ("v", "placement", "m", "mbs", time, rate, "bubble", "memory", "gap"):
-        table.add_column(name, justify="right")
-    for place, option in enumerate(made.options[:top], 1):
-        configuration = option.configuration
-        table.add_row(
-            str(place),
-            Text(printable(f"{option.name}, {option.technique}" if option.technique else option.name)),
-            stages_text(configuration.stages_per_rank),
-            configuration.style,
-            str(configuration.microbatches),
-            str(configuration.samples),
-            units.time(option.seconds, 4),
-            f"{option.samples_per_second:.4g}",
-            f"{option.timeline.bubble(made.request.objective):.1%}",
-            units.memory(option.memory),
-            f"{option.gap:.1%}",
-        )
-    return table
-
-
-def job_table(made: JobPlan, top: int) -> Table:
-    """The first options of a job's plan."""
+def plan_table(made: LayerPlan | JobPlan, top: int) -> Table:
+    """Return the first options of a plan, one per row."""
+    request = made.request
+    time = "time" if request.jitter is None else f"p{request.quantile * 100:g}"
+    rows: list[dict[str, str]]
+    if isinstance(made.request, JobRequest):
+        experts = bool(made.request.config.experts)
+        rows = [_job_row(option, time, experts=experts) for option in made.options[:top]]
+    else:
+        rows = [_layer_row(option, time, made.units) for option in made.options[:top]]
     table = Table(box=None, pad_edge=False)
     table.add_column("", justify="right")
-    for name in ("TP", "CP", *(["EP"] if made.request.config.experts else []), "PP", "DP", "mbs", "m"):
-        table.add_column(name, justify="right")
-    table.add_column("schedule")
-    time = "time" if made.request.jitter is None else f"p{made.request.quantile * 100:g}"
-    for name in ("v", "recompute", time, "tokens/s", "MFU", "idle", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for place, option in enumerate(made.options[:top], 1):
-        layout = option.layout
-        expert = [layout.expert] if made.request.config.experts else []
-        table.add_row(
-            str(place),
-            *map(str, (layout.tensor, layout.context, *expert, layout.pipeline, layout.data)),
-            *(str(layout.microbatch_size), str(layout.microbatches), option.order),
-            *(str(option.stages_per_rank), layout.recompute),
-            f"{seconds_text(option.seconds)}{'' if option.is_exact else ' *'}",
-            *(f"{option.tokens_per_second:.0f}", f"{option.mfu:.1%}", f"{option.bubble:.1%}"),
-            bytes_text(option.memory),
-        )
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=name != "schedule")
+    for place, row in enumerate(rows, 1):
+        table.add_row(str(place), *map(Text, row.values()))
     return table
+
+
+def _layer_row(option: LayerOption, time: str, units: Units) -> dict[str, str]:
+    configuration = option.configuration
+    return {
+        "schedule": printable(option.full_name),
+        "v": stages_text(configuration.stages_per_rank),
+        "placement": configuration.style,
+        "m": str(configuration.microbatches),
+        "mbs": str(configuration.samples),
+        time: units.time(option.seconds, 4),
+        "samples/s" if units.seconds else "samples/unit": f"{option.samples_per_second:.4g}",
+        "bubble": f"{option.bubble:.1%}",
+        "memory": units.memory(option.memory),
+        "gap": f"{option.gap:.1%}",
+    }
+
+
+def _job_row(option: JobOption, time: str, *, experts: bool) -> dict[str, str]:
+    layout = option.layout
+    sizes = dict(zip(("TP", "CP", "EP", "PP", "DP"), map(str, layout.sizes)))
+    return {
+        **{name: size for name, size in sizes.items() if experts or name != "EP"},
+        "mbs": str(layout.microbatch_size),
+        "m": str(layout.microbatches),
+        "schedule": printable(option.full_name),
+        "v": str(option.configuration.stages_per_rank),
+        "recompute": layout.recompute_granularity,
+        time: f"{seconds_text(option.seconds)}{'' if option.is_exact else ' *'}",
+        "tokens/s": f"{option.tokens_per_second:.0f}",
+        "MFU": f"{option.mfu:.1%}",
+        "idle": f"{option.bubble:.1%}",
+        "memory": bytes_text(option.memory),
+    }

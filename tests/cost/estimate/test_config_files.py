@@ -77,8 +77,8 @@ def test_a_multimodal_config_says_which_part_to_use() -> None:
         ("llama-3-8b", {"sequence": 4100, "context_parallel": 8}, "sequence=4100 must be a multiple of 16"),
         (
             "llama-3-8b",
-            {"recompute": "all"},
-            "recompute must be one of none, selective, pointwise, lat",
+            {"recompute_granularity": "all"},
+            "recompute_granularity must be one of none, selective, pointwise, lat",
         ),
         (
             "mixtral-8x7b",

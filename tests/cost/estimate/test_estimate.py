@@ -104,7 +104,9 @@ def test_experts_are_replicated_by_fewer_ranks() -> None:
 
 def test_full_recomputation_adds_a_forward_to_the_input_gradient() -> None:
     none, full = (
-        estimate(LLAMA, ParallelConfig(sequence=8192, recompute=each), H100).by_kind["block"].seconds
+        estimate(LLAMA, ParallelConfig(sequence=8192, recompute_granularity=each), H100)
+        .by_kind["block"]
+        .seconds
         for each in ("none", "full")
     )
     assert full.recomputed == none.compute.forward

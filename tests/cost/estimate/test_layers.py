@@ -52,12 +52,12 @@ def test_the_prediction_block_of_deepseek_has_its_published_weights() -> None:
     ("changes", "factor"),
     [
         ({}, 34 + 5 * A * S / H),
-        ({"recompute": "selective"}, 34),
-        ({"recompute": "full"}, 2),
+        ({"recompute_granularity": "selective"}, 34),
+        ({"recompute_granularity": "full"}, 2),
         ({"tensor_parallel": 8, "sequence_parallel": False}, 10 + 24 / 8 + 5 * A * S / (H * 8)),
         ({"tensor_parallel": 8}, (34 + 5 * A * S / H) / 8),
-        ({"tensor_parallel": 8, "recompute": "selective"}, 34 / 8),
-        ({"context_parallel": 2, "recompute": "selective"}, 34 / 2),
+        ({"tensor_parallel": 8, "recompute_granularity": "selective"}, 34 / 8),
+        ({"context_parallel": 2, "recompute_granularity": "selective"}, 34 / 2),
     ],
 )
 def test_saved_bytes_equal_the_formulas_of_megatron(changes: dict[str, Any], factor: float) -> None:
@@ -100,7 +100,7 @@ def test_ranks_of_a_block_share_weights_flops_and_saved_bytes() -> None:
 def test_recomputation_repeats_the_forward_it_saves() -> None:
     model = config("llama-3-8b")
     levels = {
-        level: layer_operations(model, ParallelConfig(sequence=8192, recompute=level))["block"]
+        level: layer_operations(model, ParallelConfig(sequence=8192, recompute_granularity=level))["block"]
         for level in ("none", "selective", "pointwise", "full")
     }
     none, full = levels["none"], levels["full"]
@@ -114,14 +114,16 @@ def test_recomputation_repeats_the_forward_it_saves() -> None:
 def test_latent_attention_can_save_low_ranks_only() -> None:
     """As DeepSeek-V3 was trained: 128 heads of 192 + 192 + 128 values are computed again from 1536 + 512."""
     pointwise, latent = (
-        layer_operations(config("deepseek-v3"), ParallelConfig(sequence=4096, recompute=level))["expert block"]
+        layer_operations(config("deepseek-v3"), ParallelConfig(sequence=4096, recompute_granularity=level))[
+            "expert block"
+        ]
         for level in ("pointwise", "latent")
     )
     assert pointwise.activation - latent.activation == 2 * 4096 * 128 * (192 + 192 + 128)
     again = 2 * 4096 * 128 * (1536 * 192 + 512 * (128 + 128))
     assert latent.flops.input_gradient - pointwise.flops.input_gradient == again
     plain = [
-        layer_operations(config("llama-3-8b"), ParallelConfig(sequence=4096, recompute=level))[
+        layer_operations(config("llama-3-8b"), ParallelConfig(sequence=4096, recompute_granularity=level))[
             "block"
         ].activation
         for level in ("pointwise", "latent")

@@ -389,7 +389,7 @@ def _layer(kind: str, config: ModelConfig, parallel: ParallelConfig) -> LayerOpe
         ),
         input_bytes=hidden_states,
         message=hidden_states,
-        recompute=parallel.recompute,
+        recompute=parallel.recompute_granularity,
     )
     return _with_prediction(block, config, parallel) if kind == "mtp block" else block
 

@@ -52,7 +52,8 @@ class ParallelConfig:
     """Of each weight's gradient: 4, as Megatron and FSDP2 sum them, or 2."""
     zero: int = 1
     """What data parallel ranks shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too (FSDP)."""
-    recompute: str = "none"
+    recompute_granularity: str = "none"
+    """What each layer recomputes in the backward."""
     attention: str = "flash"
     """flash: causal, no matrix of probabilities; unfused: the whole square is computed and saved."""
     kernels: str = "fused"
@@ -105,7 +106,7 @@ class ParallelConfig:
         problems = size_problems({name: getattr(self, name) for name in _SIZES})
         choices: dict[str, tuple[object, ...]] = {
             "precision": PRECISIONS,
-            "recompute": RECOMPUTATION,
+            "recompute_granularity": RECOMPUTATION,
             "attention": ATTENTION,
             "kernels": KERNELS,
             "zero": (0, 1, 2, 3),

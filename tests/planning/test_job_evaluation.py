@@ -13,14 +13,13 @@ import pytest
 import penstock
 from penstock import Costs
 from penstock.cost.estimate import device, estimate
-from penstock.cost.estimate.estimate import Estimator
 from penstock.errors import PlanError
-from penstock.planning.estimated_model import even_blocks, stage_costs
-from penstock.planning.job import JobPlan, JobRequest, plan_job
-from penstock.planning.job.evaluation import BuiltSchedules, JobCandidates, JobEvaluation, Stages
-from penstock.planning.job.explanation import explain_job, time_shares
-from penstock.planning.job.layouts import job_layouts
-from penstock.planning.job.request import FamilyShape, families_by_shape
+from penstock.planning import JobRequest, plan
+from penstock.planning.estimated_model import even_blocks
+from penstock.planning.explanation import explain, time_shares
+from penstock.planning.job import FamilyShape, families_by_shape, job_layouts
+from penstock.planning.job_evaluation import EstimatedStages, JobEvaluation, simulated_without_queues
+from penstock.planning.planner import JobPlan
 from tests.support.grids import small
 from tests.support.model_configs import config, gpt_config
 
@@ -34,7 +33,7 @@ def request(**changes: Any) -> JobRequest:
 
 @pytest.fixture(scope="module")
 def made() -> JobPlan:
-    return plan_job(request(memory_limit=12e9, tensor=2))
+    return plan(request(memory_limit=12e9, tensor=2))
 
 
 def test_layouts_use_all_devices_and_the_whole_batch() -> None:
@@ -50,15 +49,15 @@ def test_layouts_use_all_devices_and_the_whole_batch() -> None:
 
 
 def test_sizes_that_are_given_are_not_searched() -> None:
-    fixed = request(tensor=2, pipeline=2, microbatch_size=2, recompute="full")
-    assert {(x.tensor, x.pipeline, x.microbatch_size, x.recompute) for x in job_layouts(fixed)} == {
+    fixed = request(tensor=2, pipeline=2, microbatch_size=2, recompute_granularity="full")
+    assert {(x.tensor, x.pipeline, x.microbatch_size, x.recompute_granularity) for x in job_layouts(fixed)} == {
         (2, 2, 2, "full")
     }
 
 
 def test_stages_are_no_longer_than_with_blocks_evenly_divided() -> None:
     found = estimate(GPT, next(job_layouts(request())).parallel_config(request()), H100)
-    stages, times = Stages(found), [each.seconds.compute.total for each in found.layers]
+    stages, times = EstimatedStages(found), [each.seconds.compute.total for each in found.layers]
     for number in range(1, 11):
         counts = stages.counts(number)
         assert sum(counts) == 12
@@ -73,16 +72,16 @@ def test_stages_are_no_longer_than_with_blocks_evenly_divided() -> None:
 
 def test_no_option_is_faster_than_its_bound_and_bounds_come_in_order() -> None:
     asked = request(config=replace(config("mixtral-8x7b"), layers=8), sequence=2048)
-    candidates = JobCandidates(asked, Estimator(asked.config, H100))
-    ordered = list(candidates)
+    evaluation = JobEvaluation(asked, None, penstock.search)
+    ordered = list(evaluation.configurations())
     assert [each.bound for each in ordered] == sorted(each.bound for each in ordered)
-    schedules = BuiltSchedules()
     for each in ordered[:: len(ordered) // 30]:
-        costs, layout = stage_costs(each.stages.estimate, each.placement, each.counts), each.layout
+        layout = each.layout
         for family in families_by_shape()[each.shape]:
             sizes = layout.pipeline, layout.microbatches, each.shape.stages_per_rank
-            if (built := schedules.get(family, *sizes)) is not None:
-                assert built.simulated(costs).makespan >= each.bound * (1 - 1e-9)
+            if (built := evaluation.built(family, *sizes)) is not None:
+                makespan = simulated_without_queues(built.schedule, each.costs).makespan
+                assert makespan >= each.bound * (1 - 1e-9)
 
 
 def test_families_that_need_the_host_or_do_not_train_take_no_part() -> None:
@@ -96,21 +95,22 @@ def test_options_fit_and_are_sorted(made: JobPlan) -> None:
     assert max(each.memory for each in made.options) <= 12e9
     assert made.best.is_exact
     assert made.bound <= made.best.makespan
-    assert len({each.layout.sizes for each in made.ranking}) == len(made.ranking)
+    assert isinstance(made.evaluation, JobEvaluation)
+    ranking = made.evaluation.ranked()
+    assert set(ranking) <= set(made.options)
+    assert len({each.layout.sizes for each in ranking}) == len(ranking)
     memory = [each.memory for each in made.frontier]
     assert memory == sorted(memory, reverse=True)
 
 
 def test_an_extended_step_is_as_long_as_the_whole_one() -> None:
-    asked = request(devices=4, batch=64, tensor=1, pipeline=4, microbatch_size=1, recompute="none")
-    evaluation = JobEvaluation(asked)
-    for each in JobCandidates(asked, Estimator(GPT, H100)):
-        costs = stage_costs(each.stages.estimate, each.placement, each.counts)
-        for option in evaluation._evaluate(each):
-            if each.shape.stages_per_rank <= 2:
-                built = evaluation._schedules.get(option.family, 4, 64, each.shape.stages_per_rank)
-                assert built is not None
-                assert option.makespan == pytest.approx(built.simulated(costs).makespan, rel=0.01)
+    asked = request(devices=4, batch=64, tensor=1, pipeline=4, microbatch_size=1, recompute_granularity="none")
+    evaluation = JobEvaluation(asked, None, penstock.search)
+    for each in evaluation.configurations():
+        for option in evaluation.options_of(each):
+            if each.stages_per_rank <= 2:
+                whole = simulated_without_queues(option.schedule, each.costs)
+                assert option.makespan == pytest.approx(whole.makespan, rel=0.01)
 
 
 def test_the_best_option_is_the_one_that_its_files_simulate(made: JobPlan, tmp_path: Path) -> None:
@@ -130,12 +130,12 @@ def test_a_tenth_of_the_device_is_left_free_unless_a_limit_is_given() -> None:
 
 
 def test_more_memory_is_never_slower(made: JobPlan) -> None:
-    assert plan_job(request(memory_limit=40e9, tensor=2)).best.seconds <= made.best.seconds * (1 + 1e-9)
+    assert plan(request(memory_limit=40e9, tensor=2)).best.seconds <= made.best.seconds * (1 + 1e-9)
 
 
 def test_the_explanation_accounts_for_the_whole_step(made: JobPlan) -> None:
-    assert sum(time_shares(made, made.best).values()) == pytest.approx(1, abs=0.02)
-    found = explain_job(made)
+    assert sum(time_shares(made.best).values()) == pytest.approx(1, abs=0.02)
+    found = explain(made)
     assert found.why[0].startswith(str(made.best))
     gains = [each.gain for each in found.what_ifs]
     assert gains == sorted(gains, reverse=True)
@@ -167,7 +167,7 @@ def test_the_explanation_accounts_for_the_whole_step(made: JobPlan) -> None:
 )
 def test_what_cannot_be_planned_says_what_could(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        plan_job(request(**changes))
+        plan(request(**changes))
 
 
 @pytest.mark.parametrize("stages_per_rank", [2, 4])
@@ -175,7 +175,7 @@ def test_layers_are_moved_from_the_busiest_rank(stages_per_rank: int) -> None:
     """In a V the first rank has the embedding and the output layer."""
     asked = request(config=gpt_config(1024, 30, 16, vocab_size=256_000))
     found = estimate(asked.config, next(job_layouts(asked)).parallel_config(asked), H100)
-    stages, shape = Stages(found), FamilyShape(stages_per_rank, is_v=True, split=True, paired=False)
+    stages, shape = EstimatedStages(found), FamilyShape(stages_per_rank, is_v=True, split=True, paired=False)
     before = stages.bound(stages.counts(4 * stages_per_rank), shape, 4, 16)
     bound, counts = stages.partition(shape, 4, 16)
     assert bound == stages.bound(counts, shape, 4, 16) < before
@@ -197,5 +197,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 def test_published_layouts_are_among_the_best_ten(name: str) -> None:
     asked, sizes = PUBLISHED[name]
     chosen = device(asked.get("device", "h100"))
-    made = plan_job(request(**{**asked, "config": config(name), "device": chosen}))
-    assert sizes in [each.layout.sizes for each in made.ranking[:10]]
+    made = plan(request(**{**asked, "config": config(name), "device": chosen}))
+    assert isinstance(made.evaluation, JobEvaluation)
+    assert sizes in [each.layout.sizes for each in made.evaluation.ranked()[:10]]

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from penstock import Placement, build
 from penstock.cost.memory import live_activations
 from penstock.planning import Model
-from penstock.planning.configuration import (
+from penstock.planning.layer_space import (
+    PlanRequest,
     candidate_partitions,
     configurations,
     configure,
     partition_within_memory,
 )
 from penstock.planning.partition import balanced_partition, even_partition
-from penstock.planning.request import PlanRequest
 from tests.support.planning_models import decoder, layer
 
 
@@ -63,7 +63,7 @@ def test_a_partition_that_fits_is_found_where_the_balanced_one_does_not(family: 
         return max(each.peak(model.costs(counts, 1), stages) for each in live)
 
     limit = peak(first) - 50
-    request = PlanRequest(model, 4, 8, limit)
+    request = PlanRequest(model, 4, 8, memory_limit=limit)
     configuration = configure(request, schedule.placement, first, 8)
     found = partition_within_memory(request, configuration, live)
     assert found is not None

@@ -1,4 +1,4 @@
-"""Promises of techniques in plans: offered where they help, with their price; bounds stay bounds."""
+"""Promises of memory policies in plans: offered where they help, with their price; bounds stay bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import penstock
 from penstock import Costs, PlanError, simulate
 from penstock.planning import Layer, Model, model_of_keys, plan, read_model
-from penstock.planning.options import technique_of
+from penstock.planning.evaluation import memory_policy_of
 from penstock.search.passes import without_memory_actions
 from tests.support.grids import small
 from tests.support.planning_models import layer, quick_plan, stub_search
@@ -28,42 +28,42 @@ def deep(**common: Any) -> Model:
 
 
 def test_what_fits_only_with_recomputation_is_planned_with_its_price() -> None:
-    with pytest.raises(PlanError, match="or techniques: recompute or offload"):
+    with pytest.raises(PlanError, match="or a memory policy: recompute or offload"):
         quick_plan(deep(), memory_limit=45, stages_per_rank=1)
     made = quick_plan(deep(), memory_limit=45, stages_per_rank=1, recompute=True)
-    assert "none" not in made.by_technique
-    assert re.match(r"recompute (all )?stages?", made.best.technique)
+    assert "none" not in made.by_memory_policy
+    assert re.match(r"recompute (all )?stages?", made.best.memory_policy)
     assert made.best.memory <= 45
     plain = simulate(without_memory_actions(made.best.schedule), made.best.configuration.costs)
-    assert made.price(made.best) == pytest.approx(made.best.seconds / plain.makespan - 1)
-    assert made.price(made.best) > 0
+    assert made.policy_price == pytest.approx(made.best.seconds / plain.makespan - 1)
+    assert made.policy_price > 0
 
 
 def test_only_the_stages_that_need_it_are_recomputed() -> None:
     made = quick_plan(deep(), memory_limit=75, stages_per_rank=1, recompute=True)
-    found = {option.technique for option in made.options}
-    assert any(technique.startswith("recompute stage") for technique in found), found
+    found = {option.memory_policy for option in made.options}
+    assert any(policy.startswith("recompute stage") for policy in found), found
 
 
 @pytest.mark.parametrize("limit", [None, 60, 90])
 @small(lambda limit: limit == 60)
-def test_the_frontier_has_every_technique_and_bounds_hold(limit: float | None) -> None:
+def test_the_frontier_has_every_memory_policy_and_bounds_hold(limit: float | None) -> None:
     model = deep(host_bandwidth=40)
     made = quick_plan(model, memory_limit=limit, recompute=True, offload=True)
-    assert {"recompute", "offload"} <= set(made.by_technique)
+    assert {"recompute", "offload"} <= set(made.by_memory_policy)
     for option in made.options:
         assert limit is None or option.memory <= limit
         assert option.bound.seconds <= option.seconds + 1e-9
         assert made.bound <= option.seconds + 1e-9
     plain = quick_plan(model, memory_limit=limit, offload=False) if limit != 60 else None
     assert plain is None or made.best.seconds <= plain.best.seconds
-    assert min(option.memory for option in made.options if option.technique) < min(
-        (option.memory for option in made.by_technique.get("none", ())), default=float("inf")
+    assert min(option.memory for option in made.options if option.memory_policy) < min(
+        (option.memory for option in made.by_memory_policy.get("none", ())), default=float("inf")
     )
 
 
 @pytest.mark.full
-def test_techniques_are_passed_to_the_search() -> None:
+def test_memory_policies_are_passed_to_the_search() -> None:
     seen: list[dict[str, Any]] = []
 
     def searcher(**arguments: Any) -> Any:
@@ -100,15 +100,15 @@ def test_the_host_link_is_in_model_files_and_profiles() -> None:
     assert (common.host_bandwidth, common.host_latency) == (5, 0.2)
 
 
-def test_techniques_in_words() -> None:
+def test_memory_policies_in_words() -> None:
     schedule = penstock.build("1f1b", ranks=4, microbatches=4)
     lower = penstock.lowering
-    assert technique_of(schedule) == ""
-    assert technique_of(lower.Recompute()(schedule)) == "recompute all stages"
-    assert technique_of(lower.Recompute((0, 1, 3))(schedule)) == "recompute stages 0-1,3"
-    assert technique_of(lower.Recompute((2,))(schedule)) == "recompute stage 2"
+    assert memory_policy_of(schedule) == ""
+    assert memory_policy_of(lower.Recompute()(schedule)) == "recompute all stages"
+    assert memory_policy_of(lower.Recompute((0, 1, 3))(schedule)) == "recompute stages 0-1,3"
+    assert memory_policy_of(lower.Recompute((2,))(schedule)) == "recompute stage 2"
     both = lower.Offload((0,))(lower.Recompute(policy=lower.Policy(every=2))(schedule))
-    assert technique_of(both) == "recompute 8 of 16 and offload stage 0"
+    assert memory_policy_of(both) == "recompute 8 of 16 and offload stage 0"
 
 
 # --- the tables of the page ------------------------------------------------------------------------
@@ -133,6 +133,6 @@ def test_the_page_has_both_models() -> None:
 def test_the_tables_of_the_page_are_current(name: str, limit: int, cells: list[str]) -> None:
     model = read_model(PAGE.parents[1] / "examples" / "models" / f"{name}.toml")
     made = plan(model, memory_limit=limit * 1e9, stages_per_rank=1, seconds=0, recompute=True, offload=True)
-    for technique, cell in zip(("none", "recompute", "offload", "both"), cells, strict=True):
-        options = made.by_technique.get(technique)
+    for policy, cell in zip(("none", "recompute", "offload", "both"), cells, strict=True):
+        options = made.by_memory_policy.get(policy)
         assert cell.strip(" *") == (f"{options[0].seconds:.2f} s, {options[0].name}" if options else "-")

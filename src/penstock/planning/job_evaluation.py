@@ -1,0 +1,789 @@
+"""Evaluation of a job's plan: layouts with shapes of families, lowest bound first, until no bound can win.
+
+A layout has one bound for all of its configurations, which is cheap. It becomes configurations only when that
+bound is the lowest that is left. A configuration is simulated with messages that do not queue and with few
+rounds of microbatches; a longer step is extended by the time of a round, because the middle of a schedule
+repeats itself. The best options are then simulated exactly: all microbatches, queues of messages, gradients
+reduced where the lowered schedule does it.
+
+Memory policies, searched orders and jitter are for the few best layouts, because they need whole schedules.
+What they cost follows from the budget in moves and simulated actions, not in seconds, so that a plan does not
+depend on the machine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, count, islice, pairwise
+from math import ceil, inf, isfinite
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.arguments import plural
+from penstock.cost.costs import Costs
+from penstock.cost.estimate.estimate import Estimate, Estimator
+from penstock.cost.memory import LiveActivations, live_activations
+from penstock.cost.prices import edge_prices
+from penstock.cost.units import bytes_text, seconds_text
+from penstock.errors import BuildError, Message, Parameter, SearchError
+from penstock.families import build
+from penstock.families.registry import offloading_schedules
+from penstock.ir.encoding import Floats, Ints
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.lowering import lower
+from penstock.planning.estimated_model import even_blocks, stage_costs
+from penstock.planning.evaluation import POLICY_KINDS, Evaluation, Option, by_rank, frontier
+from penstock.planning.job import (
+    FamilyShape,
+    JobLayout,
+    JobRequest,
+    data_sizes,
+    families_by_shape,
+    job_layouts,
+)
+from penstock.planning.partition import LayerCounts, move_layer
+from penstock.search import Progress
+from penstock.search.passes import FitMemory
+from penstock.simulation.jitter import Spread, simulate_with_jitter
+from penstock.simulation.simulator import Simulator, simulate
+from penstock.simulation.timeline import Timeline
+from penstock.validation import SendModel
+
+_HALVINGS, _MOVES = 16, 8
+_BALANCED = 1.01
+"""The busiest rank over the mean one from which on layers are moved."""
+_ROUNDING = 1e-9
+_RANKED = 10
+_SIMULATED = 300_000
+"""Actions that are simulated with a budget of 1."""
+_MAX_EXACT_ACTIONS, _MAX_EXACT, _EXACT_FRONTIER = 60_000, 25, 5
+_ROUNDS = 3
+_SEARCHED, _WITH_JITTER = 2, 10
+_POLICIES, _MORE_IF_NONE_FITS, _MAX_MEMORY_FACTOR = 8, 5, 4.0
+"""Orders that get memory policies with a budget of 1; what they may need without, over the memory limit."""
+_SEARCH_MOVES, _MAX_SEARCHED_ACTIONS = 3e6, 6_000
+"""Moves of a search with a budget of 1, over the number of its actions; the most actions that are searched."""
+_JITTER_ACTIONS, _MIN_RUNS, _MAX_RUNS = 2e5, 20, 200
+"""Actions simulated for the jitter of one option with a budget of 1, and how many runs that may be."""
+_MAX_ZERO_STAGE = 3
+"""The ZeRO stage that shards everything."""
+
+
+class EstimatedStages:
+    """The layers of an estimate, to be divided into stages in many ways."""
+
+    def __init__(self, found: Estimate) -> None:
+        self.estimate = found
+        kinds = found.config.kinds
+        rows = {kind: _row(found, kind) for kind in found.by_kind}
+        table = np.array([rows[kind] for kind in kinds]).T
+        self._compute, self._exchanged = table[0:2], table[2:4]
+        """Seconds of the forward and the whole backward, per layer."""
+        self._state, self._activation, self._working, self._freed = table[4:8]
+        self._counts: dict[int, LayerCounts] = {}
+
+    @cached_property
+    def _until(self) -> list[float]:
+        """Seconds of the layers before each."""
+        loads = self._compute.sum(axis=0) + self._exchanged.sum(axis=0)
+        return [0.0, *np.cumsum(loads).tolist()]
+
+    def counts(self, stages: int) -> LayerCounts:
+        """Blocks evenly, or layers in order with the longest stage as short as found, if that is shorter."""
+        if stages not in self._counts:
+            even, packed = even_blocks(self.estimate, stages), self._packed(stages)
+            is_even = packed is None or self._longest(even) <= self._longest(packed) * (1 + _ROUNDING)
+            self._counts[stages] = even if packed is None or is_even else packed
+        return self._counts[stages]
+
+    def partition(self, shape: FamilyShape, ranks: int, microbatches: int) -> tuple[float, LayerCounts]:
+        """The partition with the least bound that was found, and that bound.
+
+        With several stages per rank the longest stage may be on the busiest rank. Its layers are moved to the
+        rank with the least to do, as long as that lowers the bounds.
+        """
+        counts = self.counts(ranks * shape.stages_per_rank)
+        best = self._rank_bounds(counts, shape, ranks, microbatches)
+        own = _own_stages(ranks, shape.stages_per_rank, is_v=shape.is_v)
+        for _ in range(_MOVES if shape.stages_per_rank > 1 else 0):
+            if best.max() < best.mean() * _BALANCED:
+                break
+            sources, targets = own[best.argmax()][[0, -1]], own[best.argmin()][[0, -1]]
+            moves = [move_layer(counts, s, t) for s in sources for t in targets if counts[s] > 1 and s != t]
+            tried = [(self._rank_bounds(each, shape, ranks, microbatches), each) for each in moves]
+            found = min(tried, key=lambda each: _key(each[0]), default=None)
+            if found is None or _key(found[0]) >= _key(best):
+                break
+            best, counts = found
+        return float(best.max()), counts
+
+    def _longest(self, counts: LayerCounts) -> float:
+        ends = [self._until[end] for end in (0, *accumulate(counts))]
+        return max(b - a for a, b in pairwise(ends))
+
+    def _packed(self, stages: int) -> LayerCounts | None:
+        """Stages filled one after the other up to a limit, which is halved towards the least that suffices."""
+        until, best = self._until, None
+        largest = max(b - a for a, b in pairwise(until))
+        low = max(largest, until[-1] / stages) * (1 - _ROUNDING)
+        high = low + largest
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            counts = _fill(until, stages, middle)
+            if counts is None:
+                low = middle
+            else:
+                best, high = counts, middle
+        return best
+
+    def layout_bound(self, ranks: int, microbatches: int, *, paired: bool) -> float:
+        """Lower bound on the makespan in any stages: the mean rank's work, with all-to-all hidden or not."""
+        streams = self._compute.sum(), self._exchanged.sum()
+        return microbatches * float(max(streams) if paired else sum(streams)) / ranks
+
+    def bound(self, counts: LayerCounts, shape: FamilyShape, ranks: int, microbatches: int) -> float:
+        """Lower bound on the makespan."""
+        return float(self._rank_bounds(counts, shape, ranks, microbatches).max())
+
+    def _rank_bounds(self, counts: LayerCounts, shape: FamilyShape, ranks: int, microbatches: int) -> Floats:
+        """By each rank: it waits for its first input, works, and its last gradient goes on.
+
+        An overlapped pair hides the shorter of its two streams. With a split backward, weight gradients may be
+        all that is left to do at the end, and a pair may hide a part of its backward: nothing is added there.
+        """
+        starts = np.cumsum([0, *counts[:-1]])
+        compute = np.add.reduceat(self._compute, starts, axis=1)
+        exchanged = np.add.reduceat(self._exchanged, starts, axis=1)
+        forward, backward = compute + exchanged
+        before = np.cumsum(forward) - forward
+        ends_early = shape.split or shape.paired
+        after = np.zeros_like(backward) if ends_early else np.cumsum(backward) - backward
+        work = np.array((compute.sum(axis=0), exchanged.sum(axis=0)))
+        own = _own_stages(ranks, shape.stages_per_rank, is_v=shape.is_v)
+        streams = work[:, own].sum(axis=2)
+        busy = streams.max(axis=0) if shape.paired else streams.sum(axis=0)
+        bounds: Floats = before[own].min(axis=1) + microbatches * busy + after[own].min(axis=1)
+        return bounds
+
+    def mean_state(self, ranks: int) -> float:
+        """Bytes of weights, gradients and optimizer state of the mean rank: no partition needs less."""
+        return float(self._state.sum()) / ranks
+
+    def least_memory(self, counts: LayerCounts, shape: FamilyShape, ranks: int) -> float:
+        """Lower bound on the memory of a rank: its state, and one activation of one of its stages."""
+        state, activation, working = self._stage_bytes(counts)
+        own = _own_stages(ranks, shape.stages_per_rank, is_v=shape.is_v)
+        held: Floats = state[own].sum(axis=1) + (activation + working)[own].max(axis=1)
+        return float(held.max())
+
+    def memory_of_1f1b(self, counts: LayerCounts, microbatches: int) -> float:
+        """Of the rank with the most, with one stage per rank."""
+        state, activation, working = self._stage_bytes(counts)
+        live = np.minimum(microbatches, np.arange(len(counts), 0, -1))
+        return float((state + live * activation + working).max())
+
+    def state_of(self, counts: LayerCounts) -> float:
+        """The most bytes of weights, gradients and optimizer state of a stage."""
+        return float(self._stage_bytes(counts)[0].max())
+
+    def working(self, counts: LayerCounts, placement: Placement) -> Floats:
+        """Per rank: bytes that a backward needs besides."""
+        working = self._stage_bytes(counts)[2]
+        most: Floats = working[np.array(placement.stages_of_rank)].max(axis=1)
+        return most
+
+    def memory(self, counts: LayerCounts, live: Sequence[LiveActivations]) -> float:
+        """The most bytes of a rank with its working memory, given what orders hold, without receive buffers."""
+        state, activation, working = self._stage_bytes(counts)
+        freed = np.add.reduceat(self._freed, np.cumsum([0, *counts[:-1]]))
+        peaks = []
+        for each in live:
+            own = list(each.stages)
+            held = each.most_held([*activation[own], *freed[own]])
+            peaks.append(float(state[own].sum() + working[own].max()) + held)
+        return max(peaks)
+
+    def _stage_bytes(self, counts: LayerCounts) -> tuple[Floats, Floats, Floats]:
+        starts = np.cumsum([0, *counts[:-1]])
+        state, activation = (np.add.reduceat(each, starts) for each in (self._state, self._activation))
+        return state, activation, np.maximum.reduceat(self._working, starts)
+
+
+def _key(bounds: Floats) -> tuple[float, float]:
+    """The largest first, then all of them; rounded, so that moves end."""
+    return round(float(bounds.max()), 9), round(float((bounds**2).sum()), 9)
+
+
+@cache
+def _own_stages(ranks: int, stages_per_rank: int, *, is_v: bool) -> Ints:
+    """The stages of each rank."""
+    make = Placement.v if is_v else Placement.loop
+    return np.array(make(ranks, stages_per_rank).stages_of_rank)
+
+
+def _row(found: Estimate, kind: str) -> list[float]:
+    layer = found.by_kind[kind]
+    compute, exchanged = layer.seconds.compute, layer.seconds.all_to_all
+    weights = layer.weights
+    return [
+        compute.forward,
+        compute.input_gradient + compute.weight_gradient,
+        exchanged.forward,
+        exchanged.input_gradient + exchanged.weight_gradient,
+        weights.parameters + weights.gradients + weights.optimizer_state,
+        layer.operations.activation,
+        layer.operations.working,
+        layer.operations.freed_by_input,
+    ]
+
+
+def _fill(until: list[float], stages: int, limit: float) -> LayerCounts | None:
+    """Layers from the first stage on, none above the limit, one at least for each; None if that leaves some."""
+    layers, counts, first = len(until) - 1, [], 0
+    for stage in range(stages):
+        most = layers - (stages - stage - 1)
+        end = min(bisect_right(until, until[first] + limit, first + 1, most + 1) - 1, most)
+        if end == first:
+            return None
+        counts.append(end - first)
+        first = end
+    return tuple(counts) if first == layers else None
+
+
+@dataclass(frozen=True, eq=False)
+class JobConfiguration:
+    """A layout with a shape of families: everything of a job's plan except the order of work."""
+
+    layout: JobLayout
+    shape: FamilyShape
+    stages: EstimatedStages
+    counts: LayerCounts
+    bound: float
+    """Lower bound on the makespan."""
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Stages on ranks."""
+        make = Placement.v if self.shape.is_v else Placement.loop
+        return make(self.layout.pipeline, self.shape.stages_per_rank)
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches of a pipeline."""
+        return self.layout.microbatches
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages of each rank."""
+        return self.shape.stages_per_rank
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Costs of the stages."""
+        return stage_costs(self.stages.estimate, self.placement, self.counts)
+
+    @property
+    def working(self) -> Floats:
+        """Per rank: bytes that a backward needs besides."""
+        return self.stages.working(self.counts, self.placement)
+
+    @property
+    def work(self) -> int:
+        """Number of stages times microbatches."""
+        return self.placement.num_stages * self.microbatches
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a whole step can be simulated."""
+        return 2 * self.work <= _MAX_EXACT_ACTIONS
+
+    def as_run(self, schedule: Schedule) -> Schedule:
+        """Return the schedule as replicas run it: with messages and collectives, if there are replicas."""
+        return lower(schedule) if self.layout.replicas > 1 else schedule
+
+
+@dataclass(frozen=True, eq=False)
+class JobOption(Option):
+    """A layout with an order of work; `seconds` are makespan, reduction of gradients and optimizer step."""
+
+    configuration: JobConfiguration
+    is_exact: bool = False
+    """Whether the whole step was simulated with its messages and collectives, or a shorter one extended."""
+
+    @property
+    def layout(self) -> JobLayout:
+        """Parallel sizes, microbatches and the recomputation of layers."""
+        return self.configuration.layout
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization."""
+        layout, found = self.layout, self.configuration.stages.estimate
+        return found.mfu(self.seconds, layout.microbatches, layout.pipeline)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of each device."""
+        layout, sequence = self.layout, self.configuration.stages.estimate.parallel.sequence
+        tokens = layout.microbatches * layout.microbatch_size * sequence
+        return tokens / self.seconds / (layout.tensor * layout.context * layout.pipeline)
+
+    def __str__(self) -> str:
+        v, level = self.configuration.stages_per_rank, self.layout.recompute_granularity
+        order = f"{self.layout} {self.name}{f' v={v}' if v > 1 else ''}, mbs {self.layout.microbatch_size}"
+        policy = f", {self.memory_policy}" if self.memory_policy else ""
+        return f"{order}, {'no' if level == 'none' else level} recomputation{policy}"
+
+    def to_keys(self) -> dict[str, Any]:
+        """Return the option as values for JSON."""
+        layout = self.layout
+        return {
+            **dict(zip(("tp", "cp", "ep", "pp", "dp"), layout.sizes)),
+            "microbatch_size": layout.microbatch_size,
+            "recompute_granularity": layout.recompute_granularity,
+            **super().to_keys(),
+            "tokens_per_second_per_device": self.tokens_per_second,
+            "mfu": self.mfu,
+            "bound": self.configuration.bound,
+            "exact": self.is_exact,
+        }
+
+
+def exact(option: JobOption) -> JobOption:
+    """Return the option simulated with all microbatches, queues of messages and collectives, if it is short."""
+    configuration = option.configuration
+    if not configuration.is_short:
+        return option
+    timeline = simulate(configuration.as_run(option.schedule), configuration.costs)
+    seconds = timeline.makespan + configuration.costs.optimizer_step
+    return replace(
+        option,
+        memory=float((np.array(timeline.peak_memory) + configuration.working).max()),
+        seconds=seconds,
+        seconds_without_jitter=seconds,
+        makespan=timeline.makespan,
+        bubble=timeline.bubble("makespan"),
+        is_exact=True,
+    )
+
+
+class BuiltSchedule(NamedTuple):
+    """A schedule with what its ranks hold."""
+
+    schedule: Schedule
+    live: list[LiveActivations]
+
+
+def built_schedule(family: str, ranks: int, microbatches: int, stages_per_rank: int) -> BuiltSchedule | None:
+    """Return the schedule of a family; None if it has none for these numbers."""
+    try:
+        schedule = build(family, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    except BuildError:
+        return None
+    return BuiltSchedule(schedule, live_activations(schedule.table))
+
+
+def simulated_without_queues(schedule: Schedule, costs: Costs) -> Timeline:
+    """Simulate messages that take their time but do not queue: families are valid, and this is fast."""
+    total = edge_prices(costs, schedule.graph, "activation").total
+    unqueued = replace(costs, bandwidth=None, latency=tuple(total.tolist()) or 0.0)
+    simulator = Simulator(schedule, unqueued, SendModel.BUFFERED)
+    return Timeline(schedule, unqueued, *simulator.times(simulator.finished_run()))
+
+
+class JobEvaluation(Evaluation[JobRequest, JobOption]):
+    """The options of a job's plan."""
+
+    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 -- those of Evaluation
+        super().__init__(*arguments)
+        self._estimator = Estimator(self.request.config, self.request.device)
+        self.built = cache(built_schedule)
+        self.counts: Counter[str] = Counter()
+        """How many `layouts`; how many configurations `too large`, `evaluated`, `pruned`, `not evaluated`."""
+        self._too_large: dict[JobLayout, None] = {}
+        """Layouts of configurations over the memory limit."""
+        self._over: list[JobOption] = []
+        """Families over the memory limit, which might fit with a memory policy."""
+        self._least_bound = inf
+        self.next_bound = inf
+        """Lower bound of the first configuration that was not evaluated."""
+        self._left = 0
+        """How many layouts and configurations have higher bounds than the last one."""
+        self._simulated = 0
+
+    @property
+    def bound(self) -> float:
+        """Lower bound on the makespan of any configuration that may fit."""
+        return self._least_bound if isfinite(self._least_bound) else 0.0
+
+    def to_keys(self) -> dict[str, Any]:
+        """Return what was left out as values for JSON."""
+        excluded = list(data_sizes(self.request).excluded)
+        return {"counts": dict(self.counts), "excluded_data_parallel_sizes": excluded}
+
+    def offered(self) -> Iterable[JobOption]:
+        """Return the best option of each layout, and the frontier."""
+        return dict.fromkeys((*self.ranked(), *frontier(self.options)))
+
+    def ranked(self) -> list[JobOption]:
+        """Return the best option of each layout, fastest first."""
+        best: dict[tuple[int, ...], JobOption] = {}
+        for option in by_rank(self.options):
+            best.setdefault(option.layout.sizes, option)
+        return list(best.values())
+
+    # --- configurations ------------------------------------------------------------------------------
+
+    def configurations(self) -> Iterator[JobConfiguration]:
+        """Yield configurations by their bounds; those that cannot fit are set aside."""
+        order = count()
+        heap: list[tuple[float, int, tuple[JobLayout, EstimatedStages] | JobConfiguration]] = [
+            (bound, next(order), (layout, stages)) for bound, layout, stages in self._layouts()
+        ]
+        heapify(heap)
+        while heap:
+            _, _, each = heappop(heap)
+            if isinstance(each, JobConfiguration):
+                self._left = len(heap)
+                yield each
+                continue
+            for configuration in self._of_layout(*each):
+                heappush(heap, (configuration.bound, next(order), configuration))
+
+    def _count_too_large(self, layout: JobLayout) -> None:
+        self.counts["too large"] += 1
+        self._too_large[layout] = None
+
+    def _layouts(self) -> Iterator[tuple[float, JobLayout, EstimatedStages]]:
+        """Yield layouts whose weights and optimizer state fit, with a bound for all of their configurations."""
+        for layout in job_layouts(self.request):
+            self.counts["layouts"] += 1
+            stages = EstimatedStages(self._estimator(layout.parallel_config(self.request)))
+            if stages.mean_state(layout.pipeline) > self.request.memory_limit:
+                self._count_too_large(layout)
+            else:
+                hides = layout.expert > 1 and layout.pipeline > 1
+                yield stages.layout_bound(layout.pipeline, layout.microbatches, paired=hides), layout, stages
+
+    def _of_layout(self, layout: JobLayout, stages: EstimatedStages) -> Iterator[JobConfiguration]:
+        for shape in families_by_shape(self.request.families):
+            if layout.pipeline == 1 and (shape.stages_per_rank > 1 or shape.split or shape.paired):
+                continue  # one rank has no bubble
+            if shape.paired and layout.expert == 1:
+                continue  # a pair hides nothing
+            if layout.pipeline * shape.stages_per_rank > self.request.config.layers:
+                continue
+            bound, counts = stages.partition(shape, layout.pipeline, layout.microbatches)
+            if stages.least_memory(counts, shape, layout.pipeline) > self.request.memory_limit:
+                self._count_too_large(layout)
+            else:
+                yield JobConfiguration(layout, shape, stages, counts, bound)
+
+    # --- families ------------------------------------------------------------------------------------
+
+    def evaluate_families(self) -> None:
+        """Evaluate configurations, then the best options exactly."""
+        self.report("bounds")
+        best: dict[tuple[int, ...], float] = {}
+        most = _SIMULATED * self.request.budget
+        for each in self.configurations():
+            ranked, self._least_bound = sorted(best.values()), min(self._least_bound, each.bound)
+            if len(ranked) >= _RANKED and each.bound >= ranked[_RANKED - 1]:
+                self.counts["pruned"] += 1 + self._left
+                break
+            if self._simulated > most:
+                self.counts["not evaluated"] += 1 + self._left
+                self.next_bound = each.bound
+                break
+            if best.get(each.layout.sizes, inf) <= each.bound:
+                self.counts["pruned"] += 1
+                continue
+            self.report("simulating", min(1.0, self._simulated / most))
+            for option in self.options_of(each):
+                self.options.append(option)
+                best[option.layout.sizes] = min(option.seconds, best.get(option.layout.sizes, inf))
+        self._make_exact()
+
+    def options_of(self, each: JobConfiguration) -> Iterator[JobOption]:
+        """Yield the families that fit a configuration, simulated without queues of messages."""
+        for family in families_by_shape(self.request.families)[each.shape]:
+            built = self.built(family, *_lengths(each)[-1], each.stages_per_rank)
+            if built is None:
+                continue
+            memory = each.stages.memory(each.counts, built.live)
+            if memory > self.request.memory_limit:  # more microbatches do not need less
+                self._count_too_large(each.layout)
+                self._over.append(JobOption(family, each, None, memory, inf, inf, inf, 0.0))
+                continue
+            self.counts["evaluated"] += 1
+            makespan, memory, busy = self._extended(family, each)
+            seconds = makespan + each.costs.optimizer_step + _last_reduction(each.costs, each.placement)
+            yield JobOption(family, each, None, memory, seconds, seconds, makespan, 1 - busy / makespan)
+
+    def _extended(self, family: str, each: JobConfiguration) -> tuple[float, float, float]:
+        """Return makespan, memory and busy seconds of the mean rank, extended from fewer microbatches."""
+        runs, lengths = [], _lengths(each)
+        for ranks, number in lengths:
+            built = self.built(family, ranks, number, each.stages_per_rank)
+            assert built is not None, "a family that has a longer step has a shorter one"
+            self._simulated += built.schedule.num_steps
+            timeline = simulated_without_queues(built.schedule, each.costs)
+            memory = each.stages.memory(each.counts, built.live)
+            runs.append((timeline.makespan, memory, sum(timeline.busy) / ranks))
+        if len(runs) == 1:
+            return runs[0]
+        ranks, short = lengths[-1]
+        rounds = (each.microbatches - short) / ranks
+        makespan, memory, busy = (y + rounds * (y - x) for x, y in zip(*runs))
+        return max(makespan, each.bound), memory, busy
+
+    def _make_exact(self) -> None:
+        """Simulate the frontier with all that is known, and the best options until they stay the best."""
+        done = 0
+        waiting = [*frontier(self.options)[:_EXACT_FRONTIER], *self.ranked()[:_RANKED]]
+        while waiting and done < _MAX_EXACT:
+            for option in dict.fromkeys(waiting):
+                self.report(f"exactly {option.layout}", done / _MAX_EXACT)
+                self.options[self.options.index(option)] = exact(option)
+                done += 1
+            self.options = [each for each in self.options if each.memory <= self.request.memory_limit]
+            best = self.ranked()[:_RANKED]
+            waiting = [each for each in best if not each.is_exact and each.configuration.is_short]
+
+    def seconds_of(self, schedule: Schedule, option: JobOption) -> float:
+        """Return the seconds of an order in the configuration of an option, without jitter."""
+        configuration = option.configuration
+        timeline = simulate(configuration.as_run(schedule), configuration.costs)
+        return timeline.makespan + configuration.costs.optimizer_step
+
+    # --- memory policies -----------------------------------------------------------------------------
+
+    def evaluate_memory_policies(self) -> None:
+        """Recompute stages or offload activations in orders with low bounds that exceed the memory limit."""
+        self._try_policies(recompute=self.request.recompute, offload=self.request.offload)
+
+    def _try_policies(self, *, recompute: bool, offload: bool) -> None:
+        if not (recompute or offload):
+            return
+        least: dict[object, JobOption] = {}  # of each layout and placement the order with the least excess
+        for each in sorted(self._over, key=lambda each: each.memory):
+            if each.memory <= _MAX_MEMORY_FACTOR * self.request.memory_limit and each.configuration.is_short:
+                least.setdefault((each.layout, each.configuration.placement), each)
+        for tried, plain in enumerate(sorted(least.values(), key=lambda each: each.configuration.bound)):
+            best = min((each.seconds for each in self.options), default=inf)
+            most = _POLICIES * max(1.0, self.request.budget) * (1 if self.options else _MORE_IF_NONE_FITS)
+            if plain.configuration.bound >= best or tried >= most:
+                return
+            self.report(f"memory policies in {plain.layout}", min(1.0, tried / most))
+            for schedule in self._with_policies(plain, recompute=recompute, offload=offload):
+                self._add(plain, schedule, schedule.name)
+
+    def _with_policies(self, plain: JobOption, *, recompute: bool, offload: bool) -> Iterator[Schedule]:
+        """Yield the order with what it needs to fit, and the families that offload by themselves."""
+        configuration = plain.configuration
+        fit = FitMemory(self._limit(configuration), configuration.costs, recompute=recompute, offload=offload)
+        fitted = fit.fitted_simply(plain.schedule)
+        if fitted is not None:
+            yield fitted.schedule
+        if offload and not self.request.families:
+            yield from offloading_schedules(configuration.placement, configuration.microbatches)
+
+    def _limit(self, configuration: JobConfiguration) -> float:
+        """Return the memory limit without working memory."""
+        return self.request.memory_limit - float(configuration.working.max())
+
+    def _add(self, option: JobOption, schedule: Schedule, name: str) -> None:
+        """Add the option with this order if it fits and is not dominated by another of its layout."""
+        made = exact(replace(option, name=name, order=schedule))
+        same = [each for each in self.options if each.layout.sizes == made.layout.sizes]
+        dominated = any(each.seconds <= made.seconds and each.memory <= made.memory for each in same)
+        if made.memory <= self.request.memory_limit and not dominated:
+            self.options.append(made)
+
+    # --- searched orders -----------------------------------------------------------------------------
+
+    def search_orders(self) -> None:
+        """Search orders for the best layouts, as far as these are not too large."""
+        if not self.request.search or self.request.families:
+            return
+
+        def can_search(option: JobOption) -> bool:
+            is_small = 3 * option.configuration.work <= _MAX_SEARCHED_ACTIONS
+            return is_small and option.is_exact and option.layout.pipeline > 1
+
+        for option in [each for each in self.ranked() if can_search(each)][:_SEARCHED]:
+            best = min(each.seconds for each in self.options)
+            if option.configuration.bound < best and option.seconds < 1.05 * best:
+                self._search(option)
+
+    def _search(self, option: JobOption) -> None:
+        configuration, layout = option.configuration, option.layout
+
+        def on_progress(now: Progress) -> None:
+            self.report(f"searching {layout}", now.fraction, now.best + configuration.costs.optimizer_step)
+
+        try:
+            result = self.searcher(
+                ranks=layout.pipeline,
+                microbatches=layout.microbatches,
+                costs=replace(configuration.costs, optimizer_step=0.0),
+                placement=configuration.placement,
+                stages_per_rank=configuration.stages_per_rank,
+                memory_limit=self._limit(configuration),
+                moves=int(_SEARCH_MOVES * self.request.budget / (3 * configuration.work)),
+                seed=self.request.seed,
+                on_progress=on_progress,
+            )
+        except SearchError:  # no order fits without a memory policy
+            return
+        self._add(option, result.schedule, "searched")
+        if result.interrupted:
+            raise KeyboardInterrupt
+
+    # --- jitter --------------------------------------------------------------------------------------
+
+    def options_for_jitter(self) -> tuple[list[JobOption], list[JobOption]]:
+        """Return the best options and the frontier."""
+        best = [each for each in self.ranked() if each.is_exact][:_WITH_JITTER]
+        front = [each for each in frontier(self.options) if each.is_exact]
+        return list(dict.fromkeys((*best, *front))), []
+
+    def quantile(self, option: JobOption) -> float:
+        """Return the quantile of an option's seconds under jitter: of the slowest replica."""
+        request, configuration = self.request, option.configuration
+        assert request.jitter is not None
+        schedule = configuration.as_run(option.schedule)
+        runs = int(min(_MAX_RUNS, max(_MIN_RUNS, _JITTER_ACTIONS * request.budget / schedule.num_steps)))
+        spread = simulate_with_jitter(
+            schedule, configuration.costs, jitter=request.jitter, runs=runs, seed=request.seed
+        )
+        seconds = slowest(spread, option.layout.replicas, request.quantile)
+        return seconds + configuration.costs.optimizer_step
+
+    # --- nothing fits --------------------------------------------------------------------------------
+
+    def why_no_option(self) -> Message:
+        """Return why there is no option, and the smallest change that would fit."""
+        request = self.request
+        if not self.counts["layouts"]:
+            return _no_layout(request)
+        needs = [(*_memory_of_1f1b(request, self._estimator, layout), layout) for layout in self._too_large]
+        least, state, layout = min(needs, key=lambda each: each[0])
+        fitting = [*self._fitting_policies(), *_fitting_changes(request, least)]
+        advice = Message("give devices with more memory")
+        if fitting:
+            advice = Message("what would fit: ", Message.join(", or ", fitting[:3]))
+        limit = f"{bytes_text(request.memory_limit)} each ({request.limit_share})"
+        devices = f"{request.devices} {request.device.name} with {limit}"
+        return Message(
+            f"{request.config.name} fits no layout of {devices}: the smallest, {layout} with 1F1B and "
+            f"{layout.recompute_granularity} recomputation, needs {bytes_text(least)}, of which up to "
+            f"{bytes_text(state)} for weights, gradients and optimizer state; ",
+            advice,
+        )
+
+    def _fitting_policies(self) -> Iterator[Message]:
+        """Yield memory policies with which something fits, unless one was tried already."""
+        if self.request.recompute or self.request.offload:
+            return
+        for name in POLICY_KINDS:
+            self._try_policies(recompute=name == "recompute", offload=name == "offload")
+            if self.options:
+                best = min(each.seconds for each in self.options)
+                yield Message(Parameter(name, value=True), f" ({seconds_text(best)} per step)")
+                self.options = []
+
+
+def _lengths(each: JobConfiguration) -> list[tuple[int, int]]:
+    """Return ranks and microbatches of what is simulated: all, or a shorter step and one a round shorter."""
+    ranks, m = each.layout.pipeline, each.microbatches
+    short = min(m, (_ROUNDS - 1) * ranks + m % ranks + ranks)
+    return [(ranks, short)] if short == m else [(ranks, short - ranks), (ranks, short)]
+
+
+def _last_reduction(costs: Costs, placement: Placement) -> float:
+    """Return seconds of the reductions that nothing hides: of the stage that each rank finishes last."""
+    seconds = costs.per_stage("reduce_grad", placement.num_stages)
+    return max(seconds[own[0]] for own in placement.stages_of_rank)
+
+
+def slowest(spread: Spread, replicas: int, quantile: float) -> float:
+    """Return the quantile of the slowest of so many pipelines that vary independently: a step waits for it.
+
+    One pipeline stays below it in a share q of steps, all of them in q to the power of their number. What is
+    beyond the simulated runs is the tail of a normal distribution with their mean and deviation.
+    """
+    one = quantile ** (1 / replicas)
+    runs = len(spread.makespans)
+    if one <= 1 - 1 / runs:
+        return spread.quantile(one)
+    deviation = float(spread.makespans.std(ddof=1))
+    tail = NormalDist(spread.mean, deviation).inv_cdf(min(one, 1 - 1e-12)) if deviation else spread.mean
+    return max(tail, float(spread.makespans[-1]))
+
+
+def _memory_of_1f1b(request: JobRequest, estimator: Estimator, layout: JobLayout) -> tuple[float, float]:
+    """Return the bytes of 1F1B on the rank with the most, and the most of weights and optimizer state."""
+    stages = EstimatedStages(estimator(layout.parallel_config(request)))
+    counts = stages.counts(layout.pipeline)
+    return stages.memory_of_1f1b(counts, layout.microbatches), stages.state_of(counts)
+
+
+def _fitting_changes(request: JobRequest, least: float) -> Iterator[Message]:
+    """Yield parameters with which 1F1B fits, the smallest number of devices last."""
+    changes: dict[str, object] = {}
+    if (request.microbatch_size or 1) > 1:
+        changes["microbatch_size"] = 1
+    if request.recompute_granularity not in {None, "full"}:
+        changes["recompute_granularity"] = "full"
+    if request.zero < _MAX_ZERO_STAGE:
+        changes["zero"] = _MAX_ZERO_STAGE
+    for name, value in changes.items():
+        if _fits(request, {name: value}):
+            instead = f" instead of {request.zero}" if name == "zero" else ""
+            yield Message(Parameter(name, value), instead)
+    if request.memory_limit < least <= request.device.memory_bytes:
+        yield Message(Parameter("memory_limit", f"{ceil(least / 1e8) / 10:g}GB"))
+    more = (n * request.devices for n in (2, 4, 8, 16, 32))
+    fitting = (n for n in more if _fits(request, {"devices": n}))
+    yield from (Message(Parameter("devices", n)) for n in islice(fitting, 1))
+
+
+def _fits(request: JobRequest, change: dict[str, Any]) -> bool:
+    """Whether 1F1B fits some layout after a change."""
+    changed: JobRequest = replace(request, **change)
+    estimator = Estimator(changed.config, changed.device)
+    return any(
+        _memory_of_1f1b(changed, estimator, layout)[0] <= changed.memory_limit
+        for layout in job_layouts(changed)
+    )
+
+
+def _no_layout(request: JobRequest) -> Message:
+    """Return that no division of the devices divides everything else."""
+    batch = Parameter("batch", request.batch)
+    if larger := max(data_sizes(request).nearest_batches, default=0):
+        return Message(
+            *(batch, f" cannot be divided over {plural(request.devices, 'device')}"),
+            ": no data parallel size divides both with the given sizes; the next that works is ",
+            Parameter("batch", larger),
+        )
+    return Message(
+        *(
+            Parameter("devices", request.devices),
+            f" cannot be divided for {request.config.name}, ",
+            batch,
+            ": ",
+        ),
+        f"tensor parallel sizes divide {plural(request.config.attention.heads, 'head')}, pipeline sizes are "
+        f"up to {plural(request.config.layers, 'block')}, data parallel sizes divide the batch; try a power "
+        "of two",
+    )
