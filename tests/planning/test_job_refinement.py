@@ -1,4 +1,4 @@
-"""Promises of a refined job's plan: memory policies, searched orders, jitter, collectives of replicas, Ctrl-C."""
+"""Promises of a refined job plan: memory policies, searched orders, jitter, collectives of replicas, Ctrl-C."""
 
 from __future__ import annotations
 
