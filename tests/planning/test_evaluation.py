@@ -21,13 +21,13 @@ def test_pruned_orders_can_neither_win_nor_be_on_the_frontier() -> None:
 @pytest.mark.full
 def test_orders_that_exceed_the_limit_are_listed_with_their_memory() -> None:
     free, tight = quick_plan(decoder(10)), quick_plan(decoder(10), memory_limit=150)
-    assert not free.too_large
-    assert tight.too_large
-    assert all(rejected.memory > 150 for rejected in tight.too_large)
-    assert [rejected.memory for rejected in tight.too_large] == sorted(
-        rejected.memory for rejected in tight.too_large
+    assert not free.evaluation.too_large
+    assert tight.evaluation.too_large
+    assert all(rejected.memory > 150 for rejected in tight.evaluation.too_large)
+    assert [rejected.memory for rejected in tight.evaluation.too_large] == sorted(
+        rejected.memory for rejected in tight.evaluation.too_large
     )
-    assert {"gpipe"} <= {rejected.name for rejected in tight.too_large}
+    assert {"gpipe"} <= {rejected.name for rejected in tight.evaluation.too_large}
 
 
 def test_if_nothing_fits_the_error_names_the_smallest_order() -> None:

@@ -95,7 +95,6 @@ def test_options_fit_and_are_sorted(made: JobPlan) -> None:
     assert max(each.memory for each in made.options) <= 12e9
     assert made.best.is_exact
     assert made.bound <= made.best.makespan
-    assert isinstance(made.evaluation, JobEvaluation)
     ranking = made.evaluation.ranked()
     assert set(ranking) <= set(made.options)
     assert len({each.layout.sizes for each in ranking}) == len(ranking)
@@ -198,5 +197,4 @@ def test_published_layouts_are_among_the_best_ten(name: str) -> None:
     asked, sizes = PUBLISHED[name]
     chosen = device(asked.get("device", "h100"))
     made = plan(request(**{**asked, "config": config(name), "device": chosen}))
-    assert isinstance(made.evaluation, JobEvaluation)
     assert sizes in [each.layout.sizes for each in made.evaluation.ranked()[:10]]

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeAlias, cast
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -49,8 +49,6 @@ from penstock.planning import JobRequest, PlanRequest, read_model
 from penstock.planning import plan as make_plan
 from penstock.planning.explanation import Explanation, explain
 from penstock.planning.job import data_sizes
-from penstock.planning.job_evaluation import JobEvaluation
-from penstock.planning.layer_evaluation import LayerEvaluation
 from penstock.planning.planner import JobPlan, LayerPlan
 from penstock.view.frontier import frontier_picture, frontier_text
 from penstock.view.tables import plan_table
@@ -381,7 +379,7 @@ def _policy_notes(made: LayerPlan | JobPlan) -> Iterator[str]:
 def _layer_notes(made: LayerPlan) -> Iterator[str]:
     """Yield the best plan in full, and what was left out."""
     best, request, units = made.best, made.request, made.units
-    left_out = cast("LayerEvaluation", made.evaluation)
+    left_out = made.evaluation
     counts = list(best.configuration.counts)
     cut = f"layers per stage {counts}" if made.layout is None else f"layout {made.layout}"
     extra = best.configuration.costs.optimizer_step
@@ -413,7 +411,7 @@ def _job_notes(made: JobPlan, top: int, *, explained: bool) -> Iterator[str]:
 
     The table has the first `top` options.
     """
-    request, left_out = made.request, cast("JobEvaluation", made.evaluation)
+    request, left_out = made.request, made.evaluation
     counts = left_out.counts
     yield "tokens/s: of each device; m: microbatches of a pipeline; v: stages per rank; time: of a whole step"
     if request.jitter is not None:

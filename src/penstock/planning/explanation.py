@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 from penstock.arguments import plural
 from penstock.cost.costs import Costs
@@ -22,7 +22,6 @@ from penstock.planning.evaluation import Option
 from penstock.planning.job import JobRequest, data_sizes
 from penstock.planning.job_evaluation import EstimatedStages, JobOption, exact
 from penstock.planning.layer_evaluation import (
-    LayerEvaluation,
     quantile_seconds,
     simulated_seconds,
     training_schedules,
@@ -119,7 +118,7 @@ def _memory_of_layers(made: LayerPlan) -> Iterator[str]:
         text += f"; the fastest option with less memory, {other}, "
         text += f"needs {units.memory(other.memory)} and takes {_longer(other, best):.2%} longer"
     yield text
-    too_large = cast("LayerEvaluation", made.evaluation).too_large
+    too_large = made.evaluation.too_large
     if faster := [each for each in too_large if each.bound < best.seconds_without_jitter]:
         count = f"{len(faster)} of {plural(len(too_large), 'order')} over the memory limit might be faster"
         yield f"{count}; the smallest of them, {faster[0]}, needs {units.memory(faster[0].memory)}"

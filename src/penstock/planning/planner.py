@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, overload
+from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 from penstock.cost.costs import Costs
 from penstock.cost.units import Units
@@ -23,9 +23,11 @@ from penstock.planning.model import Model
 from penstock.search import OnProgress, search
 from penstock.search.passes import without_memory_actions
 
+E = TypeVar("E", bound=Evaluation[Any, Any])
+
 
 @dataclass(frozen=True, eq=False)
-class Plan(Displayed, Generic[R, O]):
+class Plan(Displayed, Generic[R, O, E]):
     """The options that fit, ranked; `evaluation` has what was left out."""
 
     request: R
@@ -33,7 +35,7 @@ class Plan(Displayed, Generic[R, O]):
     """Fastest first; among equals the one with the least memory. Of a job: the best option of each layout, and
     the frontier.
     """
-    evaluation: Evaluation[R, O] = field(repr=False)
+    evaluation: E = field(repr=False)
     interrupted: bool = False
     """Whether Ctrl-C ended it with the best so far."""
 
@@ -121,8 +123,8 @@ class Plan(Displayed, Generic[R, O]):
 
 _POLICY_CLASSES = ("none", *POLICY_KINDS, "both")
 
-LayerPlan: TypeAlias = Plan[PlanRequest, LayerOption]
-JobPlan: TypeAlias = Plan[JobRequest, JobOption]
+LayerPlan: TypeAlias = Plan[PlanRequest, LayerOption, LayerEvaluation]
+JobPlan: TypeAlias = Plan[JobRequest, JobOption, JobEvaluation]
 
 
 @overload
@@ -165,7 +167,7 @@ def plan(
     return _planned(LayerEvaluation(request, on_progress, searcher or search))
 
 
-def _planned(evaluation: Evaluation[R, O]) -> Plan[R, O]:
+def _planned(evaluation: Evaluation[R, O]) -> Plan[R, O, Any]:
     request, interrupted = evaluation.request, False
     try:
         evaluation.evaluate_families()

@@ -29,7 +29,7 @@ from penstock.view.svg import svg_of
 #         35 GiB                         41 GiB
 
 
-AnyPlan: TypeAlias = Plan[Any, Any]
+AnyPlan: TypeAlias = Plan[Any, Any, Any]
 
 _ROWS = 11
 

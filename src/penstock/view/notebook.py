@@ -95,7 +95,7 @@ def _(value: SearchResult) -> str:
 
 
 @notebook_html.register(Plan)
-def _(value: Plan[Any, Any]) -> str:
+def _(value: Plan[Any, Any, Any]) -> str:
     more = len(value.options) - _MAX_OPTIONS
     rest = _line(f"and {more} more: .to_rows() has all") if more > 0 else ""
     title, picture_of_plan = _line(value.request.title), _image(frontier_picture(value))
