@@ -20,8 +20,7 @@ import pytest
 
 import penstock
 import penstock.runtime
-from penstock.cli import main
-from penstock.cli.commands import SUMMARIES, load_command
+from penstock.cli import SUMMARIES, load_command, main
 from penstock.families import registry
 from tests.support.command_line import SLOW_COMMANDS
 from tests.support.grids import small

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.cli.commands import SUMMARIES, load_command
+from penstock.cli import SUMMARIES, load_command
 from tests.support.command_line import SLOW_COMMANDS, Run, write_example_files
 from tests.support.grids import small
 

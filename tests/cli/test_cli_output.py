@@ -14,7 +14,7 @@ from types import MappingProxyType
 import pytest
 
 import penstock
-from penstock.cli.commands import SUMMARIES
+from penstock.cli import SUMMARIES
 from tests.support.command_line import (
     COLOUR_VARIABLES,
     EXECUTABLE,

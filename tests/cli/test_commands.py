@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.cli.commands import SUMMARIES, load_command
+from penstock.cli import SUMMARIES, load_command
 from tests.support.command_line import Run
 
 
@@ -39,7 +39,6 @@ finally:
         "penstock",
         "penstock.arguments",
         "penstock.cli",
-        "penstock.cli.commands",
         "penstock.cli.usage_errors",
         "penstock.errors",
     }
@@ -48,6 +47,6 @@ finally:
 
 @pytest.mark.parametrize("command", ["list", "check", "show", "simulate", "compare"])
 def test_a_command_loads_no_compiler_no_solver_and_no_torch(command: str) -> None:
-    code = f"import sys, penstock.cli.commands as cli; cli.load_command({command!r}); print(*sys.modules)"
+    code = f"import sys, penstock.cli as cli; cli.load_command({command!r}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)  # noqa: S603
     assert not set(done.stdout.split()) & {"scipy", "numba", "ortools", "torch"}

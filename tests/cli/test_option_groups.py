@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
-from penstock.cli.commands import with_groups_expanded
+from penstock.cli import with_groups_expanded
 
 
 @dataclass(frozen=True)
