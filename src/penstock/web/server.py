@@ -10,8 +10,9 @@ import webbrowser
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -65,13 +66,9 @@ class Access:
         public = {urlsplit(origin).netloc for origin in self.origins}
         if self.loopback and name not in LOOPBACK and host not in public:
             return f"this server is for {', '.join(sorted(LOOPBACK))} (asked for {host})"
-        origin = headers.get("origin")
-        if origin is not None and origin not in self.origins and urlsplit(origin).netloc != host:
-            return "requests from other sites are refused"
-        if (
-            headers.get("sec-fetch-site") in ("cross-site", "same-site")
-            and headers.get("sec-fetch-mode") != "navigate"
-        ):
+        origin, fetched = headers.get("origin"), headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        other = origin is not None and origin not in self.origins and urlsplit(origin).netloc != host
+        if other or (fetched and headers.get("sec-fetch-mode") != "navigate"):
             return "requests from other sites are refused"
         return None
 
@@ -94,20 +91,18 @@ class AccessMiddleware:
             await send(message)
 
         problem = self.access.problem(Headers(scope=scope))
-        if problem is None:
-            await self.app(scope, receive, send_with_headers)
-            return
-        body = json.dumps({"error": problem}).encode()
-        headers = [(b"content-type", b"application/json")]
-        await send_with_headers({"type": "http.response.start", "status": 403, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        answer = self.app if problem is None else _error(403, problem)
+        await answer(scope, receive, send_with_headers)
 
 
 # The web server: the page, its scripts, and a route for every request of the API.
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_STATUS = {"result": 200, "error": 422, "memory": 413, "failure": 500}
+_JSON = "application/json"
+_STATUS = {"error": 422, "memory": 413, "failure": 500}
 _UPLOADS = ("csv", "json")
+_STREAMED = ("pareto", "search")
+_BUSY = "too many requests at once; try again"
 
 
 def create_app(
@@ -122,27 +117,19 @@ def create_app(
         yield
         workers.close()
 
-    routes = [Route("/", _file("index.html")), Route("/api/catalogue", _catalogue(read_only=read_only))]
-    routes += [Route(f"/page/{name}", _file(name)) for name in page_files() if name != "index.html"]
-    routes += [
-        Route("/page/timelines.js", _text(f"export {drawing_script()}\n", ".js")),
-        Route("/page/timelines.css", _text(style_sheet(), ".css")),
-    ]
-    routes += [
-        Route(f"/api/{name}", _endpoint(name, workers, read_only=read_only), methods=["POST"])
-        for name in REQUESTS
-        if name != "pareto"
-    ]
-    routes += [
-        Route("/api/pareto", _pareto(workers, read_only=read_only), methods=["POST"]),
-        Route("/api/search", _search(workers, read_only=read_only), methods=["POST"]),
-    ]
+    known = json.dumps(catalogue() | {"version": __version__, "read_only": read_only})
+    folder = files("penstock.web").joinpath("page")
+    page = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in page_files()}
+    page |= {"timelines.js": f"export {drawing_script()}\n", "timelines.css": style_sheet()}
+    routes = [Route("/", _static(page.pop("index.html"), ".html")), Route("/api/catalogue", _static(known, ""))]
+    routes += [Route(f"/page/{name}", _static(text, Path(name).suffix)) for name, text in page.items()]
+    api = _Api(workers, read_only)
+    for name in {*REQUESTS, *_STREAMED}:
+        endpoint = partial(api.stream if name in _STREAMED else api.answer, name)
+        routes.append(Route(f"/api/{name}", endpoint, methods=["POST"]))
     middleware = [Middleware(AccessMiddleware, access=access or Access())]
     handlers: dict[Any, Any] = {_Refused: _refusal}
     return Starlette(routes=routes, lifespan=lifespan, middleware=middleware, exception_handlers=handlers)
-
-
-# --- files -----------------------------------------------------------------------------------------
 
 
 @cache
@@ -152,24 +139,9 @@ def page_files() -> tuple[str, ...]:
     return tuple(sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(tuple(_TYPES))))
 
 
-def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
-    return _text(
-        files("penstock.web").joinpath("page", name).read_text(encoding="utf-8"), f".{name.rsplit('.', 1)[1]}"
-    )
-
-
-def _text(text: str, suffix: str) -> Callable[[Request], Awaitable[Response]]:
+def _static(text: str, suffix: str) -> Callable[[Request], Awaitable[Response]]:
     async def serve(_: Request) -> Response:
-        return Response(text, media_type=_TYPES[suffix], headers={"Cache-Control": "no-cache"})
-
-    return serve
-
-
-def _catalogue(*, read_only: bool) -> Callable[[Request], Awaitable[Response]]:
-    answer = json.dumps(catalogue() | {"version": __version__, "read_only": read_only})
-
-    async def serve(_: Request) -> Response:
-        return Response(answer, media_type="application/json")
+        return Response(text, media_type=_TYPES.get(suffix, _JSON), headers={"Cache-Control": "no-cache"})
 
     return serve
 
@@ -178,7 +150,7 @@ def _catalogue(*, read_only: bool) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _error(status: int, message: str) -> Response:
-    return Response(json.dumps({"error": message}), status, media_type="application/json")
+    return Response(json.dumps({"error": message}), status, media_type=_JSON)
 
 
 class _Refused(Exception):  # noqa: N818 -- an answer
@@ -190,9 +162,9 @@ async def _refusal(_: Request, refused: _Refused) -> Response:
     return refused.response
 
 
-async def _document(request: Request, limit: Limit, *, read_only: bool = False) -> Any:  # noqa: ANN401 -- JSON
+async def _document(request: Request, limit: Limit, *, read_only: bool) -> Any:  # noqa: ANN401 -- JSON
     """The body as JSON, if it is not too large, and with `read_only` only if it has no files."""
-    if request.headers.get("content-type", "").split(";")[0] != "application/json":
+    if request.headers.get("content-type", "").split(";")[0] != _JSON:
         raise _Refused(415, "send application/json")
     body = bytearray()
     async for part in request.stream():
@@ -203,8 +175,8 @@ async def _document(request: Request, limit: Limit, *, read_only: bool = False) 
         document = json.loads(bytes(body), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise _Refused(400, "the request is not valid JSON") from None
-    if read_only:
-        _check_read_only(document)
+    if read_only and _has_files(document):
+        raise _Refused(403, "this playground is read-only: it takes no files")
     return document
 
 
@@ -212,45 +184,12 @@ def _no_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def _check_read_only(document: object) -> None:
-    given = document.get("schedules") if isinstance(document, dict) else None
-    sources = given if isinstance(given, list) else []
-    uploads = isinstance(document, dict) and "files" in document
-    if uploads or any(
-        isinstance(source, dict) and any(key in source for key in _UPLOADS) for source in sources
-    ):
-        raise _Refused(403, "this playground is read-only: it takes no files")
-
-
-def _endpoint(name: str, pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitable[Response]]:
-    limit = LIMITS.get(name, Limit())
-
-    async def serve(request: Request) -> Response:
-        document = await _document(request, limit, read_only=read_only)
-        answering = asyncio.ensure_future(pool.ask(name, document))
-        leaving = asyncio.ensure_future(_until_disconnected(request))
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                return Response(status_code=499)  # nobody reads it
-            return _response(answering.result())
-        except TooLong:
-            return _error(
-                503, f"this takes more than {limit.seconds:g} s here; make it smaller, or use the command line"
-            )
-        except Busy:
-            return _error(503, "too many requests at once; try again")
-        finally:
-            leaving.cancel()
-            answering.cancel()
-
-    return serve
-
-
-def _response(reply: Reply) -> Response:
-    if reply.kind == "result":
-        return Response(reply.text, media_type="application/json")
-    return _error(_STATUS[reply.kind], _message(reply))
+def _has_files(document: object) -> bool:
+    if not isinstance(document, dict):
+        return False
+    given = document.get("schedules")
+    sources = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    return "files" in document or any(key in source for source in sources for key in _UPLOADS)
 
 
 def _message(reply: Reply) -> str:
@@ -262,76 +201,87 @@ def _message(reply: Reply) -> str:
     return reply.text
 
 
-async def _until_disconnected(request: Request) -> None:
-    """Wait until the client is gone; its body has been read."""
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            return
+def _late(limit: Limit) -> str:
+    return f"this takes more than {limit.seconds:g} s here; make it smaller, or use the command line"
 
 
-def _pareto(pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitable[Response]]:
-    """A stream of lines of JSON: the points so far, and at the end all of them."""
+@dataclass(frozen=True)
+class _Api:
+    """The endpoints of requests, each computed by a worker."""
 
-    async def serve(request: Request) -> Response:
-        document = await _document(request, LIMITS["pareto"], read_only=read_only)
-        return _streamed(_lines(pool, "pareto", document))
+    pool: WorkerPool
+    read_only: bool
+    searches: dict[str, asyncio.Event] = field(default_factory=dict)
+    """The events that stop running searches, by the id that the page gave."""
 
-    return serve
+    async def answer(self, name: str, request: Request) -> Response:
+        """Answer at once, unless the client leaves."""
+        limit = LIMITS.get(name, Limit())
+        document = await _document(request, limit, read_only=self.read_only)
+        answering = asyncio.ensure_future(self.pool.ask(name, document))
+        leaving = asyncio.ensure_future(_until_disconnected(request))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                return Response(status_code=499)  # nobody reads it
+            reply = answering.result()
+        except TooLong:
+            return _error(503, _late(limit))
+        except Busy:
+            return _error(503, _BUSY)
+        finally:
+            leaving.cancel()
+            answering.cancel()
+        if reply.kind == "result":
+            return Response(reply.text, media_type=_JSON)
+        return _error(_STATUS[reply.kind], _message(reply))
 
+    async def stream(self, name: str, request: Request) -> Response:
+        """Answer with lines of JSON: progress, and at the end the result.
 
-def _streamed(lines: AsyncIterator[str]) -> Response:
-    return StreamingResponse(lines, media_type="application/x-ndjson")
-
-
-def _search(pool: WorkerPool, *, read_only: bool) -> Callable[[Request], Awaitable[Response]]:
-    """A stream of lines of JSON; closing it early, or `{"stop": id}`, ends the search."""
-    running: dict[str, asyncio.Event] = {}
-
-    async def serve(request: Request) -> Response:
-        if read_only:
+        Closing a search early, or `{"stop": id}`, ends it.
+        """
+        if self.read_only and name == "search":
             return _error(403, "this playground is read-only: it runs no searches")
-        document = await _document(request, LIMITS["search"])
-        if isinstance(document, dict) and set(document) == {"stop"}:
-            if (stop := running.get(str(document["stop"]))) is not None:
-                stop.set()
-            return Response("{}", media_type="application/json")
-        key = str(document.pop("id", "")) if isinstance(document, dict) else ""
-        return _streamed(_lines(pool, "search", document, running, key))
+        document = await _document(request, LIMITS[name], read_only=self.read_only)
+        key = ""
+        if name == "search" and isinstance(document, dict):
+            if set(document) == {"stop"}:
+                if (stop := self.searches.get(str(document["stop"]))) is not None:
+                    stop.set()
+                return Response("{}", media_type=_JSON)
+            key = str(document.pop("id", ""))
+        return StreamingResponse(self._lines(name, document, key), media_type="application/x-ndjson")
 
-    return serve
+    async def _lines(self, name: str, document: object, key: str) -> AsyncIterator[str]:
+        stop = asyncio.Event() if name == "search" else None
+        if stop is not None:
+            self.searches[key] = stop
+        replies = self.pool.stream(name, document, stop)
+        try:
+            async for reply in replies:
+                if reply.kind in ("result", "progress"):
+                    yield f'{{"{reply.kind}":{reply.text}}}\n'
+                else:
+                    yield _error_line(_message(reply))
+        except TooLong:
+            yield _error_line(_late(LIMITS[name]))
+        except Busy:
+            yield _error_line(_BUSY)
+        finally:
+            if stop is not None:
+                self.searches.pop(key, None)
+            await replies.aclose()  # type: ignore[attr-defined]  # an async generator
 
 
 def _error_line(message: str) -> str:
     return json.dumps({"error": message}) + "\n"
 
 
-async def _lines(
-    pool: WorkerPool,
-    name: str,
-    document: object,
-    running: dict[str, asyncio.Event] | None = None,
-    key: str = "",
-) -> AsyncIterator[str]:
-    """The replies of a worker; with `running`, setting the event of `key` there stops it."""
-    stop: asyncio.Event | None = None
-    if running is not None:
-        stop = running[key] = asyncio.Event()
-    stream = pool.stream(name, document, stop)
-    try:
-        async for reply in stream:
-            if reply.kind in ("result", "progress"):
-                yield f'{{"{reply.kind}":{reply.text}}}\n'
-            else:
-                yield _error_line(_message(reply))
-    except TooLong:
-        yield _error_line(f"this takes more than {LIMITS[name].seconds:g} s here; make it smaller")
-    except Busy:
-        yield _error_line("too many requests at once; try again")
-    finally:
-        if running is not None:
-            running.pop(key, None)
-        await stream.aclose()  # type: ignore[attr-defined]  # an async generator
+async def _until_disconnected(request: Request) -> None:
+    """Wait until the client is gone; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 # Starts the server and opens the browser.

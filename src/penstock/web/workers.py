@@ -34,24 +34,21 @@ STOPPED_EARLY = "stopped before a schedule was found"
 """The error of a search that the user stops too early."""
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """A part of the answer of a worker: JSON text, or an error of the request."""
 
     kind: str
     """`result`, `progress`, `error` (of the user), `memory`, `failure` (ours)."""
     text: str
 
+    def send(self, connection: Connection) -> None:
+        """Send it from the worker to the server."""
+        connection.send_bytes("\n".join(self).encode())
+
     @classmethod
     def of_bytes(cls, sent: bytes) -> Reply:
-        """What `send_reply` sent."""
-        kind, _, text = sent.decode().partition("\n")
-        return cls(kind, text)
-
-
-def send_reply(connection: Connection, kind: str, text: str) -> None:
-    """Send a reply from the worker to the server."""
-    connection.send_bytes(f"{kind}\n{text}".encode())
+        """Return what `send` sent."""
+        return cls(*sent.decode().split("\n", 1))
 
 
 # A worker process: takes requests from a pipe, computes them within a memory limit, answers with JSON.
@@ -79,10 +76,14 @@ LIMITS = {
 """By the name of the request."""
 
 
-def serve_requests(connection: Connection) -> None:
-    """Answer until the other end is closed."""
+def _begin_child() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the server ends this process
     threading.Thread(target=end_with_parent, args=(0,), daemon=True).start()
+
+
+def serve_requests(connection: Connection) -> None:
+    """Answer until the other end is closed."""
+    _begin_child()
     while True:
         try:
             name, document = json.loads(connection.recv_bytes())
@@ -90,30 +91,30 @@ def serve_requests(connection: Connection) -> None:
             return
         if name == "stop":  # of a search that had ended already
             continue
-        send_reply(connection, *_reply_to(connection, name, document))
+        _reply_to(connection, name, document).send(connection)
 
 
-def _reply_to(connection: Connection, name: str, document: object) -> tuple[str, str]:
-    limit = LIMITS.get(name, Limit())
+def _reply_to(connection: Connection, name: str, document: object) -> Reply:
+    def report(text: str) -> None:
+        Reply("progress", text).send(connection)
+
     try:
-        limit_memory(limit.memory)
+        limit_memory(LIMITS.get(name, Limit()).memory)
         if name == "search":
-            result: Any = live_search(
-                document, connection, lambda text: send_reply(connection, "progress", text)
-            )
+            result = live_search(document, connection, report)
         elif name == "pareto":
-            result = pareto(document, lambda found: send_reply(connection, "progress", _dumps(found)))
+            result = pareto(document, lambda found: report(_dumps(found)))
         else:
             result = REQUESTS[name](document)
-        return "result", _dumps(result)
+        return Reply("result", _dumps(result))
     except PenstockError as error:
-        return "error", str(error)
+        return Reply("error", str(error))
     except KeyboardInterrupt:  # the user's stop
-        return "error", STOPPED_EARLY
+        return Reply("error", STOPPED_EARLY)
     except (MemoryError, RecursionError):
-        return "memory", ""
+        return Reply("memory", "")
     except Exception:  # noqa: BLE001 -- the server answers, and prints it
-        return "failure", traceback.format_exc()
+        return Reply("failure", traceback.format_exc())
 
 
 def _dumps(record: object) -> str:
@@ -148,8 +149,7 @@ def limit_memory(more: int) -> None:
 
 def compile_search() -> None:
     """Compile what searches run, or find it in the cache; the target of the warm-up process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the server ends this process
-    threading.Thread(target=end_with_parent, args=(0,), daemon=True).start()
+    _begin_child()
     from penstock.search.driver import compile_kernels  # noqa: PLC0415 -- loads the compiler
 
     compile_kernels()
