@@ -154,17 +154,28 @@ def test_a_name_that_a_release_removes_takes_its_feature_only(feature: Feature) 
 import torch
 del torch._C._storage_Use_Count, torch._foreach_mul_, torch.nn.Module._apply
 from torch import nn
-from penstock.runtime import Pipeline, materialize
-try:
-    materialize(nn.Linear(1, 1, device="meta"))
-except Exception as error:
-    print(type(error).__name__, error)
+from penstock.runtime import materialize
+from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm
+layer = nn.Linear(1, 1)
+layer(torch.ones(1, 1)).sum().backward()
+uses = [
+    lambda: materialize(nn.Linear(1, 1, device="meta")),
+    lambda: clip_grad_norm({0: layer}, (), None, 1.0, 2.0, error_if_nonfinite=False),
+]
+for use in uses:
+    try:
+        use()
+    except Exception as error:
+        print(type(error).__name__, error)
 """
     done = subprocess.run(  # noqa: S603 -- this test's own text
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
-    assert "PipelineError materialize(): not possible with torch" in done.stdout
-    assert "torch.nn.Module._apply" in done.stdout
+    lost, clipping = done.stdout.splitlines()
+    assert lost.startswith("PipelineError materialize(): not possible with torch")
+    assert "which has no torch.nn.Module._apply. Without it: stages that are created on their device." in lost
+    assert "Pipeline.clip_grad_norm_: not possible" in clipping
+    assert "which has no torch._foreach_mul_. Without it: training without clipping" in clipping
     assert feature.names == []
 
 

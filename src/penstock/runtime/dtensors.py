@@ -10,7 +10,7 @@ A mesh itself cannot be sent, because it names ranks. The receiver finds its own
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether the value is a DTensor; does not import the module of DTensors."""
+    """Return whether the value is a DTensor; does not import the module of DTensors."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, or the tensor itself; it shares memory."""
+    """Return the local tensor of a DTensor, or the tensor itself; it shares memory."""
     return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def whole(value: Any) -> Any:
-    """The full tensor, detached; for a DTensor this is a collective over its mesh."""
+    """Return the full tensor, detached; for a DTensor this is a collective over its mesh."""
     value = value.detach() if isinstance(value, Tensor) else value
     return value.full_tensor() if is_dtensor(value) else value
 
@@ -54,12 +54,8 @@ class _MeshDescription(NamedTuple):
     @staticmethod
     def of(mesh: DeviceMesh) -> _MeshDescription:
         coordinate = mesh.get_coordinate()
-        return _MeshDescription(
-            mesh.device_type,
-            mesh.mesh_dim_names,
-            tuple(mesh.shape),
-            None if coordinate is None else tuple(coordinate),
-        )
+        place = None if coordinate is None else tuple(coordinate)
+        return _MeshDescription(mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), place)
 
     def __str__(self) -> str:
         names = self.names or [f"dimension {index}" for index in range(len(self.shape))]
@@ -76,25 +72,23 @@ class Sharding(NamedTuple):
     strides: tuple[int, ...]
 
     def build(self, local_tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-        """The DTensor with this local tensor."""
+        """Return the DTensor with this local tensor."""
         from torch.distributed.tensor import DTensor  # noqa: PLC0415 -- slow to load, and rarely needed
 
         return DTensor.from_local(local_tensor, mesh, self.placements, shape=self.shape, stride=self.strides)
 
 
 def sharding_of(tensor: DTensor) -> Sharding:
-    """How a DTensor is sharded."""
+    """Return how a DTensor is sharded."""
     return Sharding(_MeshDescription.of(tensor.device_mesh), tensor.placements, tensor.shape, tensor.stride())
 
 
 def placement_problem(tensor: DTensor) -> str:
-    """Why a DTensor cannot be sent; empty if it can."""
-    masked = [placement for placement in tensor.placements if is_masked_partial(placement)]
-    if not masked:
-        return ""
-    return (
-        f"a DTensor with the placement {masked[0]}, the partial sum of an embedding with a sharded vocabulary"
-    )
+    """Return why a DTensor cannot be sent; empty if it can."""
+    for placement in filter(is_masked_partial, tensor.placements):
+        partial = "the partial sum of an embedding with a sharded vocabulary"
+        return f"a DTensor with the placement {placement}, {partial}"
+    return ""
 
 
 class Meshes:
@@ -106,14 +100,17 @@ class Meshes:
         self._found: dict[_MeshDescription, DeviceMesh] = {}
 
     def matching(self, description: _MeshDescription) -> DeviceMesh:
-        """The one mesh with this description."""
-        mesh = self._found.get(description)
-        if mesh is None:
-            mesh = self._found[description] = self._find(description)
-        return mesh
+        """Return the one mesh with this description."""
+        if description not in self._found:
+            self._found[description] = self._find(description)
+        return self._found[description]
 
     def _find(self, description: _MeshDescription) -> DeviceMesh:
-        known = list(self._known())
+        tensors = chain.from_iterable(chain(each.parameters(), each.buffers()) for each in self._modules)
+        own = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]
+        own += [] if self._pipeline_mesh is None else [self._pipeline_mesh]
+        # meshes that are equal are not the same
+        known = list({id(each): each for mesh in own for each in (mesh, root_mesh(mesh))}.values())
         slices = [_slice(mesh, description.names) for mesh in known if description.names]
         matching: dict[str, DeviceMesh] = {}
         for mesh in (*known, *slices):
@@ -135,19 +132,8 @@ class Meshes:
             "`full_tensor()`)"
         )
 
-    def _known(self) -> Iterator[DeviceMesh]:
-        """Each mesh, followed by its root mesh."""
-        seen: list[DeviceMesh] = []
-        tensors = chain.from_iterable(chain(each.parameters(), each.buffers()) for each in self._modules)
-        own = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]
-        for mesh in own if self._pipeline_mesh is None else [*own, self._pipeline_mesh]:
-            for each in (mesh, root_mesh(mesh)):
-                if not any(each is other for other in seen):
-                    seen.append(each)
-                    yield each
-
 
 def _slice(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
-    """The submesh of these dimensions, if the mesh has them in this order."""
+    """Return the submesh of these dimensions, if the mesh has them in this order."""
     present = [name for name in mesh.mesh_dim_names or () if name in names]
     return mesh[names] if tuple(present) == names else None

@@ -55,26 +55,25 @@ class GradScaler(GradScalerBase):
     ) -> dict[torch.device, Tensor]:
         """Divide this rank's gradients by the scale; an overflow on any rank counts on all ranks."""
         self._pipeline.check_gradients_complete()
-        unscale = partial(self._unscale_own, optimizer, inv_scale, found_inf, allow_fp16=allow_fp16)
+        unscale = partial(_unscale_own, optimizer, inv_scale, found_inf, allow_fp16=allow_fp16)
         # fused optimizers need a tensor without dimensions
         return {found_inf.device: self._pipeline.all_reduce_max(unscale).reshape(())}
 
-    def _unscale_own(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *, allow_fp16: bool
-    ) -> Tensor:
-        """Divide this rank's gradients by the scale; gives whether one is not finite."""
-        by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    gradient = local(parameter.grad)
-                    if gradient.dtype == torch.float16 and not allow_fp16:
-                        raise ValueError("float16 gradients cannot be unscaled: keep the weights in float32")
-                    by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        overflows = {found_inf.device: found_inf}
-        with torch.no_grad():
-            for (device, _), gradients in by_type.items():
-                on_device = overflows.setdefault(device, torch.zeros_like(found_inf, device=device))
-                unscale_all(gradients, on_device, inv_scale.to(device))
-        largest = torch.stack([each.to(found_inf.device) for each in overflows.values()]).max()
-        return largest.reshape(1)
+
+def _unscale_own(optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *, allow_fp16: bool) -> Tensor:
+    """Divide this rank's gradients by the scale; return whether one is not finite."""
+    by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                if gradient.dtype == torch.float16 and not allow_fp16:
+                    raise ValueError("float16 gradients cannot be unscaled: keep the weights in float32")
+                by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    overflows = {found_inf.device: found_inf}
+    with torch.no_grad():
+        for (device, _), gradients in by_type.items():
+            on_device = overflows.setdefault(device, torch.zeros_like(found_inf, device=device))
+            unscale_all(gradients, on_device, inv_scale.to(device))
+    largest = torch.stack([each.to(found_inf.device) for each in overflows.values()]).max()
+    return largest.reshape(1)

@@ -64,7 +64,7 @@ class LocalRanks:
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The results of `function(*args)` on every rank; raises the error of the first rank that failed."""
+        """Return the results of `function(*args)` by rank; raise the error of the first rank that failed."""
         results = self.results(function, *args)
         failed = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Failure)]
         # a rank that timed out waited for the rank that raised, which has a traceback
@@ -81,7 +81,7 @@ class LocalRanks:
         seconds: float | None = None,
         may_die: Sequence[int] = (),
     ) -> list[Any]:
-        """The results, with a `Failure` for a rank that raised, died, or took longer than `seconds`.
+        """Return the results, with a `Failure` for a rank that raised, died, or took longer than `seconds`.
 
         Without `seconds` there is no limit, but once a rank has failed the others must finish soon. Ranks in
         `may_die` are not waited for, and give None if they die or are late. After a failure the next call
@@ -112,14 +112,13 @@ class LocalRanks:
         try:
             return self._pipes[rank].recv()
         except (EOFError, OSError):
-            return None if rank in may_die else Failure(self._exit_reason(rank))
-
-    def _exit_reason(self, rank: int) -> str:
-        self._processes[rank].join(5)
-        code = self._processes[rank].exitcode
-        how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
-        out_of_memory = " (the process may have run out of memory)" if code == -signal.SIGKILL else ""
-        return f"the process ended {how}{out_of_memory}"
+            if rank in may_die:
+                return None
+            self._processes[rank].join(5)
+            code = self._processes[rank].exitcode
+            how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+            out_of_memory = " (the process may have run out of memory)" if code == -signal.SIGKILL else ""
+            return Failure(f"the process ended {how}{out_of_memory}")
 
     def _start(self) -> None:
         if self._processes and all(process.is_alive() for process in self._processes):
@@ -193,7 +192,10 @@ def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
         while True:
             result = _call(pipe)
             sys.stdout.flush()
-            _send(pipe, result)
+            try:
+                pipe.send(result)
+            except (AttributeError, TypeError, ValueError) as error:  # what pickle raises
+                pipe.send(Failure(f"the result of type {type(result).__name__} cannot be pickled: {error}"))
 
 
 def _call(pipe: Connection) -> Any:
@@ -205,10 +207,3 @@ def _call(pipe: Connection) -> Any:
     except BaseException as error:  # noqa: BLE001 -- the parent process gets it
         message = "".join(traceback.format_exception_only(error)).strip()
         return Failure(message, traceback.format_exc(), error if isinstance(error, PenstockError) else None)
-
-
-def _send(pipe: Connection, result: Any) -> None:
-    try:
-        pipe.send(result)
-    except (AttributeError, TypeError, ValueError) as error:  # what pickle raises
-        pipe.send(Failure(f"the result of type {type(result).__name__} cannot be pickled: {error}"))

@@ -27,18 +27,29 @@ from penstock.arguments import listed
 from penstock.errors import PenstockError, PipelineError
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.runtime import pipeline_arguments as setup
 from penstock.runtime.batch import Batcher, Splitter
 from penstock.runtime.config import CustomFunction, ExecutionConfig, verify_schedule
 from penstock.runtime.data_parallel.gradient_norm import clip_grad_norm, model_groups
-from penstock.runtime.data_parallel.tied_weights import TiedNames
+from penstock.runtime.data_parallel.replica_group import ReplicaGroup
+from penstock.runtime.data_parallel.tied_weights import TiedNames, TiedWeights, find_tied_weights
 from penstock.runtime.grad_scaler import GradScaler
-from penstock.runtime.pipeline_arguments import resolve_schedule
+from penstock.runtime.pipeline_arguments import (
+    Stages,
+    check_options,
+    check_replicas_outside,
+    device_of,
+    functions_by_kind,
+    losses_by_sink,
+    modules_of_rank,
+    resolve_schedule,
+    with_losses,
+)
 from penstock.runtime.session.profile import Profile, Recorder
 from penstock.runtime.session.step_inputs import StepInputBuilder
 from penstock.runtime.session.step_runner import StepResult, StepRunner
 from penstock.runtime.stage.memory import eval_mode, preserved_rng_state
 from penstock.runtime.states.writer import state_folder
+from penstock.runtime.torch_internals.data_parallel import fsdp_shards_by_stage
 from penstock.runtime.transport.process_groups import Group, group_timeout, members_of, process_group
 from penstock.runtime.transport.transport_errors import TransportError, transport_errors
 
@@ -73,7 +84,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+        stages: Stages,
         schedule: Schedule | str | PathLike[str],
         *,
         microbatches: int | None = None,
@@ -92,35 +103,39 @@ class Pipeline:
         timeout: float | None = None,
         state_dir: str | PathLike[str] | None = None,
     ) -> None:
-        setup.check_options(timeout, tokens, average=average)
+        check_options(timeout, tokens, average=average)
         ranks = process_group(group, "group=", "pp")
         members, self.rank = members_of(ranks)
         """This rank's number in the pipeline."""
         verified = verify_schedule(resolve_schedule(schedule, stages, len(members), microbatches))
         self.schedule = verified.schedule
         """The schedule that runs, with all its communication."""
-        losses = setup.losses_by_sink(loss, self.schedule.graph)
-        model = setup.rank_model(stages, self.schedule, self.rank, losses, tied, replicas, device)
-        setup.check_replicas_outside(members, model.replication.groups)
-        self.device = model.device
+        losses = losses_by_sink(loss, self.schedule.graph)
+        modules = modules_of_rank(stages, self.schedule, self.rank)
+        all_tied = find_tied_weights(tied, stages, self.schedule.num_stages)
+        self.device = torch.device(device) if device is not None else device_of(modules.values())
         """The device of the messages."""
+        trained = with_losses(modules, losses)
+        shards = fsdp_shards_by_stage(trained)
+        self._ties = TiedWeights(all_tied, modules, shards, self.schedule, self.rank)
+        self._replication = ReplicaGroup(trained, shards, replicas, self.schedule, self.rank)
+        check_replicas_outside(members, self._replication.groups)
         self._config = ExecutionConfig(
             verified,
             self.rank,
             members,
             self.device,
             group_timeout(ranks, self.device) if timeout is None else timedelta(seconds=float(timeout)),
-            model.modules,
-            model.trained,
+            modules,
+            trained,
             losses,
-            setup.functions_by_kind(functions),
-            model.replication,
+            functions_by_kind(functions),
+            self._replication,
             check_finite,
             gradient_accumulation_fusion,
             group if isinstance(group, DeviceMesh) else None,
             state_folder(state_dir),
         )
-        self._ties, self._replication = model.ties, model.replication
         self.scaler: GradScaler | None = None
         """Scales the loss; set by a `GradScaler` of this pipeline."""
         self._reduces = True
@@ -129,8 +144,6 @@ class Pipeline:
             self._config, self._ties, StepInputBuilder(self._config, batcher, tokens, average)
         )
         self._runner.connect()
-
-    # --- steps -------------------------------------------------------------------------------------
 
     def step(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> StepResult:
         """Forward and backward of one batch; gradients are accumulated in `.grad` of the parameters.
@@ -176,8 +189,6 @@ class Pipeline:
             yield
         finally:
             self._reduces = before
-
-    # --- collectives between steps -----------------------------------------------------------------
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -246,8 +257,6 @@ class Pipeline:
             yield self._runner.recorder.profile
         finally:
             self._runner.recorder = None
-
-    # --- properties and closing --------------------------------------------------------------------
 
     @property
     def modules(self) -> Mapping[int, nn.Module]:

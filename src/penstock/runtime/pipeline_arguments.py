@@ -7,7 +7,7 @@ from datetime import timedelta
 from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,23 +21,16 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.config import CustomFunction
-from penstock.runtime.data_parallel.replica_group import ReplicaGroup
-from penstock.runtime.data_parallel.tied_weights import TiedNames, TiedWeights, find_tied_weights
 from penstock.runtime.data_parallel.wrappers import split_graph, split_metadata
 from penstock.runtime.stage.microbatch import LossFunction
-from penstock.runtime.torch_internals.data_parallel import fsdp_shards_by_stage
-from penstock.runtime.transport.process_groups import Group
 
-# The `schedule=` argument of a `Pipeline`: a family, a file or a `Schedule` that fits stages and ranks.
+Stages: TypeAlias = Sequence[nn.Module] | Mapping[int, nn.Module]
 
 
 def resolve_schedule(
-    schedule: Schedule | str | PathLike[str],
-    stages: Sequence[nn.Module] | Mapping[int, nn.Module],
-    ranks: int,
-    microbatches: int | None,
+    schedule: Schedule | str | PathLike[str], stages: Stages, ranks: int, microbatches: int | None
 ) -> Schedule:
-    """The schedule of a `schedule=` argument: itself, read from a file, or built; raises if it does not fit."""
+    """Return the schedule itself, read from a file, or built; raise if it does not fit stages and ranks."""
     if isinstance(stages, nn.Module):
         raise PipelineError(
             "`stages` is one module: give a list with a module for each stage of this rank, as [module], or "
@@ -60,13 +53,7 @@ def resolve_schedule(
     return schedule
 
 
-def _check_fit(
-    schedule: Schedule,
-    stages: Sequence[nn.Module] | Mapping[int, nn.Module],
-    ranks: int,
-    microbatches: int | None,
-) -> None:
-    """Raise if the schedule is for other ranks, other microbatches or another stage graph."""
+def _check_fit(schedule: Schedule, stages: Stages, ranks: int, microbatches: int | None) -> None:
     if schedule.num_ranks != ranks:
         raise PipelineError(
             f"the schedule {schedule.name} is for {plural(schedule.num_ranks, 'rank')}, "
@@ -86,16 +73,14 @@ def _check_fit(
         )
 
 
-def _graph_for(schedule: Schedule, stages: Sequence[nn.Module] | Mapping[int, nn.Module]) -> StageGraph | None:
-    """The stage graph that `split` found, if it is for as many stages as the schedule has."""
+def _graph_for(schedule: Schedule, stages: Stages) -> StageGraph | None:
+    """Return the stage graph that `split` found, if it is for as many stages as the schedule has."""
     graph = split_graph(stages.values() if isinstance(stages, Mapping) else stages)
     return graph if graph is not None and graph.num_stages == schedule.num_stages else None
 
 
-def _built(
-    name: str, stages: Sequence[nn.Module] | Mapping[int, nn.Module], ranks: int, microbatches: int
-) -> Schedule:
-    """The schedule of a family, with the number of stages per rank that `stages` has."""
+def _built(name: str, stages: Stages, ranks: int, microbatches: int) -> Schedule:
+    """Return the schedule of a family, with the number of stages per rank that `stages` has."""
     whole_model = isinstance(stages, Mapping) and sorted(stages) == list(range(len(stages)))
     count, rest = divmod(len(stages), ranks) if whole_model and len(stages) >= ranks else (len(stages), 0)
     if rest:
@@ -119,104 +104,56 @@ def _built(
         ) from error
 
 
-# Checks the arguments of `Pipeline` before anything is connected: stages, losses, replicas, functions.
-
-
-class RankModel(NamedTuple):
-    """What one rank trains."""
-
-    modules: dict[int, nn.Module]
-    """The modules of its stages."""
-    trained: dict[int, nn.Module]
-    """The same with the parameters of the loss, if it has any."""
-    device: torch.device
-    """The device of its messages."""
-    ties: TiedWeights
-    replication: ReplicaGroup
-
-
 def check_options(timeout: object, tokens: object, *, average: bool) -> None:
     """Check the options that do not depend on others."""
-    if timeout is not None and not _is_timeout(timeout):
-        given = printable(repr(timeout))
-        raise PipelineError(f"timeout= must be a finite number of seconds above 0 (given {given})")
+    if timeout is not None:
+        is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+        if not is_number or not 0 < float(timeout) < timedelta.max.total_seconds():  # type: ignore[arg-type]
+            given = printable(repr(timeout))
+            raise PipelineError(f"timeout= must be a finite number of seconds above 0 (given {given})")
     if tokens is not None and not average:
         raise PipelineError("average=False sums the losses, but tokens= weights them for a mean: give one")
-
-
-def _is_timeout(value: object) -> bool:
-    """Whether a value is a number of seconds that `timedelta` can hold."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    return 0 < float(value) < timedelta.max.total_seconds()
-
-
-def rank_model(
-    stages: Sequence[nn.Module] | Mapping[int, nn.Module],
-    schedule: Schedule,
-    rank: int,
-    losses: Mapping[int, LossFunction],
-    tied: Sequence[TiedNames],
-    replicas: Group,
-    device: torch.device | str | None,
-) -> RankModel:
-    """The modules of this rank, with their device, shards, ties and replicas."""
-    modules = _modules_of_rank(stages, schedule, rank)
-    tied = find_tied_weights(tied, stages, schedule.num_stages)
-    device = torch.device(device) if device is not None else _device_of(modules.values())
-    trained = _with_losses(modules, losses)
-    shards = fsdp_shards_by_stage(trained)
-    ties = TiedWeights(tied, modules, shards, schedule, rank)
-    return RankModel(modules, trained, device, ties, ReplicaGroup(trained, shards, replicas, schedule, rank))
 
 
 def _stages_are(stages: Sequence[int]) -> str:
     return f"stage {stages[0]} is" if len(stages) == 1 else f"stages {listed(stages)} are"
 
 
-def _modules_of_rank(
-    stages: Sequence[nn.Module] | Mapping[int, nn.Module], schedule: Schedule, rank: int
-) -> dict[int, nn.Module]:
-    """The modules of this rank by stage."""
-    own = schedule.placement.stages_of_rank[rank]
-    if isinstance(stages, Mapping):
-        count = schedule.num_stages
-        if unknown := sorted(stage for stage in stages if stage not in range(count)):
+def modules_of_rank(stages: Stages, schedule: Schedule, rank: int) -> dict[int, nn.Module]:
+    """Return the modules of this rank by stage."""
+    own, count = schedule.placement.stages_of_rank[rank], schedule.num_stages
+    if not isinstance(stages, Mapping):
+        if len(stages) != len(own):
             raise PipelineError(
-                f"the schedule {schedule.name} has {plural(count, 'stage')}, 0 to {count - 1}: "
-                f"{_stages_are(unknown)} not among them, and would never run"
+                f"{plural(len(stages), 'stage module is', 'stage modules are')} given, but rank {rank} has "
+                f"{plural(len(own), 'stage')} of schedule {schedule.name}: stage {listed(own)}; "
+                "a mapping from stage to module may contain all stages"
             )
-        expected = own if set(stages) <= set(own) else range(count)  # the rank's own stages, or all stages
-        if missing := [stage for stage in expected if stage not in stages]:
-            raise PipelineError(
-                f"{_stages_are(missing)} missing in `stages`, which has {listed(sorted(stages)) or 'none'} of "
-                f"{count}: give all of them, or only those of rank {rank} (stage {listed(own)})"
-            )
-        return _with_checked_numbers({stage: stages[stage] for stage in own}, schedule)
-    if len(stages) != len(own):
+        stages = dict(zip(own, stages))
+    if unknown := sorted(stage for stage in stages if stage not in range(count)):
         raise PipelineError(
-            f"{plural(len(stages), 'stage module is', 'stage modules are')} given, but rank {rank} has "
-            f"{plural(len(own), 'stage')} of schedule {schedule.name}: stage {listed(own)}; "
-            "a mapping from stage to module may contain all stages"
+            f"the schedule {schedule.name} has {plural(count, 'stage')}, 0 to {count - 1}: "
+            f"{_stages_are(unknown)} not among them, and would never run"
         )
-    return _with_checked_numbers(dict(zip(own, stages)), schedule)
-
-
-def _with_checked_numbers(modules: dict[int, nn.Module], schedule: Schedule) -> dict[int, nn.Module]:
-    """The modules; raises if split() made one of them, for as many stages, as another stage."""
-    for stage, module in modules.items():
-        number, parts = split_metadata(module, "split_stage") or (stage, ())
-        if number != stage and len(parts) == schedule.num_stages:
+    expected = own if set(stages) <= set(own) else range(count)  # the rank's own stages, or all stages
+    if missing := [stage for stage in expected if stage not in stages]:
+        raise PipelineError(
+            f"{_stages_are(missing)} missing in `stages`, which has {listed(sorted(stages)) or 'none'} of "
+            f"{count}: give all of them, or only those of rank {rank} (stage {listed(own)})"
+        )
+    for stage in own:
+        number, parts = split_metadata(stages[stage], "split_stage") or (stage, ())
+        if number != stage and len(parts) == count:
             raise PipelineError(
                 f"stage {number} of the model is given as stage {stage}: with {schedule.name} this rank has "
-                f"stages {listed(modules)}; give the whole result of split(), or [stages[i] for i in "
+                f"stages {listed(own)}; give the whole result of split(), or [stages[i] for i in "
                 "schedule.placement.stages_of_rank[rank]]"
             )
-    return modules
+    return {stage: stages[stage] for stage in own}
 
 
 def losses_by_sink(loss: object, graph: StageGraph) -> dict[int, LossFunction]:
-    """The loss of each stage that feeds no other: one for all of them, or a mapping from stage to loss."""
+    """Return the loss of each stage that feeds no other, given one for all of them or a mapping."""
     if loss is None:
         return {}
     if not isinstance(loss, Mapping):
@@ -245,8 +182,8 @@ def _has_parameters(loss: object) -> bool:
     return isinstance(loss, nn.Module) and any(True for _ in loss.parameters())
 
 
-def _with_losses(modules: Mapping[int, nn.Module], losses: Mapping[int, object]) -> dict[int, nn.Module]:
-    """The modules of this rank; a loss with parameters is trained together with its stage."""
+def with_losses(modules: Mapping[int, nn.Module], losses: Mapping[int, object]) -> dict[int, nn.Module]:
+    """Return the modules of this rank; a loss with parameters is trained together with its stage."""
     trained = dict(modules)
     for sink, loss in losses.items():
         if sink in trained and isinstance(loss, nn.Module) and _has_parameters(loss):
@@ -254,29 +191,25 @@ def _with_losses(modules: Mapping[int, nn.Module], losses: Mapping[int, object])
     return trained
 
 
-def _device_of(modules: Iterable[nn.Module]) -> torch.device:
-    """The device of the first parameter; the CPU if there is none."""
-    for module in modules:
-        for parameter in module.parameters():
-            if parameter.is_meta:
-                raise PipelineError(
-                    "the modules of this rank are on the meta device: allocate and initialize them with "
-                    "penstock.runtime.materialize(stage), for each stage of this rank"
-                )
-            return parameter.device
-    return torch.device("cpu")
+def device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """Return the device of the first parameter; the CPU if there is none."""
+    first = next((parameter for module in modules for parameter in module.parameters()), torch.empty(0))
+    if first.is_meta:
+        raise PipelineError(
+            "the modules of this rank are on the meta device: allocate and initialize them with "
+            "penstock.runtime.materialize(stage), for each stage of this rank"
+        )
+    return first.device
 
 
 def functions_by_kind(functions: Mapping[Kind | str, CustomFunction] | None) -> dict[Kind, CustomFunction]:
-    """The user functions by kind; sends and receives can have none, because both ends must match."""
-    found: dict[Kind, CustomFunction] = {}
-    for key, function in (functions or {}).items():
-        kind = key if isinstance(key, Kind) else next((k for k in Kind if k.value == key), None)
-        allowed = [k.value for k in Kind if not k.is_communication]
-        if kind is None or kind.is_communication:
-            raise PipelineError(f"a function cannot replace {key!r}, only {', '.join(allowed)}")
-        found[kind] = function
-    return found
+    """Return the user functions by kind; sends and receives can have none, because both ends must match."""
+    allowed = {kind.value: kind for kind in Kind if not kind.is_communication}
+    by_name = {key.value if isinstance(key, Kind) else key: each for key, each in (functions or {}).items()}
+    for name in by_name:
+        if name not in allowed:
+            raise PipelineError(f"a function cannot replace {name!r}, only {', '.join(allowed)}")
+    return {allowed[name]: function for name, function in by_name.items()}
 
 
 def check_replicas_outside(members: Sequence[int], groups: Iterable[dist.ProcessGroup]) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from math import isfinite
 from os import PathLike
 from pathlib import Path
@@ -64,7 +64,7 @@ class TrainingLog:
         self._board: Any = None
         if self.enabled and jsonl is not None:
             path = Path(jsonl)
-            own = path if self.rank == 0 else path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")
+            own = path.with_stem(f"{path.stem}.rank{self.rank}") if self.rank else path
             self._file = own.open("a", encoding="utf-8")
         if self.enabled and tensorboard is not None:
             self._board = _summary_writer(Path(tensorboard) / (f"rank{self.rank}" if self.rank else ""))
@@ -95,18 +95,13 @@ class TrainingLog:
         if self._every and number % self._every == 0:
             texts = "  ".join(_text(name, value) for name, value in values.items())
             print(f"[rank {self.rank}] step {number}  {texts}", flush=True)  # noqa: T201 -- its purpose
-        self._write_json(number, seconds, values)
+        if self._file is not None:
+            line = {"rank": self.rank, "step": number, "seconds": seconds}
+            finite = {name: value if isfinite(value) else None for name, value in values.items()}
+            print(json.dumps(line | finite, allow_nan=False), file=self._file, flush=True)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, number)
-
-    def _write_json(self, number: int, seconds: float, values: Mapping[str, float]) -> None:
-        if self._file is None:
-            return
-        line: dict[str, float | None] = {"rank": self.rank, "step": number, "seconds": seconds}
-        line |= {name: value if isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
 
     def close(self) -> None:
         """Close the files."""
@@ -146,13 +141,12 @@ def _number(value: float | Tensor | None) -> float | None:
 def _text(name: str, value: float) -> str:
     if name == "memory":
         return f"memory {value / _GIB:.2f} GiB"
-    if name == "tps":
-        return f"tps {value:,.0f}"
-    return f"{name} {value:.4f}" if name == "loss" else f"{name} {value:.4g}"
+    form = {"tps": ",.0f", "loss": ".4f"}.get(name, ".4g")
+    return f"{name} {value:{form}}"
 
 
 def _peak_memory() -> int:
-    """The peak memory in bytes, of the accelerator, or of the process if there is none."""
+    """Return the peak memory in bytes, of the accelerator, or of the process if there is none."""
     if torch.accelerator.is_available():
         return torch.accelerator.max_memory_allocated()
     try:
