@@ -6,10 +6,8 @@ import gc
 import itertools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.processes import end_with_parent
-from penstock.runtime import local_ranks
-from penstock.runtime.local_ranks import Failure, LocalRanks, start_fork_server
+from penstock.runtime.local_ranks import Failure, LocalRanks, serve_calls, start_fork_server
 from tests.support.hosts import Host, Hosts
 from tests.support.pool import WorkerError
 from tests.support.slowness import slowness
@@ -93,8 +90,4 @@ def _serve(host: Host, environment: Mapping[str, str], pipe: Connection) -> None
     gc.freeze()
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     os.environ.update(environment)
-    with suppress(EOFError):
-        while True:
-            result: Any = local_ranks._call(pipe)
-            sys.stdout.flush()
-            local_ranks._send(pipe, result)
+    serve_calls(pipe)

@@ -188,6 +188,11 @@ def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count))
     dist.init_process_group("gloo")
+    serve_calls(pipe)
+
+
+def serve_calls(pipe: Connection) -> None:
+    """Run the functions that arrive through the pipe, until it is closed."""
     with contextlib.suppress(EOFError):
         while True:
             result = _call(pipe)
