@@ -20,8 +20,6 @@ from penstock.runtime import load_checkpoint, save_checkpoint
 
 __all__ = ["DAMAGE", "forge_index", "made", "outcome", "restore", "save_two_steps"]
 
-"""Checkpoints that were saved before there were checksums, of the model of `made(1)`."""
-
 
 def made(value: float) -> tuple[nn.Linear, SGD]:
     """A model and an optimizer with numbers that depend on `value`."""

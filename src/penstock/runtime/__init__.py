@@ -14,12 +14,8 @@ except ModuleNotFoundError as error:
 
 from penstock.runtime.backward.layer_rules import LayerRule, register_layer
 from penstock.runtime.batch import REPLICATE, Splitter, register_splitter
-from penstock.runtime.checkpoints import (
-    export_safetensors,
-    import_safetensors,
-    load_checkpoint,
-    save_checkpoint,
-)
+from penstock.runtime.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from penstock.runtime.checkpoints.safetensors import export_safetensors, import_safetensors
 from penstock.runtime.config import ActionCall
 from penstock.runtime.failure import uncaught
 from penstock.runtime.failure.process_detector import current_detector

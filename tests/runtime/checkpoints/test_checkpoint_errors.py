@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.optim import SGD, AdamW
 
 from penstock import CheckpointError
-from penstock.runtime.checkpoints import checkpoint, load_checkpoint, save_checkpoint
+from penstock.runtime import load_checkpoint, save_checkpoint
+from penstock.runtime.checkpoints import checkpoint
 from tests.support.checkpoints import error_of, same, small
 from tests.support.damage import forge_index
 

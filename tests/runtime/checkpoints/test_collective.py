@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from penstock import CheckpointError
-from penstock.runtime.checkpoints import files, save_checkpoint
+from penstock.runtime import save_checkpoint
+from penstock.runtime.checkpoints import files
 from penstock.runtime.checkpoints.collective import Collective
 from tests.support.checkpoints import small
 from tests.support.pool import Pools

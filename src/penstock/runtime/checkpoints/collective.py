@@ -5,8 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -29,8 +28,7 @@ class RankError(Exception):
         self.problems = problems
 
 
-@dataclass(frozen=True)
-class RankResults(Generic[T]):
+class RankResults(NamedTuple, Generic[T]):
     """The results of all ranks."""
 
     values: Sequence[T | None]
@@ -44,16 +42,15 @@ class RankResults(Generic[T]):
 class Change(Protocol):
     """A change of the model on one rank, checked before any rank applies it."""
 
-    @property
-    def problems(self) -> list[str]:
-        """Why it cannot be applied on this rank."""
+    problems: list[str]
+    """Why it cannot be applied on this rank."""
 
     @property
     def used(self) -> Any:
         """What this rank uses of the source, in a form that can be pickled."""
 
     def unused(self, used: Sequence[Any]) -> list[str]:
-        """The problems with what no rank uses; `used` is the union over all ranks."""
+        """Return the problems with what no rank uses; `used` has an entry for each rank."""
 
     def apply(self) -> None:
         """Change the model."""
@@ -72,35 +69,29 @@ class Collective:
             self.members, self.rank = members_of(self.group)
         except PipelineError as error:
             raise CheckpointError(failure, [str(error)]) from None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank does what one rank does for all."""
-        return self.rank == 0
-
-    @property
-    def is_single(self) -> bool:
-        """Whether there is no other rank."""
-        return len(self.members) == 1
+        self.is_first, self.is_single = self.rank == 0, len(self.members) == 1
 
     def gather(self, work: Callable[[], T]) -> RankResults[T]:
-        """Run `work` on every rank and gather results and problems; raises only if a rank is lost."""
-        value: T | None = None
-        pickled = b""
-        problems: Sequence[str] = ()
+        """Run `work` on every rank and gather results and problems; raise only if a rank is lost."""
+        gathered: list[Any] = [None] * len(self.members)
         raised: Exception | None = None
         try:
-            value = work()
-            pickled = b"" if self.is_single else pickle.dumps((value, problems))
+            result: tuple[T | None, Sequence[str]] = work(), ()
+            pickled = b"" if self.is_single else pickle.dumps(result)
         except RankError as error:
-            problems = error.problems
+            result = None, error.problems
+            pickled = pickle.dumps(result)
         except Exception as error:  # noqa: BLE001 -- the other ranks wait, whatever the error is
-            raised, problems = error, [f"rank {self.rank}: {type(error).__name__}: {error}"]
-        gathered = [(value, problems)]
-        if not self.is_single:
-            gathered = self._all_gather(pickled or pickle.dumps((None, problems)))
-        all_problems = dict.fromkeys(each for _, found in gathered for each in found)
-        return RankResults([result for result, _ in gathered], list(all_problems), raised)
+            raised, result = error, (None, [f"rank {self.rank}: {type(error).__name__}: {error}"])
+            pickled = pickle.dumps(result)
+        if self.is_single:
+            gathered = [result]
+        else:
+            with self.transport():
+                dist.all_gather_object(gathered, pickled, group=self.group)
+            gathered = [pickle.loads(each) for each in gathered]  # noqa: S301 -- from the ranks of this job
+        every = dict.fromkeys(each for _, found in gathered for each in found)
+        return RankResults([value for value, _ in gathered], list(every), raised)
 
     def run(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results; a failure on any rank is raised on every rank."""
@@ -108,9 +99,14 @@ class Collective:
         self.raise_problems(results.problems, results.error)
         return [cast("T", value) for value in results.values]
 
-    def run_on_first(self, work: Callable[[], None]) -> None:
+    def run_on_first(self, work: Callable[[], object]) -> None:
         """Run `work` on the first rank while the others wait."""
-        self.run(work if self.is_first else lambda: None)
+
+        def on_first() -> None:
+            if self.is_first:
+                work()
+
+        self.run(on_first)
 
     def run_change(self, prepare: Callable[[], C]) -> C:
         """Prepare a change on every rank; apply it only if no rank has found a problem."""
@@ -136,12 +132,6 @@ class Collective:
         """Raise a `CheckpointError` if there are problems; they must be the same on every rank."""
         if problems:
             raise CheckpointError(self.failure, list(dict.fromkeys(problems))) from cause
-
-    def _all_gather(self, pickled: bytes) -> list[Any]:
-        gathered: list[Any] = [None] * len(self.members)
-        with self.transport():
-            dist.all_gather_object(gathered, pickled, group=self.group)
-        return [pickle.loads(each) for each in gathered]  # noqa: S301 -- from the ranks of this job
 
     @contextmanager
     def transport(self) -> Iterator[None]:

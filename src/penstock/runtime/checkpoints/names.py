@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -35,16 +34,15 @@ class RankNames:
 
     @classmethod
     def of(cls, model: Pipeline | nn.Module, members: Sequence[int]) -> RankNames:
-        """Find and check them; `members` are the world ranks that take part."""
+        """Find and check the tensors of a model; `members` are the world ranks that take part."""
         if not isinstance(model, Pipeline | nn.Module):
             raise RankError(f"the model must be a Pipeline or an nn.Module, not a {type(model).__name__}")
         modules, tied = ({0: model}, ()) if isinstance(model, nn.Module) else (model.modules, model.ties)
         tensors: dict[Place, Tensor] = {}
         problems: list[str] = []
-        for stage, module in sorted(modules.items(), key=itemgetter(0)):
-            _reshard(module)
-            for name, tensor in _named_tensors(module, problems):
-                tensors[stage, name] = tensor
+        for stage in sorted(modules):
+            _reshard(modules[stage])
+            tensors |= {(stage, name): tensor for name, tensor in _named_tensors(modules[stage], problems)}
         for place, tensor in tensors.items():
             problems += _tensor_problems(place, tensor, members)
         if problems:
@@ -128,12 +126,12 @@ def _ambiguous_names(stages: Mapping[str, Sequence[int]], ties: Sequence[Sequenc
 
 
 def describe(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Dtype and shape as text."""
+    """Return dtype and shape as text."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _named_tensors(module: nn.Module, problems: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and persistent buffer; a tensor with two names is given twice."""
+    """Yield every parameter and persistent buffer; a tensor with two names twice."""
     without_wrappers = prefixes(module)
     for path, part in module.named_modules(remove_duplicate=False):
         if type(part).get_extra_state is not nn.Module.get_extra_state:
@@ -142,15 +140,10 @@ def _named_tensors(module: nn.Module, problems: list[str]) -> Iterator[tuple[str
                 "stored: keep it in buffers, or pass it as `extra`"
             )
         transient = transient_buffers(part)
-        own = [
-            *part.named_parameters(recurse=False, remove_duplicate=False),
-            *(
-                (n, b)
-                for n, b in part.named_buffers(recurse=False, remove_duplicate=False)
-                if n not in transient
-            ),
-        ]
-        for name, tensor in own:
+        own = dict(part.named_parameters(recurse=False, remove_duplicate=False))
+        buffers = dict(part.named_buffers(recurse=False, remove_duplicate=False))
+        own |= {name: buffer for name, buffer in buffers.items() if name not in transient}
+        for name, tensor in own.items():
             yield without_wrappers[path] + name, tensor
 
 

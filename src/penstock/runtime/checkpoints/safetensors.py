@@ -1,4 +1,9 @@
-"""Weights as safetensors files in the layout of the Hub: export and import."""
+"""Weights as safetensors files in the layout of the Hub: export and import.
+
+model.safetensors                        one file, or
+model-00001-of-00004.safetensors ...     one for each rank that has its own stages, and
+model.safetensors.index.json             the file of each name
+"""
 
 from __future__ import annotations
 
@@ -23,44 +28,43 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.torch_internals.distributed import local_slices
 from penstock.runtime.transport.process_groups import Group
 
-# The optional package safetensors, and the file names of the Hub's layout.
-#
-# model.safetensors                        one file, or
-# model-00001-of-00004.safetensors ...     one for each rank that has its own stages, and
-# model.safetensors.index.json             the file of each name
-
-
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+_UNFINISHED = ".unfinished"
+_LARGEST_INDEX = 100_000_000
+"""Bytes; the limit of safetensors for the header of a file."""
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "U8": torch.uint8,
+}
+"""By the name in a file; files with others are rejected."""
 
-class SafetensorsPackage:
-    """The functions of the package that are used here."""
 
-    def __init__(self) -> None:
-        import safetensors  # noqa: PLC0415 -- an extra
-        from safetensors import torch as files  # noqa: PLC0415
-
-        self.safe_open: Any = safetensors.safe_open
-        self.SafetensorError: type[Exception] = safetensors.SafetensorError
-        self.save_file: Any = files.save_file
-
-
-def load_safetensors() -> SafetensorsPackage:
-    """Import the package, or raise an error that names it."""
+def _load_package() -> Any:
+    """Import the optional package, or raise an error that names it."""
     try:
-        return SafetensorsPackage()
+        import safetensors.torch  # noqa: PLC0415 -- an extra
     except ImportError:
         raise MissingExtraError(
             "safetensors files need the package safetensors, which is not installed: "
             + install_command("torch")
         ) from None
-
-
-# Export of a model's weights to safetensors files in the layout of the Hub, for other programs.
-
-
-_UNFINISHED = ".unfinished"
+    return safetensors
 
 
 def export_safetensors(
@@ -71,7 +75,7 @@ def export_safetensors(
     A tied weight is written once, under its first name. The files appear when all of them are complete, the
     index last. Other files in the directory stay; existing weights are not overwritten.
     """
-    load_safetensors()
+    _load_package()
     target = Path(directory)
     ranks = Collective(group, f"the weights cannot be exported to {target}")
     mine, job = names_of_job(model, ranks)
@@ -83,7 +87,8 @@ def export_safetensors(
         ranks.run(lambda: weights.append(_gather_weights(mine, job, own)))
         sizes = ranks.run(lambda: {name: tensor.nbytes for name, tensor in weights[0].items()})
         writers = [rank for rank, names in enumerate(sizes) if names] or [0]
-        files = {rank: _file_name(number, len(writers)) for number, rank in enumerate(writers)}
+        names = [f"model-{number:05}-of-{len(writers):05}.safetensors" for number in range(1, len(writers) + 1)]
+        files = dict(zip(writers, names if len(writers) > 1 else [SINGLE_FILE]))
         ranks.run(lambda: _write(target, files.get(ranks.rank), weights[0]))
         ranks.run_on_first(lambda: _commit(target, {files[rank]: sizes[rank] for rank in writers}))
     finally:
@@ -104,7 +109,7 @@ def _begin(directory: Path) -> None:
 
 
 def _gather_weights(mine: RankNames, job: JobNames, own: Collection[int]) -> dict[str, Tensor]:
-    """The weights of the stages in `own`, which this rank writes; gathering a DTensor is a collective."""
+    """Return the weights of the stages that this rank writes; gathering a DTensor is a collective."""
     weights: dict[str, Tensor] = {}
     for (stage, name), tensor in mine.tensors.items():
         if job.first(name) != name or job.first_stage[name] != stage:
@@ -117,15 +122,11 @@ def _gather_weights(mine: RankNames, job: JobNames, own: Collection[int]) -> dic
     return weights
 
 
-def _file_name(number: int, count: int) -> str:
-    return SINGLE_FILE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
-
-
 def _write(directory: Path, file: str | None, weights: Mapping[str, Tensor]) -> None:
     if file is None:
         return
     path = directory / _UNFINISHED / file
-    load_safetensors().save_file(dict(weights), path, metadata={"format": "pt"})
+    _load_package().torch.save_file(dict(weights), path, metadata={"format": "pt"})
     with path.open("rb") as written:
         os.fsync(written.fileno())
 
@@ -150,32 +151,6 @@ def _commit(directory: Path, sizes: Mapping[str, Mapping[str, int]]) -> None:
     fsync_directory(directory)
 
 
-# Import of a model's weights from safetensors files in the layout of the Hub.
-
-
-_LARGEST_INDEX = 100_000_000
-"""Bytes; the limit of safetensors for the header of a file."""
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "U8": torch.uint8,
-}
-"""By the name in a file; files with others are rejected."""
-
-
 def import_safetensors(
     directory_or_file: str | os.PathLike[str], model: Pipeline | nn.Module, group: Group = None
 ) -> None:
@@ -184,7 +159,7 @@ def import_safetensors(
     A missing name is read under another name of its tied weight. Floating-point values are cast to the model's
     dtype. Everything is checked first: all ranks raise all problems at once, and then nothing is changed.
     """
-    load_safetensors()
+    _load_package()
     source = Path(directory_or_file)
     ranks = Collective(group, f"the weights of {source} cannot be imported")
     mine, job = names_of_job(model, ranks)
@@ -215,7 +190,7 @@ class _WeightImport:
             self.problems.append(f"the model has names that are missing in the files: {some(missing)}")
 
     def unused(self, used: Sequence[set[str]]) -> list[str]:
-        """The names that no rank reads."""
+        """Return the problem of names that no rank reads."""
         left = [name for name in self._file_of if not any(name in each for each in used)]
         return [f"the files have names that no rank's model has: {some(left)}"] if left else []
 
@@ -233,7 +208,7 @@ class _WeightImport:
         file = self._file_of[stored_name]
         try:
             stored = self._file(file).get_slice(stored_name)
-        except load_safetensors().SafetensorError as error:
+        except _load_package().SafetensorError as error:
             self.problems.append(f"{stored_name!r} cannot be read from {file.name}: {error}")
             return
         shape, dtype = list(stored.get_shape()), stored.get_dtype()
@@ -247,14 +222,13 @@ class _WeightImport:
     def _file(self, path: Path) -> Any:
         if path not in self._opened:
             try:
-                opened = load_safetensors().safe_open(path, framework="pt")
-            except (load_safetensors().SafetensorError, OSError) as error:
+                opened = _load_package().safe_open(path, framework="pt")
+            except (_load_package().SafetensorError, OSError) as error:
                 raise RankError(f"{path.name} cannot be read: {error}") from error
             self._opened[path] = self._open_files.enter_context(opened)
         return self._opened[path]
 
     def _files_by_name(self, source: Path) -> dict[str, Path]:
-        """The file of each name."""
         if source.is_dir():
             if not (source / SINGLE_FILE).is_file() and (source / INDEX_FILE).is_file():
                 return _read_index(source)
@@ -273,13 +247,11 @@ def _read_index(directory: Path) -> dict[str, Path]:
         files = {str(name): str(file) for name, file in index.items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RankError(f"{INDEX_FILE} is not a valid index: {type(error).__name__}: {error}") from error
-    outside = sorted({file for file in files.values() if Path(file).name != file})
-    missing = sorted(
-        {file for file in files.values() if file not in outside and not (directory / file).is_file()}
-    )
+    names = sorted(set(files.values()))
+    outside = [name for name in names if Path(name).name != name]
+    missing = [name for name in names if name not in outside and not (directory / name).is_file()]
     problems = [f"{INDEX_FILE} names files in other directories: {some(outside)}"] if outside else []
-    if missing:
-        problems.append(f"{INDEX_FILE} names files that are missing: {some(missing)}")
+    problems += [f"{INDEX_FILE} names files that are missing: {some(missing)}"] if missing else []
     if problems:
         raise RankError(*problems)
     return {name: directory / file for name, file in files.items()}
