@@ -12,7 +12,7 @@ from penstock import Costs, Placement, StageGraph, encoder_decoder, simulate, va
 from penstock.bounds import OBJECTIVES, bounds
 from penstock.search import exact
 from penstock.search.problem import Problem
-from penstock.search.seeds import family_schedules, grouped_schedules, list_scheduled, serial
+from penstock.search.seeds import family_builders, grouped_schedules, list_scheduled, serial
 from tests.support.grids import examples, repetitions, small
 from tests.support.search_instances import (
     best_of,
@@ -74,7 +74,7 @@ def test_only_families_over_graphs_are_starting_orders() -> None:
     loop = Problem(Placement.loop(2, 2), 8, Costs(), graph=StageGraph(4, ((0, 1), (0, 2), (1, 3), (2, 3))))
     assert list(grouped_schedules(loop)) == []
     problem = Problem(Placement((0, 1, 1)), 4, Costs(), graph=StageGraph(3, ((0, 1), (0, 2))))
-    names = [schedule.name for schedule in family_schedules(problem)]
+    names = [schedule.name for build in family_builders(problem).values() if (schedule := build())]
     assert names == ["gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"]
 
 

@@ -93,27 +93,14 @@ def unit_of(problem: Problem) -> Unit:
     return Unit(sum(used) * problem.microbatches / _UNITS or 1.0, is_exact=False)
 
 
-def build(
-    problem: Problem, model: Any, unit: Unit, horizon: int, least: int, *, ascending: bool
-) -> tuple[Steps, Any]:
-    """Add all variables and constraints; returns the steps, and the objective in units, at least `least`.
-
-    With `ascending`, a rank's first step is of the first microbatch that arrives: an optimum is then no bound.
-    """
-    builder = _Builder(problem, model, unit, horizon, ascending)
-    builder.add_steps()
-    builder.add_precedence()
-    builder.add_memory()
-    return builder.steps, builder.objective(least)
-
-
 @dataclass(frozen=True)
-class _Builder:
+class _Model:
     problem: Problem
     model: Any
     unit: Unit
     horizon: int
     ascending: bool
+    """Whether a rank's first step is of the first microbatch that arrives: an optimum is then no bound."""
     steps: Steps = field(default_factory=Steps)
 
     def _length(self, token: int) -> int:
@@ -230,9 +217,7 @@ class _Builder:
             model.add_exactly_one(is_first.values())
             for s, literal in is_first.items():
                 start = starts[3 * s, 0]
-                inputs = messages.inputs[
-                    messages.input_bounds[3 * s] : messages.input_bounds[3 * s + 1]
-                ].tolist()
+                inputs = messages.inputs[slice(*messages.input_bounds[3 * s : 3 * s + 2])].tolist()
                 causes = {(message, i): model.new_bool_var("") for message in inputs for i in waits_for}
                 for key, cause in causes.items():
                     model.add(start == arrivals[key]).only_enforce_if(cause)
@@ -259,11 +244,8 @@ class _Builder:
 
     def _queue(self, queued: list[int], leaves: dict[Key, Any]) -> None:
         """Messages of one channel leave in the order of the steps that make them, one after the other."""
-        model, messages, microbatches = (
-            self.model,
-            self.problem.arrays.messages,
-            range(self.problem.microbatches),
-        )
+        model, messages = self.model, self.problem.arrays.messages
+        microbatches = range(self.problem.microbatches)
         taken = {message: self.unit.of(messages.seconds[message]) for message in queued}
         for message in queued:
             for i in microbatches[1:]:
@@ -385,10 +367,19 @@ def _solve(
     model = cp_model.CpModel()
     optimizer_step = problem.arrays.optimizer_step if problem.objective == "period" else 0.0
     least = unit.of(bound - optimizer_step)
-    steps, span = build(problem, model, unit, horizon, least, ascending=ascending)
-    model.minimize(span)
+    built = _Model(problem, model, unit, horizon, ascending)
+    built.add_steps()
+    built.add_precedence()
+    built.add_memory()
+    model.minimize(built.objective(least))
+    steps = built.steps
     _add_hints(problem, model, steps, start, unit)
-    solver = _solver(cp_model, effort)
+    solver = cp_model.CpSolver()
+    solver.parameters.random_seed = effort.seed
+    solver.parameters.catch_sigint_signal = False
+    solver.parameters.num_workers = effort.workers
+    limit = "max_deterministic_time" if effort.deterministic else "max_time_in_seconds"
+    setattr(solver.parameters, limit, effort.seconds)
     status = _solve_until(stop, solver, model)
     # a start that is rounded down makes a span longer, by less than one unit
     rounding = 0 if unit.is_exact or problem.objective == "makespan" else 1
@@ -396,18 +387,6 @@ def _solve(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return ExactResult(None, bound)
     return ExactResult(_order(problem, solver, steps), bound)
-
-
-def _solver(cp_model: Any, effort: Effort) -> Any:
-    solver = cp_model.CpSolver()
-    solver.parameters.random_seed = effort.seed
-    solver.parameters.catch_sigint_signal = False
-    solver.parameters.num_workers = effort.workers
-    if effort.deterministic:
-        solver.parameters.max_deterministic_time = effort.seconds
-    else:
-        solver.parameters.max_time_in_seconds = effort.seconds
-    return solver
 
 
 def _solve_until(stop: Event, solver: Any, model: Any) -> Any:

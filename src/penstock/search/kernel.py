@@ -32,6 +32,13 @@ from penstock.ir.encoding import Floats, Ints
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 
+FORWARD, INPUT_GRAD, WEIGHT_GRAD = 0, 1, 2
+SEPARATE = 1 << 40
+PAIRED = 1 << 41
+TOKEN = SEPARATE - 1
+MAKESPAN, SPAN, PERIOD = 0, 1, 2
+
+
 # Arrays of the values between stages: which token makes each, which tokens need it, and how it travels.
 #
 # A value is an entry here if another stage needs it. One that several stages of another rank need crosses once
@@ -59,62 +66,37 @@ class MessageArrays(NamedTuple):
     """The messages that each token needs, token by token."""
 
 
-class _Message(NamedTuple):
-    producer: int
-    edge: int
-    target: int
-    lag: float
-    seconds: float
-    channel: int
-
-
-def message_arrays(
-    graph: StageGraph, placement: Placement, costs: Costs, forward: int, backward: int
-) -> MessageArrays:
-    """The messages of a graph; stage s has the tokens 3s + `forward` and 3s + `backward`."""
-    rank_of_stage = placement.stage_to_rank
-    carrier = graph.carriers(np.array(rank_of_stage, dtype=np.int64)).tolist()
-    found: list[_Message] = []
-    needs: list[tuple[int, int, int]] = []  # a token, and the producer and the edge of what it needs
-    for value, kind in (("activation", forward), ("gradient", backward)):
-        prices = edge_prices(costs, graph, value)
-        for edge, ends in enumerate(graph.edges):
-            makes, uses = ends if value == "activation" else ends[::-1]
-            carried = carrier[edge] if value == "activation" else edge
-            needs.append((3 * uses + kind, 3 * makes + kind, carried))
-            if carried == edge:
-                source, target = rank_of_stage[makes], rank_of_stage[uses]
-                crosses = source != target
-                lag, seconds = (prices.total[edge], prices.transfer[edge]) if crosses else (0.0, 0.0)
-                channel = source * placement.num_ranks + target
-                found.append(_Message(3 * makes + kind, edge, target, float(lag), float(seconds), channel))
-    found.sort()
-    needs.sort()
-    number = {(each.producer, each.edge): i for i, each in enumerate(found)}
-    tokens = np.arange(3 * graph.num_stages + 1)
-    producer, _, targets, lags, taken, channels = (
-        np.array([each[field] for each in found]) for field in range(len(_Message._fields))
+def message_arrays(graph: StageGraph, placement: Placement, costs: Costs) -> MessageArrays:
+    """The messages of a graph: all activations, then all gradients, sorted by producer."""
+    rank_of_stage, (first, second) = np.array(placement.stage_to_rank, dtype=np.int64), graph.ends
+    producer = np.concatenate((3 * first + FORWARD, 3 * second + INPUT_GRAD))
+    consumer = np.concatenate((3 * second + FORWARD, 3 * first + INPUT_GRAD))
+    source, target = rank_of_stage[producer // 3], rank_of_stage[consumer // 3]
+    prices = [edge_prices(costs, graph, value) for value in ("activation", "gradient")]
+    lag, seconds = (
+        np.where(source != target, np.concatenate(each), 0.0)
+        for each in ([price.total for price in prices], [price.transfer for price in prices])
     )
+    carrier = np.concatenate((graph.carriers(rank_of_stage), np.arange(len(first)) + len(first)))
+    sent = np.flatnonzero(carrier == np.arange(len(carrier)))
+    sent = sent[np.argsort(producer[sent], kind="stable")]
+    number = np.zeros(len(carrier), dtype=np.int64)
+    number[sent] = np.arange(len(sent))
+    used = np.lexsort((carrier, producer, consumer))
+    tokens = np.arange(3 * graph.num_stages + 1)
     return MessageArrays(
-        bounds=np.searchsorted(producer, tokens).astype(np.int64),
-        producer=producer.astype(np.int64),
-        target=targets.astype(np.int64),
-        lag=lags.astype(np.float64),
-        seconds=taken.astype(np.float64),
-        channel=channels.astype(np.int64),
-        input_bounds=np.searchsorted(np.array([token for token, *_ in needs]), tokens).astype(np.int64),
-        inputs=np.array([number[key[0], key[1]] for _, *key in needs], dtype=np.int64),
+        bounds=np.searchsorted(producer[sent], tokens),
+        producer=producer[sent],
+        target=target[sent],
+        lag=lag[sent],
+        seconds=seconds[sent],
+        channel=source[sent] * placement.num_ranks + target[sent],
+        input_bounds=np.searchsorted(consumer[used], tokens),
+        inputs=number[carrier[used]],
     )
 
 
 # Arrays of a problem and of an order that was run.
-
-
-FORWARD, INPUT_GRAD, WEIGHT_GRAD = 0, 1, 2
-SEPARATE = 1 << 40
-PAIRED = 1 << 41
-TOKEN = SEPARATE - 1
-MAKESPAN, SPAN, PERIOD = 0, 1, 2
 
 
 class ProblemArrays(NamedTuple):
@@ -324,25 +306,14 @@ def resume_point(arrays: ProblemArrays, order: Ints, state: RunState, first: int
         return positions, done
     time = state.ends[first - 1]
     for rank in range(len(bounds) - 1):
-        positions[rank] = _first_from(state.starts, bounds[rank], bounds[rank + 1], time)
+        low, high = bounds[rank], bounds[rank + 1]
+        positions[rank] = low + np.searchsorted(state.starts[low:high], time)
     positions[own] = first
     done[:] = arrays.microbatches
     for rank in range(len(bounds) - 1):
         for i in range(positions[rank], bounds[rank + 1]):
             done[order[i] & TOKEN] -= 1
     return positions, done
-
-
-@compiled
-def _first_from(starts: Floats, low: int, high: int, time: float) -> int:
-    """The first position in low..high that starts at `time` or later, by bisection."""
-    while low < high:
-        middle = (low + high) // 2
-        if starts[middle] < time:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 @compiled

@@ -177,12 +177,7 @@ def _paired(row: list[int]) -> list[int]:
 _TOKEN_KIND = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.B: INPUT_GRAD, Kind.W: WEIGHT_GRAD}
 _TOKENS = np.array([_TOKEN_KIND.get(kind, -1) for kind in sorted(Kind, key=lambda kind: kind.number)])
 """The same by the number of a kind."""
-_SKIPPED = frozenset(
-    {
-        *(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B),
-        *(Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD),
-    }
-)
+_SKIPPED = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 """Kinds that follow from the order of compute: lowering adds them."""
 
 
@@ -209,15 +204,20 @@ class Problem:
     @cached_property
     def arrays(self) -> ProblemArrays:
         """The problem as arrays."""
-        kinds = 3 if self.split else 2
+        kinds, n = 3 if self.split else 2, self.placement.num_stages
+        seconds = action_seconds(self.costs, n) + float(self.costs.launch_overhead)
+        change = stage_bytes(self.costs, n, MemoryLine.ACTIVATIONS)
+        if not self.split:
+            change[Kind.W.number] = 0.0
+        limit = np.inf if self.memory_limit is None else self.memory_limit
         sizes = [len(own) * kinds * self.microbatches for own in self.placement.stages_of_rank]
-        messages = message_arrays(self.stage_graph, self.placement, self.costs, FORWARD, INPUT_GRAD)
+        messages = message_arrays(self.stage_graph, self.placement, self.costs)
         return ProblemArrays(
             rank_bounds=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))),
             rank_of_stage=np.array(self.placement.stage_to_rank, dtype=np.int64),
             microbatches=self.microbatches,
             kinds=kinds,
-            seconds=self._seconds(),
+            seconds=self._by_token(seconds),
             fused_seconds=self.fused_seconds,
             can_fuse=bool((self.fused_seconds >= 0).any()) or (self.can_pair and self.split),
             pair_seconds=np.zeros((0, 0, 2)) if self._pair_prices is None else self._pair_prices,
@@ -226,8 +226,8 @@ class Problem:
             messages=messages,
             num_channels=self.placement.num_ranks**2,
             has_queues=bool(messages.seconds.any()),
-            memory_change=self._memory_change(),
-            memory_limits=self._limits(),
+            memory_change=self._by_token(change),
+            memory_limits=activation_limits(self.costs, self.placement, limit),
             optimizer_step=float(self.costs.optimizer_step),
         )
 
@@ -252,10 +252,6 @@ class Problem:
         kinds = (Kind.F, Kind.I if self.split else Kind.B, Kind.W)
         return np.ascontiguousarray(by_kind[[kind.number for kind in kinds]].T.reshape(-1))
 
-    def _seconds(self) -> Floats:
-        seconds = action_seconds(self.costs, self.placement.num_stages)
-        return self._by_token(seconds + float(self.costs.launch_overhead))
-
     @cached_property
     def fused_seconds(self) -> Floats:
         """Per stage: seconds of B where I and W take longer, -1 elsewhere."""
@@ -278,17 +274,6 @@ class Problem:
     def can_pair(self) -> bool:
         """Whether a pair of F and I, or F and B, can take less than its parts."""
         return self._pair_prices is not None
-
-    def _memory_change(self) -> Floats:
-        change = stage_bytes(self.costs, self.placement.num_stages, MemoryLine.ACTIVATIONS)
-        if not self.split:
-            change[Kind.W.number] = 0.0
-        return self._by_token(change)
-
-    def _limits(self) -> Floats:
-        """Per rank: bytes for activations."""
-        limit = np.inf if self.memory_limit is None else self.memory_limit
-        return activation_limits(self.costs, self.placement, limit)
 
     @cached_property
     def fixed(self) -> Floats:
@@ -366,8 +351,7 @@ class Problem:
 
     def value(self, order: Ints) -> float:
         """The objective; infinite if the order deadlocks."""
-        state = empty_state(self.arrays)
-        return float(kernel.evaluate(self.arrays, order, state, self.objective_index)[0])
+        return float(kernel.evaluate(self.arrays, order, empty_state(self.arrays), self.objective_index)[0])
 
     def start_times(self, order: Ints) -> Floats:
         """When each step of an order starts."""

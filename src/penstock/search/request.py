@@ -68,30 +68,22 @@ class SearchRequest:
             if value is None and name in ("live_limit", "moves"):
                 continue
             if (number := whole_number(value)) is None or number < least:
-                yield Message(Parameter(name), f" must be an integer of at least {least} (given {value!r})")
+                yield _must_be(name, f"an integer of at least {least}", value)
 
     def _errors_in_limits(self) -> Iterator[Message]:
         if not _is_within(_MAX_NUMBER, self.seconds):
-            given = printable(repr(self.seconds))
-            yield Message(Parameter("seconds"), f" must be from 0 to {_MAX_NUMBER:g} (given {given})")
+            yield _must_be("seconds", f"from 0 to {_MAX_NUMBER:g}", self.seconds)
         if self.memory_limit is not None and self.live_limit is not None:
             limits = Parameter("memory_limit"), ", in bytes, or ", Parameter("live_limit"), ", in activations"
             yield Message("give ", *limits, ", not both")
         if self.memory_limit is not None and not _is_within(_MAX_NUMBER, self.memory_limit):
-            given = printable(repr(self.memory_limit))
-            yield Message(
-                Parameter("memory_limit"), f" must be from 0 to {_MAX_NUMBER:g} bytes (given {given})"
-            )
+            yield _must_be("memory_limit", f"from 0 to {_MAX_NUMBER:g} bytes", self.memory_limit)
 
     def _errors_in_choices(self) -> Iterator[str | Message]:
         yield from objective_errors(self.objective)
         if not isinstance(self.placement, Placement):
             if self.placement not in _PLACEMENTS:
-                given = printable(repr(self.placement))
-                names = ", ".join(_PLACEMENTS)
-                yield Message(
-                    Parameter("placement"), f" must be a Placement, or one of {names} (given {given})"
-                )
+                yield _must_be("placement", f"a Placement, or one of {', '.join(_PLACEMENTS)}", self.placement)
         elif self.placement.num_ranks != self.ranks:
             ranks = Parameter("ranks", self.ranks)
             yield Message(f"the placement has {plural(self.placement.num_ranks, 'rank')} (given ", ranks, ")")
@@ -102,15 +94,14 @@ class SearchRequest:
 
     def _errors_in_graph(self, graph: StageGraph) -> Iterator[str | Message]:
         if not isinstance(graph, StageGraph):
-            yield Message(Parameter("graph"), f" must be a StageGraph (given {printable(repr(graph))})")
+            yield _must_be("graph", "a StageGraph", graph)
             return
         if isinstance(self.placement, Placement):
             if self.placement.num_stages != graph.num_stages:
                 given = f"{plural(self.placement.num_stages, 'stage')}, the graph {graph.num_stages}"
                 yield f"the placement has {given}"
         elif self.placement != "any":
-            must = f" must be a Placement or any (given {self.placement!r})"
-            yield Message("with a graph, ", Parameter("placement"), must)
+            yield Message("with a graph, ", _must_be("placement", "a Placement or any", self.placement))
         elif (whole_number(self.ranks) or 0) > graph.num_stages:
             yield f"the graph has {plural(graph.num_stages, 'stage')}, too few for {plural(self.ranks, 'rank')}"
         if self.stages_per_rank != 1:
@@ -118,9 +109,9 @@ class SearchRequest:
 
     def _errors_in_jitter(self, jitter: float) -> Iterator[Message]:
         if not _is_within(1, jitter):
-            yield Message(Parameter("jitter"), f" must be a share from 0 to 1 (given {jitter!r})")
+            yield _must_be("jitter", "a share from 0 to 1", jitter)
         if not (_is_within(1, self.quantile) and 0 < self.quantile < 1):
-            yield Message(Parameter("quantile"), f" must be between 0 and 1 (given {self.quantile!r})")
+            yield _must_be("quantile", "between 0 and 1", self.quantile)
         if self.objective != "makespan":
             yield jitter_needs_makespan(self.objective)
 
@@ -153,6 +144,10 @@ class SearchRequest:
         if self.live_limit is not None:
             return counting_activations(costs), min(int(self.live_limit), MAX_WORK)
         return costs, None if self.memory_limit is None else float(self.memory_limit)
+
+
+def _must_be(name: str, what: str, given: object) -> Message:
+    return Message(Parameter(name), f" must be {what} (given {printable(repr(given))})")
 
 
 def _is_within(most: float, value: object) -> bool:
@@ -202,15 +197,13 @@ def gap_of(value: float, bound: float) -> float:
 def objective_errors(objective: str) -> Iterator[Message]:
     """Yield why this is no objective, if it is none."""
     if objective not in OBJECTIVES:
-        given = printable(repr(objective))
-        yield Message(Parameter("objective"), f" must be one of {', '.join(OBJECTIVES)} (given {given})")
+        yield _must_be("objective", f"one of {', '.join(OBJECTIVES)}", objective)
 
 
 def check_memory_limit(limit: object) -> None:
     """Raise `SearchError` unless this is a number of bytes."""
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
-        given = printable(repr(limit))
-        raise SearchError(Parameter("memory_limit"), f" must be a number of bytes, at least 0 (given {given})")
+        raise SearchError(_must_be("memory_limit", "a number of bytes, at least 0", limit))
 
 
 def jitter_needs_makespan(objective: object) -> Message:

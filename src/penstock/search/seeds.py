@@ -147,12 +147,6 @@ class Seed(NamedTuple):
     order: Ints
 
 
-def family_schedules(problem: Problem) -> Iterator[Schedule]:
-    """Every training family that has this placement; on a graph that is not a chain, those over graphs."""
-    built = (builder() for builder in family_builders(problem).values())
-    yield from (schedule for schedule in built if schedule is not None)
-
-
 def family_builders(problem: Problem, *, offloading: bool = False) -> dict[str, Callable[[], Schedule | None]]:
     """By name, what builds a training family; it returns None if the family does not have this placement.
 
@@ -162,18 +156,15 @@ def family_builders(problem: Problem, *, offloading: bool = False) -> dict[str, 
     if not graph.is_chain:
         over_graphs = {name: family.graph_builder for name, family in families().items()}
         return {name: partial(each, graph, placement, m) for name, each in over_graphs.items() if each}
-    found: dict[str, Callable[[], Schedule | None]] = {
+    return {
         family.name: partial(_family, problem, family.name, offloading=offloading)
         for family in training_families(placement)
     }
-    return found
 
 
 def _family(problem: Problem, name: str, *, offloading: bool) -> Schedule | None:
     schedule = schedule_on(name, problem.placement, problem.microbatches)
-    if schedule is None or (schedule.table.has(Kind.OFFLOAD) and not offloading):
-        return None
-    return schedule
+    return None if schedule and schedule.table.has(Kind.OFFLOAD) and not offloading else schedule
 
 
 def grouped_schedules(problem: Problem) -> Iterator[Schedule]:
