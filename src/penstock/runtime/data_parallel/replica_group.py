@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,64 @@ from penstock.arguments import listed, some
 from penstock.errors import PipelineError
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
-from penstock.runtime.data_parallel.checksums import ReplicatedParameter, checksum, require_equal_replicas
 from penstock.runtime.dtensors import is_dtensor, local
 from penstock.runtime.torch_internals.data_parallel import FsdpShards, has_communication_hooks, wrapper_of
 from penstock.runtime.transport.process_groups import Group, process_group
 from penstock.runtime.transport.transport_errors import transport_errors, wait
+
+# --- equal copies of a parameter, compared by checksums --------------------------------------------
+
+
+class ReplicatedParameter(NamedTuple):
+    """A parameter, or a shard of one, that other ranks hold as well."""
+
+    name: str
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    """The ranks that hold it."""
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return an integer that changes when any bit of the local tensor changes, except for rare collisions."""
+    values = local(tensor.detach()).contiguous().reshape(-1)
+    if not values.numel():
+        return torch.zeros((), dtype=torch.int64, device=values.device)
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return values.view(integer).sum(dtype=torch.int64) & (2**62 - 1)  # so that it can be negated
+
+
+def differing(checksums: Tensor, all_reduce_max: Callable[[Tensor], Tensor]) -> list[bool]:
+    """Return which checksums differ between ranks; `all_reduce_max` takes the maximum over the ranks."""
+    largest, smallest = all_reduce_max(torch.stack([checksums, -checksums])).tolist()
+    return [high != -low for high, low in zip(largest, smallest)]
+
+
+def require_equal_replicas(replicated: Iterable[ReplicatedParameter]) -> None:
+    """Raise if replicas hold different values: averaged gradients would not train one model then."""
+    by_group: dict[dist.ProcessGroup, list[ReplicatedParameter]] = {}
+    for each in replicated:
+        by_group.setdefault(each.group, []).append(each)
+    different = []
+    for group, parameters in by_group.items():
+        checksums = torch.stack([checksum(each.parameter) for each in parameters])
+        differs = differing(checksums, partial(_all_reduce_max, group=group))
+        different += [each.name for each, is_different in zip(parameters, differs) if is_different]
+    if different:
+        raise PipelineError(
+            f"replicas must hold the same values, but those of {some(different)} differ: start every replica "
+            "from the same seed or checkpoint"
+        )
+
+
+def _all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    with transport_errors():
+        dist.all_reduce(values, dist.ReduceOp.MAX, group)
+    return values
+
+
+# --- what is reduced, and with whom ----------------------------------------------------------------
 
 
 class GradientBucket:
@@ -362,7 +416,7 @@ class ReplicaGroup:
         if not self.groups:
             return values
         moved = values.to(device)
-        for group in self.groups:
-            with transport_errors():
+        with transport_errors():
+            for group in self.groups:
                 dist.all_reduce(moved, group=group)
         return moved.to(values.device)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PipelineError
 from penstock.ir.schedule import Schedule
-from penstock.runtime.data_parallel.checksums import checksum, differing
-from penstock.runtime.data_parallel.replica_group import GradientBucket
+from penstock.runtime.data_parallel.replica_group import GradientBucket, checksum, differing
 from penstock.runtime.data_parallel.wrappers import named_parameters, owners, split_metadata
 from penstock.runtime.dtensors import is_dtensor, local
 from penstock.runtime.torch_internals.data_parallel import FsdpShards
@@ -104,7 +103,7 @@ class TiedWeights:
     ) -> None:
         self.all = tuple(tied)
         self._modules, self._shards = modules, shards
-        stage_to_rank = schedule.placement.stage_to_rank
+        rank_of_stage = schedule.placement.stage_to_rank
         self._owners: dict[tuple[int, str], tuple[nn.Module, str]]
         """By stage and name of a tied weight: the submodule that owns it, and its name there."""
         self._find_owners()
@@ -114,14 +113,12 @@ class TiedWeights:
             own = self._own_stages(each)
             for stage in own[1:]:
                 self._make_one(each, own[0], stage)
-            if own and len(ranks := _ranks_of(each, stage_to_rank)) > 1:
+            if own and len(ranks := _ranks_of(each, rank_of_stage)) > 1:
                 self._shared_by.append((each, ranks))
-        self._first_rank = {str(each): stage_to_rank[min(each)] for each in tied}
-        """The rank of the first stage of each tied weight."""
-        self._rank = rank
-        self.between_ranks = tuple(each for each in tied if len(_ranks_of(each, stage_to_rank)) > 1)
+        self._rank, self._rank_of_stage = rank, rank_of_stage
+        self.between_ranks = tuple(each for each in tied if len(_ranks_of(each, rank_of_stage)) > 1)
         """The tied weights that several ranks hold, which every rank must know."""
-        self.rank_groups = sorted({_ranks_of(each, stage_to_rank) for each in self.between_ranks})
+        self.rank_groups = sorted({_ranks_of(each, rank_of_stage) for each in self.between_ranks})
         """All sets of ranks that share a weight, the same on every rank."""
         self._earlier_gradients: dict[nn.Parameter, Tensor | None] = {}
         """Summed gradients of earlier steps, removed during a step on all ranks but the first."""
@@ -134,7 +131,8 @@ class TiedWeights:
         return {parameter for tied, _, parameter in self._own() if not self._is_first(tied)}
 
     def _is_first(self, tied: TiedNames) -> bool:
-        return self._first_rank[str(tied)] == self._rank
+        """Return whether this rank has the first stage of a tied weight."""
+        return self._rank_of_stage[min(tied)] == self._rank
 
     def _find_owners(self) -> None:
         """Find the tied weights of this rank; repeated in every step, because submodules may be replaced."""
@@ -232,8 +230,8 @@ class TiedWeights:
         self.unsummed = False
 
 
-def _ranks_of(tied: TiedNames, stage_to_rank: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted({stage_to_rank[stage] for stage in tied}))
+def _ranks_of(tied: TiedNames, rank_of_stage: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({rank_of_stage[stage] for stage in tied}))
 
 
 def _description(parameter: Tensor) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import TypeAlias
 
@@ -13,7 +13,7 @@ from penstock.runtime.dtensors import Meshes
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.stage.values import SharedInputs, Source, joined_gradients, joined_inputs, one_source
 from penstock.runtime.transport.buffer_pool import BufferPool
-from penstock.runtime.transport.channels import FlatValue, ReceiveChannel, SendChannel
+from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 from penstock.runtime.transport.communicator import Communicator
 
 ChannelKey: TypeAlias = tuple[Kind, int, int]
@@ -32,10 +32,10 @@ def channels_between_ranks(schedule: Schedule) -> list[tuple[int, int, int]]:
     Channel 2e carries activations along edge e of the stage graph, channel 2e + 1 the gradients back. An
     activation that several stages of a rank use has one channel.
     """
-    hosts = schedule.placement.stage_to_rank
+    rank_of_stage = schedule.placement.stage_to_rank
     found = []
     for edge, (source, target) in enumerate(schedule.graph.edges):
-        here, there = hosts[source], hosts[target]
+        here, there = rank_of_stage[source], rank_of_stage[target]
         if here != there:
             if schedule.table.carrier[edge] == edge:
                 found.append((2 * edge, here, there))
@@ -133,7 +133,8 @@ class ValueSources:
     def _input(self, index: int, other: int) -> Source:
         key = Kind.RECV_F, receiving_stage(self._schedule, other, index), other
         if (channel := self._receives.get(key)) is None:
-            return partial(_local_output, self.stages, other, index)
+            stages = self.stages
+            return lambda microbatch: stages[other].take_output(microbatch, index)
         consumers = [stage for stage in self._schedule.graph.outputs(other) if stage in self._own]
         if len(consumers) == 1:
             return channel.take
@@ -142,12 +143,5 @@ class ValueSources:
     def _gradient(self, index: int, other: int) -> Source:
         if (channel := self._receives.get((Kind.RECV_B, index, other))) is not None:
             return channel.take
-        return partial(_local_input_gradient, self.stages, other, index)
-
-
-def _local_output(stages: Mapping[int, Stage], index: int, consumer: int, microbatch: int) -> FlatValue:
-    return stages[index].take_output(microbatch, consumer)
-
-
-def _local_input_gradient(stages: Mapping[int, Stage], index: int, source: int, microbatch: int) -> FlatValue:
-    return stages[index].take_input_gradient(microbatch, source)
+        stages = self.stages
+        return lambda microbatch: stages[other].take_input_gradient(microbatch, index)

@@ -113,7 +113,7 @@ class Program:
 
     @property
     def position(self) -> int:
-        """The index of the current step in the rank's list; -1 before the first call."""
+        """The index of the current action in the rank's list; -1 before the first call."""
         if self.finished:
             return len(self.steps) - 1
         return self._calls[self.progress.index].position if self.started else -1
@@ -121,18 +121,18 @@ class Program:
     @property
     def awaited(self) -> Wait | None:
         """The message that the current call waits for, and its peer; None if it computes."""
-        call, hosts = self.current_call, self.schedule.placement.stage_to_rank
+        call, rank_of_stage = self.current_call, self.schedule.placement.stage_to_rank
         if call is None or call.type is CallType.POST:
             return None
         part = call.subject if call.type is not CallType.ACTION else self.steps[call.position].parts[0]
         assert part is not None, "every wait has a subject"
         if part.kind.is_send:
-            return Wait(WaitKind.SEND, str(part), hosts[part.other_end])
+            return Wait(WaitKind.SEND, str(part), rank_of_stage[part.other_end])
         if call.type is CallType.ACTION:
             return None
         forward = f"{part.other_end}F{part.microbatch}"
         what = f"the output of {forward}" if part.kind is Kind.RECV_F else f"the gradient of {forward}'s input"
-        return Wait(WaitKind.RECEIVE, what, hosts[part.other_end])
+        return Wait(WaitKind.RECEIVE, what, rank_of_stage[part.other_end])
 
     @property
     def communicates(self) -> bool:
@@ -167,7 +167,7 @@ class Program:
     def run_timed(
         self, now: Callable[[], Mark], after: Callable[[int], None] | None = None
     ) -> list[tuple[Mark, Mark]]:
-        """Run one step; gives the clock at the start and the end of each step of the list.
+        """Run one step; return the clock at the start and the end of each action of the list.
 
         `after` is called after each of them with its index.
         """
@@ -179,7 +179,7 @@ class Program:
                 run()
                 continue
             begin = now()
-            marks[done:position] = [(begin, begin)] * (position - done)  # steps without a call take no time
+            marks[done:position] = [(begin, begin)] * (position - done)  # actions without a call take no time
             run()
             marks[position] = begin, now()
             done = position + 1

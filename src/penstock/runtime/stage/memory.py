@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PipelineError
 from penstock.runtime.backward.deferral import LayerMode
-from penstock.runtime.data_parallel.checksums import checksum
+from penstock.runtime.data_parallel.replica_group import checksum
 from penstock.runtime.dtensors import Sharding, is_dtensor, local, sharding_of
 from penstock.runtime.pytree import flatten
 from penstock.runtime.stage.microbatch import LiveActivations, MicrobatchState, StageConfig, StepInputs
