@@ -17,7 +17,7 @@ from penstock.runtime.batch import REPLICATE, Splitter, register_splitter
 from penstock.runtime.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from penstock.runtime.checkpoints.safetensors import export_safetensors, import_safetensors
 from penstock.runtime.config import ActionCall
-from penstock.runtime.failure import uncaught
+from penstock.runtime.failure import report
 from penstock.runtime.failure.process_detector import current_detector
 from penstock.runtime.grad_scaler import GradScaler
 from penstock.runtime.local_ranks import LocalRanks
@@ -52,4 +52,4 @@ __all__ = [
     "verify_gradients",
 ]
 
-uncaught.install(current_detector)
+report.install(current_detector)

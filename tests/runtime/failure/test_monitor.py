@@ -13,7 +13,7 @@ from penstock.errors import FailureKind
 from penstock.runtime.failure.detector import FailureDetector
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor, RankStatus
 
-CAUSE = FailureCause(1, FailureKind.EXCEPTION, 3, "1F0", 1, 0, "ValueError: wrong", "Traceback")
+CAUSE = FailureCause(1, FailureKind.EXCEPTION, 3, "ValueError: wrong", "Traceback", "1F0", 1, 0)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from penstock import PipelineError, StepFailedError
 from penstock.errors import FailureKind
 from penstock.processes import local_pid, process_name
 from penstock.runtime import pipeline_arguments as setup
-from penstock.runtime.failure import uncaught
+from penstock.runtime.failure import report
 from penstock.runtime.failure.links import Ended
 
 REPORT = (
@@ -48,7 +48,7 @@ def printed(
     error: StepFailedError, rank: int, watched: Any, monkeypatch: pytest.MonkeyPatch, capture: Any
 ) -> str:
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    uncaught.report_uncaught(error, None, watched)
+    report.report_uncaught(error, None, watched)
     return str(capture.readouterr().err)
 
 
@@ -81,10 +81,10 @@ def test_every_other_rank_exits_after_the_one_that_reports(
 
 
 def test_it_waits_for_a_process_of_this_machine_that_says_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uncaught, "_EXIT_SECONDS", 0.3)
+    monkeypatch.setattr(report, "_EXIT_SECONDS", 0.3)
     running = SimpleNamespace(ended={1: Ended(1, process_name(), "it has exited")})
     began = time.monotonic()
-    uncaught._wait_for_exit(running, 1)  # type: ignore[arg-type]
+    report._wait_for_exit(running, 1)  # type: ignore[arg-type]
     assert time.monotonic() - began >= 0.3
     assert local_pid(process_name()) == os.getpid()
     assert local_pid("pid 1 on another-machine") is None
@@ -105,7 +105,7 @@ def test_other_errors_of_penstock_are_printed_without_a_traceback(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    uncaught.install(detector)
+    report.install(detector)
     with pytest.raises(PipelineError) as caught:
         raise PipelineError("the ranks do not agree:\n  schedule: ...")
     sys.excepthook(PipelineError, caught.value, caught.tb)
@@ -123,7 +123,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    uncaught.install(detector)
+    report.install(detector)
 
     def fail() -> None:
         with pytest.raises(PipelineError) as caught:
@@ -173,7 +173,7 @@ def test_other_errors_are_printed_as_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    uncaught.install(detector)
+    report.install(detector)
     sys.excepthook(ValueError, ValueError("other"), None)
     assert "ValueError: other" in capsys.readouterr().err
 

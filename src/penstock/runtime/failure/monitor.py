@@ -46,12 +46,12 @@ class FailureCause:
     kind: FailureKind
     call_number: int
     """The number of the step or eval, in which both are counted."""
-    action: str
-    stage: int | None
-    microbatch: int | None
     message: str
-    details: str
+    details: str = ""
     """The original traceback."""
+    action: str = ""
+    stage: int | None = None
+    microbatch: int | None = None
     process: str = ""
     """The process of the rank, if it ended or does not answer."""
     members: tuple[int, ...] = ()
@@ -137,7 +137,7 @@ class FailureMonitor:
         self._stuck_at = float("inf")
 
     def wait_for_cause(self, seconds: float = _GRACE_SECONDS) -> FailureCause | None:
-        """The cause, if one becomes known within this time."""
+        """Return the cause, if one becomes known within this time."""
         with self._changed:
             self._changed.wait_for(lambda: self._causes, seconds)
         return self.cause
@@ -158,8 +158,10 @@ class FailureMonitor:
         return self.cause
 
     def publish_cause(self, cause: FailureCause) -> FailureCause:
-        """Send the cause to all ranks of the job, unless another is known; gives the one that is."""
-        self._fail(self._completed(cause), None)
+        """Send the cause to all ranks of the job, unless another is known; return the one that is."""
+        world_rank = self.members[cause.rank] if cause.world_rank < 0 else cause.world_rank
+        own = self.detector.rank
+        self._fail(replace(cause, members=self.members, world_rank=world_rank, reporter=own), None)
         found = self.cause
         assert found is not None, "there is one now"
         return found
@@ -168,17 +170,14 @@ class FailureMonitor:
         """The cause, and what the ranks of the pipeline were doing: those that answer in time."""
         end = time.monotonic() + _STATUS_SECONDS
         with self._changed:
-            while not self._all_answered() and (left := end - time.monotonic()) > 0:
-                self._changed.wait(min(left, 0.1))
+            while any(map(self._may_answer, range(len(self.members)))) and time.monotonic() < end:
+                self._changed.wait(0.1)
             return self.cause, dict(self._statuses)
 
-    def _all_answered(self) -> bool:
-        return all(
-            rank in self._statuses
-            or member in self.detector.ended
-            or self.detector.silence(member) > SILENT_SECONDS
-            for rank, member in enumerate(self.members)
-        )
+    def _may_answer(self, rank: int) -> bool:
+        member = self.members[rank]
+        is_lost = member in self.detector.ended or self.detector.silence(member) > SILENT_SECONDS
+        return rank not in self._statuses and not is_lost
 
     def ended(self) -> dict[int, Ended]:
         """The ranks of the pipeline whose process has ended or cannot be reached."""
@@ -189,7 +188,7 @@ class FailureMonitor:
         """The known cause, or a rank that ended or is silent, after a message has failed."""
         if (cause := self.wait_for_cause()) is not None:
             return cause
-        unknown = FailureCause(self.rank, FailureKind.LOST, 0, "", None, None, "", "")
+        unknown = FailureCause(self.rank, FailureKind.LOST, 0, "")
         return None if (blamed := self.blamed(unknown)) is unknown else blamed
 
     def blamed(self, cause: FailureCause) -> FailureCause:
@@ -254,15 +253,20 @@ class FailureMonitor:
     def _precedence(self, cause: FailureCause) -> tuple[int, bool, int]:
         return _PRECEDENCE[cause.kind][bool(cause.process)], cause.members != self.members, cause.reporter
 
-    def _completed(self, cause: FailureCause) -> FailureCause:
-        world_rank = self.members[cause.rank] if cause.world_rank < 0 else cause.world_rank
-        return replace(cause, members=self.members, world_rank=world_rank, reporter=self.detector.rank)
-
     def _cause_of(self, world_rank: int, kind: FailureKind, process: str, message: str) -> FailureCause:
         rank = self.members.index(world_rank) if world_rank in self.members else -1
         status = self._status()
-        cause = FailureCause(rank, kind, status.call_number, "", None, None, message, "", process)
-        return self._completed(replace(cause, world_rank=world_rank, call_name=status.call_name))
+        return FailureCause(
+            rank,
+            kind,
+            status.call_number,
+            message,
+            process=process,
+            members=self.members,
+            world_rank=world_rank,
+            reporter=self.detector.rank,
+            call_name=status.call_name,
+        )
 
     def _end_cause(self, ended: Ended) -> FailureCause:
         kind = FailureKind.TIMEOUT if ended.network_error else FailureKind.LOST

@@ -25,7 +25,7 @@ from penstock.arguments import listed
 from penstock.errors import PipelineError
 from penstock.processes import has_ended, process_name
 from penstock.runtime.config import ExecutionConfig
-from penstock.runtime.failure import uncaught
+from penstock.runtime.failure import report
 from penstock.runtime.failure.detector import SILENT_SECONDS, FailureDetector
 from penstock.runtime.failure.links import Ended, neighbours
 from penstock.runtime.transport.addresses import listening_socket
@@ -124,7 +124,7 @@ def _start() -> FailureDetector:
     detector = FailureDetector(rank, key, process := process_name(), listener)
     _current[:] = [(weakref.ref(dist.group.WORLD), detector)]
     atexit.register(_close)
-    uncaught.install(current_detector)
+    report.install(current_detector)
     processes.Finalize(None, _close, exitpriority=100)  # its children do not run atexit
     with transport_errors():
         store.set(f"{_PREFIX}/{rank}", f"{address} {process}")
