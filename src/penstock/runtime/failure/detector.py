@@ -178,8 +178,14 @@ class FailureDetector:
         with self._lock:
             return 0.0 if rank in self.ended else self._heartbeats.silence(rank)
 
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return which of these ranks have ended or are silent, and how."""
+        found = {rank: str(self.ended[rank]) for rank in ranks if rank in self.ended}
+        silent = [rank for rank in ranks if self.silence(rank) > SILENT_SECONDS]  # not of those that ended
+        return found | {rank: self.describe_silence(rank) for rank in silent}
+
     def describe_silence(self, rank: int) -> str:
-        """How long a rank has been silent."""
+        """Return how long a rank has been silent."""
         process = self.processes.get(rank, "unknown")
         return f"no heartbeat from its process ({process}) for {self.silence(rank):.0f} s"
 
@@ -278,10 +284,12 @@ class FailureDetector:
         with self._lock:
             was_unknown = link.rank is None
             messages = link.receive()
-            if link.rank is not None and was_unknown:
-                self._welcome(link.rank, link)
-            elif link.rank is not None and messages:
+            if link.rank is not None and (was_unknown or messages):
                 self._heartbeats.received(link.rank)
+            if link.rank is not None and was_unknown:  # it has proved that it is a rank of the job
+                self.processes[link.rank] = link.process
+                for ended in self.ended.values():
+                    link.send(end_message(ended))
         try:
             for message in messages:
                 if message is not None:
@@ -293,13 +301,6 @@ class FailureDetector:
             self._drop(link)
         self._flush()
 
-    def _welcome(self, rank: int, link: Link) -> None:
-        """The other end has proved that it is a rank of the job."""
-        self.processes[rank] = link.process
-        self._heartbeats.received(rank)
-        for ended in self.ended.values():
-            link.send(end_message(ended))
-
     def _receive(self, message: dict[str, Any], link: Link) -> None:
         with self._lock:
             if "id" in message and not self._forward(message, link):
@@ -307,20 +308,18 @@ class FailureDetector:
         if message["type"] == "aborted":
             self.aborted_by = message["rank"]
         elif message["type"] == "end":
-            self._end(Ended(message["rank"], message["process"], message["reason"], message["network_error"]))
+            self._end(Ended(*(message[name] for name in Ended._fields)))
         elif message["type"] == "silence":
-            self._on_silence(message["rank"], message["process"], message["seconds"])
+            rank = message["rank"]
+            with self._lock:
+                if rank != self.rank and rank not in self.linked():
+                    self.processes[rank] = message["process"]
+                    self._heartbeats.reported(rank, message["seconds"])
         else:
             if message["type"] == "cause":
                 self.last_cause = time.monotonic(), message
             for listener in self._current_listeners():
                 listener.on_message(message)
-
-    def _on_silence(self, rank: int, process: str, seconds: float) -> None:
-        with self._lock:
-            if rank != self.rank and rank not in self.linked():
-                self.processes[rank] = process
-                self._heartbeats.reported(rank, seconds)
 
     def _drop(self, link: Link) -> None:
         with self._lock:

@@ -64,14 +64,16 @@ _SHAPES: dict[str, dict[str, Any]] = {
 """The fields of each type of message: a type, a set of texts, a list, an object, or a tuple of alternatives."""
 
 
-class Ended:
+class Ended(NamedTuple):
     """How the process of a rank ended; `process` names it, `reason` is empty if it said nothing.
 
     With `network_error` the network gave up the connection to it, and nobody knows whether the process runs.
     """
 
-    def __init__(self, rank: int, process: str, reason: str, network_error: str = "") -> None:
-        self.rank, self.process, self.reason, self.network_error = rank, process, reason, network_error
+    rank: int
+    process: str
+    reason: str
+    network_error: str = ""
 
     @property
     def verb(self) -> str:
@@ -80,17 +82,15 @@ class Ended:
 
     def __str__(self) -> str:
         if self.network_error:
-            error = self.network_error
-            return (
-                f"the connection to its process ({self.process}) broke ({error}): its host or the network fails"
-            )
+            broke = f"the connection to its process ({self.process}) broke ({self.network_error})"
+            return f"{broke}: its host or the network fails"
         how = f"has ended: {self.reason}" if self.reason else "ended without a message: killed, or crashed"
         return f"its process ({self.process}) {how}"
 
 
 def end_message(ended: Ended) -> dict[str, Any]:
-    """The broadcast that says so."""
-    return {"type": "end", "id": f"{ended.rank}/end", **vars(ended)}
+    """Return the broadcast that says so."""
+    return {"type": "end", "id": f"{ended.rank}/end", **ended._asdict()}
 
 
 def check_message(message: dict[str, Any]) -> None:
@@ -219,8 +219,7 @@ class Link:
             return messages
         except OSError as error:
             self._fail(error)
-            self.is_open = False
-            return messages
+            data = b""
         self.is_open = bool(data)
         self._received += data
         lines = []
@@ -273,13 +272,11 @@ class Link:
     def _take_nonce(self, line: bytes) -> None:
         if not _NONCE.fullmatch(line):
             raise ValueError("a nonce has 64 hexadecimal digits")
-        other, key = line.decode(), self._own.key
-        if self.expected is None:
-            nonces = other, self._nonce
-            self._directions = _Direction(key, "from listener", nonces), _Direction(key, "to listener", nonces)
-        else:
-            nonces = self._nonce, other
-            self._directions = _Direction(key, "to listener", nonces), _Direction(key, "from listener", nonces)
+        listens = self.expected is None
+        nonces = (line.decode(), self._nonce) if listens else (self._nonce, line.decode())
+        to, back = (_Direction(self._own.key, f"{name} listener", nonces) for name in ("to", "from"))
+        self._directions = (back, to) if listens else (to, back)
+        if self.expected is not None:
             self._introduce(self.expected)
 
     def _take_introduction(self, message: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -47,6 +48,8 @@ from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.transport_errors import TransportError
 from penstock.traces.rank_state import Wait, WaitKind
+
+T = TypeVar("T")
 
 
 class Connection:
@@ -88,16 +91,15 @@ class Connection:
         self.programs = self._compiled()
         self.monitor: FailureMonitor | None = None
         if detector is not None:
-            own = weakref.ref(self)
             detector.timeout = config.timeout.total_seconds()
             self.monitor = FailureMonitor(
                 detector,
                 uuid4().hex if self.communicator is None else self.communicator.name,
                 config.members,
                 config.timeout.total_seconds(),
-                partial(_status_of, own),
-                partial(_stop_waiting_of, own),
-                partial(_abort_all_groups_of, own),
+                _weakly(self.status, RankStatus("outside", 0, 0, None)),
+                _weakly(self.stop_waiting, None),
+                _weakly(self.abort_all_groups, None),
             )
             self._release = weakref.finalize(self, _release, self.monitor, self.communicator)
 
@@ -162,13 +164,13 @@ class Connection:
         }
 
     def set_completed(self, calls: int, steps: int) -> None:
-        """The number of calls of step and eval, and of steps, that were completed before the next one."""
+        """Set the numbers of calls of step and eval, and of steps, that were completed before the next one."""
         self.call_number, self.step_number, self.call_name = calls, steps, f"step {steps}"
 
     # --- a step ------------------------------------------------------------------------------------
 
     def begin(self, mode: str, calls: int, steps: int) -> Program:
-        """Start a step or eval, of this number among all calls and among steps; gives the program to run."""
+        """Start a step or eval, of this number among all calls and among steps; return the program to run."""
         self._channels.set_mode(training=mode == "step")
         self.call_name = f"step {steps}" if mode == "step" else f"the eval after step {steps}"
         self.mode, self.call_number, self.step_number, self.waiting_for = mode, calls, steps, None
@@ -195,8 +197,7 @@ class Connection:
             raise  # on every rank
         except BaseException as error:
             if self.monitor is not None:
-                cause = collective_cause(error, name, self.config.rank, self.status())
-                self.monitor.publish_cause(cause)
+                self.monitor.publish_cause(collective_cause(error, name, self.config.rank, self.status()))
             raise
         finally:
             self.mode = "outside"
@@ -213,9 +214,8 @@ class Connection:
         """
         self._failed = True
         cause = None if self.monitor is None else self.monitor.cause
-        told = self.on_failure() if self.on_failure is not None else None
-        if told is not None and cause is not None:
-            told(cause)
+        if cause is not None and self.on_failure is not None and (write := self.on_failure()) is not None:
+            write(cause)
         if self.mode in self.programs and cause is not None and cause.call_number > self.call_number:
             return
         self._request_abort()
@@ -283,16 +283,12 @@ def _release(monitor: FailureMonitor, communicator: Communicator | None) -> None
         communicator.close()
 
 
-def _status_of(connection: weakref.ref[Connection]) -> RankStatus:
-    alive = connection()
-    return RankStatus("outside", 0, 0, None) if alive is None else alive.status()
+def _weakly(method: Callable[[], T], default: T) -> Callable[[], T]:
+    """Return a function that calls a method as long as its object exists, and then returns the default."""
+    reference = weakref.WeakMethod(method)
 
+    def call() -> T:
+        alive = reference()
+        return default if alive is None else alive()
 
-def _stop_waiting_of(connection: weakref.ref[Connection]) -> None:
-    if (alive := connection()) is not None:
-        alive.stop_waiting()
-
-
-def _abort_all_groups_of(connection: weakref.ref[Connection]) -> None:
-    if (alive := connection()) is not None:
-        alive.abort_all_groups()
+    return call

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from penstock.arguments import listed, printable, whole_number
 from penstock.errors import FailureKind, PenstockError, PipelineError
 from penstock.runtime.config import ExecutionConfig
 from penstock.runtime.data_parallel.tied_weights import TiedWeights
-from penstock.runtime.failure.detector import SILENT_SECONDS
 from penstock.runtime.failure.monitor import FailureCause, FailureMonitor
 from penstock.runtime.failure.process_detector import connecting
 from penstock.runtime.failure.report import failure_cause, failure_report
@@ -44,15 +43,14 @@ from penstock.runtime.transport.transport_errors import TransportError, is_trans
 from penstock.simulation.timeline import Timeline
 from penstock.traces.rank_state import RankState, Wait, WaitKind
 
-# Aborts a failed step on this rank: publishes the cause, closes the connection, gives the error to raise.
-
+# --- failed steps --------------------------------------------------------------------------------------
 
 _RACE_SECONDS = 0.25
 _BROKEN_SECONDS = 2.5
 
 
 def abort_step(error: BaseException, connection: Connection, program: Program) -> BaseException:
-    """Close all connections after this error; gives the error to raise, with the same text on every rank."""
+    """Publish the cause and close all connections; return the error to raise, the same on every rank."""
     monitor = connection.monitor
     if monitor is None:
         return error
@@ -65,9 +63,8 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
     connection.abort()
     settled, statuses = monitor.settled()
     connection.close()
-    if isinstance(error, KeyboardInterrupt | SystemExit):
-        return error
-    if isinstance(error, PenstockError) and not program.started:
+    is_callers = isinstance(error, PenstockError) and not program.started
+    if is_callers or isinstance(error, KeyboardInterrupt | SystemExit):
         return error
     cause = settled or cause
     if cause.process:  # it may have ended before this call
@@ -79,7 +76,7 @@ def abort_step(error: BaseException, connection: Connection, program: Program) -
 
 
 def race_seconds(error: BaseException) -> float:
-    """How long an error of a stage waits for the failure elsewhere that it may follow from.
+    """Return how long an error of a stage waits for the failure elsewhere that it may follow from.
 
     A connection that breaks in a collective of the stage (of FSDP or tensor parallelism) always follows from
     one, which a busy machine may tell later. An error of the pipeline's own messages is a timeout here.
@@ -90,16 +87,13 @@ def race_seconds(error: BaseException) -> float:
 
 
 def _cause(error: BaseException, own: FailureCause, monitor: FailureMonitor) -> FailureCause:
-    """The cause that is known already, or else the failure of this rank."""
+    """Return the cause that is known already, or else publish the failure of this rank."""
     if isinstance(error, StepAbortedError) or own.kind is FailureKind.LOST:
         known = monitor.wait_for_cause() or monitor.missed_cause()
     else:
         known = monitor.wait_for_cause(race_seconds(error))
-    if known is not None:
-        return known
-    return monitor.publish_cause(
-        monitor.blamed(own) if own.kind in (FailureKind.LOST, FailureKind.TIMEOUT) else own
-    )
+    is_wait = own.kind in (FailureKind.LOST, FailureKind.TIMEOUT)
+    return known or monitor.publish_cause(monitor.blamed(own) if is_wait else own)
 
 
 # --- the state files of this rank ----------------------------------------------------------------------
@@ -110,7 +104,7 @@ class PipelineState:
 
     def __init__(self, config: ExecutionConfig) -> None:
         self._nothing = RankState(tuple(config.members), config.members[config.rank], config.schedule)
-        self._connection: weakref.ref[Connection] | None = None
+        self._connection: Callable[[], Connection | None] = lambda: None
         self.completed = (0, 0)
         """Calls of step and eval, and steps."""
         self.is_connecting = False
@@ -142,50 +136,37 @@ class PipelineState:
             flush_states()
 
     def rank_state(self) -> RankState:
-        """What this rank does."""
-        connection = None if self._connection is None else self._connection()
+        """Return what this rank does."""
+        connection = self._connection()
         if connection is None or self.is_connecting:
             mode = "connecting" if self.is_connecting else "outside"
             calls, steps = self.completed
             return replace(self._nothing, mode=mode, step_number=steps, call_number=calls)
-        mode = connection.mode
-        base = replace(
+        state = replace(
             self._nothing,
-            mode=mode,
+            mode=connection.mode,
             step_number=connection.step_number,
             call_number=connection.call_number,
-            lost=_lost(connection),
+            lost={} if connection.monitor is None else connection.monitor.detector.lost(self._nothing.members),
         )
-        program = connection.programs.get(mode)
+        program = connection.programs.get(state.mode)
         if program is None:
-            return replace(base, waiting_for=connection.waiting_for if mode != "outside" else None)
-        base = replace(base, schedule=program.schedule)
+            return replace(state, waiting_for=connection.waiting_for if state.mode != "outside" else None)
         call = program.current_call
         if call is None:
-            position = len(program.steps) if program.finished else -1
-            return replace(base, position=position, waiting_for=connection.awaited(program))
-        awaits = "" if call.type in (CallType.POST, CallType.ACTION) else str(call.subject)
-        return replace(base, position=call.position, awaits=awaits)
+            position, awaits = len(program.steps) if program.finished else -1, ""
+        else:
+            waits = call.type in (CallType.WAIT, CallType.RELEASE)
+            position, awaits = call.position, str(call.subject) if waits else ""
+        waiting_for = connection.awaited(program) if call is None else None
+        return replace(
+            state, schedule=program.schedule, position=position, awaits=awaits, waiting_for=waiting_for
+        )
 
     def ask_others(self) -> None:
         """Ask all ranks of the job for their states."""
-        connection = None if self._connection is None else self._connection()
-        if connection is not None and connection.monitor is not None:
+        if (connection := self._connection()) is not None and connection.monitor is not None:
             connection.monitor.detector.send({"type": "state", "rank": self._nothing.world_rank})
-
-
-def _lost(connection: Connection) -> dict[int, str]:
-    """The world ranks of the pipeline whose process has ended or is silent."""
-    if connection.monitor is None:
-        return {}
-    detector = connection.monitor.detector
-    found = {}
-    for rank in connection.config.members:
-        if (ended := detector.ended.get(rank)) is not None:
-            found[rank] = str(ended)
-        elif detector.silence(rank) > SILENT_SECONDS:
-            found[rank] = detector.describe_silence(rank)
-    return found
 
 
 # --- running steps -------------------------------------------------------------------------------------
@@ -205,9 +186,6 @@ class StepResult:
     feed no other."""
     timeline: Timeline | None = None
     """The measured timeline of all ranks, inside `with pipeline.profile()`."""
-
-
-# What ranks do when they have connected: compare what they must have in common, and connect to replica peers.
 
 
 def handshake(
@@ -280,42 +258,35 @@ class StepRunner:
     # --- connecting --------------------------------------------------------------------------------
 
     def connect(self) -> Connection:
-        """The connection, created if there is none; then all ranks must do this at the same time."""
-        if self._connection is not None:
-            return self._connection
-        state = self._state
-        state.is_connecting, state.completed = True, (self._completed, self.completed_steps)
-        try:
-            connection = self._new_connection()
-        except BaseException as error:
-            state.connecting_failed(error)
-            raise
-        finally:
-            state.is_connecting = False
-        self._connection = connection
-        state.use(connection)
-        return connection
+        """Return the connection, created if there is none; then all ranks must do this at the same time."""
+        if self._connection is None:
+            state = self._state
+            state.is_connecting, state.completed = True, (self._completed, self.completed_steps)
+            try:
+                self._connection = self._new_connection()
+            except BaseException as error:
+                state.connecting_failed(error)
+                raise
+            finally:
+                state.is_connecting = False
+            state.use(self._connection)
+        return self._connection
 
     def _new_connection(self) -> Connection:
-        config = self._config
-        self.pool = BufferPool(config.device)
-        connection = Connection(config, self.activations, self.pool)
+        self.pool = BufferPool(self._config.device)
+        connection = Connection(self._config, self.activations, self.pool)
         connection.set_completed(self._completed, self.completed_steps)
-        self._warn_of_compiled_modules(connection)
-        try:
-            options = self._input_builder.loss_options
-            handshake(connection, self._ties, self._completed, options, self._record)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _warn_of_compiled_modules(self, connection: Connection) -> None:
         for index, stage in connection.stages.items():
             if stage.deferral is not None and stage.deferral.compiled and not self._completed:
                 names = ", ".join(name or "the whole stage" for name in stage.deferral.compiled)
                 text = "stage %d: the weight gradients of compiled modules are computed in I, not in W: %s"
                 _log.warning(text, index, names)
+        try:
+            handshake(connection, self._ties, self._completed, self._input_builder.loss_options, self._record)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def close(self) -> None:
         """Close the connection; the next step connects again."""

@@ -18,20 +18,6 @@ _KEPT_STEPS = 2  # a buffer that is unused for so many steps is freed
 class Buffer:
     """A byte tensor; `message` is the part that the current message uses, of length `nbytes`."""
 
-    __slots__ = (
-        "_address",
-        "_flag",
-        "_identity",
-        "_own",
-        "_views",
-        "capacity",
-        "host_bytes",
-        "last_step",
-        "message",
-        "nbytes",
-        "storage",
-    )
-
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.storage = torch.empty(capacity, dtype=torch.uint8, device=device)
         self.message = self.storage
@@ -45,7 +31,8 @@ class Buffer:
         self._flag = None if self.host_bytes is None else self.host_bytes[:8].cast("q")
         self.flag = 0
         self._address = self.storage.data_ptr()
-        self._own = self._reference_count()
+        self._own = storage_uses(self._identity)
+        """How many tensors of this buffer use the storage."""
 
     @property
     def flag(self) -> int:
@@ -63,7 +50,7 @@ class Buffer:
             self.message, self.nbytes = self.storage[:nbytes], nbytes
             if self.host_bytes is not None:
                 self.host_bytes = host_bytes(self.message)
-            self._own = self._reference_count()
+            self._own = storage_uses(self._identity)
         return self
 
     def views(self, spec: MessageSpec) -> list[Tensor]:
@@ -73,17 +60,13 @@ class Buffer:
             if len(self._views) == _CACHED_SPECS:
                 self._views.clear()
             views = self._views[spec] = spec.views(self.storage)
-            self._own = self._reference_count()
+            self._own = storage_uses(self._identity)
         return views
-
-    def _reference_count(self) -> int:
-        """How many tensors use the storage, those of this buffer included."""
-        return storage_uses(self._identity)
 
     @property
     def external_references(self) -> int:
         """How many tensors use the storage, those of this buffer excluded."""
-        return self._reference_count() - self._own
+        return storage_uses(self._identity) - self._own
 
     @property
     def is_moved(self) -> bool:
@@ -125,11 +108,9 @@ class BufferPool:
         self._step += 1
         oldest = self._step - _KEPT_STEPS
         for capacity in list(self._free):
-            kept = [buffer for buffer in self._free[capacity] if buffer.last_step >= oldest]
-            if kept:
+            free = self._free.pop(capacity)
+            if kept := [buffer for buffer in free if buffer.last_step >= oldest]:
                 self._free[capacity] = kept
-            else:
-                del self._free[capacity]
 
     @property
     def free(self) -> int:

@@ -1,4 +1,4 @@
-"""The process groups of one pipeline, and how its ranks meet and connect them."""
+"""The process groups of one pipeline: how its ranks connect, and messages of tensors on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from hashlib import sha256
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -21,55 +21,26 @@ from penstock.errors import PipelineError
 from penstock.runtime.torch_internals.distributed import new_nccl_group
 from penstock.runtime.transport.buffer_pool import Buffer
 from penstock.runtime.transport.eager import EAGER_BYTES, EagerMessages, host_bytes
-from penstock.runtime.transport.gloo_connections import abort_gloo_group, gloo_group
-from penstock.runtime.transport.process_groups import rank_name
+from penstock.runtime.transport.process_groups import abort_gloo_group, gloo_group, rank_name
 from penstock.runtime.transport.stores import StoreSilentError, call_within, first_line, store_connection
 from penstock.runtime.transport.transport_errors import Pending, TransportError, post, transport_errors, wait
 
-# Which process groups the messages of a pipeline use, by the device that they are on.
-
-
-class MessageGroup(Protocol):
-    """The methods of a process group that are used; torch does not annotate them."""
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Start to send."""
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Start to receive."""
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work:
-        """Every rank's tensor."""
-
-    def allreduce(self, tensors: list[Tensor], options: Any = ...) -> dist.Work:
-        """The sum, or another reduction, in place."""
-
-    def barrier(self) -> dist.Work:
-        """Wait for all ranks."""
-
-    def abort(self) -> None:
-        """End all waits."""
+MessageGroup: TypeAlias = Any
+"""A process group of gloo or NCCL; torch does not annotate their methods."""
 
 
 def single_group_suffices(device: torch.device) -> bool:
-    """Whether messages with different tags can overtake each other in one group, as in gloo."""
+    """Return whether messages with different tags can overtake each other in one group, as in gloo."""
     return device.type == "cpu"
 
 
 def device_group(
     device: torch.device, store: Store, rank: int, timeout: timedelta, size: int = 2
 ) -> MessageGroup:
-    """A group for one directed edge, in which rank 0 sends and rank 1 receives, or for a subgroup."""
+    """Return a group for one directed edge, in which rank 0 sends and rank 1 receives, or for a subgroup."""
     if not (device.type == "cuda" and dist.is_nccl_available()):
         raise PipelineError(f"a pipeline runs on CPUs (gloo) and CUDA devices (NCCL), not on {device}")
-    group: MessageGroup = new_nccl_group(store, rank, size, timeout)
-    return group
-
-
-# Where the ranks of a pipeline meet before they are connected: a part of the job's store.
-#
-# Each new connection of a pipeline uses a key prefix that was never used before, because keys of an earlier
-# connection, closed or failed, may still be in the store.
+    return new_nccl_group(store, rank, size, timeout)
 
 
 T = TypeVar("T")
@@ -80,7 +51,11 @@ _last_prefix: dict[tuple[int, ...], str] = {}  # by the ranks that connected und
 
 
 class Rendezvous:
-    """One rank's part; `members` are the world ranks, `check` is called while it waits, and may raise."""
+    """The part of the job's store where the ranks of a pipeline exchange texts before they are connected.
+
+    Each connection of a pipeline has a key prefix that was never used before, because keys of an earlier one
+    may still be in the store. `members` are world ranks; `check` is called while a rank waits, and may raise.
+    """
 
     def __init__(
         self, members: Sequence[int], rank: int, timeout: timedelta, check: Callable[[], None]
@@ -238,10 +213,7 @@ class Communicator:
         rendezvous = self._rendezvous
         rendezvous.begin()
         try:
-            self._group: MessageGroup = gloo_group(
-                rendezvous.store("gloo"), rendezvous.rank, self.size, rendezvous.timeout
-            )
-            self._gloo_groups.append(self._group)
+            self._group = self._gloo_group("gloo", rendezvous.rank, self.size)
             key = rendezvous.name.rsplit("/", 1)[-1]
             self._eager = EagerMessages(
                 rendezvous.store("eager"), rendezvous.rank, self.size, key, rendezvous.timeout
@@ -255,6 +227,11 @@ class Communicator:
                 raise
         finally:
             rendezvous.end()
+
+    def _gloo_group(self, name: str, rank: int, size: int) -> MessageGroup:
+        group = gloo_group(self._rendezvous.store(name), rank, size, self._rendezvous.timeout)
+        self._gloo_groups.append(group)
+        return group
 
     @property
     def name(self) -> str:
@@ -279,12 +256,12 @@ class Communicator:
         rendezvous = self._rendezvous
         for ranks in subgroups:
             if rendezvous.rank in ranks:
-                store = rendezvous.store(f"subgroup/{'-'.join(map(str, ranks))}")
+                name = f"subgroup/{'-'.join(map(str, ranks))}"
                 position, size = ranks.index(rendezvous.rank), len(ranks)
                 if self.single_group:
-                    self._subgroups[ranks] = gloo_group(store, position, size, rendezvous.timeout)
-                    self._gloo_groups.append(self._subgroups[ranks])
+                    self._subgroups[ranks] = self._gloo_group(name, position, size)
                 else:
+                    store = rendezvous.store(name)
                     self._subgroups[ranks] = device_group(
                         self.device, store, position, rendezvous.timeout, size
                     )
@@ -362,14 +339,15 @@ class Communicator:
 
     def subgroup_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """All-reduce by sum over a subgroup, in place; the result has the same bits on each of its ranks."""
-        with transport_errors():
-            self._subgroups[ranks].allreduce([tensor]).wait()
-        return tensor
+        return self._reduce(tensor, ranks, dist.ReduceOp.SUM)
 
     def subgroup_max(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """All-reduce by maximum over a subgroup, in place."""
+        return self._reduce(tensor, ranks, dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, ranks: tuple[int, ...], operation: Any) -> Tensor:
         options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = operation
         with transport_errors():
             self._subgroups[ranks].allreduce([tensor], options).wait()
         return tensor

@@ -13,8 +13,10 @@ import socket
 import struct
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -32,8 +34,7 @@ _HELLO_SECONDS = 5.0  # a rank sends it at once; a program that scans ports may 
 _BUFFER_BYTES = 4 * EAGER_BYTES
 
 
-def timed_out(seconds: float) -> TransportError:
-    """Return the error of a wait that has taken this long."""
+def _timed_out(seconds: float) -> TransportError:
     return TransportError(f"Timed out after {seconds:g} s", timed_out=True)
 
 
@@ -90,7 +91,7 @@ class EagerMessages:
 
     def receive(self, target: memoryview, peer: int, tag: int) -> Pending:
         """Receive as many bytes as the target has; messages with the same tag arrive in order."""
-        return _Receive(self._connections[peer], tag, target)
+        return _Pending(partial(self._connections[peer].receive, tag, target))
 
     def abort(self) -> None:
         """End every wait, here and on the other ranks; any thread may call it."""
@@ -99,10 +100,22 @@ class EagerMessages:
 
     def close(self) -> None:
         """End and release the connections; what was sent still arrives."""
+        self.abort()
         for connection in self._connections.values():
-            connection.abort()
             connection.socket.close()
         self._connections.clear()
+
+
+class _Pending:
+    """A message whose `wait` is the given function."""
+
+    __slots__ = ("wait",)
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+
+_SENT = _Pending(lambda: None)  # the network has taken the message, and its memory can be used again
 
 
 class _Connection:
@@ -136,7 +149,7 @@ class _Connection:
             return rest
 
     def _sent(self, header: bytes, data: memoryview) -> int:
-        """Send what the network takes at once; gives the number of bytes."""
+        """Send what the network takes at once; return the number of bytes."""
         try:
             return self.socket.sendmsg([header, data], [], socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -200,7 +213,7 @@ class _Connection:
         try:
             count = self.socket.recv_into(self._buffer[self._end :])
         except BlockingIOError as error:
-            raise timed_out(self._seconds) from error
+            raise _timed_out(self._seconds) from error
         except OSError as error:
             raise self._lost(error) from error
         if not count:
@@ -216,29 +229,6 @@ class _Connection:
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
-class _Receive:
-    """A message that is expected."""
-
-    __slots__ = ("_connection", "_tag", "_target")
-
-    def __init__(self, connection: _Connection, tag: int, target: memoryview) -> None:
-        self._connection, self._tag, self._target = connection, tag, target
-
-    def wait(self) -> None:
-        """Wait until it has arrived."""
-        self._connection.receive(self._tag, self._target)
-
-
-class _Sent:
-    """A message that the network has taken."""
-
-    def wait(self) -> None:
-        """Its memory can be used again."""
-
-
-_SENT = _Sent()
-
-
 class _Unsent:
     """A message, or the rest of one, that a thread sends; it has a copy of the bytes."""
 
@@ -250,6 +240,6 @@ class _Unsent:
     def wait(self) -> None:
         """Wait until the network has taken it."""
         if not self.is_sent.wait(self._seconds):
-            raise timed_out(self._seconds)
+            raise _timed_out(self._seconds)
         if self.error is not None:
             raise TransportError(f"a message could not be sent: {self.error}") from self.error

@@ -168,7 +168,7 @@ class MessageSpec:
             view.copy_(leaf.detach() if leaf.requires_grad else leaf)
 
     def read(self, views: Sequence[Tensor], meshes: Meshes = _NO_MESHES) -> Leaves:
-        """The leaves; tensors are views of the bytes, DTensors are on one of these meshes."""
+        """Return the leaves; tensors are views of the bytes, DTensors are on one of these meshes."""
         leaves = list(self._plain)
         for position, text in self._objects:
             leaves[position] = pickle.loads(text)  # noqa: S301 -- from a rank of our own job, never from a file
@@ -201,20 +201,21 @@ def _view(part: Tensor, dtype: torch.dtype, shape: torch.Size, strides: Any) -> 
 
 
 def check_sendable(leaves: Sequence[Any], where: str) -> None:
-    """Raise for tensors that cannot be copied into a buffer, because they are not dense."""
+    """Raise for tensors that cannot be copied into a buffer, or would arrive as others."""
     for leaf in leaves:
+        problem = ""
         if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested):
             what = "quantized" if leaf.is_quantized else "nested" if leaf.is_nested else str(leaf.layout)
-            raise PipelineError(
-                f"{where}: a tensor of layout {what} cannot be sent to another rank: return a dense tensor "
+            problem = (
+                f"a tensor of layout {what} cannot be sent to another rank: return a dense tensor "
                 "(`to_dense()`, `dequantize()`, padding)"
             )
-        if isinstance(leaf, Tensor) and type(leaf).__module__.split(".")[0] != "torch":
-            raise PipelineError(
-                f"{where}: a {type(leaf).__name__} would arrive as a plain tensor on the other rank: return "
+        elif isinstance(leaf, Tensor) and type(leaf).__module__.split(".")[0] != "torch":
+            problem = (
+                f"a {type(leaf).__name__} would arrive as a plain tensor on the other rank: return "
                 "`as_subclass(torch.Tensor)`, and make it again in the next stage"
             )
-        if is_dtensor(leaf) and (problem := placement_problem(leaf)):
-            raise PipelineError(
-                f"{where}: {problem}, cannot be sent to another rank: call `redistribute()` on it first"
-            )
+        elif is_dtensor(leaf) and (placement := placement_problem(leaf)):
+            problem = f"{placement}, cannot be sent to another rank: call `redistribute()` on it first"
+        if problem:
+            raise PipelineError(f"{where}: {problem}")

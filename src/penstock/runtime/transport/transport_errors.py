@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol
 
 import torch.distributed as dist
-
-T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -35,7 +33,7 @@ def wait(work: Pending) -> None:
         _raise(error)
 
 
-def post(call: Callable[..., T], *arguments: object) -> T:
+def post(call: Callable[..., Pending], *arguments: object) -> Pending:
     """Start a message or a collective; on a broken connection this fails already."""
     try:
         return call(*arguments)
