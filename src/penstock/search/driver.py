@@ -681,55 +681,60 @@ class PolicyMoves:
 
     def __init__(self, schedule: Schedule, rng: random.Random, *, recompute: bool, offload: bool) -> None:
         self._placement, self._microbatches, self._rng = schedule.placement, schedule.microbatches, rng
-        toggles = [self._recompute] * recompute + [self._offload] * offload
-        self._moves = [*toggles, self._shift]
+        self._moves = [*[self._recompute] * recompute, *[self._offload] * offload, self._shift]
 
     def changed(self, schedule: Schedule) -> Schedule | None:
         """The schedule after one move; None if the move is not possible."""
         rows = [row.tolist() for row in schedule.table.rows]
         rank = self._rng.randrange(len(rows))
-        changed = self._rng.choice(self._moves)(rows[rank], rank)
+        steps: list[list[int]] = []
+        for code in rows[rank]:
+            if code & JOINED:
+                steps[-1].append(code)
+            else:
+                steps.append([code])
+        changed = self._rng.choice(self._moves)(steps, rank)
         if changed is None:
             return None
-        rows[rank] = changed
+        rows[rank] = [code for step in changed for code in step]
         return schedule.with_rows(rows)
 
     def _unit(self, rank: int) -> tuple[int, int]:
         stages = self._placement.stages_of_rank[rank]
         return self._rng.choice(stages), self._rng.randrange(self._microbatches)
 
-    def _recompute(self, row: list[int], rank: int) -> list[int] | None:
-        stage, microbatch = self._unit(rank)
-        again = code_of(Kind.RECOMPUTE, stage, microbatch)
-        if again in row:
-            return [code for code in row if code != again]
-        use = _step(row, _backward(row, stage, microbatch))
-        return [*row[:use], again, *row[use:]]
+    def _recompute(self, steps: list[list[int]], rank: int) -> list[list[int]]:
+        unit = self._unit(rank)
+        again = [code_of(Kind.RECOMPUTE, *unit)]
+        if again in steps:
+            return [step for step in steps if step != again]
+        use = _place(steps, unit, Kind.I, Kind.B)
+        return [*steps[:use], again, *steps[use:]]
 
-    def _offload(self, row: list[int], rank: int) -> list[int] | None:
-        stage, microbatch = self._unit(rank)
-        both = [code_of(kind, stage, microbatch) for kind in (Kind.OFFLOAD, Kind.RELOAD)]
-        if both[0] in row:
-            return [code for code in row if code not in both]
-        again = code_of(Kind.RECOMPUTE, stage, microbatch)
-        use = row.index(again) if again in row else _step(row, _backward(row, stage, microbatch))
-        after = _end(row, _index(row, Kind.F, stage, microbatch))
-        before = _step(row, max(after, use - self._rng.randrange(_FARTHEST)))
-        return [*row[:after], both[0], *row[after:before], both[1], *row[before:]]
+    def _offload(self, steps: list[list[int]], rank: int) -> list[list[int]]:
+        unit = self._unit(rank)
+        offload, reload, again = (
+            [code_of(kind, *unit)] for kind in (Kind.OFFLOAD, Kind.RELOAD, Kind.RECOMPUTE)
+        )
+        if offload in steps:
+            return [step for step in steps if step not in (offload, reload)]
+        use = steps.index(again) if again in steps else _place(steps, unit, Kind.I, Kind.B)
+        after = _place(steps, unit, Kind.F) + 1
+        before = max(after, use - self._rng.randrange(_FARTHEST))
+        return [*steps[:after], offload, *steps[after:before], reload, *steps[before:]]
 
-    def _shift(self, row: list[int], rank: int) -> list[int] | None:
-        """Move one action, with its pair, past up to some neighbours."""
+    def _shift(self, steps: list[list[int]], rank: int) -> list[list[int]] | None:
+        """Move one step past up to some neighbours."""
         del rank
-        first = _step(row, self._rng.randrange(len(row)))
-        end = _end(row, first)
-        moved, places = row[first:end], self._rng.randrange(1, _FARTHEST)
+        place, places = self._rng.randrange(len(steps)), self._rng.randrange(1, _FARTHEST)
         if self._rng.random() < 0.5:
-            start = _step(row, max(first - places, 0))
-            passed, changed = row[start:first], [*row[:start], *moved, *row[start:first], *row[end:]]
+            first, last = max(place - places, 0), place
+            changed = [*steps[:first], steps[place], *steps[first:last], *steps[last + 1 :]]
         else:
-            stop = _end(row, min(end + places, len(row)) - 1)
-            passed, changed = row[end:stop], [*row[:first], *row[end:stop], *moved, *row[stop:]]
-        return None if not passed or any(_are_ordered(a, b) for a in moved for b in passed) else changed
+            first, last = place + 1, min(place + 1 + places, len(steps))
+            changed = [*steps[:place], *steps[first:last], steps[place], *steps[last:]]
+        passed = [code for step in steps[first:last] for code in step]
+        return None if not passed or any(_are_ordered(a, b) for a in steps[place] for b in passed) else changed
 
 
 def _are_ordered(one: int, two: int) -> bool:
@@ -739,25 +744,10 @@ def _are_ordered(one: int, two: int) -> bool:
     return same_stage and (same_microbatch or one >> KIND_SHIFT & KIND_MASK == two >> KIND_SHIFT & KIND_MASK)
 
 
-def _index(row: Sequence[int], kind: Kind, stage: int, microbatch: int) -> int:
-    """Where an action is, also as the second part of a pair."""
-    code = code_of(kind, stage, microbatch)
-    return next(i for i, each in enumerate(row) if each & ~JOINED == code)
-
-
-def _backward(row: Sequence[int], stage: int, microbatch: int) -> int:
-    codes = [code_of(kind, stage, microbatch) for kind in (Kind.I, Kind.B)]
-    return next(i for i, each in enumerate(row) if each & ~JOINED in codes)
-
-
-def _step(row: Sequence[int], place: int) -> int:
-    """The first part of the step at this place."""
-    return place - 1 if place < len(row) and row[place] & JOINED else place
-
-
-def _end(row: Sequence[int], place: int) -> int:
-    """Behind the step at this place."""
-    return place + 2 if place + 1 < len(row) and row[place + 1] & JOINED else place + 1
+def _place(steps: Sequence[Sequence[int]], unit: tuple[int, int], *kinds: Kind) -> int:
+    """The place of the step that has an action of one of these kinds for a stage and microbatch."""
+    codes = {code_of(kind, *unit) for kind in kinds}
+    return next(i for i, step in enumerate(steps) if any(code & ~JOINED in codes for code in step))
 
 
 def _timeline_of(schedule: Schedule, costs: Costs, objective: str) -> Timeline | None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from penstock.cost.prices import collectives_take_time, host_copies_take_time, m
 from penstock.errors import CostsError, ScheduleError
 from penstock.ir.dataflow import Inputs, run_dataflow
 from penstock.ir.encoding import Bools, Floats, Ints
-from penstock.ir.kinds import Kind
+from penstock.ir.kinds import Kind, Resource
 from penstock.ir.messages import Messages
 from penstock.ir.schedule import Schedule
 from penstock.loops import Loop
@@ -178,27 +177,14 @@ _RUN = Loop(_run)
 #                 and for the messages directly ahead of it in its streams
 
 
-class _Role(IntEnum):
-    """How the engine treats a step."""
-
-    COMPUTE = 0
-    SEND = 1
-    RECEIVE = 2
-    COLLECTIVE = 3
-    UNSHARD = 4
-    OFFLOAD = 5
-    RELOAD = 6
-
-
-_ROLES = {
-    **dict.fromkeys((Kind.F, Kind.I, Kind.W, Kind.B, Kind.RECOMPUTE, Kind.OVERLAP_F_B), _Role.COMPUTE),
-    **dict.fromkeys((Kind.SEND_F, Kind.SEND_B), _Role.SEND),
-    **dict.fromkeys((Kind.RECV_F, Kind.RECV_B), _Role.RECEIVE),
-    **dict.fromkeys((Kind.RESHARD, Kind.REDUCE_GRAD), _Role.COLLECTIVE),
-    Kind.UNSHARD: _Role.UNSHARD,
-    Kind.OFFLOAD: _Role.OFFLOAD,
-    Kind.RELOAD: _Role.RELOAD,
-}
+_COMPUTE, _CHANNEL, _COLLECTIVE, _TO_HOST, _FROM_HOST = range(len(Resource))
+_RESOURCES = np.array([list(Resource).index(kind.spec.resource) for kind in Kind])
+"""By the number of a kind."""
+_HANDLED = (
+    *(Kind.F, Kind.I, Kind.W, Kind.B, Kind.RECOMPUTE, Kind.OVERLAP_F_B),
+    *(Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B),
+    *(Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.OFFLOAD, Kind.RELOAD),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +216,7 @@ class Network:
     ) -> None:
         """`transfer` and `latency` are per message: seconds on its channel, and until its arrival."""
         self.table = table = messages.table
-        table.require_handled(_ROLES, "simulation")
+        table.require_handled(_HANDLED, "simulation")
         self.messages, self.numbers = messages, np.flatnonzero(messages.paired)
         paired = self.numbers
         self.send, self.receive = (table.slots_of(end[paired]) for end in (messages.send, messages.receive))
@@ -238,8 +224,7 @@ class Network:
         self.buffered, self.sends_block = send_model.is_buffered, send_model.blocks_rank
         self.receives_block = blocking_receives or send_model.blocks_rank
         # a slot is of one kind; the first part represents an overlapped pair
-        self.first_part = np.searchsorted(table.slot, np.arange(len(table.rank)))
-        self.role = np.array([_ROLES.get(kind, -1) for kind in Kind])[table.kind[self.first_part]]
+        self.resource = _RESOURCES[table.kind[np.searchsorted(table.slot, np.arange(len(table.rank)))]]
         streams = send_model.streams(
             messages.source[paired], messages.target[paired], table.placement.num_ranks
         )
@@ -269,8 +254,8 @@ class Network:
         yield Waits(self.first_slot + copies, self.first_slot + waiting)
         yield from self._queues()
         yield from self._unshards()
-        for roles in ((_Role.COLLECTIVE, _Role.UNSHARD), (_Role.OFFLOAD,), (_Role.RELOAD,)):
-            own = np.flatnonzero(np.isin(self.role, roles))
+        for resource in (_COLLECTIVE, _TO_HOST, _FROM_HOST):
+            own = np.flatnonzero(self.resource == resource)
             same = table.rank[own[1:]] == table.rank[own[:-1]]
             yield Waits(self.first_slot + own[:-1][same], self.first_slot + own[1:][same])
 
@@ -278,7 +263,7 @@ class Network:
     def clock_before(self) -> Ints:
         """Per slot: the event at whose end its rank reaches it."""
         table, slots = self.table, np.arange(len(self.table.rank))
-        moves = np.isin(self.role, (_Role.COMPUTE, _Role.SEND, _Role.RECEIVE))
+        moves = np.isin(self.resource, (_COMPUTE, _CHANNEL))
         last = np.concatenate(([-1], np.maximum.accumulate(np.where(moves, slots, -1))))[: len(slots)]
         return np.where(last >= table.slot_bounds[table.rank], self.first_slot + last, table.rank)
 
@@ -302,8 +287,8 @@ class Network:
     def _unshards(self) -> Iterator[Waits]:
         """Compute waits for the last UNSHARD of its stage before it."""
         table = self.table
-        parts = np.flatnonzero(table.of_kind(Kind.UNSHARD) | (self.role == _Role.COMPUTE)[table.slot])
-        parts = parts[np.argsort(table.stage[parts] * np.int64(1), kind="stable")]
+        parts = np.flatnonzero(table.of_kind(Kind.UNSHARD) | (self.resource == _COMPUTE)[table.slot])
+        parts = parts[np.argsort(table.stage[parts], kind="stable")]
         unshards = table.of_kind(Kind.UNSHARD)[parts]
         latest = np.maximum.accumulate(np.where(unshards, np.arange(len(parts)), -1))
         waiting = np.flatnonzero(~unshards & (latest >= 0))
@@ -317,7 +302,7 @@ class Network:
         shape = of_slots.shape[1:]
         transfer = np.broadcast_to(self.transfer.reshape(-1, *(1 for _ in shape)), (len(self.transfer), *shape))
         seconds = np.concatenate((np.zeros((self.first_slot, *shape)), of_slots, transfer))
-        seconds[self.first_slot : self.first_message][np.isin(self.role, (_Role.SEND, _Role.RECEIVE))] = 0.0
+        seconds[self.first_slot : self.first_message][self.resource == _CHANNEL] = 0.0
         return seconds
 
     def floor(self, starts: Sequence[float] | Floats, stream_free: Floats | None) -> Floats:
@@ -338,7 +323,7 @@ class Network:
         """One iteration, from these clocks of the ranks on, with streams that may still be busy."""
         start, end = self.graph.run(self.durations(durations), self.floor(starts, stream_free))
         slots, messages = slice(self.first_slot, self.first_message), slice(self.first_message, None)
-        posted = np.isin(self.role, (_Role.SEND, _Role.RECEIVE))
+        posted = self.resource == _CHANNEL
         begun = start[slots]
         begun[posted] = end[self.clock_before][posted]  # also where the step then waits for its message
         arrival = np.where(end[messages] < 0, end[messages], end[messages] + self.latency)
