@@ -127,11 +127,11 @@ class Workload:
     @cached_property
     def _hops(self) -> dict[str, list[float]]:
         """Per value and edge: seconds of a message on a free channel; 0 between stages of one rank."""
-        hosts = np.array(self.placement.stage_to_rank)
+        rank_of_stage = np.array(self.placement.stage_to_rank)
         source, target = self.stage_graph.ends
-        apart = hosts[source] != hosts[target]
+        apart = rank_of_stage[source] != rank_of_stage[target]
         prices = {v: edge_prices(self.costs, self.stage_graph, v).total for v in ("activation", "gradient")}
-        prices["activation"] = prices["activation"][self.stage_graph.carriers(hosts)]
+        prices["activation"] = prices["activation"][self.stage_graph.carriers(rank_of_stage)]
         return {value: np.where(apart, seconds, 0.0).tolist() for value, seconds in prices.items()}
 
     def _hop(self, value: str, source: int, target: int) -> float:
@@ -159,7 +159,7 @@ class Workload:
             first, own = self.first_head(rank), self.placement.stages_of_rank[rank][0]
             found = {kind: [head - first for head in heads] for kind, heads in self.heads.items()}
             return found | {"F": [_NEVER] * own + found["F"][own:]}
-        return self._heads_from([host == rank for host in self.placement.stage_to_rank])
+        return self._heads_from([own == rank for own in self.placement.stage_to_rank])
 
     def _heads_from(self, begins: list[bool]) -> dict[str, list[float]]:
         """The longest chains that begin with F of one of these stages."""
@@ -187,7 +187,7 @@ class Workload:
     def tails_on(self, rank: int | None) -> dict[str, list[float]]:
         """For F, I (or B) and W, per stage: up to the last end on one rank, or on any."""
         graph, launch = self.stage_graph, self.costs.launch_overhead
-        here = [rank is None or host == rank for host in self.placement.stage_to_rank]
+        here = [rank is None or own == rank for own in self.placement.stage_to_rank]
         back = [_NEVER] * self.placement.num_stages
         for s in graph.forward_order if self.trains else ():
             after = (

@@ -333,16 +333,6 @@ class PlacementSearch:
 
     # --- proofs ------------------------------------------------------------------------------------
 
-    def raise_bound(self, best: float, used: Callable[[int], float]) -> None:
-        """Raise the bound, up to `best`, by all orders of a few ranks.
-
-        `used` tells the share of the effort that is used, for a number of states.
-        """
-        problem = self.problem
-        for bound in rank_bounds(problem.work, problem.memory_limit, problem.objective, best, used):
-            if gap_of(bound.seconds, self.bound.seconds):
-                self.bound = bound
-
     @property
     def is_solvable(self) -> bool:
         """Whether the problem is small enough for the exact solver."""
@@ -524,15 +514,17 @@ class _OrderSearch(_Search):
         return wait_for
 
     def _raise_bound(self, search: PlacementSearch, part: float) -> None:
-        """Spend at most this part of the time left on a better bound, or so many states per move."""
-        before, moves = self.fraction, self.budget.moves
+        """Raise the bound by all orders of a few ranks, with this part of the time left, or states per move."""
+        before, moves, problem = self.fraction, self.budget.moves, search.problem
 
         def used(states: int) -> float:
             spent, most = (self.fraction - before, 1 - before) if moves is None else (states, moves)
             return spent / (part * most) if most else 1.0
 
         if search.bound.seconds < (best := self.best) < inf:
-            search.raise_bound(best, used)
+            for bound in rank_bounds(problem.work, problem.memory_limit, problem.objective, best, used):
+                if gap_of(bound.seconds, search.bound.seconds):
+                    search.bound = bound
             self._report("orders of a few ranks")
 
     def _solve(self, search: PlacementSearch, part: float) -> None:

@@ -123,8 +123,8 @@ def pair_prices(costs: Costs, placement: Placement, *, split: bool) -> Floats | 
         [pair_seconds(costs, first, streams.of(kind.number, np.arange(stages)[None, :])) for kind in kinds], -1
     )
     apart = np.stack([alone[Kind.F.number][:, None] + alone[kind.number][None, :] for kind in kinds], -1)
-    hosts = np.array(placement.stage_to_rank)
-    together = hosts[:, None] == hosts[None, :]
+    rank_of_stage = np.array(placement.stage_to_rank)
+    together = rank_of_stage[:, None] == rank_of_stage[None, :]
     if not (prices[together] < apart[together] * (1 - 1e-12)).any():
         return None
     return prices + float(costs.launch_overhead)

@@ -42,12 +42,12 @@ class Rule(NamedTuple):
 @compiled
 def _reserve(arrays: ProblemArrays, rule: Rule) -> Floats:
     """Per stage: the activations of the later stages of its rank, unless the rule is eager."""
-    hosts, stages = arrays.rank_of_stage, arrays.stage_order
-    reserve = np.zeros(len(hosts))
+    rank_of_stage, stages = arrays.rank_of_stage, arrays.stage_order
+    reserve = np.zeros(len(rank_of_stage))
     if not rule.eager:
         for index in range(len(stages)):
             for later in stages[index + 1 :]:
-                if hosts[later] == hosts[stages[index]]:
+                if rank_of_stage[later] == rank_of_stage[stages[index]]:
                     reserve[stages[index]] += arrays.memory_change[3 * later]
     return reserve
 
@@ -70,9 +70,9 @@ def list_schedule(arrays: ProblemArrays, caps: Ints, rule: Rule) -> Ints:
 
     The rank that can start soonest takes the next step.
     """
-    bounds, hosts = arrays.rank_bounds, arrays.rank_of_stage
+    bounds, rank_of_stage = arrays.rank_bounds, arrays.rank_of_stage
     seconds, change = arrays.seconds, arrays.memory_change
-    ranks, stages, m = len(bounds) - 1, len(hosts), arrays.microbatches
+    ranks, stages, m = len(bounds) - 1, len(rank_of_stage), arrays.microbatches
     done = np.zeros(3 * stages, np.int64)
     messages = arrays.messages
     arrivals = np.full((len(messages.producer), m), -1.0)
@@ -91,7 +91,7 @@ def list_schedule(arrays: ProblemArrays, caps: Ints, rule: Rule) -> Ints:
             best, start, priority, pending_weight = -1, np.inf, np.inf, -1
             for index in range(stages):
                 stage = arrays.stage_order[stages - 1 - index if rule.deep_first else index]
-                if hosts[stage] != rank:
+                if rank_of_stage[stage] != rank:
                     continue
                 token = 3 * stage
                 number = done[token + INPUT_GRAD]
@@ -183,9 +183,9 @@ def grouped_schedules(problem: Problem) -> Iterator[Schedule]:
 def serial(problem: Problem) -> Seed:
     """One microbatch after the other: slow, and with the least memory possible."""
     orders: list[Ints] = []
-    hosts = problem.placement.stage_to_rank
+    rank_of_stage = problem.placement.stage_to_rank
     for rank in range(problem.placement.num_ranks):
-        own = [s for s in problem.stage_graph.forward_order if hosts[s] == rank]
+        own = [s for s in problem.stage_graph.forward_order if rank_of_stage[s] == rank]
         one = [3 * s for s in own]
         for s in reversed(own):
             one += [3 * s + kind for kind in range(1, problem.arrays.kinds)]

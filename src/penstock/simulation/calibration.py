@@ -16,10 +16,11 @@ from penstock.errors import CostsError
 from penstock.ir.action import Action
 from penstock.ir.encoding import Floats
 from penstock.ir.kinds import Kind
+from penstock.ir.messages import VALUES
 from penstock.ir.schedule import Schedule
 from penstock.simulation.timeline import Timeline
 
-# Calibration: the one estimator of costs from measured timelines.
+# Calibration.
 #
 # Steps of several schedules may be combined: B from one, I and W from another. Means, not medians,
 # because the makespan is a sum along a path: what now and then takes longer must count. A clock around a step
@@ -153,44 +154,45 @@ def _host_link(timelines: Sequence[Timeline], base: Costs) -> dict[str, Any]:
     return {"host_bandwidth": tuple(speed.tolist())}
 
 
+def _end_before(timeline: Timeline) -> Floats:
+    """Per slot: when its rank ended the step before it; 0 for the first."""
+    is_first = np.diff(timeline.schedule.table.rank, prepend=-1) > 0
+    return np.where(is_first, 0.0, np.concatenate(([0.0], timeline.end))[:-1])
+
+
 def _overhead(timeline: Timeline) -> float:
     """Seconds of all steps that are not compute, and of the time before steps that wait for no message.
 
     A copy to the host is neither: it has its own cost, and other steps may run meanwhile.
     """
     table = timeline.schedule.table
-    rank, end = table.rank, timeline.end
-    copies = np.zeros(len(rank), dtype=np.bool_)
+    copies = np.zeros(len(table.rank), dtype=np.bool_)
     copies[table.slot[table.of_kind(Kind.OFFLOAD, Kind.RELOAD)]] = True
-    before = np.zeros(len(rank))
-    before[1:] = np.where(rank[1:] == rank[:-1], timeline.start[1:] - end[:-1], 0.0)
-    before[before < 0] = 0.0  # copies and collectives run beside compute
+    before = np.maximum(
+        timeline.start - _end_before(timeline), 0.0
+    )  # copies and collectives run beside compute
+    before[np.diff(table.rank, prepend=-1) > 0] = 0.0
     if copies.any():
         before[copies] = before[table.host_copy_waits[1]] = 0.0
-    before[[message.consumer for message in timeline.messages]] = 0.0
-    return float((end - timeline.start)[~timeline.is_compute & ~copies].sum() + before.sum())
+    before[timeline.message_columns["consumer"]] = 0.0
+    return float((timeline.end - timeline.start)[~timeline.is_compute & ~copies].sum() + before.sum())
 
 
 def _latency(timelines: Sequence[Timeline], base: Costs) -> tuple[float, ...]:
     """Per edge: seconds of messages whose receiver was already waiting, without the transfer."""
     graph = timelines[0].schedule.graph
-    prices = {value: edge_prices(base, graph, value) for value in ("activation", "gradient")}
+    prices = [edge_prices(base, graph, value) for value in VALUES]
     samples: dict[int, list[float]] = {}
     for timeline in timelines:
-        for message in timeline.messages:
-            ready = float(timeline.end[message.sent])
-            if _free_since(timeline, message.consumer) <= ready:
-                taken = float(timeline.start[message.consumer]) - ready
-                transfer = float(prices[message.kind].transfer[message.edge])
-                samples.setdefault(message.edge, []).append(max(taken - transfer, 0.0))
-    known = prices["activation"].latency.tolist()
+        columns = timeline.message_columns
+        edge, consumer, ready = columns["edge"], columns["consumer"], timeline.end[columns["sent"]]
+        transfer = np.where(columns["kind"], prices[1].transfer[edge], prices[0].transfer[edge])
+        taken = np.maximum(timeline.start[consumer] - ready - transfer, 0.0)
+        waited = _end_before(timeline)[consumer] <= ready
+        for number, seconds in zip(edge[waited].tolist(), taken[waited].tolist()):
+            samples.setdefault(number, []).append(seconds)
+    known = prices[0].latency.tolist()
     return tuple(fmean(samples[edge]) if edge in samples else known[edge] for edge in range(len(known)))
-
-
-def _free_since(timeline: Timeline, slot: int) -> float:
-    """When the rank of a slot ended the step before it."""
-    rank = timeline.schedule.table.rank
-    return float(timeline.end[slot - 1]) if slot and rank[slot - 1] == rank[slot] else 0.0
 
 
 @dataclass(frozen=True)

@@ -259,10 +259,6 @@ class Timeline(Displayed):
         unknown = np.isnan(self.begin)
         return np.where(unknown, ready, self.begin), np.where(unknown, ready + latency, self.arrival)
 
-    def inputs(self, slot: int) -> tuple[Message, ...]:
-        """The messages that a slot waits for."""
-        return self._messages_at(self.inputs_of(slot))
-
     def inputs_of(self, slot: int) -> Ints:
         """The numbers, in `message_columns`, of the messages that a slot waits for."""
         order, consumers = self._by_consumer
