@@ -36,8 +36,7 @@ from penstock.recognition import recognize
 from penstock.search import SearchResult, search
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
-from penstock.traces.measured_run import MeasuredRun
-from penstock.traces.read_trace import read_trace
+from penstock.traces.read.measured_run import MeasuredRun, read_trace
 from penstock.validation import SendModel, Violation, validate
 
 __all__ = [

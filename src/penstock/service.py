@@ -36,9 +36,9 @@ from penstock.simulation.comparison import comparison_of
 from penstock.simulation.gaps import REASONS, Gaps, critical_path, gaps
 from penstock.simulation.jitter import simulate_with_jitter
 from penstock.simulation.timeline import Timeline
-from penstock.traces.diagnosis import Diagnosis
-from penstock.traces.measured_run import MeasuredRun
-from penstock.traces.megatron_timers import MegatronTimers
+from penstock.traces.diagnose.diagnosis import Diagnosis
+from penstock.traces.read.measured_run import MeasuredRun
+from penstock.traces.read.megatron_timers import MegatronTimers
 from penstock.validation import SendModel, Violations
 
 if TYPE_CHECKING:

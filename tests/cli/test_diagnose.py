@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from penstock import build
 from penstock.lowering import AddCommunication, lower
-from penstock.traces.rank_state import RankState, dump_state, state_file_name
+from penstock.traces.diagnose.rank_state import RankState, dump_state, state_file_name
 from tests.support.command_line import Run
 from tests.support.flight_records import dump_of, operations_of, write_dumps
 

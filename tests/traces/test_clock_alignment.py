@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.ir.encoding import Floats
-from penstock.traces.clocks import align_clocks
+from penstock.traces.read.clocks import align_clocks
 from tests.support.grids import examples
 
 INF = np.inf

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.errors import TraceError
-from penstock.traces.trace_files import EventStream
+from penstock.traces.read.files import EventStream
 
 TEXT = json.dumps(
     {

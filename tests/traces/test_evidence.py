@@ -11,10 +11,10 @@ import pytest
 
 from penstock import build
 from penstock.errors import FormatError, ScheduleError
-from penstock.formats.restricted_pickle import PickleRefusedError, unpickle_plain
 from penstock.lowering import lower
-from penstock.traces.diagnosis import read_evidence
-from penstock.traces.rank_state import RankState, Wait, WaitKind, dump_state, state_file_name
+from penstock.traces.diagnose.diagnosis import read_evidence
+from penstock.traces.diagnose.flight_recorder import PickleRefusedError, unpickle_plain
+from penstock.traces.diagnose.rank_state import RankState, Wait, WaitKind, dump_state, state_file_name
 from tests.support.flight_records import dump_of, operations_of
 
 SCHEDULE = lower(build("1f1b", ranks=2, microbatches=4))

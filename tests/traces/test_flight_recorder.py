@@ -9,9 +9,9 @@ import pytest
 
 from penstock import Schedule, build
 from penstock.lowering import AddCommunication, lower
-from penstock.traces.diagnosis import Diagnosis, diagnose, read_evidence
-from penstock.traces.flight_recorder import load_flight_record, messages_at_use
-from penstock.traces.rank_state import Wait, WaitKind
+from penstock.traces.diagnose.diagnosis import Diagnosis, diagnose, read_evidence
+from penstock.traces.diagnose.flight_recorder import load_flight_record, messages_at_use
+from penstock.traces.diagnose.rank_state import Wait, WaitKind
 from tests.support.flight_records import dump_of, operations_of, write_dumps
 
 P, M = 4, 8

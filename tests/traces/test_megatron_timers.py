@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock import TraceError
-from penstock.traces.megatron_timers import read_megatron_timers
+from penstock.traces.read.megatron_timers import read_megatron_timers
 
 
 def block(scale: float, ranks: int = 4) -> str:

@@ -22,7 +22,7 @@ import penstock
 from penstock import simulate
 from penstock.ir.action import parse_action
 from penstock.ir.kinds import Kind
-from penstock.traces.measured_run import MeasuredRun
+from penstock.traces.read.measured_run import MeasuredRun
 from tests.support.grids import small
 from tests.support.pool import Pools
 from tests.support.recorded_runs import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock import Costs, build, lower, read_trace, simulate
-from penstock.traces.clocks import drift_of
+from penstock.traces.read.clocks import drift_of
 from tests.support.kineto_files import write_kineto_files
 
 COSTS = Costs(forward=0.1, backward=0.2, latency=0.01)

@@ -13,9 +13,9 @@ from penstock.cli.options import AsJson, GivenSchedule, Sizes, given_schedule_fr
 from penstock.cli.rendering import print_json, report_console
 from penstock.ir.kinds import PASS_KINDS
 from penstock.service import diagnosis_record, order_of
-from penstock.traces.diagnosis import Diagnosis, Wait, read_evidence
-from penstock.traces.diagnosis import diagnose as diagnose_pipeline
-from penstock.traces.rank_state import RankState, excerpt
+from penstock.traces.diagnose.diagnosis import Diagnosis, Wait, read_evidence
+from penstock.traces.diagnose.diagnosis import diagnose as diagnose_pipeline
+from penstock.traces.diagnose.rank_state import RankState, excerpt
 from penstock.view.grid import grid
 
 _WHERE = {

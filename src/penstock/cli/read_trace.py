@@ -28,11 +28,11 @@ from penstock.service import TIMELINE_FORMATS, idle_by_reason, order_of, render,
 from penstock.simulation.calibration import errors_by_kind
 from penstock.simulation.gaps import gaps
 from penstock.simulation.timeline import Timeline
-from penstock.traces.clocks import ClockAlignment
-from penstock.traces.measured_run import MeasuredRun
-from penstock.traces.megatron_timers import MegatronTimers, is_megatron_log, read_megatron_timers
-from penstock.traces.read_trace import read_trace as read_run
-from penstock.traces.trace_files import open_chunks, size_of
+from penstock.traces.read.clocks import ClockAlignment
+from penstock.traces.read.files import open_chunks, size_of
+from penstock.traces.read.measured_run import MeasuredRun
+from penstock.traces.read.measured_run import read_trace as read_run
+from penstock.traces.read.megatron_timers import MegatronTimers, is_megatron_log, read_megatron_timers
 from penstock.view.terminal import terminal
 
 # The report of `penstock read-trace`: what was run, what it took, why ranks were idle, what could be saved.

@@ -56,7 +56,7 @@ from penstock.service import (
 )
 from penstock.simulation.simulator import message_waits, simulate
 from penstock.simulation.timeline import Timeline
-from penstock.traces.read_trace import read_trace
+from penstock.traces.read.measured_run import read_trace
 from penstock.trainers import export_torchtitan
 from penstock.validation import SendModel, validate
 from penstock.view.html import page_data

@@ -19,7 +19,7 @@ from penstock.runtime.failure import links as job_events
 from penstock.runtime.failure.detector import FailureDetector
 from penstock.runtime.failure.links import check_message
 from penstock.runtime.failure.monitor import FailureCause, RankStatus
-from penstock.traces.rank_state import Wait, WaitKind
+from penstock.traces.diagnose.rank_state import Wait, WaitKind
 from tests.runtime.failure.test_monitor import CAUSE, until
 
 STATUS = asdict(RankStatus("step", 1, 2, Wait(WaitKind.RECEIVE, "the losses", 0)))

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from penstock.traces.diagnosis import diagnose, read_evidence
+from penstock.traces.diagnose.diagnosis import diagnose, read_evidence
 from tests.support.call_outcomes import SOON, CallOutcome, assert_one_report, attempt, print_report
 from tests.support.grids import small
 from tests.support.host_ranks import HostRanks, join, launch_environment

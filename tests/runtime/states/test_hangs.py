@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.traces.diagnosis import diagnose, read_evidence
+from penstock.traces.diagnose.diagnosis import diagnose, read_evidence
 from tests.support.grids import small
 from tests.support.hangs import CULPRIT, FAULTS, RANKS, RUNTIMES, hang
 from tests.support.pool import Pools

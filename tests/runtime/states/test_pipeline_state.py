@@ -21,7 +21,7 @@ from torch.nn.functional import mse_loss
 from penstock import build
 from penstock.errors import PenstockError, PipelineError
 from penstock.runtime import Pipeline, record_state
-from penstock.traces.diagnosis import diagnose, read_evidence
+from penstock.traces.diagnose.diagnosis import diagnose, read_evidence
 from tests.support.pool import Pools
 
 SCHEDULE = build("1f1b", ranks=2, microbatches=2)

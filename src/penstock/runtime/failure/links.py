@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import FailureKind
 from penstock.runtime.transport.addresses import connect, without_delay
-from penstock.traces.rank_state import WaitKind
+from penstock.traces.diagnose.rank_state import WaitKind
 
 # The events that the failure detector reports: a message, the end of a process, a second that has passed.
 

@@ -20,7 +20,7 @@ from penstock.runtime.failure.detector import SILENT_SECONDS, FailureDetector
 from penstock.runtime.failure.links import Ended
 from penstock.runtime.states.writer import request_states
 from penstock.runtime.transport.transport_errors import TransportError
-from penstock.traces.rank_state import Wait
+from penstock.traces.diagnose.rank_state import Wait
 
 _GRACE_SECONDS = 3.0  # how long a rank with a broken connection waits for another rank's cause
 _MISSED_SECONDS = 20.0  # how long ago a failure of another pipeline can be that broke a connection of this one

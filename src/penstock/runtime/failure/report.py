@@ -37,7 +37,7 @@ from penstock.runtime.program.program import Program
 from penstock.runtime.transport.process_groups import rank_name
 from penstock.runtime.transport.stores import first_line
 from penstock.runtime.transport.transport_errors import TransportError
-from penstock.traces.rank_state import excerpt
+from penstock.traces.diagnose.rank_state import excerpt
 
 # --- tracebacks, without the frames of Penstock that lead to the user's code, or follow it ---------------
 

@@ -30,7 +30,7 @@ from penstock.runtime.program.channel_ends import ChannelKey, receiving_stage
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.torch_internals.autograd import profiler_enabled
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
-from penstock.traces.rank_state import Wait, WaitKind
+from penstock.traces.diagnose.rank_state import Wait, WaitKind
 
 Mark = TypeVar("Mark")
 Work: TypeAlias = Callable[[], None]

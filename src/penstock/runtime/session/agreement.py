@@ -26,7 +26,7 @@ from penstock.runtime.program.program import StepAbortedError
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.communicator import Communicator, ControlMessage
 from penstock.runtime.transport.transport_errors import Pending, TransportError, transport_errors, wait
-from penstock.traces.rank_state import Wait, WaitKind
+from penstock.traces.diagnose.rank_state import Wait, WaitKind
 
 Facts: TypeAlias = Mapping[str, tuple[Any, Any]]
 """By topic: the value that is compared, and its text for an error message."""

@@ -47,7 +47,7 @@ from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.transport_errors import TransportError
-from penstock.traces.rank_state import Wait, WaitKind
+from penstock.traces.diagnose.rank_state import Wait, WaitKind
 
 T = TypeVar("T")
 

@@ -47,7 +47,7 @@ from penstock.runtime.session.agreement import (
 )
 from penstock.runtime.transport.communicator import Communicator
 from penstock.runtime.transport.transport_errors import TransportError
-from penstock.traces.rank_state import Wait, WaitKind
+from penstock.traces.diagnose.rank_state import Wait, WaitKind
 
 _ANSWER_SECONDS = 1.0
 _KEPT_NAMES = 256

@@ -41,7 +41,7 @@ from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.communicator import Communicator, gather_arrays
 from penstock.runtime.transport.transport_errors import TransportError, is_transport_error
 from penstock.simulation.timeline import Timeline
-from penstock.traces.rank_state import RankState, Wait, WaitKind
+from penstock.traces.diagnose.rank_state import RankState, Wait, WaitKind
 
 # --- failed steps --------------------------------------------------------------------------------------
 

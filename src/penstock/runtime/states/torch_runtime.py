@@ -34,8 +34,8 @@ from penstock.runtime.torch_internals.pipelining import (
     wrap_steps,
 )
 from penstock.runtime.transport.transport_errors import is_transport_error
-from penstock.traces.flight_recorder import messages_at_use
-from penstock.traces.rank_state import RankState, Wait, WaitKind
+from penstock.traces.diagnose.flight_recorder import messages_at_use
+from penstock.traces.diagnose.rank_state import RankState, Wait, WaitKind
 
 # Labels of actions for torch's profiler, on stages of torch whose schedule records none (1F1B).
 

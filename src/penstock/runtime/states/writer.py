@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from penstock.errors import PipelineError
 from penstock.formats import write_text
 from penstock.processes import process_name
-from penstock.traces.rank_state import RankState, dump_state, state_file_name
+from penstock.traces.diagnose.rank_state import RankState, dump_state, state_file_name
 
 STATE_DIR = "PENSTOCK_STATE_DIR"
 _SIGNAL = "PENSTOCK_STATE_SIGNAL"

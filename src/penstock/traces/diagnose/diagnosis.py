@@ -19,18 +19,19 @@ from typing import Literal, NamedTuple
 
 from penstock.arguments import listed, plural, some
 from penstock.errors import ActionError, FormatError, Parameter, ScheduleError
-from penstock.formats.restricted_pickle import PickleRefusedError, unpickle_plain
 from penstock.ir.action import Action, parse_action
 from penstock.ir.kinds import PASS_KINDS, Kind
 from penstock.ir.schedule import Schedule
-from penstock.traces.flight_recorder import (
+from penstock.traces.diagnose.flight_recorder import (
     FlightRecord,
+    PickleRefusedError,
     align_records,
     is_flight_record,
     load_flight_record,
     message_orders,
+    unpickle_plain,
 )
-from penstock.traces.rank_state import STATE_FORMAT, RankState, load_state
+from penstock.traces.diagnose.rank_state import STATE_FORMAT, RankState, load_state
 
 # Who waits for whom: the message that each rank waits for, and where the rank at its other end is.
 

@@ -30,7 +30,7 @@ from penstock.families import build
 from penstock.ir.schedule import Schedule
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
-from penstock.traces.trace_files import OnRead, TraceSource, name_of, open_chunks
+from penstock.traces.read.files import OnRead, TraceSource, name_of, open_chunks
 
 HEADER = "times across ranks (ms):"
 _NAME = re.compile(r"  ([a-z][a-z0-9-]*):", re.ASCII)

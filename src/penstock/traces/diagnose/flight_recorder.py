@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -16,7 +18,70 @@ from penstock.ir.action import Action, Step
 from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.lowering import AddCommunication, lower
-from penstock.traces.rank_state import RankState, Wait, WaitKind
+from penstock.traces.diagnose.rank_state import RankState, Wait, WaitKind
+
+# Pickles of plain values only, with memory in proportion to the file.
+#
+# The unpickler knows no class and calls nothing: every other operation is refused before it runs. Python's
+# unpickler in C allocates what a damaged pickle asks for, so the one in Python is the base. Keys of mappings
+# are texts and numbers: the hash of nested tuples may take for ever.
+
+
+_PLAIN = (
+    "APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPUT BINUNICODE EMPTY_DICT EMPTY_LIST EMPTY_TUPLE "
+    "FRAME LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE NEWTRUE NONE PROTO SHORT_BINUNICODE STOP TUPLE "
+    "TUPLE1 TUPLE2 TUPLE3"
+)
+
+
+class PickleRefusedError(Exception):
+    """A pickle has an operation or a key that it may not have."""
+
+
+class _Operations(dict[int, Callable[[Any], None]]):
+    """The allowed operations by their code."""
+
+    def __missing__(self, code: int) -> NoReturn:
+        raise PickleRefusedError(f"operation {chr(code)!r} is not allowed")
+
+
+class _PlainUnpickler(pickle._Unpickler):  # noqa: SLF001 -- the one in C has no limits
+    stack: list[Any]
+
+    def _set_items(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self._set(key, value)
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set(key, value)
+
+    def _set(self, key: object, value: object) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or not isinstance(key, str | int) or key in target:
+            raise PickleRefusedError("a mapping is not one of a valid file")
+        target[key] = value
+
+    dispatch = _Operations(
+        {code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, n)[0] for n in _PLAIN.split())}  # noqa: SLF001
+        | {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
+    )
+
+
+def unpickle_plain(content: bytes) -> object:
+    """Return the plain value of a pickle; raise `PickleRefusedError` for everything else, and run nothing."""
+    file = io.BytesIO(content)
+    try:
+        value: object = _PlainUnpickler(file).load()
+    except PickleRefusedError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- damaged content can raise anything
+        raise PickleRefusedError(f"it is damaged ({type(error).__name__})") from None
+    if file.tell() != len(content):
+        raise PickleRefusedError("there is more after the end of the pickle")
+    return value
+
 
 # A dump of torch's flight recorder: the sends and receives of one rank, from JSON or from a pickle.
 #

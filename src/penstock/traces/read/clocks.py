@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.ir.encoding import Floats, Ints
 from penstock.ir.schedule import Schedule
-from penstock.traces.recorded import Recorded
+from penstock.traces.read.rank_trace import Recorded
 
 # One clock for all ranks: offsets between their clocks, from messages in both directions.
 #
@@ -174,7 +174,7 @@ def _bounds(schedule: Schedule, times: Ints, rows: Rows) -> Floats:
     """
     bounds: Floats = np.full((len(rows), len(rows)), np.inf)
     number, sent, consumer = sent_messages(schedule, times)
-    exact = np.array([each.exact and len(each.step.parts) == 1 for row in rows for each in row])[consumer]
+    exact = np.array([each.exact and len(each.action.parts) == 1 for row in rows for each in row])[consumer]
     received = np.where(exact, times[consumer, 0], times[consumer, 1])
     ends = schedule.messages.source[number], schedule.messages.target[number]
     np.minimum.at(bounds, ends, (received - sent) / 1e9)
