@@ -1,5 +1,7 @@
 """Runs a schedule object: translates torch's calls, stages and functions to `penstock.runtime.Pipeline`."""
 
+# ruff: noqa: ARG002, FBT001, FBT002 -- torch's signatures
+
 from __future__ import annotations
 
 import operator
@@ -78,27 +80,19 @@ class _StepMethods(_PipelineStageBase):
     _driver: Runner
 
     def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: Value = (),
-        kwargs: Value = None,
-        save_forward_output: bool = True,  # noqa: ARG002, FBT001, FBT002 -- torch's signature
+        self, fwd_chunk_id: int, args: Value = (), kwargs: Value = None, save_forward_output: bool = True
     ) -> Value:
         return self._driver.drive_forward(self, fwd_chunk_id, args, kwargs)
 
     def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Value = None,  # noqa: ARG002
-        full_backward: bool = True,  # noqa: FBT001, FBT002
-        last_backward: bool = False,  # noqa: ARG002, FBT001, FBT002
+        self, bwd_chunk_id: int, loss: Value = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._driver.drive(Kind.B if full_backward else Kind.I, self.stage_index, bwd_chunk_id)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self._driver.drive(Kind.W, self.stage_index, bwd_chunk_id)
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:  # noqa: ARG002
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         self._driver.drive(Kind.REDUCE_GRAD, self.stage_index, None)
 
     def _ignore(self, *_: Value) -> None:

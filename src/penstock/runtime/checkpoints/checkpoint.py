@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from penstock.runtime.checkpoints.atomic_directory import AtomicDirectory
 from penstock.runtime.checkpoints.collective import Collective, RankError, some
-from penstock.runtime.checkpoints.names import JobNames, Place, RankNames, describe, names_of_job
+from penstock.runtime.checkpoints.names import ModelNames, Place, describe, names_of_model
 from penstock.runtime.dtensors import is_dtensor
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.process_groups import Group
@@ -65,14 +65,14 @@ def save_checkpoint(
 
     directory = AtomicDirectory(path)
     ranks = Collective(group, f"the checkpoint {directory.path} cannot be saved")
-    mine, job = names_of_job(model, ranks)
+    names = names_of_model(model, ranks)
     entries: dict[str, Tensor] = {}
 
     def collect() -> tuple[Any, Any]:
-        for (stage, name), tensor in mine.tensors.items():
-            if job.first_stage[name] == stage:
+        for (stage, name), tensor in names.tensors.items():
+            if names.first_stage[name] == stage:
                 entries[_MODEL + name] = tensor.detach()
-        header = None if optimizer is None else _collect_state(optimizer, mine, job, entries)
+        header = None if optimizer is None else _collect_state(optimizer, names, entries)
         return header, _to_json(extra, "extra") if ranks.is_first else None
 
     collected = ranks.run(collect)
@@ -82,7 +82,7 @@ def save_checkpoint(
         ranks.raise_problems([f"the ranks have different optimizers: {some(kinds)}"])
     header = {
         "format": FORMAT,
-        "ties": list(dict.fromkeys(job.ties.values())),
+        "ties": list(dict.fromkeys(names.ties.values())),
         "optimizer": _join_headers(optimizers) if optimizers else None,
         "extra": collected[0][1],
     }
@@ -97,23 +97,21 @@ def save_checkpoint(
     ranks.run_on_first(directory.commit)
 
 
-def _collect_state(
-    optimizer: Optimizer, mine: RankNames, job: JobNames, entries: dict[str, Tensor]
-) -> dict[str, Any]:
+def _collect_state(optimizer: Optimizer, model: ModelNames, entries: dict[str, Tensor]) -> dict[str, Any]:
     """Add the tensors that this rank stores to `entries`, and return the rest of the optimizer's state.
 
     `kind` is its class, `groups` has options and names, and `state` has by name the keys of the tensors, and
     other values.
     """
-    places = _places_of(mine)
+    places = _places_of(model)
     if problems := _unknown_parameters(optimizer, places):
         raise RankError(*problems)
     groups, states = [], {}
     for number, group in enumerate(optimizer.param_groups):
         names = []
         for parameter in group["params"]:
-            stage, name = places[id(parameter)]
-            if job.first(name) != name or job.first_stage[name] != stage:
+            _, name = place = places[id(parameter)]
+            if not model.is_first(place):
                 continue
             names.append(name)
             if state := optimizer.state.get(parameter):
@@ -171,11 +169,11 @@ def load_checkpoint(
 
     directory = AtomicDirectory(path)
     ranks = Collective(group, f"the checkpoint {directory.path} cannot be loaded")
-    mine, job = names_of_job(model, ranks)
+    names = names_of_model(model, ranks)
 
     def prepare() -> _CheckpointLoad:
         stored = StoredCheckpoint(directory.readable(), verify=verify_checksums)
-        return _CheckpointLoad(stored, mine, job, optimizer, slice(ranks.rank, None, len(ranks.members)))
+        return _CheckpointLoad(stored, names, optimizer, slice(ranks.rank, None, len(ranks.members)))
 
     return ranks.run_change(prepare).extra
 
@@ -194,12 +192,7 @@ class _CheckpointLoad:
     """What this rank reads from a checkpoint, checked against its model and optimizer."""
 
     def __init__(
-        self,
-        stored: StoredCheckpoint,
-        mine: RankNames,
-        job: JobNames,
-        optimizer: Optimizer | None,
-        share: slice,
+        self, stored: StoredCheckpoint, model: ModelNames, optimizer: Optimizer | None, share: slice
     ) -> None:
         self._stored = stored
         self._header = header = stored.header()
@@ -212,29 +205,21 @@ class _CheckpointLoad:
         self.problems: list[str] = []
         model_entries = [key for key in stored.entries if key.startswith(_MODEL)]
         self._names = dict.fromkeys(key.removeprefix(_MODEL) for key in model_entries)
-        self._used_names: set[str] = set()
         self._wanted: list[tuple[str, Tensor]] = []
-        self._check_model(mine, job)
-        self._optimizer = None if optimizer is None else OptimizerRestore(optimizer, stored, header, mine, job)
+        used = self._check_model(model)
+        self._optimizer = None if optimizer is None else OptimizerRestore(optimizer, stored, header, model)
         if self._optimizer is not None:
             self.problems += self._optimizer.problems
             self._wanted += self._optimizer.wanted
+        self.used = _Used(used, None if self._optimizer is None else self._optimizer.used, stored.checksum)
         self.problems = self.problems or stored.damage(self._wanted, share)
 
-    @property
-    def used(self) -> _Used:
-        """The names that this rank uses."""
-        optimizer = None if self._optimizer is None else self._optimizer.used
-        return _Used(self._used_names, optimizer, self._stored.checksum)
-
-    def _check_model(self, mine: RankNames, job: JobNames) -> None:
-        names, missing, seen = self._names, [], set()
-        for (_, name), tensor in mine.tensors.items():
-            source = job.source(name, names)
-            if source is None:
-                missing.append(name)
-                continue
-            self._used_names |= names.keys() & {name, *job.ties.get(name, ())}
+    def _check_model(self, model: ModelNames) -> set[str]:
+        """Return the names in the checkpoint that this rank's model uses."""
+        names = self._names
+        matched = model.match(names)
+        seen = set()
+        for name, source, tensor in matched.found:
             if (source, id(tensor)) in seen:
                 continue
             seen.add((source, id(tensor)))
@@ -243,15 +228,17 @@ class _CheckpointLoad:
             if own != stored:
                 self.problems.append(f"{name!r} is {stored} in the checkpoint, but {own} in the model")
             self._wanted.append((_MODEL + source, tensor.detach()))
-        if missing:
-            self.problems.append(f"the model has names that are missing in the checkpoint: {some(missing)}")
+        if matched.missing:
+            missing = some(matched.missing)
+            self.problems.append(f"the model has names that are missing in the checkpoint: {missing}")
         tied = {name: tuple(tie) for tie in self._header["ties"] for name in tie}
-        for tie in dict.fromkeys(job.ties.values()):
+        for tie in dict.fromkeys(model.ties.values()):
             untied = [name for name in tie if name in names and name not in tied.get(tie[0], (tie[0],))]
             if untied and tie[0] in names:
                 self.problems.append(
                     f"{tie[0]!r} and {some(untied)} are one weight in the model, but not in the checkpoint"
                 )
+        return matched.used
 
     def unused(self, used: Sequence[_Used]) -> list[str]:
         """Return the problems with what no rank reads; the optimizer state may be left out as a whole."""
@@ -286,22 +273,17 @@ class OptimizerRestore:
     """The state for one optimizer, checked on creation; `finish` loads it after `wanted` is read."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        stored: StoredCheckpoint,
-        header: Mapping[str, Any],
-        mine: RankNames,
-        job: JobNames,
+        self, optimizer: Optimizer, stored: StoredCheckpoint, header: Mapping[str, Any], model: ModelNames
     ) -> None:
         self.used: set[str] = set()
         """The names in the checkpoint that this optimizer uses."""
         self.wanted: list[tuple[str, Tensor]] = []
         """Entries, and the tensors to read them into."""
         self._optimizer, self._stored, self._header = optimizer, stored, header["optimizer"]
-        self._ties = [{name: tie for tie in header["ties"] for name in tie}, job.ties]
+        self._ties = [{name: tie for tie in header["ties"] for name in tie}, model.ties]
         self._state: dict[int, dict[str, Any]] = {}
         self._groups: list[dict[str, Any]] = []
-        places = _places_of(mine)
+        places = _places_of(model)
         self.problems = _unknown_parameters(optimizer, places)
         if self._header is None:
             self.problems.append("the checkpoint has no optimizer state: load it without optimizer=")
@@ -413,9 +395,9 @@ def _allocate(parameter: Tensor, key: str, size: torch.Size, dtype: torch.dtype,
 # --- both ------------------------------------------------------------------------------------------
 
 
-def _places_of(mine: RankNames) -> dict[int, Place]:
+def _places_of(model: ModelNames) -> dict[int, Place]:
     """By the identity of a parameter: the first place that has it."""
-    return {id(tensor): place for place, tensor in reversed(list(mine.tensors.items()))}
+    return {id(tensor): place for place, tensor in reversed(list(model.tensors.items()))}
 
 
 def _unknown_parameters(optimizer: Optimizer, places: Mapping[int, Place]) -> list[str]:

@@ -1,15 +1,15 @@
 """The tensor names of the whole model, independent of how it is split and wrapped.
 
-`RankNames` has the tensors of this rank. `JobNames` combines the tensors of all ranks: which names are one tied
-weight, and which stage is the first with a name and therefore stores it.
+A rank has its own tensors, and knows the names of all ranks: which names are one tied weight, and which stage
+is the first with a name and therefore stores it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,62 +24,57 @@ Place: TypeAlias = tuple[int, str]
 """A stage, and a name in it."""
 
 
+class Matched(NamedTuple):
+    """The tensors of this rank, found among stored names."""
+
+    found: list[tuple[str, str, Tensor]]
+    """The name, the stored name, and the tensor."""
+    used: set[str]
+    """The stored names that this rank uses."""
+    missing: list[str]
+
+
 @dataclass(frozen=True)
-class RankNames:
-    """The tensors of this rank: every parameter and persistent buffer by stage and name."""
+class ModelNames:
+    """The tensors of this rank: every parameter and persistent buffer; and all names of the whole model."""
 
     tensors: Mapping[Place, Tensor]
-    ties: Sequence[Sequence[Place]]
-    """The places of each tied weight, including known ones on other ranks."""
-
-    @classmethod
-    def of(cls, model: Pipeline | nn.Module, members: Sequence[int]) -> RankNames:
-        """Find and check the tensors of a model; `members` are the world ranks that take part."""
-        if not isinstance(model, Pipeline | nn.Module):
-            raise RankError(f"the model must be a Pipeline or an nn.Module, not a {type(model).__name__}")
-        modules, tied = ({0: model}, ()) if isinstance(model, nn.Module) else (model.modules, model.ties)
-        tensors: dict[Place, Tensor] = {}
-        problems: list[str] = []
-        for stage in sorted(modules):
-            _reshard(modules[stage])
-            tensors |= {(stage, name): tensor for name, tensor in _named_tensors(modules[stage], problems)}
-        for place, tensor in tensors.items():
-            problems += _tensor_problems(place, tensor, members)
-        if problems:
-            raise RankError(*problems)
-        same: dict[int, list[Place]] = {}
-        for place, tensor in tensors.items():
-            same.setdefault(id(tensor), []).append(place)
-        ties = [places for places in same.values() if len(places) > 1]
-        return cls(tensors, [*ties, *(list(tie.items()) for tie in tied)])
-
-
-@dataclass(frozen=True)
-class JobNames:
-    """All names of the model."""
-
     first_stage: Mapping[str, int]
     """The first stage that has each name."""
     ties: Mapping[str, tuple[str, ...]]
     """For each name of a tied weight: all its names, the first stage's name first."""
 
-    def first(self, name: str) -> str:
-        """The name of a weight in the first stage that has it."""
-        return self.ties.get(name, (name,))[0]
+    def is_first(self, place: Place) -> bool:
+        """Return whether a weight has this name in the first stage that has it."""
+        stage, name = place
+        return self.first_stage[name] == stage and self.ties.get(name, (name,))[0] == name
 
-    def source(self, name: str, stored: Iterable[str]) -> str | None:
-        """The name under which a weight is stored: its own, or another name of the tied weight."""
-        return next((each for each in (name, *self.ties.get(name, ())) if each in stored), None)
+    def match(self, stored: Collection[str]) -> Matched:
+        """Find each tensor under its own name, or else under another name of the tied weight."""
+        matched = Matched([], set(), [])
+        for (_, name), tensor in self.tensors.items():
+            names = [each for each in (name, *self.ties.get(name, ())) if each in stored]
+            if names:
+                matched.found.append((name, names[0], tensor))
+                matched.used.update(names)
+            else:
+                matched.missing.append(name)
+        return matched
 
 
-def names_of_job(model: Pipeline | nn.Module, ranks: Collective) -> tuple[RankNames, JobNames]:
-    """The names of this rank and of all ranks; problems on any rank are raised on all."""
-    mine: list[RankNames] = []
+def names_of_model(model: Pipeline | nn.Module, ranks: Collective) -> ModelNames:
+    """Find the tensors of this rank and the names of all ranks; problems on any rank are raised on all."""
+    tensors: dict[Place, Tensor] = {}
 
-    def find() -> tuple[dict[Place, Any], Sequence[Sequence[Place]]]:
-        mine.append(RankNames.of(model, ranks.members))
-        known = mine[0].tensors.items()
-        return {place: (tuple(tensor.shape), tensor.dtype) for place, tensor in known}, mine[0].ties
+    def find() -> tuple[dict[Place, Any], list[list[Place]]]:
+        tensors.update(_tensors_of(model, ranks.members))
+        same: dict[int, list[Place]] = {}
+        for place, tensor in tensors.items():
+            same.setdefault(id(tensor), []).append(place)
+        ties = [places for places in same.values() if len(places) > 1]
+        if isinstance(model, Pipeline):
+            ties += [list(tie.items()) for tie in model.ties]  # including places on other ranks
+        return {place: (tuple(tensor.shape), tensor.dtype) for place, tensor in tensors.items()}, ties
 
     gathered = ranks.run(find)
     problems: list[str] = []
@@ -106,7 +101,24 @@ def names_of_job(model: Pipeline | nn.Module, ranks: Collective) -> tuple[RankNa
         names = tuple(dict.fromkeys(name for _, name in group))
         if len(names) > 1:
             ties |= dict.fromkeys(names, names)
-    return mine[0], JobNames({name: found[0] for name, found in stages.items()}, ties)
+    return ModelNames(tensors, {name: found[0] for name, found in stages.items()}, ties)
+
+
+def _tensors_of(model: Pipeline | nn.Module, members: Sequence[int]) -> dict[Place, Tensor]:
+    """Find and check the tensors of this rank; `members` are the world ranks that take part."""
+    if not isinstance(model, Pipeline | nn.Module):
+        raise RankError(f"the model must be a Pipeline or an nn.Module, not a {type(model).__name__}")
+    modules = {0: model} if isinstance(model, nn.Module) else model.modules
+    tensors: dict[Place, Tensor] = {}
+    problems: list[str] = []
+    for stage in sorted(modules):
+        _reshard(modules[stage])
+        tensors |= {(stage, name): tensor for name, tensor in _named_tensors(modules[stage], problems)}
+    for place, tensor in tensors.items():
+        problems += _tensor_problems(place, tensor, members)
+    if problems:
+        raise RankError(*problems)
+    return tensors
 
 
 def _ambiguous_names(stages: Mapping[str, Sequence[int]], ties: Sequence[Sequence[Place]]) -> Iterator[str]:

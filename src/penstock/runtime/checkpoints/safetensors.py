@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from penstock.arguments import install_command
 from penstock.errors import MissingExtraError
 from penstock.runtime.checkpoints.atomic_directory import fsync_directory
 from penstock.runtime.checkpoints.collective import Collective, RankError, some
-from penstock.runtime.checkpoints.names import JobNames, RankNames, describe, names_of_job
+from penstock.runtime.checkpoints.names import ModelNames, describe, names_of_model
 from penstock.runtime.dtensors import is_dtensor, whole
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.torch_internals.distributed import local_slices
@@ -78,13 +77,13 @@ def export_safetensors(
     _load_package()
     target = Path(directory)
     ranks = Collective(group, f"the weights cannot be exported to {target}")
-    mine, job = names_of_job(model, ranks)
+    model_names = names_of_model(model, ranks)
     ranks.run_on_first(lambda: _begin(target))
-    stages = ranks.run(lambda: {stage for stage, _ in mine.tensors})
+    stages = ranks.run(lambda: {stage for stage, _ in model_names.tensors})
     own = {stage for stage in stages[ranks.rank] if not any(stage in before for before in stages[: ranks.rank])}
     try:
         weights: list[dict[str, Tensor]] = []
-        ranks.run(lambda: weights.append(_gather_weights(mine, job, own)))
+        ranks.run(lambda: weights.append(_gather_weights(model_names, own)))
         sizes = ranks.run(lambda: {name: tensor.nbytes for name, tensor in weights[0].items()})
         writers = [rank for rank, names in enumerate(sizes) if names] or [0]
         names = [f"model-{number:05}-of-{len(writers):05}.safetensors" for number in range(1, len(writers) + 1)]
@@ -108,11 +107,11 @@ def _begin(directory: Path) -> None:
     unfinished.mkdir(parents=True)
 
 
-def _gather_weights(mine: RankNames, job: JobNames, own: Collection[int]) -> dict[str, Tensor]:
+def _gather_weights(model: ModelNames, own: Collection[int]) -> dict[str, Tensor]:
     """Return the weights of the stages that this rank writes; gathering a DTensor is a collective."""
     weights: dict[str, Tensor] = {}
-    for (stage, name), tensor in mine.tensors.items():
-        if job.first(name) != name or job.first_stage[name] != stage:
+    for (stage, name), tensor in model.tensors.items():
+        if not model.is_first((stage, name)):
             continue
         gathered = whole(tensor)
         if stage in own:
@@ -162,30 +161,21 @@ def import_safetensors(
     _load_package()
     source = Path(directory_or_file)
     ranks = Collective(group, f"the weights of {source} cannot be imported")
-    mine, job = names_of_job(model, ranks)
-    with ExitStack() as open_files:
-        ranks.run_change(lambda: _WeightImport(source, mine, job, open_files))
+    names = names_of_model(model, ranks)
+    ranks.run_change(lambda: _WeightImport(source, names))
 
 
 class _WeightImport:
     """What this rank reads, checked against its model."""
 
-    def __init__(self, source: Path, mine: RankNames, job: JobNames, open_files: ExitStack) -> None:
+    def __init__(self, source: Path, model: ModelNames) -> None:
         self.problems: list[str] = []
-        self.used: set[str] = set()
-        """The names in the files that this rank uses."""
         self._opened: dict[Path, Any] = {}
-        self._open_files = open_files
         self._file_of = self._files_by_name(source)
         self._wanted: list[tuple[str, Tensor]] = []
-        missing = []
-        for (_, name), tensor in mine.tensors.items():
-            stored_name = job.source(name, self._file_of)
-            if stored_name is None:
-                missing.append(name)
-            else:
-                self.used.update(each for each in (name, *job.ties.get(name, ())) if each in self._file_of)
-                self._want(name, stored_name, tensor.detach())
+        found, self.used, missing = model.match(self._file_of)
+        for name, stored_name, tensor in found:
+            self._want(name, stored_name, tensor.detach())
         if missing:
             self.problems.append(f"the model has names that are missing in the files: {some(missing)}")
 
@@ -222,10 +212,9 @@ class _WeightImport:
     def _file(self, path: Path) -> Any:
         if path not in self._opened:
             try:
-                opened = _load_package().safe_open(path, framework="pt")
+                self._opened[path] = _load_package().safe_open(path, framework="pt")
             except (_load_package().SafetensorError, OSError) as error:
                 raise RankError(f"{path.name} cannot be read: {error}") from error
-            self._opened[path] = self._open_files.enter_context(opened)
         return self._opened[path]
 
     def _files_by_name(self, source: Path) -> dict[str, Path]:

@@ -31,7 +31,7 @@ from penstock.arguments import printable
 from penstock.errors import PartitionError, PipelineError
 from penstock.planning.layout import PipelineLayout, StageLayout
 from penstock.runtime.backward.layer_rules import Tensors, register_layer
-from penstock.runtime.models.stage_starts import Start, has_hooks
+from penstock.runtime.models.stage_starts import has_hooks
 from penstock.runtime.torch_internals.modules import replace_children
 
 _Model: TypeAlias = Any
@@ -180,16 +180,16 @@ class Decoder:
         self._check_forward()
 
     @property
-    def starts(self) -> dict[str, Start]:
-        """Where stages can begin: the layers, numbered from 1, then the norm; () is the start of the model."""
+    def starts(self) -> dict[str, int]:
+        """Where stages can begin: the layers, numbered from 1, then the norm; 0 is the start of the model."""
         backbone, layers = self._backbone_name, f"{self._backbone_name}.{self._layers_name}"
         embeddings = [name for name, _ in self._backbone.named_children() if name in _EMBEDDINGS]
         return {
-            **{f"{backbone}.{name}": () for name in embeddings},
-            backbone: (),
-            layers: (1,),
-            **{f"{layers}.{layer}": (layer + 1,) for layer in range(self.layers)},
-            f"{backbone}.{self._norm_name}": (self.layers + 1,),
+            **{f"{backbone}.{name}": 0 for name in embeddings},
+            backbone: 0,
+            layers: 1,
+            **{f"{layers}.{layer}": layer + 1 for layer in range(self.layers)},
+            f"{backbone}.{self._norm_name}": self.layers + 1,
         }
 
     def stages(self, layout: PipelineLayout) -> dict[int, nn.Module]:

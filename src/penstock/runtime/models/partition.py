@@ -25,7 +25,7 @@ from penstock.arguments import printable, some
 from penstock.errors import PartitionError
 from penstock.planning.layout import PipelineLayout, even_layout, layout_of_counts, parse_layout
 from penstock.runtime.models.decoders import Decoder, is_pretrained
-from penstock.runtime.models.stage_starts import Start, has_hooks, start_problems
+from penstock.runtime.models.stage_starts import check_starts, has_hooks
 from penstock.runtime.models.traced import modules_in_order, split_traced
 
 
@@ -89,9 +89,8 @@ def _split_decoder(
     if names is None:
         return decoder.stages(parse_layout(str(layout), decoder.layers, mtp_layers=0))
     starts = decoder.starts
-    if problems := start_problems(decoder.model, names, starts):
-        raise PartitionError("\n".join(problems))
-    bounds = [0, *(starts[name][0] - 1 for name in names), decoder.layers]
+    check_starts(decoder.model, names, starts)
+    bounds = [0, *(starts[name] - 1 for name in names), decoder.layers]
     return decoder.stages(layout_of_counts([end - start for start, end in pairwise(bounds)]))
 
 
@@ -157,24 +156,20 @@ def _split_sequential(
     if not names:
         return {0: model}
     starts = _starts(model)
-    problems = start_problems(model, names, starts)
-    problems += _container_problems(model, [name for name in names if name in starts], starts)
-    if problems:
-        raise PartitionError("\n".join(problems))
-    bounds: list[Start | None] = [(), *(starts[name] for name in names), None]
-    return {
-        number: _SequentialStage(_children_between(model, start or (), end), model.training, last=end is None)
-        for number, (start, end) in enumerate(pairwise(bounds))
-    }
+    containers = _container_problems(model, [name for name in names if name in starts], starts)
+    check_starts(model, names, starts, containers)
+    bounds = [0, *(starts[name] for name in names), _leaf_count(model)]
+    stages = [_SequentialStage(_children_between(model, start, end)) for start, end in pairwise(bounds)]
+    for stage in stages:
+        stage.training = model.training  # of this container only: each child has its own
+    stages[-1].is_last_stage = True
+    return dict(enumerate(stages))
 
 
 class _SequentialStage(nn.Sequential):
     """The modules before the next stage's first module; a tuple travels on as positional arguments."""
 
-    def __init__(self, children: OrderedDict[str, nn.Module], training: bool, *, last: bool) -> None:  # noqa: FBT001
-        super().__init__(children)
-        self.training = training  # of this container only: each child has its own
-        self._is_last_stage = last
+    is_last_stage = False
 
     def forward(self, *inputs: Any) -> Any:
         """Run the children in sequence; several arguments are the tuple that the previous stage returned."""
@@ -182,23 +177,21 @@ class _SequentialStage(nn.Sequential):
         for child in self:
             value = child(value)
         # the next stage would receive (x,) as x; nested in another tuple, it receives (x,)
-        return (value,) if not self._is_last_stage and type(value) is tuple and len(value) == 1 else value
+        return (value,) if not self.is_last_stage and type(value) is tuple and len(value) == 1 else value
 
 
-def _children_between(container: nn.Module, start: Start, end: Start | None) -> OrderedDict[str, nn.Module]:
-    """The children from `start` to before `end`; a child that is split becomes a new container."""
+def _children_between(container: nn.Module, first: int, end: int) -> OrderedDict[str, nn.Module]:
+    """The children with the leaves from `first` to before `end`; a split child becomes a new container."""
     kept: OrderedDict[str, nn.Module] = OrderedDict()
-    for index, (name, child) in enumerate(_children(container).items()):
-        child_start = start[1:] if start[:1] == (index,) else ()
-        child_end = end[1:] if end is not None and end[:1] == (index,) else None
-        if (index,) < start[:1] or (end is not None and (index,) >= end[:1] and not child_end):
-            continue
-        if child_start or child_end:
-            part = nn.Sequential(_children_between(child, child_start, child_end))
-            part.training = child.training
-            kept[name] = part
-        else:
+    begin = 0
+    for name, child in _children(container).items():
+        after = begin + _leaf_count(child)
+        if first <= begin and after <= end:
             kept[name] = child
+        elif first < after and begin < end:
+            kept[name] = part = nn.Sequential(_children_between(child, first - begin, end - begin))
+            part.training = child.training
+        begin = after
     return kept
 
 
@@ -214,26 +207,30 @@ def _is_plain_sequential(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and not own_forward
 
 
-def _starts(module: nn.Module, prefix: str = "", start: Start = ()) -> dict[str, Start]:
-    """Where stages can begin: the modules that run in sequence, also inside nested containers."""
-    found: dict[str, Start] = {}
+def _leaf_count(module: nn.Module) -> int:
+    """The number of modules that run in sequence, also inside nested containers; 1 for any other module."""
+    if not _is_plain_sequential(module):
+        return 1
+    return sum(map(_leaf_count, _children(module).values())) or 1
+
+
+def _starts(module: nn.Module, prefix: str = "", position: int = 0) -> dict[str, int]:
+    """Where stages can begin: the modules that run in sequence, and the number of leaves before each."""
+    found: dict[str, int] = {}
     if _is_plain_sequential(module):
-        for index, (name, child) in enumerate(_children(module).items()):
-            nested = here = (*start, index)
-            while here[-1:] == (0,):
-                here = here[:-1]
-            found[prefix + name] = here
-            found |= _starts(child, f"{prefix}{name}.", nested)
+        for name, child in _children(module).items():
+            found |= {prefix + name: position, **_starts(child, f"{prefix}{name}.", position)}
+            position += _leaf_count(child)
     return found
 
 
-def _container_problems(model: nn.Module, names: Sequence[str], starts: Mapping[str, Start]) -> list[str]:
+def _container_problems(model: nn.Module, names: Sequence[str], starts: Mapping[str, int]) -> list[str]:
     """What containers that are split would lose: only their children become parts of the stages."""
     containers = {
         outer: model.get_submodule(outer)
         for name in names
         for outer in ("", *accumulate(name.split(".")[:-1], "{}.{}".format))
-        if starts.get(outer, ()) != starts[name]
+        if starts.get(outer, 0) < starts[name]
     }
     problems = []
     for name, container in containers.items():

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import accumulate
-from typing import TypeAlias
 
 from torch import nn
 
 from penstock.arguments import printable, some
-
-Start: TypeAlias = tuple[int, ...]
-"""Where a stage begins: the index of a child, of a child of that child, and so on.
-
-A module and the first module in it begin at the same position, so a start never ends in 0, and the model begins
-at ().
-"""
+from penstock.errors import PartitionError
 
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("hooks")]
 
@@ -26,31 +19,36 @@ def has_hooks(module: nn.Module) -> bool:
     return any(vars(module).get(hooks) for hooks in _HOOKS)
 
 
-def start_problems(model: nn.Module, names: Sequence[object], starts: Mapping[str, Start]) -> list[str]:
-    """Return what is wrong with the first modules of stages; `starts` has all names at which one can begin."""
+def check_starts(
+    model: nn.Module, names: Sequence[object], starts: Mapping[str, int], problems: Sequence[str] = ()
+) -> None:
+    """Raise for what is wrong with the first modules of stages, and for other `problems`.
+
+    `starts` has all names at which a stage can begin, and their positions in the order of the model. A module
+    and the first module in it begin at the same position, and the model begins at 0.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
-    problems, seen = [], dict[Start, str]()
+    found, seen = [], dict[int, str]()
     for name in names:
         start = starts.get(name) if isinstance(name, str) else None
         if start is None:
-            problems.append(_unknown_name(name, starts, modules))
+            found.append(_unknown_name(name, starts, modules))
         elif not start:
-            problems.append(
-                f"{name!r} is the very first module, so the first stage would be empty: leave it out"
-            )
+            found.append(f"{name!r} is the very first module, so the first stage would be empty: leave it out")
         elif start in seen:
             both = "is a duplicate" if seen[start] == name else f"begins where {seen[start]!r} begins"
-            problems.append(f"{name!r} {both}, so a stage would be empty: leave one out")
+            found.append(f"{name!r} {both}, so a stage would be empty: leave one out")
         else:
             seen[start] = str(name)
     in_order = sorted(seen)
     if list(seen) != in_order:
         expected = ", ".join(repr(seen[start]) for start in in_order)
-        problems.append(f"names must be in the order of the model: {expected}")
-    return problems
+        found.append(f"names must be in the order of the model: {expected}")
+    if found or problems:
+        raise PartitionError("\n".join([*found, *problems]))
 
 
-def _unknown_name(name: object, starts: Mapping[str, Start], modules: Mapping[str, nn.Module]) -> str:
+def _unknown_name(name: object, starts: Mapping[str, int], modules: Mapping[str, nn.Module]) -> str:
     problem = f"there is no module {printable(repr(name))} in the model"
     if isinstance(name, str) and name in modules and name:
         outer = [path for path in accumulate(name.split("."), "{}.{}".format) if path in starts]

@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 from penstock.arguments import listed, some
 from penstock.errors import PartitionError
 from penstock.ir.graph import StageGraph
-from penstock.runtime.models.stage_starts import has_hooks, start_problems
+from penstock.runtime.models.stage_starts import check_starts, has_hooks
 from penstock.runtime.torch_internals.modules import is_mutable_operator, nesting
 
 _COMPUTES = ("call_module", "call_function", "call_method")
@@ -49,9 +49,7 @@ def split_traced(model: GraphModule, names: Sequence[str] | None) -> dict[int, n
     for position, node in enumerate(_computing(model)):
         for name in _modules_of(node):
             first.setdefault(name, position)
-    starts = {name: (position,) if position else () for name, position in first.items()}
-    if problems := start_problems(model, names, starts):
-        raise PartitionError("\n".join(problems))
+    check_starts(model, names, first)
     return _TracedModel(model, [first[name] for name in names]).stages()
 
 
