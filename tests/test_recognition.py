@@ -38,7 +38,9 @@ def test_lowered_split_and_merged_schedules_are_recognized(family: str) -> None:
 
 def test_groups_unequal_stages_and_graphs_are_recognized() -> None:
     grouped = build("interleaved-1f1b", ranks=4, microbatches=16, group=6)
-    assert recognize(grouped).families == ("interleaved-1f1b --group 6",)
+    assert recognize(grouped).families == ("interleaved-1f1b",)
+    assert recognize(grouped).groups == {"interleaved-1f1b": 6}
+    assert str(recognize(grouped)).startswith("interleaved-1f1b group=6 (p=4")
     unequal = build("interleaved-1f1b", ranks=3, microbatches=6, stages_per_rank=[1, 2, 1])
     assert str(recognize(unequal)) == "interleaved-1f1b (p=3, v=1,2,1, m=6)"
     graph = StageGraph.parse("0>1,1>2,0>2")

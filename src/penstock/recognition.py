@@ -1,15 +1,15 @@
 """Recognition: which family's order a schedule has, or the nearest family and where it first differs.
 
-Only the order of F, I, W and B counts: messages, sharding and memory techniques are left out, and a B is the
+Only the order of F, I, W and B counts: messages, sharding and memory policies are left out, and a B is the
 same as an I that is directly followed by its W. So a schedule is recognized before and after lowering, and
 after its backwards are split or merged. For few microbatches several families have the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -44,8 +44,10 @@ class Recognition:
     """The families with the order of a schedule, or the nearest family if there is none."""
 
     families: tuple[str, ...]
-    """All families with this order, each with its group if that is not the default."""
+    """All families with this order."""
     sizes: str
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """The microbatch groups of those of the families, or of the nearest, that have not the default group."""
     nearest: str | None = None
     """The family that differs in the fewest actions; None if no family has this placement."""
     differing: int = 0
@@ -55,12 +57,16 @@ class Recognition:
 
     def __str__(self) -> str:
         if self.families:
-            first, *others = self.families
+            first, *others = map(self._named, self.families)
             return f"{first} ({self.sizes})" + (f", the same as {', '.join(others)}" if others else "")
         if self.nearest is None or self.first is None:
             return f"no known family has this placement ({self.sizes})"
         share = f"{self.differing} of {plural(self.actions, 'action')} differ"
-        return f"no known family; nearest is {self.nearest} ({self.sizes}): {share}, first at {self.first}"
+        nearest = f"{self._named(self.nearest)} ({self.sizes})"
+        return f"no known family; nearest is {nearest}: {share}, first at {self.first}"
+
+    def _named(self, family: str) -> str:
+        return f"{family} group={self.groups[family]}" if family in self.groups else family
 
 
 def recognize(schedule: Schedule) -> Recognition:
@@ -70,21 +76,23 @@ def recognize(schedule: Schedule) -> Recognition:
     stages = ",".join(map(str, [counts] if isinstance(counts, int) else counts))
     sizes = f"p={schedule.num_ranks}, v={stages}, m={schedule.microbatches}"
     actions = sum(map(len, rows))
-    equal: list[str] = []
-    nearest: tuple[int, str, Schedule] | None = None
-    for name, built in _candidates(schedule.only(PASS_KINDS)):
+    equal: dict[str, int | None] = {}
+    nearest: tuple[int, str, int | None, Schedule] | None = None
+    for name, group, built in _candidates(schedule.only(PASS_KINDS)):
         differing = sum(map(_differing, rows, _normal_form(built)))
         if not differing:
-            equal.append(name)
+            equal.setdefault(name, group)
         elif nearest is None or differing < nearest[0]:
-            nearest = differing, name, built
+            nearest = differing, name, group, built
     if equal:
-        return Recognition(tuple(equal), sizes, actions=actions)
+        groups = {name: group for name, group in equal.items() if group is not None}
+        return Recognition(tuple(equal), sizes, groups, actions=actions)
     if nearest is None:
         return Recognition((), sizes, actions=actions)
-    differing, name, built = nearest
+    differing, name, group, built = nearest
     first = _first_difference(rows, schedule, built)
-    return Recognition((), sizes, name, min(differing, actions), actions, first)
+    groups = {} if group is None else {name: group}
+    return Recognition((), sizes, groups, name, min(differing, actions), actions, first)
 
 
 def _stages_per_rank(schedule: Schedule) -> int | list[int]:
@@ -101,15 +109,15 @@ def _differing(row: Ints, other: Ints) -> int:
     return int((row[:common] != other[:common]).sum()) + max(len(row), len(other)) - common
 
 
-def _candidates(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
-    """Every family that has a schedule of these sizes on this placement, with its name and group."""
+def _candidates(schedule: Schedule) -> Iterator[tuple[str, int | None, Schedule]]:
+    """Yield the families with a schedule of these sizes and placement, and its group if not the default."""
     fixed_first = sorted(families().values(), key=lambda family: family.stages_per_rank is None)
     for family in fixed_first:
         for group in _groups(family, schedule):
             with suppress(BuildError):  # the family has no schedule of these sizes
                 built = _built(family, schedule, group)
                 if built.placement == schedule.placement:
-                    yield family.name if group is None else f"{family.name} --group {group}", built
+                    yield family.name, group, built
 
 
 def _built(family: Family, like: Schedule, group: int | None) -> Schedule:

@@ -19,7 +19,7 @@ def export_megatron(schedule: Schedule, layout: PipelineLayout, microbatch_size:
     """The flags for Megatron."""
     found, problems = check_schedule(schedule, "Megatron")
     problems += check_layout(schedule, layout, can_be_empty=True)
-    known = [family for family in found.families if family.partition(" ")[0] in _FAMILIES]
+    known = [family for family in found.families if family in _FAMILIES]
     per_rank = schedule.num_stages // schedule.num_ranks
     if not known or schedule.placement.style != "loop":
         nearest = "1f1b" if per_rank == 1 else f"interleaved-1f1b with {plural(per_rank, 'stage')} per rank"
@@ -27,10 +27,10 @@ def export_megatron(schedule: Schedule, layout: PipelineLayout, microbatch_size:
             f"Megatron runs {', '.join(_FAMILIES)} only, and this schedule is {found}; nearest is {nearest}"
         )
     else:
-        problems += _check_groups(schedule, known[0])
+        problems += _check_groups(schedule, found.groups.get(known[0]))
     problems += _check_prediction(layout, schedule.num_ranks)
     raise_problems("Megatron", schedule, problems)
-    family, _, group = known[0].partition(" --group ")
+    family, group = known[0], found.groups.get(known[0])
     flags = [
         f"--pipeline-model-parallel-size {schedule.num_ranks}",
         f"--pipeline-model-parallel-layout '{layout}'",
@@ -52,10 +52,10 @@ def export_megatron(schedule: Schedule, layout: PipelineLayout, microbatch_size:
     return Export("Megatron", {"flags.txt": " \\\n".join(flags) + "\n"}, flags, notes)
 
 
-def _check_groups(schedule: Schedule, family: str) -> list[str]:
+def _check_groups(schedule: Schedule, given: int | None) -> list[str]:
     """Megatron's own rule for the microbatches of interleaved 1F1B: no short last group."""
     ranks, microbatches = schedule.num_ranks, schedule.microbatches
-    group = int(family.partition(" --group ")[2] or ranks)
+    group = given or ranks
     if schedule.num_stages == ranks or (microbatches >= group and not 0 < microbatches % group < ranks):
         return []
     nearest = max(microbatches // group, 1) * group

@@ -61,7 +61,7 @@ export function showVerdict(session, base = lastBase) {
   box.classList.toggle("bad", !verdict.valid && !unfinished);
   box.classList.toggle("open", unfinished);
   if (verdict.valid) {
-    const order = verdict.order?.families?.length ? ` Its order is that of ${verdict.order.families.join(", ")}.` : verdict.order?.nearest ? ` Nearest family: ${verdict.order.nearest} (${verdict.order.differing} actions differ).` : "";
+    const order = verdict.order?.families?.length ? ` Its order is that of ${verdict.order.families.map((name) => (name in verdict.order.groups ? `${name} group=${verdict.order.groups[name]}` : name)).join(", ")}.` : verdict.order?.nearest ? ` Nearest family: ${verdict.order.nearest} (${verdict.order.differing} actions differ).` : "";
     box.replaceChildren(h("p", {}, h("strong", {}, "Valid. "), `No deadlock under any send model.${order}`), h("p", { class: "deltas" }, ...deltas(row, base)));
   } else if (unfinished) {
     box.replaceChildren(h("p", {}, h("strong", {}, "Unfinished. "), `${verdict.violations.slice(0, 4).map(({ message }) => message).join("; ")}${verdict.count > 4 ? `; and ${verdict.count - 4} more` : ""}.`),
