@@ -138,7 +138,7 @@ class _Place(NamedTuple):
 
 
 def check_addresses(job_store: Store, rank: int, size: int, limit: timedelta) -> Check:
-    """All ranks call it, and get the same answer; raises if one of them does not within the limit."""
+    """Return the same check on all ranks, which all call it; raise if one of them does not within the limit."""
     store = PrefixStore("penstock/addresses", job_store)
     with socket.socket() as listener:
         own = _own_place(job_store, listener)
@@ -158,7 +158,7 @@ def check_addresses(job_store: Store, rank: int, size: int, limit: timedelta) ->
 
 
 def _exchanged(store: Store, name: str, rank: int, size: int, own: object, limit: timedelta) -> list[bytes]:
-    """Every rank's value, in JSON."""
+    """Return every rank's value, in JSON."""
     keys = [f"{name}/{other}" for other in range(size)]
     store.set(keys[rank], json.dumps(own))
     store.wait(keys, limit)
@@ -181,7 +181,7 @@ def _own_place(store: Store, listener: socket.socket) -> _Place:
 
 
 def _address_of_name(host: str) -> str:
-    """The first address of the name at which a socket can listen, or else that of the loopback interface."""
+    """Return the first address of the name at which a socket can listen, or else the loopback address."""
     with suppress(OSError):
         for *_, address in socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM):
             with socket.socket() as probe, suppress(OSError):
@@ -191,7 +191,7 @@ def _address_of_name(host: str) -> str:
 
 
 def _interface_to(store: Store) -> str:
-    """The interface of this host from which it reaches the store; empty if that is not known."""
+    """Return the interface from which this host reaches the store; empty if it is not known."""
     with suppress(OSError):
         address = address_of_route(store)
         for _, name in socket.if_nameindex():
@@ -202,7 +202,7 @@ def _interface_to(store: Store) -> str:
 
 
 def _problem(places: Sequence[_Place]) -> str:
-    """An interface that does not exist, or an address that other hosts do not reach."""
+    """Return what is wrong: an interface that does not exist, or an address that other hosts do not reach."""
     for place in places:
         if place.problem:
             return f"{place.problem}: {place.advice}"
@@ -223,7 +223,7 @@ def _problem(places: Sequence[_Place]) -> str:
 
 
 def _unreached(places: Sequence[_Place], rank: int) -> str:
-    """What to say if this rank does not reach the ranks of the next host, of those in the order of ranks."""
+    """Return what to say if this rank does not reach the ranks of the next host."""
     hosts, own = list(dict.fromkeys(place.host for place in places)), places[rank].host
     following = hosts[(hosts.index(own) + 1) % len(hosts)]
     for other, place in enumerate(places):
@@ -259,7 +259,7 @@ class DistributedReport:
 
 
 def check_launch() -> Check:
-    """Whether the environment is that of a launcher, and its address can be reached from all nodes."""
+    """Check that the environment is from a launcher, and that all nodes can reach its address."""
     missing = [name for name in _NEEDED if not os.environ.get(name)]
     if missing:
         command = "torchrun --nproc-per-node 2 -m penstock doctor --distributed"
@@ -337,7 +337,7 @@ def _gathered(own: Any) -> list[Any]:
 
 
 def _versions() -> Check:
-    """Whether all ranks have the same versions, as pipelines require."""
+    """Check that all ranks have the same versions, as pipelines require."""
     own = f"penstock {penstock.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     found = _gathered(own)
     if len(set(found)) == 1:

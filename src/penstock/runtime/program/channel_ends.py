@@ -11,7 +11,7 @@ from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.dtensors import Meshes
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.stage.values import SharedInputs, Source, joined_gradients, joined_inputs, one_source
+from penstock.runtime.stage.values import SharedValues, Source, joined_gradients, joined_inputs, one_source
 from penstock.runtime.transport.buffer_pool import BufferPool
 from penstock.runtime.transport.channels import ReceiveChannel, SendChannel
 from penstock.runtime.transport.communicator import Communicator
@@ -113,7 +113,7 @@ class ValueSources:
         self.stages: weakref.WeakValueDictionary[int, Stage] = weakref.WeakValueDictionary()
         """The stages of this rank, which take values from each other."""
         self._schedule, self._receives, self._own = schedule, channels.receives, own
-        self._shared: dict[ChannelKey, SharedInputs] = {}
+        self._shared: dict[ChannelKey, SharedValues] = {}
 
     def inputs(self, index: int) -> Source | None:
         """The outputs of the stages that feed this one; None if it gets the batch."""
@@ -138,7 +138,7 @@ class ValueSources:
         consumers = [stage for stage in self._schedule.graph.outputs(other) if stage in self._own]
         if len(consumers) == 1:
             return channel.take
-        return partial(self._shared.setdefault(key, SharedInputs(channel.take, consumers)).take, index)
+        return partial(self._shared.setdefault(key, SharedValues(consumers, channel.take)).take, index)
 
     def _gradient(self, index: int, other: int) -> Source:
         if (channel := self._receives.get((Kind.RECV_B, index, other))) is not None:

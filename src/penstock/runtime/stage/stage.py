@@ -28,7 +28,7 @@ from penstock.runtime.stage.microbatch import (
 from penstock.runtime.stage.values import (
     Envelope,
     JoinedEnvelope,
-    SharedOutputs,
+    SharedValues,
     check_unchanged,
     hand_over,
     overlapping_positions,
@@ -61,7 +61,7 @@ class Stage:
         self.memory = StageMemory(index, module, config, activations, pool)
         """What is held of each microbatch."""
         self._states = self.memory.states
-        self._taken_outputs = SharedOutputs(config.takers)
+        self._taken_outputs = SharedValues(config.takers)
         self._input_gradients: dict[int, dict[int, tuple[Leaves, Structure]]] = {
             source: {} for source in config.inputs
         }
@@ -178,7 +178,8 @@ class Stage:
         envelope = Envelope(structure, overlapping_positions(leaves), self._rows)
         # a send copies it, and comes before anything that could change it
         handed = leaves if self._config.sends_at_once else hand_over(leaves)
-        self._taken_outputs.put(microbatch, handed, envelope)
+        differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in handed]
+        self._taken_outputs.put(microbatch, FlatValue(handed, envelope, differentiable, ()))
 
     def _compute_loss(self, microbatch: int, output: object, leaves: Leaves, state: MicrobatchState) -> None:
         """End the forward of a stage that feeds no other: compute the loss, if there is one to compute."""
@@ -204,13 +205,12 @@ class Stage:
 
     def pop_output(self, microbatch: int, consumer: int) -> tuple[Leaves, Structure]:
         """Return the output of forward, to be sent to the rank of the stage that uses it."""
-        return self._taken_outputs.send(microbatch, consumer)
+        value = self._taken_outputs.send(microbatch, consumer)
+        return value.leaves, value.structure
 
     def take_output(self, microbatch: int, consumer: int) -> FlatValue:
         """Return the output of forward, for a stage on the same rank."""
-        leaves, structure = self._taken_outputs.take(microbatch, consumer)
-        differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        return FlatValue(leaves, structure, differentiable, ())
+        return self._taken_outputs.take(consumer, microbatch)
 
     def backward(self, microbatch: int) -> None:
         """B."""

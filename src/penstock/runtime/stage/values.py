@@ -214,40 +214,14 @@ def joined_gradients(values: Sequence[FlatValue]) -> FlatValue:
 # the value itself.
 
 
-class SharedOutputs:
-    """The outputs of one stage by microbatch; `consumers` are the stages that take them, on any rank."""
+class SharedValues:
+    """Values by microbatch, each kept until all `consumers`, which are stages on any rank, have it.
 
-    def __init__(self, consumers: Collection[int]) -> None:
-        self.consumers = tuple(consumers)
-        self._values: dict[int, tuple[Leaves, Envelope, set[int]]] = {}
+    A value is put, or comes from the `source`, such as a receive channel, when the first consumer asks for it.
+    """
 
-    def put(self, microbatch: int, leaves: Leaves, envelope: Envelope) -> None:
-        """Keep the output of a microbatch for all consumers."""
-        self._values[microbatch] = leaves, envelope, set(self.consumers)
-
-    def send(self, microbatch: int, consumer: int) -> tuple[Leaves, Envelope]:
-        """Return the value for a message, which copies it."""
-        leaves, envelope, waiting = self._values[microbatch]
-        waiting.remove(consumer)
-        if not waiting:
-            del self._values[microbatch]
-        return leaves, envelope
-
-    def take(self, microbatch: int, consumer: int) -> tuple[Leaves, Envelope]:
-        """Return the value for a stage on the same rank, which owns it."""
-        leaves, envelope = self.send(microbatch, consumer)
-        return ([*map(_copy, leaves)] if microbatch in self._values else leaves), envelope
-
-    def clear(self) -> None:
-        """Discard all values."""
-        self._values.clear()
-
-
-class SharedInputs:
-    """The values of one receive channel, which several stages of this rank use."""
-
-    def __init__(self, source: Source, consumers: Collection[int]) -> None:
-        self._source, self._consumers = source, tuple(consumers)
+    def __init__(self, consumers: Collection[int], source: Source | None = None) -> None:
+        self._consumers, self._source = tuple(consumers), source
         self._values: dict[int, tuple[FlatValue, set[int]]] = {}
 
     @property
@@ -255,13 +229,27 @@ class SharedInputs:
         """Bytes of the messages that one of the stages has still to use."""
         return sum(buffer.nbytes for value, _ in self._values.values() for buffer in value.buffers)
 
-    def take(self, consumer: int, microbatch: int) -> FlatValue:
-        """Return the value for one of the stages, which owns it."""
-        if microbatch not in self._values:
-            self._values[microbatch] = self._source(microbatch), set(self._consumers)
+    def put(self, microbatch: int, value: FlatValue) -> None:
+        """Keep the value of a microbatch for all consumers."""
+        self._values[microbatch] = value, set(self._consumers)
+
+    def send(self, microbatch: int, consumer: int) -> FlatValue:
+        """Return the value for a message, which copies it."""
+        if self._source is not None and microbatch not in self._values:
+            self.put(microbatch, self._source(microbatch))
         value, waiting = self._values[microbatch]
         waiting.remove(consumer)
-        if waiting:
-            return value._replace(leaves=[*map(_copy, value.leaves)], buffers=())
-        del self._values[microbatch]
+        if not waiting:
+            del self._values[microbatch]
         return value
+
+    def take(self, consumer: int, microbatch: int) -> FlatValue:
+        """Return the value for a stage on the same rank, which owns it."""
+        value = self.send(microbatch, consumer)
+        if microbatch in self._values:
+            return value._replace(leaves=[*map(_copy, value.leaves)], buffers=())
+        return value
+
+    def clear(self) -> None:
+        """Discard all values."""
+        self._values.clear()
