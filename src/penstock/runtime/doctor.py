@@ -9,7 +9,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -42,15 +42,17 @@ def main() -> None:
 
     It prints one line of JSON per check, so that the parent knows how far it came if it hangs.
     """
-    rank, port, seconds = (int(argument) for argument in sys.argv[1:])
-    checks: list[Callable[[], list[Check]]] = [
-        lambda: [_version(torch.__version__), _gloo(), _gpus()],
-        lambda: [_exchange(rank, port, seconds)],
-        lambda: internals_checks() if rank == 0 else [],
-    ]
-    for run in checks:
-        for check in run():
-            print(json.dumps(asdict(check)), flush=True)  # noqa: T201 -- for the parent process
+    for check in _installation_checks(*map(int, sys.argv[1:])):
+        print(json.dumps(asdict(check)), flush=True)  # noqa: T201 -- for the parent process
+
+
+def _installation_checks(rank: int, port: int, seconds: int) -> Iterator[Check]:
+    yield _version(torch.__version__)
+    yield _gloo()
+    yield _gpus()
+    yield _exchange(rank, port, seconds)
+    if rank == 0:
+        yield from internals_checks()
 
 
 def _version(installed: str) -> Check:

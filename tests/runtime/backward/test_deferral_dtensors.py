@@ -162,7 +162,7 @@ def jobs_of_a_weight_used_twice() -> tuple[int, int]:
     for _ in range(2):
         with deferral.deferring() as deferred:
             y = model(x)
-            deferral.exclude_shared_weights([y])
+            deferral.state.aliases.exclude_shared(deferral.weights(), [y])
             y.sum().backward()
         counts.append(len(deferred))
         deferred.run()

@@ -216,7 +216,12 @@ class WeightAliases:
     def exclude_shared(
         self, weights: Iterable[Tensor], roots: Iterable[Tensor | GradientEdge]
     ) -> tuple[Tensor, ...]:
-        """Exclude those of `weights` that the graph below `roots` uses directly; return the newly excluded."""
+        """Leave layers to autograd, from the next forward on, whose `weights` are also used outside of them.
+
+        `roots` are the outputs of a forward that ran while installed. Its graph holds aliases for the weights
+        of deferred layers, so a weight that appears there itself is used elsewhere, and its hooks would fire
+        twice, in I and in W. Return the weights newly found.
+        """
         own = {id(weight) for weight in weights} - self._shared.keys()
         found = {id(leaf): leaf for leaf in _leaves_below(roots) if id(leaf) in own}
         self._shared.update(found)
@@ -412,8 +417,8 @@ class Deferral:
             self._patched = [each for each in self._deferred if "forward" not in each.layer.__dict__]
             for each in self._patched:
                 each.layer.__dict__["forward"] = each.forward
-            self._held = frozenset(id(leaf) for leaf in self._leaves() if _accumulator_is_held(leaf))
-            self._hooked = [leaf for leaf in self._leaves() if has_hooks(leaf)]
+            self._held = frozenset(id(leaf) for leaf in self.weights() if _accumulator_is_held(leaf))
+            self._hooked = [leaf for leaf in self.weights() if has_hooks(leaf)]
         self._entered += 1
         try:
             yield
@@ -453,7 +458,7 @@ class Deferral:
         is right unless hooks of the weight get the two parts one after the other.
         """
         if self.state.mode is LayerMode.JOINED:
-            self.exclude_shared_weights(roots)
+            self.state.aliases.exclude_shared(self.weights(), roots)
         elif self._hooked and (found := self.state.aliases.used_twice(self._hooked, roots)):
             names = [
                 name for name, weight in self._module.named_parameters() if any(weight is w for w in found)
@@ -464,16 +469,7 @@ class Deferral:
                 "microbatch, or a schedule with a full backward, such as 1f1b"
             )
 
-    def exclude_shared_weights(self, roots: Iterable[Tensor | GradientEdge]) -> tuple[Tensor, ...]:
-        """From the next forward on, leave layers to autograd whose weights are also used outside of them.
-
-        `roots` are the outputs of a forward that ran while installed. Its graph holds aliases for the weights
-        of deferred layers, so a weight that appears there itself is used elsewhere, and its hooks would fire
-        twice, in I and in W. Return the weights newly found.
-        """
-        return self.state.aliases.exclude_shared(self._leaves(), roots)
-
-    def _leaves(self) -> Iterator[Tensor]:
+    def weights(self) -> Iterator[Tensor]:
         """Return the weights of deferred layers that have gradients."""
         weights = (weight for layer in self.layers for weight in layer.parameters(recurse=False))
         return (weight for weight in weights if weight.requires_grad)

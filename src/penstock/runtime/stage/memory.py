@@ -457,7 +457,8 @@ class StageMemory:
         """The microbatches that can have their backward."""
         self.counts_bytes = False
         """Whether `held_bytes` will be asked for, so that what F saves has to be known."""
-        self._kept: dict[int, KeptForward] = {}
+        self.kept: dict[int, KeptForward] = {}
+        """What F kept for RECOMPUTE."""
         self._saved: dict[int, SavedTensors] = {}
         self._host = HostStore()
         self._step: StepInputs
@@ -465,7 +466,7 @@ class StageMemory:
     def begin(self, step: StepInputs) -> None:
         """Start a step; discards what a failed step left."""
         self._step = step
-        for left in (self.states, self._kept, self._saved):
+        for left in (self.states, self.kept, self._saved):
             left.clear()
         self._host.clear()
 
@@ -492,18 +493,9 @@ class StageMemory:
             return self._saved[microbatch].hooks()
         return _NO_HOOKS
 
-    def finish(self, microbatch: int, kept: KeptForward) -> None:
-        """End an F that is recomputed."""
-        kept.finish(self._index)
-        self._kept[microbatch] = kept
-
-    def pop(self, microbatch: int) -> KeptForward:
-        """Return what F kept for RECOMPUTE."""
-        return self._kept.pop(microbatch)
-
     def offload(self, microbatch: int) -> None:
         """OFFLOAD."""
-        if (kept := self._kept.get(microbatch)) is not None:
+        if (kept := self.kept.get(microbatch)) is not None:
             self._saved[microbatch], free = kept.offload(self._host)
         else:
             state = self.states[microbatch]
@@ -521,7 +513,7 @@ class StageMemory:
     def reload(self, microbatch: int) -> None:
         """RELOAD."""
         self._saved[microbatch].reload(self._host)
-        if (kept := self._kept.get(microbatch)) is not None:
+        if (kept := self.kept.get(microbatch)) is not None:
             kept.reloaded()
         else:
             self._activations.add()
@@ -532,7 +524,7 @@ class StageMemory:
         Every storage counts once, a message buffer as long as its message. Not counted are parameters, buffers
         of the module, the batch, gradients, outputs that wait to be sent, and the loss itself.
         """
-        kept, state = self._kept.get(microbatch), self.states.get(microbatch)
+        kept, state = self.kept.get(microbatch), self.states.get(microbatch)
         if kept is not None:
             buffers = () if kept.received is None else kept.received.buffers
             size = _bytes_of(buffers, kept.tensors(), set())

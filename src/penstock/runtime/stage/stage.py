@@ -112,14 +112,15 @@ class Stage:
                 self._activations.add()
                 self._states[microbatch] = state
             else:
-                self.memory.finish(microbatch, kept)
+                kept.finish(self.index)
+                self.memory.kept[microbatch] = kept
         elif state.buffers:
             del leaves, output  # they may refer to the buffers
             self._release_buffers(state.buffers)
 
     def recompute(self, microbatch: int) -> None:
         """RECOMPUTE."""
-        kept = self.memory.pop(microbatch)
+        kept = self.memory.kept.pop(microbatch)
         self._set_mode(kept.mode)
         with kept.restored(), self.memory.hooks(microbatch):
             state, output = self._call(microbatch, kept.received)
