@@ -58,7 +58,7 @@ def _counted(problem: Problem, order: Ints, fused: tuple[int, ...]) -> list[tupl
             token = entry & TOKEN
             stage, kind = divmod(token, 3)
             if kind == WEIGHT_GRAD:
-                can_join = entry == token and (is_paired or stage in problem.fused_stages)
+                can_join = entry == token and (is_paired or problem.fused_seconds[stage] >= 0)
                 is_joined = (can_join or stage in fused) and previous == token - 1
                 found.append(
                     (token, pending[stage].pop() if is_joined else pending[stage].popleft(), is_joined)

@@ -10,7 +10,6 @@ import pytest
 
 from penstock.ir.encoding import Ints
 from penstock.search import driver, exact, search
-from penstock.search.driver import PlacementSearch
 from penstock.search.problem import Problem
 from penstock.search.seeds import repeat_steady_state
 
@@ -28,6 +27,6 @@ def test_no_steady_state_is_repeated_after_the_time_limit(monkeypatch: pytest.Mo
     monkeypatch.setattr(driver, "repeat_steady_state", slowly)
     monkeypatch.setattr(exact, "available", lambda: False)
     monkeypatch.setattr("penstock.search.driver._OrderSearch._anneal", lambda *_, **__: None)
-    monkeypatch.setattr(PlacementSearch, "raise_bound", lambda *_: None)
+    monkeypatch.setattr("penstock.search.driver._OrderSearch._raise_bound", lambda *_: None)
     search(ranks=4, microbatches=24, live_limit=3, seconds=200)
     assert len(repeated) == 1

@@ -10,6 +10,7 @@ import pytest
 
 import penstock
 from penstock import Costs, Placement, StageGraph
+from penstock.cost.memory import fixed_bytes
 from penstock.search import SearchResult
 from penstock.search.problem import Problem
 from tests.oracles.best_order import best_value
@@ -85,10 +86,9 @@ def random_problem(
     costs = random_costs(rng, placement.num_stages)
     if pairs:
         costs = with_pairs_that_pay(rng, costs, placement.num_stages)
-    free = Problem(placement, 1, costs)
     least = max(
         fixed + sum(costs.per_stage("activation", placement.num_stages)[s] for s in own)
-        for fixed, own in zip(free.fixed.tolist(), placement.stages_of_rank)
+        for fixed, own in zip(fixed_bytes(costs, placement).tolist(), placement.stages_of_rank)
     )
     limit = rng.choice([None, least, least * rng.randint(1, 4)])
     split = rng.random() < 0.7

@@ -45,7 +45,7 @@ from penstock.bounds import Bound, Workload, bounds, least_needed, rank_bounds
 from penstock.compilation import COMPILED
 from penstock.cost.costs import Costs
 from penstock.cost.effects import held_bytes
-from penstock.cost.memory import exceeds
+from penstock.cost.memory import exceeds, fixed_bytes
 from penstock.cost.prices import action_seconds
 from penstock.errors import ScheduleError, SearchError
 from penstock.ir.encoding import (
@@ -266,8 +266,8 @@ class PlacementSearch:
     def add_family(self, schedule: Schedule) -> None:
         """Evaluate a family as it is; it is kept if it fits."""
         timeline = simulate(schedule, self.problem.costs, with_period=self.problem.objective == "period")
-        peaks = np.array(timeline.peak_memory)
-        if (peaks - self.problem.fixed <= self.problem.arrays.memory_limits).all():
+        peaks, fixed = np.array(timeline.peak_memory), fixed_bytes(self.problem.costs, self.problem.placement)
+        if (peaks - fixed <= self.problem.arrays.memory_limits).all():
             self.families[schedule.name] = (schedule, timeline.length(self.problem.objective))
         else:
             self.too_large[schedule.name] = float(peaks.max())
@@ -465,9 +465,10 @@ class _OrderSearch(_Search):
 
     def _repeat_steady_state(self, search: PlacementSearch) -> None:
         """For many microbatches: search with few, and repeat the steady state of the best orders."""
-        few = search.problem.with_few_microbatches()
-        if few is None:
+        enough = 3 * search.problem.placement.num_ranks
+        if search.problem.microbatches < 2 * enough:
             return
+        few = replace(search.problem, microbatches=enough)
         budget = self.budget.part(0.4 / len(self.searches), _FEW_MICROBATCHES_SECONDS)
         small = _OrderSearch(
             problems=[few],

@@ -342,7 +342,7 @@ def resume(
         return np.inf, np.inf
     value = clocks.max()
     if objective == SPAN:
-        value = _span(arrays, state)
+        value = (state.ends[arrays.rank_bounds[1:] - 1] - state.starts[arrays.rank_bounds[:-1]]).max()
     elif objective == PERIOD:
         value = _period(arrays, order, clocks)
     return value, value + 1e-3 * clocks.sum() / ranks
@@ -360,18 +360,6 @@ def copy_suffix(arrays: ProblemArrays, source: RunState, target: RunState, posit
     producer = arrays.messages.producer
     for j in range(len(producer)):
         target.arrivals[j, done[producer[j]] :] = source.arrivals[j, done[producer[j]] :]
-
-
-@compiled
-def _span(arrays: ProblemArrays, state: RunState) -> float:
-    """The longest time between a rank's first start and its last end."""
-    longest = 0.0
-    bounds = arrays.rank_bounds
-    for rank in range(len(bounds) - 1):
-        length = state.ends[bounds[rank + 1] - 1] - state.starts[bounds[rank]]
-        if length > longest:
-            longest = length
-    return longest
 
 
 @compiled
@@ -428,14 +416,11 @@ _PAIR_MOVES = 0.3
 @compiled
 def _last_position(arrays: ProblemArrays, state: RunState, objective: int) -> int:
     """The last position of the rank that determines the objective."""
-    bounds = arrays.rank_bounds
-    found, longest = bounds[1] - 1, -1.0
-    for rank in range(len(bounds) - 1):
-        last = bounds[rank + 1] - 1
-        length = state.ends[last] - (state.starts[bounds[rank]] if objective == SPAN else 0.0)
-        if length > longest:
-            found, longest = int(last), length
-    return int(found)
+    last = arrays.rank_bounds[1:] - 1
+    lengths = state.ends[last]
+    if objective == SPAN:
+        lengths -= state.starts[arrays.rank_bounds[:-1]]
+    return int(last[lengths.argmax()])
 
 
 @compiled

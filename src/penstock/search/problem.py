@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.bounds import OBJECTIVES, Workload
 from penstock.cost.costs import Costs
-from penstock.cost.memory import activation_limits, fixed_bytes, stage_bytes
+from penstock.cost.memory import activation_limits, stage_bytes
 from penstock.cost.prices import action_seconds, pair_seconds, pairs_can_pay, stream_seconds
 from penstock.errors import ScheduleError
 from penstock.ir.encoding import (
@@ -76,7 +76,7 @@ def number_entries(arrays: ProblemArrays, order: Ints, fused: Collection[int] = 
     is_shorter = (arrays.fused_seconds >= 0)[stage] | np.append(False, is_paired[:-1])
     can_join = ((order == token) & is_shorter) | np.isin(stage, list(fused))
     is_joined = is_weight & can_join & (previous == token - 1)
-    microbatch = np.where(is_weight, 0, _occurrence(token, len(arrays.seconds)))
+    microbatch = np.where(is_weight, 0, occurrences(token))
     joined = np.flatnonzero(is_joined)
     microbatch[joined] = microbatch[joined - 1]
     is_taken = np.append(is_joined[1:], False)  # an I whose W is the entry behind it
@@ -95,10 +95,10 @@ def _by_stage(chosen: Bools, stage: Ints, stages: int) -> Ints:
     return positions[stable_order(stage[positions], stages)]
 
 
-def _occurrence(token: Ints, tokens: int) -> Ints:
+def occurrences(token: Ints) -> Ints:
     """Per entry: how many entries ahead of it have the same token."""
-    counts = np.bincount(token, minlength=tokens)
-    by_token = stable_order(token, tokens)
+    counts = np.bincount(token)
+    by_token = stable_order(token, len(counts))
     found = np.empty_like(token)
     found[by_token] = np.arange(len(token)) - np.repeat(np.cumsum(counts) - counts, counts)
     return found
@@ -231,11 +231,6 @@ class Problem:
             optimizer_step=float(self.costs.optimizer_step),
         )
 
-    def with_few_microbatches(self) -> Problem | None:
-        """The same problem with just enough microbatches for a steady state, if that is much fewer."""
-        few = 3 * self.placement.num_ranks
-        return replace(self, microbatches=few) if self.microbatches >= 2 * few else None
-
     @cached_property
     def stage_graph(self) -> StageGraph:
         """Which stage feeds which."""
@@ -262,11 +257,6 @@ class Problem:
         return np.where(is_shorter, fused, -1.0)
 
     @cached_property
-    def fused_stages(self) -> frozenset[int]:
-        """The stages whose B takes less time than I and W."""
-        return frozenset(np.flatnonzero(self.fused_seconds >= 0).tolist())
-
-    @cached_property
     def _pair_prices(self) -> Floats | None:
         return pair_prices(self.costs, self.placement, split=self.split)
 
@@ -274,11 +264,6 @@ class Problem:
     def can_pair(self) -> bool:
         """Whether a pair of F and I, or F and B, can take less than its parts."""
         return self._pair_prices is not None
-
-    @cached_property
-    def fixed(self) -> Floats:
-        """Per rank: bytes of parameters, gradients and optimizer state."""
-        return fixed_bytes(self.costs, self.placement)
 
     # --- orders ------------------------------------------------------------------------------------
 
@@ -305,7 +290,7 @@ class Problem:
         With all adjacent I and W joined where B is shorter, and with none; the same with F and I as pairs.
         """
         found = [order]
-        if self.fused_stages:
+        if (self.fused_seconds >= 0).any():
             joined = order & TOKEN
             can_join = (joined % 3 == WEIGHT_GRAD) & (self.fused_seconds[joined // 3] >= 0)
             found += [joined, np.where(can_join, joined | SEPARATE, joined)]

@@ -21,7 +21,7 @@ from penstock.ir.kinds import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.search.kernel import FORWARD, INPUT_GRAD, TOKEN, WEIGHT_GRAD, MessageArrays, ProblemArrays
-from penstock.search.problem import Problem
+from penstock.search.problem import Problem, occurrences
 
 # List scheduling: builds an order step by step in time, by priority rules and within the memory limit.
 
@@ -264,64 +264,31 @@ _STARTS = (0.35, 0.45, 0.55, 0.65)
 
 def repeat_steady_state(few: Problem, order: Ints, problem: Problem) -> Iterator[Ints]:
     """Orders for `problem` from an order for `few`, the same problem with fewer microbatches."""
-    starts = few.start_times(order)
-    bounds = few.arrays.rank_bounds.tolist()
-    lists = [(order[a:b].tolist(), starts[a:b].tolist()) for a, b in pairwise(bounds)]
-    phases = [_phases(tokens) for tokens, _ in lists]
-    end = float(starts.max())
-    for q in _MICROBATCHES:
+    times, ranks = few.start_times(order), list(pairwise(few.arrays.rank_bounds.tolist()))
+    counts = [_counts(order[first:last] & TOKEN) for first, last in ranks]
+    for q, share in product(_MICROBATCHES, _STARTS):
         if 2 * q > few.microbatches:
-            continue
+            return
         repeats = -(-(problem.microbatches - few.microbatches) // q)
-        for share in _STARTS:
-            found: list[int] = []
-            for (tokens, times), phase in zip(lists, phases):
-                part = _repeatable(times, phase, q, share * end)
-                if part is None:
-                    break
-                a, b = part
-                longer = tokens[:a] + tokens[a:b] * (repeats + 1) + tokens[b:]
-                found += _keep_microbatches(longer, problem.microbatches)
-            else:
-                yield np.array(found, dtype=np.int64)
+        found: list[Ints] = []
+        for (first, last), done in zip(ranks, counts):
+            # from a repeatable part's first position to its end, every kind of step is done q times
+            size = q * done.shape[1]
+            repeatable = np.flatnonzero((done[size:] - done[:-size] == q).all(axis=1))
+            if not len(repeatable):
+                break
+            near = np.abs(times[first + repeatable] - share * times.max()).argmin()
+            a = first + repeatable[near]
+            part = np.tile(order[a : a + size], repeats)
+            longer = np.concatenate((order[first:a], part, order[a:last]))
+            found.append(longer[occurrences(longer & TOKEN) < problem.microbatches])
+        else:
+            yield np.concatenate(found)
 
 
-Phase = tuple[int, tuple[int, ...]]
-"""How often the first kind of step was done, and for the others the difference to it."""
-
-
-def _phases(tokens: list[int]) -> list[Phase]:
-    """The phase before each position of a list, and at its end."""
-    tokens = [entry & TOKEN for entry in tokens]
-    distinct = sorted(set(tokens))
-    counts = dict.fromkeys(distinct, 0)
-    found = []
-    for token in [*tokens, -1]:
-        first = counts[distinct[0]]
-        found.append((first, tuple(counts[each] - first for each in distinct)))
-        if token >= 0:
-            counts[token] += 1
-    return found
-
-
-def _repeatable(times: list[float], phases: list[Phase], q: int, near: float) -> tuple[int, int] | None:
-    """The two positions between which everything is done q times, the first as close to a time as possible."""
-    position_of = {phase: position for position, phase in enumerate(phases)}
-    best: tuple[float, int, int] | None = None
-    for a, (time, (first, others)) in enumerate(zip(times, phases)):
-        b = position_of.get((first + q, others))
-        if b is not None and (best is None or abs(time - near) < best[0]):
-            best = (abs(time - near), a, b)
-    return best[1:] if best else None
-
-
-def _keep_microbatches(tokens: list[int], microbatches: int) -> list[int]:
-    """The list without the steps of surplus microbatches."""
-    counts: dict[int, int] = {}
-    found = []
-    for entry in tokens:
-        token = entry & TOKEN
-        counts[token] = counts.get(token, 0) + 1
-        if counts[token] <= microbatches:
-            found.append(entry)
-    return found
+def _counts(tokens: Ints) -> Ints:
+    """Per position of a list, and at its end: how often each of its tokens was done before."""
+    distinct, index = np.unique(tokens, return_inverse=True)
+    counts = np.zeros((len(tokens) + 1, len(distinct)), dtype=np.int64)
+    counts[np.arange(1, len(tokens) + 1), index] = 1
+    return counts.cumsum(axis=0)

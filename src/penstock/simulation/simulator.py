@@ -378,7 +378,11 @@ class Simulator:
         self.costs, self._given = costs, schedule
         communicates = schedule.table.has_communication or not len(schedule.messages.edge)
         if not communicates and (not model.is_buffered or blocking_receives):
-            raise _no_messages_error(schedule, model)
+            what = "blocking receives" if model.is_buffered else f"send model {model}"
+            raise ScheduleError(
+                f"{what}: {schedule.name} has no SEND and RECV actions to block; lower it first: "
+                "penstock.lower(schedule)"
+            )
         costs.check_lengths(schedule.graph, schedule.num_ranks)
         followed = costs.bandwidth is not None or not model.is_buffered or blocking_receives
         followed |= not schedule.table.only_compute and collectives_take_time(costs)
@@ -522,11 +526,3 @@ def message_waits(schedule: Schedule, costs: Costs) -> tuple[Ints, Ints, Floats]
     known = (source >= 0) & (messages.consumer >= 0)
     _, latency = message_seconds(messages, costs)
     return table.slots_of(source[known]), table.slots_of(messages.consumer[known]), latency[known]
-
-
-def _no_messages_error(schedule: Schedule, model: SendModel) -> ScheduleError:
-    what = "blocking receives" if model.is_buffered else f"send model {model}"
-    return ScheduleError(
-        f"{what}: {schedule.name} has no SEND and RECV actions to block; lower it first: "
-        "penstock.lower(schedule)"
-    )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -109,17 +108,11 @@ class Timeline(Displayed):
     @cached_property
     def span(self) -> float:
         """The longest time from a rank's first start of compute to its last end."""
-        return max((end - start for start, end in self._extents), default=0.0)
-
-    @cached_property
-    def _extents(self) -> list[tuple[float, float]]:
-        extents = []
-        for first, last in pairwise(self.schedule.table.slot_bounds.tolist()):
-            own = np.arange(first, last)[self.is_compute[first:last]]
-            extents.append(
-                (float(self.start[own].min()), float(self.end[own].max())) if own.size else (0.0, 0.0)
-            )
-        return extents
+        chosen, ranks = self.is_compute, self.schedule.num_ranks
+        rank, first, last = self.schedule.table.rank[chosen], np.full(ranks, np.inf), np.zeros(ranks)
+        np.minimum.at(first, rank, self.start[chosen])
+        np.maximum.at(last, rank, self.end[chosen])
+        return float((last - first).max(initial=0.0))
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
