@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import inf, sqrt
-from statistics import fmean, stdev
-from typing import TYPE_CHECKING
-
-from rich.table import Table
-
-from penstock.simulation.calibration import errors_by_kind
-from penstock.simulation.timeline import Timeline
-
-if TYPE_CHECKING:
-    from penstock.runtime.demo import Step
 import os
 import platform
-import shutil
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from math import inf, sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from penstock.arguments import plural
-from penstock.cli.rendering import empty_table, print_table, require_suffix, spinner
+from penstock.cli.rendering import (
+    empty_table,
+    print_table,
+    progress_bar,
+    report_console,
+    require_suffix,
+    spinner,
+)
 from penstock.cost.costs import Costs
 from penstock.families import build
 from penstock.formats import write_bytes
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.processes import usable_cores
-from penstock.simulation.calibration import calibrate
+from penstock.simulation.calibration import calibrate, errors_by_kind
 from penstock.simulation.simulator import simulate
+from penstock.simulation.timeline import Timeline
 from penstock.view.html import html
 from penstock.view.terminal import terminal
 
@@ -127,11 +125,6 @@ class MeasuredSchedule:
     """By step and rank."""
 
     @property
-    def name(self) -> str:
-        """The name of the schedule."""
-        return self.predicted.schedule.name
-
-    @property
     def timelines(self) -> list[Timeline]:
         """The measured timelines, one per step."""
         return [ranks[0].timeline for ranks in self.steps]
@@ -151,42 +144,27 @@ class MeasuredSchedule:
             yield replace(timeline, schedule=named, costs=costs)
 
     @property
-    def bubble(self) -> float:
-        """The mean measured bubble rate."""
-        return fmean(timeline.bubble_rate for timeline in self.timelines)
-
-    @property
-    def live(self) -> int:
-        """The peak number of live activations of any rank."""
-        return max(step.live for ranks in self.steps for step in ranks)
+    def row(self) -> list[str]:
+        """Name, predicted and measured step time, measured bubble, and peak live activations of any rank."""
+        times = (f"{seconds * 1e3:.1f} ms" for seconds in (self.predicted.makespan, self.seconds))
+        bubble = fmean(timeline.bubble_rate for timeline in self.timelines)
+        live = max(step.live for ranks in self.steps for step in ranks)
+        return [self.predicted.schedule.name, *times, f"{bubble:.1%}", str(live)]
 
 
-def kind_table(measured: Sequence[MeasuredSchedule]) -> Table:
-    """Predicted and measured mean time per kind of action, and of the step."""
-    table = empty_table("schedule", "kind", "predicted ms", "measured ms", "error", left=1)
+_COLUMNS = ("schedule", "predicted step", "measured step", "bubble", "peak live activations")
+
+
+def _tables(measured: Sequence[MeasuredSchedule]) -> Iterator[Table]:
+    """Mean times by kind of action, and the steps of each schedule; predicted and measured."""
+    kinds = empty_table("schedule", "kind", "predicted ms", "measured ms", "error", left=1)
+    steps = empty_table(*_COLUMNS, left=1)
     for each in measured:
         for row in errors_by_kind(each.predicted, each.timelines):
             times = (f"{seconds * 1e3:.2f}" for seconds in (row.predicted, row.measured))
-            table.add_row(each.name, row.kind, *times, f"{row.error:+.1%}")
-    return table
-
-
-def schedule_table(measured: Sequence[MeasuredSchedule]) -> Table:
-    """Step time, bubble and peak live activations per schedule."""
-    (_, *columns), *rows = schedule_rows(measured)
-    table = empty_table("schedule", *columns, left=1)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def schedule_rows(measured: Sequence[MeasuredSchedule]) -> list[list[str]]:
-    """The names of the columns, and then a row per schedule."""
-    rows = [["schedule", "predicted step", "measured step", "bubble", "peak live activations"]]
-    for each in measured:
-        times = (f"{seconds * 1e3:.1f} ms" for seconds in (each.predicted.makespan, each.seconds))
-        rows.append([each.name, *times, f"{each.bubble:.1%}", str(each.live)])
-    return rows
+            kinds.add_row(each.predicted.schedule.name, row.kind, *times, f"{row.error:+.1%}")
+        steps.add_row(*each.row)
+    yield from (kinds, steps)
 
 
 # The head of the demo's `report.html`: the result, the gradient check, the loss curve and the machine.
@@ -199,42 +177,31 @@ _EXPLANATION = (
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 170, 46, 24
 
 
-@dataclass(frozen=True)
-class DemoFacts:
-    """What the head of the report says."""
+def demo_page_head(
+    texts: Sequence[str], rows: Sequence[Sequence[str]], losses: Sequence[float], machine: str
+) -> str:
+    """Return an HTML fragment for above the timelines, without scripts.
 
-    headline: str
-    reason: str
-    """The numbers behind the headline."""
-    check: str
-    """The comparison with one process."""
-    losses: Sequence[float]
-    """Of all training steps, in order."""
-    rows: Sequence[Sequence[str]]
-    """The table of schedules; the first row has the names of the columns."""
-    machine: str
-
-
-def demo_page_head(facts: DemoFacts) -> str:
-    """An HTML fragment for above the timelines; it needs no script."""
+    `texts` begin with the headline; the first of `rows` has the names of the columns.
+    """
+    headline, *others = map(_text, texts)
     return "\n".join(
         [
             '<section class="report" aria-label="Result">',
-            f"<h2>{_text(facts.headline)}</h2>",
-            f"<p>{_text(facts.reason)}</p>",
-            f"<p>{_text(facts.check)}</p>",
-            *_html_table(facts.rows),
+            f"<h2>{headline}</h2>",
+            *(f"<p>{text}</p>" for text in others),
+            *_html_table(rows),
             f"<p>{_EXPLANATION}</p>",
-            *_loss_curve(facts.losses),
-            f"<p>Machine: {_text(facts.machine)}</p>",
+            *_loss_curve(losses),
+            f"<p>Machine: {_text(machine)}</p>",
             "<p>Below, on one time axis: both schedules, as predicted and as measured; a row is a process.</p>",
             "</section>",
         ]
     )
 
 
-def machine_text() -> str:
-    """Processor, system, versions and load of this machine."""
+def _machine() -> str:
+    """Return the processor, the system, the versions and the load of this machine."""
     parts = [
         f"{_processor()}, {plural(usable_cores(), 'usable core')}",
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
@@ -245,11 +212,9 @@ def machine_text() -> str:
 
 
 def _processor() -> str:
-    """The model of the processor, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
+    """Return the model of the processor, where the system has it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, "") or platform.processor() or "unknown processor"
 
@@ -264,10 +229,8 @@ def _html_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def _loss_curve(losses: Sequence[float]) -> Iterator[str]:
     """The loss of every step as a line, with its first and last value in words."""
     low, high = min(losses), max(losses)
-    across, up = (
-        (_WIDTH - _LEFT - 8) / max(len(losses) - 1, 1),
-        (_HEIGHT - _BOTTOM - 12) / ((high - low) or 1.0),
-    )
+    across = (_WIDTH - _LEFT - 8) / max(len(losses) - 1, 1)
+    up = (_HEIGHT - _BOTTOM - 12) / ((high - low) or 1.0)
     points = " ".join(
         f"{_LEFT + place * across:.1f},{12 + (high - loss) * up:.1f}" for place, loss in enumerate(losses)
     )
@@ -297,19 +260,15 @@ _SEARCH_SECONDS = 10.0
 _MAX_DEFAULT_RANKS = 4
 
 
-DemoRanks: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--ranks", "-p", min=2, max=8, help="Number of ranks; by default one per CPU, 2 to 4."),
-]
-ReportFile: TypeAlias = Annotated[
-    Path, typer.Option("--output", "-o", metavar="FILE", help="The report, an .html file.")
-]
-
-
 def demo(
     *,
-    ranks: DemoRanks = None,
-    output: ReportFile = Path("report.html"),
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-p", min=2, max=8, help="Number of ranks; by default one per CPU, 2 to 4."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The report, an .html file.")
+    ] = Path("report.html"),
 ) -> None:
     """Train a small GPT with 1F1B, compare it with one process, profile it, predict its step time, search for a
     better schedule at the measured costs and the same memory, and run that schedule.
@@ -329,13 +288,13 @@ def demo(
         run = _Demo(started, count)
         run.compare_with_one_process()
         measured = run.train_and_search(log)
-    write_bytes(run.page(measured).encode(), output)
+    gain = run.gain(measured)
+    write_bytes(run.page(measured, gain).encode(), output)
     run.report(measured)
     run.print(
-        f"\n{output} shows this with predicted and measured timelines, {log} the log of every training step. "
+        f"{output} shows this with predicted and measured timelines, {log} the log of every training step. "
         f"Total time: {time.monotonic() - started_at:.0f} s.\n"
     )
-    gain = run.gain(measured)
     run.print(f"{gain.headline}\n{gain.reason}")
 
 
@@ -345,14 +304,10 @@ class _Demo:
     def __init__(self, ranks: LocalRanks, count: int) -> None:
         self.ranks, self.count = ranks, count
         self.check, self.losses = "", list[float]()
-        width = max(shutil.get_terminal_size().columns, 80)
-        self.console = Console(highlight=False, markup=False, width=width)
+        self.console = report_console(80)
 
-    def print(self, text: str | Text | Table) -> None:
-        if isinstance(text, Table):
-            print_table(text, self.console)
-        else:
-            self.console.print(text, soft_wrap=True)
+    def print(self, text: str | Text) -> None:
+        self.console.print(text)
 
     def compare_with_one_process(self) -> None:
         """Train the first steps in one process too, and compare."""
@@ -414,9 +369,9 @@ class _Demo:
                 self.print(f"{picture.schedule.name}: {picture.makespan * 1e3:.0f} ms")
                 self.print(terminal(picture, self.console.width))
                 self.print("")
-        self.print(kind_table(measured))
-        self.print("")
-        self.print(schedule_table(measured))
+        for table in _tables(measured):
+            print_table(table, self.console)
+            self.print("")
 
     def gain(self, measured: list[MeasuredSchedule]) -> Gain:
         """The gain of the second schedule over the first, and the noise of both."""
@@ -426,14 +381,12 @@ class _Demo:
         same = first.predicted.schedule.ranks == found.predicted.schedule.ranks
         return measured_gain(before, after, predicted, same_order=same)
 
-    def page(self, measured: list[MeasuredSchedule]) -> str:
+    def page(self, measured: list[MeasuredSchedule], gain: Gain) -> str:
         """The report as an HTML page."""
-        gain = self.gain(measured)
-        facts = DemoFacts(
-            gain.headline, gain.reason, self.check, self.losses, schedule_rows(measured), machine_text()
-        )
+        rows = [_COLUMNS, *(each.row for each in measured)]
+        head = demo_page_head([gain.headline, gain.reason, self.check], rows, self.losses, _machine())
         pictures = [picture for each in measured for picture in each.pictures]
-        return html(pictures, "penstock demo: a small GPT, trained in a pipeline", demo_page_head(facts))
+        return html(pictures, "penstock demo: a small GPT, trained in a pipeline", head)
 
     def _search(self, first: Schedule, costs: Costs, *, memory: float) -> Schedule:
         """The best schedule found at these costs within this memory."""
@@ -461,7 +414,6 @@ class _Demo:
         """One step with each schedule, with a progress bar on a terminal."""
         from penstock.runtime.demo import train  # noqa: PLC0415 -- torch, which is an extra
 
-        stderr = Console(stderr=True)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -469,7 +421,7 @@ class _Demo:
             TextColumn("{task.fields[now]}"),
         )
         steps = []
-        with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        with progress_bar(*columns) as bar:
             task = bar.add_task(description, total=len(schedules), now="")
             for schedule in schedules:
                 step = self.ranks.run(train, schedule)
