@@ -269,11 +269,8 @@ def family_records() -> list[dict[str, Any]]:
     """Return the schedule families."""
     return [
         {
-            "name": family.name,
-            "summary": family.summary,
-            "stages_per_rank": family.stages_per_rank,
+            **_fields(family, "name", "summary", "stages_per_rank", "aliases"),
             "default_stages_per_rank": family.stages_per_rank or family.default_stages_per_rank,
-            "aliases": list(family.aliases),
             "group": family.smallest_group is not None,
         }
         for family in families().values()
@@ -298,14 +295,12 @@ def comparison_record(timeline: Timeline) -> dict[str, Any]:
 def simulation_record(
     timeline: Timeline, idle: Gaps, quantiles: dict[str, float] | None, *, streamed: bool = False
 ) -> dict[str, Any]:
-    """A simulated timeline with a period: times, memory, causes of idle time.
+    """Return a simulated timeline with a period: times, memory, causes of idle time.
 
     With `streamed`, the gaps, of which there can be very many, are an iterator.
     """
     return comparison_record(timeline) | {
-        "busy": timeline.busy,
-        "idle": timeline.idle,
-        "exposed_all_to_all": timeline.exposed_all_to_all,
+        **_fields(timeline, "busy", "idle", "exposed_all_to_all"),
         "peak_memory_by_rank": timeline.peak_memory,
         "collectives": collectives_of(timeline),
         "critical_path": [str(event.step) for event in critical_path(timeline)],
@@ -315,103 +310,90 @@ def simulation_record(
 
 
 def collectives_of(timeline: Timeline) -> dict[str, int]:
-    """How many there are of each kind; empty without any."""
+    """Return the number of each kind of collective; empty without any."""
     table = timeline.schedule.table
     counts = {kind.value: int(table.of_kind(kind).sum()) for kind in Kind if kind.is_collective}
     return {name: count for name, count in counts.items() if count}
 
 
 def order_of(schedule: Schedule) -> Recognition | str:
-    """Which family's order this is, or why it was not compared."""
+    """Return which family's order this is, or why it was not compared."""
     if len(schedule.table.code) > _MAX_RECOGNIZED:
         return f"not compared with families: more than {_MAX_RECOGNIZED:,} actions"
     return recognize(schedule)
 
 
-def check_record(schedule: Schedule, violations: Violations) -> dict[str, Any]:
-    """The verdict of the validator."""
-    order = None if violations else order_of(schedule)
+def _fields(value: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
+def _sizes_and_order(schedule: Schedule, *, ordered: bool = True) -> dict[str, Any]:
+    order = order_of(schedule) if ordered else None
     return {
-        "valid": not violations,
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.microbatches,
-        "level": schedule.level,
         "order": asdict(order) if isinstance(order, Recognition) else None,
+    }
+
+
+def check_record(schedule: Schedule, violations: Violations) -> dict[str, Any]:
+    """Return the verdict of the validator."""
+    return {
+        "valid": not violations,
+        **_sizes_and_order(schedule, ordered=not violations),
+        "level": schedule.level,
         "violations": violations.to_rows(),
     }
 
 
 def run_record(run: MeasuredRun, found: SearchResult | None) -> dict[str, Any]:
-    """A run that was traced: its order, times, causes of idle time, costs, and what a search found."""
-    timeline, order = run.timeline, order_of(run.schedule)
-    idle = gaps(timeline)
-    clocks = run.clocks
+    """Return a run that was traced: its order, times, causes of idle time, costs, and what a search found."""
+    timeline, clocks = run.timeline, run.clocks
+    predicted = errors_by_kind(run.predicted, run.alike)
     return {
         "files": list(run.sources),
-        "ranks": run.schedule.num_ranks,
-        "stages": run.schedule.num_stages,
-        "microbatches": run.schedule.microbatches,
-        "order": asdict(order) if isinstance(order, Recognition) else None,
+        **_sizes_and_order(run.schedule),
         "steps": [each.makespan for each in run.timelines],
-        "step": run.step,
-        "replica": run.replica,
-        "replicas": list(run.replicas),
-        "period": timeline.period,
-        "makespan": timeline.makespan,
+        **_fields(run, "step", "replica", "replicas"),
+        **_fields(timeline, "period", "makespan", "busy"),
         "bubble": timeline.bubble_rate,
-        "busy": list(timeline.busy),
-        "idle_by_reason": idle_by_reason(idle),
-        "clocks": {
-            "offsets": list(clocks.offsets),
-            "uncertainty": list(map(_finite, clocks.uncertainty)),
-            "residual": clocks.residual,
-            "drift": list(clocks.drift),
-            "shared_clock": clocks.shared_clock,
-        },
+        "idle_by_reason": idle_by_reason(gaps(timeline)),
+        "clocks": _fields(clocks, "offsets", "residual", "drift", "shared_clock")
+        | {"uncertainty": list(map(_finite, clocks.uncertainty))},
         "costs": run.costs.to_keys(),
-        "predicted": [
-            {"kind": row.kind, "predicted": row.predicted, "measured": row.measured, "error": row.error}
-            for row in errors_by_kind(run.predicted, run.alike)
-        ],
+        "predicted": [_fields(row, "kind", "predicted", "measured", "error") for row in predicted],
         "search": None if found is None else search_record(found) | _saving(run, found),
     }
 
 
 def _saving(run: MeasuredRun, found: SearchResult) -> dict[str, Any]:
-    """What the order found saves of the prediction for the one that ran, with as many live activations."""
+    """Return what the order found saves of the predicted time of the one that ran, at its live activations."""
     return {"saved": 1 - found.value / run.predicted.makespan, "live_limit": run.live}
 
 
 def idle_by_reason(idle: Gaps) -> dict[str, float]:
-    """Seconds of all ranks together, longest first."""
+    """Return the seconds of all ranks together, longest first."""
     seconds = dict(zip(REASONS, idle.seconds_by_rank.sum(axis=0).tolist()))
     return dict(sorted(((name, each) for name, each in seconds.items() if each), key=lambda item: -item[1]))
 
 
 def search_record(result: SearchResult) -> dict[str, Any]:
-    """The best schedule of a search, with its certificate."""
+    """Return the best schedule of a search, with its certificate."""
+    units = result.timeline.costs.units
     return {
-        "objective": result.objective,
-        "value": result.value,
+        **_fields(result, "objective", "value"),
         "bound": result.bound.seconds,
         "bound_name": result.bound.name,
         "bound_reason": result.bound.because,
         "gap": _finite(result.gap),
-        "proved": result.proved,
-        "found_by": result.found_by,
+        **_fields(result, "proved", "found_by"),
         "peak_memory": max(result.timeline.peak_memory),
         "placement": result.schedule.placement.style,
         "quantile": result.quantile,
-        "time_unit": result.timeline.costs.units.time_name,
-        "memory_unit": result.timeline.costs.units.memory_name,
-        "families": dict(result.families),
-        "too_large": dict(result.too_large),
-        "skipped": list(result.skipped),
-        "runs": result.runs,
-        "seconds": result.seconds,
-        "interrupted": result.interrupted,
-        "missing": list(result.missing),
+        "time_unit": units.time_name,
+        "memory_unit": units.memory_name,
+        **_fields(result, "families", "too_large", "skipped", "runs", "seconds", "interrupted", "missing"),
         "schedule": [result.schedule.texts(rank) for rank in range(result.schedule.num_ranks)],
     }
 
@@ -476,17 +458,9 @@ def _rank_record(diagnosis: Diagnosis, rank: int) -> dict[str, Any]:
     wait = diagnosis.waits.get(rank)
     return base | {
         "state": state.mode,
-        "step_number": state.step_number,
-        "position": state.position,
+        **_fields(state, "step_number", "position"),
         "action": state.action or None,
-        "waits_for": None
-        if wait is None
-        else {
-            "message": wait.message,
-            "rank": wait.for_rank,
-            "counterpart": wait.counterpart,
-            "peer": wait.peer,
-        },
+        "waits_for": wait and {"rank": wait.for_rank, **_fields(wait, "message", "counterpart", "peer")},
         "waiting_for": None if state.waiting_for is None else asdict(state.waiting_for),
         "error": state.error or None,
         "process": state.process or None,
@@ -514,12 +488,7 @@ def verification_record(found: Sequence[Verdict]) -> dict[str, Any]:
         "equal": all(verdict.equal for verdict in found),
         "schedules": [
             {
-                "schedule": verdict.schedule,
-                "ranks": verdict.ranks,
-                "stages": verdict.stages,
-                "microbatches": verdict.microbatches,
-                "equal": verdict.equal,
-                "tolerance": verdict.tolerance,
+                **_fields(verdict, "schedule", "ranks", "stages", "microbatches", "equal", "tolerance"),
                 "loss_error": _finite(verdict.loss),
                 "norm_error": _finite(verdict.norm),
                 "worst_gradient": _deviation_record(verdict.gradient),
