@@ -30,11 +30,9 @@ _RESERVED = ("return_outputs", "self", "target")
 
 def refuse_whole_batch(args: Sequence[object], kwargs: Mapping[str, object], target: object) -> None:
     """Raise if a call that has microbatches also has a whole batch."""
-    given = [
-        *(["positional arguments: pass arg_mbs="] if args else []),
-        *([f"{listed(sorted(kwargs))}: pass kwarg_mbs="] if kwargs else []),
-        *(["target: pass target_mbs="] if target is not None else []),
-    ]
+    given = ["positional arguments: pass arg_mbs="] if args else []
+    given += [f"{listed(sorted(kwargs))}: pass kwarg_mbs="] if kwargs else []
+    given += ["target: pass target_mbs="] if target is not None else []
     if given:
         raise ValueError(f"a call with arg_mbs, kwarg_mbs or target_mbs takes no {'; no '.join(given)}")
 
@@ -51,17 +49,13 @@ def check_same_arguments(
     arg_mbs: Sequence[Sequence[object]], kwarg_mbs: Sequence[Mapping[str, object]]
 ) -> None:
     """Raise if microbatches differ in their arguments, or a keyword is a parameter of our step."""
-    for k, (args, kwargs) in enumerate(zip(arg_mbs, kwarg_mbs)):
+    names = [listed(sorted(kwargs)) or "none" for kwargs in kwarg_mbs]
+    for k, args in enumerate(arg_mbs):
         if len(args) != len(arg_mbs[0]):
             counts = f"arg_mbs[0] has {plural(len(arg_mbs[0]), 'argument')}, arg_mbs[{k}] has {len(args)}"
             raise PipelineError(f"every microbatch must have as many arguments, but {counts}")
-        if kwargs.keys() != kwarg_mbs[0].keys():
-            names = f"kwarg_mbs[0] has {_names(kwarg_mbs[0])}, kwarg_mbs[{k}] has {_names(kwargs)}"
-            raise PipelineError(f"every microbatch must have the same keywords, but {names}")
-    reserved = [name for name in _RESERVED if name in kwarg_mbs[0]]
-    if reserved:
+        if names[k] != names[0]:
+            differing = f"kwarg_mbs[0] has {names[0]}, kwarg_mbs[{k}] has {names[k]}"
+            raise PipelineError(f"every microbatch must have the same keywords, but {differing}")
+    if reserved := [name for name in _RESERVED if name in kwarg_mbs[0]]:
         raise PipelineError(f"kwarg_mbs has {listed(reserved)}, which no keyword of a module can be called")
-
-
-def _names(kwargs: Mapping[str, object]) -> str:
-    return listed(sorted(kwargs)) or "none"

@@ -31,23 +31,18 @@ class AtomicDirectory:
         self.replaced = self.path.with_name(f".{self.path.name}.replaced")
 
     def readable(self) -> Path:
-        """The path of the complete checkpoint."""
-        for each in (self.path, self.replaced):
-            if (each / INDEX_FILE).is_file():
-                return each
-            if each.exists():
-                break
+        """Return the path of the complete checkpoint."""
+        found = self.path if self.path.exists() else self.replaced
+        if (found / INDEX_FILE).is_file():
+            return found
         if self.path.is_dir():
-            why = (
-                f"the directory {self.path} is not a checkpoint: it has no {INDEX_FILE}, which is written last"
+            raise RankError(
+                f"the directory {found} is not a checkpoint: it has no {INDEX_FILE}, which is written last"
             )
-        elif self.path.exists():
-            why = f"{self.path} is a file, but a checkpoint is a directory"
-        elif self.unfinished.exists():
-            why = f"{self.path} does not exist: a save began, but did not finish ({self.unfinished.name})"
-        else:
-            why = f"{self.path} does not exist"
-        raise RankError(why)
+        if self.path.exists():
+            raise RankError(f"{self.path} is a file, but a checkpoint is a directory")
+        unfinished = f": a save began, but did not finish ({self.unfinished.name})"
+        raise RankError(f"{self.path} does not exist{unfinished if self.unfinished.exists() else ''}")
 
     def begin(self) -> None:
         """Prepare to write a new checkpoint, and clean up after a crash."""

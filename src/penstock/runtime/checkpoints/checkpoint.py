@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -302,10 +301,10 @@ class OptimizerRestore:
     def _plan(self, places: Mapping[int, Place]) -> None:
         """Find the state and the options of each parameter."""
         missing: list[str] = []
-        index = count()
+        first = 0
         for number, group in enumerate(self._optimizer.param_groups):
             options: dict[str, Any] = {}
-            for parameter, position in zip(group["params"], index):
+            for position, parameter in enumerate(group["params"], first):
                 _, name = places[id(parameter)]
                 names = (name, *(each for ties in self._ties for each in ties.get(name, ())))
                 source = next((each for each in names if each in self._options), None)
@@ -316,7 +315,9 @@ class OptimizerRestore:
                 options[source] = self._options[source]
                 if source in self._header["state"]:
                     self._state[position] = self._parameter_state(parameter, source)
-            self._groups.append(self._group(group, number, options))
+            end = first + len(group["params"])
+            self._groups.append({**self._group(group, number, options), "params": list(range(first, end))})
+            first = end
         if missing:
             self.problems.append(
                 "the checkpoint has no optimizer options for these parameters of the optimizer: "
@@ -325,12 +326,7 @@ class OptimizerRestore:
 
     def finish(self) -> None:
         """Load the state into the optimizer; the tensors have been read."""
-        index = count()
-        groups = [
-            {**group, "params": [position for _, position in zip(present["params"], index)]}
-            for group, present in zip(self._groups, self._optimizer.param_groups)
-        ]
-        self._optimizer.load_state_dict({"state": self._state, "param_groups": groups})
+        self._optimizer.load_state_dict({"state": self._state, "param_groups": self._groups})
         every = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for position, state in self._state.items():
             present = self._optimizer.state[every[position]]

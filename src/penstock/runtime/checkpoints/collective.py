@@ -44,10 +44,8 @@ class Change(Protocol):
 
     problems: list[str]
     """Why it cannot be applied on this rank."""
-
-    @property
-    def used(self) -> Any:
-        """What this rank uses of the source, in a form that can be pickled."""
+    used: Any
+    """What this rank uses of the source, in a form that can be pickled."""
 
     def unused(self, used: Sequence[Any]) -> list[str]:
         """Return the problems with what no rank uses; `used` has an entry for each rank."""

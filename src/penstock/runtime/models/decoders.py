@@ -230,33 +230,29 @@ class Decoder:
     # --- checks ------------------------------------------------------------------------------------
 
     def _check_kind(self) -> None:
-        model = self.model
-        if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
-            raise _unsupported(model, "has an encoder, or cross-attention")
-        if model.base_model is model:
-            raise _unsupported(model, "is a backbone without a head: use the class that ends in ForCausalLM")
+        model, why = self.model, ""
         children = dict(model.named_children())
         heads = [name for name in children if name != model.base_model_prefix]
-        if len(heads) != 1 or children[heads[0]] is not model.get_output_embeddings():
-            raise _unsupported(
-                model, f"does not have exactly one language head beside its backbone, but {heads}"
-            )
+        if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
+            why = "has an encoder, or cross-attention"
+        elif model.base_model is model:
+            why = "is a backbone without a head: use the class that ends in ForCausalLM"
+        elif len(heads) != 1 or children[heads[0]] is not model.get_output_embeddings():
+            why = f"does not have exactly one language head beside its backbone, but {heads}"
+        self._raise_if(why)
 
     def _checked_structure(self) -> tuple[str, str]:
         """The names of the list of layers and of the norm; all other children must be known, too."""
         children = dict(self._backbone.named_children())
         count = self.model.config.num_hidden_layers
-        layers = [
-            name for name, child in children.items() if isinstance(child, nn.ModuleList) and len(child) == count
-        ]
+        lists = [name for name, child in children.items() if isinstance(child, nn.ModuleList)]
+        layers = [name for name in lists if len(children[name]) == count]
         norms = [name for name in children if name in _NORMS]
         known = (*_EMBEDDINGS, *_REPLICATED, *layers, *norms)
-        if unknown := [name for name in children if name not in known]:
-            raise _unsupported(self.model, f"has unknown modules in its backbone: {unknown}")
+        unknown = [name for name in children if name not in known]
+        self._raise_if(f"has unknown modules in its backbone: {unknown}" if unknown else "")
         if len(layers) != 1 or len(norms) != 1:
-            raise _unsupported(
-                self.model, f"does not have exactly one list of {count} layers, as in its config, and one norm"
-            )
+            self._raise_if(f"does not have exactly one list of {count} layers, as in its config, and one norm")
         return layers[0], norms[0]
 
     def _check_split_modules(self) -> None:
@@ -293,14 +289,14 @@ class Decoder:
                 why = "does not run each layer once, in order, and then the norm"
             elif not torch.equal(x, y):
                 why = "changes the hidden states outside of its layers"
+        self._raise_if(why)
+
+    def _raise_if(self, why: str) -> None:
         if why:
-            raise _unsupported(self.model, why)
-
-
-def _unsupported(model: nn.Module, why: str) -> PartitionError:
-    return PartitionError(
-        f"{printable(type(model).__name__)} {why}. Of the models of transformers, split() supports "
-        "decoders with a language head whose backbone is embedding, layers and norm: LlamaForCausalLM, "
-        "Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, GPT2LMHeadModel and similar ones. "
-        "Otherwise write one module for each stage and pass them to Pipeline"
-    )
+            raise PartitionError(
+                f"{printable(type(self.model).__name__)} {why}. Of the models of transformers, split() "
+                "supports decoders with a language head whose backbone is embedding, layers and norm: "
+                "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, GPT2LMHeadModel and "
+                "similar ones. "
+                "Otherwise write one module for each stage and pass them to Pipeline"
+            )
