@@ -21,8 +21,6 @@ from penstock.runtime.stage.microbatch import LossFunction
 from penstock.runtime.stage.stage import Stage
 from penstock.validation import SendModel, invalid_schedule_error, validate
 
-# User functions that run in place of actions of a kind.
-
 
 @dataclass(frozen=True)
 class ActionCall:
@@ -38,10 +36,6 @@ class ActionCall:
 
 
 CustomFunction: TypeAlias = Callable[[ActionCall], None]
-
-
-# The schedule of a pipeline, lowered and validated once.
-
 
 _PROVIDED = SendModel.EDGE_STREAMS  # of our channels: no message waits for one of another channel
 

@@ -52,9 +52,9 @@ def test_w_runs_once() -> None:
     layer = nn.Linear(8, 8)
     with Deferral(layer).deferring() as deferred:
         layer(numbers(3, 8)).sum().backward()
-    assert len(deferred) == 1
+    assert len(deferred.inputs()) == 1
     deferred.run()
-    assert len(deferred) == 0
+    assert len(deferred.inputs()) == 0
     with pytest.raises(PipelineError, match="already"):
         deferred.run()
 
@@ -111,7 +111,7 @@ def test_a_backward_on_another_thread_defers_too() -> None:
         thread = threading.Thread(target=lambda: model(numbers(3, 5, 16)).sum().backward())
         thread.start()
         thread.join()
-    assert len(deferred) == 5
+    assert len(deferred.inputs()) == 5
 
 
 def test_w_releases_all_tensors() -> None:

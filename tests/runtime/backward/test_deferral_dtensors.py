@@ -90,7 +90,7 @@ def trained(model: nn.Module, x: Tensor, *, split: bool) -> tuple[Found, int]:
             with deferral.deferring() as deferred:
                 y = model(x)
                 y.backward(upstream(y))
-            count += len(deferred)
+            count += len(deferred.inputs())
             deferred.run()
         else:
             y = model(x)
@@ -164,7 +164,7 @@ def jobs_of_a_weight_used_twice() -> tuple[int, int]:
             y = model(x)
             deferral.state.aliases.exclude_shared(deferral.weights(), [y])
             y.sum().backward()
-        counts.append(len(deferred))
+        counts.append(len(deferred.inputs()))
         deferred.run()
     return counts[0], counts[1]
 

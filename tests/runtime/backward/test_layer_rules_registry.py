@@ -55,7 +55,7 @@ def test_a_layer_called_with_several_tensors_runs_its_own_forward() -> None:
     with deferral.deferring() as deferred:
         layer(numbers(2, 4, 5), output_size=[12]).sum().backward()
         layer(input=numbers(2, 4, 5)).sum().backward()
-    assert len(deferred) == 0
+    assert len(deferred.inputs()) == 0
     assert layer.weight.grad is not None
 
 

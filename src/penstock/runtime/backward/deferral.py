@@ -41,9 +41,6 @@ _MARK = "penstock"
 _PLAIN = (nn.Parameter, Tensor)
 
 
-# --- the queue between I and W ---------------------------------------------------------------------
-
-
 class DeferredGradient(NamedTuple):
     """The weight gradients of one call of a layer, not yet computed."""
 
@@ -89,9 +86,6 @@ class DeferredGradients:
         self._held = held
         self._queue: list[DeferredGradient] | None = []
         self._add = DeferredGradient.add_fused if fusion else DeferredGradient.add
-
-    def __len__(self) -> int:
-        return len(self._queue or ())
 
     def inputs(self) -> list[Tensor]:
         """Return the inputs of layers that are kept for W."""
@@ -170,9 +164,6 @@ class _GradientNode(torch.autograd.Function):
     def backward(ctx: Any, _one: Tensor) -> Tensors:
         deferred, ctx.deferred = ctx.deferred, None
         return (None, *deferred.compute())
-
-
-# --- aliases of weights ----------------------------------------------------------------------------
 
 
 class WeightAliases:
@@ -275,9 +266,6 @@ def _leaves_below(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
             if hasattr(node, "variable"):
                 yield node.variable
             to_visit += [below for below, _ in node.next_functions]
-
-
-# --- layers as nodes -------------------------------------------------------------------------------
 
 
 class LayerMode(Enum):

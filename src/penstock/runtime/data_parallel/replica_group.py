@@ -22,8 +22,6 @@ from penstock.runtime.torch_internals.data_parallel import FsdpShards, has_commu
 from penstock.runtime.transport.process_groups import Group, process_group
 from penstock.runtime.transport.transport_errors import transport_errors, wait
 
-# --- equal copies of a parameter, compared by checksums --------------------------------------------
-
 
 class ReplicatedParameter(NamedTuple):
     """A parameter, or a shard of one, that other ranks hold as well."""
@@ -72,9 +70,6 @@ def _all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     with transport_errors():
         dist.all_reduce(values, dist.ReduceOp.MAX, group)
     return values
-
-
-# --- what is reduced, and with whom ----------------------------------------------------------------
 
 
 class GradientBucket:

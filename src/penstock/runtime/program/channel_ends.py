@@ -103,11 +103,8 @@ class ChannelEnds:
             channel.abandon()
 
 
-# Where a stage gets its inputs and gradients from: channels from other ranks, or other stages of its rank.
-
-
 class ValueSources:
-    """The sources of all stages of one rank, whose numbers are `own`."""
+    """Where the stages `own` of one rank get inputs and gradients from: channels, or each other."""
 
     def __init__(self, schedule: Schedule, channels: ChannelEnds, own: Collection[int]) -> None:
         self.stages: weakref.WeakValueDictionary[int, Stage] = weakref.WeakValueDictionary()

@@ -190,9 +190,6 @@ class Program:
         return marks
 
 
-# What the runtime does for each kind of action: the message it waits for, and the call that runs it.
-
-
 class ExecutionContext(NamedTuple):
     """What the actions of a rank work on; channels are by kind, stage and other end of their action."""
 
@@ -268,18 +265,18 @@ _RULES: Mapping[Kind, ActionRule] = {
 }
 
 
-# The points in a rank's list at which a send is known to be received, so that its buffer can be released.
-#
-# gloo has no way to test whether a send is complete, only to wait for it. But the schedule shows it: if rank 1
-# uses an activation of rank 0 and later sends a gradient to rank 0, then the gradient's arrival proves that the
-# activation was received. What each rank knows about the others is a vector clock that every message carries.
-#
-#     rank 0   SEND a ---.              .--> uses g: a was received, release its buffer
-#     rank 1              '--> uses a   SEND g
-
-
 class ReleasePoints(NamedTuple):
-    """When the sends of one rank are known to be received; sends and points are positions in its list."""
+    """When the sends of one rank are known to be received, so that their buffers can be released.
+
+    gloo has no way to test whether a send is complete, only to wait for it. But the schedule shows it: if rank
+    1 uses an activation of rank 0 and later sends a gradient to rank 0, then the gradient's arrival proves that
+    the activation was received. What each rank knows about others is a vector clock that every message carries.
+
+        rank 0   SEND a ---.              .--> uses g: a was received, release its buffer
+        rank 1              '--> uses a   SEND g
+
+    Sends and points are positions in the rank's list.
+    """
 
     at: dict[int, list[int]]
     """Per position: the sends known to be received once the action there has its inputs."""
@@ -357,9 +354,6 @@ def _vector_clocks(schedule: Schedule, sends: Ints, consumers: Ints, rank: int) 
         if here == rank and slot in sources:
             found[slot] = clocks[here].copy()
     return found
-
-
-# The forward-only part of a schedule: what `eval` runs.
 
 
 _KEPT = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)

@@ -30,8 +30,6 @@ from penstock.runtime.torch_internals.modules import own_buffers
 from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
 from penstock.runtime.transport.channels import FlatValue
 
-# --- the training mode and random numbers, which a call changes and restores -------------------------
-
 
 @contextmanager
 def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -71,9 +69,6 @@ def preserved_rng_state(device: torch.device) -> Iterator[None]:
         yield
     finally:
         before.restore()
-
-
-# --- OFFLOAD and RELOAD ----------------------------------------------------------------------------
 
 
 class HostStore:
@@ -282,15 +277,6 @@ def _unpack(entry: Offloadable) -> Tensor:
     return entry.value
 
 
-# --- RECOMPUTE -------------------------------------------------------------------------------------
-#
-# F records its graph as always, so it computes the same bits, but the tensors that the graph would save are
-# dropped at once, and the graph at the end of F. RECOMPUTE runs the module again on the same input, with the
-# random states and the buffers that F began with, and keeps the graph; afterwards both are as before it.
-# Autocast is the same, because both run in one step. Other state of a module, such as a counter, is not
-# restored; if it changes the result, the two results differ, which is found on CPUs.
-
-
 def _was_dropped(_: object) -> NoReturn:
     raise PipelineError(
         "a backward uses the graph of a forward whose saved tensors were dropped, because the schedule "
@@ -300,7 +286,14 @@ def _was_dropped(_: object) -> NoReturn:
 
 
 class KeptForward:
-    """What is kept of one microbatch from F to RECOMPUTE; created before F runs."""
+    """What is kept of one microbatch from F to RECOMPUTE; created before F runs.
+
+    F records its graph as always, so it computes the same bits, but the tensors that the graph would save are
+    dropped at once, and the graph at the end of F. RECOMPUTE runs the module again on the same input, with the
+    random states and the buffers that F began with, and keeps the graph; afterwards both are as before it.
+    Autocast is the same, because both run in one step. Other state of a module, such as a counter, is not
+    restored; if it changes the result, the two results differ, which is found on CPUs.
+    """
 
     def __init__(
         self,
@@ -430,9 +423,6 @@ def _exchanged(modules: Sequence[nn.Module], buffers: Mapping[_Place, Any]) -> d
         owner = own_buffers(modules[place[0]].get_submodule(owner_path))  # assigning checks the type
         before[place], owner[name] = owner[name], buffer
     return before
-
-
-# --- all microbatches of a stage -------------------------------------------------------------------
 
 
 _NO_HOOKS = nullcontext()

@@ -23,12 +23,10 @@ from penstock.runtime.torch_internals.autograd import gradient_edge, unsafe_view
 from penstock.runtime.torch_internals.data_parallel import FsdpShards
 from penstock.runtime.transport.buffer_pool import Buffer
 
-# How one stage runs: where its values come from, which backwards are split, and its loss.
-
 
 @dataclass(frozen=True)
 class StageConfig:
-    """How one stage runs."""
+    """How one stage runs: where its values come from, which backwards are split, and its loss."""
 
     inputs: tuple[int, ...]
     """The stages that feed this one."""
@@ -83,9 +81,6 @@ def sends_at_once(schedule: Schedule, stage: int) -> bool:
 
 def _is_receive(step: Step) -> bool:
     return step.parts[0].kind.is_receive
-
-
-# Checks of the values of a stage: finite numbers, the loss, and the shapes of gradients.
 
 
 LossFunction: TypeAlias = Callable[..., Tensor]
@@ -143,9 +138,6 @@ def check_gradient_shapes(gradients: Leaves, shapes: Sequence[torch.Size], stage
 
 def _listed(shapes: Sequence[torch.Size | None]) -> str:
     return ", ".join("none" if shape is None else str(list(shape)) for shape in shapes) or "none at all"
-
-
-# What a stage gets for a step, and what it keeps of a microbatch between its actions.
 
 
 @dataclass

@@ -16,13 +16,6 @@ from penstock.runtime.torch_internals.autograd import storage_identity, storage_
 from penstock.runtime.transport.channels import FlatValue
 from penstock.runtime.transport.message_spec import copied
 
-# --- what a stage hands on: values that nobody else can change before they are used or sent ---------
-#
-# A stage may return a tensor that it keeps: a buffer, a cache, its input, a view of them. Its next forward may
-# change it, before the next stage on the same rank has used it or before it is sent. Such tensors are copied. A
-# tensor whose memory has no other reference, as the output of nearly every stage, is handed on as it is.
-
-
 _NUMBERS_AND_TEXTS = (type(None), int, float, complex, str, bytes, range)
 _AS_THEY_ARE = (Tensor, *_NUMBERS_AND_TEXTS, torch.dtype, torch.device, torch.Size)
 """What is not copied as an object: tensors, and what cannot be changed."""
@@ -44,7 +37,12 @@ class Envelope(NamedTuple):
 
 
 def hand_over(leaves: Leaves) -> Leaves:
-    """Return the leaves without their graph, which nobody else can change; empties `leaves`."""
+    """Return the leaves without their graph, which nobody else can change; empties `leaves`.
+
+    A stage may return a tensor that it keeps: a buffer, a cache, its input, a view of them. Its next forward
+    may change it, before the next stage on the same rank has used it or before it is sent. It is then copied.
+    A tensor whose memory has no other reference, as the output of nearly every stage, is handed on as it is.
+    """
     differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     handed = own_tensors(leaves)
     for position, needed in enumerate(differentiable):
@@ -100,9 +98,6 @@ def is_plain(tensor: Tensor) -> bool:
     return not tensor.is_quantized and not tensor.is_nested
 
 
-# --- tensors that share memory ---------------------------------------------------------------------
-
-
 def overlapping_positions(leaves: Sequence[Any]) -> tuple[int, ...]:
     """Return the positions of tensors whose memory overlaps another one, as far as their ranges show."""
     if len(leaves) == 1:
@@ -142,20 +137,17 @@ def check_unchanged(before: Sequence[int], after: Sequence[int], stage: int, inp
         )
 
 
-# --- the inputs of a stage that several stages feed, as one value -----------------------------------
-#
-# The arguments of such a stage are those of its inputs one after the other, in ascending order of the stages
-# that feed it:
-#
-#     stage 0 returns x         stage 1 returns (y, z)         stage 2 is called with (x, y, z)
-
-
 Source: TypeAlias = Callable[[int], FlatValue]
 """Returns the value of a microbatch that another stage computed."""
 
 
 class JoinedEnvelope(NamedTuple):
-    """The envelopes of several values whose leaves are one list."""
+    """The envelopes of the values of several stages, which feed one; their leaves are one list.
+
+    Its arguments are those of its inputs one after the other, in ascending order of the stages that feed it:
+
+        stage 0 returns x         stage 1 returns (y, z)         stage 2 is called with (x, y, z)
+    """
 
     envelopes: tuple[Envelope, ...]
     lengths: tuple[int, ...]
@@ -207,17 +199,14 @@ def joined_gradients(values: Sequence[FlatValue]) -> FlatValue:
     )
 
 
-# --- values that several stages of a rank use, until each of them has its own -----------------------
-#
-# A message is a copy, but stages on the same rank would get the same tensors, and one of them may change its
-# input in place. So a stage takes a copy as long as another one still needs the value, and the last one takes
-# the value itself.
-
-
 class SharedValues:
     """Values by microbatch, each kept until all `consumers`, which are stages on any rank, have it.
 
     A value is put, or comes from the `source`, such as a receive channel, when the first consumer asks for it.
+
+    A message is a copy, but stages on the same rank would get the same tensors, and one of them may change its
+    input in place. So a stage takes a copy as long as another one still needs the value, and the last one takes
+    the value itself.
     """
 
     def __init__(self, consumers: Collection[int], source: Source | None = None) -> None:
