@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from penstock import build
 from penstock.lowering import AddCommunication, lower
-from penstock.traces.diagnose.rank_state import RankState, dump_state, state_file_name
+from penstock.traces.diagnose.rank_state import LostRank, RankState, dump_state, state_file_name
 from tests.support.command_line import Run
 from tests.support.flight_records import dump_of, operations_of, write_dumps
 
@@ -18,7 +18,7 @@ SCHEDULE = lower(build("1f1b", ranks=3, microbatches=4), [AddCommunication()])
 def write_states(
     folder: Path,
     members: tuple[int, ...] = (0, 1, 2),
-    lost: Mapping[int, Mapping[int, str]] = MappingProxyType({}),
+    lost: Mapping[int, Mapping[int, LostRank]] = MappingProxyType({}),
 ) -> None:
     """Rank 0 waits for rank 1, which waits for an activation that rank 0 has passed; rank 2 is missing."""
     folder.mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ def test_several_pipelines_are_diagnosed_one_after_the_other(run: Run, tmp_path:
 
 
 def test_ranks_that_miss_each_other_are_named_and_no_send_is_blamed(run: Run, tmp_path: Path) -> None:
-    silence = "no heartbeat from its process (pid 1 on node) for 9 s"
+    silence = LostRank(is_silent=True, text="not heard of for 9 s")
     write_states(tmp_path / "states", lost={0: {1: silence}, 1: {0: silence}})
     lines = run("diagnose", "states").out.splitlines()
     assert lines[1] == "culprit: ranks 0 and 1 do not reach each other"

@@ -14,7 +14,7 @@ from penstock.errors import FormatError, ScheduleError
 from penstock.lowering import lower
 from penstock.traces.diagnose.diagnosis import read_evidence
 from penstock.traces.diagnose.flight_recorder import PickleRefusedError, unpickle_plain
-from penstock.traces.diagnose.rank_state import RankState, Wait, WaitKind, dump_state, state_file_name
+from penstock.traces.diagnose.rank_state import LostRank, RankState, Wait, WaitKind, dump_state, state_file_name
 from tests.support.flight_records import dump_of, operations_of
 
 SCHEDULE = lower(build("1f1b", ranks=2, microbatches=4))
@@ -106,7 +106,7 @@ STATE = RankState(
     position=4,
     awaits="1RECV_F1",
     waiting_for=Wait(WaitKind.COMMIT, "the end of the step", 0),
-    lost={0: "gone"},
+    lost={0: LostRank(is_silent=False, text="gone")},
     job="a",
 )
 
@@ -127,7 +127,7 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"version": 1}, "version: expected 3"),
+        ({"version": 1}, "version: expected 4"),
         ({"position": "x"}, "position: expected a number"),
         ({"members": [0]}, "members: expected 2 ranks as in the schedule"),
         ({"world_rank": 5}, "and world_rank among them"),
@@ -136,7 +136,8 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
             "waiting_for: expected null, or",
         ),
         ({"waiting_for": {"kind": "receive"}}, "waiting_for: expected null, or"),
-        ({"lost": {"x": "y"}}, "lost: expected texts by world rank"),
+        ({"lost": {"x": {"is_silent": True, "text": ""}}}, "lost: expected objects with is_silent and text"),
+        ({"lost": {"0": "gone"}}, "lost: expected objects with is_silent and text"),
         ({"schedule": {"ranks": 3}}, "schedule"),
         ({"more": 1}, "more: unknown key"),
         ({"error": "x" * 20_000}, "error: expected a text of at most"),

@@ -33,6 +33,7 @@ from penstock.runtime.failure.links import (
     connect_link,
     end_message,
 )
+from penstock.traces.diagnose.rank_state import LostRank
 
 # Heartbeats of other ranks: how long each is silent, without the time this process was suspended itself.
 
@@ -178,11 +179,12 @@ class FailureDetector:
         with self._lock:
             return 0.0 if rank in self.ended else self._heartbeats.silence(rank)
 
-    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+    def lost(self, ranks: Iterable[int]) -> dict[int, LostRank]:
         """Return which of these ranks have ended or are silent, and how."""
-        found = {rank: str(self.ended[rank]) for rank in ranks if rank in self.ended}
+        ended = {rank: self.ended[rank] for rank in ranks if rank in self.ended}
+        found = {rank: LostRank(bool(each.network_error), str(each)) for rank, each in ended.items()}
         silent = [rank for rank in ranks if self.silence(rank) > SILENT_SECONDS]  # not of those that ended
-        return found | {rank: self.describe_silence(rank) for rank in silent}
+        return found | {rank: LostRank(is_silent=True, text=self.describe_silence(rank)) for rank in silent}
 
     def describe_silence(self, rank: int) -> str:
         """Return how long a rank has been silent."""

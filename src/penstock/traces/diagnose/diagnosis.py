@@ -407,7 +407,7 @@ def _other_schedules(
 def _unreached(states: Mapping[int, RankState], members: Sequence[int]) -> list[Finding]:
     """Ranks that run, as their states show, and that miss the heartbeats of each other."""
     missed = {
-        rank: [other for other in states if _is_silence(state.lost.get(members[other], ""))]
+        rank: [other for other in states if (lost := state.lost.get(members[other])) and lost.is_silent]
         for rank, state in states.items()
     }
     pairs = [(rank, other) for rank in missed for other in missed[rank] if rank in missed.get(other, ())]
@@ -417,11 +417,6 @@ def _unreached(states: Mapping[int, RankState], members: Sequence[int]) -> list[
     texts = [f"rank {rank} misses rank {listed(sorted(missed[rank]))}" for rank in ranks]
     text = f"each of them has a state, and {'; '.join(texts)}: the network between them fails"
     return [Finding("network", ranks, text)]
-
-
-def _is_silence(text: str) -> bool:
-    """Whether the text about a lost rank says that it is not reached, and not that its process has ended."""
-    return "heartbeat" in text or "the network fails" in text
 
 
 def _ends_of_waits(
@@ -540,9 +535,9 @@ def _missing(rank: int, states: Mapping[int, RankState], members: Sequence[int],
     known = [(state.rank, state.lost[world_rank]) for state in states.values() if world_rank in state.lost]
     waiting = f"; rank {wait.rank} waits for its {wait.counterpart}" if wait is not None else ""
     if known:
-        observer, text = known[0]
-        kind = "stopped" if _is_silence(text) else "died"
-        return Finding(kind, (rank,), f"it left no state, and rank {observer} says: {text}{waiting}")
+        observer, lost = known[0]
+        kind = "stopped" if lost.is_silent else "died"
+        return Finding(kind, (rank,), f"it left no state, and rank {observer} says: {lost.text}{waiting}")
     text = "its process was killed or is stopped, or it was not asked for its state"
     return Finding("no-state", (rank,), f"{text}{waiting}")
 

@@ -1,6 +1,6 @@
 """The state of one rank of a pipeline, and its file: the schedule it runs, where it is, and what it waits for.
 
-{"format": "penstock-rank-state", "version": 3, "runtime": "penstock", "members": [0, 1], "world_rank": 1,
+{"format": "penstock-rank-state", "version": 4, "runtime": "penstock", "members": [0, 1], "world_rank": 1,
  "mode": "step", "step_number": 12, "call_number": 14, "position": 7, "awaits": "1RECV_F2",
  "waiting_for": {"kind": "receive", "what": "the losses", "peer": 1}, "schedule": {...}, ...}
 
@@ -23,7 +23,7 @@ from penstock.ir.action import MAX_ID
 from penstock.ir.schedule import Schedule
 
 STATE_FORMAT = "penstock-rank-state"
-_VERSION = 3
+_VERSION = 4
 _LONGEST = 10_000  # characters of a text
 _CONTEXT = 3  # steps shown before and after the current one
 
@@ -72,6 +72,15 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class LostRank:
+    """What a rank knows of another one whose process has ended, or that does not answer."""
+
+    is_silent: bool
+    """Whether nobody knows that its process has ended: it may run, and the network fails."""
+    text: str
+
+
+@dataclass(frozen=True)
 class RankState:
     """What one rank of one pipeline did when its state was written."""
 
@@ -96,8 +105,8 @@ class RankState:
     """The exception that it raised, or the failure that it was told of."""
     is_origin: bool = False
     """Whether the error began on this rank."""
-    lost: Mapping[int, str] = field(default_factory=dict)
-    """What it knows of world ranks that ended or are silent."""
+    lost: Mapping[int, LostRank] = field(default_factory=dict)
+    """By world rank: the ranks that ended or are silent."""
     messages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The tensors of the messages of this step, where the runtime knows them: `0SEND_F1: float32 [2, 8]`."""
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -187,7 +196,7 @@ def load_state(document: Mapping[str, Any], source: str) -> RankState:
     values = {key: document[key] for key in _FIELDS}
     values["members"] = tuple(values["members"])
     values["waiting_for"] = Wait.load(values["waiting_for"])
-    values["lost"] = {int(rank): text for rank, text in values["lost"].items()}
+    values["lost"] = {int(rank): LostRank(**keys) for rank, keys in values["lost"].items()}
     for key in ("messages", "stacks"):
         values[key] = {name: tuple(texts) for name, texts in values[key].items()}
     if values["world_rank"] not in values["members"] or len(values["members"]) != schedule.num_ranks:
@@ -212,6 +221,15 @@ def _is_wait(value: object) -> bool:
         and value["kind"] in list(WaitKind)
         and _is_text(value["what"])
         and (value["peer"] is None or _is_number(value["peer"]))
+    )
+
+
+def _is_lost(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"is_silent", "text"}
+        and isinstance(value["is_silent"], bool)
+        and _is_text(value["text"])
     )
 
 
@@ -244,8 +262,8 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "error": _TEXT,
     "is_origin": (lambda x: isinstance(x, bool), "true or false"),
     "lost": (
-        lambda x: isinstance(x, dict) and all(_is_rank(k) and _is_text(v) for k, v in x.items()),
-        "texts by world rank",
+        lambda x: isinstance(x, dict) and all(_is_rank(k) and _is_lost(v) for k, v in x.items()),
+        "objects with is_silent and text by world rank",
     ),
     "messages": (_is_table, "lists of texts by action"),
     "stacks": (_is_table, "lists of texts by thread"),
