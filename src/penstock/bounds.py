@@ -415,24 +415,33 @@ class _Item(NamedTuple):
 _NOTHING = _Item(0.0, 0.0)
 
 
-@dataclass(frozen=True)
 class _Rank:
-    """One rank; seconds of work are those that `Workload.machines` counts."""
+    """One rank; seconds of work are those that `Workload.machines` counts.
 
-    work: Workload
-    rank: int
-    limit: float
-    own_span: bool
-    """Whether to count from the rank's own first start to its own last end."""
+    With `own_span`, they count from the rank's own first start to its own last end.
+    """
+
+    def __init__(self, work: Workload, rank: int, limit: float, own_span: bool) -> None:  # noqa: FBT001
+        self.work, self.rank, self.limit = work, rank, limit
+        self.window = work.window(rank if own_span else None)
+        self.own = own = work.placement.stages_of_rank[rank]
+        # how many stages are ahead of a cut; on another graph than a chain only all of them
+        self.cuts = range(1 if work.stage_graph.is_chain else len(own), len(own) + 1)
+        # F and the backward, each with the RECOMPUTE that may come after or before it
+        extra = [work.recompute[s] + work.costs.launch_overhead for s in own]
+        self.forward = [work.forward[s] + more for s, more in zip(own, extra)]
+        back = [work.input_gradient[s] + work.weight_gradient[s] for s in own]
+        self.backward = [seconds + more for seconds, more in zip(back, extra)]
+        least = _least_held(work)
+        self.sizes = [float(least[s]) for s in own]
+        kept = activation_bytes(work.costs, work.placement.num_stages).after_input_gradient
+        deferred = [s for s in own if work.split and work.weight_gradient[s]]
+        self.weights = [_Item(float(kept[s]), work.weight_gradient[s]) for s in deferred]
 
     @property
     def seconds(self) -> float:
         """All its work, and what it idles at least before, between and after."""
         return max(self._seconds_of(jobs) for jobs in self.work.machines(self.rank, self.window))
-
-    @cached_property
-    def window(self) -> Window:
-        return self.work.window(self.rank if self.own_span else None)
 
     def _seconds_of(self, jobs: Jobs) -> float:
         before, after = [(0, min(job[0] for job in jobs))], [(0, min(job[2] for job in jobs))]
@@ -446,47 +455,10 @@ class _Rank:
         )
         return idle + sum(job[1] for job in jobs)
 
-    @cached_property
-    def own(self) -> tuple[int, ...]:
-        return self.work.placement.stages_of_rank[self.rank]
-
-    @cached_property
-    def cuts(self) -> range:
-        """How many stages are ahead of a cut; on another graph than a chain only all of them."""
-        return range(1 if self.work.stage_graph.is_chain else len(self.own), len(self.own) + 1)
-
-    @cached_property
-    def forward(self) -> list[float]:
-        """F, and the RECOMPUTE that may follow it."""
-        launch = self.work.costs.launch_overhead
-        return [self.work.forward[s] + self.work.recompute[s] + launch for s in self.own]
-
-    @cached_property
-    def backward(self) -> list[float]:
-        """The backward, and the RECOMPUTE that may come before it."""
-        launch, again = self.work.costs.launch_overhead, self.work.recompute
-        return [
-            self.work.input_gradient[s] + self.work.weight_gradient[s] + again[s] + launch for s in self.own
-        ]
-
     def deeper(self, cut: int) -> float:
         """All work of the stages behind the cut for one microbatch."""
         again = sum(self.work.recompute[s] for s in self.own[cut:])
         return sum(self.forward[cut:]) + sum(self.backward[cut:]) - again
-
-    @cached_property
-    def sizes(self) -> list[float]:
-        least = _least_held(self.work)
-        return [float(least[s]) for s in self.own]
-
-    @cached_property
-    def weights(self) -> list[_Item]:
-        """Deferred W."""
-        if not self.work.split:
-            return []
-        kept = activation_bytes(self.work.costs, self.work.placement.num_stages).after_input_gradient
-        items = [_Item(float(kept[s]), self.work.weight_gradient[s]) for s in self.own]
-        return [item for item in items if item.seconds]
 
     @cached_property
     def activation_limit(self) -> float:
@@ -509,21 +481,17 @@ class _Rank:
 
     def warm_up(self, cut: int) -> float:
         """Seconds without work before the first I ahead of the cut starts."""
-        heads = self.window[0]["I"]
-        ahead = self._prefixes(self.forward[:cut])
-        begun = [*ahead[:-1], _Item(ahead[-1].size, ahead[-1].seconds + self.deeper(cut))]
-        return min(heads[s] for s in self.own[:cut]) - self._most_work(cut, begun, ahead, [])
+        return self._idle(cut, self.window[0]["I"], self.forward, [])
 
     def drain(self, cut: int) -> float:
         """Seconds without work after the last F ahead of the cut ends."""
-        tails = self.window[1]["F"]
-        ahead = self._prefixes(self.backward[:cut])
-        begun = [*ahead[:-1], _Item(ahead[-1].size, ahead[-1].seconds + self.deeper(cut))]
-        return min(tails[s] for s in self.own[:cut]) - self._most_work(cut, begun, ahead, self.weights)
+        return self._idle(cut, self.window[1]["F"], self.backward, self.weights)
 
-    def _prefixes(self, seconds: Sequence[float]) -> list[_Item]:
-        """A microbatch on the first 1, 2, ... stages."""
-        return list(map(_Item, accumulate(self.sizes[: len(seconds)]), accumulate(seconds)))
+    def _idle(self, cut: int, ends: list[float], seconds: list[float], weights: list[_Item]) -> float:
+        # a microbatch on the first 1, 2, ... stages
+        ahead = list(map(_Item, accumulate(self.sizes[:cut]), accumulate(seconds[:cut])))
+        begun = [*ahead[:-1], _Item(ahead[-1].size, ahead[-1].seconds + self.deeper(cut))]
+        return min(ends[s] for s in self.own[:cut]) - self._most_work(cut, begun, ahead, weights)
 
     def _most_work(self, cut: int, begun: list[_Item], ahead: list[_Item], weights: list[_Item]) -> float:
         """The most work within the activation limit."""
@@ -753,128 +721,60 @@ class _States:
         return _States(self.counts[which], self.times[which])
 
 
-@dataclass(frozen=True, eq=False)
 class RankOrders:
-    """All orders of the steps of some ranks, in a chain of stages and without overlapped pairs."""
+    """All orders of the steps of some ranks, in a chain of stages and without overlapped pairs.
 
-    work: Workload
-    limit: float
-    """Bytes per rank."""
-    ranks: tuple[int, ...]
-    own_span: bool = False
-    """Whether to count from the first start to the last end of the rank, which is then the only one."""
+    With `own_span`, time counts from the first start to the last end of the rank, which is then the only one.
+    """
 
-    @cached_property
-    def stages(self) -> list[int]:
-        """Of all these ranks."""
-        return sorted(s for rank in self.ranks for s in self.work.placement.stages_of_rank[rank])
+    def __init__(self, work: Workload, limit: float, ranks: tuple[int, ...], own_span: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Tabulate the tokens: steps of the chain, then the W that take time."""
+        self.work, self.ranks = work, ranks
+        self.stages = sorted(s for rank in ranks for s in work.placement.stages_of_rank[rank])
+        self.deferred = [s for s in self.stages if work.weight_gradient[s] > 0]
+        self.length = 2 * len(self.stages)  # steps of the chain
+        chain = [*(("F", s) for s in self.stages), *(("I", s) for s in reversed(self.stages))]
+        self.tokens = [*chain, *(("W", s) for s in self.deferred)]
+        # per token: which of the ranks; the token that the same microbatch needs, -1 for the first
+        self.rank = np.array([ranks.index(work.placement.stage_to_rank[s]) for _, s in self.tokens])
+        self.needed = [*range(-1, self.length - 1), *(self.tokens.index(("I", s)) for s in self.deferred)]
+        # per token: seconds, also by rank; its tail
+        self.window = work.window(ranks[0] if own_span else None)
+        of = {"F": work.forward, "I": work.input_gradient, "W": work.weight_gradient}
+        launch, by_rank = work.costs.launch_overhead, (np.arange(len(self.tokens)), self.rank)
+        self.seconds = np.array([of[kind][s] + (launch if kind != "W" else 0.0) for kind, s in self.tokens])
+        self.spent = np.zeros((len(self.tokens), len(ranks)))
+        self.spent[by_rank] = self.seconds
+        self.tails = np.array([self.window[1][kind][s] for kind, s in self.tokens])
+        # per step of the chain: what other ranks take at least between it and the next one
+        heads = np.array([self.window[0][kind][s] for kind, s in chain])
+        self.delays = np.append(np.diff(heads) - self.seconds[: self.length - 1], 0.0)
+        # per token: bytes that its rank takes or frees, and that have to be free before it starts
+        sizes = stage_bytes(work.costs, work.placement.num_stages, MemoryLine.ACTIVATIONS)
+        self.changes = np.zeros_like(self.spent)
+        for token, (kind, s) in enumerate(self.tokens):
+            # a W that takes no time is a part of I
+            kinds = (Kind.I, Kind.W) if kind == "I" and s not in self.deferred else (Kind(kind),)
+            self.changes[token, self.rank[token]] = sum(float(sizes[each.number, s]) for each in kinds)
+        own = self.changes[by_rank]
+        self.taken = np.where([kind == "F" for kind, _ in self.tokens], own, -np.inf)
+        self.activation_limits = np.array([work.activation_limit(r, limit) * (1 + _ROUNDING) for r in ranks])
+        # the most microbatches between the first and the last step of the chain
+        room = self.activation_limits[self.rank[0]] / own[0] if own[0] else math.inf
+        self.in_flight = int(min(work.microbatches, room))
+        self.idle = [self._idle(q, _Rank(work, rank, limit, own_span)) for q, rank in enumerate(ranks)]
 
-    @cached_property
-    def deferred(self) -> list[int]:
-        """Stages whose W takes time."""
-        return [s for s in self.stages if self.work.weight_gradient[s] > 0]
-
-    @cached_property
-    def tokens(self) -> list[tuple[str, int]]:
-        """Kind and stage: the chain, then W."""
-        forward = [("F", s) for s in self.stages]
-        return [*forward, *(("I", s) for s in reversed(self.stages)), *(("W", s) for s in self.deferred)]
-
-    @cached_property
-    def length(self) -> int:
-        """Steps of the chain."""
-        return 2 * len(self.stages)
-
-    @cached_property
-    def rank(self) -> Ints:
-        """Per token: which of the ranks."""
-        return np.array([self.ranks.index(self.work.placement.stage_to_rank[s]) for _, s in self.tokens])
-
-    @cached_property
-    def needed(self) -> list[int]:
-        """Per token: the one that the same microbatch needs; -1 for the first."""
-        return [*range(-1, self.length - 1), *(self.tokens.index(("I", s)) for s in self.deferred)]
+    def _idle(self, q: int, rank: _Rank) -> list[tuple[int, float]]:
+        """A token and the least seconds without work while not all have done it; -1 for always."""
+        least = float(self.tails[self.of_rank(q)].min())
+        drains = zip(self.of_rank(q, "F"), map(rank.drain, rank.cuts))
+        return [(-1, least), *((token, drain) for token, drain in drains if drain > least)]
 
     def of_rank(self, q: int, kinds: str = "FIW") -> list[int]:
         """The tokens of a rank."""
         return [token for token, (kind, _) in enumerate(self.tokens) if self.rank[token] == q and kind in kinds]
 
-    # --- seconds -----------------------------------------------------------------------------------
-
-    @cached_property
-    def window(self) -> Window:
-        """Heads and tails."""
-        return self.work.window(self.ranks[0] if self.own_span else None)
-
-    @cached_property
-    def seconds(self) -> Floats:
-        """Per token."""
-        launch, work = self.work.costs.launch_overhead, self.work
-        of = {"F": work.forward, "I": work.input_gradient, "W": work.weight_gradient}
-        return np.array([of[kind][s] + (launch if kind != "W" else 0.0) for kind, s in self.tokens])
-
-    @cached_property
-    def spent(self) -> Floats:
-        """Per token and rank: its seconds."""
-        found = np.zeros((len(self.tokens), len(self.ranks)))
-        found[np.arange(len(self.tokens)), self.rank] = self.seconds
-        return found
-
-    @cached_property
-    def delays(self) -> Floats:
-        """Per step of the chain: what other ranks take at least between it and the next one."""
-        heads = np.array([self.window[0][kind][s] for kind, s in self.tokens[: self.length]])
-        return np.append(np.diff(heads) - self.seconds[: self.length - 1], 0.0)
-
-    @cached_property
-    def tails(self) -> Floats:
-        """Per token."""
-        return np.array([self.window[1][kind][s] for kind, s in self.tokens])
-
-    @cached_property
-    def idle(self) -> list[list[tuple[int, float]]]:
-        """Per rank: a token and the least seconds without work while not all have done it; -1 for always."""
-        found = []
-        for q, rank in enumerate(self.ranks):
-            least, each = (
-                float(self.tails[self.of_rank(q)].min()),
-                _Rank(self.work, rank, self.limit, self.own_span),
-            )
-            drains = zip(self.of_rank(q, "F"), map(each.drain, each.cuts))
-            found.append([(-1, least), *((token, drain) for token, drain in drains if drain > least)])
-        return found
-
-    # --- memory ------------------------------------------------------------------------------------
-
-    @cached_property
-    def changes(self) -> Floats:
-        """Per token and rank: bytes taken, or freed."""
-        sizes = stage_bytes(self.work.costs, self.work.placement.num_stages, MemoryLine.ACTIVATIONS)
-        found = np.zeros((len(self.tokens), len(self.ranks)))
-        for token, (kind, s) in enumerate(self.tokens):
-            # a W that takes no time is a part of I
-            kinds = (Kind.I, Kind.W) if kind == "I" and s not in self.deferred else (Kind(kind),)
-            found[token, self.rank[token]] = sum(float(sizes[each.number, s]) for each in kinds)
-        return found
-
-    @cached_property
-    def taken(self) -> Floats:
-        """Per token: bytes that have to be free before it starts; any number of them for I and W."""
-        own = self.changes[np.arange(len(self.tokens)), self.rank]
-        return np.where([kind == "F" for kind, _ in self.tokens], own, -np.inf)
-
-    @cached_property
-    def activation_limits(self) -> Floats:
-        """Bytes for activations per rank."""
-        return np.array([self.work.activation_limit(r, self.limit) * (1 + _ROUNDING) for r in self.ranks])
-
-    @cached_property
-    def in_flight(self) -> int:
-        """The most microbatches between the first and the last step of the chain."""
-        size, limit = self.changes[0, self.rank[0]], self.activation_limits[self.rank[0]]
-        return int(min(self.work.microbatches, limit / size if size else math.inf))
-
-    @cached_property
+    @property
     def code(self) -> Ints | None:
         """Per token: a number; their products with counts tell apart states of equal sum. None if too many."""
         most = [self.in_flight + 1] * (self.length - 1) + [self.work.microbatches + 1] * len(self.deferred)
