@@ -23,7 +23,16 @@ ROOMS = (SOURCE / "runtime" / "torch_internals", SOURCE / "pipelining")
 LIMITATIONS = SOURCE.parents[1] / "docs" / "limitations.md"
 
 # private names of the standard library and of transformers, keys in files, and documented methods of NamedTuple
-OTHERS = {"_replace", "_fields", "_asdict", "_current_frames", "_is_hf_initialized", "_sizes", "_dtypes"}
+OTHERS = {
+    "_replace",
+    "_fields",
+    "_asdict",
+    "_current_frames",
+    "_Unpickler",
+    "_is_hf_initialized",
+    "_sizes",
+    "_dtypes",
+}
 
 
 def is_private(name: str) -> bool:

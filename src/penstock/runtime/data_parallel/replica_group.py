@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from penstock.ir.kinds import Kind
 from penstock.ir.schedule import Schedule
 from penstock.runtime.dtensors import is_dtensor, local
 from penstock.runtime.torch_internals.data_parallel import FsdpShards, has_communication_hooks, wrapper_of
+from penstock.runtime.torch_internals.modules import attributes_set
 from penstock.runtime.transport.process_groups import Group, process_group
 from penstock.runtime.transport.transport_errors import transport_errors, wait
 
@@ -151,17 +152,9 @@ class DdpWrappers:
             for parameter in wrapper.parameters()
         }
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Disable the reductions of all wrappers."""
-        before = [getattr(owner, name) for owner, name, _ in self._switches]
-        try:
-            for owner, name, value in self._switches:
-                setattr(owner, name, value)
-            yield
-        finally:
-            for (owner, name, _), value in zip(self._switches, before):
-                setattr(owner, name, value)
+        return attributes_set(self._switches)
 
 
 def _check_supported(wrapper: DistributedDataParallel, stage: int) -> None:

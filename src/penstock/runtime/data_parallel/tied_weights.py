@@ -107,19 +107,19 @@ class TiedWeights:
         self._owners: dict[tuple[int, str], tuple[nn.Module, str]]
         """By stage and name of a tied weight: the submodule that owns it, and its name there."""
         self._find_owners()
-        self._shared_by: list[tuple[TiedNames, tuple[int, ...]]] = []
-        """The tied weights of this rank that other ranks hold too, and all ranks that hold each."""
         for each in tied:
             own = self._own_stages(each)
             for stage in own[1:]:
                 self._make_one(each, own[0], stage)
-            if own and len(ranks := _ranks_of(each, rank_of_stage)) > 1:
-                self._shared_by.append((each, ranks))
         self._rank, self._rank_of_stage = rank, rank_of_stage
-        self.between_ranks = tuple(each for each in tied if len(_ranks_of(each, rank_of_stage)) > 1)
+        holders = [(each, tuple(sorted({rank_of_stage[stage] for stage in each}))) for each in tied]
+        shared = [(each, ranks) for each, ranks in holders if len(ranks) > 1]
+        self.between_ranks = tuple(each for each, _ in shared)
         """The tied weights that several ranks hold, which every rank must know."""
-        self.rank_groups = sorted({_ranks_of(each, rank_of_stage) for each in self.between_ranks})
+        self.rank_groups = sorted({ranks for _, ranks in shared})
         """All sets of ranks that share a weight, the same on every rank."""
+        self._shared_by = [(each, ranks) for each, ranks in shared if self._own_stages(each)]
+        """The tied weights of this rank that other ranks hold too, and all ranks that hold each."""
         self._earlier_gradients: dict[nn.Parameter, Tensor | None] = {}
         """Summed gradients of earlier steps, removed during a step on all ranks but the first."""
         self.unsummed = False
@@ -228,10 +228,6 @@ class TiedWeights:
             parameter.grad = earlier
         self._earlier_gradients.clear()
         self.unsummed = False
-
-
-def _ranks_of(tied: TiedNames, rank_of_stage: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted({rank_of_stage[stage] for stage in tied}))
 
 
 def _description(parameter: Tensor) -> tuple[str, ...]:

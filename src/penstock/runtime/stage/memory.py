@@ -26,22 +26,15 @@ from penstock.runtime.pytree import flatten
 from penstock.runtime.stage.microbatch import LiveActivations, MicrobatchState, StageConfig, StepInputs
 from penstock.runtime.stage.values import is_plain, storage_references
 from penstock.runtime.torch_internals.autograd import storage_identity, version
-from penstock.runtime.torch_internals.modules import own_buffers
+from penstock.runtime.torch_internals.modules import attributes_set, own_buffers
 from penstock.runtime.transport.buffer_pool import Buffer, BufferPool
 from penstock.runtime.transport.channels import FlatValue
 
 
-@contextmanager
-def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+def eval_mode(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Put all submodules into eval mode, and restore the mode of each."""
-    training = [part for module in modules for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
+    parts = (part for module in modules for part in module.modules())
+    return attributes_set([(part, "training", False) for part in parts])
 
 
 class RandomStates:

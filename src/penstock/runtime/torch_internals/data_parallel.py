@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PipelineError
+from penstock.runtime.torch_internals.modules import attributes_set
 from penstock.runtime.torch_internals.registry import Feature, members
 
 SHARDING = Feature(
@@ -124,25 +125,13 @@ class FsdpShards:
                 for each in group.fsdp_params:
                     yield each._param_fqn, each.sharded_param, replicas
 
-    @contextmanager
-    def scheduled(self) -> Iterator[None]:
-        """Only the methods below gather, reshard and reduce in here; FSDP itself does not."""
+    def scheduled(self) -> AbstractContextManager[None]:
+        """Let only the methods below gather, reshard and reduce; FSDP itself does not."""
         self._gather_once()
-        before = [(g.reduce_grads, g.reshard_after_backward, g.post_forward_mesh_info) for g in self._groups]
-        last = [root._state_ctx.is_last_backward for root in self._roots]
-        for group in self._groups:
-            group.reduce_grads = group.reshard_after_backward = False
-            group.post_forward_mesh_info = None
-        for root in self._roots:
-            root._state_ctx.is_last_backward = False
-        try:
-            yield
-        finally:
-            for group, (reduces, reshards, mesh) in zip(self._groups, before):
-                group.reduce_grads, group.reshard_after_backward = reduces, reshards
-                group.post_forward_mesh_info = mesh
-            for root, was in zip(self._roots, last):
-                root._state_ctx.is_last_backward = was
+        off = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
+        values = [(group, name, value) for group in self._groups for name, value in off.items()]
+        values += [(root._state_ctx, "is_last_backward", False) for root in self._roots]
+        return attributes_set(values)
 
     def _gather_once(self) -> None:
         """Gather and free all parameters once, if gradients are reduced in another dtype.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,19 @@ transient_buffers: Callable[[nn.Module], set[str]] = CHECKPOINTS.field(
     "torch.nn.Module._non_persistent_buffers_set"
 )
 """Return the names of a module's own buffers that a state dict leaves out."""
+
+
+@contextmanager
+def attributes_set(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, given as object, name and value, and restore them at the end."""
+    before = [getattr(owner, name) for owner, name, _ in values]
+    try:
+        for owner, name, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(values, before):
+            setattr(owner, name, value)
 
 
 @DECODERS.uses("torch.nn.Module._modules")
