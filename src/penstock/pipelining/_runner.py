@@ -119,27 +119,26 @@ def _overrides(stage: _PipelineStageBase, name: str) -> bool:
     return getattr(type(stage), name) is not getattr(torchs, name)
 
 
+def _ignored(what: str, remedy: str) -> PipelineError:
+    return PipelineError(f"{what}, which would be ignored: {remedy}")
+
+
 def _check_stages(stages: Iterable[_PipelineStageBase]) -> None:
     """Raise if methods of a stage were replaced in a way that would be ignored."""
     for stage in stages:
         unused = [name for name in _UNUSED_OF_STAGES if _overrides(stage, name) or name in vars(stage)]
         if unused:
-            raise PipelineError(
-                f"stage {stage.stage_index} overrides {', '.join(unused)}, which would be ignored: Penstock "
-                "sends messages, runs backwards and scales gradients itself; change the module instead, or "
-                "register a function for an action"
+            raise _ignored(
+                f"stage {stage.stage_index} overrides {', '.join(unused)}",
+                "Penstock sends messages, runs backwards and scales gradients itself; change the module "
+                "instead, or register a function for an action",
             )
         if vars(stage).get("_forward_contexts"):  # torch 2.15
-            raise PipelineError(
-                f"stage {stage.stage_index} has a context of register_forward_context, which would be ignored: "
-                "remove it, and enter the context in the module"
-            )
-        patched = [name for name in (*_KINDS, _FORWARD) if name in vars(stage)]
-        if patched:
-            raise PipelineError(
-                f"{', '.join(patched)} of stage {stage.stage_index} is replaced on the object, which would be "
-                "ignored: override it in a subclass of PipelineStage that calls super()"
-            )
+            what = f"stage {stage.stage_index} has a context of register_forward_context"
+            raise _ignored(what, "remove it, and enter the context in the module")
+        if patched := [name for name in (*_KINDS, _FORWARD) if name in vars(stage)]:
+            what = f"{', '.join(patched)} of stage {stage.stage_index} is replaced on the object"
+            raise _ignored(what, "override it in a subclass of PipelineStage that calls super()")
 
 
 @contextmanager
@@ -235,10 +234,8 @@ class Runner:
         _check_stages(self._stages.values())
         now = self._values_of(owner)
         if changed := [name for name, value in now.items() if value != self._built_in[name]]:
-            raise PipelineError(
-                f"{listed(changed)} changed after the first step, which would be ignored: create another "
-                "schedule object with these stages"
-            )
+            what = f"{listed(changed)} changed after the first step"
+            raise _ignored(what, "create another schedule object with these stages")
         methods = {name: getattr(type(owner), name, None) for name in _UNUSED_OF_SCHEDULES}
         own = [
             name
@@ -246,10 +243,10 @@ class Runner:
             if name in vars(owner) or (method is not None and not method.__module__.startswith(_PACKAGES))
         ]
         if own:
-            raise PipelineError(
-                f"{type(owner).__name__} overrides {', '.join(own)}, which would be ignored: Penstock needs no "
-                "trial step, and computes losses in the last stage's forward; override _compute_loss, or "
-                "_step_microbatches to run steps on torch's stages"
+            raise _ignored(
+                f"{type(owner).__name__} overrides {', '.join(own)}",
+                "Penstock needs no trial step, and computes losses in the last stage's forward; override "
+                "_compute_loss, or _step_microbatches to run steps on torch's stages",
             )
 
     @property

@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock.arguments import install_command
@@ -33,25 +32,6 @@ INDEX_FILE = "model.safetensors.index.json"
 _UNFINISHED = ".unfinished"
 _LARGEST_INDEX = 100_000_000
 """Bytes; the limit of safetensors for the header of a file."""
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "U8": torch.uint8,
-}
-"""By the name in a file; files with others are rejected."""
 
 
 def _load_package() -> Any:
@@ -198,15 +178,15 @@ class _WeightImport:
         file = self._file_of[stored_name]
         try:
             stored = self._file(file).get_slice(stored_name)
+            shape = list(stored.get_shape())
+            dtype = (stored[:0] if shape else self._file(file).get_tensor(stored_name)).dtype
         except _load_package().SafetensorError as error:
             self.problems.append(f"{stored_name!r} cannot be read from {file.name}: {error}")
             return
-        shape, dtype = list(stored.get_shape()), stored.get_dtype()
-        known = _DTYPES.get(dtype)
-        is_cast = known is not None and known.is_floating_point and tensor.is_floating_point()
-        if shape != list(tensor.shape) or not (is_cast or known == tensor.dtype):
-            own = describe(tensor.shape, tensor.dtype)
-            self.problems.append(f"{name!r} is {dtype} {shape} in {file.name}, but {own} in the model")
+        is_cast = dtype.is_floating_point and tensor.is_floating_point()
+        if shape != list(tensor.shape) or not (is_cast or dtype == tensor.dtype):
+            found, own = f"{stored.get_dtype()} {shape}", describe(tensor.shape, tensor.dtype)
+            self.problems.append(f"{name!r} is {found} in {file.name}, but {own} in the model")
         self._wanted.append((stored_name, tensor))
 
     def _file(self, path: Path) -> Any:

@@ -38,7 +38,9 @@ def materialize(stage: nn.Module, device: torch.device | str = "cpu") -> nn.Modu
         raise PartitionError(
             "materialize() allocates memory, and the meta device has none: pass another device"
         )
-    unallocated = [module for module in stage.modules() if _is_unallocated(module)]
+    unallocated = [
+        module for module in stage.modules() if all(tensor.is_meta for _, tensor in _named_tensors(module))
+    ]
     meta_names = {name for name, tensor in _named_tensors(stage) if tensor.is_meta}
     before = dict(stage.named_parameters())
     _allocate(stage, device)
@@ -73,10 +75,6 @@ def materialize(stage: nn.Module, device: torch.device | str = "cpu") -> nn.Modu
 def _named_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from stage.named_parameters()
     yield from stage.named_buffers()
-
-
-def _is_unallocated(module: nn.Module) -> bool:
-    return all(tensor.is_meta for _, tensor in _named_tensors(module))
 
 
 def _allocate(stage: nn.Module, device: torch.device) -> None:
