@@ -396,7 +396,7 @@ def simulated_without_queues(schedule: Schedule, costs: Costs) -> Timeline:
     total = edge_prices(costs, schedule.graph, "activation").total
     unqueued = replace(costs, bandwidth=None, latency=tuple(total.tolist()) or 0.0)
     simulator = Simulator(schedule, unqueued, SendModel.BUFFERED)
-    return Timeline(schedule, unqueued, *simulator.times(simulator.finished_run()))
+    return simulator.timeline(simulator.finished_run())
 
 
 class JobEvaluation(Evaluation[JobRequest, JobOption]):

@@ -752,8 +752,7 @@ def _timeline_of(schedule: Schedule, costs: Costs, objective: str) -> Timeline |
     done = simulator.run()
     if np.min(done.end, initial=0) < 0:
         return None
-    period = simulator.period(done) if objective == "period" else None
-    return Timeline(schedule, costs, *simulator.times(done), period=period)
+    return simulator.timeline(done, with_period=objective == "period")
 
 
 _KERNEL_MOVES = 200

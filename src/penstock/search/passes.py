@@ -414,7 +414,7 @@ class PlaceSharding(Pass):
 
     def _timed(self, schedule: Schedule) -> Timeline:
         simulator = Simulator(schedule, self.costs, self.send_model)
-        return Timeline(schedule, self.costs, *simulator.times(simulator.finished_run()))
+        return simulator.timeline(simulator.finished_run())
 
     def _score(self, timeline: Timeline) -> tuple[float, int]:
         return _score(timeline, "makespan", Kind.UNSHARD)

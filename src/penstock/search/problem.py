@@ -44,7 +44,6 @@ from penstock.search.kernel import (
     message_arrays,
 )
 from penstock.simulation.simulator import Simulator
-from penstock.simulation.timeline import Timeline
 
 # Numbering: which microbatch each entry of an order has, and which entries are one step.
 #
@@ -313,9 +312,8 @@ class Problem:
     def _simulated(self, schedule: Schedule) -> float:
         """The objective; an order that fits and that the kernel ran is not validated again."""
         simulator = Simulator(schedule, self.costs)
-        run = simulator.finished_run()
-        period = simulator.period(run) if self.objective == "period" else None
-        return Timeline(schedule, self.costs, *simulator.times(run), period=period).length(self.objective)
+        timeline = simulator.timeline(simulator.finished_run(), with_period=self.objective == "period")
+        return timeline.length(self.objective)
 
     def fused_schedule(self, order: Ints, name: str, more: AbstractSet[int] = frozenset()) -> Schedule:
         """The schedule of an order; on the stages `more`, every I directly followed by a W becomes one B."""

@@ -357,10 +357,7 @@ def simulate(
     to fill in `Timeline.period`.
     """
     simulator = Simulator.of_valid(schedule, costs, send_model, blocking_receives=blocking_receives)
-    run = simulator.finished_run()
-    return Timeline(
-        schedule, simulator.costs, *simulator.times(run), period=simulator.period(run) if with_period else None
-    )
+    return simulator.timeline(simulator.finished_run(), with_period=with_period)
 
 
 class Simulator:
@@ -471,18 +468,17 @@ class Simulator:
         np.maximum.at(begun, self._consumer, ends[self._producer] + self._lag)
         return begun
 
-    def times(self, run: RunTimes) -> tuple[Floats, Floats, Floats | None, Floats | None]:
-        """Start and end per slot of the given schedule; begin and arrival per message."""
-        kept = self._given_slots
-        return run.start[kept], run.end[kept], run.begin, run.arrival
-
-    @property
-    def _given_slots(self) -> Bools | slice:
-        if self.executed is self._given:
-            return slice(None)
-        added = np.zeros(self.executed.num_steps, dtype=np.bool_)
-        added[self.executed.table.slot[self.executed.table.is_communication]] = True
-        return ~added
+    def timeline(self, run: RunTimes, *, with_period: bool = False) -> Timeline:
+        """The timeline of the given schedule: without the SEND and RECV that only `executed` has."""
+        kept: Bools | slice = slice(None)
+        if self.executed is not self._given:
+            table = self.executed.table
+            kept = np.ones(self.executed.num_steps, dtype=np.bool_)
+            kept[table.slot[table.is_communication]] = False
+        period = self.period(run) if with_period else None
+        return Timeline(
+            self._given, self.costs, run.start[kept], run.end[kept], run.begin, run.arrival, period=period
+        )
 
     def period(self, first: RunTimes) -> float:
         """What one more iteration takes in the steady state, optimizer step included."""
